@@ -11,7 +11,7 @@ from fsbarrier.protocol.rows import Row, Table
 from fsbarrier.protocol.state import Node, RowPart, WorkReport
 
 #: the group's program: one row, over and over. Each member's work is what its caller gives.
-COLLECTIVE = Row(0, "collective", each="what the caller gives", transient=True, named_by="call")
+COLLECTIVE = Row(0, "collective", each="what the caller gives", transient=True, call_key="call")
 TABLE = Table("group", (COLLECTIVE,))
 
 

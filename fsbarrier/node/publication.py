@@ -67,7 +67,7 @@ class Publication:
             if self.store.create(path, fact):
                 # The others read it as JSON, where a tuple is a list.
                 self.observer.row.created = path, decode(encode(fact), Fact)
-        elif not again and row.told_by_name(fact):
+        elif not again and row.needs_only_a_name(fact):
             self.store.mark(path, fact)
         else:
             # A group's caller goes on without a member that lost power, so a transient row needs no flush.

@@ -1,4 +1,4 @@
-"""Who rolls out which task: sampling an iteration's tasks and splitting them by node weight. Pure and deterministic."""
+"""Samples an iteration's tasks and splits them by node weight. Pure and deterministic."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from functools import lru_cache
 
 
 def sample_tasks(total: int, count: int, *, seed: int, iteration: int) -> list[int]:
-    """The `count` task indices (of `total`; 0 = all) of an iteration, the same whenever they are asked for.
+    """The `count` task indices (of `total`; 0 = all) of an iteration.
 
-    Each pass shuffles the data anew and cuts it into pieces of `count`, one for each iteration. It skips what is left over at
-    its end, so that no task comes twice in one iteration.
+    Each pass over the data shuffles it anew and cuts it into pieces of `count`, one for each iteration. The remainder at the end of a
+    pass is skipped, so that no task comes twice in one iteration.
     """
     if count <= 0 or count >= total:
         return list(range(total))
@@ -31,7 +31,7 @@ def refill_tasks(
 ) -> list[list[int]]:
     """Tasks (of `total`) for up to `most` further rounds of `size` each, none of them in `drawn` or in another round.
 
-    They are no part of the passes over the data: which tasks the next iteration draws does not depend on what this one needs.
+    They are drawn outside the passes over the data, so the tasks of the next iteration do not depend on how many rounds this one needs.
     """
     if not most or not size:
         return []
@@ -61,11 +61,11 @@ def split_by_weight(tasks: Sequence[int], weights: Sequence[float]) -> list[list
     return shares
 
 
-# At most so many lots make up a share: the last lot is then under a hundredth of the work.
+# The largest number of lots in a share: the last lot is then less than a hundredth of the work.
 LOTS = 128
 
 
 def lots(share: Sequence[int], most: int = LOTS) -> list[tuple[int, ...]]:
-    """A share cut into consecutive lots of equal size (the last may be smaller): what one claim takes."""
+    """A share cut into consecutive lots of equal size (the last may be smaller). A node claims one lot at a time."""
     size = -(-len(share) // most) or 1
     return [tuple(share[start : start + size]) for start in range(0, len(share), size)]

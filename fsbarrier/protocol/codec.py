@@ -1,7 +1,7 @@
-"""How records become bytes and are read back.
+"""Encodes and decodes records.
 
-A record's file is one line of header and one line of JSON. The header carries kind, length and digest, so that a torn, short or empty
-file is recognised (invariant I8). Unknown fields are ignored; another format version is refused. Pure: no I/O, no clock.
+A file has one header line and one line of JSON. The header has the kind, length and digest, so a torn, short or empty file is
+recognised (invariant I8). Unknown fields are ignored; a different format version is refused. Pure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fsbarrier.protocol.facts import (
 
 MAGIC = "fsbarrier"
 FORMAT = 2
-#: records up to this size are remembered once they are decoded
+#: decoded records up to this size are cached
 SMALL_BYTES = 8 * 1024
 
 
@@ -38,9 +38,9 @@ T = TypeVar("T")
 
 
 class CorruptRecord(Exception):
-    """The bytes are not a whole record of the expected kind. `fault` says why.
+    """The bytes are not a whole record of the expected kind.
 
-    A reader looks again, for the file may be about to be replaced. It never takes such a record for absent.
+    The reader tries again, since the file may be about to be replaced. It never treats such a record as absent.
     """
 
     def __init__(self, fault: Fault) -> None:
@@ -49,7 +49,7 @@ class CorruptRecord(Exception):
 
 
 class Fault(NamedTuple):
-    """What is wrong with a record that cannot be read. `foreign`: it is whole, in a format that this code does not know."""
+    """Why a record cannot be read. `foreign`: it has a format version that this code does not know."""
 
     why: str
     foreign: bool = False
@@ -68,7 +68,7 @@ _DECODER = json.JSONDecoder()
 
 
 def _plain(item: object) -> dict[str, object]:
-    """A record, or one that is nested in it, as its fields."""
+    """The fields of a record, or of one nested in it."""
     return {name: getattr(item, name) for name in _SHAPES[type(item)].types}
 
 
@@ -96,7 +96,7 @@ def decode(data: bytes, cls: type[R]) -> R:
 
 
 def _decode(data: bytes, expected: str) -> Record | Fault:
-    """The record, or what is wrong with it."""
+    """The record, or the fault."""
     header, _, body = data.partition(b"\n")
     if header + b"\n" != _header(expected, body):
         return _fault(header, expected)
@@ -107,7 +107,7 @@ def _decode(data: bytes, expected: str) -> Record | Fault:
 
 
 def _fault(header: bytes, expected: str) -> Fault:
-    """What is wrong with bytes whose header is not that of their body."""
+    """Why the header does not match the body."""
     if not header:
         return Fault("empty, or torn at its beginning")
     magic, kind, *_ = [*header.decode("ascii", "replace").split(" "), "", ""]
@@ -121,7 +121,7 @@ def _fault(header: bytes, expected: str) -> Fault:
     return Fault("torn: length or digest differs")
 
 
-# Nodes read the same bytes again and again (a slow node's heartbeat, a fact with several readers), and nobody changes a record.
+# Nodes read the same bytes repeatedly (a slow node's heartbeat, a fact with several readers), and records are immutable.
 _decode_small = lru_cache(maxsize=1024)(_decode)
 
 
@@ -129,7 +129,7 @@ _decode_small = lru_cache(maxsize=1024)(_decode)
 
 
 class _Misfit(Exception):
-    """JSON that is no record."""
+    """JSON that is not a record."""
 
 
 Convert = Callable[[Any], object]
@@ -164,7 +164,7 @@ def _texts(value: list[object]) -> tuple[object, ...]:
     return tuple(value)
 
 
-#: fields that are no plain values: what JSON has for them, and what is made of it
+#: nested fields: their types in JSON, and how to convert them
 _NESTED: dict[tuple[type, str], tuple[tuple[type, ...], Convert]] = {
     (Generation, "members"): ((list,), _members),
     (StopRequest, "alive"): ((list,), _members),
@@ -180,7 +180,7 @@ _NESTED: dict[tuple[type, str], tuple[tuple[type, ...], Convert]] = {
 
 
 class _Shape(NamedTuple):
-    """What a record must look like in JSON. Numbers are taken as they are: no bool for an int."""
+    """The JSON types of a record's fields. A bool is not accepted as an int."""
 
     types: dict[str, tuple[type, ...]]
     needed: frozenset[str]
@@ -221,7 +221,7 @@ def _build(cls: type[T], body: object) -> T:
 
 
 def _check_generation(found: Generation) -> None:
-    """Refuse a record that would mislead a node later: the rules of the state machine rely on these facts without checking."""
+    """Refuse a record that breaks what the state machine relies on without checking."""
     ranks = [member.rank for member in found.members]
     if len(set(ranks)) != len(ranks) or (found.leader not in ranks and found.verdict is None):
         raise _Misfit("its leader is no member, or a rank is there twice")

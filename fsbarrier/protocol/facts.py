@@ -1,6 +1,6 @@
-"""The records that nodes leave for each other in the shared directory. Each is written once and never changed.
+"""The records that nodes leave for each other in the shared directory. A record is written once and never changed.
 
-Heartbeats are the one exception: a node replaces its own, as a whole. How records become bytes: protocol/codec.py.
+Heartbeats are the exception: a node replaces its own, as a whole. protocol/codec.py turns records into bytes.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-#: the status of a fact that ends its generation; see Fact
+#: the status of a fact that fences its generation; see Fact
 SEALED = "sealed"
 
-#: A JSON object that is only read: what a phase's work gave, what a generation adopts. Its fields are its program's own.
+#: a read-only JSON object, such as a result of a phase's work; the protocol does not know its keys
 Payload = Mapping[str, Any]
 
-#: A JSON object as `json.loads` gives it. Whoever reads it knows its fields, or refuses it.
+#: a JSON object as `json.loads` returns it
 JsonObject = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One node of a generation: which start of which rank, and where it runs."""
+    """One node of a generation: a start of a rank (`incarnation`), and the host that it runs on."""
 
     rank: int
     incarnation: int
@@ -30,7 +30,7 @@ class Member:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Position:
-    """Where in the run: iteration from 1, phase as its index in the program's rows."""
+    """A place in the run: the iteration, from 1, and the index of the program's row."""
 
     iteration: int
     phase: int
@@ -38,12 +38,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A node has started: who it is and how to reach it.
-
-    `until` (the last iteration) and `choices` (the settings that each start may choose anew) are what its command line asked
-    for. The run follows those of the lowest rank. `digest` tells which code it runs, `version` says so for people: only nodes of the
-    same code are members of one generation.
-    """
+    """A node has started: who it is, how to reach it, and what its command line asks for."""
 
     rank: int
     incarnation: int
@@ -51,20 +46,23 @@ class Join:
     pid: int
     boot_id: str
     addresses: tuple[str, ...] = ()
+    #: the last iteration; the run follows the lowest rank
     until: int | None = None
     version: str = ""
+    #: of its code; all members of a generation have the same
     digest: str = ""
     time: str = ""
+    #: the settings that each start may choose anew; the run follows the lowest rank
     choices: Payload = field(default_factory=dict)
-    #: the settings that its command line names and that may change between starts, by their dotted names
+    #: the settings on its command line that may change between starts, by their dotted names
     stated: Payload = field(default_factory=dict)
-    #: the user and host that typed it
+    #: the user and host that typed the command
     by: str = ""
-    #: what the node can do and has left, and by name the digests of its code (node/fingerprint.py)
+    #: the node's packages, devices and disk space, and the digests of its code by name (node/fingerprint.py)
     fingerprint: Payload = field(default_factory=dict)
 
     def other_code(self, other: Join) -> list[str]:
-        """The names of what differs between the code of two starts, as far as both told them."""
+        """The names of the code that differs between two starts, if both have listed their digests."""
         ours, theirs = (join.fingerprint.get("code") for join in (self, other))
         if not isinstance(ours, dict) or not isinstance(theirs, dict):
             return []
@@ -73,7 +71,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A heartbeat. Its `counter` advances while the node lives; `state` tells the others how it ended; the rest is for people."""
+    """A heartbeat. `counter` advances while the node is alive; `state` tells how it ended; the other fields are for people."""
 
     rank: int
     incarnation: int
@@ -90,7 +88,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a run ended for every node at once. `waiting`: the starts that waited to be taken in; it ends them too, and no later one."""
+    """The end of a run, for all members at once, and for the nodes that waited to join (`waiting`), but for no later start."""
 
     exit_code: int
     reason: str
@@ -99,9 +97,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """A change of the run's settings, as a start of node 0 asked for it: who, when, and dotted name -> value.
+    """A change of the run's settings by a start of node 0: dotted name -> value.
 
-    `generation`: the first that has it. `iteration`: the first one that begins with it. `before`: the values that it replaced.
+    `generation` is the first one with the new values, `iteration` the first one that uses them; `before` has the old values.
     """
 
     generation: int
@@ -114,11 +112,9 @@ class Revision:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Who takes part from now on, who leads, and from where the run goes on. Each number exists once, for ever.
+    """The members from now on, their leader, and the position where the run goes on. A number is never used twice.
 
-    `decisions` are adopted by name from older generations: phase name -> {"iteration": i, "value": payload}.
-    `attempt` counts the failed tries of `start.iteration`. A `verdict` ends the run. `revisions`: all changes of the settings up to
-    here, in their order; each generation hands them on to the next.
+    Similar to an epoch or a view in other protocols.
     """
 
     number: int
@@ -126,12 +122,17 @@ class Generation:
     leader: int
     start: Position
     reason: str
+    #: adopted from older generations: phase name -> {"iteration": i, "value": payload}
     decisions: Mapping[str, Payload] = field(default_factory=dict)
+    #: the last iteration
     until: int | None = None
     choices: Payload = field(default_factory=dict)
+    #: how often `start.iteration` has failed
     attempt: int = 0
     created_by: int = -1
+    #: ends the run
     verdict: Verdict | None = None
+    #: all changes of the settings so far, in order
     revisions: tuple[Revision, ...] = ()
 
     @property
@@ -140,19 +141,16 @@ class Generation:
         return tuple([member.rank for member in self.members])
 
     def incarnation_of(self, rank: int) -> int | None:
-        """The incarnation that this generation knows `rank` by; None for a stranger."""
+        """The incarnation of member `rank`; None if it is no member."""
         return next((m.incarnation for m in self.members if m.rank == rank), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What one node says about one phase: done or failed, with what came of it.
+    """One node's result in one row. `status` is "done", "failed" or SEALED.
 
-    `status` is "done", "failed" or SEALED. A seal lies under the name of the leader's fact, which then cannot be created any more:
-    no member passes that row, and the generation has ended (see node/resume.py).
-
-    `decisions`, in the first fact of the leader in an iteration: all that holds when the iteration begins, as in a generation's record.
-    Whoever goes on from there needs no older fact, so those can be removed.
+    A seal has the name of the leader's fact, which then cannot be created any more: no member passes that row, and the generation
+    is fenced (node/resume.py).
     """
 
     rank: int
@@ -160,14 +158,16 @@ class Fact:
     status: str
     value: Payload = field(default_factory=dict)
     work_s: float = 0.0
+    #: in the leader's first fact of an iteration: a snapshot of all decisions so far, so that older facts can be removed
     decisions: Mapping[str, Payload] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """Somebody asked the run to end: at the next safe point, or `now`. It holds for the starts that were there (protocol/stops.py):
+    """An operator asked the run to stop: at the next safe point, or `now`.
 
-    `alive`, the newest start of each rank, or `ended`, where that start's last heartbeat said that it had ended.
+    It concerns the newest start of each rank at that time (protocol/stops.py): `ended` are those whose last heartbeat said that they
+    had ended, `alive` all others.
     """
 
     now: bool

@@ -1,4 +1,4 @@
-"""How the journal and the generations describe lost members: who, why, where they were, how old their last heartbeat is. Pure."""
+"""Describes lost members for the journal and for a generation's reason. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fsbarrier.protocol.situation import Situation
 
 
 def last_place(at: Situation, loss: Loss) -> Position | None:
-    """Where a member was: in the row of its last heartbeat, or in this node's row.
+    """The last known position of a member: that of its last heartbeat, or this node's own, whichever is later.
 
-    This node could enter its row only after every member was done with the row before.
+    This node entered its row only after every member was done with the row before.
     """
     generation, position, beat = at.node.generation, at.node.position, loss.beat
     known = [Position(beat.iteration, beat.phase)] if beat is not None and beat.iteration else []
@@ -22,7 +22,7 @@ def last_place(at: Situation, loss: Loss) -> Position | None:
 
 
 def lost_as_fields(at: Situation, gone: Sequence[Loss]) -> list[dict[str, object]]:
-    """Lost members as the journal tells them."""
+    """Lost members, for the journal."""
     return [_as_fields(at, loss) for loss in gone]
 
 
@@ -41,7 +41,7 @@ def _as_fields(at: Situation, loss: Loss) -> dict[str, object]:
 
 
 def lost_as_text(at: Situation, gone: Sequence[Loss]) -> str:
-    """Lost members as the reason of a generation tells them."""
+    """Lost members, for a generation's reason."""
     return "; ".join(
         f"node {loss.member.rank} ({loss.member.host}) is lost: {_why(at, loss)}" for loss in gone
     )
@@ -55,7 +55,7 @@ def _why(at: Situation, loss: Loss) -> str:
 
 
 def found_by_others(at: Situation, newest: Generation) -> list[Loss]:
-    """The members whose loss this node had not noticed yet when a newer generation went on without them."""
+    """The members that a newer generation left out, and whose loss this node had not noticed."""
     node, view = at.node, at.view
     if node.generation is None or node.trouble_since is not None:
         return []
@@ -67,14 +67,14 @@ def found_by_others(at: Situation, newest: Generation) -> list[Loss]:
 
 def _heard_of(at: Situation, member: Member, newest: Generation) -> Loss:
     seen, why = at.view.ledger.news(member), f"found by node {newest.created_by}"
-    # This node does not read that member's heartbeat. The watchers do, and the record says what they found.
+    # The watchers read that member's heartbeat, and this node does not. The record has what they found.
     if seen is None:
         return Loss(member, f"{why}, which says: {newest.reason}")
     return Loss(member, why, seen.beat, at.view.ledger.age(member, at.now))
 
 
 def last_news(at: Situation, rank: int) -> str:
-    """What is known of a node that does not come, for people."""
+    """The last news of a missing node, for people."""
     seen, join = at.view.ledger.seen.get(rank), at.view.joins.get(rank)
     if seen is None or join is None:
         return "never seen"

@@ -1,24 +1,23 @@
-"""THE state machine: every transition of a node stands in this file, and nowhere else.
+"""The state machine: every transition of a node is in this file, and nowhere else.
 
-`step(node, view, now, rules)` looks at what this node remembers, at the facts it can see and at the time it is given. It answers
-with the node's next state and the actions to perform, in order. It does no I/O, reads no clock, draws no random number.
+`step(node, view, now, rules)` takes what this node remembers, the facts that it sees, and the time. It returns the node's next
+state and the actions to perform, in order. It does no I/O, reads no clock and draws no random number.
 
-A node's life:
     JOINING --- a generation names my incarnation ---> RUNNING --- released from the last row, or told to end ---> ENDED
        ^                                                  |
        +---- a newer generation does not name me ---------+
 
-In RUNNING every row of the program is a barrier, passed in four steps:
-    enter row k -> do my work in it, if any -> publish my fact "done" -> released when every member's "done" is there
+In RUNNING, every row of the program is a barrier:
 
-A row may have work for each member, for the leader, or for the leader once all the others are done; what the work is, the machine
-never asks. Everything unusual (a lost node, a failed program, a joining node, the end of a run) has one answer: a new generation. Its
-record is created exclusively, so that whatever two nodes believe, there is one truth per number.
+    enter row k -> do my work, if any -> publish "done" -> released when every member has published "done"
 
-How to read on: RULES, at the end, is the whole machine: for each stage its rules in order. Each rule looks at its own precondition
-first and answers None where it does not apply. The first that answers wins, and one may answer "stay as you are" to keep those below it
-from firing. docs/state-machine.md is drawn from RULES by scripts/state_diagram.py. (The file is longer than others so that the machine
-stays in one place.)
+A row may have work for each member, and work for the leader once all the others are done. The machine never asks what the work is.
+A lost node, a failed program, a joining node, the end of a run: the answer is always a new generation. Its record is created
+exclusively, so two nodes may believe different things, but there is only one record of each number.
+
+RULES, at the end, is the whole machine: the rules of each stage in order. A rule returns None if it does not apply, and the first
+rule that returns a step wins. A rule may return the unchanged node to keep the rules below it from firing. scripts/state_diagram.py
+draws docs/state-machine.md from RULES. The file is longer than others so that the machine is in one place.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ NO_RESULT: Payload = {}
 
 
 def step(node: Node, view: View, now: float, rules: Rules) -> Step:
-    """One transition, or none: (the node as it is now, the actions to perform in order)."""
+    """One transition, or none: (the node afterwards, the actions to perform in order)."""
     at = Situation(node, view, now, rules)
     for rule in RULES[node.stage]:
         if (answer := rule(at)) is not None:
@@ -82,7 +81,7 @@ def step(node: Node, view: View, now: float, rules: Rules) -> Step:
 
 
 def end_when_rank_is_taken(at: Situation) -> Step | None:
-    """A newer start of this rank has joined: this one ends, because two processes must not speak for one rank."""
+    """A newer start of this rank has joined: this one ends, because two processes must not act for one rank."""
     newest = at.view.joins.get(at.node.rank)
     if newest is None or newest.incarnation <= at.node.incarnation:
         return None
@@ -93,19 +92,19 @@ def end_when_rank_is_taken(at: Situation) -> Step | None:
 
 
 def end_with_the_run(at: Situation) -> Step | None:
-    """A newer generation holds a verdict: the run is over for everybody who was there."""
+    """A newer generation has a verdict: the run is over for everybody who was there."""
     newest = at.newer_generation
     if newest is None or newest.verdict is None:
         return None
     if at.node.stage is Stage.JOINING and not ends(newest, at.node.rank, at.node.started_as):
-        # It ended the session before this node's, and this mount shows it late.
+        # A stale listing: the verdict ended the session before this node's.
         return None
     state = "broken" if newest.verdict.exit_code else "stopped"
     return _end(at, newest.verdict.exit_code, state, newest.verdict.reason)
 
 
 def enter_newer_generation(at: Situation) -> Step | None:
-    """A newer generation names this very incarnation: enter it where its record says. The work for the older one ends first."""
+    """A newer generation names this incarnation: the node ends its old work and enters the row that the record names."""
     newest = at.newer_generation
     if newest is None or newest.incarnation_of(at.node.rank) != at.node.incarnation:
         return None
@@ -116,11 +115,10 @@ def enter_newer_generation(at: Situation) -> Step | None:
 
 
 def wait_for_an_unreadable_record(at: Situation) -> Step | None:
-    """A record that this node must act on is listed and cannot be read: it may be readable in a moment, and is never taken for absent.
+    """A record that this node needs is listed but unreadable: it may become readable, and never counts as absent.
 
-    A node that joins does nothing meanwhile. A member goes on, for a row is safe to pass whatever a newer generation says; and nobody
-    can create the unreadable one's number again. After `dead_s` the node ends. Only this host may be unable to read it: then the others
-    go on without this node.
+    A joining node waits. A member goes on: passing a row is safe whatever a newer generation says, and nobody can create the
+    unreadable number again. After `dead_s` the node ends. If only this host cannot read the record, the others go on without it.
     """
     found = at.view.unreadable
     if found is None:
@@ -176,17 +174,17 @@ def _end(at: Situation, code: int, state: str, reason: str) -> Step:
 
 
 def take_note_of_a_generation(at: Situation) -> Step | None:
-    """The others formed a generation without this node: note its number as `baseline`, and wait until they admit this node."""
+    """The others formed a generation without this node: it remembers the number as its `baseline`, and waits to be admitted."""
     if at.newer_generation is None:
         return None
     return replace(at.node, baseline=at.newer_generation.number), NOTHING
 
 
 def end_when_the_code_differs(at: Situation) -> Step | None:
-    """This node runs other code than those whom it would join: it ends, and they go on. Only who is seen to live counts.
+    """This node runs different code from the nodes that it would join: it ends, and they go on.
 
-    Those are the members of the newest generation; and where a session is about to begin, the starts of lower ranks, for the run
-    follows the lowest. The others do not admit this node either (`Situation.joiners`), whoever looks first.
+    It compares itself with the live members of the newest generation. If a session is about to begin, it compares itself with the
+    lower ranks that wait, since the run follows the lowest. The others do not admit this node either (`Situation.joiners`).
     """
     view, found = at.view, None
     for member in at.others:
@@ -210,9 +208,9 @@ def end_when_the_code_differs(at: Situation) -> Step | None:
 
 
 def end_when_its_settings_differ(at: Situation) -> Step | None:
-    """This node's command line names a setting that the run does not have, and only node 0 changes settings: it ends.
+    """This node's command line contradicts the run's settings, and only node 0 may change settings: it ends.
 
-    It knows what the run has once a generation names it, a member of the newest is seen at work, or node 0 waits beside it.
+    It knows the settings once a generation names it, it sees a member of the newest generation at work, or node 0 waits beside it.
     """
     view, node = at.view, at.node
     newest = view.newest
@@ -224,7 +222,7 @@ def end_when_its_settings_differ(at: Situation) -> Step | None:
 
 
 def end_when_nobody_asks_for_the_same(at: Situation) -> Step | None:
-    """The waiting is over, and node 0 did not come to ask for what this node's command line names: it does not go on with the run."""
+    """The waiting is over, and node 0 did not ask for the settings on this node's command line: the node ends."""
     return _end_for_its_settings(at, at.to_be)
 
 
@@ -236,7 +234,7 @@ def _end_for_its_settings(at: Situation, changed: Payload) -> Step | None:
 
 
 def end_when_the_run_is_smaller(at: Situation) -> Step | None:
-    """Node 0 was started with fewer nodes than this one's rank asks for."""
+    """Node 0 was started with so few nodes that the run has no place for this rank: end."""
     if at.node.rank < at.rules.num_nodes:
         return None
     nodes = counted(at.rules.num_nodes, "node")
@@ -249,14 +247,14 @@ def end_when_the_run_is_smaller(at: Situation) -> Step | None:
 
 
 def stop_before_the_start(at: Situation) -> Step | None:
-    """Somebody asked the run to end while this node waits to take part in it."""
+    """An operator asked the run to stop while this node waits to join it: end."""
     if at.view.stop is None:
         return None
     return _end(at, EXIT_DONE, "stopped", f"stopped before it began, as {at.view.stop.who} asked")
 
 
 def wait_to_be_admitted(at: Situation) -> Step | None:
-    """A member of the newest generation may live: then that generation goes on, and admits this node when an iteration starts."""
+    """A member of the newest generation may be alive: that generation goes on, and admits this node when an iteration starts."""
     node, view = at.node, at.view
     if not occupied(view.newest, node.rank, view.joins, view.ledger, node.since, at.now, at.rules.limits):
         return None
@@ -265,7 +263,7 @@ def wait_to_be_admitted(at: Situation) -> Step | None:
 
 
 def end_when_too_late(at: Situation) -> Step | None:
-    """The generation that this node waited for has finished the run in the meantime. Only one that it saw at work counts."""
+    """The generation that this node waited for, and saw at work, has finished the run: it came too late."""
     if not at.node.saw_others_at_work or at.view.newest is None:
         return None
     finished = any(at.view.ledger.state(member) == FINISHED for member in at.others)
@@ -273,9 +271,9 @@ def end_when_too_late(at: Situation) -> Step | None:
 
 
 def end_with_a_stopped_start(at: Situation) -> Step | None:
-    """The others were asked to stop, and did, before this node came: it does not wait for them.
+    """The others were stopped by an operator before this node came: it does not wait for them.
 
-    If one of them is started again within `dead_s`, this is a new session, and the request is none of its business.
+    If one of them is started again within `dead_s`, a new session begins, and the old request does not concern it.
     """
     request, joins = at.view.missed_stop, at.view.joins
     if request is None or at.waited_s < at.rules.limits.dead_s:
@@ -288,7 +286,7 @@ def end_with_a_stopped_start(at: Situation) -> Step | None:
 
 
 def look_where_the_run_was_left(at: Situation) -> Step | None:
-    """No member lives: read from the newest generation's facts where it left the run, and read again when that is too long ago."""
+    """No member is alive: the node reads from the newest generation's facts where the run stopped, again after `suspect_s`."""
     found, newest = at.view.resume_point, at.view.newest.number if at.view.newest is not None else 0
     if found is not None and found.generation == newest and at.now - found.at <= at.rules.limits.suspect_s:
         return None
@@ -296,7 +294,7 @@ def look_where_the_run_was_left(at: Situation) -> Step | None:
 
 
 def end_when_all_is_done(at: Situation) -> Step | None:
-    """The run has already done the iterations that node 0 was started for: no need to wait for the others."""
+    """The run has already done all the iterations that were asked for: there is no need to wait for the other nodes."""
     asked = lowest_start(at.view)
     if asked is None or at.view.resume_point is None:
         return None
@@ -305,7 +303,7 @@ def end_when_all_is_done(at: Situation) -> Step | None:
 
 
 def note_who_came(at: Situation) -> Step | None:
-    """The run may begin with fewer nodes than it can have: a last call begins anew whenever another node is here."""
+    """If the run may begin with fewer nodes than it has places, each arrival restarts the last call (`last_call_s`)."""
     here = len(at.starting)
     if at.rules.limits.last_call_s is None or at.node.starting_nodes == here:
         return None
@@ -313,12 +311,12 @@ def note_who_came(at: Situation) -> Step | None:
 
 
 def wait_for_all_nodes(at: Situation) -> Step | None:
-    """Not all nodes are here yet, and there is time."""
+    """Nodes are missing, and there is still time: wait."""
     return (at.node, NOTHING) if at.missing and at.overdue_s < 0 else None
 
 
 def awaited(node: Node, view: View, now: float, rules: Rules) -> Sequence[int]:
-    """The ranks without which a node that joins does not begin yet; none where it waits for anything else."""
+    """The missing ranks that a joining node waits for; none if it waits for anything else."""
     at = Situation(node, view, now, rules)
     answers = next((rule for rule in RULES[node.stage] if rule(at) is not None), None)
     last_call = rules.limits.last_call_s is not None and at.enough
@@ -326,7 +324,7 @@ def awaited(node: Node, view: View, now: float, rules: Rules) -> Sequence[int]:
 
 
 def give_up_waiting(at: Situation) -> Step | None:
-    """Some nodes did not come in time, and the run must not begin with those who did."""
+    """Nodes are missing after the timeout, and the run may not begin without them: end."""
     elastic = at.rules.on_node_failure == "shrink" or at.rules.limits.last_call_s is not None
     if not at.missing or (elastic and at.enough):
         return None
@@ -336,10 +334,10 @@ def give_up_waiting(at: Situation) -> Step | None:
 
 
 def let_lower_ranks_go_first(at: Situation) -> Step | None:
-    """The lowest rank that is here forms the generation; a higher one does it only if the lower ones have not done so in time.
+    """The lowest rank present forms the generation; a higher rank does so only after a timeout.
 
-    Without this, 64 nodes that start together would all read the old facts and race for one record. If node 0 hangs in its start,
-    node 1 takes its turn. Safety does not depend on the order: only one node can create the record.
+    Otherwise 64 nodes that start together would all read the old facts and race for one record. If node 0 hangs, node 1 takes
+    over. Safety does not depend on the order, since only one node can create the record.
     """
     limits, below = at.rules.limits, sum(1 for rank in at.starting if rank < at.node.rank)
     overdue_s = at.overdue_s if at.missing else at.waited_s
@@ -348,10 +346,10 @@ def let_lower_ranks_go_first(at: Situation) -> Step | None:
 
 
 def seal_the_old_generation(at: Situation) -> Step | None:
-    """Before the run goes on, make sure that no member of the old generation can still go on: end that generation for good.
+    """Fence the old generation with a seal before the run goes on without it, so that none of its members can pass a row any more.
 
-    Its members look dead from here, but may be at work. Example: this node's listing of beats/ is 20 s old. It would start the
-    next generation in row 7 while the old members pass row 7, with another decision. node/resume.py tells how the seal prevents it.
+    Its members look dead from here, but may be at work. Example: this node's listing of beats/ is 20 s stale. It would start the
+    next generation in row 7 while the old members pass row 7 with a different decision. node/resume.py explains the seal.
     """
     return (
         None
@@ -361,11 +359,11 @@ def seal_the_old_generation(at: Situation) -> Step | None:
 
 
 def form_a_generation(at: Situation) -> Step | None:
-    """The waiting is over: propose who takes part and where the run goes on. Whoever creates the record first decides it for all."""
-    # `look_where_the_run_was_left` comes first.
+    """Propose who takes part and where the run resumes. The node that creates the record first decides for all."""
+    # `look_where_the_run_was_left` has run.
     assert at.view.resume_point is not None
     proposal = first_of_session(at, at.view.resume_point)
-    # `end_when_all_is_done` asked the lowest rank of the run. If that one did not come, the lowest that came decides.
+    # `end_when_all_is_done` asked rank 0's start, or the lowest known. If it did not come, the lowest rank that came decides.
     if all_done(proposal.start, proposal.until):
         return _nothing_to_do(at, proposal.until)
     return at.node, (Propose(proposal),)
@@ -381,7 +379,7 @@ def _nothing_to_do(at: Situation, until: int | None) -> Step:
 
 
 def rejoin_when_left_behind(at: Situation) -> Step | None:
-    """The others went on without this node: it ends its work and joins as its next incarnation."""
+    """The others went on without this node: it ends its work and joins again as its next incarnation."""
     newest, node = at.newer_generation, at.node
     if newest is None:
         return None
@@ -399,10 +397,10 @@ def rejoin_when_left_behind(at: Situation) -> Step | None:
 
 
 def stop_when_asked(at: Situation) -> Step | None:
-    """Somebody asked the run to end: the first node that sees it at a safe point ends the run for all nodes.
+    """An operator asked the run to stop: the first node that sees the request at a safe point ends the run for all nodes.
 
-    The safe point is the first row of an iteration, before its long work: a stop in the middle of `update` would throw that
-    training away. `now` asks for the end in any row.
+    The safe point is the first row of an iteration: a stop in the middle of `update` would lose that training. A request with `now`
+    stops in any row.
     """
     stop = at.view.stop
     if stop is None or (not stop.now and at.position.phase != at.span[0]):
@@ -413,9 +411,9 @@ def stop_when_asked(at: Situation) -> Step | None:
 
 
 def go_on_behind_a_seal(at: Situation) -> Step | None:
-    """A starting node took all members for dead and sealed this generation. If it forms no new one itself, the living do.
+    """A starting node believed all members dead and sealed this generation: if it forms no new one, the living members do.
 
-    The seal lies under the name of the leader's fact about this row, so that nobody can pass the row any more (node/resume.py).
+    The seal has the name of the leader's fact about this row, so nobody can pass the row any more (node/resume.py).
     """
     seal = at.seal
     if seal is None or at.gone:
@@ -428,7 +426,7 @@ def go_on_behind_a_seal(at: Situation) -> Step | None:
 
 
 def release(at: Situation) -> Step | None:
-    """Every member is done with this row, and the leader's fact tells what was decided: on to the next row."""
+    """Every member is done with this row, and the leader's fact is readable: go on to the next row."""
     fact = at.view.leaders_fact
     if fact is None or at.seal is not None or at.node.part is not RowPart.ANNOUNCED:
         return None
@@ -450,7 +448,7 @@ def release(at: Situation) -> Step | None:
         following = Position(position.iteration, position.phase + 1)
         part, actions = _begin(at, at.rules.row(following, generation))
     else:
-        # Do not begin the first row of an iteration yet: a stop may take effect there, and the leader may admit nodes.
+        # The first row of an iteration does not begin yet: a stop may take effect there, and the leader may admit nodes.
         following = Position(position.iteration + 1, first)
         part, actions = RowPart.NONE, NOTHING
     moved = replace(node, position=following, part=part, result={}, work_s=0.0, trouble_since=None)
@@ -458,10 +456,10 @@ def release(at: Situation) -> Step | None:
 
 
 def regroup_when_asked(at: Situation) -> Step | None:
-    """A group's caller asked for the next generation: of the living, and of those who wait to be taken in.
+    """A group's caller asked for the next generation, of the living members and the nodes that wait to join.
 
-    A member that was started anew gets a moment to show that it lives. Nodes do not take turns here: only some of them may have
-    asked, and a turn that belongs to a node that did not ask would pass unused.
+    A restarted member gets `stagger_s` to show that it is alive. Nodes do not take turns here: perhaps only some of them have asked,
+    and the turn of a node that has not asked would pass unused.
     """
     if not at.rules.regroup or at.generation.number != at.rules.regroup:
         return None
@@ -476,17 +474,17 @@ def regroup_when_asked(at: Situation) -> Step | None:
 
 
 def end_work_after_a_failure(at: Situation) -> Step | None:
-    """A member's program failed, so this attempt is over on all nodes: end this node's part of it."""
+    """A member's program failed, so this attempt is over on all nodes: cancel this node's work."""
     if not at.view.failed or at.node.failed_since is not None or at.gone:
         return None
     return replace(at.node, failed_since=at.now), (CancelWork(),)
 
 
 def try_again_after_a_failure(at: Situation) -> Step | None:
-    """Try again in a new generation, or give up after too many tries.
+    """Retry in a new generation, or give up after `retries` failures.
 
-    First wait for a later heartbeat of each other member. Example: node 2 dies, and torchrun fails on nodes 0 and 1 because of it.
-    That must count as a lost node and not as a failed program, which may be tried only `retries` times.
+    First wait for a later heartbeat of each other member. Example: node 2 dies, and torchrun therefore fails on nodes 0 and 1. That
+    is a lost node, and must not count as a failed program.
     """
     if not at.view.failed or at.node.failed_since is None or at.gone:
         return None
@@ -497,14 +495,14 @@ def try_again_after_a_failure(at: Situation) -> Step | None:
 
 
 def forget_a_false_alarm(at: Situation) -> Step | None:
-    """A member that seemed to be lost was heard again."""
+    """A member that seemed lost has a new heartbeat: carry on."""
     if at.node.trouble_since is None or at.gone or at.seal is not None:
         return None
     return replace(at.node, trouble_since=None), NOTHING
 
 
 def abort_after_a_loss(at: Situation) -> Step | None:
-    """A member is lost, and `--on-node-failure abort` ends the run."""
+    """A member is lost, and with `--on-node-failure abort` that ends the run."""
     if at.rules.on_node_failure != "abort" or not at.gone:
         return None
     why = f"{lost_as_text(at, at.gone)}; --on-node-failure abort ends the run"
@@ -512,7 +510,7 @@ def abort_after_a_loss(at: Situation) -> Step | None:
 
 
 def wait_for_the_lost(at: Situation) -> Step | None:
-    """A member is lost, and `--on-node-failure wait` takes it in again when it is back; until then nobody can pass the barrier."""
+    """A member is lost, and with `--on-node-failure wait` the others wait at the barrier until it is back."""
     if at.rules.on_node_failure != "wait" or not at.gone:
         return None
     lost = {loss.member.rank for loss in at.gone}
@@ -529,7 +527,7 @@ def wait_for_the_lost(at: Situation) -> Step | None:
 
 
 def shrink_after_a_loss(at: Situation) -> Step | None:
-    """A member is lost, and the run goes on with the others, if they are enough."""
+    """A member is lost, and the run goes on with the others if at least `--min-nodes` are left."""
     if at.rules.on_node_failure != "shrink" or not at.gone:
         return None
     left, least = len(at.living), at.rules.min_nodes
@@ -538,7 +536,7 @@ def shrink_after_a_loss(at: Situation) -> Step | None:
 
 
 def _answer_the_loss(at: Situation, members: Sequence[Member], verdict: Verdict | None = None) -> Step | None:
-    """Propose that the run goes on with `members`, or ends with `verdict`. Tell the journal once who is lost."""
+    """Propose that the run goes on with `members`, or ends with `verdict`. The journal gets one line about the loss."""
     reason, attempt = lost_as_text(at, at.gone), failed_tries(at.generation, at.position)
     proposal = successor(at, members, reason, verdict=verdict, attempt=attempt)
     if at.node.trouble_since is not None:
@@ -549,11 +547,12 @@ def _answer_the_loss(at: Situation, members: Sequence[Member], verdict: Verdict 
 
 
 def _propose_in_turn(at: Situation, proposal: Generation, since: float) -> Step | None:
-    """Propose at once if this is the lowest living rank; from `since` on, wait `stagger_s` for each living rank below it.
+    """Propose if it is this node's turn: `stagger_s` after `since` for each living rank below it. None before that, so that its work
+    goes on.
 
-    Example: node 3 dies, and nodes 0, 1 and 2 notice it in the same second. Node 0 proposes, and the others see its generation
-    before their turn comes. If node 0 hangs, node 1 proposes. Safety does not depend on the order: only one node can create the
-    record. None while it is not this node's turn, so that its own work goes on meanwhile.
+    Example: node 3 dies, and nodes 0, 1 and 2 notice it in the same second. Node 0 proposes at once, and the others see its
+    generation before their turn. If node 0 hangs, node 1 proposes. Safety does not depend on the order, since only one node can
+    create the record.
     """
     below = sum(1 for member in at.living if member.rank < at.node.rank)
     if at.now - since < below * at.rules.limits.stagger_s:
@@ -565,7 +564,7 @@ def _propose_in_turn(at: Situation, proposal: Generation, since: float) -> Step 
 
 
 def admit_joiners(at: Situation) -> Step | None:
-    """Where an iteration starts, before any work, the leader takes in the nodes that wait, in a new generation."""
+    """At the start of an iteration, before any work, the leader admits the nodes that wait, in a new generation."""
     if at.node.part is not RowPart.NONE or at.position.phase != at.span[0]:
         return None
     if not at.leads or at.rules.on_node_failure == "hold":
@@ -578,7 +577,7 @@ def admit_joiners(at: Situation) -> Step | None:
 
 
 def begin_the_row(at: Situation) -> Step | None:
-    """This node has entered a row and has not begun its part in it."""
+    """This node has entered a row: its work begins, or it publishes "done" if it has none."""
     if at.node.part is not RowPart.NONE:
         return None
     part, actions = _begin(at, at.row)
@@ -586,7 +585,7 @@ def begin_the_row(at: Situation) -> Step | None:
 
 
 def begin_the_leaders_work(at: Situation) -> Step | None:
-    """The leader begins its own part once all others are done with theirs, if the row has work for each."""
+    """The leader's own work begins, once all other members are done with theirs."""
     if at.node.part is not RowPart.GATHER:
         return None
     if at.row.each is not None and not at.view.arrived.issuperset(set(at.generation.ranks) - {at.node.rank}):
@@ -595,7 +594,7 @@ def begin_the_leaders_work(at: Situation) -> Step | None:
 
 
 def tell_of_a_failure(at: Situation) -> Step | None:
-    """This node's program failed: publish that, and wait for the generation that answers it."""
+    """This node's program failed: publish "failed", and wait for the next generation."""
     report = at.view.work
     if report is None or report.part is not at.node.part or report.ok:
         return None
@@ -604,7 +603,7 @@ def tell_of_a_failure(at: Situation) -> Step | None:
 
 
 def finish_the_work(at: Situation) -> Step | None:
-    """This node's work has ended well: a leader with work of its own waits for the others', everybody else publishes "done"."""
+    """This node's work has succeeded: publish "done". A leader that has work of its own first waits for the others'."""
     report = at.view.work
     if report is None or report.part is not at.node.part or not report.ok:
         return None
@@ -616,7 +615,7 @@ def finish_the_work(at: Situation) -> Step | None:
 
 
 def _begin(at: Situation, row: Row[object]) -> tuple[RowPart, Sequence[Action]]:
-    """How a member's part in a row begins. Without work to do it publishes "done" at once."""
+    """How a member begins a row."""
     if row.each is not None:
         return RowPart.EACH, (Launch(RowPart.EACH),)
     if row.leader is not None and at.leads:
@@ -627,7 +626,7 @@ def _begin(at: Situation, row: Row[object]) -> tuple[RowPart, Sequence[Action]]:
 def _publish_done(
     at: Situation, row: Row[object], result: Payload = NO_RESULT, work_s: float = 0.0
 ) -> Publish:
-    """Publish that this node is done with `row`. The leader's first fact of an iteration tells all that was decided before it."""
+    """Publish "done". The leader's first fact of an iteration also lists all decisions so far, so that older facts can be removed."""
     opens = at.leads and row.index == at.rules.table.first_lasting(at.span)
     decisions = at.node.decisions if opens else NO_RESULT
     return Publish(Fact(at.node.rank, at.node.incarnation, "done", result, work_s, decisions))
@@ -642,7 +641,7 @@ DECIDED_BY_OTHERS: tuple[Rule, ...] = (
     wait_for_an_unreadable_record,
 )
 
-#: for each stage its rules; the first that answers wins
+#: the rules of each stage; the first that applies wins
 RULES: dict[Stage, tuple[Rule, ...]] = {
     Stage.JOINING: (
         end_when_its_settings_differ,

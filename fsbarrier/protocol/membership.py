@@ -1,8 +1,8 @@
-"""Who is alive, as one node can know it: heartbeat counters aged on this node's own clock. Pure.
+"""Failure detection: who is alive, by the age of heartbeat counters on this node's own clock. Pure.
 
-Rules. A node is called dead on evidence only: a newer incarnation of its rank joined, it said that it left, or its counter
-has not moved for `dead_s` of *this* node's time during which this node itself could see (invariants I7 and I10). No two hosts'
-clocks are compared.
+A node is declared dead only on evidence: a newer incarnation of its rank has joined, it has said that it left, or its counter has not
+moved for `dead_s` of *this* node's time, not counting time in which this node could not look (invariants I7 and I10). Clocks of two
+hosts are never compared.
 """
 
 from __future__ import annotations
@@ -13,42 +13,43 @@ from dataclasses import dataclass, field
 from fsbarrier.protocol.facts import Beat, Generation, Join, Member
 from fsbarrier.protocol.timing import DEAD_S, JOIN_TIMEOUT_S, OUTAGE_S, REJOIN_TIMEOUT_S, STAGGER_S, SUSPECT_S
 
-#: the state of a node that waits to be taken in, under the incarnation that its heartbeat names
+#: the heartbeat's state of a node that waits to join
 JOINING = "joining"
-#: the state of a node that ended because nothing was left to do; under a generation's number, because it passed that one's last row
+#: the state of a node that ended because nothing was left to do. With a generation's number: it has passed that one's last row
 FINISHED = "finished"
-#: states in which a node has gone for good
+#: the states of a node that has ended
 GONE = frozenset({"left", FINISHED, "stopped", "broken"})
-#: the one of them after which the peers need a new generation at once. A node in another of these states has left on disk all
-#: that its peers wait for: they have `dead_s` to find it
+#: The one after which the peers need a new generation at once. In the other states a node has left everything that its peers wait
+#: for on disk, and they have `dead_s` to find it.
 DESERTED = frozenset({"left"})
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The last news of one rank: `since` is the local time just before the read that first showed this counter."""
+    """The last news of one rank. `since`: the local time just before the read that first showed this counter."""
 
     beat: Beat
     since: float
-    #: this node saw the counter advance: a live process writes the file, which is no leftover of an earlier session
+    #: this node saw the counter advance, so the file is not a leftover of an earlier session
     moved: bool
 
     def at(self, since: float) -> Seen:
-        """The same news, as if it had come at `since`."""
+        """The same news with another time."""
         return Seen(self.beat, since, self.moved)
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What this node has seen of the others' heartbeats, and when it last looked. `observe` explains the fields."""
+    """The other nodes' heartbeats as this node has seen them. `observe` explains the fields."""
 
     seen: Mapping[int, Seen] = field(default_factory=dict)
+    #: the time of the last look
     looked_at: float | None = None
-    #: this node could not look for longer than `blind_s` before its last look
+    #: before its last look this node could not look for longer than `blind_s`
     blind: bool = False
-    #: rank -> until when nobody may conclude a death from its silence, because its heartbeat could not be read whole
+    #: rank -> until when its silence proves nothing, because its heartbeat file could not be read whole
     unsure: Mapping[int, float] = field(default_factory=dict)
-    #: rank -> when this node last left its heartbeat to the watchers
+    #: rank -> when this node last left that heartbeat to the watchers
     unwatched: Mapping[int, float] = field(default_factory=dict)
 
     def observe(
@@ -62,22 +63,21 @@ class Ledger:
         *,
         unheard: bool = False,
     ) -> Ledger:
-        """Take in what one look showed. `before` and `after`: local time around the reads.
+        """The ledger after one look. `before` and `after`: the local time around the reads.
 
-        Blindness. If this node could not look for longer than `blind_s`, that time counts as nobody's silence. Example: the file
-        server hangs for 20 s. Afterwards every heartbeat is 20 s old, and with `dead_s` = 15 this node would declare all others
-        dead. But of each further such gap in a row `blind_s` do count: on a mount where each look takes 4 s, a death would
-        otherwise never be noticed.
+        Blindness. A gap between two looks of more than `blind_s` does not count as silence. Example: the file server hangs for 20 s.
+        Afterwards every heartbeat is 20 s old, and with `dead_s` = 15 this node would declare all others dead. Of further gaps in
+        a row `blind_s` each do count; otherwise, on a mount where every look takes 4 s, no death would ever be noticed.
 
-        `unheard`: this node cannot write its own heartbeat now, so that the others' silence says nothing of them either. Example: the
-        shared disk is full for a minute, and whoever can write first would declare all others dead.
+        `unheard`: this node cannot write its own heartbeat, so the others' silence proves nothing. Example: the shared disk is full for
+        a minute. The first node that can write again would declare all others dead.
 
-        `unread`: the ranks whose heartbeat file is there but could not be read whole. Example: node 2's last whole heartbeat is 14.9 s
-        old, and this look met the file in the moment of its replacement. The half that was read may be a new heartbeat, so that
-        node 2 is not declared dead for another `blind_s` (`unsure`). It ends there, since a dead node's file may stay torn for ever.
+        `unread`: ranks whose heartbeat file could not be read whole. Example: node 2's last heartbeat is 14.9 s old, and the read
+        races with its replacement. The torn content may be a new heartbeat, so node 2 is not declared dead for another `blind_s`
+        (`unsure`), and no longer, since the file of a dead node may stay torn.
 
-        `left_out`: the ranks whose heartbeats this node leaves to the watchers. Example: node 9 last read node 5's an hour ago, and
-        becomes a watcher now. Node 5's silence then begins with the last look that left it out (`unwatched`), not an hour ago.
+        `left_out`: ranks whose heartbeats this node leaves to the watchers. Example: node 9 last read node 5's heartbeat an hour ago,
+        and now becomes a watcher. Node 5's silence begins with the last look that left it out (`unwatched`), not an hour ago.
         """
         gap = after - before if self.looked_at is None else max(before - self.looked_at, after - before)
         blind = gap > blind_s
@@ -100,14 +100,14 @@ class Ledger:
         return Ledger(seen, after, blind, unsure, unwatched)
 
     def news(self, member: Member) -> Seen | None:
-        """The last heartbeat seen of this very incarnation; None if there was none, or if this node leaves it to the watchers."""
+        """The last heartbeat seen of this incarnation; None if there is none, or if this node leaves it to the watchers."""
         item = self.seen.get(member.rank)
         if item is None or item.beat.incarnation != member.incarnation or member.rank in self.unwatched:
             return None
         return item
 
     def age(self, member: Member, now: float) -> float | None:
-        """Seconds for which `member`'s counter has not moved; None where there is no news of it."""
+        """How long `member`'s counter has not moved; None without news of it."""
         item = self.news(member)
         return None if item is None else max(0.0, now - item.since)
 
@@ -127,23 +127,22 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The timings of failure detection, in seconds. `outage_s`: how long a node holds out while its own filesystem fails.
-
-    `last_call_s`: how long nodes that are enough to begin wait for one more; None: for all of them, up to `join_timeout_s`.
-    """
+    """The timeouts of failure detection, in seconds."""
 
     suspect_s: float = SUSPECT_S
     dead_s: float = DEAD_S
     stagger_s: float = STAGGER_S
     join_timeout_s: float = JOIN_TIMEOUT_S
     rejoin_timeout_s: float = REJOIN_TIMEOUT_S
+    #: how long a node retries while its own filesystem fails
     outage_s: float = OUTAGE_S
+    #: how long `min_nodes` nodes wait for one more; None: they wait for all nodes, up to `join_timeout_s`
     last_call_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """One member that is gone, and how it is known; its last heartbeat (None: never seen) and how old that is here."""
+    """A lost member, the evidence, and its last heartbeat (None: never seen) with its age here."""
 
     member: Member
     why: str
@@ -160,7 +159,7 @@ def losses(
     now: float,
     limits: Limits,
 ) -> Sequence[Loss]:
-    """The members that are gone. `since`: when this node began to watch this generation (a member never seen ages from there)."""
+    """The lost members. `since`: when this node entered the generation; a member never seen is silent since then."""
     found = []
     for member in members:
         if member.rank != me:
@@ -173,11 +172,11 @@ def losses(
 def _loss(
     member: Member, join: Join | None, ledger: Ledger, since: float, now: float, limits: Limits
 ) -> Loss | None:
-    """Whether and why a member is gone, after the newest heartbeat and the newest start (`join`) of its rank."""
+    """Whether a member is lost, by the newest heartbeat and the newest start (`join`) of its rank."""
     newest, news = ledger.seen.get(member.rank), ledger.news(member)
     beat, state = (news.beat, news.beat.state) if news is not None else (None, "")
     age = max(0.0, now - _heard_at(member, news, ledger, since))
-    # A newer start may show by its heartbeat first, while this mount's listing of joins/ is still old.
+    # A newer start may show by its heartbeat first, while this mount's listing of joins/ is stale.
     started = join.incarnation if join is not None else 0
     if newest is not None and newest.beat.incarnation > started:
         started = newest.beat.incarnation
@@ -193,19 +192,19 @@ def _loss(
 
 
 def _heard_at(member: Member, news: Seen | None, ledger: Ledger, since: float) -> float:
-    """When the silence of a member began. One never seen is silent since this node entered the generation, or began to look at it."""
+    """When the silence of a member began. One never seen is silent since this node entered the generation, or began to watch it."""
     return news.since if news is not None else max(since, ledger.unwatched.get(member.rank, since))
 
 
 def silence(member: Member, ledger: Ledger, since: float, now: float) -> float:
-    """Seconds without news of `member`."""
+    """How long there has been no news of `member`."""
     return max(0.0, now - _heard_at(member, ledger.news(member), ledger, since))
 
 
 def silent_members(
     members: Iterable[Member], me: int, ledger: Ledger, since: float, now: float, for_s: float
 ) -> dict[Member, float]:
-    """The other members of whom there was no news for `for_s` seconds or more, and for how many."""
+    """The other members without news for at least `for_s` seconds, and how long they have been silent."""
     ages = {member: silence(member, ledger, since, now) for member in members if member.rank != me}
     return {member: age for member, age in ages.items() if age >= for_s}
 
@@ -215,10 +214,9 @@ def left_to_others(
 ) -> frozenset[int]:
     """The members whose heartbeats node `me` need not read.
 
-    Only the first `watchers` of a generation, its leader among them, read all members' heartbeats; each of the others reads that of one
-    watcher, and those of all of them while it suspects (`suspecting`) that one. So the number of reads grows with the nodes and not with
-    their square, and a living node still notices each death. If all watchers die at once, the others form a generation without them,
-    in which the lowest of those ranks watch.
+    The lowest `watchers` ranks of a generation read all heartbeats. Every other node reads that of one watcher, and those of all
+    watchers while it suspects that one (`suspecting`). So the number of reads grows with the number of nodes and not with its square,
+    and every death is still noticed. If all watchers die at once, the others form a generation without them, with new watchers.
     """
     if generation is None or len(generation.ranks) <= watchers:
         return frozenset()
@@ -230,10 +228,9 @@ def left_to_others(
 
 
 def live_joiners(joins: Mapping[int, Join], ledger: Ledger, now: float, limits: Limits) -> dict[int, Join]:
-    """The newest start of each rank that lives and waits to be taken in: its counter moved, and not long ago.
+    """The newest start of each rank that is alive and waits to join: its counter has moved within `suspect_s`.
 
-    A node whose heartbeat says that it is in a generation does not count: it will find out that the others went on without it, and
-    join as its next incarnation.
+    A node that is still in an old generation does not count: it will notice that the others went on, and join as its next incarnation.
     """
     live = {}
     for rank, join in joins.items():
@@ -254,12 +251,12 @@ def occupied(
     now: float,
     limits: Limits,
 ) -> bool:
-    """Whether a member of the newest generation may still be alive: then it leads, and admits whoever joins."""
+    """Whether a member of the newest generation may still be alive. Then the generation goes on, and admits joining nodes."""
     if newest is None or newest.verdict is not None:
         return False
     for member in newest.members:
         if member.rank == me:
-            # The record means an older start of this rank, whose place this process has taken.
+            # The record names an older start of this rank, which this process has replaced.
             continue
         if losses((member,), me, joins, ledger, since, now, limits) or ledger.state(member) in GONE:
             continue

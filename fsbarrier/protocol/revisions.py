@@ -1,8 +1,8 @@
-"""Changes of a run's settings between starts: who may make them, and from when on they hold. Pure.
+"""Changes of a run's settings between starts. Pure.
 
-Only node 0 changes settings, by a start whose command line names other values than the run has. The generation that takes this start
-in records the change, and every later generation hands it on; so all members of a generation have the same settings, whatever their own
-command lines say and whenever they came. docs/protocol.md, "Settings that change".
+Only node 0 changes settings, by a start whose command line has other values than the run. The generation that admits this start
+records the change, and every later generation copies it. So all members of a generation have the same settings, whatever their own
+command lines say. See docs/protocol.md, "Settings that change".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MASTER = 0
 
 
 def in_force(settings: Payload, revisions: Sequence[Revision]) -> Payload:
-    """`settings` as the revisions left them, those that begin with a later iteration too."""
+    """`settings` after all revisions, including those that take effect in a later iteration."""
     if not revisions:
         return settings
     changed = {**settings}
@@ -34,8 +34,11 @@ def revised(
     joins: Mapping[int, Join],
     settings: Payload,
 ) -> tuple[Revision, ...]:
-    """The revisions of generation `number`, which begins at `start` with `members`: those of the one before it, and one more if it
-    takes in a start of node 0 that asks for a change. `first_row`: where its iterations begin. `settings`: as the run began with them."""
+    """The revisions of generation `number`, which begins at `start` with `members`.
+
+    They are those of the generation `before`, and one more if it admits a start of node 0 that asks for a change. `first_row`: the
+    first row of its iterations. `settings`: the values that the run began with.
+    """
     known = before.revisions if before is not None else ()
     join = joins.get(MASTER)
     incarnation = next((member.incarnation for member in members if member.rank == MASTER), None)
@@ -54,7 +57,7 @@ def revised(
 
 
 def contradiction(stated: Payload, now: Payload) -> str:
-    """The first setting that a command line names and the run does not have: both values, for people; "" where there is none."""
+    """The first setting that a command line contradicts, with both values, for people; "" if there is none."""
     for name, value in stated.items():
         if now.get(name) != value:
             return f"{name}={shown(value)} contradicts this run's settings ({shown(now.get(name))})"
@@ -62,7 +65,7 @@ def contradiction(stated: Payload, now: Payload) -> str:
 
 
 def shown(value: object) -> str:
-    """A setting's value for people, as they would type it."""
+    """A setting's value as people would type it."""
     if isinstance(value, list | tuple):
         return ",".join(shown(item) for item in value)
     if isinstance(value, float):

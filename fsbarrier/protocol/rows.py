@@ -1,7 +1,7 @@
-"""The table that the state machine walks: a program's rows in order. The protocol does not know what a row is about.
+"""The table that the state machine walks: a program's rows in order.
 
-A program (phases/rl.py, or a group's single row) owns its rows, their names and its slices. The protocol only asks whether a row
-has work, where a new generation goes on when the row was under way, and whether its result must outlive a loss of power.
+The rows, their names and the slices belong to the program (phases/rl.py, or the single row of a group). The protocol only asks whether
+a row has work, where a new generation resumes it, and whether its result must survive a power failure.
 """
 
 from __future__ import annotations
@@ -22,60 +22,58 @@ SLICE_CHOICE = "rl_phase"
 
 @dataclass(frozen=True, slots=True)
 class Row(Generic[Work_co]):
-    """One row: a barrier, with or without work before it.
-
-    `each` is every member's work; `leader` is the leader's, and where a row has both, it comes after all the others are done.
-    `resume` names the row where a new generation goes on when this one was under way ("": here). The results of a `transient`
-    row are no decisions: later generations do not adopt them, and they need not outlive a loss of power.
-
-    `named_by`: the key of a result that is part of the fact's name. Only members with the same one release each other, and a listing
-    shows who has another one.
-    """
+    """One row: a barrier, with or without work before it."""
 
     index: int
     name: str
+    #: the work of every member
     each: Work_co | None = None
+    #: the work of the leader; if a row has both, it begins after all other members are done with theirs
     leader: Work_co | None = None
+    #: the row where a new generation resumes if it interrupts this one; "": here
     resume: str = ""
+    #: the result is no decision: later generations do not adopt it, and it need not survive a power failure
     transient: bool = False
-    named_by: str = ""
+    #: A key of the result whose value becomes part of the fact's name. Only members with the same value release each other, and a
+    #: listing shows who has another one. Example: in a group, one member calls `barrier` and another `all_gather`.
+    call_key: str = ""
 
     def call(self, value: Payload) -> str:
-        """The part of a fact's name that says what a member called (`named_by`); "" where its name does not say it."""
-        return str(value.get(self.named_by, "")) if self.named_by else ""
+        """The value of `call_key` in a result; "" without such a key."""
+        return str(value.get(self.call_key, "")) if self.call_key else ""
 
-    def told_by_name(self, fact: Fact) -> bool:
-        """Whether the name of a member's fact about this row says all that anybody wants to know of it, so that nobody reads it."""
-        nothing_else = fact.status == "done" and fact.value.keys() <= {self.named_by}
-        return nothing_else and (self.each is None or bool(self.named_by))
+    def needs_only_a_name(self, fact: Fact) -> bool:
+        """Whether nobody reads the content of a member's fact, because the file's name says everything."""
+        nothing_else = fact.status == "done" and fact.value.keys() <= {self.call_key}
+        return nothing_else and (self.each is None or bool(self.call_key))
 
     @property
     def decides(self) -> bool:
-        """Whether the leader's fact about this row may hold a value that later generations need."""
+        """Whether later generations may need the leader's result."""
         return (self.each is not None or self.leader is not None) and not self.transient
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Consecutive rows that a session may run without the others, by the names of its `first` and `last` row.
+    """Consecutive rows that a session may run alone, such as only the rollouts.
 
-    `result` names the row whose decision says that an iteration's slice is complete. Slices of a program stand in the order in
-    which an iteration runs them: each works on what the one before it has made.
+    The slices of a program are in the order in which an iteration runs them: each works on the result of the one before.
     """
 
     name: str
+    #: names of rows
     first: str
     last: str
+    #: the row whose decision shows that an iteration's slice is complete
     result: str
 
 
 @dataclass(frozen=True, slots=True)
 class Table(Generic[Work_co]):
-    """A program's rows. Raises UsageError for rows that cannot be walked.
+    """A program's rows. Raises UsageError for invalid rows.
 
-    `closing`: in the last iteration of a session these stand in the place of the last rows, with the same names and other work. What is
-    only done there has a result in the last row. A session whose iterations are all done goes back to the first of them once, if that
-    result is missing.
+    `closing` rows replace the last rows in the last iteration of a session; they have the same names and other work. Example: the
+    final evaluation. Their result is in the last row. If it is missing, a session whose iterations are all done repeats them.
     """
 
     name: str
@@ -124,21 +122,21 @@ class Table(Generic[Work_co]):
         return self._indices[name]
 
     def resume_index(self, row: Row[object]) -> int:
-        """The number of the row where a new generation goes on when `row` was under way."""
+        """The number of the row where a new generation resumes if it interrupts `row`."""
         return self._indices[row.resume] if row.resume else row.index
 
     def row(self, position: Position, until: int | None, choice: str = "") -> Row[Work_co]:
-        """The row at a position of a session that runs the slice `choice` up to iteration `until`. Only a whole iteration is closed."""
+        """The row at a position, in a session that runs the slice `choice` up to iteration `until`. Only a whole iteration is closed."""
         last = position.iteration == until and choice not in self._slice_names
         return (self._last_rows if last else self.rows)[position.phase]
 
     def first_lasting(self, span: tuple[int, int]) -> int | None:
-        """The first row of `span` whose result later generations adopt; None where all are transient."""
+        """The first row of `span` that is not transient; None if all are."""
         first, last = span
         return next((row.index for row in self.rows[first : last + 1] if not row.transient), None)
 
     def span(self, choice: str = "") -> tuple[int, int]:
-        """The first and the last row of an iteration that runs the slice `choice`; all rows for any other word."""
+        """The first and the last row of an iteration that runs the slice `choice`; of all rows if there is no such slice."""
         for part in self.slices:
             if part.name == choice:
                 return self._indices[part.first], self._indices[part.last]

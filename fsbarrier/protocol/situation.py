@@ -1,4 +1,4 @@
-"""What a rule of the state machine looks at: a node, what it sees, the time, and what follows from these. Pure."""
+"""The input of the state machine's rules: a node, its view, the time, and everything that can be derived from them. Pure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fsbarrier.protocol.state import Node, Rules, View
 
 @dataclass(eq=False)
 class Situation:
-    """A node at one moment. What follows from it is computed when a rule first asks, and only once.
+    """A node at one moment. Derived values are computed when a rule first asks for them.
 
-    Ask for `generation`, `position` and what depends on them only where the node is in a generation.
+    `generation`, `position` and everything that depends on them exist only while the node is RUNNING.
     """
 
     node: Node
@@ -54,34 +54,35 @@ class Situation:
 
     @property
     def newer_generation(self) -> Generation | None:
-        """The newest generation if it is news to this node: newer than its own, or than its `baseline` while it joins."""
+        """The newest generation, if it is newer than this node's own, or than its `baseline` while it joins."""
         known = self.node.generation.number if self.node.generation is not None else self.node.baseline
         newest = self.view.newest
         return newest if newest is not None and newest.number > known else None
 
     @property
     def others(self) -> Sequence[Member]:
-        """The members of the newest generation beside this rank."""
+        """The other members of the newest generation."""
         newest = self.view.newest
         return [m for m in newest.members if m.rank != self.node.rank] if newest is not None else []
 
     @property
     def seal(self) -> Fact | None:
-        """The seal under the name of the leader's fact about this row, if one lies there: this generation was ended."""
+        """The seal in place of the leader's fact about this row; None if this generation is not fenced."""
         fact = self.view.leaders_fact
         return fact if fact is not None and fact.status == SEALED else None
 
-    # --- settings that are not as the run began with them ---
+    # --- changed settings ---
 
     @property
     def changed(self) -> Payload:
-        """As this node's generation says; before it is in one, as the newest."""
+        """The changes in this node's generation; while it joins, in the newest one."""
         generation = self.node.generation or self.view.newest
         return in_force({}, generation.revisions) if generation is not None else {}
 
     @cached_property
     def to_be(self) -> Payload:
-        """With what node 0 asks for, if it is this node, or waits to be taken in and runs the same code."""
+        """The changes after the next generation: those that node 0 asks for are added, if it is this node, or waits to join and runs the
+        same code."""
         newest, own = self.view.newest, self.view.joins.get(MASTER)
         if own is None or not own.stated:
             return self.changed
@@ -90,18 +91,18 @@ class Situation:
         return {**self.changed, **own.stated} if comes and not taken_in else self.changed
 
     def contradiction(self, join: Join, changed: Payload) -> str:
-        """The first setting that a start names and the run, whose settings have `changed`, does not have; "" where there is none."""
+        """The first setting in which a start contradicts the run after `changed`; "" if there is none."""
         if not join.stated or join.rank == MASTER:
             return ""
         return contradiction(join.stated, {**self.rules.settings, **changed})
 
-    # --- who lives ---
+    # --- who is alive ---
 
     @cached_property
     def gone(self) -> Sequence[Loss]:
-        """The members of this node's generation that are lost, as far as it can know.
+        """The lost members of this node's generation.
 
-        Silence counts up to the last look at the heartbeats and not up to now: a member may have written one since that look.
+        Silence counts up to the last look at the heartbeats, not up to now: a member may have written one since.
         """
         node, view = self.node, self.view
         looked_at = self.now if view.ledger.looked_at is None else view.ledger.looked_at
@@ -110,18 +111,18 @@ class Situation:
 
     @cached_property
     def living(self) -> Sequence[Member]:
-        """The other members of this node's generation, and itself."""
+        """The members of this node's generation that are not lost."""
         lost = {loss.member.rank for loss in self.gone}
         return [member for member in self.generation.members if member.rank not in lost]
 
     @cached_property
     def waiting(self) -> Mapping[int, Join]:
-        """The starts that live and wait to be taken in, by rank, whatever code they run."""
+        """The live starts that wait to join, by rank, whatever code they run."""
         return live_joiners(self.view.joins, self.view.ledger, self.now, self.rules.limits)
 
     @cached_property
     def joiners(self) -> Mapping[int, Member]:
-        """Those of them that run this node's code and ask for no other settings than the run's: nobody else becomes a member."""
+        """The starts that may become members: they wait, run the same code as this node, and do not contradict the run's settings."""
         num_nodes = self.rules.under(self.to_be).num_nodes
         return {
             rank: Member(rank, join.incarnation, join.host)
@@ -130,24 +131,24 @@ class Situation:
         }
 
     def differs(self, join: Join) -> bool:
-        """Whether another start runs other code than this node."""
+        """Whether another start runs different code from this node."""
         own = self.view.joins.get(self.node.rank)
         return own is not None and own.digest != join.digest
 
     @cached_property
     def starting(self) -> Mapping[int, Member]:
-        """The nodes that are about to form a generation: those who wait, and this one."""
+        """The nodes that can form the next generation: the joiners and this one."""
         me = Member(self.node.rank, self.node.incarnation, self.node.host)
         return {**self.joiners, me.rank: me}
 
     @cached_property
     def missing(self) -> Sequence[int]:
-        """The ranks that are not here yet."""
+        """The ranks that have not come yet."""
         return [rank for rank in range(self.rules.num_nodes) if rank not in self.starting]
 
     @property
     def enough(self) -> bool:
-        """Whether as many nodes are here as a run may begin with."""
+        """Whether at least `min_nodes` nodes are here."""
         return len(self.starting) >= self.rules.min_nodes
 
     # --- how long ---
@@ -159,7 +160,7 @@ class Situation:
 
     @property
     def overdue_s(self) -> float:
-        """For how long nodes that are missing need not be waited for any more; below 0 while they must be."""
+        """How long ago the wait for missing nodes ended; negative while it lasts."""
         last_call_s = self.rules.limits.last_call_s
         if last_call_s is not None and self.enough:
             return self.now - self.node.starting_since - last_call_s
@@ -167,5 +168,5 @@ class Situation:
 
     @property
     def trouble_since(self) -> float:
-        """When this node noticed the trouble that it answers with a new generation; now, if it notices only now."""
+        """When this node noticed the loss that it answers with a new generation; now, if it notices only now."""
         return self.now if self.node.trouble_since is None else self.node.trouble_since

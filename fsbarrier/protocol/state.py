@@ -1,4 +1,4 @@
-"""The state machine's vocabulary: what a node remembers (Node), what it can see (View), what it asks for (actions). Pure data."""
+"""The state machine's types: what a node remembers (Node), what it sees (View), and the actions that it asks for. Pure data."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ class Stage(StrEnum):
 
 
 class RowPart(Enum):
-    """How far this node is in the work of its row."""
+    """How far this node has come in its row."""
 
+    #: it has entered the row
     NONE = "none"
-    #: its own work is under way
+    #: its work as a member is running
     EACH = "each"
-    #: leader: its own work is done, the others' is not yet
+    #: the leader waits for the other members before its work as the leader
     GATHER = "gather"
-    #: leader: the leader's work is under way
+    #: its work as the leader is running
     LEADER = "leader"
-    #: its fact is published; it waits for the others
+    #: it has published its fact, and waits for the others
     ANNOUNCED = "announced"
 
 
-#: the parts in which a node looks at what the others have published in its row
+#: the parts in which a node reads what the others have published about its row
 WATCHING = (RowPart.ANNOUNCED, RowPart.GATHER, RowPart.EACH)
 
 
-#: setting -> the rule that follows it
+#: setting -> the field of Rules that follows it
 CHANGING_RULES = {
     "num_nodes": "num_nodes",
     "min_nodes": "min_nodes",
@@ -47,32 +48,31 @@ CHANGING_RULES = {
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """By what a node acts. `slice`: the rows that a session runs unless its start chooses others. `settings`: those that may change
-    between starts, by their dotted names, as the run began with them.
-
-    `on_node_failure` is "shrink", "wait" or "abort"; in groups it is "hold": the caller hears of a loss, and decides. `regroup`: the
-    number of the generation that a group's caller wants to be followed by the next.
-    """
+    """The configuration of the state machine."""
 
     table: Table[object]
     num_nodes: int
+    #: the slice of the rows that a session runs, unless its start chooses another
     slice: str = ""
     min_nodes: int = 1
+    #: "shrink", "wait" or "abort"; in groups "hold": the caller learns of a loss, and decides
     on_node_failure: str = "shrink"
     retries: int = 2
     limits: Limits = field(default_factory=Limits)
+    #: a group's caller wants a new generation after the one with this number
     regroup: int = 0
+    #: the settings that may change between starts, by their dotted names, with the values that the run began with
     settings: Payload = field(default_factory=dict)
 
     def under(self, settings: Payload) -> Rules:
-        """These rules with the settings that are in force now."""
+        """These rules with the current values of the settings."""
         if not settings:
             return self
         changed = {rule: settings[name] for name, rule in CHANGING_RULES.items() if name in settings}
         return replace(self, **changed)
 
     def span(self, choices: Payload) -> tuple[int, int]:
-        """The first and the last row of an iteration, as a generation's choices say."""
+        """The first and the last row of an iteration, by a generation's choices."""
         return self.table.span(choices.get(SLICE_CHOICE, self.slice))
 
     def row(self, position: Position, generation: Generation) -> Row[object]:
@@ -85,22 +85,19 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What one node remembers. `since`: local time of entering this stage or generation.
-
-    `trouble_since`: when this node noticed the trouble that it wants to answer with a new generation. `failed_since`: when it first
-    saw that a member's program had failed in this row.
-    """
+    """What one node remembers. All times are local."""
 
     rank: int
     incarnation: int
+    #: when it entered this stage or generation
     since: float
     host: str = ""
     stage: Stage = Stage.JOINING
-    #: A node that joins ignores generations up to this number: they are older than its start, or go on without it. Example: an
-    #: operator stopped the last session in generation 4. Without `baseline` that verdict would end each new start at once.
+    #: A joining node ignores generations up to this number: they are older than its start, or went on without it. Example: an
+    #: operator stopped the last session in generation 4. Without the baseline that verdict would end each new start at once.
     baseline: int = 0
-    #: This process saw members of the newest generation at work. Only then does their "finished" mean that this node came too
-    #: late. Without `saw_others_at_work` the heartbeat files of yesterday's session would end today's start with a larger --iterations.
+    #: This process has seen members of the newest generation at work, so their "finished" means that it came too late. Without
+    #: this flag, the heartbeat files of yesterday's session would end today's start with a larger --iterations.
     saw_others_at_work: bool = False
     generation: Generation | None = None
     position: Position | None = None
@@ -108,9 +105,11 @@ class Node:
     result: Payload = field(default_factory=dict)
     work_s: float = 0.0
     decisions: Mapping[str, Payload] = field(default_factory=dict)
+    #: when it noticed the loss (or seal) that it wants to answer with a new generation
     trouble_since: float | None = None
+    #: when it first saw that a member's program had failed in this row
     failed_since: float | None = None
-    #: a node that joins: with how many nodes it was about to form a generation when it last looked, and since when
+    #: while joining: how many nodes were present at the last look, and since when
     starting_nodes: int = 0
     starting_since: float = 0.0
     #: the first incarnation of this process
@@ -118,14 +117,14 @@ class Node:
 
     @property
     def place(self) -> tuple[Generation, Position]:
-        """Generation and position of a node that is in one."""
+        """The generation and position of a node that is RUNNING."""
         assert self.generation is not None and self.position is not None
         return self.generation, self.position
 
 
 @dataclass(frozen=True, slots=True)
 class WorkReport:
-    """The end of a piece of this node's work. Not ok: `value` has "error" and "log" (its last lines)."""
+    """How a piece of this node's work ended. If not `ok`, `value` has "error" and "log" (the last lines)."""
 
     part: RowPart
     ok: bool
@@ -135,25 +134,23 @@ class WorkReport:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a run goes on: the newest generation (`generation`; 0 for none) left it there, as its facts said at local time `at`.
-
-    `span`: the rows that the newest generation ran. `sealed`: a seal has ended it for good, so that it cannot have gone on since.
-    """
+    """Where a run resumes, according to the newest generation's facts."""
 
     position: Position
     decisions: Mapping[str, Payload] = field(default_factory=dict)
+    #: the number of that generation; 0 before the first
     generation: int = 0
+    #: the local time at which its facts were read
     at: float = 0.0
+    #: the rows that it ran
     span: tuple[int, int] = (0, 0)
+    #: a seal fences it, so it cannot have gone on since
     sealed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A record that is listed and cannot be read: why, and since which local time.
-
-    What it says is unknown, so that nothing may be concluded from it, and least of all that it is not there.
-    """
+    """A record that is listed but unreadable since the local time `since`. Its content is unknown, and it must not count as absent."""
 
     path: str
     fault: Fault
@@ -162,20 +159,22 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The facts that one node can see. `arrived`, `failed`, `leaders_fact` belong to the row that the node is in, `work` is its own."""
+    """What one node sees."""
 
     newest: Generation | None = None
-    #: a record that this node must act on and cannot read: of a generation after `newest`, or a fact about its row
+    #: a generation after `newest`, or a fact about the node's row, that this node cannot read
     unreadable: Unreadable | None = None
     joins: Mapping[int, Join] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
-    #: what this node was asked, and what the others were asked before it came (protocol/stops.py)
+    #: a request to stop this node, and one that the others got before it came (protocol/stops.py)
     stop: StopRequest | None = None
     missed_stop: StopRequest | None = None
     resume_point: ResumePoint | None = None
+    #: in the node's row: the members that are done, the failures, and the leader's fact once all are done
     arrived: frozenset[int] = frozenset()
     failed: Mapping[int, Fact] = field(default_factory=dict)
     leaders_fact: Fact | None = None
+    #: how the node's own work ended
     work: WorkReport | None = None
 
 
@@ -184,14 +183,14 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Begin this node's work of its row."""
+    """Start this node's work in its row."""
 
     part: RowPart
 
 
 @dataclass(frozen=True, slots=True)
 class CancelWork:
-    """End the work under way. The node does nothing else before all of it has ended."""
+    """End the running work. The node does nothing else until all of it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +202,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Try to create this generation's record. Only one node can create the record of a number, and all follow that one."""
+    """Try to create this generation's record. Only one node can create a number's record, and all nodes follow it."""
 
     generation: Generation
 
@@ -217,15 +216,14 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class FindResumePoint:
-    """Look where the newest generation left the run. `seal`: also end that generation there for good (node/resume.py), before the
-    next one is proposed."""
+    """Find where the newest generation left the run. `seal`: also fence it there, before the next one is proposed (node/resume.py)."""
 
     seal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """The node entered a row. `begins`: it is the first one of a generation."""
+    """The node has entered a row. `begins`: its first one in this generation."""
 
     position: Position
     generation: Generation
@@ -234,7 +232,7 @@ class Entered:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The node ends. `state` is what its last heartbeat says."""
+    """The node ends. Its last heartbeat shows `state`."""
 
     code: int
     state: str
@@ -243,7 +241,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """An event for the journal. `at`: the node at the time of the event, if it has moved on since."""
+    """An event for the journal. `at`: the node at the time of the event, if it has moved on since then."""
 
     event: str
     fields: Payload = field(default_factory=dict)

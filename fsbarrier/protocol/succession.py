@@ -1,4 +1,4 @@
-"""The generation records that nodes propose: who takes part, from where the run goes on, what is adopted. Pure."""
+"""Builds the generations that nodes propose: members, resume position, adopted decisions. Pure."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.state import ResumePoint, Rules, View
 from fsbarrier.protocol.wording import counted
 
-#: the reasons of the generations with which a session begins: the run's first one, and every other
+#: the reason of a session's first generation: in the first session, and in every later one
 STARTS = ("start", "start again")
 
 
 def leader_of(members: Iterable[Member]) -> int:
-    """Who leads a generation: its lowest rank, so node 0 while it lives."""
+    """The leader of a generation: the lowest rank."""
     return min(member.rank for member in members)
 
 
 def next_number(view: View, at_least: int) -> int:
-    """The number of the next generation. Where a record that this node cannot read has that number, nobody can create it again."""
+    """The number of the next generation. If an unreadable record already has it, creating it fails, which is safe."""
     return max(view.newest.number if view.newest else 0, at_least) + 1
 
 
@@ -35,7 +35,7 @@ def successor(
     verdict: Verdict | None = None,
     attempt: int = 0,
 ) -> Generation:
-    """The generation after this node's: the same iteration goes on at the row that `Row.resume` of the row under way names."""
+    """The generation after this node's. The same iteration resumes at the row that the current row's `resume` names."""
     table, position, generation = at.rules.table, at.position, at.generation
     start = Position(position.iteration, max(at.span[0], table.resume_index(at.row)))
     number = next_number(at.view, generation.number)
@@ -44,7 +44,7 @@ def successor(
     return Generation(
         number=number,
         members=tuple(sorted(members, key=lambda m: m.rank)),
-        # A generation that only ends the run may have nobody left to lead.
+        # A generation with a verdict may have no members.
         leader=leader_of(members) if members else at.node.rank,
         start=start,
         reason=reason,
@@ -59,21 +59,20 @@ def successor(
 
 
 def within(members: Sequence[Member], rules: Rules, revisions: Sequence[Revision]) -> Sequence[Member]:
-    """Those of `members` that the run still has room for: a change of the settings may have lowered the number of nodes."""
+    """The `members` that the run still has a place for, since a revision may lower `num_nodes`."""
     num_nodes = rules.under(in_force({}, revisions)).num_nodes
     return [member for member in members if member.rank < num_nodes]
 
 
 def _newer_starts(at: Situation) -> Iterator[Member]:
-    """The starts that joined after this node's generation was formed, as far as this node knows."""
+    """The starts that joined after this node's generation was formed."""
     for rank, join in sorted(at.view.joins.items()):
         if join.incarnation > (at.generation.incarnation_of(rank) or 0):
             yield Member(rank, join.incarnation, join.host)
 
 
 def another_try(at: Situation) -> Generation:
-    """The same members once more after a member's program failed; a verdict that ends the run after too many tries, or at once
-    where the run was refused."""
+    """The same members again after a program failed; a verdict after too many failures, or at once if the program refused the run."""
     rank, fact = min(at.view.failed.items())
     attempt, members = failed_tries(at.generation, at.position) + 1, at.generation.members
     host = next((m.host for m in members if m.rank == rank), "")
@@ -94,7 +93,7 @@ def another_try(at: Situation) -> Generation:
 
 
 def first_of_session(at: Situation, found: ResumePoint) -> Generation:
-    """The generation that nodes which have just started form, going on where the run was left (`found`)."""
+    """The first generation of a session, which resumes the run at `found`."""
     number, ranks = next_number(at.view, at.node.baseline), sorted(at.starting)
     asked = at.view.joins.get(ranks[0])
     choices = asked.choices if asked else {}
@@ -117,8 +116,7 @@ def first_of_session(at: Situation, found: ResumePoint) -> Generation:
 
 
 def lowest_start(view: View) -> Join | None:
-    """The start of the lowest rank in this session, whose command line the run follows. None while its newest is still that of an
-    earlier session."""
+    """The lowest rank's start in this session, whose command line the run follows; None until that rank has joined."""
     rank = min(view.joins, default=None)
     if rank is None:
         return None
@@ -127,7 +125,7 @@ def lowest_start(view: View) -> Join | None:
 
 
 def all_done(start: Position, until: int | None) -> bool:
-    """Whether a session that begins at `start` has nothing left to do up to iteration `until`."""
+    """Whether nothing is left to do from `start` up to iteration `until`."""
     return until is not None and start.iteration > until
 
 
@@ -136,8 +134,8 @@ def opening(
 ) -> Position:
     """Where a session that runs the rows of `span` up to iteration `until` begins.
 
-    The last iteration ends with the rows that close it (`Table.closing`), from the first of them on: also where the run was left
-    in their place, in an iteration that was not to be the last, and where the iteration is done and was not closed.
+    The last iteration must include its closing rows (`Table.closing`). So the session begins no later than with the first of them,
+    even if the last session stopped behind it or completed the iteration without closing it.
     """
     start = _opening(found, span, table)
     if not table.closing or until is None or span != table.span():
@@ -147,17 +145,17 @@ def opening(
         return min(start, first_closing)
     last = found.decisions.get(table.rows[-1].name)
     closed = last is not None and last["iteration"] == until
-    # Once the next iteration has published a policy, the last one cannot be closed any more.
+    # If the next iteration has already published a policy, it is too late to close the last one.
     published = start.phase >= first_closing.phase
     return start if start.iteration - 1 != until or closed or published else first_closing
 
 
 def _opening(found: ResumePoint, span: tuple[int, int], table: Table[object]) -> Position:
-    """Where a session that runs the rows of `span` begins: where the run was left, if the session before ran the same rows.
+    """Where a session that runs the rows of `span` begins: where the run was left, if the last session ran the same rows.
 
-    Otherwise the results of the slices decide. Example: rollouts are made for iteration 3, updates only for iteration 2. Then a session
-    that includes the update begins with that of iteration 3. If no slice is behind the one before it, a session that begins with a
-    later slice does that slice's next iteration, and any other begins the next iteration.
+    Otherwise it begins with the first slice that lags behind the one before it. Example: there are rollouts of iteration 3, but
+    updates only up to iteration 2; a session that includes the update begins with that of iteration 3. If no slice lags, a session that
+    begins with a later slice does that slice's next iteration, and any other session begins the next iteration.
     """
     if found.generation == 0:
         return Position(1, span[0])
@@ -174,7 +172,8 @@ def _opening(found: ResumePoint, span: tuple[int, int], table: Table[object]) ->
 def with_decision(
     decisions: Mapping[str, Payload], name: str, iteration: int, value: Payload
 ) -> dict[str, Payload]:
-    """`decisions` and one more. It keeps that of the earlier iteration under "before": a later generation may start before this one."""
+    """`decisions` with one more. The decision of the last iteration is kept under "before", since a later generation may resume before
+    this one."""
     old = decisions.get(name)
     if old is not None and old["iteration"] >= iteration:
         old = old.get("before")
@@ -187,7 +186,7 @@ def with_decision(
 def kept_decisions(
     decisions: Mapping[str, Payload], start: Position, table: Table[object]
 ) -> dict[str, Payload]:
-    """The decisions that a generation starting at `start` adopts: those of earlier iterations, and of rows before its first."""
+    """The decisions that a generation starting at `start` adopts: all that were made before that position."""
     kept = {}
     for row in table.rows:
         entry = decisions.get(row.name)
@@ -199,5 +198,5 @@ def kept_decisions(
 
 
 def failed_tries(generation: Generation, position: Position) -> int:
-    """How often the iteration at `position` failed already. A generation's `attempt` counts only for the iteration it started in."""
+    """How often the iteration at `position` has failed. A generation's `attempt` counts for the iteration in which it started."""
     return generation.attempt if position.iteration == generation.start.iteration else 0

@@ -1,15 +1,15 @@
-"""How long a node may be silent, and how long nodes wait for each other, unless the settings say otherwise. In seconds."""
+"""Defaults of the protocol's timeouts, in seconds."""
 
-# Between two heartbeats of a node.
+#: between two heartbeats of a node
 BEAT_S = 2.0
-# After so much silence the journal calls a node suspected.
+#: of silence, before the journal calls a node suspected
 SUSPECT_S = 6.0
-# After so much silence a node counts as lost.
+#: of silence, before a node counts as lost
 DEAD_S = 15.0
-# Before a node proposes a generation, it waits so long for each living node of a lower rank, which may do so first.
+#: before a node proposes a generation, for each living node of a lower rank, which may propose first
 STAGGER_S = 2 * BEAT_S
 JOIN_TIMEOUT_S = 1800.0
 REJOIN_TIMEOUT_S = 1800.0
-# For so long a node holds out while its filesystem fails, since by their own defaults servers come back by then: GlusterFS fails a
-# client for 42 s when a server is restarted, and an NFS server grants its clients 90 s after its start.
+#: How long a node retries while its filesystem fails. By default a restarted server is back by then: GlusterFS fails its clients
+#: for 42 s, and an NFS server has a grace period of 90 s.
 OUTAGE_S = 120.0

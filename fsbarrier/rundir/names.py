@@ -122,7 +122,7 @@ FILESYSTEM_REPORT = Name("node-{:04d}.json", int)
 
 
 def fact_name(iteration: int, rank: int, status: str = "done", call: str = "") -> str:
-    """The name of a node's fact. `call`: what it called, where that is part of the name (`Row.named_by`)."""
+    """The name of a node's fact. `call`: what it called, where that is part of the name (`Row.call_key`)."""
     if call and status == "done":
         return CALL_FACT.build(iteration, rank, call)
     return FACT.build(iteration, rank, status)
