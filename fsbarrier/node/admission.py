@@ -1,6 +1,6 @@
-"""Whether the nodes of a session fit together and have enough for the run, by what each told when it joined.
+"""Checks whether the nodes of a session fit together and are large enough for the run, by their fingerprints.
 
-The leader checks this before anything is loaded. It refuses what cannot work, and warns of what may go badly, in one table.
+The leader does this before anything is loaded. It refuses what cannot work and warns of risks, in one table.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fsbarrier.protocol.wording import gib
 from fsbarrier.reading import GIB
 from fsbarrier.settings.sections import Settings
 
-# Below this much a node can hardly log and keep its programs' files, or start a program at all.
+# With less than this a node can hardly write logs, or start a program.
 LITTLE_DISK, LITTLE_MEMORY = GIB // 4, GIB // 2
-# So much of an accelerator may be in use by the driver itself.
+# The driver itself may use this much of an accelerator.
 IN_USE_BY_NOBODY = GIB
 
 Nodes = Mapping[int, Fingerprint]
@@ -29,7 +29,7 @@ Nodes = Mapping[int, Fingerprint]
 
 @dataclass(frozen=True, slots=True)
 class Objection:
-    """`what` is wrong, and on which nodes how."""
+    """What is wrong, and the values on the nodes (`found`)."""
 
     refused: bool
     what: str
@@ -40,7 +40,7 @@ class Objection:
 
 
 def objections(context: Context) -> list[Objection]:
-    """What is wrong with the nodes of a generation, as its members told when they joined."""
+    """The objections to the nodes of a generation."""
     nodes = {
         member.rank: Fingerprint.of(join.fingerprint)
         for member in context.members
@@ -49,7 +49,7 @@ def objections(context: Context) -> list[Objection]:
     hosts = {member.rank: member.host for member in context.members}
     shape = None
     if context.model is not None:
-        # Without its sizes there is no plan for a model. If it cannot be read, its first use will say so.
+        # An unreadable model gets no plan; its first use reports the error.
         with contextlib.suppress(UsageError, ProgramFailed, OSError):
             shape = ModelShape.of_folder(context.model)
     return examine(nodes, hosts, context.settings, shape)
@@ -58,7 +58,7 @@ def objections(context: Context) -> list[Objection]:
 def examine(
     nodes: Nodes, hosts: Mapping[int, str], settings: Settings, shape: ModelShape | None
 ) -> list[Objection]:
-    """What is wrong, the worst first. `shape`: of the run's model, None for a program without one, or where it is not known."""
+    """The objections, the worst first. `shape`: that of the run's model; None if there is none, or it is unknown."""
     found = [*_expected(nodes, hosts, settings)]
     updates = shape is not None and settings.rl_phase != "rollout"
     used = {
@@ -75,7 +75,7 @@ def examine(
 
 
 def _expected(nodes: Nodes, hosts: Mapping[int, str], settings: Settings) -> Iterator[Objection]:
-    """`--expect-gpus`: who lacks some of them, if all had equally many."""
+    """`--expect-gpus`: the nodes that lack some, if all should have equally many."""
     wanted, there = settings.expect_gpus, sum(len(one.accelerators) for one in nodes.values())
     if wanted is None or there >= wanted:
         return
@@ -99,12 +99,12 @@ def _differences(
 
     kinds = {rank: "accelerators" if one.accelerators else "a CPU" for rank, one in nodes.items()}
     yield from differ("what computes", kinds, updates)
-    # Other code is refused by the protocol itself (Join.digest).
+    # The protocol itself refuses different code (Join.digest).
     models = {rank: str(one.code.get(MODEL) or "none")[:12] for rank, one in nodes.items()}
     yield from differ("the model", models, refused=True)
     for name in packages:
         versions = {rank: str(one.packages.get(name) or "not installed") for rank, one in nodes.items()}
-        # Processes of one update speak to each other through torch, whose minor versions need not understand each other.
+        # The processes of an update communicate through torch, and its minor versions may be incompatible.
         minors = {".".join(text.split(".")[:2]) for text in versions.values()}
         yield from differ(name, versions, updates and name == "torch" and len(minors) > 1)
     yield from differ("Python", {rank: one.python for rank, one in nodes.items()})
@@ -141,7 +141,7 @@ def _shortages(nodes: Nodes, hosts: Mapping[int, str]) -> Iterator[Objection]:
 def _too_small(
     nodes: Nodes, hosts: Mapping[int, str], settings: Settings, shape: ModelShape
 ) -> Iterator[Objection]:
-    """Where the plan needs more than there is. The plan's memory is an estimate, so it only warns."""
+    """Warnings where the plan, which is an estimate, exceeds the memory."""
     plan = make_plan(shape, settings, cluster_of(nodes))
     if plan.cluster.accelerators and settings.manages_engine:
         yield from (Objection(False, "by estimate", problem) for problem in plan.problems)
@@ -161,7 +161,7 @@ def _checkpoint_room(nodes: Nodes, hosts: Mapping[int, str], plan: ClusterPlan) 
 
 
 def cluster_of(nodes: Nodes) -> Cluster:
-    """The machines for a plan, which takes all nodes to be like the smallest."""
+    """The machines as a plan sees them: all nodes are like the smallest."""
     counts = [len(one.accelerators) for one in nodes.values()]
     sizes = [int(size) for one in nodes.values() for _, size, _ in one.accelerators if size]
     hosts = [one.memory_total for one in nodes.values()]
@@ -171,7 +171,7 @@ def cluster_of(nodes: Nodes) -> Cluster:
 
 
 def _by_value(values: Mapping[int, str], hosts: Mapping[int, str]) -> str:
-    """The values with who has them, the rarest first and by name, the commonest as "the others"."""
+    """The values and the nodes that have them; nodes with the most common value are "the others"."""
     ranks: dict[str, list[int]] = {}
     for rank, value in sorted(values.items()):
         ranks.setdefault(value, []).append(rank)

@@ -1,6 +1,6 @@
-"""What tells this node's code from another node's, by what it belongs to: digests that all nodes compare when they start.
+"""Digests of this node's code, which all nodes compare when they start.
 
-A file counts by its content, not by where it lies: a wheel and a checkout of the same sources agree, and so do two copies of a reward.
+Only the content of a file counts, not its place: a wheel and a checkout of the same sources agree, and so do two copies of a reward.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from fsbarrier.loader import own_sources, program_path
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.value_types import reward_kinds
 
-# A file that is longer (weights, or data that a trainer's command names) counts by its length, its beginning and a sample of the rest.
+# Of a longer file (weights, or data of a trainer's command) the digest covers the length, the beginning and samples of the rest.
 WHOLE_BYTES = 16 * reading.MIB
 SAMPLES, SAMPLE_BYTES = 64, 64 * 1024
-# How many files and folders a model or a package may have. Links in it may lead anywhere, also to a whole disk.
+# Limits for the files of a model or a package, since links in it may lead to a whole disk.
 MOST_FILES, MOST_BYTES = 100_000, 64 * reading.GIB
-# What the name of a module's file ends in: source, or compiled.
+# The suffixes of modules: source and compiled.
 MODULES = tuple(importlib.machinery.all_suffixes())
-# Where packages are installed. Nodes compare the versions of those, not their files.
+# Where packages are installed. Nodes compare their versions, not their files.
 INSTALLED = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-# The name under which the model stands. Nodes whose models differ are told apart later, as by what else a run cannot go well with.
+# The name of the model's digest. node/admission.py compares models, with everything else that must fit together.
 MODEL = "model"
 
 
 def code_digests(settings: Settings, model: Path | None) -> dict[str, str]:
-    """The digests, by the setting that names the code; "fsbarrier" is our own. Raises UsageError, OSError."""
+    """The digests by the setting that names the code; "fsbarrier" is our own code. Raises UsageError, OSError."""
     named = {
         "fsbarrier": own_sources(),
         "program": _local_sources(program_path(settings.program)),
@@ -52,7 +52,7 @@ def code_digests(settings: Settings, model: Path | None) -> dict[str, str]:
 
 
 def one_digest(code: Mapping[str, str]) -> str:
-    """One digest of all of these but the model's: only nodes with the same one take part in one run."""
+    """One digest of all code except the model. All nodes of a run have the same one."""
     compared = {name: digest for name, digest in code.items() if name != MODEL}
     return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()
 
@@ -65,9 +65,9 @@ def _digest(files: Mapping[str, Path]) -> str:
 
 
 def _content(path: Path) -> bytes:
-    """The digest of all of a file; of a long one that of its length, its beginning and 64 pieces spread evenly over the rest.
+    """The digest of a file; of a long one, of its length, its beginning and 64 samples spread evenly over the rest.
 
-    In a safetensors file the beginning is the whole header: which tensors there are, of which shapes and types, and where.
+    In a safetensors file the beginning includes the whole header: names, shapes, types and offsets of the tensors.
     """
     with reading.open_stream(path, links=True) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -86,7 +86,7 @@ def _content(path: Path) -> bytes:
 
 
 def _named_code(values: Iterable[str]) -> dict[str, Path]:
-    """The files of `path/file.py:name`, each with what it imports from its folder. Built-in kinds are fsbarrier's own."""
+    """The files in values like `path/file.py:name`, with the modules that they import from their folders. Built-in kinds have no file."""
     files = [Path(value.rpartition(":")[0]) for value in values if ":" in value]
     return {
         f"{number} {name}": path
@@ -96,7 +96,7 @@ def _named_code(values: Iterable[str]) -> dict[str, Path]:
 
 
 def _files_of_command(command: str | None) -> dict[str, Path]:
-    """The files that a command names, a Python file with what it imports from its folder. Machine code belongs to the system."""
+    """The files that a command names, Python files with the modules that they import from their folders; no machine code."""
     found = dict[str, Path]()
     for number, word in enumerate(shlex.split(command or "")):
         path = Path(word.rpartition("=")[2])
@@ -111,18 +111,18 @@ def _one_file(named: str | None) -> dict[str, Path]:
 
 
 def _files_below(folder: Path) -> dict[str, Path]:
-    """All files of a folder, and of those that links in it lead to. What begins with a dot is somebody's bookkeeping. Raises UsageError."""
+    """All files below a folder, following links, except hidden ones. Raises UsageError."""
     found, known, todo, total = dict[str, Path](), set[tuple[int, int]](), [folder], 0
     while todo:
         path = todo.pop()
         with contextlib.suppress(OSError), os.scandir(path) as there:
             status = path.stat()
-            # A link may lead to a folder above it.
+            # A link may form a cycle.
             if (place := (status.st_dev, status.st_ino)) in known:
                 continue
             known.add(place)
             inner = sorted(Path(one) for one in islice(there, MOST_FILES) if not one.name.startswith("."))
-            # In the same order everywhere, so that all nodes come by the same way to what several links lead to.
+            # Sorted, so that all nodes reach the target of several links by the same path.
             todo += [one for one in reversed(inner) if one.is_dir()]
             files = [one for one in inner if _is_plain(one)]
             found |= {file.relative_to(folder).as_posix(): file for file in files}
@@ -151,7 +151,7 @@ def _is_machine_code(path: Path) -> bool:
 
 
 def _local_sources(file: Path) -> dict[str, Path]:
-    """A file, the modules beside it that it imports, what those import from there, and so on. Of a package: all its modules."""
+    """A file and the modules in its folder that it imports, directly or indirectly; of a package, all modules."""
     folder, found, todo = file.parent, dict[str, Path](), [file]
     while todo:
         path = todo.pop()
@@ -166,11 +166,11 @@ def _local_sources(file: Path) -> dict[str, Path]:
 
 
 def _imported(path: Path) -> Iterator[str]:
-    """The dotted names that a file imports, wherever in it."""
+    """The dotted names that a file imports anywhere."""
     try:
         tree = ast.parse(reading.read_bytes(path, WHOLE_BYTES, links=True))
     except (SyntaxError, ValueError, RecursionError):
-        # A file that is no Python imports nothing. If somebody imports it, that fails, and says why.
+        # Not valid Python. Importing it will fail with a message.
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -181,7 +181,7 @@ def _imported(path: Path) -> Iterator[str]:
 
 
 def _beside(folder: Path, module: str) -> list[Path]:
-    """The files of a module in `folder`; none where it comes from elsewhere."""
+    """The files of a module in `folder`; none if it comes from elsewhere."""
     first, *_ = module.split(".")
     if first == "fsbarrier" or str(folder) in INSTALLED:
         return []

@@ -1,17 +1,17 @@
-"""Removes facts that nobody will need again, so that a run's directory does not grow with its iterations.
+"""Removes old facts, so that a run's directory does not grow with its iterations.
 
-What may go. A node that has passed a row of iteration 8 knows that all members have come to iteration 8, so none of them looks at
-iteration 7 again. Nor does a node that starts anew: the leader's first fact of iteration 8 holds all that was decided before. So each
-node, once it has passed a row, removes its own fact about that row in the iteration before.
+What may go. A node that has passed a row of iteration 8 knows that all members have reached iteration 8, so none of them reads iteration
+7 again. A node that starts now does not either: the leader's first fact of iteration 8 has a snapshot of all decisions. So each node,
+when it has passed a row, removes its own fact about that row in the iteration before.
 
-Why there is an `open-` folder for each iteration. A node that starts anew may have old listings, and try to seal row 5 of iteration 3
-while the others are in iteration 8. If the leader's fact about that row were there, the seal could not be created (node/resume.py). The
-fact is gone, so the seal can be created, although the leader has published. Therefore the leader makes open-000003 before anybody
-can come to iteration 3, and removes it before its first fact of iteration 3. After sealing, a node asks the server whether that
-folder is there. If it is, the leader had removed nothing, and the seal holds. If it is not, the others went on long ago.
+Why each iteration has an `open-` folder. A starting node with stale listings may try to seal row 5 of iteration 3 while the others are
+in iteration 8. While the leader's fact about that row exists, the seal cannot be created (node/resume.py). But the fact has been
+removed, so the create succeeds although the leader had published. Therefore the leader makes open-000003 before anybody can reach
+iteration 3, and removes it before it removes its first fact of iteration 3. After sealing, a node asks the server for that folder. If it
+exists, the leader has removed nothing, and the seal holds. If not, the others went on long ago.
 
-The leader keeps its facts about the first iteration of a generation, so that one needs no such folder. The folders of older generations
-are removed whole by the leader: once a newer generation is on record, nothing that is created there has an effect.
+The leader keeps its facts about the first iteration of a generation, so that iteration needs no such folder. The leader also removes the
+folders of older generations: once a newer generation exists, records that are created there have no effect.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from fsbarrier.rundir.names import CALL_FACT, FACT, GENERATION_FOLDER, NODES_FAC
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import Store
 
-#: How many files of older generations go at a time, after each row. The loop must not be held up by removing thousands at once.
+#: how many files of older generations are removed after each row; removing thousands at once would hold up the loop
 AT_ONCE = 32
-#: The generation before this one is kept: a group's caller may still read what it exchanged there.
+#: This generation and the one before, in which a group's caller may still read.
 KEPT_GENERATIONS = 2
 
 
 @dataclass
 class Collection:
-    """What one node removes, in the generation that it is in."""
+    """What one node removes in its generation."""
 
     store: Store
     paths: RunPaths
     rules: Rules
     _generation: int = 0
-    #: the iterations whose `open-` folder this node has made and not removed
+    #: the iterations whose `open-` folder this node has made and not yet removed
     _open: set[int] = field(default_factory=set)
-    #: removes a file of an older generation at each step
+    #: each step removes a file of an older generation
     _sweep: Iterator[None] = field(default_factory=lambda: iter(()))
 
     def begin(self, generation: Generation) -> None:
@@ -51,13 +51,13 @@ class Collection:
             self._sweep = self._remove_generations_before(generation.number + 1 - KEPT_GENERATIONS)
 
     def open(self, generation: Generation, iteration: int) -> None:
-        """The leader is about to let the members come to this iteration. Raises OSError."""
+        """The leader is about to let the members enter this iteration. Raises OSError."""
         if iteration not in self._open and self._lasting(generation) is not None:
             self.store.make_dir(self.paths.open(generation.number, iteration), durable=True)
             self._open.add(iteration)
 
     def collect(self, rank: int, generation: Generation, passed: Position, names: Sequence[str]) -> None:
-        """Remove what is not needed now that node `rank` has passed a row; `names`: what that row's folder shows. Raises OSError."""
+        """Node `rank` has passed a row: remove what is not needed any more. `names`: the last listing of the row. Raises OSError."""
         leads = generation.leader == rank
         lasting = self._lasting(generation)
         if leads and lasting is not None and passed.phase >= lasting:
@@ -65,7 +65,7 @@ class Collection:
         kept = {generation.start.iteration, *self._open} if leads and lasting is not None else set()
         folder = self.paths.phase(generation.number, passed.phase, self.rules.row_name(passed))
         own = NODES_FACTS.build(rank)
-        # To parse a name takes long, and of a thousand nodes' facts one is this node's.
+        # Parsing is slow, and of a thousand nodes' facts only one is this node's.
         for name in (name for name in names if own in name):
             fact = FACT.parse(name) or CALL_FACT.parse(name)
             if fact is None or fact.rank != rank or fact.iteration >= passed.iteration:

@@ -21,7 +21,7 @@ from fsbarrier.rundir.runrecord import RunRecord
 
 @dataclass(frozen=True, slots=True)
 class ContextMaker:
-    """Called with a node that is about to work. Runs in the work's thread, where a slow disk holds up no loop. Raises OSError."""
+    """Called with a node that is about to work, in the work's thread, where a slow disk does not hold up the loop. Raises OSError."""
 
     record: RunRecord
     program: Program
@@ -30,7 +30,7 @@ class ContextMaker:
     claims_unsafe: Callable[[], str]
     accelerators: int
     cpus: int
-    # The name of the program that this node keeps in a generation (Workplace.kept_in).
+    # The name of the program that this node has kept in a generation (Workplace.kept_in).
     kept_in: Callable[[int], str]
 
     def __call__(self, node: Node) -> Context:
@@ -65,7 +65,7 @@ class ContextMaker:
 
 
 def parts_on_disk(paths: RunPaths, split: str, iteration: int) -> tuple[PartOnDisk, ...]:
-    """The part files of one iteration with what they durably hold, by name (oldest generation first within a rank)."""
+    """The part files of one iteration and their durable groups, by name (oldest generation first within a rank)."""
     found, folder = [], paths.trajectories(split)
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         part = PART.parse(path.name)
@@ -74,7 +74,7 @@ def parts_on_disk(paths: RunPaths, split: str, iteration: int) -> tuple[PartOnDi
         try:
             check_plain(path.lstat(), path)
         except (NotPlain, IsADirectoryError):
-            # No node made it, so nothing in it counts: its tasks are rolled out, as if nothing had the name.
+            # No node made this, so it is ignored.
             continue
         scan = trajectories.scan_shard(path)
         if scan.groups:

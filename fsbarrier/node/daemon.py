@@ -1,6 +1,6 @@
-"""The daemon of one node: joins the run, beats, and loops (look, decide, act) until the run ends or a signal comes.
+"""The daemon of one node: it joins the run and loops (look, decide, act) until the run ends or a signal comes.
 
-Three threads: the loop, the heartbeat (so that a slow disk or a long clean-up does not look like death), and the work.
+It has three threads: the loop, the heartbeat (so that a slow disk or a long clean-up does not look like death), and the work.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ from fsbarrier.view.amounts import ranks
 if TYPE_CHECKING:
     from fsbarrier.engine.replicas import Replicas
 
-# Between two heartbeats of a node that joins. It beats fast, since the others wait for it.
+# Between two heartbeats of a joining node, which the others wait for.
 JOINING_BEAT_S = 0.2
-# Heartbeats that cannot be read for longer are not merely met in the moment of their replacement.
+# A heartbeat that is unreadable for longer is not just being replaced.
 HIDDEN_S = 1.0
-# How long the last heartbeat, and the last lines on the console, may take where a filesystem or a terminal hangs.
+# How long the last heartbeat and the last console lines may take if a filesystem or a terminal hangs.
 LAST_WORDS_S = 1.0
-# A start that waits for other nodes names them after this time, and again each minute.
+# A start that waits for other nodes names them after this time, and then every minute.
 SAY_AWAITED_S, SAY_AGAIN_S = 5.0, 60.0
 # How long a program may take to end when its node ends.
 GRACE_S = 0.5
@@ -78,7 +78,7 @@ GRACE_S = 0.5
 
 @contextmanager
 def starting(record: RunRecord) -> Iterator[None]:
-    """While this lasts, a failing filesystem ends the start with a message. Raises StoreError."""
+    """In this block a failing filesystem ends the start with a message. Raises StoreError."""
     try:
         yield
     except OSError as error:
@@ -86,7 +86,7 @@ def starting(record: RunRecord) -> Iterator[None]:
 
 
 class Daemon:
-    """One incarnation of one node (it takes a new one by itself when it was fenced off and rejoins)."""
+    """One process of one node. After the others went on without it, it rejoins as its next incarnation."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Daemon:
         weights: WeightsCopy | None,
         lock: RankLock,
     ) -> None:
-        """Look at the run directory, and make everything that this node needs. Raises OSError."""
+        """Read the run directory and create everything that this node needs. Raises OSError."""
         self.record, self.settings, self._lock = record, settings, lock
         self._signal: int | None = None
         self._looked_at = time.monotonic()
@@ -137,7 +137,7 @@ class Daemon:
         weights: WeightsCopy | None,
         devices: Sequence[accelerators.Accelerator],
     ) -> Workplace:
-        """What this node's jobs share. Raises UsageError where there are too few accelerators."""
+        """Raises UsageError if there are too few accelerators."""
         settings, coordination = self.settings, self.settings.coordination
         return Workplace(
             engines=make_engines(settings, log_dir, work_dir, devices)
@@ -170,13 +170,13 @@ class Daemon:
         return str({"state": node.stage.value, **place(node, node.position, self.loop.rules)})
 
     def join(self, incarnation: int | None) -> None:
-        """Join the run as the next incarnation of this rank, or as this very one. Raises StoreError; Fenced where somebody else is it."""
-        # The others do not know this start before it is announced, so that announcing it may be tried again.
+        """Join the run as the next incarnation of this rank, or as exactly `incarnation`. Raises StoreError; Fenced if that is taken."""
+        # The others do not know this start yet, so announcing it may be retried.
         with starting(self.record):
             until_seen(lambda: self.loop.start(time.monotonic(), incarnation))
 
     def run(self) -> int:
-        """Take part to the end; gives the exit code."""
+        """Run to the end; returns the exit code."""
         # The engines load while the nodes join.
         begin_ahead(self.workplace, self.record, self.settings, self._program, self._accelerators)
         self.workplace.template.load()
@@ -197,7 +197,7 @@ class Daemon:
             raise
         finally:
             self._end_work()
-            # The last heartbeat, which the thread still writes, says how this node ended.
+            # The thread still writes the last heartbeat, which says how this node ended.
             self._ended.set()
             beats.join(LAST_WORDS_S)
         ended = self.loop.exit
@@ -210,7 +210,7 @@ class Daemon:
         return ended.code
 
     def _say_where_the_others_are(self) -> None:
-        """A node that comes into a run at work has nothing to do before the next iteration: say for what it waits."""
+        """Say what this node waits for if it joins a running run, since it has nothing to do before the next iteration."""
         me = self.loop.node.rank
         # The line is for people only. The observer finds out who is alive.
         with contextlib.suppress(OSError):
@@ -219,7 +219,7 @@ class Daemon:
                 self.events.console.say(f"fsbarrier: node {me}: {where}\n")
 
     def _say_for_whom_it_waits(self, now: float) -> None:
-        """A start that waits for others looks like one that hangs: name them."""
+        """Name the missing nodes, because a start that waits looks like one that hangs."""
         if now < self._say_awaited_at:
             return
         self._say_awaited_at = now + SAY_AGAIN_S
@@ -231,7 +231,7 @@ class Daemon:
             )
 
     def _loop(self) -> None:
-        """Look, decide and act until this node has ended, or a signal asks it to. Raises Fenced, StoreError."""
+        """Look, decide and act until this node has ended or received a signal. Raises Fenced, StoreError."""
         crowd = crowding(self.settings.num_nodes)
         pauses = Backoff(FIRST_PAUSE_S * crowd, self.settings.coordination.poll_max_s * crowd)
         while self.loop.exit is None and self._signal is None:
@@ -244,13 +244,13 @@ class Daemon:
             self._polling.pause(pauses, busy=busy, ended=lambda: self._signal is not None)
 
     def _end_work(self) -> None:
-        """End all that this node runs; after a signal, also record that as its end."""
+        """End everything that this node runs. After a signal, record that as its end."""
         if self.loop.exit is None:
             number = self._signal or signal.SIGTERM
             code = EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM
             self._leave(code, f"stopped by {signal.Signals(number).name}")
         self.workplace.grace_s = GRACE_S
-        # If a program hangs in the kernel, its guard goes on trying to end it.
+        # A program may hang in the kernel. Its guard keeps trying to end it.
         with contextlib.suppress(StoreError):
             self.jobs.cancel()
             self.workplace.end_kept()
@@ -262,7 +262,7 @@ class Daemon:
             self.workplace.engines.stop()
 
     def _remove_trainer_state(self) -> None:
-        """Once the run has ended: nobody needs this node's part if the newest policy version has the whole state with it."""
+        """After the run: remove this node's part of the trainer state, if the newest policy version contains the whole state."""
         paths, local_dir = self.record.paths, self.settings.checkpoint.local_dir
         with contextlib.suppress(OSError, ProgramFailed):
             made = checkpoints.served_policy(paths.root)
@@ -270,24 +270,24 @@ class Daemon:
             if version and checkpoints.newest_state(version) == version.name:
                 kept = checkpoints.kept_on_node(local_dir, self.record.run_id, self.loop.node.rank)
                 shutil.rmtree(kept, ignore_errors=True)
-                # Another node may share this machine, and still have its own.
+                # Fails if another node on this machine still has its part.
                 kept.parent.rmdir()
 
     def _leave(self, code: int, reason: str) -> None:
-        """This node ends and the run does not: the other nodes see it in the last heartbeat and go on without this one."""
+        """End this node and not the run. The others see that in the last heartbeat, and go on without it."""
         with contextlib.suppress(OSError):
             fields = {"state": "left", "code": code, "reason": reason}
             self.events.write("node_ended", self.loop.node, fields)
         self.loop.exit = Exit(code, "left", reason)
 
     def _beat(self) -> None:
-        """Beat in a thread of its own until this node has ended, and a last time then.
+        """Write heartbeats, in a thread, until this node has ended, and one last time then.
 
-        A node whose loop hangs must not look alive, or the others would wait for it for ever. So the beats stop once the loop has
-        not looked for `suspect_s` / 2. Half, because the others count its silence only from the last beat on.
+        A node whose loop hangs must not look alive, or the others would wait for it for ever. So the heartbeats stop when the loop has
+        not looked for `suspect_s` / 2. Half, because the others count its silence only from the last heartbeat.
 
-        Some mounts show what was written only seconds later. If each heartbeat is replaced before it can be seen, none ever is. So a
-        node that cannot read the others' heartbeats writes its own less often: the others read through the same kind of mount.
+        Some mounts show a write only seconds later. If each heartbeat is replaced before anybody sees it, nobody ever sees one. So a
+        node that cannot read the others' heartbeats writes its own less often, since they read through the same kind of mount.
         """
         coordination, noted, slowest_s = self.settings.coordination, 0, 0.0
         while True:
@@ -305,17 +305,17 @@ class Daemon:
             joining = self.loop.node.stage is Stage.JOINING
             hidden_since = min(self.loop.observer.hidden_beats.values(), default=time.monotonic())
             slowest_s = max(slowest_s, min(time.monotonic() - hidden_since, coordination.suspect_s / 2))
-            # Once the loop looks again (it was only paused), the others should know at once.
+            # If the loop was only paused, the others should see that at once when it looks again.
             pause_s = JOINING_BEAT_S if joining or held_back else coordination.beat_s
             self._ended.wait(pause_s if slowest_s < HIDDEN_S else max(pause_s, slowest_s))
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """While this lasts, SIGINT, SIGTERM and SIGHUP end the node in order."""
+        """In this block SIGINT, SIGTERM and SIGHUP end the node gracefully."""
 
         def note(number: int, frame: FrameType | None) -> None:
-            # Do nothing more here, above all do not set the loop's event. If the signal interrupts the loop's wait, which holds
-            # the event's lock, setting the event would wait for that lock for ever.
+            # Above all do not set the loop's event here. If the signal interrupts the loop's wait, which holds the event's lock,
+            # setting the event would deadlock.
             self._signal = number
 
         with ending_signals_handled(note):
@@ -323,7 +323,7 @@ class Daemon:
 
     def close(self) -> None:
         self._polling.close()
-        # On a filesystem that fails even this fails; how the node ended is decided.
+        # This may fail too; the exit code is decided already.
         with contextlib.suppress(OSError):
             self.events.close()
 
@@ -331,7 +331,7 @@ class Daemon:
 def describe_start(
     rank: int, until: int | None, choices: Payload, stated: Payload, *, digest: str, fingerprint: Fingerprint
 ) -> Join:
-    """This start of a node, as its join tells the others; its incarnation is not known yet."""
+    """The join record of this start, without its incarnation."""
     return Join(
         rank=rank,
         incarnation=0,
@@ -353,8 +353,8 @@ def describe_start(
 def make_engines(
     settings: Settings, log_dir: Path, work_dir: Path, devices: Sequence[accelerators.Accelerator]
 ) -> Replicas:
-    """The local engines of this node. Raises UsageError where there are too few accelerators."""
-    # A program without a model needs none of the engine's libraries.
+    """The local engines of this node. Raises UsageError if there are too few accelerators."""
+    # Imported late: a program without a model does not need the engine's libraries.
     from fsbarrier.engine.replicas import Replicas
 
     return Replicas(

@@ -1,7 +1,7 @@
-"""What a daemon says of its node when somebody runs `fsbarrier debug`, or a program hangs: stacks, memory, open files, accelerators.
+"""A daemon's answer to `fsbarrier debug`, and to a program that hangs: stacks, memory, open files, accelerators.
 
-Nothing here runs in the node's loop. Each part has a thread of its own and a time limit, so that a driver or a mount that hangs costs the
-answer that part alone. Environment variables are in no part.
+Nothing here runs in the node's loop. Each part has its own thread and time limit, so a hanging driver or mount costs only that part. No
+part contains environment variables.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from fsbarrier.settings.hidden import shown_word
 from fsbarrier.supervision import processes
 from fsbarrier.supervision.stacks import stacks_of
 
-# How long each part of an answer may take.
+# The time limit of each part.
 PART_S = 20.0
-# What is read of a command line, and how many open files of one process are named.
+# How much of a command line is read, and how many open files of one process are listed.
 ARGV_BYTES, MOST_FILES = 16 * 1024, 200
 
 
 class DebugReports:
-    """Answers the requests of one run for one node. `state`: what the node does, for people."""
+    """Answers the debug requests of one run for one node. `state`: the node's state, for people."""
 
     def __init__(
         self, paths: RunPaths, rank: int, watch_s: float, known: set[str], state: Callable[[], str]
     ) -> None:
-        """`known`: the requests that were there before this node, which concern others."""
+        """`known`: the requests that are older than this node, and concern others."""
         self._paths, self._rank, self._watch_s, self._state = paths, rank, watch_s, state
         self._answered, self._stalled = set(known), False
         self._thread: threading.Thread | None = None
 
     def look(self, requests: set[str]) -> None:
-        """Called from the node's loop, with all requests that it has seen: begin to answer the new ones."""
+        """Called from the node's loop with all requests that it has seen: start answering the new ones."""
         new = requests - self._answered
         if new and not (self._thread is not None and self._thread.is_alive()):
             self._answered |= new
@@ -54,8 +54,10 @@ class DebugReports:
             self._thread.start()
 
     def program_hangs(self, generation: int, cancel: threading.Event) -> str:
-        """Called from a job's thread before it ends a program: the first time, all nodes leave what they do in an archive. Gives what is
-        to be said of it. Returns early when the job is cancelled."""
+        """Called from a job's thread before it ends a hanging program. The first time, all nodes write reports into one archive.
+
+        Returns a note for the error message; returns early if the job is cancelled.
+        """
         if self._stalled:
             return ""
         self._stalled, key = True, f"stall_{generation:06d}"
@@ -73,17 +75,17 @@ class DebugReports:
         )
 
     def _collect(self, key: str) -> None:
-        # A program that hangs is ended, whether or not its stacks could be kept.
+        # The program is ended even if its stacks could not be written.
         with contextlib.suppress(OSError):
             if debug_requests.request_as(self._paths, key):
                 debug_requests.collect(self._paths, key, self._watch_s, self._paths.debug_archive(key))
             else:
-                # Another node was first, and packs.
+                # Another node was first, and makes the archive.
                 debug_requests.wait_for_answers(self._paths, key, [self._rank])
 
     def _answer(self, keys: set[str]) -> None:
         text = self._text().encode(errors="replace")
-        # Whoever asked learns from the silence that this node cannot write there.
+        # Without an answer the operator knows that this node cannot write.
         with contextlib.suppress(OSError):
             files.make_dirs_below(self._paths.root, self._paths.debug)
             for key in sorted(keys):
@@ -103,7 +105,7 @@ class DebugReports:
 
 
 def _within(seconds: float, parts: Mapping[str, Callable[[], Iterator[str]]]) -> dict[str, str]:
-    """The lines of each part, all collected at the same time; of one that takes longer those that it had by then."""
+    """The lines of each part, collected concurrently; a part that exceeds the limit gives the lines that it has by then."""
     found: dict[str, list[str]] = {name: [] for name in parts}
 
     def collect(name: str) -> None:
@@ -129,7 +131,7 @@ def _processes(tree: Mapping[int, int]) -> Iterator[str]:
             stat, folder = processes.Stat(pid), Path("/proc", str(pid))
             with (folder / "cmdline").open("rb") as stream:
                 words = stream.read(ARGV_BYTES).decode(errors="replace").rstrip("\0").split("\0")
-            # A setting that was typed may be a secret.
+            # A typed setting may be a secret.
             argv = printable(" ".join(map(shown_word, words)))
             yield f"{pid}: parent {stat.ppid}, state {stat.state}: {argv}"
 
@@ -142,7 +144,7 @@ def _memory(log_path: Path) -> Iterator[str]:
 
 
 def _open_files(tree: Mapping[int, int], log_path: Path) -> Iterator[str]:
-    """How many each process has, and which of them are in the run directory."""
+    """The number of open files of each process, and those in the run directory."""
     root = os.path.realpath(log_path)
     for pid in sorted(tree):
         with contextlib.suppress(OSError):

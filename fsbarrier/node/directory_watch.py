@@ -1,7 +1,7 @@
-"""Wake-up hints on local mounts: a long wait ends a millisecond after the last arrival instead of at the next poll.
+"""Wake-up hints on local mounts: a long wait ends a millisecond after the last arrival, not at the next poll.
 
-This is only a hint, and polling goes on: inotify does not report what other hosts write, and fails when the machine has no watches
-left. One directory is watched at a time, and only in a long wait: most barriers are passed before a watch would pay.
+These are only hints, and polling goes on: inotify does not report writes of other hosts, and the machine may have no watches left. Only
+one directory is watched, and only in a long wait, since most barriers are passed before a watch would pay off.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from watchdog.observers.api import BaseObserver
 
 from fsbarrier.host.mounts import LOCAL, mount_of
 
-# The library logs about its own threads, which helps no reader of our log.
+# The library's messages about its own threads are noise in our log.
 logging.getLogger("watchdog").setLevel(logging.CRITICAL)
 
-#: Facts appear by a create or a rename. Other events, such as this node's own listings, would wake it without need.
+#: Facts appear by a create or a rename. Other events, such as this node's own listings, would wake it needlessly.
 ARRIVALS: list[type[FileSystemEvent]] = [FileCreatedEvent, FileMovedEvent]
 
 
@@ -28,14 +28,14 @@ class Hints(FileSystemEventHandler):
     """Calls `wake` when something happens in the watched directory."""
 
     def __init__(self, root: Path, wake: Callable[[], None]) -> None:
-        """`root`: the run directory; nothing is ever watched unless it is on a local filesystem."""
+        """`root`: the run directory. Nothing is watched unless it is on a local filesystem."""
         self._wake = wake
         self._observer: BaseObserver | None = None
         self._watched: Path | None = None
         self._usable = _is_local(root)
 
     def watch(self, directory: Path | None) -> None:
-        """Watch this directory (None: no directory) instead of the one before. Never raises."""
+        """Watch this directory (None: nothing) instead of the last one. Never raises."""
         if not self._usable or directory == self._watched:
             return
         try:
@@ -48,7 +48,7 @@ class Hints(FileSystemEventHandler):
                 self._observer.schedule(self, str(directory), event_filter=ARRIVALS)
             self._watched = directory
         except (OSError, RuntimeError):
-            # There is no inotify here, or no watch or thread left. Polling alone is enough.
+            # No inotify, or no watch or thread left. Polling is enough.
             self._usable = False
 
     def on_any_event(self, event: FileSystemEvent) -> None:

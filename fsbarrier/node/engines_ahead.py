@@ -1,7 +1,7 @@
-"""Has a node's engines load while the nodes still join: the policy that the first rollout will most likely ask for.
+"""Preloads the policy that the first rollout will probably need, while the nodes still join.
 
-It is a guess, and costs only time where it is wrong. A phase that has weights served takes over what was begun for exactly its policy,
-ends what was begun for any other, and asks the engines in either case.
+A wrong guess costs only time. A phase that serves weights takes over the preload if it is for exactly its policy, ends it if not, and asks
+the engines in either case.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from fsbarrier.settings.sections import Settings
 if TYPE_CHECKING:
     from fsbarrier.engine.engine import EngineInfo
 
-# How often a phase that waits for the load sees whether it was cancelled.
+# How often a phase that waits for the preload checks whether it was cancelled.
 LOOK_S = 0.1
-# How long the end of the load may take: a server ends within seconds, a directory that hangs may never.
+# How long ending the preload may take: a server ends within seconds, a read from a hanging directory perhaps never.
 STOP_S = 30.0
 
-#: what serves a policy now, and what the journal is told of it
+#: the engines that serve a policy now, and the journal's lines about them
 Loaded = tuple[Sequence["EngineInfo"], list[dict[str, object]]]
 
 
 def begin_ahead(
     workplace: Workplace, record: RunRecord, settings: Settings, program: Program, accelerators: int
 ) -> None:
-    """Have the engines load from now on. If that is not possible, the phase that needs them says why."""
+    """Start the preload. If that is impossible, the phase that needs the engines reports why."""
     with contextlib.suppress(OSError, ProgramFailed):
         first = first_policy(record, settings, program, accelerators)
         if first is not None:
@@ -49,7 +49,7 @@ def begin_ahead(
 def first_policy(
     record: RunRecord, settings: Settings, program: Program, accelerators: int
 ) -> ServeWeights | None:
-    """What the engines of a node that starts now should load; None if they would be in the way, or if that is not known yet.
+    """The policy to preload; None if the engines would be in the way, or if it is not known yet.
 
     Raises OSError, ProgramFailed.
     """
@@ -58,13 +58,13 @@ def first_policy(
     made = checkpoints.served_policy(record.log_path)
     version = made.number if made else 0
     model = record.paths.checkpoint(version, made.generation) / "model" if made else Path(record.model)
-    # How many nodes share this host, and its cores, is known once they have joined.
+    # The number of nodes that share this host's cores is known only once they have joined.
     alone = accelerators or settings.num_nodes == 1 or command.useful_threads(inspect(model)) == 1
     return ServeWeights(model, version, threads=len(os.sched_getaffinity(0))) if alone else None
 
 
 class EnginesAhead:
-    """One load of `work`'s policy, under way from now on; `load` is what a phase does itself where nothing was begun."""
+    """A running preload of `work`'s policy. `load` is what a phase does itself without a preload."""
 
     def __init__(self, work: ServeWeights, load: Callable[[ServeWeights, RowJob], Loaded]) -> None:
         self._policy, self._load, self._job = (work.folder, work.policy_version), load, RowJob()
@@ -74,10 +74,10 @@ class EnginesAhead:
         self._thread.start()
 
     def take(self, work: ServeWeights | None, job: RowJob) -> Loaded | None:
-        """Wait on behalf of `job` for what is loaded, if it is exactly the policy of `work`; else end the load and give None.
+        """Wait for the preload on behalf of `job`, if it is for exactly the policy of `work`; else end it and return None.
 
-        Raises what the load raised if it failed while it was waited for; an earlier failure gives None, and the phase tries anew.
-        Raises Cancelled, and then the load goes on for the next that asks.
+        Raises the preload's exception if it fails during the wait. If it failed earlier, returns None, and the phase tries again. Raises
+        Cancelled; the preload then goes on.
         """
         wanted = work is not None and (work.folder, work.policy_version) == self._policy
         waited = wanted and self._thread.is_alive()
@@ -85,7 +85,7 @@ class EnginesAhead:
             self._job.cancel.set()
         try:
             while self._thread.is_alive():
-                # Where the load hangs in the shared directory, the phase counts as hanging there.
+                # If the preload hangs in the shared directory, so does the phase.
                 job.doing, job.alive_at, job.progress = (
                     self._job.doing,
                     self._job.alive_at,
@@ -100,7 +100,7 @@ class EnginesAhead:
         return self._loaded if wanted else None
 
     def stop(self) -> None:
-        """End the load. A server that it has started is the engines' to stop."""
+        """End the preload. The engines stop a server that it has started."""
         self._job.cancel.set()
         self._thread.join(STOP_S)
 
@@ -112,7 +112,7 @@ class EnginesAhead:
 
 
 def take_from_ahead(work: ServeWeights | None, job: RowJob, workplace: Workplace) -> Loaded | None:
-    """What the engines have loaded ahead, if it is what `work` asks for. Nothing is under way any more then."""
+    """The result of the preload, if it is what `work` asks for. Afterwards no preload is running."""
     if workplace.ahead is None:
         return None
     loaded = workplace.ahead.take(work, job)
@@ -121,7 +121,7 @@ def take_from_ahead(work: ServeWeights | None, job: RowJob, workplace: Workplace
 
 
 def load_policy(work: ServeWeights, job: RowJob, workplace: Workplace) -> Loaded:
-    """Bring all engines to the policy of `work`; gives what they serve it with, and lines for the journal."""
+    """Make all engines serve the policy of `work`; returns the engines and lines for the journal."""
     serving = f"engine: policy version {work.policy_version}"
     job.progress = {"note": serving}
     folder, checked = checked_weights(work.folder, job, workplace, work.policy)

@@ -1,4 +1,4 @@
-"""Where a daemon's events go: its journal, and as lines of text its log file and the console."""
+"""Writes a daemon's events to its journal and, as text, to its log file and the console."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from fsbarrier.view.event_wording import log_lines
 
 
 class EventLog:
-    """Records the events of one daemon. It opens the journal at the first event, since its name holds the incarnation."""
+    """Records the events of one daemon. The journal is opened at the first event, since its name contains the incarnation."""
 
     def __init__(self, record: RunRecord, rules: Rules, log_file: Path, work_dir: Path) -> None:
-        """Raises OSError where `log_file`, which an earlier start may have left, cannot be opened."""
+        """`log_file` may exist from an earlier start. Raises OSError if it cannot be opened."""
         self._record, self._rules = record, rules
         self._log = files.open_append(log_file)
         self._journal: Journal | None = None
         self._row_entered = time.monotonic()
-        # When the work in the row under way was done, and how long its parts took; None: it is not done, or there is none.
+        # When the work in this row was done, and how long its parts took; None: it is not done, or there is none.
         self._worked: tuple[float, PhaseTime] | None = None
         self._last_node: Node | None = None
         self.console = Console()
@@ -43,10 +43,10 @@ class EventLog:
         self._notifier = Notifier(command, log_file.with_name("notify.log"), about) if command else None
 
     def write(self, event: str, node: Node, fields: Payload) -> None:
-        """Record an event of `node`. Raises OSError where the journal cannot be written."""
+        """Record an event of `node`. Raises OSError if the journal cannot be written."""
         now = time.monotonic()
         if event == "work_finished" and self._worked is None:
-            # `phase_finished` will say it. If the others take long, the loop says it again, and then it is written at once.
+            # `phase_finished` will include it. If the others take long, the loop reports it again, and then it is written.
             self._worked = now, PhaseTime.read(fields)
             return
         where = {"incarnation": node.incarnation, **place(node, node.position, self._rules)}
@@ -62,7 +62,7 @@ class EventLog:
         self._tracking.tell(event, node, fields)
         text = "".join(f"{line}\n" for line in log_lines(written))
         if text:
-            # A full disk must not end the node because of its log. The journal has the event.
+            # A full disk must not end the node because of its log file. The journal has the event.
             with contextlib.suppress(OSError):
                 os.write(self._log, text.encode(errors="surrogateescape"))
             self.console.say(text)
@@ -75,7 +75,7 @@ class EventLog:
             self.write("tracker_failed", node, trouble)
 
     def _own_fields(self, event: str, node: Node, fields: Payload, now: float) -> Payload:
-        """What only the daemon can add to an event: how long a row took, and the last log lines of a lost node."""
+        """The fields that only the daemon can add: the duration of a row, and the last log lines of a lost node."""
         if event == "phase_started":
             self._row_entered, self._worked = now, None
         elif event == "phase_finished":
@@ -91,7 +91,7 @@ class EventLog:
         return {}
 
     def _row_time(self, node: Node, now: float) -> Payload:
-        """How long the row took; where there was work, in parts. Without work it was all waiting."""
+        """The duration of the row; with work, also of its parts."""
         seconds = now - self._row_entered
         whole: dict[str, object] = {"seconds": round(seconds, DIGITS)}
         if self._worked is None or node.position is None or node.generation is None:
@@ -99,7 +99,7 @@ class EventLog:
         done_at, work = self._worked
         after_s, row = now - done_at, self._rules.row(node.position, node.generation)
         if row.each is not None and row.leader is not None and node.generation.leader == node.rank:
-            # Between its two pieces of work a leader waits for all others.
+            # Between its two pieces of work the leader waits for all others.
             return {**whole, **work.within(seconds).fields(), "waited_s": round(after_s, DIGITS)}
         daemon_s = max(0.0, seconds - work.seconds - after_s)
         work = replace(work, work_s=work.work_s + daemon_s)
@@ -110,7 +110,7 @@ class EventLog:
             self._notifier.close()
         self._tracking.close()
         if self._last_node is not None:
-            # The run is over: where the journal cannot be written any more, that ends nothing.
+            # The run is over, so an unwritable journal does not matter.
             with contextlib.suppress(OSError):
                 self._write_troubles(self._last_node)
         os.close(self._log)
@@ -119,7 +119,7 @@ class EventLog:
 
 
 class Console:
-    """Prints in a thread of its own: a stopped terminal, or a full disk that output goes to, must not hold the node up."""
+    """Prints in its own thread, so that a stopped terminal, or a full disk behind a redirect, does not block the node."""
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
@@ -139,6 +139,6 @@ class Console:
         sys.stdout.flush()
         while (item := self._waiting.get()) is not None:
             fd, text = item
-            # The terminal may be gone. The journal has every event too.
+            # The terminal may be gone. The journal has every event.
             with contextlib.suppress(OSError):
                 os.write(fd, text.encode(errors="surrogateescape"))

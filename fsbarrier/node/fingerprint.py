@@ -1,4 +1,4 @@
-"""What a node can do and what room it has, as its join tells the others. Nothing heavy is imported, and nothing here fails."""
+"""A node's versions, devices and free space, which its join record shows to the others. Imports nothing heavy, and never fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsbarrier.host.accelerator_drivers import driver_version
 from fsbarrier.host.memory import host_memory
 from fsbarrier.protocol.facts import JsonObject, Payload
 
-# What should agree for one update of all nodes, and the names under which it is installed.
+# The packages that should agree between the nodes of an update, and their distribution names.
 PACKAGES = {
     "torch": ("torch",),
     "transformers": ("transformers",),
@@ -27,17 +27,17 @@ PACKAGES = {
     "peft": ("peft",),
     "torchao": ("torchao",),
 }
-# People compare the nodes' logs by their times. Clocks that are further apart than this are worth a warning.
+# People compare logs of different nodes by time. A larger difference of clocks is worth a warning.
 CLOCKS_APART_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """`code`: the digests of what this node runs, by name (code_digests.py).
+    """`code`: the digests of this node's code by name (code_digests.py).
 
-    `accelerators`: [kind and name, bytes in all, bytes in use by others], of each. Sizes are in bytes, 0 where they are not known.
+    `accelerators`: of each [kind and name, total bytes, bytes in use by others]. Sizes are in bytes, 0 if unknown.
 
-    `clock_ahead_s`: of this node's clock before that of the shared filesystem.
+    `clock_ahead_s`: how far this node's clock is ahead of the shared filesystem's.
     """
 
     python: str = ""
@@ -55,7 +55,7 @@ class Fingerprint:
     def collect(
         cls, devices: Sequence[Accelerator], code: Mapping[str, str], *, log_dir: Path, work_dir: Path
     ) -> Self:
-        """This node's, while nothing of ours runs yet. `log_dir` is in the run directory, `work_dir` on this node."""
+        """This node's fingerprint, before it starts any program. `log_dir` is in the run directory, `work_dir` on this node."""
         total, free = host_memory()
         return cls(
             python=platform.python_version(),
@@ -72,7 +72,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, fields: Payload) -> Self:
-        """From another node's join. Its version of fsbarrier may have fewer fields, or more."""
+        """From another node's join record, whose version may have fewer or more fields."""
         return cls(**{name: fields[name] for name in cls.__slots__ if name in fields})
 
     def as_json(self) -> JsonObject:
@@ -93,7 +93,7 @@ def _disk_free(path: Path) -> int:
 
 
 def _clock_ahead(folder: Path) -> float:
-    """Seconds by which this host's clock is ahead of the file server's, which stamps the folder with its own time."""
+    """How far this host's clock is ahead of the file server's, by the modification time that the server gives a folder."""
     with contextlib.suppress(OSError):
         before = time.time()
         os.utime(folder)

@@ -1,8 +1,8 @@
-"""Which rank a node takes that was started with `--rank auto`.
+"""Finds a rank for a node that was started with `--rank auto`.
 
-The claim on a rank is the record of the start itself, `joins/node-RRRR.inc-IIII`, which is created exclusively. So a rank that was seen
-to be free at incarnation 3 is taken as incarnation 4 or not at all: of two nodes that want it, also one whose rank was named, the first
-has it, and nothing is ever deleted to make a rank free.
+The join record itself, `joins/node-RRRR.inc-IIII`, is the claim on a rank, since it is created exclusively. If a rank looks free at
+incarnation 3, a node takes it as incarnation 4 or not at all: the first of several nodes gets it, even if one of them was given that rank
+by name. Nothing is ever deleted to free a rank.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fsbarrier.rundir.record_store import PosixStore
 
 
 def free_ranks(paths: RunPaths, num_nodes: int, dead_s: float) -> Iterator[StartName]:
-    """The starts that this node may be, the best first. Looks when it is asked for the next one. Raises OSError.
+    """The ranks that this node may take, as the incarnation to take them with, the best first. Lazy. Raises OSError.
 
-    First the ranks that this host had, since its memory and its local files may still serve them; then those that nobody ever had;
-    then those whose node said that it ended; last those of which nothing is heard for `dead_s`. Whoever takes a rank of the first kind
-    still has to find out whether its last start lives (`hold_rank`).
+    First the ranks that this host had, whose local files may still be useful; then those that nobody has had; then those whose node
+    has ended; last those that are silent for `dead_s`. For the first kind the caller still has to check whether the last start is
+    alive (`hold_rank`).
     """
     newest = _newest_starts(paths, num_nodes)
     yield from (
@@ -48,7 +48,7 @@ def free_ranks(paths: RunPaths, num_nodes: int, dead_s: float) -> Iterator[Start
 
 
 def _newest_starts(paths: RunPaths, num_nodes: int) -> Mapping[int, StartName]:
-    """The newest start of each rank; incarnation 0 where there was none."""
+    """The newest start of each rank; incarnation 0 if there is none."""
     found = {rank: StartName(rank, 0) for rank in range(num_nodes)}
     for start in START.parse_all(PosixStore().names(paths.joins)):
         if start.rank in found:
@@ -66,13 +66,13 @@ def _host_of(paths: RunPaths, start: StartName) -> str:
 
 
 def _has_beaten(paths: RunPaths, start: StartName) -> bool:
-    """Without a heartbeat this start may just be about to write its first one."""
+    """Whether a start has written a heartbeat. If not, it may be about to write its first one."""
     beat = read_beats(paths.root, start.rank).get(start.rank)
     return beat is not None and beat.incarnation == start.incarnation
 
 
 def _silent(paths: RunPaths, ranks: Collection[int], watch_s: float) -> list[int]:
-    """Those of the ranks whose heartbeat does not change for `watch_s`."""
+    """The ranks whose heartbeat does not change for `watch_s`."""
     first, silent = read_beats(paths.root), set(ranks)
     pause, deadline = threading.Event(), time.monotonic() + watch_s
     while silent and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""One job, a launch of a row's work: how it is cancelled, how it shows its progress, and what it shares with other jobs."""
+"""A job is one launch of a row's work. RowJob cancels it and shows its progress; Workplace is shared by all jobs of a node."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# What a piece of work gives: JSON values, of which "events" are lines for the journal.
+# The result of a piece of work: JSON values. Its "events" are lines for the journal.
 Result = JsonObject
 
 
@@ -37,27 +37,27 @@ class NodeUnfit(StoreError):
 
 
 class Cancelled(Exception):
-    """The job was cancelled; nobody waits for its report."""
+    """The job was cancelled, and nobody waits for its report."""
 
 
 @dataclass
 class RowJob:
-    """One launch of a row's work. The node's loop cancels it and reads its progress; its thread does all else."""
+    """One launch of a row's work. The node's loop may cancel it and read its progress; a thread does the rest."""
 
-    # For how long it tries again to read the shared directory while that fails: as long as the node itself does.
+    # How long it retries reads of the shared directory while that fails.
     outage_s: float = OUTAGE_S
     cancel: threading.Event = field(default_factory=threading.Event)
     progress: Payload = field(default_factory=dict)
-    # The file in which the program that runs now shows its progress.
+    # The running program's progress file.
     progress_file: Path | None = None
-    # What its own thread does in the shared directory; "" while a program or the engine works, which have time-outs of their own.
+    # What the thread does in the shared directory; "" while a program or the engine works, which have their own timeouts.
     doing: str = ""
-    # When it last made progress with that.
+    # When the thread last made progress there.
     alive_at: float = 0.0
 
     @contextmanager
     def using_directory(self, doing: str) -> Iterator[None]:
-        """While this lasts, a call to the shared directory that does not come back counts as a stall."""
+        """In this block, a call to the shared directory that does not return counts as a stall."""
         self.alive_at, self.doing = time.monotonic(), doing
         try:
             yield
@@ -65,7 +65,7 @@ class RowJob:
             self.doing = ""
 
     def live_on(self) -> None:
-        """Called between two steps of what `using_directory` covers, to show that it makes progress. Raises Cancelled."""
+        """Called between two steps in a `using_directory` block, to show progress. Raises Cancelled."""
         self.stop_if_cancelled()
         self.alive_at = time.monotonic()
 
@@ -74,14 +74,14 @@ class RowJob:
             raise Cancelled
 
     def read_progress(self) -> None:
-        """Take over the running program's progress file, if there is one."""
+        """Read the running program's progress file, if there is one."""
         if self.progress_file is not None:
             self.progress = read_progress(self.progress_file) or self.progress
 
     def patiently(self, ask: Callable[[], T]) -> T:
-        """The answer of `ask`, which reads the shared directory; repeated for `outage_s` while that fails.
+        """The result of `ask`, which reads the shared directory, retried for `outage_s` while that fails.
 
-        Raises OSError, Unreadable, Cancelled, and at once whatever else `ask` raises.
+        Raises OSError, PolicyUnreadable, Cancelled, and immediately whatever else `ask` raises.
         """
         failures = (OSError, PolicyUnreadable)
         try:
@@ -93,7 +93,7 @@ class RowJob:
 
 @dataclass
 class Workplace:
-    """What all jobs of this node share: its engines, its programs' template, its folders, and what one job leaves for a later one."""
+    """The state that all jobs of this node share."""
 
     # None: the program has no model.
     engines: Replicas | None
@@ -101,48 +101,47 @@ class Workplace:
     work_dir: Path
     log_dir: Path
     log_path: Path
-    # After so long without a sign of life, the node ends a program.
+    # The node ends a program that shows no sign of life for this long.
     stall_timeout_s: float
-    # For so long a job tries to read the shared directory while that fails.
+    # How long a job retries reads of the shared directory while that fails.
     outage_s: float = OUTAGE_S
-    # How long a program may take to end when its job is cancelled, before it is killed.
+    # How long a program may take to end after SIGTERM, before it is killed.
     grace_s: float = 2.0
-    # What the engines load since the daemon's start, until a phase has taken it over.
+    # The preload since the daemon's start, until a phase takes it over.
     ahead: EnginesAhead | None = None
-    # Left by ServeWeights for the programs that talk to the engines: each one's address and key.
+    # From ServeWeights, for the programs that call the engines: addresses and keys.
     engine_access: list[Payload] = field(default_factory=list)
-    # Left by OpenRendezvous: holds the port until torchrun is started, which takes it over.
+    # From OpenRendezvous: holds the port until torchrun takes it over.
     rendezvous: socket.socket | None = None
-    # The model folder in the run directory that was compared with its manifest last.
+    # The last model folder that was compared with its manifest.
     checked_model: Path | None = None
-    # This node's own copy of the newest weights, where it has a place for one.
+    # This node's copy of the newest weights, if it has a place for one.
     weights: WeightsCopy | None = None
-    # Engines, by node rank and replica, whose log-probabilities were not the trainer's, and the iteration in which that was found first.
+    # Engines (node rank, replica) whose log-probabilities differ from the trainer's, and the iteration in which that was first found.
     distrusted: dict[tuple[int, int], int] = field(default_factory=dict)
-    # Brings what the trainer left of its state on this node to the shared directory.
+    # Copies this node's part of the trainer state to the shared directory.
     state_upload: StateUpload = field(default_factory=StateUpload)
     programs_started: int = 0
-    # Called before a program that hangs is ended, with the generation and the job's event of cancelling; gives a text about what the
-    # program did, for the message of the failure.
+    # Called before a hanging program is ended, with the generation and the job's cancel event; returns a note for the error message.
     program_hangs: Callable[[int, threading.Event], str] = lambda generation, cancel: ""
-    # The program whose processes wait for another job.
+    # The kept program, whose processes wait for another job.
     kept: KeptProgram | None = None
 
     @property
     def own_engines(self) -> Replicas:
-        """Raises StoreError where the program has none."""
+        """Raises StoreError if there are none."""
         if self.engines is None:
             raise StoreError("this program has no engine")
         return self.engines
 
     def kept_in(self, generation: int) -> str:
-        """The name of the program that is kept here, if it is of this generation and lives; any other is ended. Raises StillRunning."""
+        """The name of the kept program, if it is of this generation and alive. Any other is ended. Raises StillRunning."""
         if self.kept is not None and not (self.kept.alive and self.kept.generation == generation):
             self.end_kept()
         return self.kept.name if self.kept else ""
 
     def end_kept(self) -> None:
-        """Returns when nothing of it is left. Raises StillRunning."""
+        """Returns when all its processes have ended. Raises StillRunning."""
         kept, self.kept = self.kept, None
         if kept is not None:
             kept.stop(self.grace_s)
@@ -154,6 +153,6 @@ class Workplace:
 
 
 def journal_line(event: str, value: Payload) -> Result:
-    """A result as a line of the journal, which has its plain values alone."""
+    """A result as a line of the journal, with its plain values only."""
     plain = {k: v for k, v in value.items() if isinstance(v, (int, float, str)) or v is None}
     return {**plain, "event": event}

@@ -1,7 +1,6 @@
-"""Runs a node's work beside its loop: one job at a time, in a thread of its own, cancellable at any moment.
+"""Runs a node's work beside its loop: one job at a time, in its own thread, cancellable at any moment.
 
-The state machine asks for work (launch, cancel, report). Nothing that happens here changes a node's state by itself.
-node/work_kinds.py carries out what a row of the program's table asks for; node/job.py says what a job is.
+The loop launches and cancels jobs and reads their reports; a job never changes the node's state. node/work_kinds.py does the work.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ from fsbarrier.protocol.state import Node, RowPart, WorkReport
 from fsbarrier.protocol.succession import STARTS
 from fsbarrier.rundir.log_tail import SHOWN_LINES
 
-# How long `cancel` waits. It exceeds supervisor.KILL_S, how long ending a program that hangs in the kernel may take.
+# How long `cancel` waits: longer than supervisor.KILL_S, the limit for ending a program that hangs in the kernel.
 CANCEL_S = 60.0
 
 
 @dataclass
 class JobRunner:
-    """This node's jobs, as the loop's `WorkRunner`. `wake` is called when a job has a report."""
+    """The daemon's `WorkRunner`. `wake` is called when a job has a report."""
 
     make_context: Callable[[Node], Context]
     workplace: Workplace
     wake: Callable[[], None]
-    # Why no job can run (or go on) on this node, whatever its program. The node ends then; a "failed" fact would blame the program.
+    # Why no job can run on this node, whatever its program. The node then ends, since a "failed" fact would blame the program.
     unfit: StoreError | None = None
     _job: RowJob | None = None
     _thread: threading.Thread | None = None
     _report: WorkReport | None = None
-    # The generation whose nodes were looked at last.
+    # The last generation whose nodes were checked.
     _admitted: int = 0
 
     # --- called from the node's loop ---
 
     def launch(self, node: Node, part: RowPart) -> None:
-        """Begin `part` of the work of the row that `node` is in."""
+        """Start `part` of the work in the node's row."""
         self.cancel()
         self._report, self._job = None, RowJob(self.workplace.outage_s)
         self._thread = threading.Thread(
@@ -53,14 +52,14 @@ class JobRunner:
         self._thread.start()
 
     def cancel(self) -> None:
-        """End the job under way; returns when nothing of it is left. Raises StoreError where it cannot be ended."""
+        """End the running job; returns when nothing of it is left. Raises StoreError if it cannot be ended."""
         job, thread = self._job, self._thread
         if job is None or thread is None:
             return
         job.cancel.set()
         self._thread = None
         thread.join(CANCEL_S)
-        # Only after the join: the thread may have been about to report when it was cancelled.
+        # After the join, since the thread may have been about to report.
         self._report = None
         if thread.is_alive():
             where = self.workplace.log_path
@@ -71,7 +70,7 @@ class JobRunner:
         return self._report
 
     def _notice_a_stall(self) -> None:
-        """If the shared directory holds the job's thread up, this node cannot go on: nothing ends a call that hangs in the kernel."""
+        """If the job's thread hangs in the shared directory, the node is unfit: nothing can end a call that hangs in the kernel."""
         job, stall_s = self._job, self.workplace.stall_timeout_s
         if job is not None and job.doing and time.monotonic() - job.alive_at > stall_s:
             where = self.workplace.log_path
@@ -80,7 +79,7 @@ class JobRunner:
             )
 
     def progress(self) -> Payload:
-        """The progress of the job launched last, also after its end; {} while it has none."""
+        """The progress of the last launched job, even after its end; {} if there is none."""
         job = self._job
         if job is None:
             return {}
@@ -105,7 +104,7 @@ class JobRunner:
         except FsbarrierError as error:
             value, ok = failure(str(error)), False
         except Exception as error:
-            # Treat a bug in a user's program file, or in ours, as any failure: the others hear of it and may try again.
+            # A bug in a user's program file, or in ours, is a failure like any other: the others learn of it and may retry.
             value, ok = failure(f"{type(error).__name__}: {error}"), False
         if not job.cancel.is_set():
             self._report = WorkReport(part, ok, value, time.monotonic() - started)
@@ -114,7 +113,7 @@ class JobRunner:
     def _carry_out(self, node: Node, part: RowPart, job: RowJob) -> Payload:
         """Build the context, ask the row's function for the work, and do it.
 
-        The first two read the shared directory. While that fails they are repeated, since no program has failed yet.
+        The first two read the shared directory and are retried while that fails, since no program has failed.
         """
         try:
             with job.using_directory("reading what the phase needs"):
@@ -130,8 +129,10 @@ class JobRunner:
         return {**value, "events": [*warned, *value.get("events", ())]} if warned else value
 
     def _admit(self, context: Context, node: Node) -> list[Payload]:
-        """Once in each generation, see whether its nodes can carry the run; gives the lines for the journal. A session that starts is
-        refused where they cannot; one under way goes on with the nodes that it has. Raises NodesRefused."""
+        """Once in each generation, check whether its nodes are fit for the run; returns lines for the journal.
+
+        A starting session is refused if they are not (NodesRefused); a running one goes on with the nodes that it has.
+        """
         if context.generation == self._admitted:
             return []
         self._admitted = context.generation
@@ -147,6 +148,6 @@ class JobRunner:
 
 
 def failure(message: str) -> Payload:
-    """A failed fact's value: the first line as the error, the last of the others as log lines."""
+    """The value of a "failed" fact: the first line as the error, the last lines as the log."""
     first, *rest = message.splitlines() or ["failed"]
     return {"error": first, "log": rest[-SHOWN_LINES:]}

@@ -1,7 +1,7 @@
 """One node of a run: look, decide, act. The same code runs in the daemon and in the simulator.
 
-`NodeLoop.tick(now)` looks at the shared directory, lets the state machine decide, and performs its actions in the stated order until
-nothing is left to do. It has no clock, no thread and no process of its own: time is passed in, work is handed to `Work`.
+`NodeLoop.tick(now)` looks at the shared directory, lets the state machine decide, and performs the actions in order, until nothing is
+left to do. It has no clock, thread or process of its own: time is passed in, and a `WorkRunner` does the work.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ from fsbarrier.rundir.journal import summary
 from fsbarrier.rundir.phase_time import PhaseTime
 from fsbarrier.rundir.record_store import Store
 
-#: Actions that leave the node as it is, so that the state machine asks for them as long as there is reason to. Example: node 2 was
-#: silent, and an outage keeps node 0 from creating the generation without it. After the outage node 2 is heard again.
+#: Actions that do not change the node, so the state machine asks again while there is a reason to, and a failed one must not be
+#: repeated blindly. Example: node 2 is silent, and an outage keeps node 0 from creating a generation without it. After the outage
+#: node 2 is heard again.
 ASKED_AGAIN = (Propose, FindResumePoint)
 
 #: writes an event, the node as it is then, and the event's fields to the journal
@@ -55,19 +56,19 @@ WriteEvent = Callable[[str, Node, Payload], None]
 
 
 class Outlook(Enum):
-    """What another look would show at once, after an action."""
+    """What another look, right after an action, would show."""
 
     #: perhaps something new
     NEWS = 0
-    #: nothing new: work was only just launched, or another node's record is there and cannot be read yet
+    #: nothing new: work has just been launched, or another node's record is not readable yet
     NO_NEWS = 1
-    #: nothing new, and this node's listings are behind: it looks again at its usual pace
+    #: nothing new, because this node's listings are stale: it looks again at its usual pace
     BEHIND = 2
 
 
 @dataclass
 class NodeLoop:
-    """A node's loop body. `join` describes this process; its incarnation is filled in at each joining."""
+    """The body of a node's loop. `join` describes this process; each joining fills in an incarnation."""
 
     store: Store
     observer: Observer
@@ -88,7 +89,7 @@ class NodeLoop:
     _pending: deque[Action] = field(default_factory=deque)
     #: the view in which there was nothing to do
     _idle_view: View | None = None
-    #: this node's pulse, under the name that it was given last
+    #: the current name of this node's pulse (rundir/heartbeats.py)
     _pulse: Path | None = None
 
     def __post_init__(self) -> None:
@@ -100,9 +101,9 @@ class NodeLoop:
         self._rows = RowTrail(self.store, self.observer, collection)
 
     def start(self, now: float, claimed: int | None = None) -> None:
-        """Join the run as the next incarnation of this rank; the observer has been prepared. Raises OSError.
+        """Join the run as the next incarnation of this rank; the observer must be prepared. Raises OSError.
 
-        `claimed`: as this incarnation or not at all. Then it raises Fenced where another process has that.
+        `claimed`: join as exactly this incarnation. Raises Fenced if another process has it.
         """
         newest = self.observer.newest
         previous = self.observer.joins.get(self.join.rank)
@@ -115,16 +116,16 @@ class NodeLoop:
         self.node = Node(
             self.join.rank, incarnation, now, self.join.host, started_as=incarnation, baseline=baseline
         )
-        # The first look records it: a journal that cannot be written yet must not make this node join twice.
+        # The first tick writes the event: a journal that is not writable yet must not make this node join twice.
         self._pending.append(Note("node_joined", {"host": self.join.host, "pid": self.join.pid}))
 
     def tick(self, now: float) -> bool:
         """Look, decide and act until nothing is left to do. True if anything happened. Raises OSError when the filesystem fails.
 
-        If an action fails, it and those after it come first at the next tick: the state machine will not ask for them again. Those
-        that it does ask for again (`ASKED_AGAIN`), from what can be seen by then, are dropped.
+        If an action fails, the next tick begins with it and those after it, since the state machine will not ask for them again.
+        Actions that it does ask for again (`ASKED_AGAIN`) are dropped.
         """
-        # Here and not when the row is passed, so that no member waits for it.
+        # Not when the row is passed: no member should wait for the clean-up.
         self._rows.collect(self.node.rank)
         busy = bool(self._pending)
         self._act(now)
@@ -151,7 +152,7 @@ class NodeLoop:
         work = self.work.report() if before.part in (RowPart.EACH, RowPart.LEADER) else None
         view = self.observer.view(before, now, work)
         if view is self._idle_view:
-            # Most looks of a wait end here: nothing was due but a look at the row, and that showed nothing new.
+            # Most looks of a wait end here: only the row was due, and it showed nothing new.
             return None
         self.node, actions = step(before, view, now, self.rules)
         if not actions and self.node == before:
@@ -163,7 +164,7 @@ class NodeLoop:
         """Perform the pending actions in order."""
         outlook, pending = Outlook.NEWS, self._pending
         while pending:
-            # The action may change what this node sees, so the last view no longer holds.
+            # The action may change what this node sees, so the last view is outdated.
             self.observer.last_view = None
             try:
                 after = self._perform(pending[0], now)
@@ -175,28 +176,28 @@ class NodeLoop:
         return outlook
 
     def awaited(self, now: float) -> Sequence[int]:
-        """The ranks for which the start waits, as the last look found it."""
+        """The missing ranks that this node waits for, by its last view."""
         seen = self._idle_view
         return awaited(self.node, seen, now, self.rules) if seen is not None else ()
 
     def beat(self) -> Beat:
         """The next heartbeat."""
         self.counter += 1
-        # In this order: once the exit is set the node is as it ended, so that "finished" stands beside the generation that is.
+        # Read the exit first: once it is set, the node no longer changes, so "finished" comes with the right generation.
         ended = self.exit
         node = self.node
         state = ended.state if ended is not None else node.stage
         if self._announcement.announced != node.incarnation and state == JOINING:
-            # It is leaving its old generation. Nobody may admit the incarnation that was in it.
+            # It is about to rejoin. Nobody may admit the incarnation that was in the old generation.
             state = "leaving"
         here, where = self.join, _place(node, node.position, self.rules)
         about = self._announcement.announced, self.counter, here.host, here.pid, state
         return Beat(node.rank, *about, *where, self.work.progress())
 
     def write_beat(self, beat: Beat, store: Store, now: float) -> None:
-        """Write a heartbeat. Where that fails, the loop meets the same filesystem, and decides what follows."""
+        """Write a heartbeat. Errors are ignored, since the loop meets the same filesystem and handles them."""
         observer = self.observer
-        # Noted before, because a write may also hang.
+        # Before the write, because it may hang.
         observer.unheard_since = observer.unheard_since or now
         with contextlib.suppress(OSError):
             store.put(observer.paths.beat(beat.rank, beat.incarnation), beat)
@@ -207,7 +208,7 @@ class NodeLoop:
     def show_pulse(
         self, beat: Beat, rename: Callable[[Path, Path], bool], mark: Callable[[Path, Beat], None]
     ) -> None:
-        """Let this node's pulse name a heartbeat that is written. Where that fails, the others open the heartbeat itself."""
+        """Rename this node's pulse after the heartbeat that was just written. If that fails, the others open the heartbeat itself."""
         if beat.state != Stage.RUNNING or not self.observer.paces.pulses:
             return
         pulse = self.observer.paths.pulse(beat.rank, beat.incarnation, beat.generation, beat.counter)
@@ -247,7 +248,7 @@ class NodeLoop:
         return None
 
     def _announce_again(self, incarnation: int) -> None:
-        # What its command line asked for was taken in, or refused, with this process's first start. The run may have changed since.
+        # The settings on its command line were adopted or refused when this process joined first. The run may have changed since.
         self.join = replace(self.join, stated={})
         if not self._announce(incarnation):
             raise Fenced(f"node {self.node.rank}: another process took this rank (incarnation {incarnation})")
@@ -285,7 +286,7 @@ class NodeLoop:
             self.write_event("decision", node, {"value": summary(fact.value, events)})
 
     def _note_long_wait(self, fact: Fact) -> None:
-        """This node's work is done, and the others take long: the journal says when it was done."""
+        """The others take long: tell the journal now when this node's work was done."""
         if fact.status == "done":
             self._note_work(fact)
 
@@ -319,7 +320,7 @@ class NodeLoop:
             self._silence.begin()
             self.observer.hurry()
         self._rows.enter(row)
-        # Where this node has no work, `phase_started` also tells that its part of the row is done.
+        # Without work, `phase_started` also tells that this node is done with the row.
         works = self._works(row.generation, row.position)
         self.write_event("phase_started", self.node, {} if works else {"waits": True})
 
@@ -330,7 +331,7 @@ class NodeLoop:
 
 
 def place(node: Node, position: Position | None, rules: Rules) -> dict[str, object]:
-    """Where a node is, in the fields that heartbeats and the journal share."""
+    """A node's position, in the fields that heartbeats and the journal share."""
     fields = ("generation", "iteration", "phase", "phase_name")
     return dict(zip(fields, _place(node, position, rules), strict=True))
 

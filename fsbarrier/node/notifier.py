@@ -1,7 +1,6 @@
-"""Tells a command of the user's what happens to the run (`notify.command`): one JSON object an event.
+"""Runs the user's `notify.command` for the important events of the run, with one JSON object an event.
 
-The node of the lowest rank that is left speaks for all, so that an event comes once; after a loss it may come twice, or from another
-node. The command runs beside the node and never holds it up.
+The lowest living rank notifies for all, so that an event comes once; around a loss it may come twice. The command never blocks the node.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from fsbarrier.printable import without_passwords
 from fsbarrier.protocol.state import Node
 from fsbarrier.supervision.supervisor import Child
 
-#: A command that takes longer is ended.
+#: a command that takes longer is killed
 COMMAND_S = 60.0
-#: How long the end of a node waits for its last events to be told.
+#: how long the end of a node waits for its last notifications
 LAST_S = 10.0
-# Linux starts no program with a longer variable than 128 KiB. Of an event that is too long, texts are cut to so many characters.
+# Linux limits an environment variable to 128 KiB. In an event that is too long, texts are cut to this many characters.
 MOST_BYTES, SHORTER = 100_000, (1000, 100, 10)
-# The command finds the event in its standard input, and in its environment.
+# The event is in the command's standard input and in its environment.
 _GIVE = 'printf "%s\\n" "$FSBARRIER_EVENT" | "$@"'
 _NAMES = {"generation_started": "started", "evaluated": "evaluated", "node_lost": "node_lost"}
 
@@ -34,7 +33,7 @@ Fields = Mapping[str, object]
 
 
 class Notifier:
-    """`about` stands in every event: the run's id and directory."""
+    """`about` is part of every event: the run's id and directory."""
 
     def __init__(self, command: str, log_file: Path, about: Mapping[str, str]) -> None:
         self._argv, self._log_file, self._about = shlex.split(command), log_file, about
@@ -46,7 +45,7 @@ class Notifier:
         self._thread.start()
 
     def tell(self, event: str, node: Node, fields: Fields) -> None:
-        """Pass an event of the journal on if it is one that people wait for, and this node speaks."""
+        """Pass on an event of the journal, if it is an important one and this node notifies."""
         name = _NAMES.get(event)
         if event == "node_ended":
             name = str(fields.get("state"))
@@ -54,7 +53,7 @@ class Notifier:
             self._lost |= _ranks(fields.get("lost"))
         if event == "generation_started":
             self._lost = set()
-            # Later generations of this session follow a loss or a node that joins.
+            # Later generations of a session follow a loss or a joining node.
             name, self._told_start = None if self._told_start else name, True
         generation = node.generation
         if (
@@ -71,7 +70,7 @@ class Notifier:
         self._waiting.put(text)
 
     def close(self) -> None:
-        """Wait a little until all is told."""
+        """Wait a little for the last notifications."""
         self._waiting.put(None)
         self._thread.join(LAST_S)
         self._giving_up.set()
@@ -79,7 +78,7 @@ class Notifier:
 
     def _run(self) -> None:
         while (event := self._waiting.get()) is not None and not self._giving_up.is_set():
-            # What it could not do is in its log; a run does not end because nobody hears of it.
+            # Its errors are in its log. They must not end the run.
             with contextlib.suppress(ProgramFailed, StoreError):
                 child = Child.start(
                     ["sh", "-c", _GIVE, "notify", *self._argv],

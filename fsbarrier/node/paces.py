@@ -10,48 +10,49 @@ from fsbarrier.settings.sections import Settings
 
 @dataclass(frozen=True, slots=True)
 class Paces:
-    """How often to look, in seconds."""
+    """Pauses between two looks, in seconds, and how looks are shared."""
 
-    #: at generations, joins and stop requests while something happens; later more rarely, down to once in twice `beats_s`
+    #: for generations, joins and stop requests while something happens; up to twice `beats_s` in a long wait
     members_s: float = 0.2
-    #: at heartbeats
+    #: for heartbeats
     beats_s: float = 1.0
-    #: a longer time without a look counts as nobody's silence (`Ledger.observe`)
+    #: a longer gap between two looks does not count as silence (`Ledger.observe`)
     blind_s: float = 3.0
-    #: so many times as often a node that joins looks at heartbeats
+    #: a joining node looks at heartbeats this many times as often
     eager: float = 10.0
-    #: so many members of a generation read all heartbeats, each of the others that of one of these (`left_to_others`)
+    #: how many members read all heartbeats; the others read that of one watcher (`left_to_others`)
     watchers: int = 4
-    #: whether this node shows a pulse, and believes the others' (`HeartbeatReader`)
+    #: this node shows a pulse, and trusts the others' (`HeartbeatReader`)
     pulses: bool = True
-    #: a request to stop that could not be read for so long counts as one to stop at the next safe point
+    #: a request to stop that is unreadable for this long counts as a request to stop at the next safe point
     unreadable_s: float = 15.0
-    #: for so long a node that cannot write its own heartbeats counts nobody's silence
+    #: how long a node that cannot write its own heartbeats ignores the others' silence
     outage_s: float = OUTAGE_S
 
     def unheard(self, since: float | None, now: float) -> bool:
-        """Whether nobody's silence counts, since this node has tried to write a heartbeat from `since` on (None: it is written)."""
+        """Whether the others' silence is ignored, because this node has been trying to write a heartbeat since `since` (None: it has
+        written it)."""
         return since is not None and self.blind_s <= now - since < self.outage_s
 
 
 def eagerness(num_nodes: int) -> float:
-    """For `Paces.eager`. While they start, all nodes read all heartbeats: the more nodes, the less often each may do it."""
+    """`Paces.eager` for a run of this size. All starting nodes read all heartbeats, so in a large run each must read less often."""
     return min(10.0, max(1.0, 80.0 / num_nodes))
 
 
 def crowding(num_nodes: int) -> float:
-    """How many times as rarely each node of a large run looks: all of them together have one metadata server."""
+    """The factor by which each node of a large run looks less often, to spare the one metadata server."""
     return max(1.0, num_nodes / 32)
 
 
 def make_paces(settings: Settings) -> Paces:
-    """How often to look for each kind of news. Nodes of a large run look less often, to spare the metadata server."""
+    """The pauses that follow from the run's settings."""
     coordination = settings.coordination
     crowd = crowding(settings.num_nodes)
     eager = eagerness(settings.num_nodes)
     return Paces(
         members_s=0.1 * crowd,
-        # The heartbeats of this node stop when its loop has not looked for half of `suspect_s`.
+        # Well below half of `suspect_s`, after which a node stops its own heartbeats because its loop seems to hang.
         beats_s=min(coordination.beat_s, coordination.suspect_s / 3),
         blind_s=1.5 * coordination.beat_s,
         eager=eager,

@@ -1,8 +1,7 @@
-"""How a node's loop looks at the shared directory: quickly while something happens, then more and more rarely.
+"""Polls the shared directory with back-off, for the daemon and for members of groups.
 
-The first looks of a wait follow each other fast, so that a short wait ends in time. After that each look comes when the wait has become
-one per cent longer. So a wait lasts at most one per cent too long, and in a phase of ten minutes a node looks about once a heartbeat.
-The daemon and the members of groups both wait in this way.
+The first looks of a wait follow each other quickly, so a short wait ends in time. After that the pause is one per cent of the wait so
+far: a wait ends at most one per cent late, and in a phase of ten minutes a node looks about once a heartbeat.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from fsbarrier.retry import Backoff
 
 #: the shortest pause between two looks
 FIRST_PAUSE_S = 0.001
-#: A long wait may end so much later than what it waited for, as a part of its own length.
+#: the pause between two looks, as a part of the wait so far
 LATENESS = 0.01
-#: How often a long pause asks whether the node is to end: a signal handler may not set the event that the pause waits for.
+#: how often a long pause checks for the end, since a signal handler may not set the event that the pause waits for
 END_S = 0.1
 
 
 class Polling:
-    """Looks for `loop`, and waits between the looks. `wake` ends such a wait at once, from any thread."""
+    """Runs the looks of `loop` and the pauses between them. Any thread may end a pause by setting `wake`."""
 
     def __init__(
         self, loop: NodeLoop, wake: threading.Event, look_once: Callable[[float], bool] | None = None
     ) -> None:
-        """`look_once`: what a look is, where it is more than the loop's tick."""
+        """`look_once`: one look, if it is more than the loop's tick."""
         self._loop, self._wake, self._look_once = loop, wake, look_once or loop.tick
         self._root = loop.observer.paths.root
         self._hints = Hints(self._root, wake.set)
@@ -41,10 +40,10 @@ class Polling:
         self._failing_since: float | None = None
 
     def look(self, now: float) -> bool:
-        """Let the loop look, decide and act once; True if there was something to do, so that more may follow at once.
+        """Run one tick; True if anything happened, so more may follow at once.
 
-        A failing filesystem is tried again for `outage_s`: the others may take this node for lost meanwhile, but if it fails for all
-        of them, they go on together. Raises StoreError when it fails for longer, and whatever the loop raises except OSError.
+        A failing filesystem is retried for `outage_s`. The others may declare this node lost meanwhile, but if it fails for all of them,
+        they go on together afterwards. Raises StoreError if it fails for longer, and whatever the loop raises except OSError.
         """
         self._looked_at = now
         try:
@@ -64,9 +63,9 @@ class Polling:
     def pause(
         self, pauses: Backoff, *, busy: bool, hints: bool = True, ended: Callable[[], bool] | None = None
     ) -> None:
-        """Wait for the next look, unless the node has `ended`: where that is given, a long wait asks for it again and again.
+        """Wait until the next look is due, or the node has `ended`.
 
-        `pauses`: the first ones; `hints`: a file that appears may end a longer one early.
+        `pauses`: the first pauses. `hints`: a file that appears may end a longer pause early.
         """
         pause_s = self.next_pause(pauses, busy=busy)
         self._hints.watch(self._row_dir() if hints and pause_s >= pauses.most_s else None)
@@ -77,14 +76,14 @@ class Polling:
                 return
 
     def next_pause(self, pauses: Backoff, *, busy: bool) -> float:
-        """How long to wait after the look that has just been."""
+        """The pause after the last look."""
         if busy:
             self._busy_at = self._looked_at
         self._pause_s = pauses.first_s if busy else pauses.after(self._pause_s)
         waited_s = self._looked_at - self._busy_at
         due_in_s = self._loop.observer.schedule.beats_due - self._looked_at
         pause_s = max(self._pause_s, LATENESS * waited_s)
-        # The heartbeats are not due after a look that failed, and at once where the node wants to see everything anew.
+        # Not positive: heartbeats are due at once, or the last look failed before it read them.
         return min(pause_s, due_in_s) if due_in_s > 0 else self._pause_s
 
     def close(self) -> None:
@@ -92,7 +91,7 @@ class Polling:
         self._hints.close()
 
     def _row_dir(self) -> Path | None:
-        """The directory in which the facts appear that this node waits for."""
+        """The directory of the facts that this node waits for."""
         node = self._loop.node
         if node.generation is None or node.position is None:
             return None

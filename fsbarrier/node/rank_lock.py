@@ -1,4 +1,4 @@
-"""One daemon a node rank: refuses a second one before it disturbs the first."""
+"""Refuses a second daemon of a node rank before it disturbs the first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RankTaken(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class RankLock:
-    """A lock that is held. `note_start` writes beside it which start of the rank holds it."""
+    """A held lock. `note_start` records which start of the rank holds it."""
 
     note: Path
     run_id: str
@@ -35,13 +35,13 @@ class RankLock:
     folder: Path
 
     def note_start(self, incarnation: int) -> None:
-        """Before this start's first heartbeat. Without the note the next start only takes longer."""
+        """Called before this start's first heartbeat. Without the note the next start only takes longer."""
         with contextlib.suppress(OSError):
             mount = mount_of_resolved(self.folder).point
             self.note.write_text(json.dumps({**self._start(incarnation), "mount": mount}))
 
     def last_start_was(self, incarnation: int) -> bool:
-        """Whether the daemon that held this lock last was this start of the rank."""
+        """Whether the last holder of this lock was this start of the rank."""
         with contextlib.suppress(OSError, ValueError):
             return self._start(incarnation).items() <= _read_note(self.note).items()
         return False
@@ -51,7 +51,7 @@ class RankLock:
 
 
 def _read_note(note: Path) -> dict[str, object]:
-    """Raises OSError, ValueError where it is none."""
+    """Raises OSError, and ValueError for an invalid note."""
     try:
         found = json.loads(reading.read_bytes(note, 1 << 16))
     except RecursionError:
@@ -63,14 +63,14 @@ def _read_note(note: Path) -> dict[str, object]:
 
 @contextmanager
 def hold_rank(root: Path, run_id: str, rank: int, watch_s: float) -> Iterator[RankLock]:
-    """While this lasts, this process is the only daemon of `rank` in reach of a lock. Raises RankTaken, OSError.
+    """In this block this process is the only daemon of `rank` within reach of the lock. Raises RankTaken, OSError.
 
-    `root`: of a run, or of a pool of nodes, which has ranks too.
+    `root`: the directory of a run, or of a pool of nodes, which has ranks too.
 
-    The lock lies in this user's private folder of this machine. Another host has another one, and so has a second container on this
-    host, whatever its host name. So the lock proves only that the start which held it last has ended. If the rank's last heartbeat is
-    not that start's, this watches it for `watch_s`, in which a living node's heartbeat would be seen to change. If two start at the
-    same instant, the one with the lower incarnation ends later, with exit code 6.
+    The lock is in this user's private folder on this machine. Another host has another lock, and so has a second container on this
+    host. So the lock proves only that its last holder has ended. If the rank's last heartbeat is from a different start, it is watched
+    for `watch_s`, in which the heartbeat of a living node would change. If two daemons start at the same instant, the one with the
+    lower incarnation ends later, with exit code 6.
     """
     real = root.resolve()
     name = hashlib.sha256(f"{real}:{rank}".encode()).hexdigest()[:16]
@@ -105,10 +105,10 @@ def hold_rank(root: Path, run_id: str, rank: int, watch_s: float) -> Iterator[Ra
 
 @contextmanager
 def _folder_lock(folder: Path, how: int) -> Iterator[None]:
-    """Shared: a rank's lock is taken. Exclusive: locks are removed, so that nobody takes one whose file has just lost its name."""
+    """Shared while a rank's lock is taken; exclusive while locks are removed, so that nobody takes a lock whose file is just unlinked."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        # Some filesystems have no such locks. A rank is taken without one there, and no old lock is removed.
+        # Some filesystems have no such locks. There a rank is taken without one, and old locks stay.
         if how == fcntl.LOCK_SH:
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, how)
@@ -120,11 +120,11 @@ def _folder_lock(folder: Path, how: int) -> Iterator[None]:
 
 
 def _remove_locks_of_gone_runs(folder: Path) -> None:
-    """Locks that nobody holds, of runs whose directories are gone from this machine's disks. Raises nothing.
+    """Remove the unheld locks of runs whose directories no longer exist on this machine's disks. Never raises.
 
-    What lies on a network mount is never looked for: it may hang. And of a disk that is not mounted now, nothing is known.
+    Directories on a network mount are not checked, since that may hang, and those on an unmounted disk may still exist.
     """
-    # Somebody else may be at it.
+    # Another process may be doing this.
     with contextlib.suppress(OSError), _folder_lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
         for lock_file in folder.glob("*.lock"):
             with contextlib.suppress(OSError):
@@ -133,19 +133,19 @@ def _remove_locks_of_gone_runs(folder: Path) -> None:
 
 
 def _run_is_gone(note: Path) -> bool:
-    """Whether its directory is on none of this machine's disks, and the disk on which it was is there. Raises OSError."""
+    """Whether the run's directory no longer exists, although its disk is mounted. Raises OSError."""
     try:
         found = _read_note(note)
         run, mount = Path(str(found["folder"])), found["mount"]
     except (FileNotFoundError, ValueError, KeyError):
-        # Nobody has begun under this lock, or an earlier version has, which did not say where the run is.
+        # The lock was never used, or by an earlier version, which did not record the directory.
         return True
     now = mount_of_resolved(run)
     return now.family.category == LOCAL and now.point == mount and not os.path.lexists(run)
 
 
 def _remove_unheld(lock_file: Path) -> None:
-    """Raises OSError, also where somebody holds it."""
+    """Raises OSError, also if it is held."""
     fd = os.open(lock_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,13 +1,13 @@
-"""Where the newest generation left the run: read from its facts on disk. A seal ends that generation there for good.
+"""Reads from the newest generation's facts where it left the run, and fences that generation with a seal.
 
-Why a seal. Listings may be old, and a node that was taken for dead may be at work. Example: node 2 was started again, and its listings
-are 20 s old. Nodes 0 and 1 look dead to it, and row 7 shows no fact of their leader, node 0. If node 2 simply went on from row 7, it
-would decide row 7 anew while nodes 0 and 1 pass it with another decision: the run would have split.
+Why a seal. Listings may be stale, and a node that looks dead may be at work. Example: node 2 was restarted, and its listings are 20 s
+stale. Nodes 0 and 1 look dead to it, and row 7 shows no fact of their leader, node 0. If node 2 resumed at row 7, it would decide row 7
+again while nodes 0 and 1 pass it with another decision: a split brain.
 
-So node 2 creates the leader's fact of row 7 itself, as a seal. Only one of the two can create that name. If the seal is there first,
-node 0 cannot publish, and no member ever passes row 7. If node 0 was first, node 2 reads its decision and tries the next row.
+So node 2 creates the leader's fact of row 7 itself, as a seal. Only one of the two can create that name. If the seal is first, node 0
+cannot publish, and no member ever passes row 7. If node 0 was first, node 2 reads its decision and tries the next row.
 
-Facts of old iterations are removed (node/collection.py). If what the listings show is so old, node 2 looks again until they show more.
+Facts of old iterations are removed (node/collection.py). If the listings are that stale, node 2 looks again until they are newer.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from fsbarrier.rundir.names import FACT, PHASE_FOLDER
 
 
 class _Behind(Exception):
-    """The members have gone on since, and have removed the facts that this node looked for."""
+    """This node's listings are stale: the members went on, and removed the facts that it looked for."""
 
 
 @dataclass
 class LastGeneration:
-    """Follows the newest generation's facts. It reads each fact once, since facts do not change."""
+    """Reads the newest generation's facts, each of them once, since facts are immutable."""
 
     observer: Observer
     _facts: dict[tuple[int, Position], Fact] = field(default_factory=dict)
 
     def resume_point(self, rules: Rules, now: float, seal: Fact | None = None) -> ResumePoint | None:
-        """Where the newest generation is, or was when it ended. With `seal` it ends there, even if members of it still live.
+        """Where the newest generation is, or was when it ended. `seal` fences it there, even if members are still alive.
 
-        None where this node's listings are so old that the facts which they show were removed since. A fact that is there and cannot be
-        read is an error: treating it as absent would throw a decision away. If a member entered a later row, the row was passed, and
-        its leader's fact must be there. Raises OSError.
+        None if this node's listings are so stale that the listed facts have been removed. A fact that exists but cannot be read is an
+        error (OSError), since treating it as absent would lose a decision. If a member has entered a later row, the leader's fact
+        about this row must exist.
         """
         generation = self.observer.newest
         if generation is None:
@@ -73,7 +73,7 @@ class LastGeneration:
 
 @dataclass(frozen=True, slots=True)
 class _Trail:
-    """The facts of one generation, which ran the rows `first` to `last`."""
+    """The facts of one generation, which runs the rows `first` to `last`."""
 
     observer: Observer
     rules: Rules
@@ -94,13 +94,13 @@ class _Trail:
         return Position(iteration, phase - 1) if phase > self.first else Position(iteration - 1, self.last)
 
     def heard(self) -> Position:
-        """The furthest row that a member's own heartbeat says it has entered."""
+        """The furthest row that a member has entered, by the heartbeats."""
         beats = self.observer.read_beats()[0].values()
         said = [beat for beat in beats if beat.generation == self.generation.number and beat.iteration > 0]
         return max([self.generation.start, *(Position(beat.iteration, beat.phase) for beat in said)])
 
     def furthest(self) -> Position:
-        """The furthest row that some member has entered, by the heartbeats and by the facts in the directory."""
+        """The furthest row that a member has entered, by the heartbeats and the facts."""
         observer, number = self.observer, self.generation.number
         root, furthest = observer.paths.facts_of(number), self.heard()
         if root.name not in observer.store.names(observer.paths.coordination):
@@ -114,14 +114,14 @@ class _Trail:
         return furthest
 
     def end(self, reached: Position, seal: Fact) -> Position:
-        """Put the seal into the first row from `reached` on in which the leader has published nothing.
+        """Create the seal in the first row from `reached` on in which the leader has not published.
 
-        Gives the furthest row that some member may have entered. If the leader published in a row, all rows before it were passed.
-        Whether that row was passed too, only the facts of all members show. If this node's listing does not show them, the run
-        does that one row once more.
+        Returns the furthest row that a member may have entered. If the leader has published in a row, all rows before it were passed.
+        Only the facts of all members show whether that row itself was passed. If a stale listing does not show them, the run repeats
+        that one row.
         """
         if self.generation.verdict is not None or self.lasting is None:
-            # Nothing needs a seal: this generation only ended the run, or no later generation uses its results.
+            # No seal is needed: this generation has a verdict, or no later generation uses its results.
             return reached
         until = self.generation.until
         while until is None or reached.iteration <= until:
@@ -142,20 +142,20 @@ class _Trail:
         if not created and self.fact(position).status != SEALED:
             return False
         if not self._was_kept(position):
-            # The leader had published here. Its fact was removed, so this seal stops nobody.
+            # The leader had published here, and its fact has been removed, so this seal fences nobody.
             self.known.pop((self.generation.number, position), None)
             raise _Behind
         return True
 
     def _was_kept(self, position: Position) -> bool:
-        """Whether the leader has removed no fact about this iteration until now, as the server says."""
+        """Whether the leader has not yet removed any fact about this iteration, by the server's answer."""
         number, iteration = self.generation.number, position.iteration
         return iteration == self.generation.start.iteration or self.observer.store.is_there_now(
             self.observer.paths.open(number, iteration)
         )
 
     def decisions(self, reached: Position) -> Mapping[str, Payload]:
-        """All that was decided before `reached`."""
+        """All decisions before `reached`."""
         decisions, position = self._opening(reached)
         while position < reached:
             row = self.row(position)
@@ -166,7 +166,7 @@ class _Trail:
         return decisions
 
     def _opening(self, reached: Position) -> tuple[Mapping[str, Payload], Position]:
-        """The last row before `reached` that says all that was decided until then: what it says, and where it is."""
+        """The last snapshot of all decisions before `reached`, and its position."""
         start = self.generation.start
         for iteration in (reached.iteration, reached.iteration - 1):
             if self.lasting is not None and start < (opening := Position(iteration, self.lasting)) < reached:
@@ -178,12 +178,12 @@ class _Trail:
         return self.observer.table.first_lasting((self.first, self.last))
 
     def _leaders(self, position: Position) -> Path:
-        """The leader's fact of a row."""
+        """The path of the leader's fact about a row."""
         directory = self.observer.row_dir(self.generation.number, position)
         return directory / FACT.build(position.iteration, self.generation.leader, "done")
 
     def fact(self, position: Position) -> Fact:
-        """The leader's fact of a row in which it has published. Raises OSError, and _Behind where it was removed since."""
+        """The leader's fact about a row in which it has published. Raises OSError, and _Behind if it has been removed."""
         key = self.generation.number, position
         if key not in self.known:
             try:
@@ -195,7 +195,7 @@ class _Trail:
         return self.known[key]
 
     def all_done(self, position: Position) -> bool:
-        """Whether all members are done with the row and no seal lies there: it was passed, or living members will pass it."""
+        """Whether all members are done with the row, and it has no seal: it was passed, or the living members will pass it."""
         names = set(self.observer.store.names(self.observer.row_dir(self.generation.number, position)))
         done = all(FACT.build(position.iteration, rank, "done") in names for rank in self.generation.ranks)
         return done and (self.row(position).transient or self.fact(position).status != SEALED)

@@ -1,4 +1,4 @@
-"""Be a node of a run: take its rank, make its folders, start its daemon."""
+"""Runs a node: takes its rank, makes its folders, starts its daemon."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ def run_node(
     until: int | None,
     joined: Callable[[int], None],
 ) -> int:
-    """Be node `node_rank` of the run until it ends (None: a node whose rank is free); gives the exit code.
+    """Run node `node_rank` (None: any free rank) until it ends; returns the exit code.
 
-    `settings`: the run's, with what this start has chosen anew. `stated`: what its command line says of those that may change, by dotted
-    names. `joined` is called with the rank once it is this node's.
-    Raises UsageError (the rank is taken), StoreError.
+    `settings`: the run's settings with this start's choices. `stated`: the changeable settings on its command line, by dotted names.
+    `joined` is called with the rank once this node has it. Raises UsageError (the rank is taken), StoreError.
     """
     files.set_shared_group(settings.shared_group)
     stack_signal.register()
@@ -45,7 +44,7 @@ def run_node(
     with starting(record):
         candidates = free_ranks(record.paths, settings.num_nodes, settings.coordination.dead_s)
     for start in candidates:
-        # Somebody else may be quicker; then the next rank may still be free.
+        # If another node takes this rank first, the next one may still be free.
         with contextlib.suppress(RankTaken):
             return _run_as(record, settings, stated, start.rank, start.incarnation, until, joined)
     raise UsageError(
@@ -70,7 +69,7 @@ def _run_as(
             private = private_folder()
             if private.passed_over:
                 print(f"fsbarrier: warning: {private.passed_over}; using {private.path}", flush=True)
-            # Copies of weights, and sockets, of daemons that were killed: this run may have neither.
+            # Copies of weights and sockets that killed daemons left.
             for shared_place in (SHARED_MEMORY, SHORT_PLACE):
                 remove_abandoned(shared_place)
             name = f"{record.run_id[-8:]}-n{rank}"
@@ -84,20 +83,20 @@ def _run_as(
                 daemon.join(incarnation)
             except Fenced as error:
                 raise RankTaken(str(error)) from None
-            # `joined` only writes a note for people. That it fails is no reason to end.
+            # `joined` only writes a note for people, so its failure does not end the node.
             with contextlib.suppress(StoreError):
                 joined(rank)
             return daemon.run()
 
 
 def place_for_weights(settings: Settings, log_path: Path) -> Path | None:
-    """Where this node keeps a copy of the newest weights; None: its engines read the run directory. Raises UsageError, OSError."""
+    """The folder for this node's copy of the newest weights; None: its engines read the run directory. Raises UsageError, OSError."""
     wanted = settings.checkpoint.weights_dir
     if wanted == "none" or not settings.manages_engine:
         return None
     if wanted == "auto":
         elsewhere = mount_of(log_path).family.category != LOCAL
-        # A copy costs no disk there.
+        # In memory, so a copy needs no disk.
         return SHARED_MEMORY if elsewhere and os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else None
     try:
         files.make_dirs(Path(wanted))

@@ -10,7 +10,7 @@ from fsbarrier.settings.sections import Settings, names_that_change
 
 
 def make_rules(settings: Settings, program: Program) -> Rules:
-    """The machine's rules from a run's program and the settings that it began with."""
+    """The rules for a program and the settings that the run began with."""
     coordination, recorded = settings.coordination, settings.as_json()
     return Rules(
         table=program,

@@ -1,4 +1,4 @@
-"""What the journal is told of silence: members that fall silent and are heard again, and heartbeats that this mount does not show."""
+"""Journal events about heartbeats: suspected and recovered members, and heartbeats that this mount does not show."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from fsbarrier.protocol.state import Node, Stage
 
 @dataclass
 class Silence:
-    """Finds what is new after each look at the heartbeats. Whether a silent member is lost, the state machine decides."""
+    """Compares the ledger with the events so far. The state machine decides whether a silent member is lost."""
 
     observer: Observer
-    #: when the heartbeats were read that were considered last
+    #: the time of the last look that was compared
     _looked_at: float | None = None
     _suspected: set[Member] = field(default_factory=set)
     _hidden_was_told: bool = False
 
     def begin(self) -> None:
-        """This node enters a generation, and suspects members only by what it sees from now on."""
+        """This node enters a generation."""
         self._suspected.clear()
 
     def events(self, node: Node, now: float, limits: Limits) -> Iterator[tuple[str, Payload]]:
-        """The events that follow from the last look at the heartbeats, with their fields; none where it was considered before."""
+        """New events with their fields, once after each look at the heartbeats."""
         if self.observer.ledger.looked_at == self._looked_at:
             return
         self._looked_at = self.observer.ledger.looked_at
@@ -51,7 +51,7 @@ class Silence:
                 yield "node_recovered", suspect
 
     def _hidden(self, now: float, suspect_s: float) -> Iterator[tuple[str, Payload]]:
-        """Once: why nothing goes on. Others beat, and this mount does not show what they write."""
+        """Say once why the run does not go on: other nodes' heartbeats exist, and this mount does not show them."""
         hidden = {rank: now - since for rank, since in self.observer.hidden_beats.items()}
         silent = [rank for rank, hidden_s in hidden.items() if hidden_s >= suspect_s]
         if silent and not self._hidden_was_told:

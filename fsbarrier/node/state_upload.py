@@ -1,8 +1,8 @@
-"""Brings this node's part of a trainer state to the shared directory while the next rollouts go on.
+"""Copies this node's part of a trainer state to the shared directory during the next rollouts.
 
-The trainer left it on the node (training/node_state.py), and the version's manifest lists it as following. A file gets its name there
-when it is whole and flushed, so the state is there as soon as the last node's last file is. Nobody has to agree on that, and a node
-that starts anew goes on where it was.
+The trainer left it on the node (training/node_state.py), and the version's manifest lists the missing files as `following`. A file gets
+its name when it is complete and flushed, so the state is complete when the last node's last file has its name. That needs no agreement,
+and a restarted node resumes the copy.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fsbarrier.rundir.hashed_file import FileDigest, HashedFile
 if TYPE_CHECKING:
     from fsbarrier.node.job import Result, RowJob
 
-# How often whoever waits looks whether it was called off.
+# How often a waiting job checks whether it was cancelled.
 LOOK_S = 0.25
 
 
 class StateUpload:
-    """One version at a time, in a thread of its own."""
+    """Uploads one version at a time, in its own thread."""
 
     def __init__(self) -> None:
         self._version: Path | None = None
@@ -36,7 +36,7 @@ class StateUpload:
         self._failed = ""
 
     def begin(self, version: Path, kept: Path) -> None:
-        """Bring what the folder `version` lacks and this node has in `kept`. Raises ProgramFailed where the manifest cannot be read."""
+        """Start copying the files that the folder `version` lacks from `kept`. Raises ProgramFailed if the manifest is unreadable."""
         if version == self._version or not (version / checkpoints.MANIFEST).exists():
             return
         manifest = checkpoints.read_manifest(version)
@@ -50,7 +50,7 @@ class StateUpload:
             self._thread.start()
 
     def wait(self, job: RowJob) -> list[Result]:
-        """Until it is done; gives the line for the journal. Raises Cancelled."""
+        """Wait until it is done; returns the line for the journal. Raises Cancelled."""
         if self._thread is None or self._version is None:
             return []
         name = self._version.name
@@ -65,7 +65,7 @@ class StateUpload:
         return [{"event": "trainer_state_saved", "serving": name, "seconds": seconds, "error": self._failed}]
 
     def stop(self) -> None:
-        """Leave it as it is."""
+        """Stop copying."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(LOOK_S)
@@ -80,7 +80,7 @@ class StateUpload:
         self._alive_at = time.monotonic()
 
     def _copy(self, source: Path, target: Path, digest: FileDigest) -> None:
-        # A start of this node that was killed left them; nobody else writes this file.
+        # Leftovers of a killed start of this node; nobody else writes this file.
         for left in target.parent.glob(f".{target.name}.*.tmp"):
             left.unlink()
         temporary = files.temporary_beside(target)

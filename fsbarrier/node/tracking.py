@@ -1,7 +1,6 @@
-"""Starts the program that tells trackers what each iteration measured (`tracker.names`), beside the leader, and says which are done.
+"""Runs the program that sends each iteration's metrics to trackers (`tracker.names`), on the leader's node.
 
-The run never waits for that program: it reads the journals by itself, and a thread starts and ends it. If it fails, the journal says so,
-and the run goes on.
+The run never waits for that program, which reads the journals itself. If it fails, the journal says so, and the run goes on.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from fsbarrier.settings.sections import Settings, TrackerSettings
 from fsbarrier.supervision.secret_variables import without_variables
 from fsbarrier.supervision.supervisor import Child, own_program, with_this_package
 
-#: variables about training processes, set by a launcher: the trackers' program is none of these processes
+#: a launcher's variables about training processes, which do not apply to the trackers' program
 NOT_FOR_IT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: how often a program that ended by itself is started again in one life of the daemon
+#: how often one daemon restarts a program that ended by itself
 RESTARTS = 3
-#: How long the end of a node waits for the last iterations to be told. What is not told by then is told at the next start, if there is one.
+#: how long the end of a node waits for the last iterations to be sent; the next start sends the rest
 LAST_S = 10.0
 FINISHED_S = 60.0
 
@@ -53,7 +52,7 @@ class TrackerProgram:
         self._troubles: queue.SimpleQueue[Payload] = queue.SimpleQueue()
 
     def tell(self, event: str, node: Node, fields: Payload) -> None:
-        """Take note of an event of the journal."""
+        """React to an event of the journal."""
         generation = node.generation
         if event == "node_ended" and fields.get("state") == "finished":
             self._last_s = FINISHED_S
@@ -70,12 +69,12 @@ class TrackerProgram:
             self._order(partial(self._bring, node.position.iteration))
 
     def troubles(self) -> Iterator[Payload]:
-        """What has gone wrong since the last call, for the journal."""
+        """The failures since the last call, for the journal."""
         while not self._troubles.empty():
             yield self._troubles.get()
 
     def close(self) -> None:
-        """Let the last iterations be told, for a while, and end the program."""
+        """Wait a while for the last iterations to be sent, and end the program."""
         self._order(None)
         if self._thread is not None:
             self._thread.join(self._last_s + LAST_S)
@@ -89,7 +88,7 @@ class TrackerProgram:
     def _follow(self) -> None:
         while True:
             order = self._orders.get()
-            # Whatever fails, the run goes on.
+            # A failure here must not end the run.
             try:
                 (order or self._stop)()
             except (ProgramFailed, StoreError, OSError) as error:
@@ -98,7 +97,7 @@ class TrackerProgram:
                 return
 
     def _run(self, settings: Settings | None) -> None:
-        """Have the program run with these settings; None: not here."""
+        """Start or restart the program with these settings; None: end it."""
         wanted = settings.tracker if settings is not None else None
         if wanted == self._running and (self._child is None) == (wanted is None):
             return

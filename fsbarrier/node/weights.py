@@ -1,4 +1,4 @@
-"""From which folder a node's engines load a policy version, after what is there was compared with the version's manifest."""
+"""Finds the folder from which a node's engines load a policy version, and verifies it against the version's manifest."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from fsbarrier.errors import ProgramFailed
 from fsbarrier.node.job import Result, RowJob, Workplace
 from fsbarrier.rundir import checkpoints
 
-#: what people leave beside weights and no engine reads
+#: files beside weights that no engine reads
 NOT_LOADED = (".md", ".log")
 
 
 def checked_weights(
     model: Path, job: RowJob, workplace: Workplace, policy: str = ""
 ) -> tuple[Path, list[Result]]:
-    """The node's own copy of the policy in `model`, else `model` itself, and lines for the journal. Its files are read once a version.
+    """The node's own copy of the policy in `model`, else `model` itself, and lines for the journal. The files are verified once a version.
 
-    `policy`: its identity, as the run published it; that of the folder is compared each time. The run's first model, and a model folder
-    of the user's own, have no manifest. Raises ProgramFailed, Cancelled.
+    `policy`: the published identity, which is compared with the folder's each time. The run's first model, and a user's model folder,
+    have no manifest. Raises ProgramFailed, Cancelled.
     """
     copies, version = workplace.weights, model.parent.name
     with job.using_directory(f"checking {version}"):
@@ -36,7 +36,7 @@ def checked_weights(
         if copies is not None:
             why_not = job.patiently(partial(copies.confirm, model, job.live_on))
         if copies is None or why_not:
-            # The engines then read it from the page cache.
+            # The engines will then find it in the page cache.
             job.patiently(partial(_check_all, model, job))
             workplace.checked_model = model
     folder = model if copies is None else copies.nearest(model)
@@ -50,7 +50,7 @@ def checked_weights(
 
 
 def _check_all(model: Path, job: RowJob) -> None:
-    """Read the model's folder. An engine may load any file that lies there, so there is none but those of the manifest."""
+    """Verify the model's folder. It must have no files beside those of the manifest, since an engine may load any file."""
     version, part = model.parent, f"{model.name}/"
     manifest = checkpoints.verify(version, part, job.live_on)
     for path in sorted(model.iterdir()):

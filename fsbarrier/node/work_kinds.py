@@ -1,7 +1,4 @@
-"""Carries out the work that a row of the program's table asks for: one small function for each kind of work.
-
-node/job_runner.py calls it in a thread; node/worker_program.py carries out the one kind that starts a program.
-"""
+"""Does the work that a row asks for, with one function for each kind of work. node/job_runner.py calls it in a thread."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ from fsbarrier.rundir import checkpoints, retention
 
 
 def carry_out(work: Work, context: Context, job: RowJob, workplace: Workplace) -> Result:
-    """Do `work`; gives its result. Raises Cancelled, NodeUnfit, FsbarrierError, and whatever else goes wrong."""
+    """Do `work`; returns its result. Raises Cancelled, NodeUnfit, FsbarrierError, and any other exception of the work."""
     job.stop_if_cancelled()
     match work:
         case Value(value):
@@ -44,7 +41,7 @@ def carry_out(work: Work, context: Context, job: RowJob, workplace: Workplace) -
             return _serve_weights(work, context, job, workplace)
         case ReleaseEngine():
             take_from_ahead(None, job, workplace)
-            # The trainer comes next, and replaces the state that this node keeps.
+            # The trainer is next, and will replace the state that this node keeps.
             saved = workplace.state_upload.wait(job)
             released = workplace.engines.release(cancel=job.cancel) if workplace.engines else {}
             return {**released, **({"events": saved} if saved else {})}
@@ -69,7 +66,7 @@ def carry_out(work: Work, context: Context, job: RowJob, workplace: Workplace) -
 def _one_after_the_other(
     works: tuple[Work, ...], context: Context, job: RowJob, workplace: Workplace
 ) -> Result:
-    """The results merged; the "events" of all are kept."""
+    """The merged results, with the "events" of all."""
     merged: Result = {}
     for work in works:
         value = carry_out(work, context, job, workplace)
@@ -79,18 +76,18 @@ def _one_after_the_other(
 
 
 def _serve_weights(work: ServeWeights, context: Context, job: RowJob, workplace: Workplace) -> Result:
-    """Have all of this node's engines serve one policy version. No program begins before they do."""
+    """Make all of this node's engines serve one policy version; returns when they do."""
     began, ahead = time.monotonic(), take_from_ahead(work, job, workplace)
     ahead_s = time.monotonic() - began
-    # Ask even where the policy was loaded ahead: an engine may have died since then.
+    # Even after a preload, since an engine may have died.
     infos, lines = load_policy(work, job, workplace)
-    # The journal tells how long this phase waited, not how long the load took that began before it.
+    # The journal has the time that this phase waited, not the whole time of a preload that began earlier.
     waited_s = [ahead_s + info.seconds for info in infos]
     if ahead is not None:
         infos = [old if new.action == "kept" else new for old, new in zip(ahead[0], infos, strict=True)]
         lines = [*ahead[1], *lines]
     workplace.engine_access = [{"url": i.url, "api_key": i.api_key, "model": i.model} for i in infos]
-    # Known where weights were compared with their manifest: after each update, once.
+    # Known only if the weights have just been verified: once after each update.
     source = {"weights_from": lines[-1]["weights_from"]} if lines else {}
     ready = [
         {
@@ -117,19 +114,19 @@ def _serve_weights(work: ServeWeights, context: Context, job: RowJob, workplace:
 
 
 def _refuse_if_outdated(context: Context, job: RowJob) -> None:
-    """The last look before the one step that makes this generation's result public: is it still the newest generation?
+    """Check, right before a step that publishes a result, that this generation is still the newest.
 
-    Example: the leader's host sleeps for a minute, and the others go on as the next generation and publish new weights. When the
-    old leader wakes up, it must not put its own weights in their place. Its failure then reaches nobody, and need not.
+    Example: the leader's host is suspended for a minute, and the others go on as the next generation and publish new weights. When
+    the old leader wakes up, it must not replace them with its own. Nobody reads its failure, which is fine.
     """
     if job.patiently(context.newest) > context.generation:
         raise ProgramFailed(f"generation {context.generation} has ended; nothing of it is published any more")
 
 
 def _publish_weights(work: PublishWeights, context: Context, job: RowJob, log_path: Path) -> Result:
-    """Check that the new policy version is all there, point the run at it, then remove what is too old to be kept.
+    """Check that the new policy version is complete, publish it, then remove old versions.
 
-    Its content is read by the nodes that serve it, each before its engine loads it.
+    Each node that serves it verifies its content before an engine loads it.
     """
     last_look = partial(_refuse_if_outdated, context, job)
     manifest = job.patiently(partial(checkpoints.check_sizes, work.folder))

@@ -1,4 +1,4 @@
-"""What a node's loop asks of whoever does its work: a daemon's jobs, a group's caller, the simulator."""
+"""The interface between a node's loop and its work, which a daemon, a group and the simulator implement."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from fsbarrier.protocol.state import Node, RowPart, WorkReport
 
 
 class WorkRunner(Protocol):
-    """Does a node's work outside the loop: in a thread, or simulated."""
+    """Does a node's work outside the loop, in a thread or simulated."""
 
     def launch(self, node: Node, part: RowPart) -> None: ...
 
     def cancel(self) -> None:
-        """End the work under way completely; its report is never given."""
+        """End the running work completely and discard its report."""
 
     def report(self) -> WorkReport | None:
-        """How the work launched last ended; None while it runs. The same answer until the next launch."""
+        """How the last launched work ended; None while it runs. The answer stays the same until the next launch."""
 
     def progress(self) -> Payload: ...

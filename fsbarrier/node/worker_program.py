@@ -1,4 +1,4 @@
-"""Starts the program that a row asks for, ends it when it shows no sign of life for long, and reads its result."""
+"""Starts the program that a row asks for, ends it if it hangs, and reads its result."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from fsbarrier.supervision.worker_contract import WorkerFiles, read_result
 if TYPE_CHECKING:
     from fsbarrier.engine.replicas import Keeper
 
-# How often to check whether the job was cancelled, and whether the program shows a sign of life.
+# How often to check for cancellation and for a sign of life.
 WATCH_S = 0.25
 UPDATE = "fsbarrier.workers.update"
 NO_SECRETS = ("fsbarrier.aggregate", "fsbarrier.workers.prepare", UPDATE)
 
 
 def run_program(work: Command, context: Context, job: RowJob, workplace: Workplace) -> Result:
-    """Run the program to its end; gives its result. Raises ProgramFailed, StartFailed, NodeUnfit, StoreError, Cancelled."""
-    # This program may be torchrun, which needs the port that OpenRendezvous has held for it.
+    """Run the program to its end; returns its result. Raises ProgramFailed, StartFailed, NodeUnfit, StoreError, Cancelled."""
+    # The program may be torchrun, which takes over the port that OpenRendezvous has held.
     workplace.close_rendezvous()
     workplace.programs_started += 1
     own = WorkerFiles(workplace.work_dir / f"job-{workplace.programs_started:05d}")
     uses_engines, copy = "{engine}" in work.spec.values(), workplace.weights
-    # Placeholders in the spec that only this node can fill in.
+    # Placeholders in the spec that this node fills in.
     known = {
         "{engine}": workplace.engine_access,
         "{weights_dir}": None if copy is None else str(copy.folder),
@@ -75,22 +75,20 @@ def run_program(work: Command, context: Context, job: RowJob, workplace: Workpla
 
 
 def _environment(argv: Sequence[str], settings: Settings, work_dir: Path) -> Mapping[str, str]:
-    """The daemon's environment without keys. A program that runs code of the user's (a reward, an agent, a trainer) may need some of
-    them: it loses only those of the run's trackers.
+    """The daemon's environment without keys. A program that runs the user's code (a reward, an agent, a trainer) may need some of
+    them, and loses only the trackers' keys.
     """
     name = program_name(argv)
     if name not in NO_SECRETS:
         return without_trackers_keys(os.environ, settings.tracker.names)
     ours = without_secrets(os.environ, (settings.judge.api_key_env, settings.engine.api_key_env))
-    # torch takes compiled code from a temporary folder whose name anybody can foresee, and leaves folders behind.
+    # torch loads compiled code from a temporary folder with a predictable name, and leaves folders behind.
     return {**ours, "TMPDIR": str(work_dir)} if name == UPDATE else ours
 
 
 def _distrust_engines(result: Path, context: Context, workplace: Workplace) -> None:
-    """Note the engines whose log-probabilities a failed program found to differ from the trainer's. This node's own are started again
-    before their next use.
-
-    An engine is started again only once: if it still differs after that, another start would not mend it.
+    """Record the engines whose log-probabilities a failed program found to differ from the trainer's. This node restarts its own before
+    their next use, but only once: if an engine still differs, another restart would not help.
     """
     try:
         said = read_result(result, "")
@@ -113,7 +111,7 @@ def _given_to_kept(
     context: Context,
     workplace: Workplace,
 ) -> KeptProgram:
-    """A program whose processes stay, with `spec` as its job: the one that all nodes have kept, else a new one.
+    """A program whose processes stay, with `spec` as its job: the one that all nodes have kept, or a new one.
 
     Raises ProgramFailed, StoreError, NodeUnfit.
     """
@@ -123,7 +121,7 @@ def _given_to_kept(
         workplace.kept.give(spec)
         return workplace.kept
     workplace.end_kept()
-    # The same on every node, and never twice.
+    # The same on every node, and unique.
     name = f"{context.generation}.{context.iteration}"
     try:
         made = KeptProgram(name, keep.processes, context.generation, workplace.work_dir / "jobs")
@@ -139,8 +137,8 @@ def _given_to_kept(
 def _watch(
     child: Child | KeptProgram, context: Context, job: RowJob, workplace: Workplace, keeper: Keeper | None
 ) -> int:
-    """The program's exit code. Ends a program whose progress file and log do not change for `stall_timeout_s`, and one that needs an
-    engine when none is left."""
+    """Wait for the program; returns its exit code. Ends it if its progress file and log do not change for `stall_timeout_s`, or if it
+    needs an engine and none is left."""
     assert job.progress_file is not None
     last_stamp, changed_at = 0, time.monotonic()
     while (code := child.wait(WATCH_S)) is None:
@@ -164,7 +162,7 @@ def _watch(
 
 
 def program_name(argv: Sequence[str]) -> str:
-    """What people know a command by: the module after the last `-m` (torchrun has one before it), else the file name."""
+    """A command's name for people: the module after the last `-m` (torchrun has an earlier one), else the file name."""
     modules = [argv[i + 1] for i, word in enumerate(argv[:-1]) if word == "-m"]
     return modules[-1] if modules else Path(argv[0]).name
 
