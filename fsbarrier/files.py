@@ -1,7 +1,7 @@
-"""Crash-safe writing of whole files on a shared filesystem. The only place that knows the recipe.
+"""Crash-safe atomic writes on a shared filesystem. All other modules write files through this one.
 
-A reader either finds no file, the old file or the whole new one: the bytes go to a temporary name in the same directory, are
-flushed where they must outlive the machine, and then take their final name in one step.
+A reader sees either no file, the old file or the complete new one: data is written to a temporary file in the same directory, fsynced if it
+must survive a power loss, and then renamed or linked to its final name.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _modes = {"file": 0o600, "dir": 0o700}
 
 
 def set_shared_group(on: bool) -> None:
-    """Choose the permissions of everything written from now on: the owner only (default), or the group too."""
+    """Set the permissions of all files written from now on: owner only (default), or owner and group."""
     _modes["file"], _modes["dir"] = (0o660, 0o770) if on else (0o600, 0o700)
 
 
 def make_dirs(path: Path) -> None:
-    """Make `path` and its missing parents with the run's directory mode, whatever the umask; afterwards this mount shows it.
+    """Create `path` and its missing parents with the run's directory mode, whatever the umask, and wait until this mount shows it.
 
-    Raises OSError where the directory cannot be made; an existing one is left as it is.
+    Raises OSError if the directory cannot be created. An existing one is not changed.
     """
     until_seen(lambda: try_to_make_dirs(path))
 
 
 def make_dirs_below(root: Path, folder: Path) -> None:
-    """`make_dirs` that makes nothing behind a link below `root`. Raises reading.NotPlain, OSError."""
+    """`make_dirs` that does not follow links below `root`. Raises reading.NotPlain, OSError."""
     parts = reading.parts_below(root, folder)
     for depth in range(len(parts) + 1):
         path = root.joinpath(*parts[:depth])
@@ -45,7 +45,7 @@ def make_dirs_below(root: Path, folder: Path) -> None:
 
 
 def try_to_make_dirs(path: Path) -> None:
-    """`make_dirs` without waiting. Raises FileNotFoundError while this mount hides what another node made, OSError."""
+    """`make_dirs` without waiting. Raises FileNotFoundError while this mount does not show a directory made by another node, OSError."""
     missing = []
     current = path
     while not current.is_dir():
@@ -60,44 +60,46 @@ def try_to_make_dirs(path: Path) -> None:
         except FileNotFoundError:
             raise
         except OSError as error:
-            # It may have been made although an error came back. If it "exists" and cannot be seen, another node made it, and this
-            # host still remembers its absence.
+            # The call may have succeeded despite the error. If the directory exists but is not visible, another node made it, and
+            # this host still has a negative cache entry.
             there = _look(directory)
             if there is None and error.errno == errno.EEXIST:
-                raise FileNotFoundError(errno.ENOENT, "it is not to be seen yet", str(directory)) from None
+                raise FileNotFoundError(
+                    errno.ENOENT, "not visible on this mount yet", str(directory)
+                ) from None
             if there is None or not stat.S_ISDIR(there.st_mode):
                 raise
 
 
 def _open_to_group(directory: Path) -> None:
-    """What the umask took from the mode of a new directory, where that is wider than the default. Raises OSError."""
+    """Restore the mode bits that the umask removed from a new directory. Raises OSError."""
     if _modes["dir"] == 0o700:
         return
-    # Opened without following links: whoever may write beside it could put one there meanwhile.
+    # O_NOFOLLOW, because another user with write access to the parent could replace the directory by a link.
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        # What is made in a folder of a shared group may be meant to belong to that group.
+        # Keep the setgid bit, which makes new files belong to the shared group.
         os.fchmod(fd, _modes["dir"] | os.fstat(fd).st_mode & stat.S_ISGID)
     finally:
         os.close(fd)
 
 
 def open_new(path: Path, more_flags: int = 0) -> int:
-    """Create `path` exclusively with the run's file mode and give a descriptor for writing. Raises OSError."""
+    """Create `path` exclusively with the run's file mode and return a descriptor for writing. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC | more_flags
     fd = os.open(path, flags, _modes["file"])
-    # The umask can only have narrowed a mode that is wider than the default.
+    # The umask can only have removed bits if the mode is wider than the default.
     if _modes["file"] != 0o600:
         os.fchmod(fd, _modes["file"])
     return fd
 
 
 def open_append(path: Path) -> int:
-    """A descriptor that writes at the end of `path`, which is created with the run's file mode if need be. Raises OSError."""
+    """A descriptor that appends to `path`, which is created with the run's file mode if necessary. Raises OSError."""
     try:
         return open_new(path, os.O_APPEND)
     except OSError as error:
-        # It is there already, or was created although an error came back.
+        # It already exists, or was created despite the error.
         try:
             return open_own(path, os.O_APPEND)
         except FileNotFoundError:
@@ -105,10 +107,10 @@ def open_append(path: Path) -> int:
 
 
 def open_own(path: Path, more_flags: int = 0) -> int:
-    """A descriptor of the plain file `path`, for reading and writing. Raises OSError.
+    """A descriptor of the regular file `path`, for reading and writing. Raises OSError.
 
-    A file with a second name (a hard link) may belong to a snapshot of the run, or be anybody's. It is left as it is under that name.
-    `path` goes on with a copy of it, if the same people may read both, and else begins anew.
+    A file with a second hard link may belong to a snapshot of the run or to another user, so it is not modified under that name. `path`
+    becomes a copy of it if the same users may read both, or otherwise a new file.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | more_flags
     fd = os.open(path, flags)
@@ -137,50 +139,50 @@ def open_own(path: Path, more_flags: int = 0) -> int:
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name that nobody else uses, in the directory of `path`: for what is to take the name of `path` once it is whole.
+    """A unique temporary name in the directory of `path`, to be renamed to `path` when complete.
 
-    It begins with a dot, so that readers who list the directory skip it.
+    It begins with a dot, so readers that list the directory skip it.
     """
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
 
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Put `data` at `path` in one step, replacing what is there. `durable`: it also survives a power loss. Raises OSError."""
+    """Write `data` to `path` atomically, replacing an existing file. `durable`: survives a power loss. Raises OSError."""
     rename(_write_temporary(path, data, durable), path)
     if durable:
         fsync_dir(path.parent)
 
 
 def write_in_place(path: Path, data: bytes) -> None:
-    """Put `data` at `path` without a temporary file: readers may see part of it. Raises OSError."""
+    """Write `data` to `path` without a temporary file: readers may see a partial file. Raises OSError."""
     try:
         fd = open_new(path)
     except FileExistsError:
-        # What is there may be a FIFO, a link, or a second name of a file of somebody else's: it is never written to.
+        # Never write to an existing file: it may be a FIFO, a link, or a hard link to another user's file.
         os.unlink(path)
         fd = open_new(path)
     _fill(fd, data, durable=False)
 
 
 def remove_tree(folder: Path | str, dir_fd: int | None = None) -> None:
-    """Remove a folder and all in it; no link is followed. Raises OSError, also for folders nested deeper than Python can follow."""
+    """Remove a folder and its contents without following links. Raises OSError, also for folders nested too deeply for Python."""
     try:
         shutil.rmtree(folder, dir_fd=dir_fd)
     except RecursionError:
         raise OSError(
-            errno.ENAMETOOLONG, "its folders are nested too deep to be removed", str(folder)
+            errno.ENAMETOOLONG, "its folders are nested too deeply to remove", str(folder)
         ) from None
 
 
 def rename(temporary: Path, path: Path) -> None:
-    """Give what was made under a name of `temporary_beside` its final name. If that fails, nothing is left. Raises OSError."""
+    """Rename a file made under a name from `temporary_beside` to its final name. Removes it on failure. Raises OSError."""
     try:
         os.replace(temporary, path)
     except OSError:
         try:
             os.unlink(temporary)
         except FileNotFoundError:
-            # An error came back although it was done: nobody else knows the temporary name, and it is gone.
+            # The rename succeeded despite the error: only this process knows the temporary name, and it is gone.
             if path.name in os.listdir(path.parent):
                 return
         except OSError:
@@ -189,13 +191,12 @@ def rename(temporary: Path, path: Path) -> None:
 
 
 def create_exclusive(path: Path, data: bytes, *, durable: bool = True, never_torn: bool = False) -> bool:
-    """Put `data` at `path` unless something is there already; True where `path` now holds *our* file.
+    """Create `path` with `data` unless it exists; True if `path` now contains *our* file.
 
-    A hard link decides who is first. After an error look at the file to learn who was, never at the error code: an NFS server may
-    answer EEXIST to a request that it carried out itself, and some filesystems answer EPERM to the loser of a race. Where a
-    filesystem has no hard links, the final name itself is created exclusively, and a process that is killed before it has written all
-    leaves it torn for good. With `never_torn` it is created as a folder with the record in it, which `read_created` reads.
-    Raises OSError for anything else.
+    A hard link decides which process is first. After an error, inspect the file to find the winner and ignore the error code: an NFS server
+    may return EEXIST for a retransmitted request of our own, and some filesystems return EPERM to the loser of a race. Without hard links,
+    the final name is created with O_EXCL, and a process killed while writing leaves a torn file for good. With `never_torn`, it is created
+    as a folder that contains the record, which `read_created` can read. Raises OSError for other errors.
     """
     temporary = _write_temporary(path, data, durable)
     try:
@@ -211,7 +212,7 @@ def create_exclusive(path: Path, data: bytes, *, durable: bool = True, never_tor
 
 
 def _link(temporary: Path, path: Path, data: bytes) -> bool | None:
-    """Whether `path` now is a link to `temporary`, which holds `data`; None where the filesystem has no hard links. Raises OSError."""
+    """Whether `path` is now a link to `temporary`, which contains `data`; None if the filesystem has no hard links. Raises OSError."""
     try:
         os.link(temporary, path)
         return True
@@ -223,19 +224,19 @@ def _link(temporary: Path, path: Path, data: bytes) -> bool | None:
             raise
         if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
             return True
-        # The link may have been made although an error came back. sshfs gives each name of a file an identity of its own, so that
-        # only the content shows it.
+        # The link may have been created despite the error. sshfs gives each hard link its own inode number, so compare the
+        # contents.
         return error.errno in FAILING and reading.read_bytes(path, reading.RECORD_BYTES) == data
 
 
-#: what says that a filesystem has no links (and, on some, that somebody else was first: then the name is there)
+#: error codes of a filesystem without hard links (on some, also of a lost race: then the name exists)
 NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
 def _look(path: Path) -> os.stat_result | None:
-    """What `path` is; None where nothing is there, and its parent's listing does not know it either.
+    """The stat of `path`; None if it does not exist and is not in its parent's listing either.
 
-    To open the parent anew makes an NFS client forget that the name was absent a moment ago.
+    Reopening the parent makes an NFS client drop a negative cache entry.
     """
     try:
         return os.stat(path)
@@ -244,7 +245,7 @@ def _look(path: Path) -> os.stat_result | None:
 
 
 def _create_in_place(path: Path, data: bytes, durable: bool) -> bool:
-    """`create_exclusive` without hard links. Nobody removes a torn file: a process that only seemed dead may still complete it."""
+    """`create_exclusive` without hard links. A torn file is never removed, because a process presumed dead may still complete it."""
     try:
         fd = open_new(path)
     except OSError as error:
@@ -256,10 +257,10 @@ def _create_in_place(path: Path, data: bytes, durable: bool) -> bool:
 
 
 def _create_as_folder(path: Path, data: bytes, durable: bool) -> bool:
-    """`create_exclusive` without hard links, whole or not at all: a folder that holds the record takes the name in one step.
+    """`create_exclusive` without hard links and never torn: renames a folder that contains the record to `path`.
 
-    A folder cannot be renamed to the name of a file, nor to that of a folder in which something lies. So exactly one process wins, also
-    where another host can make hard links. One that dies before that step leaves a temporary name and nothing else.
+    A folder cannot be renamed onto a file or a non-empty folder, so exactly one process wins, even if another host uses hard links. A
+    process that dies before the rename leaves only a temporary folder.
     """
     folder, record = temporary_beside(path), f"record-{secrets.token_hex(6)}"
     try_to_make_dirs(folder)
@@ -270,7 +271,7 @@ def _create_as_folder(path: Path, data: bytes, durable: bool) -> bool:
         os.rename(folder, path)
         return True
     except OSError:
-        # The name of the record inside is nobody else's, and tells whose it is where an error came back although the rename was done.
+        # The record inside has a unique name, which identifies the winner if the rename succeeded despite an error.
         there = _look(path)
         if there is not None and stat.S_ISDIR(there.st_mode) and record in os.listdir(path):
             return True
@@ -281,14 +282,14 @@ def _create_as_folder(path: Path, data: bytes, durable: bool) -> bool:
 
 
 def read_created(path: Path) -> bytes:
-    """What `create_exclusive` put at `path`, as a file or as a folder, freshly opened. Raises OSError."""
+    """The data that `create_exclusive` wrote to `path`, as a file or a folder. Opens it anew. Raises OSError."""
     try:
         return reading.read_bytes(path, reading.RECORD_BYTES)
     except IsADirectoryError:
         pass
     for name in os.listdir(path):
         return reading.read_bytes(path / name, reading.RECORD_BYTES)
-    raise FileNotFoundError(errno.ENOENT, "its record is not to be seen yet", str(path))
+    raise FileNotFoundError(errno.ENOENT, "its record is not visible on this mount yet", str(path))
 
 
 def _write_temporary(path: Path, data: bytes, durable: bool) -> Path:
@@ -296,8 +297,8 @@ def _write_temporary(path: Path, data: bytes, durable: bool) -> Path:
     try:
         fd = open_new(temporary)
     except OSError as error:
-        # It may have been created although an error came back; if the client then tried again by itself, that is EEXIST. Take another
-        # name, and leave nothing under this one.
+        # The file may have been created despite the error, and a retry by the client then returns EEXIST. Remove it and use another
+        # name.
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         if error.errno not in FAILING and error.errno != errno.EEXIST:
@@ -314,7 +315,7 @@ def _write_temporary(path: Path, data: bytes, durable: bool) -> Path:
 
 
 def _fill(fd: int, data: bytes, durable: bool) -> None:
-    """Write all of `data` and close. Raises OSError, also for what only shows at the end."""
+    """Write all of `data` and close. Raises OSError, including errors that are only reported on close."""
     try:
         view = memoryview(data)
         while view:
@@ -326,7 +327,7 @@ def _fill(fd: int, data: bytes, durable: bool) -> None:
 
 
 def fsync_dir(path: Path) -> None:
-    """Make the names in `path` durable; does nothing on filesystems without such a call (NFS)."""
+    """fsync a directory, to make its names durable; does nothing on filesystems that do not support it (NFS)."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -337,12 +338,12 @@ def fsync_dir(path: Path) -> None:
         os.close(fd)
 
 
-#: how much of a long file is read between two chances to end that
+#: how much of a large file to read between two calls of `between_reads`
 READ_BYTES = 1 << 20
 
 
 def sha256_file(path: Path) -> str:
-    """The SHA-256 of the content of a file of the user's, in hexadecimal. Raises OSError."""
+    """The SHA-256 of a user's file, in hexadecimal. Raises OSError."""
     fd = reading.open_plain(path, links=True)
     try:
         return sha256_open(fd)
@@ -351,7 +352,7 @@ def sha256_file(path: Path) -> str:
 
 
 def sha256_open(fd: int, between_reads: Callable[[], None] = lambda: None) -> str:
-    """`sha256_file` of an open file. Raises OSError, and what `between_reads` raises, by which a long check can be ended."""
+    """`sha256_file` of an open file. `between_reads` may raise to abort a long computation. Raises OSError."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(READ_BYTES))
     while size := retry(lambda: os.readv(fd, [buffer]), errnos=FAILING):
         digest.update(buffer[:size])
@@ -365,10 +366,10 @@ def link_or_copy(
     last_look: Callable[[], None] = lambda: None,
     between_reads: Callable[[], None] = lambda: None,
 ) -> None:
-    """Give `source` a second name, replacing what is there in one step; a copy where the filesystem has no hard links.
+    """Hard-link `source` to a second name, atomically replacing an existing file; copies it if the filesystem has no hard links.
 
-    `last_look` is called directly before that step, `between_reads` all the while that a copy takes; both may refuse to go on by
-    raising. Raises OSError, and what they raise.
+    `last_look` is called directly before the final step, and `between_reads` repeatedly during a copy; both may raise to abort. Raises
+    OSError, and their exceptions.
     """
     temporary = temporary_beside(target)
     try:
@@ -377,7 +378,7 @@ def link_or_copy(
         rename(temporary, target)
     finally:
         with contextlib.suppress(OSError):
-            # Renaming one name of a file to another name of it does nothing, so the temporary name may still be there after a success.
+            # Renaming one hard link of a file onto another does nothing, so the temporary name may still exist after a success.
             os.unlink(temporary)
     fsync_dir(target.parent)
 
@@ -387,7 +388,7 @@ def _link_or_copy(source: Path, temporary: Path, between_reads: Callable[[], Non
         os.link(source, temporary)
         return
     except OSError:
-        # If the link was made although an error came back, a copy would be written into the source: it needs a name that is free.
+        # If the link was created despite the error, copying would overwrite the source, so remove it first.
         with contextlib.suppress(OSError):
             os.unlink(temporary)
     with reading.open_stream(source) as stream, open(open_new(temporary), "wb") as copy:

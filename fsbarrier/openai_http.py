@@ -1,6 +1,6 @@
-"""Requests to a server with an OpenAI-compatible address (vLLM, a judge): what its errors mean, and when to ask again.
+"""Requests to OpenAI-compatible servers (vLLM, a judge): classification of errors, and retries.
 
-Retries over HTTP live here, for coroutines. Retries of the shared directory live in retry.py, for threads.
+HTTP retries for coroutines are here; filesystem retries for threads are in retry.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-#: The pauses between two tries grow up to this.
+#: upper limit of the growing pauses between retries
 LONGEST_PAUSE_S = 10.0
 
 
@@ -23,11 +23,11 @@ async def asked_again(
     within_s: float | None = None,
     first_pause_s: float = 0.2,
 ) -> T:
-    """What `request` gives; where it raises `after` it is tried again, `tries` times in all or until `within_s` have passed.
+    """Call `request`, and retry if it raises `after`: at most `tries` calls in total, or until `within_s` have passed.
 
-    The pauses are random and grow, so that many refused requests do not come back all at once. Raises the last failure.
+    The pauses are random and grow, so that many rejected requests do not return at the same time. Raises the last failure.
     """
-    # Not at the top: the daemon needs only the functions below, and must start fast.
+    # Imported late: the daemon needs only the functions below, and must start fast.
     from tenacity import (
         AsyncRetrying,
         retry_if_exception_type,
@@ -45,39 +45,39 @@ async def asked_again(
         reraise=True,
     )
 
-    # This must be a coroutine function: tenacity would not await what a lambda gives.
+    # This must be a coroutine function, because tenacity does not await the result of a lambda.
     async def attempt() -> T:
         return await request()
 
     return await retrying(attempt)
 
 
-#: How the address of a server begins that listens on a Unix socket; the rest is the socket's path.
+#: URL prefix of a server that listens on a Unix socket; the rest is the socket's path
 UNIX = "unix:"
 
 
 def base_and_socket(url: str) -> tuple[str, str | None]:
-    """The base address for HTTP of a server's `url`, and the path of its socket; None where it is reached over TCP."""
+    """The HTTP base URL for a server's `url`, and the path of its socket; None for TCP."""
     return ("http://localhost", url.removeprefix(UNIX)) if url.startswith(UNIX) else (url, None)
 
 
 def may_pass(status: int) -> bool:
-    """Whether the same request may succeed later: the server was too slow, too busy, or had a failure of its own."""
+    """Whether the same request may succeed later: the server was too slow, too busy, or failed internally."""
     return status in (408, 425, 429) or status >= 500
 
 
 def bearer(api_key: str) -> dict[str, str]:
-    """The header that shows the key; none where there is no key."""
+    """The authorization header; {} without a key."""
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 def described(error: Exception) -> str:
-    """A failed connection in one line. Some of these errors have a name and no message."""
+    """A failed connection as one line. Some of these errors have no message, only a class name."""
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def refusal_text(body: bytes) -> str:
-    """The message in an error answer, as one line."""
+    """The message in an error response, as one line."""
     text = body.decode("utf-8", errors="replace")
     try:
         value = json.loads(text)

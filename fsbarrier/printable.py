@@ -1,29 +1,29 @@
-"""What a terminal may be given of a text that came from a file: nothing that it obeys. Every command's output goes through here."""
+"""Sanitizes text from files before it is printed to a terminal: removes escape sequences and passwords. All commands use it."""
 
 from __future__ import annotations
 
 import re
 
-#: What a terminal takes for an order, begun with ESC or with one character of C1.
+#: terminal escape sequences, introduced by ESC or a C1 control character
 _ORDERS = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\]|\x9d)[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?|\x1b[@-Z\\^_]"
 )
 _BREAKS = "\t\n\v\f\r\x1c\x1d\x1e\x1f\x85\u2028\u2029"
 
 
-#: In an address, between `//` and `@`; no longer than a password is, so that a hostile text costs no time.
+#: In a URL, between `//` and `@`. The length is limited so that a hostile text cannot make the search slow.
 _PASSWORD = re.compile(r"(?<=://)([^\s/:@\"']{0,200}):[^\s/@\"']{1,500}@")
 
 
 def without_passwords(text: str) -> str:
-    """The text with *** for the password of each address in it, as in https://user:password@host."""
+    """The text with *** in place of passwords in URLs, as in https://user:password@host."""
     return _PASSWORD.sub(r"\1:***@", text) if "://" in text and "@" in text else text
 
 
 def printable(text: str) -> str:
-    """One line without control characters, escape sequences, what changes the direction of text, and passwords in addresses.
+    """The text as one line without control characters, escape sequences, bidirectional controls, and passwords in URLs.
 
-    Breaks and tabs become blanks.
+    Line breaks and tabs become blanks.
     """
     text = without_passwords(text)
     if text.isprintable():

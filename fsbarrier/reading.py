@@ -1,8 +1,7 @@
-"""Opening what others may have written: a plain file, of a bounded size, never through a link, and never waiting for anybody.
+"""Safely opens files that other users may have written: only regular files of bounded size, without following links or blocking.
 
-Whoever can put one file into a run directory could put a FIFO there (to open it waits for a writer), a device (it never ends), a link
-(it leads out of the run) or a sparse file of a terabyte. All that is read from a run directory is opened here, and every limit on what
-a file may cost stands here.
+A user with write access to a run directory could place a FIFO there (open would block), a device (endless), a link out of the run, or a
+sparse file of a terabyte. All files in a run directory are opened through this module, which also defines all size limits.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from typing import Any, BinaryIO
 
 MIB, GIB = 1 << 20, 1 << 30
 
-#: of one record of the protocol, and of the run's own record
+#: limits: a protocol record, and the run's record
 RECORD_BYTES, RUN_RECORD_BYTES = 64 * MIB, 16 * MIB
-#: of small JSON files beside others: manifests, layouts, configurations
+#: small JSON files: manifests, layouts, configurations
 JSON_BYTES = 256 * MIB
-#: of one line of a journal or a log; a longer one is passed over
+#: a line of a journal or a log; longer lines are skipped
 LINE_BYTES = 16 * MIB
-#: of one journal: what a year of one node comes to
+#: a journal: about a year of one node
 JOURNAL_BYTES = 4 * GIB
-#: of the header of a safetensors file, which is that format's own limit
+#: the header of a safetensors file (the format's own limit)
 TENSOR_HEADER_BYTES = 100 * MIB
-#: of what is read in one piece of a trajectory file: its directory, an index, the text of a group
+#: a piece of a trajectory file that is read at once: its directory, an index, the text of a group
 PIECE_BYTES = GIB
 
 _KINDS = {
@@ -42,11 +41,11 @@ _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class NotPlain(OSError):
-    """Something else than a plain file has its name, or the file is larger than it may be."""
+    """Not a regular file, or larger than allowed."""
 
 
 def open_plain(path: Path | str, *, links: bool = False, dir_fd: int | None = None) -> int:
-    """A descriptor of a plain file, for reading. `links`: its name may be a link, as in a folder of the user's own.
+    """Open a regular file for reading. `links`: follow a link, for files in the user's own folders.
 
     Raises NotPlain, OSError; IsADirectoryError for a folder.
     """
@@ -56,7 +55,7 @@ def open_plain(path: Path | str, *, links: bool = False, dir_fd: int | None = No
         if error.errno == errno.ELOOP:
             raise NotPlain(errno.ELOOP, "it is a link, not a plain file", str(path)) from None
         if error.errno == errno.ENXIO:
-            # A socket cannot be opened at all.
+            # Opening a socket fails with this error.
             raise NotPlain(errno.EINVAL, "it is no plain file", str(path)) from None
         raise
     try:
@@ -68,7 +67,7 @@ def open_plain(path: Path | str, *, links: bool = False, dir_fd: int | None = No
 
 
 def check_plain(found: os.stat_result, path: Path | str) -> None:
-    """Raises NotPlain, IsADirectoryError where `found` is no plain file."""
+    """Raises NotPlain or IsADirectoryError if `found` is not a regular file."""
     kind = stat.S_IFMT(found.st_mode)
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -78,7 +77,7 @@ def check_plain(found: os.stat_result, path: Path | str) -> None:
 
 
 def check_may_replace(path: Path) -> None:
-    """A file that somebody names may take this name. Raises NotPlain where that would remove a device, a FIFO or a link; OSError."""
+    """Check that a user-named output file may replace this path. Raises NotPlain for a device, a FIFO or a link; OSError."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -88,7 +87,7 @@ def check_may_replace(path: Path) -> None:
 
 @contextmanager
 def open_stream(path: Path | str, most: int | None = None, *, links: bool = False) -> Iterator[BinaryIO]:
-    """A plain file, of at most `most` bytes, as a stream of bytes. Raises NotPlain, OSError."""
+    """Open a regular file of at most `most` bytes as a stream. Raises NotPlain, OSError."""
     with os.fdopen(open_plain(path, links=links), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         if most is not None and size > most:
@@ -97,15 +96,15 @@ def open_stream(path: Path | str, most: int | None = None, *, links: bool = Fals
 
 
 def read_bytes(path: Path | str, most: int, *, links: bool = False) -> bytes:
-    """All of a plain file of at most `most` bytes. Raises NotPlain, OSError."""
+    """Read a regular file of at most `most` bytes. Raises NotPlain, OSError."""
     with open_stream(path, most, links=links) as stream:
         return read_all(stream, most, path)
 
 
 def read_all(stream: BinaryIO, most: int, path: Path | str) -> bytes:
-    """All of an open file of at most `most` bytes. Raises NotPlain, OSError."""
+    """Read an open file of at most `most` bytes. Raises NotPlain, OSError."""
     size = os.fstat(stream.fileno()).st_size
-    # The file may grow while it is read.
+    # The file may grow while it is being read.
     data = stream.read(most + 1) if size <= most else b""
     if size > most or len(data) > most:
         raise NotPlain(errno.EFBIG, f"it has {max(size, len(data))} bytes, and {most} are allowed", str(path))
@@ -113,9 +112,9 @@ def read_all(stream: BinaryIO, most: int, path: Path | str) -> bytes:
 
 
 def json_object(path: Path, raises: Callable[[str], Exception], *, called: str = "") -> dict[str, Any]:
-    """The object in a JSON file of the user's own, which may be a link. `called`: how messages name it, where not by its path.
+    """Read a user's JSON file, which may be a link and must contain an object. `called`: its name in messages (default: its path).
 
-    Raises what `raises` makes of a message.
+    Raises the exception that `raises` makes from a message.
     """
     called = called or str(path)
     try:
@@ -129,14 +128,14 @@ def json_object(path: Path, raises: Callable[[str], Exception], *, called: str =
     return found
 
 
-# --- below a folder, with no link on the way -------------------------------------------------------------------------------
+# --- below a folder, without following links -------------------------------------------------------------------------------
 
 
 @contextmanager
 def folder_below(root: Path, folder: Path) -> Iterator[int]:
-    """A descriptor of `folder`, which is `root` or lies below it. `root` itself may be reached through links.
+    """Open `folder`, which is `root` or below it. Only the path of `root` itself may contain links.
 
-    Raises NotPlain where a link is on the way, or the path leads out of `root`; OSError.
+    Raises NotPlain if there is a link below `root` or the path leads out of it; OSError.
     """
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -155,24 +154,24 @@ def folder_below(root: Path, folder: Path) -> Iterator[int]:
 
 
 def check_below(root: Path, folder: Path) -> None:
-    """Raises NotPlain where a link leads to `folder`, or it is not below `root`; OSError."""
+    """Raises NotPlain if there is a link on the way to `folder`, or it is not below `root`; OSError."""
     with folder_below(root, folder):
         pass
 
 
 def open_below(root: Path, path: Path) -> int:
-    """A descriptor of a plain file below `root`, for reading. Raises as `folder_below` and `open_plain` do."""
+    """Open a regular file below `root` for reading. Raises the errors of `folder_below` and `open_plain`."""
     with folder_below(root, path.parent) as fd:
         try:
             return open_plain(path.name, dir_fd=fd)
         except OSError as error:
-            # Inside the folder the error names the file without its path.
+            # The error contains only the name relative to the folder.
             error.filename = str(path)
             raise
 
 
 def parts_below(root: Path, path: Path) -> tuple[str, ...]:
-    """The names that lead from `root` to `path`. Raises NotPlain where they lead out of it."""
+    """The path components from `root` to `path`. Raises NotPlain if they lead out of it."""
     try:
         parts = path.relative_to(root).parts
     except ValueError:

@@ -1,4 +1,4 @@
-"""Trying again: what is not there yet, or what a shared filesystem refuses for a moment, may be there at the next look."""
+"""Retries for transient filesystem errors and for files that are not visible yet."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Pauses between looks: short ones first, since most waits are short, then longer ones, so that a long wait costs little."""
+    """Growing pauses between polls: short at first, because most waits are short, then longer, to make long waits cheap."""
 
     first_s: float
     most_s: float
     factor: float = 1.5
 
     def after(self, pause_s: float) -> float:
-        """The pause that follows one of `pause_s`."""
+        """The pause after one of `pause_s`."""
         return min(pause_s * self.factor, self.most_s)
 
     def __iter__(self) -> Iterator[float]:
-        """All pauses of one wait, without end."""
+        """The infinite sequence of pauses of one wait."""
         pause_s = self.first_s
         while True:
             yield pause_s
             pause_s = self.after(pause_s)
 
 
-#: errors of a mount that is there but fails; a moment later it may work
+#: errors of a mount that may be transient
 FAILING = frozenset({errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENXIO})
-#: how long a failing filesystem is tried again, and the pauses between two tries
+#: how long to retry on a failing filesystem, and the pauses between retries
 PASSING_S = 1.5
-#: For so long a mount may hide what another node made: twice as long as an NFS client remembers by default that a name was absent.
+#: How long a mount may hide a file made by another node: twice the default negative cache lifetime of an NFS client.
 HIDDEN_S = 60.0
 PAUSES = Backoff(0.02, 0.5, factor=2.0)
 
@@ -49,10 +49,10 @@ def retry(
     cancel: threading.Event | None = None,
     passing: tuple[type[Exception], ...] = (OSError,),
 ) -> T:
-    """What `operation` gives. While it raises one of `passing` it is tried again, for `within_s` from its first failure on.
+    """Call `operation`, and retry while it raises one of `passing`, for `within_s` after its first failure.
 
-    Raises the last failure, and at once an OSError whose errno is not in `errnos` (None: every error may pass).
-    `cancel` ends the pauses: then the failure before it is raised, too.
+    Raises the last failure, and immediately an OSError whose errno is not in `errnos` (None: retry every error). When `cancel` is set
+    during a pause, raises the failure before it.
     """
     idle = cancel if cancel is not None else threading.Event()
     pauses, failing_since = iter(PAUSES), None
@@ -66,15 +66,15 @@ def retry(
             stays = isinstance(error, OSError) and errnos is not None and error.errno not in errnos
             if left_s <= 0 or stays:
                 raise
-            # Cut the last pause short, so that one more try comes when the time is up.
+            # The last pause is shortened, so that the last retry happens exactly when the time is up.
             if idle.wait(min(next(pauses), left_s)):
                 raise
 
 
 def until_seen(operation: Callable[[], T], within_s: float = HIDDEN_S) -> T:
-    """What `operation` gives in directories that are there, although this mount may not show them yet.
+    """Call `operation` on directories that exist, although this mount may not show them yet.
 
-    Example: node 1 made coordination/ a second ago. Here it can neither be made (EEXIST) nor entered (ENOENT) until this mount looks
-    again. Errors that pass are tried again as `retry` does. Raises OSError.
+    Example: node 1 created coordination/ a second ago. Until this mount refreshes its cache, the directory can neither be created (EEXIST)
+    nor entered (ENOENT). Transient errors are retried as in `retry`. Raises OSError.
     """
     return retry(lambda: retry(operation, errnos=FAILING), within_s=within_s, errnos={errno.ENOENT})

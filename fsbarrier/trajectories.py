@@ -1,7 +1,7 @@
-"""Trajectory files: `ShardWriter` writes the growing file of one rank; growing, finished and merged ones are read here.
+"""Public API for trajectory files: `ShardWriter` writes a rank's growing file; the readers accept growing, finished and merged files.
 
-`torch.load(path, weights_only=True)` opens finished and merged files as `{"trajectories": [...], "metadata": {...}}`; the
-functions here need no torch, and read files that are still growing too. All of it is in fsbarrier/data.
+`torch.load(path, weights_only=True)` opens finished and merged files as `{"trajectories": [...], "metadata": {...}}`. The functions here do
+not need torch. The implementation is in fsbarrier/data.
 """
 
 from fsbarrier.data.shardreader import iter_trajectories, load

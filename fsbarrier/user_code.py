@@ -1,4 +1,4 @@
-"""Loads what a user names as `path/file.py:name`: a reward function, an agent's class."""
+"""Loads user code given as `path/file.py:name`: a reward function or an agent class."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fsbarrier.loader import load_file
 
 
 def code_file(function: Callable[..., object]) -> str | None:
-    """The file in which a function is written, where that is known."""
+    """The file that defines a function, if known."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return code.co_filename if code else None
 
 
 def described_failure(error: BaseException, file: str | None) -> str:
-    """What a user's code raised, and where: the innermost line of the user's `file`, else of any.
+    """Describe an exception from user code with its location: the innermost line in the user's `file`, or else in any file.
 
-    The whole traceback goes to this program's log, once for each place.
+    Logs the full traceback once per location.
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == file] or frames
@@ -33,27 +33,28 @@ def described_failure(error: BaseException, file: str | None) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-#: the places whose traceback the log has
+#: locations whose traceback was logged
 _shown: set[str] = set()
 
 
 def load_named(setting: str, value: str) -> object:
-    """What `value` ("path/file.py:name") names; it can import files beside it and below the current directory. `setting` is for messages.
+    """Load the object `value` ("path/file.py:name"). Its file may import modules beside it and in the current directory. `setting`: for
+    messages.
 
-    Raises UsageError where the file is missing, fails while it is loaded, or does not define the name.
+    Raises UsageError if the file is missing, fails to load, or does not define the name.
     """
     path, _, name = value.rpartition(":")
     file, said = Path(path), f"{setting}={value}"
     if not path or not file.is_file():
-        raise UsageError(f"{said}: there is no file {path or value}")
-    # Behind the libraries: a random.py of the user's must not pass for theirs.
+        raise UsageError(f"{said}: no such file: {path or value}")
+    # Appended, so that a user's random.py does not shadow a library's.
     sys.path += [folder for folder in (str(file.resolve().parent), os.getcwd()) if folder not in sys.path]
     try:
         module = load_file(file, f"fsbarrier_user_{setting.replace('.', '_')}")
-    # Whatever the user's code raises.
+    # The user's code may raise anything.
     except Exception as error:
-        raise UsageError(f"{said}: {file} cannot be loaded: {described_failure(error, str(file))}") from None
+        raise UsageError(f"{said}: cannot load {file}: {described_failure(error, str(file))}") from None
     found = getattr(module, name, None)
     if found is None:
-        raise UsageError(f"{said}: {file} defines no {name}")
+        raise UsageError(f"{said}: {file} does not define {name}")
     return found

@@ -393,7 +393,7 @@ def test_an_engine_that_is_gone_is_no_agents_error(tmp_path: Path, fake: Fake, f
         ("Few", r"an agent is called as run\(task, client\): too many positional arguments"),
         ("Needs", "an agent is made without arguments: missing a required argument: 'x'"),
         ("Nothing", "has no method run"),
-        ("Absent", "defines no Absent"),
+        ("Absent", "does not define Absent"),
         ("function", "function is a function, not a class"),
     ],
 )

@@ -111,7 +111,7 @@ TOLD = [
     (raw("decision", value={"evaluate": True}), None),
     (raw("iteration_finished", 13), "iteration 1 is done"),
     (raw("node_joined", host="b", pid=7), "node 1 joined (b, process 7)"),
-    (raw("left_generation", newest=4, reason="r"), "node 1 is not in generation 4 (r); it joins again"),
+    (raw("left_generation", newest=4, reason="r"), "node 1 is not in generation 4 (r); it rejoins"),
     (
         raw("node_ended", state="finished", reason="2 iterations are done"),
         "the run ended: 2 iterations are done",

@@ -194,7 +194,7 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path: Path, file: Path) -> None:
     for kind, message in (
         ("exakt", "must be exact, numeric, math, judge or path/file.py:function"),
         (f"{tmp_path}/none.py:f", "there is no file"),
-        (f"{file}:missing", "defines no missing"),
+        (f"{file}:missing", "does not define missing"),
         (f"{broken}:f", "cannot be loaded: ModuleNotFoundError"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -160,7 +160,7 @@ def test_modules_that_start_a_thread_are_not_forked(tmp_path: Path, start: Start
     template = Template(("threads",), work_dir=tmp_path, log_file=tmp_path / "threads.log")
     template.load()
     assert template._child is not None and template._child.wait(DEADLINE_S) == 1
-    assert "2 threads after the imports: programs are started anew" in (tmp_path / "threads.log").read_text()
+    assert "2 threads after the imports: cannot fork" in (tmp_path / "threads.log").read_text()
     child = Child.start(
         [sys.executable, "-P", "-m", "threads"],
         env=with_this_package(os.environ),

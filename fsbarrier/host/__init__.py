@@ -1,1 +1,1 @@
-"""This host: who it is, its addresses and network interfaces, its accelerators, the filesystems that it mounts."""
+"""Information about this host: identity, addresses, network interfaces, accelerators, mounts."""

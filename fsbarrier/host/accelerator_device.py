@@ -1,4 +1,4 @@
-"""What is known of one accelerator, whoever made it."""
+"""Vendor-independent description of an accelerator."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ Kind = Literal["nvidia", "amd"]
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One device as it is now. `index` is the driver's (NVIDIA: in PCI order), counted for each kind apart."""
+    """The current state of a device. `index`: assigned by the driver (NVIDIA: in PCI order), separately for each kind."""
 
     index: int
     kind: Kind
     name: str
-    #: 0 where the driver does not say: devices that share the machine's memory
+    #: 0 if unknown, for devices that share the machine's memory
     memory_total_bytes: int
-    #: by everybody
+    #: by all processes
     memory_used_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device with the memory of its processes: pid -> bytes (None: the driver does not say how many); None where the driver does not
-    tell by our pids. `unique_name`: by which ROCR_VISIBLE_DEVICES may name it."""
+    """A device with its memory use by process: pid -> bytes (None: amount unknown); None if the driver does not report it with our pids.
+    `unique_name`: an alternative name in ROCR_VISIBLE_DEVICES."""
 
     now: Accelerator
     by_pid: Mapping[int, int | None] | None

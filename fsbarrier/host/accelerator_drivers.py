@@ -1,6 +1,6 @@
-"""What the drivers of this machine's accelerators say: NVIDIA's through NVML, AMD's through the kernel; without either there are none.
+"""Queries the accelerator drivers: NVIDIA through NVML, AMD through the kernel.
 
-NVML is `pynvml` of nvidia-ml-py, loaded when it is first needed; its errors are of many classes, and each means that there is no answer.
+NVML is `pynvml` from nvidia-ml-py, loaded on first use. It raises many error classes; any error means that there is no answer.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ HOST_PID_NAMESPACE = 0xEFFFFFFC
 
 
 def devices(nvml: Any, environ: Mapping[str, str]) -> list[Device]:
-    """All that `environ` lets programs see. `nvml`: of `initialised_nvml`."""
+    """The devices visible to programs with this environment. `nvml`: from `initialised_nvml`."""
     nvidia = _nvidia(nvml, environ.get("CUDA_VISIBLE_DEVICES"))
     return [*nvidia, *amd_devices(environ, _in_the_hosts_pid_namespace())]
 
 
 @contextlib.contextmanager
 def initialised_nvml() -> Iterator[Any]:
-    """NVML, or None. Held over a whole wait: without persistence mode each start of it takes a second."""
+    """NVML, or None. Kept initialised during a whole wait, because without persistence mode each initialisation takes a second."""
     nvml = None
-    # It is not installed, or there is no driver: then nothing can use the devices either.
+    # Without the package or the driver, no program can use the devices either.
     with contextlib.suppress(Exception):
         module = importlib.import_module("pynvml")
         module.nvmlInit()
@@ -44,7 +44,7 @@ def initialised_nvml() -> Iterator[Any]:
 
 
 def driver_version() -> str:
-    """NVIDIA's driver; empty where there is none. AMD's is part of the kernel."""
+    """The version of NVIDIA's driver; "" without one. AMD's driver is part of the kernel."""
     with initialised_nvml() as nvml, contextlib.suppress(Exception):
         return _text(nvml.nvmlSystemGetDriverVersion()) if nvml is not None else ""
     return ""
@@ -55,7 +55,7 @@ def _nvidia(nvml: Any, visible: str | None) -> Iterator[Device]:
     with contextlib.suppress(Exception):
         count = nvml.nvmlDeviceGetCount() if nvml is not None else 0
     for index in range(count):
-        # A device that fell off the bus does not answer: `wait_released` misses it.
+        # A device that fell off the bus does not answer; `wait_released` then reports it as held.
         with contextlib.suppress(Exception):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             if _visible(index, _text(nvml.nvmlDeviceGetUUID(handle)), visible):
@@ -65,7 +65,7 @@ def _nvidia(nvml: Any, visible: str | None) -> Iterator[Device]:
 
 def _nvidia_now(nvml: Any, index: int, handle: Any) -> Accelerator:
     total = used = 0
-    # This is not supported where the device shares the machine's memory.
+    # Not supported if the device shares the machine's memory.
     with contextlib.suppress(Exception):
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         total, used = int(memory.total), int(memory.used)
@@ -83,12 +83,12 @@ def _nvidia_by_pid(nvml: Any, handle: Any) -> dict[int, int | None] | None:
 
 
 def _visible(index: int, uuid: str, visible: str | None) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES lets programs see a device; CUDA ends the list at the first entry it cannot read."""
+    """Whether CUDA_VISIBLE_DEVICES includes a device; CUDA ignores everything after the first invalid entry."""
     if visible is None:
         return True
     for entry in (each.strip() for each in visible.split(",")):
         if entry.startswith("MIG-"):
-            # The name of a part (MIG) does not say of which device it is a part, so all devices are watched.
+            # The name of a MIG instance does not identify its device, so include all devices.
             return True
         if entry.startswith("GPU-"):
             if uuid.startswith(entry):
@@ -105,7 +105,7 @@ def _text(value: str | bytes) -> str:
 
 
 def _in_the_hosts_pid_namespace() -> bool:
-    """Elsewhere the pids that NVML gives may be the host's, and one may equal one of ours by chance."""
+    """Whether NVML's pids are valid here. In another pid namespace they may be the host's and match ours only by chance."""
     try:
         return os.stat(PID_NAMESPACE).st_ino == HOST_PID_NAMESPACE
     except OSError:

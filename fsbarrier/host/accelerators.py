@@ -1,10 +1,10 @@
-"""Accelerators of this machine: which there are, who holds their memory, and whether ours has come free.
+"""Detects accelerators, shows which processes hold their memory, and waits until ours is released.
 
     before = detect()                      # before the engine starts
     ...                                    # its processes: child.pids()
     outcome = wait_released(pids, before=before)     # Released | StillHeld
 
-Drivers are asked in accelerator_drivers.py. Nothing here loads torch, makes a context on a device, or raises.
+accelerator_drivers.py queries the drivers. Nothing here loads torch, creates a device context, or raises.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from fsbarrier.retry import Backoff
 
 __all__ = ["Accelerator", "HeldMemory", "Released", "StillHeld", "detect", "in_use", "wait_released"]
 
-#: how it was seen that memory is free, from the weakest evidence to the strongest
+#: how the release was verified, from the weakest evidence to the strongest
 Evidence = Literal["unverified", "level", "processes", "no accelerator"]
 EVIDENCE: tuple[Evidence, ...] = ("unverified", "level", "processes", "no accelerator")
 
-#: memory comes free within seconds of a process's end
+#: memory is freed within seconds after a process ends
 PAUSES = Backoff(0.01, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldMemory:
-    """Memory of one device that some of the processes asked for hold, or that was not in use before."""
+    """Memory of one device that is still held by the given processes, or in use beyond the earlier level."""
 
     kind: Kind
     index: int
     name: str
-    #: None where the driver names the processes without it, or does not answer at all
+    #: None if the driver reports no amount or does not answer
     bytes: int | None
-    #: pid -> name; empty where only the device's level tells
+    #: pid -> name; empty if only the device's total is known
     processes: Mapping[int, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class HeldMemory:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """All that was ours is free. `how` it was seen: by the processes' entries, by the devices' levels, or not at all ("unverified")."""
+    """All our memory is free. `how`: verified by process entries, by device totals, or not at all ("unverified")."""
 
     seconds: float
     how: Evidence
@@ -65,7 +65,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class StillHeld:
-    """Not free at the deadline, or when `cancelled`."""
+    """Not free at the deadline, or when cancelled."""
 
     seconds: float
     held: tuple[HeldMemory, ...]
@@ -76,13 +76,13 @@ class StillHeld:
 
 
 def detect(environ: Mapping[str, str] | None = None) -> list[Accelerator]:
-    """The devices that `environ` (None: ours) lets programs see; [] without any, or without a working driver."""
+    """The devices visible with `environ` (None: ours); [] without devices or a working driver."""
     with initialised_nvml() as nvml:
         return [device.now for device in devices(nvml, os.environ if environ is None else environ)]
 
 
 def in_use() -> list[str]:
-    """A line for people on each device that programs see, and one for each process that holds its memory."""
+    """One line per visible device, and one per process that holds its memory."""
     lines = []
     with initialised_nvml() as nvml:
         for device in devices(nvml, os.environ):
@@ -104,11 +104,11 @@ def wait_released(
     deadline_s: float = 50.0,
     cancel: threading.Event | None = None,
 ) -> Released | StillHeld:
-    """Wait until `pids` (that may have ended meanwhile) hold no more than `budget_bytes` on any device that `environ` lets them see.
+    """Wait until `pids` (which may have ended) hold at most `budget_bytes` on every device visible with `environ`.
 
-    Where the driver does not tell by process (in containers it gives the host's pids, or none), a device
-    counts as free when no more than the budget is in use beyond what was in `before`, that is `detect()` from before
-    `pids` were started; without `before` that is not verified. A device of `before` that no longer answers is held.
+    If the driver does not report memory by process (in containers it reports the host's pids, or none), a device counts as
+    free when it uses at most `budget_bytes` more than in `before`, a `detect()` from before the start of `pids`; without `before` the
+    release is not verified. A device of `before` that no longer answers counts as held.
     """
     begin = time.monotonic()
     cancel = threading.Event() if cancel is None else cancel
@@ -135,7 +135,7 @@ def wait_released(
 def _check(
     device: Device, pids: Collection[int], before: Accelerator | None, budget_bytes: int
 ) -> HeldMemory | Evidence:
-    """What `pids` hold on a device, or how it was seen that it is no more than the budget."""
+    """The memory that `pids` hold on a device, or the evidence that it is within the budget."""
     now, by_pid = device.now, device.by_pid
     ours = {pid: amount for pid, amount in (by_pid or {}).items() if pid in pids}
     amounts = [amount for amount in ours.values() if amount is not None]
@@ -144,7 +144,7 @@ def _check(
     held = HeldMemory(now.kind, now.index, now.name, None, {pid: _process_name(pid) for pid in sorted(ours)})
     if ours and len(amounts) == len(ours):
         return replace(held, bytes=sum(amounts))
-    # The driver does not tell how much is ours: the level of all memory in use must do.
+    # The driver does not report our share, so use the device's total.
     if before is None or not now.memory_total_bytes:
         return held if ours else "unverified"
     more = now.memory_used_bytes - before.memory_used_bytes
@@ -154,7 +154,7 @@ def _check(
 
 
 def _process_name(pid: int) -> str:
-    """What the process calls itself, for people; it decides nothing."""
+    """The process's name, for display only."""
     try:
         return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""The network addresses of this host, and which of them other hosts may reach. Sends nothing."""
+"""The network addresses of this host, and which of them other hosts can probably reach. Sends no packets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fsbarrier.host.identity import host_name
 
-#: interfaces of containers and virtual machines: other hosts cannot reach what is behind them
+#: interfaces of containers and virtual machines, which other hosts cannot reach
 BRIDGES = tuple(
     [
         "docker",
@@ -31,9 +31,9 @@ BRIDGES = tuple(
         "cilium",
     ]
 )
-#: the kinds of addresses, the most promising first; "default" is an address of the default route
+#: kinds of addresses, the most likely reachable first; "default": address of the default route
 KINDS = ("default", "other", "bridge", "link-local", "loopback")
-#: addresses reserved for documentation: no network has them, so the way to them is the default route
+#: addresses reserved for documentation, which are always reached through the default route
 NOWHERE = ("192.0.2.1", "2001:db8::1")
 #: the request for an interface's IPv4 address, see netdevice(7)
 SIOCGIFADDR = 0x8915
@@ -49,9 +49,9 @@ class Address:
 
 
 def addresses() -> list[Address]:
-    """All addresses of this host, IPv4 and IPv6, those that others most likely reach first. Never raises."""
+    """All IPv4 and IPv6 addresses of this host, the most likely reachable first. Never raises."""
     routed = {own_address(nowhere, 9) for nowhere in NOWHERE} - {""}
-    # A link-local address means nothing without the interface behind it.
+    # A link-local address is only valid together with its interface.
     found = {
         f"{host}%{name}" if ":" in host and kind_of(host) == "link-local" else host: name
         for name, host in interface_addresses()
@@ -63,14 +63,14 @@ def addresses() -> list[Address]:
 
 
 def candidate_addresses() -> list[str]:
-    """The addresses that other hosts may try, most promising first; loopback only where there is no other."""
-    # The interface in a scoped address is this host's: on another one it means nothing.
+    """The addresses that other hosts should try, the most likely reachable first; loopback only if there is no other."""
+    # Skip scoped addresses, because the interface in them is only valid on this host.
     found = [item for item in addresses() if "%" not in item.host]
     return [item.host for item in found if item.kind != "loopback"] or [item.host for item in found]
 
 
 def kind_of(host: str, interface: str = "", routed: Set[str] = frozenset()) -> str:
-    """How promising an address is for reaching this host from another one: one of KINDS."""
+    """How likely other hosts can reach this address: one of KINDS."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if address.is_loopback or address.is_unspecified:
         return "loopback"
@@ -82,7 +82,7 @@ def kind_of(host: str, interface: str = "", routed: Set[str] = frozenset()) -> s
 
 
 def own_address(peer: str, port: int) -> str:
-    """The address of this host from which it would speak to `peer`; empty if there is no way."""
+    """The local address used for connections to `peer`; "" if there is no route."""
     # Connecting a datagram socket only asks the routing table.
     with contextlib.suppress(OSError):
         for family, kind, _, _, target in socket.getaddrinfo(peer, port, type=socket.SOCK_DGRAM):
@@ -93,7 +93,7 @@ def own_address(peer: str, port: int) -> str:
 
 
 def interface_addresses() -> list[tuple[str, str]]:
-    """(interface, address) of every address that an interface of this host has. Never raises."""
+    """(interface, address) of every address of this host's interfaces. Never raises."""
     return ipv4_addresses() + ipv6_addresses()
 
 
@@ -118,7 +118,7 @@ def ipv6_addresses(table: Path = IPV6_TABLE) -> list[tuple[str, str]]:
 
 
 def _named_addresses() -> list[str]:
-    """What this host's own name stands for; it comes from files and the resolver, so some may be missing or wrong."""
+    """The addresses of this host's own name. They come from files and the resolver, so some may be missing or wrong."""
     with contextlib.suppress(OSError, UnicodeError):
         infos = socket.getaddrinfo(host_name(), None, type=socket.SOCK_STREAM)
         return [str(info[4][0]) for info in infos]
@@ -128,15 +128,15 @@ def _named_addresses() -> list[str]:
 # --- the interface of torch's process group -------------------------------------------------------------------------------
 
 
-#: what names the interface for gloo and for NCCL
+#: the interface variables of gloo and NCCL
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def name_interface(environ: MutableMapping[str, str]) -> None:
-    """Set the variables that are not set, where torchrun has told the leader's address and an interface fits it.
+    """Set the unset variables to the interface that reaches the leader's address, if torchrun has set that address.
 
-    Left to itself gloo takes the address that the host's own name resolves to, which on Debian is 127.0.1.1: nodes then wait for each
-    other until the time-out. NCCL guesses by name.
+    By default gloo uses the address of the host's own name, which is 127.0.1.1 on Debian, so nodes would wait for each other until the
+    timeout. NCCL guesses by interface name.
     """
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if not address or not port:
@@ -148,6 +148,6 @@ def name_interface(environ: MutableMapping[str, str]) -> None:
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface that has `address`; empty if none has."""
+    """The interface with `address`; "" if there is none."""
     wanted = address.partition("%")[0]
     return next((name for name, held in interface_addresses() if held == wanted), "")

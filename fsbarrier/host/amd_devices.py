@@ -1,7 +1,7 @@
-"""AMD's accelerators: what the kernel says of them in sysfs, and where it says nothing, `amd-smi` or `rocm-smi`.
+"""AMD accelerators: reads sysfs, and falls back to `amd-smi` or `rocm-smi`.
 
-Those two read the same files; the kernel is asked first because that starts no program and also tells how much each process holds. The
-kernel's compute driver (KFD) lists the devices in the order in which ROCm numbers them. One that is divided into partitions is not known.
+The tools read the same files, but sysfs needs no subprocess and also reports memory by process. The kernel's compute driver (KFD) lists
+devices in ROCm's order. Partitioned devices are not supported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fsbarrier.reading import MIB
 
 DRM = Path("/sys/class/drm")
 KFD = Path("/sys/class/kfd/kfd")
-#: there wherever ROCm can compute
+#: exists wherever ROCm works
 KFD_DEVICE = Path("/dev/kfd")
 VENDOR = "0x1002"
 TOOL_S = 30.0
@@ -27,16 +27,16 @@ UNITS = {"B": 1, "KB": 1 << 10, "MB": MIB, "GB": 1 << 30}
 
 
 def amd_devices(environ: Mapping[str, str], tells_our_pids: bool) -> list[Device]:
-    """All that `environ` lets programs see. `tells_our_pids`: the kernel's pids are ours."""
+    """The devices visible with `environ`. `tells_our_pids`: the kernel's pids are valid in this namespace."""
     found = list(_of_the_kernel(tells_our_pids)) or [Device(each, None) for each in _of_a_tool()]
-    # ROCm hides devices twice: what the second variable counts is what the first one left.
+    # ROCm filters devices twice: the second variable indexes the devices that the first one left.
     left = _chosen(found, environ.get("ROCR_VISIBLE_DEVICES"))
     left = _chosen(left, environ.get("HIP_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES")))
     return sorted(left, key=lambda device: device.now.index)
 
 
 def _chosen(devices: Sequence[Device], visible: str | None) -> list[Device]:
-    """Those that a list of numbers and unique names leaves; it ends at the first entry that names none."""
+    """The devices selected by a list of numbers and unique names, up to the first invalid entry."""
     if visible is None:
         return list(devices)
     chosen: list[Device] = []
@@ -66,10 +66,10 @@ def _of_the_kernel(tells_our_pids: bool) -> Iterator[Device]:
 
 
 def _kfd_nodes() -> list[tuple[str, Path]]:
-    """(its number in KFD, its folder in sysfs) of each device that this process may use."""
+    """(KFD id, sysfs folder) of each device that this process may use."""
     found, nodes = [], KFD / "topology" / "nodes"
     for name in sorted((name for name in _names(nodes) if name.isdecimal()), key=int):
-        # It is 0 of a processor, and cannot be read where a container may not use the device.
+        # The id is 0 for a CPU, and unreadable if the container may not use the device.
         gpu_id = _read(nodes / name / "gpu_id")
         minor = re.search(r"^drm_render_minor (\d+)$", _read(nodes / name / "properties"), re.MULTILINE)
         if gpu_id.isdecimal() and int(gpu_id) and minor:
@@ -78,7 +78,7 @@ def _kfd_nodes() -> list[tuple[str, Path]]:
 
 
 def _cards() -> list[tuple[str, Path]]:
-    """Without KFD: the graphics cards in the order of their numbers; a display chip without memory of its own is none."""
+    """Without KFD: the graphics cards in numerical order, without display chips that have no memory of their own."""
     numbers = sorted(int(name[4:]) for name in _names(DRM) if re.fullmatch(r"card\d+", name))
     cards = [DRM / f"card{number}" / "device" for number in numbers]
     return [
@@ -89,7 +89,7 @@ def _cards() -> list[tuple[str, Path]]:
 
 
 def _by_pid(gpu_id: str) -> dict[int, int | None] | None:
-    """How much of a device's memory each process holds; None where the kernel does not say."""
+    """A device's memory by process; None if the kernel does not report it."""
     if not (KFD / "proc").is_dir():
         return None
     pids = [name for name in _names(KFD / "proc") if name.isdecimal()]
@@ -106,18 +106,18 @@ def _names(folder: Path) -> list[str]:
 
 
 def _read(path: Path) -> str:
-    """What a small file says; empty where there is none."""
+    """The contents of a small file; "" if it is missing."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
         return ""
 
 
-# --- AMD's programs -----------------------------------------------------------------------------------------------------
+# --- AMD's tools --------------------------------------------------------------------------------------------------------
 
 
 def _of_a_tool() -> list[Accelerator]:
-    """The devices by the first of AMD's tools that is installed and lists any. The tools number devices in the order of the bus."""
+    """The devices according to the first installed AMD tool that lists any. The tools number devices in bus order."""
     if not KFD_DEVICE.exists():
         return []
     tools: list[tuple[list[str], Callable[[str], list[Accelerator]]]] = [
@@ -125,7 +125,7 @@ def _of_a_tool() -> list[Accelerator]:
         (["rocm-smi", "--showmeminfo", "vram", "--json"], of_rocm_smi),
     ]
     for argv, parse in tools:
-        # The tool is not installed, hangs, or has changed its output.
+        # The tool is not installed, hangs, or has another output format.
         with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
             said = subprocess.run(
                 argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=TOOL_S, check=True

@@ -1,4 +1,4 @@
-"""Who this process is, as other hosts get to see it: the host's name and boot, and the user's name."""
+"""Host name, boot id and user name, as shown to other hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def host_name() -> str:
 
 
 def boot_id() -> str:
-    """What tells this host, since its last boot, from every other; the host's name where the kernel does not say."""
+    """A unique id of this host's current boot; the host name if the kernel provides none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -21,10 +21,10 @@ def boot_id() -> str:
 
 
 def user_at_host() -> str:
-    """Who is doing something, for those who read of it elsewhere."""
+    """USER@HOST, for records that are read elsewhere."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
-        # In a container a user may have a number and no name.
+        # In a container a user may have no name.
         user = f"uid{os.getuid()}"
     return f"{user}@{host_name()}"

@@ -1,4 +1,4 @@
-"""The memory of this machine, and how much of it programs may still take. Nothing here fails."""
+"""The memory of this machine, and how much of it is available. Never raises."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 
 from fsbarrier.host.mounts import mount_of
 
-# Where Linux has a filesystem in memory for all programs.
+# Linux's shared in-memory filesystem.
 SHARED_MEMORY = Path("/dev/shm")
-# Filesystems whose files lie in memory, and how much of what is left there one may fill: programs need memory too.
+# In-memory filesystems, and the share of available memory that files there may use.
 IN_MEMORY, FILLED = ("tmpfs", "ramfs"), 0.5
 CGROUPS = Path("/sys/fs/cgroup")
 
 
 def host_memory() -> tuple[int, int]:
-    """The host's memory, and how much of it is free or can be made so; zeros where the kernel does not say."""
+    """The host's total and available memory; zeros if unknown."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         fields = _numbers(Path("/proc/meminfo"))
         return fields["MemTotal"] << 10, fields["MemAvailable"] << 10
@@ -24,7 +24,7 @@ def host_memory() -> tuple[int, int]:
 
 
 def free_bytes(folder: Path) -> int:
-    """How much may be written below `folder`: on a disk what is free, in memory at most half of what this process may still take."""
+    """How many bytes may be written below `folder`: the free space on a disk, or at most half of the memory available to this process."""
     try:
         free = shutil.disk_usage(folder).free
         kind = mount_of(folder).kind
@@ -34,11 +34,11 @@ def free_bytes(folder: Path) -> int:
 
 
 def _available() -> int:
-    """By the host, and by the limit of the container or job (cgroup v2) that this process runs in, if there is one."""
+    """Available memory according to the host, and to the limit of this process's container or job (cgroup v2), if any."""
     available = host_memory()[1]
     with contextlib.suppress(OSError, ValueError, KeyError):
         own = Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
-        # In a container the outermost one seen is its own.
+        # In a container the outermost visible cgroup is its own.
         group = CGROUPS / own if (CGROUPS / own / "memory.max").exists() else CGROUPS
         limit = int((group / "memory.max").read_text())
         counts = _numbers(group / "memory.stat")
@@ -49,6 +49,6 @@ def _available() -> int:
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """The lines NAME NUMBER, or NAME: NUMBER UNIT, of one of the kernel's files."""
+    """Parse the lines NAME NUMBER, or NAME: NUMBER UNIT, of a kernel file."""
     words = [line.split() for line in file.read_text().splitlines()]
     return {name.rstrip(":"): int(number) for name, number, *_ in words}

@@ -1,4 +1,4 @@
-"""What kind of filesystem a path is on, and what is known of that kind before anybody tries it."""
+"""The filesystem type of a path, and the known properties of that type."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 
-#: what a node may see of another's writes. "Coherent" shows them at once, "close-to-open" once they are looked up anew
+#: visibility of other nodes' writes: "coherent": immediately; "close-to-open": at the next lookup
 COHERENT = "coherent"
 CLOSE_TO_OPEN = "close-to-open"
-#: no create is exclusive there: two nodes can both win it
+#: no exclusive create: two nodes can both succeed
 OBJECT_STORE = "object store"
-#: of this host only
+#: visible on this host only
 LOCAL = "local"
 UNKNOWN = "unknown"
 
@@ -21,8 +21,8 @@ INSTEAD = "use NFS, Lustre, GPFS, CephFS or a local disk for the run directory"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Filesystems that behave alike. `stale_s`: how old what a node sees may be with the usual mount options; `fresher`: the mount
-    options that make it younger."""
+    """Filesystems with the same behaviour. `stale_s`: maximum age of reads with default mount options; `fresher`: mount options that reduce
+    it."""
 
     names: tuple[str, ...]
     category: str
@@ -34,7 +34,7 @@ def _family(names: str, category: str, stale_s: float = 0.0, fresher: str = "") 
     return Family(tuple(names.split()), category, stale_s, fresher)
 
 
-#: a type belongs to the first family of which a name begins it
+#: a type belongs to the first family that contains a prefix of its name
 FAMILIES = (
     _family(
         "blobfuse s3fs goofys geesefs rclone gcsfuse mountpoint-s3 mount-s3 ossfs cosfs",
@@ -46,7 +46,7 @@ FAMILIES = (
         "glusterfs",
         CLOSE_TO_OPEN,
         5.0,
-        "-o attribute-timeout=0,entry-timeout=0,negative-timeout=0 (glusterfs), and the volume without nl-cache",
+        "-o attribute-timeout=0,entry-timeout=0,negative-timeout=0 (glusterfs), and disable nl-cache for the volume",
     ),
     _family("juicefs", CLOSE_TO_OPEN, 1.0, "--attr-cache 0 --entry-cache 0 --dir-entry-cache 0 (juicefs)"),
     _family("mfs moosefs", CLOSE_TO_OPEN, 1.0, "-o mfsattrcacheto=0,mfsentrycacheto=0 (moosefs)"),
@@ -57,14 +57,12 @@ FAMILIES = (
     _family("lustre gpfs ceph wekafs gfs2 ocfs2", COHERENT),
     _family("ext xfs btrfs zfs f2fs bcachefs tmpfs ramfs overlay vfat exfat ntfs", LOCAL),
 )
-OTHER = Family(
-    (), UNKNOWN, 0.0, "shorter entry, attribute and negative time-outs, where the mount has such options"
-)
+OTHER = Family((), UNKNOWN, 0.0, "shorter entry, attribute and negative timeouts, if the mount supports them")
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """The mount that holds a path. `kind`: the filesystem's type as the kernel names it, "nfs4" or "fuse.sshfs". `point`: where it is."""
+    """A mount. `kind`: the kernel's name of the filesystem type, such as "nfs4" or "fuse.sshfs". `point`: the mount point."""
 
     kind: str
     source: str
@@ -81,7 +79,7 @@ class Mount:
         for family in FAMILIES:
             if any(each.startswith(name) for each in types for name in family.names):
                 return family
-            # Some object stores mount as plain "fuse" and name themselves as the source.
+            # Some object stores mount as plain "fuse" with their name as the source.
             unnamed = family.category == OBJECT_STORE and kind.startswith("fuse")
             if unnamed and any(name in source for name in family.names):
                 return family
@@ -89,25 +87,25 @@ class Mount:
 
     @property
     def fresher(self) -> str:
-        """What makes names and content younger here."""
+        """Advice that reduces stale reads on this mount."""
         if self.kind.startswith("nfs") and "noac" in self.options:
-            return "a server, or a network, that answers sooner: with noac this client remembers nothing"
+            return "use a faster server or network: with noac this client already caches nothing"
         return self.family.fresher or OTHER.fresher
 
 
 def mount_of(path: Path) -> Mount:
-    """The mount that holds `path`, from /proc/self/mountinfo. Raises OSError."""
+    """The mount of `path`, from /proc/self/mountinfo. Raises OSError."""
     return mount_of_resolved(path.resolve())
 
 
 def mount_of_resolved(real: Path) -> Mount:
-    """The same for a path without links. Touches nothing but mountinfo, so that a mount that hangs holds up nobody. Raises OSError."""
+    """The same for a path without links. Reads only mountinfo, so it does not block on a hung mount. Raises OSError."""
     longest, found = -1, Mount("unknown", "unknown", ())
     for line in MOUNTINFO.read_text().splitlines():
         left, _, right = line.partition(" - ")
         fields, (kind, source, options, *_) = left.split(), [*right.split(), "", "", ""]
         point = Path(fields[4].encode().decode("unicode_escape"))
-        # Of two mounts on one point the later hides the earlier.
+        # Of two mounts on the same point, the later one hides the earlier one.
         if real.is_relative_to(point) and len(point.parts) >= longest:
             both = dict.fromkeys([*fields[5].split(","), *options.split(",")])
             longest, found = len(point.parts), Mount(kind, source, tuple(both), str(point))
@@ -115,6 +113,6 @@ def mount_of_resolved(real: Path) -> Mount:
 
 
 def claims_unsafe(path: Path) -> str:
-    """Why two nodes may both win an exclusive create under `path`, going by its type; "" where one does. Raises OSError."""
+    """Why exclusive create is unsafe under `path` according to its filesystem type; "" if it is safe. Raises OSError."""
     found = mount_of(path)
     return f"{found}: {INSTEAD}" if found.family.category == OBJECT_STORE else ""

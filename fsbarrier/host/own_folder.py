@@ -1,7 +1,7 @@
-"""Folders on this machine that belong to one process and end with it, also when it is killed.
+"""Local folders that belong to one process and are removed after it, even if it is killed.
 
-The owner holds a lock on its folder, which the kernel lets go when the owner dies. Whoever makes the next folder in the same place
-removes those of the same user that nobody holds any more.
+The owner holds a lock on its folder, which the kernel releases when the owner dies. The next process that creates a folder in the same
+place removes the unlocked folders of the same user.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pathlib import Path
 from fsbarrier.host.mounts import LOCAL, mount_of
 
 PREFIX = "fsbarrier-own-"
-#: for sockets, whose paths must be short
+#: for sockets, whose paths have a length limit
 SHORT_PLACE = Path("/tmp")
 
 
 @contextmanager
 def own_folder(base: Path, name: str) -> Iterator[Path]:
-    """A new folder in `base` for this process alone, private to its user, with `name` in its name. Raises OSError."""
+    """A new folder in `base` for this process, private to its user, with `name` in its name. Raises OSError."""
     remove_abandoned(base)
-    # Another process may take it for abandoned at any moment before it is locked.
+    # Until it is locked, another process may remove it as abandoned.
     while (made := _make_and_lock(base, name)) is None:
         pass
     folder, lock = made
@@ -38,13 +38,13 @@ def own_folder(base: Path, name: str) -> Iterator[Path]:
 
 
 def _make_and_lock(base: Path, name: str) -> tuple[Path, int] | None:
-    """A new folder and the descriptor that locks it; None where somebody has removed it meanwhile. Raises OSError."""
+    """A new folder and the descriptor that locks it; None if another process removed it in the meantime. Raises OSError."""
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{name}-", dir=base))
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
         return None
-    # Where a filesystem knows no such locks, the folder is not removed for its owner if that is killed.
+    # On a filesystem without such locks, the folder of a killed owner is never removed.
     with contextlib.suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX)
     if folder.is_dir():
@@ -54,9 +54,9 @@ def _make_and_lock(base: Path, name: str) -> tuple[Path, int] | None:
 
 
 def remove_abandoned(base: Path) -> None:
-    """Remove the folders in `base` whose owners, processes of this user, are dead. Raises nothing.
+    """Remove the folders in `base` whose owners are dead processes of this user. Never raises.
 
-    Locks on folders hold on one machine alone: where others may see `base` too, nothing is removed.
+    These locks are local to one machine, so nothing is removed if `base` is on a shared filesystem.
     """
     with contextlib.suppress(OSError):
         if mount_of(base).family.category == LOCAL:
@@ -65,11 +65,11 @@ def remove_abandoned(base: Path) -> None:
 
 def _remove_unheld(base: Path) -> None:
     for folder in base.glob(f"{PREFIX}*"):
-        # One that is in use cannot be locked. A folder may be nested deeper than Python can follow.
+        # A folder in use cannot be locked. A folder may be nested too deeply for Python.
         with contextlib.suppress(OSError, RecursionError):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                # Root can open another user's, too.
+                # Root can open other users' folders too.
                 if os.fstat(lock).st_uid == os.geteuid():
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""The folder of this machine that only this user can enter: for locks, sockets, and what one program tells another.
+"""A local folder that only this user can enter, for locks, sockets and files exchanged between programs.
 
-A temporary directory belongs to everybody, and names in it can be foreseen. Whoever makes such a name first decides what lies there, so
-nothing of ours lies in it directly, and a folder of that name counts only where it is this user's own.
+Names in a temporary directory are predictable, so another user could create them first. Our files are therefore only placed in a
+subfolder that is verified to belong to this user.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fsbarrier.host.identity import host_name
 
 @dataclass(frozen=True, slots=True)
 class PrivateFolder:
-    """`passed_over`: why a better place is not used, naming whose it is; "" where the first one was free."""
+    """`passed_over`: why a preferred place is not used, including its owner; "" if the first place was usable."""
 
     path: Path
     passed_over: str = ""
 
 
 def private_folder() -> PrivateFolder:
-    """The folder, made if need be. Raises OSError where none of the places can be used."""
+    """The folder, created if necessary. Raises OSError if none of the places is usable."""
     problems: list[str] = []
     for path in _places():
         try:
@@ -37,21 +37,22 @@ def private_folder() -> PrivateFolder:
         if not problem:
             return PrivateFolder(path, "; ".join(problems))
         problems.append(problem)
-    raise PermissionError(f"no private folder can be made: {'; '.join(problems)}")
+    raise PermissionError(f"cannot create a private folder: {'; '.join(problems)}")
 
 
 def _places() -> Iterator[Path]:
-    """The temporary directory comes first: what a login session gives (XDG) goes away with the session, and daemons outlive theirs."""
+    """The candidate places. The temporary directory comes first, because XDG_RUNTIME_DIR is removed with the login session and daemons
+    outlive it."""
     yield Path(tempfile.gettempdir()) / f"fsbarrier-{os.geteuid()}"
     if given := os.environ.get("XDG_RUNTIME_DIR"):
         yield Path(given) / "fsbarrier"
-    # In a container a user may have a number and no home. A home may be shared by machines.
+    # In a container a user may have no home. A home may be shared between machines.
     with contextlib.suppress(RuntimeError):
         yield Path.home() / ".fsbarrier" / host_name()
 
 
 def _make_private(path: Path) -> str:
-    """Make the folder, or see that it is ours alone; says why it is not. Raises OSError."""
+    """Create the folder, or verify that it is private to us; returns the problem, or "". Raises OSError."""
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
@@ -63,9 +64,9 @@ def _make_private(path: Path) -> str:
     if found.st_uid != os.geteuid():
         return f"{path} belongs to {_user_name(found.st_uid)}"
     if not stat.S_ISDIR(found.st_mode):
-        return f"{path} is no folder"
+        return f"{path} is not a folder"
     if found.st_mode & 0o077:
-        return f"{path} is open to others (mode {stat.S_IMODE(found.st_mode):o})"
+        return f"{path} is accessible to other users (mode {stat.S_IMODE(found.st_mode):o})"
     return ""
 
 

@@ -1,7 +1,7 @@
-"""How the nodes find an address of the leader that really works, before torchrun needs it.
+"""Finds an address of the leader that all nodes can reach, before torchrun needs it.
 
-The leader listens on a free port, the one that torchrun will take over; every other node connects to each of the leader's addresses
-on it and tells which answered. Only for those few moments, and in torchrun itself, does anything listen beyond loopback.
+The leader listens on a free port, which torchrun takes over later. Every other node tries each of the leader's addresses on that port and
+reports which ones answered. Nothing else listens beyond loopback, except torchrun itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ CONNECT_S = 3.0
 
 
 def listen(*, loopback: bool) -> socket.socket:
-    """A socket that listens on a free port. `loopback`: reachable from this host only. Raises OSError."""
+    """Listen on a free port. `loopback`: only on this host. Raises OSError."""
     if loopback:
         return socket.create_server(("127.0.0.1", 0))
     if socket.has_dualstack_ipv6():
@@ -23,7 +23,7 @@ def listen(*, loopback: bool) -> socket.socket:
 
 
 def listen_on(address: str, port: int) -> socket.socket:
-    """A socket that listens on this address of this host ("": on all of them), on this port. Raises OSError."""
+    """Listen on this address ("": on all of them) and port. Raises OSError."""
     family = socket.getaddrinfo(address or "127.0.0.1", port, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
 
@@ -33,7 +33,7 @@ def port_of(listening: socket.socket) -> int:
 
 
 def reachable(addresses: Iterable[str], port: int) -> list[str]:
-    """Those of the addresses that accept a connection on `port` from here."""
+    """The addresses that accept a connection on `port` from this host."""
     found = []
     for address in addresses:
         with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=CONNECT_S):

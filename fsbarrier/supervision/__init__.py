@@ -1,1 +1,1 @@
-"""Starts programs, watches them and ends all their processes, so that none outlives its daemon; and the files of that contract."""
+"""Starts programs, monitors them and kills their process trees, so that none outlives its daemon; defines the daemon-worker files."""

@@ -1,29 +1,29 @@
-"""The guard between a daemon and a program it started: nothing below outlives the daemon, not even after SIGKILL.
+"""The guard between a daemon and a program it started: no process below it outlives the daemon, even after SIGKILL.
 
     python -I -S fsbarrier/supervision/guard.py LIFELINE_FD DAEMON_PID     (`fsbarrier.supervision.supervisor.Child` starts it)
 
     daemon --socket--> outer guard --pipe--> inner guard --PR_SET_PDEATHSIG--> main program --> ...
 
-How the tree is held together:
+How the process tree is controlled:
 
 * Each guard is a *subreaper* (PR_SET_CHILD_SUBREAPER): when a process below it dies, the orphaned children become the
-  guard's, not init's. So a program that double-forks or calls setsid to get away is still found below its guard.
-* Each guard notices the death of the process above it in two ways: the socket or pipe ends, and a pidfd becomes
-  readable. Two, because a copy of the other end may live on in a process that the daemon forked.
-* There are *two* guards because one may itself be killed: by the out-of-memory killer, or by somebody who tidies up.
-  Without the inner one, the outer one inherits all below and kills it. Without the outer one, the inner one sees its
-  pipe end and does the same. The main program asks the kernel to die with the inner guard (PR_SET_PDEATHSIG).
-  Where both guards and the daemon are killed at once, orphans.py ends the rest at the next start.
-* To kill a tree, a guard stops every process it sees, looks again, and kills only when nothing new has appeared:
-  otherwise a process could fork between the look and the kill, for ever. It repeats this until `waitpid` says that it
-  has no child left. Being a subreaper, it then knows that nothing is left at all.
+  guard's, not init's. A program that double-forks or calls setsid is therefore still found below its guard.
+* Each guard detects the death of the process above it in two ways: EOF on the socket or pipe, and a readable pidfd. EOF
+  alone is not enough, because a process forked by the daemon may hold a copy of the other end.
+* There are *two* guards because one may itself be killed, by the out-of-memory killer or by a user. If the inner guard
+  dies, the outer one inherits its descendants and kills them. If the outer guard dies, the inner one sees EOF and does
+  the same. The main program asks the kernel to kill it when the inner guard dies (PR_SET_PDEATHSIG). If both guards and
+  the daemon are killed at once, orphans.py kills the rest at the next start.
+* To kill a tree, a guard stops every process it sees, lists the tree again, and kills only when no new process has
+  appeared; otherwise a process could keep forking between listing and kill. It repeats this until `waitpid` reports
+  that no child is left. As a subreaper it then knows that the tree is gone.
 
-A program that is to find its imports paid is forked by a template (template.py), which forks the outer guard in the place of
-`Popen`. All else is the same; only, the process above the outer guard is the template then, which has guards of its own.
+To save import time, a program may be forked by a template (template.py), which forks the outer guard instead of `Popen`. The only
+difference is that the process above the outer guard is then the template, which has its own guards.
 
-What is said over the socket: the daemon sends the program (see `encode_program`), then lines "stop GRACE_S". The guards
-answer with lines "started PID START", "failed ERRNO STAGE", "ended EXITCODE" (negative: a signal). The socket ends when
-both guards have. The guards write to no file, so a mount that hangs cannot hold them up.
+Socket protocol: the daemon sends the program (see `encode_program`), then lines "stop GRACE_S". The guards reply with lines
+"started PID START", "failed ERRNO STAGE", "ended EXITCODE" (negative: a signal). The socket closes when both guards have
+exited. Guards write to no file, so a hung mount cannot block them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING or __name__ != "__main__":
 
     from fsbarrier.supervision.processes import Stat, below, freeze_and_kill, open_pidfd, send
 else:
-    # Started by its path, without the package: importing that would take longer than the whole start of a guard.
+    # Started by path, without importing the package, which would take longer than the whole start of a guard.
     sys.path.append(__file__.rpartition("/")[0])
     from processes import Stat, below, freeze_and_kill, open_pidfd, send, signal
 
@@ -48,11 +48,11 @@ else:
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-# The program's grace if such a signal reaches the guard from outside and not from the daemon.
+# The program's grace period if the guard receives a signal from outside instead of a stop from the daemon.
 GRACE_S = 5.0
-# The grace of what is left when the main program has ended by itself.
+# The grace period of the remaining processes when the main program has ended by itself.
 LEFTOVERS_GRACE_S = 0.5
-# Between two rounds of killing: the pause after one that met new processes, and the longest.
+# Pause between rounds of killing: after a round that found new processes, and the maximum.
 KILL_PAUSE_S, MAX_KILL_PAUSE_S = 0.002, 0.5
 
 
@@ -64,14 +64,14 @@ def prctl(option: int, value: int) -> None:
 
 
 class Guard:
-    """Watches the process above and the one child below. The outer guard's child is the inner one, which it hands
-    "stop" on to through the pipe `relay`; the inner guard (`relay` None) has the main program."""
+    """Watches the process above and the one child below. The outer guard's child is the inner guard, to which it relays
+    "stop" through the pipe `relay`; the inner guard's child is the main program (`relay` None)."""
 
     def __init__(self, lifeline: int, parent: int, relay: int | None = None) -> None:
         self.lifeline, self.relay, self.received = lifeline, relay, b""
         self.child, self.exit_code = 0, -int(signal.SIGKILL)
         self.stop_requested = self.child_ended = self.leftovers_handled = False
-        # The moment from which on everything below is killed; None: not yet.
+        # The time at which to start killing everything below; None: not scheduled.
         self.kill_at: float | None = None
         self.wake, writer = os.pipe()
         for fd in (self.wake, writer):
@@ -79,7 +79,7 @@ class Guard:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, *ENDING):
             signal.signal(number, lambda *_: None)
-        # The thread of the daemon that started us may have blocked some signals.
+        # The daemon thread that started us may have blocked signals.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self.poller = select.poll()
         try:
@@ -89,7 +89,7 @@ class Guard:
         for fd in (self.wake, lifeline, self.pidfd):
             if fd >= 0:
                 self.poller.register(fd, select.POLLIN)
-        # Our parent has changed: `parent` died before we had its pidfd, which may be another process's.
+        # Our parent has changed: `parent` died before we opened its pidfd, which may refer to another process.
         if os.getppid() != parent:
             self.kill_within(0)
 
@@ -98,14 +98,14 @@ class Guard:
         self.kill_at = at if self.kill_at is None else min(at, self.kill_at)
 
     def watch(self, child: int) -> int:
-        """Wait until no descendant is left; gives the child's exit code (negative: a signal)."""
+        """Wait until no descendant is left; returns the child's exit code (negative: a signal)."""
         self.child, pause_s, hit = child, KILL_PAUSE_S, {0: 0}
         while not self.reap():
             left_s = None if self.kill_at is None else self.kill_at - time.monotonic()
             if left_s is not None and left_s <= 0:
                 before, hit = hit, freeze_and_kill(lambda: below(os.getpid()))
-                # Go for another round unless waitpid says first that all are gone: at once after new forks, and
-                # seldom where only processes are left that hang in the kernel.
+                # Schedule another round unless waitpid reports first that all are gone: soon after new forks, rarely if
+                # only processes are left that hang in the kernel.
                 pause_s = KILL_PAUSE_S if hit.keys() - before.keys() else min(2 * pause_s, MAX_KILL_PAUSE_S)
                 self.kill_at = time.monotonic() + pause_s
                 continue
@@ -119,7 +119,7 @@ class Guard:
         return self.exit_code
 
     def reap(self) -> bool:
-        """Collect what has ended, our child or an orphan from below; True when no child is left."""
+        """Reap ended processes, our child or adopted orphans; True when no child is left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -134,7 +134,7 @@ class Guard:
                 return False
 
     def read_commands(self) -> bool:
-        """Obey the commands from above; False once the process above has ended."""
+        """Execute commands from above; False once the process above has ended."""
         try:
             data = os.read(self.lifeline, 4096)
         except OSError:
@@ -145,27 +145,27 @@ class Guard:
         return bool(data)
 
     def stop_child(self, grace_s: float) -> None:
-        """Ask the main program to end, and kill everything after `grace_s`."""
+        """Ask the main program to end, and schedule the kill of everything after `grace_s`."""
         try:
             if self.relay is not None:
                 os.write(self.relay, f"stop {grace_s}\n".encode())
-                # Somebody may have stopped the inner guard.
+                # Someone may have sent SIGSTOP to the inner guard.
                 os.kill(self.child, signal.SIGCONT)
                 return
             self.stop_requested = True
             self.kill_within(grace_s)
-            # Until we reap it, no other process can get its number.
+            # Its pid cannot be reused until we reap it.
             if not self.child_ended:
                 os.killpg(self.child, signal.SIGTERM)
-                # A stopped program would not see the first signal.
+                # A stopped program would not handle the SIGTERM.
                 os.killpg(self.child, signal.SIGCONT)
         except OSError:
-            # The child is gone, and `end_leftovers` follows; or it runs as another user now.
+            # Either the child is gone, and `end_leftovers` follows, or it runs as another user.
             pass
 
     def end_leftovers(self) -> None:
-        """Our child has ended and others are left. The outer guard's child was the inner one, so somebody killed that.
-        The inner guard's was the main program; what it left behind may end in its own way, but soon."""
+        """Our child has ended but descendants are left. If the child was the inner guard, it was killed. If it was the main
+        program, give its remaining processes a short grace period."""
         if self.relay is not None:
             return self.kill_within(0)
         for pid, start in below(os.getpid()).items():
@@ -175,19 +175,19 @@ class Guard:
 
 
 def encode_program(cwd: str, argv: Sequence[str], env: Mapping[str, str]) -> bytes:
-    """What the daemon sends first. Raises ValueError.
+    """The daemon's first message. Raises ValueError.
 
-    8 bytes of length, then by NUL: the folder, the number of arguments, these, and the environment as NAME=VALUE.
+    8 bytes of length, then, separated by NUL: the folder, the number of arguments, the arguments, and the environment as NAME=VALUE.
     """
     fields = [cwd, str(len(argv)), *argv, *(f"{name}={value}" for name, value in env.items())]
     if not argv or not argv[0] or any("\0" in field for field in fields):
-        raise ValueError(f"not a command, or a NUL byte in it or its environment: {list(argv)!r}")
+        raise ValueError(f"empty command, or a NUL byte in the command or its environment: {list(argv)!r}")
     body = b"\0".join(map(os.fsencode, fields))
     return len(body).to_bytes(8, "little") + body
 
 
 def receive_program(fd: int) -> tuple[bytes, list[bytes], dict[bytes, bytes]]:
-    """Folder, argv and environment, as `encode_program` wrote them. Raises EOFError where they do not come whole."""
+    """Folder, argv and environment as written by `encode_program`. Raises EOFError if the message is incomplete."""
     size, data = 8, b""
     while len(data) < size:
         piece = os.read(fd, size - len(data))
@@ -202,7 +202,7 @@ def receive_program(fd: int) -> tuple[bytes, list[bytes], dict[bytes, bytes]]:
 
 
 class BecomeProgram(Exception):
-    """Raised in a process that a template has forked to run `argv` with `env`: it unwinds to the template's main, which does so."""
+    """Raised in a process forked by a template, to unwind the stack to the template's main, which then runs `argv` with `env`."""
 
     def __init__(self, argv: list[bytes], env: dict[bytes, bytes]) -> None:
         super().__init__(argv)
@@ -210,9 +210,9 @@ class BecomeProgram(Exception):
 
 
 def start_main(cwd: bytes, argv: list[bytes], env: dict[bytes, bytes], *, by_fork: bool) -> tuple[int, str]:
-    """Fork the main program; gives its pid, or 0, and the line that tells the daemon how it went.
+    """Fork the main program; returns its pid (0 on failure) and the line that reports the result to the daemon.
 
-    `by_fork`: nothing is executed; the new process raises BecomeProgram.
+    `by_fork`: no exec; the new process raises BecomeProgram.
     """
     reader, writer = os.pipe()
     me, pid = os.getpid(), os.fork()
@@ -220,9 +220,9 @@ def start_main(cwd: bytes, argv: list[bytes], env: dict[bytes, bytes], *, by_for
         stage = "prepare"
         try:
             signal.set_wakeup_fd(-1)
-            # Out of reach of the terminal's Ctrl-C: the daemon decides when its programs end.
+            # Detach from the terminal's Ctrl-C: the daemon decides when its programs end.
             os.setsid()
-            # The kernel counts the thread that forked as the parent. The guard has only one.
+            # For PDEATHSIG the parent is the thread that forked; the guard has only one thread.
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             # The guard died before prctl took effect.
             if os.getppid() != me:
@@ -242,7 +242,7 @@ def start_main(cwd: bytes, argv: list[bytes], env: dict[bytes, bytes], *, by_for
         os.close(writer)
         raise BecomeProgram(argv, env)
     os.close(writer)
-    # Python's pipes close when a program is executed: no text means that it was.
+    # Python's pipes are close-on-exec: an empty read means that exec succeeded.
     failure = os.read(reader, 256).decode()
     os.close(reader)
     if failure:
@@ -252,7 +252,7 @@ def start_main(cwd: bytes, argv: list[bytes], env: dict[bytes, bytes], *, by_for
 
 
 def guard_program(lifeline: int, above: int, *, by_fork: bool = False) -> int:
-    """Be the guards of the program that comes over `lifeline`, until nothing of it is left; gives the exit code of this process.
+    """Guard the program received over `lifeline` until its process tree is gone; returns the exit code of this process.
 
     `above`: the process that started this one. `by_fork`: see start_main.
     """
@@ -266,7 +266,7 @@ def guard_program(lifeline: int, above: int, *, by_fork: bool = False) -> int:
             pass
 
     def leave_the_log() -> None:
-        """Standard output and error are the program's log. From here on only the program writes there."""
+        """Standard output and error go to the program's log; from here on only the program writes there."""
         for fd in (1, 2):
             os.dup2(0, fd)
 
@@ -275,7 +275,7 @@ def guard_program(lifeline: int, above: int, *, by_fork: bool = False) -> int:
     try:
         program = receive_program(lifeline)
     except (OSError, EOFError):
-        # The daemon died before it had sent everything.
+        # The daemon died before it had sent the whole message.
         return 1
     reader, writer = os.pipe()
     if inner := os.fork():
@@ -283,11 +283,11 @@ def guard_program(lifeline: int, above: int, *, by_fork: bool = False) -> int:
         leave_the_log()
         code = Guard(lifeline, above, relay=writer).watch(inner)
         if code < 0:
-            # The inner guard was killed, and with it the main program.
+            # The inner guard was killed, and the main program with it.
             report(f"ended {code}")
         return code & 255
     os.close(writer)
-    # A fork does not inherit this.
+    # Forked processes do not inherit this.
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     guard = Guard(reader, me)
     pid, line = start_main(*program, by_fork=by_fork)

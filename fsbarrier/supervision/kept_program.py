@@ -1,13 +1,13 @@
-"""A program whose processes stay when their work is done, and do the next: the trainer, with its weights and process group in place.
+"""A program whose processes stay alive between jobs: the trainer, which keeps its weights and process group in memory.
 
     daemon                                             each of its processes
-      starts the program with its first job              does it; leaves its result as ever
-                                            <-- done     and connects to the socket that FSBARRIER_JOBS names
-      the next job                          spec -->     does it, ...
+      starts the program with its first job              does the job and writes its result as usual
+                                            <-- done     connects to the socket in FSBARRIER_JOBS
+      the next job                          spec -->     does the job, ...
       closes the socket, or ends                         ends
 
-A job that fails ends the process that met it, and so the program: what is in the memory of those that go on has never failed. Whoever
-does not want to stay ends with exit code 0 instead of saying that it is done.
+A failed job ends its process, and thereby the program, so a process never continues with state from a failed job. A process that does not
+want to stay exits with code 0 instead of reporting done.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pathlib import Path
 from fsbarrier.supervision import private_socket
 from fsbarrier.supervision.supervisor import Child
 
-# Names the socket. A program that is not told of one ends with its first job.
+# Environment variable with the socket's path. Without it a program ends after its first job.
 JOBS = "FSBARRIER_JOBS"
 DONE = b"done\n"
 
 
 class KeptProgram:
-    """The daemon's side. `name`: by which the nodes agree that theirs belong together. `processes`: how many do each job."""
+    """The daemon's side. `name`: identifies the program across nodes. `processes`: number of processes per job."""
 
     def __init__(self, name: str, processes: int, generation: int, path: Path) -> None:
-        """`path`: of the socket, in a folder that nobody else may enter. Raises OSError."""
+        """`path`: path of the socket, in a private folder. Raises OSError."""
         self.name, self.processes, self.generation, self._path = name, processes, generation, path
         path.unlink(missing_ok=True)
         self._listener = private_socket.listen(path)
@@ -40,7 +40,7 @@ class KeptProgram:
         self.child: Child
 
     def start(self, argv: Sequence[str], *, env: Mapping[str, str], log_file: Path, name: str) -> None:
-        """Start it with its first job. Raises what Child.start raises."""
+        """Start the program with its first job. Raises the errors of Child.start."""
         try:
             self.child = Child.start(argv, env={**env, JOBS: str(self._path)}, log_file=log_file, name=name)
         except BaseException:
@@ -48,7 +48,7 @@ class KeptProgram:
             raise
 
     def give(self, spec: Path) -> None:
-        """Its next job, once all its processes are done with the last one. Where it ended meanwhile, `wait` says so."""
+        """Send the next job, after all processes have finished the last one. If the program has ended, `wait` reports it."""
         self._heard = b""
         for connection in self._connections:
             try:
@@ -57,7 +57,7 @@ class KeptProgram:
                 return
 
     def wait(self, timeout_s: float) -> int | None:
-        """0 once all processes are done with their job; its exit code where it has ended; None when `timeout_s` have passed."""
+        """0 once all processes have finished their job; the exit code if the program has ended; None after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while (code := self.child.poll()) is None:
             if self._heard == DONE * self.processes:
@@ -80,7 +80,7 @@ class KeptProgram:
         return self.child.poll() is None
 
     def stop(self, grace_s: float) -> None:
-        """Returns when nothing of it is left. Raises StillRunning."""
+        """Stop the program; returns when its process tree is gone. Raises StillRunning."""
         for end in (self._listener, *self._connections):
             end.close()
         self.child.stop(grace_s)
@@ -114,7 +114,7 @@ def _receive(connection: socket.socket) -> bytes:
 
 
 class Jobs:
-    """A process's side: the jobs that come after its first one."""
+    """The side of a worker process: receives the jobs after its first one."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
@@ -122,7 +122,7 @@ class Jobs:
         self._lines = self._connection.makefile("rb")
 
     def next(self) -> Path | None:
-        """Say that the last job is done, and wait for another; None: there is none any more."""
+        """Report the last job as done and wait for the next; None if there are no more jobs."""
         try:
             self._connection.sendall(DONE)
             line = self._lines.readline()

@@ -1,9 +1,9 @@
-"""Ends what the guards could not: the processes of a program whose daemon and both guards were killed at once.
+"""Kills processes that the guards could not, because the daemon and both guards were killed at once.
 
-While a program runs, its daemon keeps a record of the tree in a private folder of this machine. The next start of any
-program by the same user ends what is left of recorded trees whose daemon is dead. Every process is known by its pid,
-start time, boot and pid namespace, so nobody else's is hit. Nothing here raises OSError: where no record can be kept,
-the guards still do their work.
+While a program runs, its daemon records the process tree in a private folder of this machine. The next start of any
+program by the same user kills what is left of recorded trees whose daemon is dead. Processes are identified by pid,
+start time, boot and pid namespace, so no other process is hit. Nothing here raises OSError: if a record cannot be
+written, the guards still work.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from fsbarrier.host.private_folder import private_folder
 from fsbarrier.retry import Backoff
 from fsbarrier.supervision import processes
 
-# For how long a tree is killed again and again.
+# How long to keep killing a tree.
 KILL_S = 5.0
-# Pauses between two rounds of killing. A killed process is gone in a millisecond, unless it hangs in the kernel.
+# Pauses between rounds of killing. A killed process is gone within a millisecond unless it hangs in the kernel.
 ROUNDS = Backoff(0.001, 0.5)
 
-# The first `end_orphans` of a process takes this lock, and keeps it.
+# Taken by the first `end_orphans` of a process and never released.
 _swept = threading.Lock()
 
 
 def record_tree(name: str, tree: Mapping[int, int]) -> None:
-    """Record that `tree` (pid -> start time) is ours, in place of what was recorded as `name` before."""
+    """Record `tree` (pid -> start time) under `name`, replacing an earlier record."""
     with contextlib.suppress(OSError):
         me = os.getpid()
         record = {"here": _here(), "daemon": [me, processes.Stat(me).start], "tree": list(tree.items())}
@@ -40,15 +40,15 @@ def record_tree(name: str, tree: Mapping[int, int]) -> None:
 
 
 def forget_tree(name: str) -> None:
-    """Everything that was recorded as `name` has ended."""
+    """Remove the record `name`, because all its processes have ended."""
     with contextlib.suppress(OSError):
         (private_folder().path / _file_name(name)).unlink(missing_ok=True)
 
 
 def end_orphans() -> dict[int, int]:
-    """End what dead daemons of this user have left on this machine; gives what was hit, as pid -> start time.
+    """Kill processes left on this machine by dead daemons of this user; returns them as pid -> start time.
 
-    Only the first call in a process does anything.
+    Only the first call in a process has an effect.
     """
     hit: dict[int, int] = {}
     if not _swept.acquire(blocking=False):
@@ -56,14 +56,14 @@ def end_orphans() -> dict[int, int]:
     with contextlib.suppress(OSError):
         _remove_unfinished(private_folder().path)
         for path in sorted(private_folder().path.glob("*.json")):
-            # A record may be torn, or of another version.
+            # A record may be torn, or written by another version.
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 hit |= _end_recorded(path)
     return hit
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Records that a daemon was writing when it was killed."""
+    """Remove temporary records of daemons that were killed while writing."""
     for path in folder.glob(".*-*.json.*.tmp"):
         namespace, pid, *_ = path.name[1:].split("-", 2)
         if namespace == _pid_namespace() and pid.isdecimal() and not Path("/proc", pid).exists():
@@ -74,9 +74,9 @@ def _end_recorded(path: Path) -> dict[int, int]:
     record, here = json.loads(path.read_bytes()), _here()
     tree = {int(pid): int(start) for pid, start in record["tree"]}
     hit: dict[int, int] = {}
-    # After a reboot no process of it can be left: only remove the record.
+    # After a reboot no process can be left, so only remove the record.
     if record["here"]["boot"] == here["boot"]:
-        # In another container the numbers mean other processes. And a living daemon looks after its own.
+        # Pids of another pid namespace refer to other processes, and a living daemon manages its own.
         if record["here"] != here or processes.alive(dict([record["daemon"]])):
             return hit
         hit = kill_tree(tree, KILL_S)
@@ -87,7 +87,7 @@ def _end_recorded(path: Path) -> dict[int, int]:
 
 
 def kill_tree(tree: Mapping[int, int], deadline_s: float, *, session: int = 0) -> dict[int, int]:
-    """Kill what is left of `tree` (pid -> start time) and of the given session, and all below; gives what was hit."""
+    """Kill the remaining processes of `tree` (pid -> start time) and of the given session, with their descendants; returns them."""
 
     def find() -> dict[int, int]:
         found = {pid: stat for pid, stat in processes.scan().items() if not stat.ended}
@@ -110,7 +110,7 @@ def kill_tree(tree: Mapping[int, int], deadline_s: float, *, session: int = 0) -
 
 
 def _here() -> dict[str, str]:
-    """Where a pid and a start time are valid: this boot, this pid namespace."""
+    """The scope in which a pid and start time are valid: this boot and pid namespace."""
     return {
         "boot": boot_id(),
         "pid_namespace": os.readlink("/proc/self/ns/pid"),

@@ -1,4 +1,4 @@
-"""Sockets between a daemon and the programs that it keeps: each is a name in a folder on this node that nobody else may enter."""
+"""Unix sockets between a daemon and its long-lived programs, in a private folder of this node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def listen(path: Path) -> socket.socket:
-    """A socket at `path` to which programs connect; `accept` does not wait. Raises OSError."""
+    """Listen at `path`; `accept` does not block. Raises OSError."""
     listener = socket.socket(socket.AF_UNIX)
     with _short(path) as name:
         listener.bind(name)
@@ -20,7 +20,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def connect(path: Path) -> socket.socket:
-    """The program's side. Raises OSError."""
+    """Connect to `path` (the program's side). Raises OSError."""
     connection = socket.socket(socket.AF_UNIX)
     with _short(path) as name:
         connection.connect(name)
@@ -29,7 +29,7 @@ def connect(path: Path) -> socket.socket:
 
 @contextlib.contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """Another name for `path`: a socket's has room for 107 bytes, and the folder of temporary files may be longer."""
+    """A short alias for `path`, because a socket path is limited to 107 bytes and the temporary folder may be longer."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"

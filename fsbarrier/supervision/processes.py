@@ -1,39 +1,39 @@
-"""Processes by identity: (pid, start time), never by name. Finds what descends from a process, signals exactly what it found.
+"""Finds and signals processes, identified by (pid, start time).
 
-A pid alone may belong to another process a moment later; with the start time it is unambiguous until the next boot.
-Standard library only, and little of it: `guard.py` loads this file by its path at every start of a program.
+A pid alone may be reused; together with the start time it is unambiguous until the next boot. Uses only a small part of
+the standard library, because `guard.py` loads this file by path at every start of a program.
 """
 
 from __future__ import annotations
 
 import os
 
-# Importing `typing` would cost the guard 5 ms, so the constant that type checkers know stands here.
+# Importing `typing` would cost the guard 5 ms; type checkers know this constant too.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
     from collections.abc import Callable, Mapping
 else:
     try:
-        # The same functions without the enums, which cost 5 ms.
+        # The same functions without the enums, whose import costs 5 ms.
         import _signal as signal
     except ImportError:
         import signal
 
-# Far more than any tree needs: after every pass, all the forkers that were seen are stopped.
+# More than any tree needs: each pass stops all processes found so far.
 FREEZE_PASSES = 100
 
 
 class Stat:
-    """What /proc/PID/stat says of a process. `start` is in clock ticks since boot."""
+    """The fields of /proc/PID/stat. `start` is in clock ticks since boot."""
 
     __slots__ = ("ppid", "session", "start", "state")
 
     def __init__(self, pid: int) -> None:
-        """Raises OSError where there is no such process, or it is hidden from us."""
+        """Raises OSError if the process does not exist or is hidden from us."""
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            # Before the last bracket stands the program's name, which may hold spaces and brackets itself.
+            # Skip the program name, which may contain spaces and brackets itself.
             fields = os.read(fd, 4096).rpartition(b")")[2].split()
         finally:
             os.close(fd)
@@ -45,12 +45,12 @@ class Stat:
 
     @property
     def ended(self) -> bool:
-        """Whether it is a zombie (Z) or has just ceased to be one (X)."""
+        """Whether it is a zombie (Z) or being removed (X)."""
         return self.state in "ZX"
 
 
 def scan() -> dict[int, Stat]:
-    """Every process that /proc shows, zombies included; {} without a /proc."""
+    """All processes in /proc, including zombies; {} without a /proc."""
     found: dict[int, Stat] = {}
     try:
         names = os.listdir("/proc")
@@ -61,13 +61,13 @@ def scan() -> dict[int, Stat]:
             try:
                 found[int(name)] = Stat(int(name))
             except OSError:
-                # It ended meanwhile, or is somebody else's.
+                # It has ended, or belongs to another user.
                 continue
     return found
 
 
 def below(root: int, processes: dict[int, Stat] | None = None) -> dict[int, int]:
-    """The descendants of `root` (without itself) as pid -> start time, zombies included."""
+    """The descendants of `root` (without `root`) as pid -> start time, including zombies."""
     processes = scan() if processes is None else processes
     children: dict[int, list[int]] = {}
     for pid, stat in processes.items():
@@ -83,7 +83,7 @@ def below(root: int, processes: dict[int, Stat] | None = None) -> dict[int, int]
 
 
 def alive(tree: Mapping[int, int]) -> dict[int, int]:
-    """Those of `tree` (pid -> start time) that have not ended."""
+    """The processes of `tree` (pid -> start time) that have not ended."""
     found = {}
     for pid, start in tree.items():
         try:
@@ -96,9 +96,9 @@ def alive(tree: Mapping[int, int]) -> dict[int, int]:
 
 
 def open_pidfd(pid: int) -> int:
-    """A pidfd, readable once the process has ended; -1 where the kernel, Python or a seccomp filter has none.
+    """A pidfd, which becomes readable when the process ends; -1 if the kernel, Python or a seccomp filter does not support it.
 
-    Raises ProcessLookupError where there is no such process.
+    Raises ProcessLookupError if there is no such process.
     """
     try:
         return os.pidfd_open(pid)
@@ -109,10 +109,10 @@ def open_pidfd(pid: int) -> int:
 
 
 def send(pid: int, start: int, number: int) -> bool:
-    """Signal exactly the process born as (pid, start); False where it is gone or not ours to signal."""
+    """Signal exactly the process (pid, start); False if it is gone or we may not signal it."""
     pidfd = -1
     try:
-        # Opened before the check: from then on it means one process, even if the pid changes hands.
+        # Open the pidfd before the check, so that it refers to one process even if the pid is reused.
         pidfd = open_pidfd(pid)
         if Stat(pid).start != start:
             return False
@@ -129,10 +129,10 @@ def send(pid: int, start: int, number: int) -> bool:
 
 
 def freeze_and_kill(find: Callable[[], dict[int, int]]) -> dict[int, int]:
-    """Stop what `find` gives until it gives nothing new, then SIGKILL it all; gives what was hit, as pid -> start time.
+    """Stop the processes that `find` returns until it finds no new ones, then SIGKILL them all; returns them as pid -> start time.
 
-    A process that is killed while its sibling forks leaves the new one behind. A stopped process cannot fork, so all are
-    stopped first. A fork that was under way when its process was stopped may be missed: call this until nothing is left.
+    Killing one process while its sibling forks would miss the new process. Stopped processes cannot fork, so all are stopped
+    first. A fork in progress when its process was stopped may still be missed: repeat the call until nothing is left.
     """
     frozen: dict[int, int] = {}
     for _ in range(FREEZE_PASSES):

@@ -1,4 +1,4 @@
-"""Which variables of the environment a program gets: of the keys and passwords only those that it has a use for."""
+"""Removes secrets from the environment of programs that do not need them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping
 
 from fsbarrier.printable import without_passwords
 
-#: A part of a name, between underscores, that says that the value is a secret.
+#: A part of a variable's name, between underscores, that marks it as a secret.
 _SECRET = re.compile(
     r"(^|_)(\w*KEY|KEYS|TOKEN|TOKENS|SECRET|SECRETS|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE
 )
 
-#: What only the program of a tracker has a use for, by the tracker's name. Trackio's HF_TOKEN is also how others get models and tasks.
+#: Secrets that only a tracker needs, by tracker. Trackio's HF_TOKEN is not listed, because other programs download models with it.
 TRACKERS_KEYS: Mapping[str, tuple[str, ...]] = {
     "wandb": ("WANDB_API_KEY",),
     "mlflow": ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"),
@@ -24,8 +24,8 @@ TRACKERS_KEYS: Mapping[str, tuple[str, ...]] = {
 
 
 def without_secrets(environ: Mapping[str, str], named: Collection[str | None] = ()) -> dict[str, str]:
-    """The environment for a program that has a use for none: less those that `named` or their own names say are secrets, and less
-    addresses with a password in them (a proxy's)."""
+    """The environment for a program that needs no secrets: without variables that are in `named` or look like secrets, and without URLs
+    that contain a password (a proxy's)."""
     return {
         name: value
         for name, value in environ.items()
@@ -34,10 +34,10 @@ def without_secrets(environ: Mapping[str, str], named: Collection[str | None] = 
 
 
 def without_trackers_keys(environ: Mapping[str, str], trackers: Collection[str]) -> dict[str, str]:
-    """The environment for a program that may have a use for any key, but for those of the run's own trackers."""
+    """The environment for a program that may need any secret except those of the run's trackers."""
     return without_variables(environ, {key for name in trackers for key in TRACKERS_KEYS.get(name, ())})
 
 
 def without_variables(environ: Mapping[str, str], named: Collection[str | None]) -> dict[str, str]:
-    """The environment less these variables."""
+    """The environment without these variables."""
     return {name: value for name, value in environ.items() if name not in named}

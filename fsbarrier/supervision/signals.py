@@ -1,4 +1,4 @@
-"""Signal handlers: one that ends a program by unwinding it, and handlers that hold for a while only."""
+"""Signal handlers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def end(number: int, frame: FrameType | None) -> NoReturn:
-    """A handler that ends the program by an exception, so that what is half made is removed."""
+    """A handler that ends the program with an exception, so that clean-up code runs."""
     raise SystemExit(128 + number)
 
 
 @contextmanager
 def ending_signals_handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """While this lasts, `handle` is called for the signals that end programs; afterwards they do what they did before.
+    """Use `handle` for terminating signals inside this context, and restore the previous handlers afterwards.
 
-    For the main thread, where alone Python lets handlers be set.
+    Only for the main thread, because Python sets handlers only there.
     """
     before = {number: signal.signal(number, handle) for number in ENDING}
     try:

@@ -1,4 +1,4 @@
-"""The Python stacks of a tree of processes, whatever they hang in: by py-spy where it is installed, else by asking each for its own."""
+"""Collects the Python stacks of a process tree, even of hung processes: with py-spy if installed, else by signalling each process."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from pathlib import Path
 from fsbarrier.stack_signal import SIGNAL, file_name
 from fsbarrier.supervision import processes
 
-# How long py-spy may look at one process, and how long all processes together may take to write their stacks.
+# Timeouts: for py-spy per process, and for all processes together to write their stacks.
 PY_SPY_S, WRITE_S = 5.0, 8.0
-# So long may pass on a busy machine between two pieces that a process writes.
+# Maximum pause between two writes of one process on a busy machine.
 LOOK_S = 0.3
-# What is read of one process's stacks.
+# Maximum bytes to read per process.
 MOST_BYTES = 256 * 1024
 
 
 def stacks_of(tree: Mapping[int, int]) -> dict[int, str]:
-    """The stacks of those of `tree` (pid -> start time) that tell them, or why one that could tell does not."""
+    """The stacks of the processes in `tree` (pid -> start time) that support it, or the reason why one failed."""
     me = os.getpid()
     own = {me: _own_stacks()} if me in tree else {}
     found = own | _by_py_spy({pid: start for pid, start in tree.items() if pid not in own})
@@ -34,8 +34,8 @@ def stacks_of(tree: Mapping[int, int]) -> dict[int, str]:
 
 
 def _own_stacks() -> str:
-    """Of all threads of this process. Asked by the signal, a healthy daemon was once ended by SIGSEGV: its handler reads the frames of
-    other threads while they change, which cannot be here."""
+    """The stacks of all threads of this process. Done without the signal: its handler reads frames of other threads while they change,
+    which once crashed a healthy daemon with SIGSEGV."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
@@ -44,7 +44,7 @@ def _own_stacks() -> str:
 
 
 def _by_py_spy(tree: Mapping[int, int]) -> dict[int, str]:
-    """Those of the Python processes that py-spy may look into. Where it is not allowed to, it fails for all."""
+    """The stacks from py-spy. If py-spy lacks permission, it fails for all processes."""
     program, found = shutil.which("py-spy"), dict[int, str]()
     deadline = time.monotonic() + 2 * PY_SPY_S
     for pid in tree:
@@ -52,7 +52,7 @@ def _by_py_spy(tree: Mapping[int, int]) -> dict[int, str]:
         if program is None or left_s <= 0:
             break
         try:
-            # Without stopping it: a py-spy that is ended while its process hangs in a mount would leave that stopped.
+            # Nonblocking, because a py-spy that is killed while its target hangs in a mount would leave the target stopped.
             argv = [program, "dump", "--pid", str(pid), "--nonblocking"]
             done = subprocess.run(
                 argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=left_s, check=False
@@ -60,7 +60,7 @@ def _by_py_spy(tree: Mapping[int, int]) -> dict[int, str]:
         except (OSError, subprocess.TimeoutExpired):
             continue
         if done.returncode == 0 and done.stdout:
-            # The line before the stacks is the command, in which a setting may be a secret.
+            # The first line is the command, which may contain a secret setting.
             _, _, text = done.stdout[:MOST_BYTES].decode(errors="replace").partition("\n")
             found[pid] = text
     return found
@@ -68,20 +68,20 @@ def _by_py_spy(tree: Mapping[int, int]) -> dict[int, str]:
 
 @dataclass
 class _Writing:
-    """The file of memory into which a process writes its stacks: its path, how long it was before, and how long it was last."""
+    """The memfd into which a process writes its stacks: its path, its initial size, and its size at the last check."""
 
     path: str
     before: int
     size: int
 
     def grew(self) -> bool:
-        """Whether it has become longer since the last call; a process that ended wrote no more."""
+        """Whether it has grown since the last call; False for a process that has ended."""
         last, self.size = self.size, _size(self.path)
         return self.size > last
 
 
 def _by_signal(tree: Mapping[int, int]) -> dict[int, str]:
-    """Those of the processes that have registered (fsbarrier/stack_signal.py)."""
+    """The stacks of the processes that have registered for the signal (fsbarrier/stack_signal.py)."""
     asked = dict[int, _Writing]()
     for pid, start in tree.items():
         path = _memory_file(pid)
@@ -91,7 +91,7 @@ def _by_signal(tree: Mapping[int, int]) -> dict[int, str]:
     deadline, pause, writing = time.monotonic() + WRITE_S, threading.Event(), set(asked)
     while writing and time.monotonic() < deadline:
         pause.wait(LOOK_S)
-        # A process writes in pieces. It is done when no more has come since the last look.
+        # A process writes in several pieces. It is done when the file has stopped growing.
         grew = {pid for pid in writing if asked[pid].grew()}
         unbegun = {pid for pid in writing if asked[pid].size == asked[pid].before and not _stopped(pid)}
         writing = grew | unbegun
@@ -99,7 +99,7 @@ def _by_signal(tree: Mapping[int, int]) -> dict[int, str]:
 
 
 def _memory_file(pid: int) -> str:
-    """Where the process's own file of memory can be opened; "" where it has none."""
+    """The path under which the process's memfd can be opened; "" if it has none."""
     folder, name = f"/proc/{pid}/fd", f"/memfd:{file_name(pid)} (deleted)"
     try:
         for fd in os.listdir(folder):
@@ -112,7 +112,7 @@ def _memory_file(pid: int) -> str:
 
 
 def _handles(pid: int) -> bool:
-    """Whether the process has a handler for SIGNAL now. Code of somebody else's may have set it back, and then the signal would end it."""
+    """Whether the process currently handles SIGNAL. Other code may have reset the handler, and then the signal would kill the process."""
     try:
         caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     except OSError:
@@ -140,5 +140,5 @@ def _written(each: _Writing) -> str:
             stream.seek(each.before)
             text = stream.read(MOST_BYTES).decode(errors="replace")
     except OSError:
-        return "(it has ended meanwhile)\n"
-    return text or "(it did not write its stacks: it is stopped, or hangs in the kernel)\n"
+        return "(the process has ended)\n"
+    return text or "(the process did not write its stacks: it is stopped, or hangs in the kernel)\n"

@@ -1,12 +1,12 @@
-"""Programs that the daemon starts, each under a guard: nothing of one outlives the daemon, or its `stop()`.
+"""Starts programs for the daemon, each under a guard, so that none outlives the daemon or a call of `stop()`.
 
     child = Child.start(["torchrun", ...], log_file=Path("update.log"), name="update")
-    code = child.wait(60.0)      # None while anything of it lives; -15: ended by SIGTERM
-    child.stop(grace_s=5.0)      # returns when nothing is left
+    code = child.wait(60.0)      # None while any of its processes lives; -15: killed by SIGTERM
+    child.stop(grace_s=5.0)      # returns when its process tree is gone
 
-guard.py says how the tree below is held together, and what a `Child` and its guards say to each other through a
-socket. A `Child` that is dropped without `stop()` is ended too, for then the guard sees the end of the socket. Only
-processes that descend from ours are ever signalled, each by (pid, start time).
+guard.py describes how the process tree is controlled, and the socket protocol between a `Child` and its guards. A `Child`
+that is dropped without `stop()` is killed too, because the guard sees EOF on the socket. Only descendants of this process
+are ever signalled, each identified by (pid, start time).
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class StillRunning(ProgramFailed):
 
 
 class Child:
-    """A running program with everything below it; any thread may call its methods.
+    """A running program with its process tree; its methods are thread-safe.
 
-    `pid` is the main program's, which leads a session and a process group of its own. `guard_pid` is the
-    guard's, a child of this process.
+    `pid` belongs to the main program, which leads its own session and process group. `guard_pid` belongs to the guard, a
+    child of this process.
     """
 
     def __init__(self, name: str, log_file: Path, log_start: int) -> None:
@@ -104,8 +104,8 @@ class Child:
         name: str,
         template: Template | None = None,
     ) -> Self:
-        """Start `argv` with exactly `env` (None: ours) in `cwd` (None: ours), its output appended to `log_file`; forked by `template`
-        where it can be.
+        """Start `argv` with exactly `env` (None: ours) in `cwd` (None: ours), appending its output to `log_file`. `template` forks it
+        if possible.
 
         Raises StartFailed (no such program or folder), StoreError (the log cannot be written), ValueError (a NUL
         byte or no argv).
@@ -138,7 +138,7 @@ class Child:
         return child
 
     def poll(self) -> int | None:
-        """The main program's exit code (-N: ended by signal N) once *nothing* of its tree is left, else None."""
+        """The main program's exit code (-N: killed by signal N) once its *whole* process tree is gone, else None."""
         with self._lock:
             if self._exit_code is None:
                 self._read_reports()
@@ -147,7 +147,7 @@ class Child:
             return self._exit_code
 
     def wait(self, timeout_s: float) -> int | None:
-        """`poll()`, waiting up to `timeout_s` for it to give a code."""
+        """`poll()`, waiting up to `timeout_s` for a code."""
         deadline = time.monotonic() + timeout_s
         while (code := self.poll()) is None:
             left_s = deadline - time.monotonic()
@@ -157,25 +157,28 @@ class Child:
         return code
 
     def stop(self, grace_s: float = 5.0) -> int:
-        """SIGTERM to the program's group, SIGKILL to all that is left after `grace_s`; gives the exit code.
+        """Send SIGTERM to the program's group, and SIGKILL to the remaining processes after `grace_s`; returns the exit code.
 
-        Returns when nothing is left; raises StillRunning where that takes KILL_S longer than the grace.
+        Returns when the process tree is gone; raises StillRunning if that takes KILL_S longer than the grace period.
         """
         with self._lock:
             if self.poll() is None:
-                # An error means that the guards are ending already.
+                # An error means that the guards are already exiting.
                 with contextlib.suppress(OSError):
                     self._socket.sendall(b"stop %f\n" % max(grace_s, 0.0))
-                # Somebody may have stopped the guard.
+                # Someone may have sent SIGSTOP to the guard.
                 self._guard.send_signal(signal.SIGCONT)
         code = self.wait(grace_s + KILL_S)
         if code is None:
             left = sorted(self.pids())
-            raise StillRunning(f"{self.name}: SIGKILL does not end {left}; do they hang in the kernel?", left)
+            raise StillRunning(
+                f"{self.name}: processes {left} survived SIGKILL; they probably hang in the kernel (a mount or a driver)",
+                left,
+            )
         return code
 
     def pids(self) -> frozenset[int]:
-        """The processes that belong to it now: the main program and all below, without the guards."""
+        """The current processes: the main program and its descendants, without the guards."""
         if self._exit_code is not None:
             return frozenset()
         found = processes.scan()
@@ -183,11 +186,11 @@ class Child:
         return frozenset(p for p in tree if found[p].session != self.guard_pid and not found[p].ended)
 
     def fileno(self) -> int:
-        """For `selectors`: readable when `poll()` has news. -1 after the end."""
+        """For `selectors`: readable when `poll()` may have a new result. -1 after the end."""
         return self._socket.fileno()
 
     def last_log_lines(self, lines: int = log_tail.SHOWN_LINES) -> list[str]:
-        """The last lines of its log since this start, from at most the last 64 KiB, fit for a terminal."""
+        """The last lines of its log since this start, from at most the last 64 KiB, made printable."""
         return log_tail.last_lines(self.log_file, lines, self._log_start)
 
     def __enter__(self) -> Self:
@@ -202,16 +205,16 @@ class Child:
         self._descendants, self._looked_up_at = tree, time.monotonic()
 
     def _hand_over(self, program: bytes, argv0: str) -> None:
-        """Hand the program to the guard and wait until it runs. Raises StartFailed."""
+        """Send the program to the guard and wait until it runs. Raises StartFailed."""
         deadline = time.monotonic() + START_S
         self._socket.settimeout(START_S)
-        # An error means that the guard has ended or hangs. The loop below finds out which, and says so.
+        # An error means that the guard has ended or hangs. The loop below detects which.
         with contextlib.suppress(OSError):
             self._socket.sendall(program)
         self._socket.setblocking(False)
         while not self.pid and self._start_failure is None and self._exit_code is None:
             if time.monotonic() >= deadline:
-                # Without the socket and the outer guard, an inner guard ends everything below it.
+                # When the socket and the outer guard are gone, the inner guard kills everything below it.
                 self._socket.close()
                 self._guard.kill()
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -233,7 +236,7 @@ class Child:
         raise StartFailed(message, 127 if missing else 126)
 
     def _read_reports(self) -> None:
-        """Read what the guards have reported since the last call."""
+        """Read the guards' new reports."""
         while True:
             try:
                 data = self._socket.recv(4096)
@@ -256,12 +259,12 @@ class Child:
                 return
 
     def _settle(self) -> None:
-        """Both guards have ended, and with them the tree, unless both were killed."""
+        """Called when both guards have ended. The process tree is gone too, unless both guards were killed."""
         # The outer guard has closed its end of the socket, so it is about to exit.
         self._guard.wait()
         if self._reported_code is None:
-            # Both were killed. The kernel has ended the main program with them; the rest is ours to end. The main
-            # program's session is ours too, as long as its number cannot have been given to another process.
+            # Both were killed. The kernel has killed the main program with them; kill the rest here. The main program's
+            # session may be killed too, as long as its number cannot have been reused.
             fresh = time.monotonic() - self._looked_up_at < 2 * SNAPSHOT_S
             orphans.kill_tree(self._descendants, KILL_S, session=self.pid if fresh else 0)
         orphans.forget_tree(str(self.guard_pid))
@@ -270,14 +273,13 @@ class Child:
 
 
 def own_program(*words: str) -> list[str]:
-    """A command that runs a module of this package: its name, then what it is told. -P: a file of the user's in the current directory,
-    random.py say, must not pass for a library's."""
+    """The command line that runs a module of this package with these arguments. -P: a user's file in the current directory, for example
+    random.py, must not shadow a library."""
     return [sys.executable, "-P", "-m", *words]
 
 
 def with_this_package(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment for a Python program that is to import this very fsbarrier, wherever it runs; its output is not held back, and it
-    tells its stacks when it is asked."""
+    """An environment for a Python program that must import this fsbarrier, with unbuffered output and stack dumps on request."""
     package = Path(fsbarrier.__file__).resolve().parents[1]
     search_path = (str(package), *environ.get("PYTHONPATH", "").split(os.pathsep))
     joined = os.pathsep.join(dict.fromkeys(folder for folder in search_path if folder))
@@ -288,16 +290,16 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
     """Our end of the socket and the guard's. Both are close-on-exec: a copy of ours in another program would hide our death."""
     ours, theirs = socket.socketpair()
     if theirs.fileno() <= 2:
-        # A daemon without standard streams got one of their numbers, where the guard's own streams are to go.
+        # In a daemon without standard streams the socket may have one of their numbers, which the guard's streams need.
         with theirs:
             return ours, socket.socket(fileno=fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 3))
     return ours, theirs
 
 
 def _open_log(path: Path, name: str, argv: Sequence[str]) -> tuple[int, int]:
-    """Open the log for appending, with a line that says what starts (no environment: it may hold keys).
+    """Open the log for appending and write a header line with the command (without the environment, which may contain keys).
 
-    Gives the descriptor and the offset after that line. Raises StoreError.
+    Returns the descriptor and the offset after that line. Raises StoreError.
     """
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     line = f"--- {now} start {name}: {without_passwords(shlex.join(argv))}\n"

@@ -1,14 +1,13 @@
-"""A process that has imported what programs need, and forks one for each start: `python -m fsbarrier.supervision.template`.
+"""A process that has imported the modules that programs need, and forks a program per start: `python -m fsbarrier.supervision.template`.
 
     daemon -> guards -> template -> outer guard -> inner guard -> program
 
-Such a program is like any other: it has guards, a session, a log, an environment and a process of its own, and nothing of an earlier
-program is in its memory. It only saves the start of Python and the imports, which take longer than most of our programs work.
+A forked program behaves like any other: it has its own guards, session, log, environment and process, and no state of earlier programs. It
+only saves the start of Python and the imports, which take longer than most of our programs run.
 
-* The template does nothing but import. If that starts a thread, the template ends without forking anything, and programs are started anew:
-  a lock that the thread holds at the fork would be held for ever in the new process.
-* The template ends with the daemon, as every program under guards does, and its programs end with it. If it is killed, the daemon starts
-  it again.
+* The template only imports. If an import starts a thread, the template exits without forking, and programs are started with exec: a lock
+  held by that thread during the fork would stay locked in the new process.
+* The template ends with the daemon, like every guarded program, and its programs end with it. If it is killed, the daemon restarts it.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from fsbarrier.supervision import private_socket
 from fsbarrier.supervision.guard import BecomeProgram, guard_program
 from fsbarrier.supervision.supervisor import START_S, Child, own_program, with_this_package
 
-# After so many templates in a row that ended before they forked anything, no other one is tried.
+# Give up after this many templates in a row have ended without forking a program.
 STARTS = 3
 
 # --- the daemon's side ---
 
 
 class ForkedGuard:
-    """An outer guard that a template has forked, with the methods of `subprocess.Popen` that a Child uses."""
+    """An outer guard forked by a template, with the methods of `subprocess.Popen` that Child uses."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid, self._pidfd = pid, pidfd
@@ -57,7 +56,7 @@ class ForkedGuard:
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until it has ended. Raises subprocess.TimeoutExpired."""
+        """Wait until it has ended. Raises subprocess.TimeoutExpired."""
         if self._pidfd < 0:
             return
         poller = select.poll()
@@ -69,30 +68,30 @@ class ForkedGuard:
 
 
 class Template:
-    """The template of one daemon. Any thread may call."""
+    """The template of one daemon. Thread-safe."""
 
     def __init__(self, modules: Sequence[str], *, work_dir: Path, log_file: Path) -> None:
-        """`modules`: what it can fork, as `python -m MODULE` would start it. Without any, there is no template."""
+        """`modules`: the modules it can fork, as in `python -m MODULE`. If empty, no template is started."""
         self._modules, self._path, self._log_file = tuple(modules), work_dir / "template", log_file
         self._environ = with_this_package(os.environ)
         self._lock = threading.Lock()
         self._starts = 0
         self._child: Child | None = None
         self._listener: socket.socket | None = None
-        # None until the template has imported everything.
+        # None until the template has finished its imports.
         self._connection: socket.socket | None = None
 
     def load(self) -> None:
-        """Start it ahead of time, if it does not run. A failure shows in its log; programs then take longer to start."""
+        """Start the template ahead of time, if it is not running. A failure only appears in its log; programs then start more slowly."""
         with self._lock:
             self._load()
 
     def fork_guard(
         self, argv: Sequence[str], env: Mapping[str, str], lifeline: socket.socket, log_fd: int
     ) -> ForkedGuard | None:
-        """The outer guard of a program that is about to come over `lifeline`; None where it has to be started anew."""
+        """The outer guard of a program that will be sent over `lifeline`; None if the template cannot fork it."""
         known = [*argv[:3]] == own_program() and argv[3] in self._modules
-        # Libraries read some variables while they are imported, and the template has imported them with its own.
+        # Libraries read some variables during import, so the environment must match the template's.
         if not known or env != self._environ:
             return None
         with self._lock:
@@ -105,7 +104,7 @@ class Template:
                 return None
 
     def stop(self) -> None:
-        """End it and all that it has forked; returns when nothing is left."""
+        """Stop the template and everything it has forked; returns when its process tree is gone."""
         with self._lock:
             self._starts = STARTS
             self._stop()
@@ -127,7 +126,7 @@ class Template:
     def _ask(self, lifeline: socket.socket, log_fd: int) -> ForkedGuard | None:
         """Raises OSError, ValueError."""
         if self._connection is None and self._listener is not None:
-            # The template imports for some seconds. A program that comes sooner is started without it.
+            # The template imports for some seconds. A program that is needed sooner is started without it.
             with contextlib.suppress(BlockingIOError):
                 self._connection, _ = self._listener.accept()
         if self._connection is None:
@@ -153,16 +152,16 @@ class Template:
 
 
 def main(path: Path, modules: Sequence[str]) -> None:
-    """Import, then fork whenever the daemon asks for it. Ends with the daemon; raises BecomeProgram in each new program."""
+    """Import the modules, then fork on request until the daemon ends. Raises BecomeProgram in each new program."""
     for module in modules:
         importlib.import_module(module)
     for module in modules:
-        # A program is to run it once more, as its main module.
+        # The program runs this module again as its main module.
         del sys.modules[module]
     end_pools()
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
-        sys.exit(f"{threads} threads after the imports: programs are started anew")
-    # The garbage collector leaves frozen objects alone. Else it would write to them in each new process, and so copy the shared memory.
+        sys.exit(f"{threads} threads after the imports: cannot fork, programs are started with exec")
+    # Freeze the imported objects: otherwise the garbage collector would write to them in each new process and copy shared memory.
     gc.collect()
     gc.freeze()
     with private_socket.connect(path) as connection:
@@ -170,7 +169,7 @@ def main(path: Path, modules: Sequence[str]) -> None:
 
 
 def end_pools() -> None:
-    """OpenBLAS, which numpy loads, ends its threads before each fork; it starts them when there is something to compute."""
+    """The number of threads, without those of numpy's OpenBLAS, which stops them before each fork and restarts them on demand."""
     if pid := os.fork():
         os.waitpid(pid, 0)
     else:
@@ -191,7 +190,7 @@ def serve(connection: socket.socket) -> None:
             try:
                 request, fds, _, _ = socket.recv_fds(connection, 64, 2)
             except ConnectionResetError:
-                # The daemon has closed its end before it read our last answer.
+                # The daemon closed its end before it read our last answer.
                 return
             if not request:
                 return
@@ -201,7 +200,7 @@ def serve(connection: socket.socket) -> None:
                 be_guard(me, *fds)
             for given in fds:
                 os.close(given)
-            # Until we reap the child nobody else can get its pid, so the pidfd is the child's even if it has ended already.
+            # The child's pid cannot be reused until we reap it, so the pidfd is valid even if the child has ended.
             pidfd = os.pidfd_open(pid)
             socket.send_fds(connection, [b"%d" % pid], [pidfd])
             guards[pidfd] = pid
@@ -209,7 +208,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def be_guard(template: int, lifeline: int, log: int) -> NoReturn:
-    """In a new process: be the guards, or raise BecomeProgram in the process below them that is the program."""
+    """In a new process: run the guards; in the program process below them, raise BecomeProgram."""
     code = 1
     try:
         os.setsid()
@@ -226,21 +225,21 @@ def be_guard(template: int, lifeline: int, log: int) -> NoReturn:
 
 
 def run(argv: Sequence[bytes], env: Mapping[bytes, bytes]) -> NoReturn:
-    """What Python does with `python -P -m MODULE ...`, once it has started: this process is the program now."""
+    """Do what `python -P -m MODULE ...` does after startup: this process is now the program."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:
-            # The descriptor by which the folder was listed is among the names, and closed already.
+            # The listing contains its own descriptor, which is already closed.
             with contextlib.suppress(OSError):
                 os.close(int(name))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_IGN)
-    # By now the guard has set all signals back, and the template's file is closed.
+    # The guard has restored all signal handlers, and the template's memfd is closed.
     stack_signal.register()
     os.environb.clear()
     os.environb.update(env)
     if numpy := sys.modules.get("numpy"):
-        # All programs would draw the same numbers. Python's own generator is seeded anew by each fork.
+        # Otherwise all programs would draw the same numbers. Python reseeds its own generator at each fork.
         numpy.random.seed()
     _, _, _, module, *words = map(os.fsdecode, argv)
     sys.argv = ["-m", *words]
@@ -256,7 +255,7 @@ def run(argv: Sequence[bytes], env: Mapping[bytes, bytes]) -> NoReturn:
 
 
 def exit_code(ended: SystemExit) -> int:
-    """As Python understands it: anything but a number is a message for people."""
+    """Interpret an exit value as Python does: anything but a number is an error message."""
     if ended.code is None or isinstance(ended.code, int):
         return ended.code or 0
     print(ended.code, file=sys.stderr)
@@ -264,8 +263,8 @@ def exit_code(ended: SystemExit) -> int:
 
 
 def end(code: int) -> NoReturn:
-    """What Python does at its end, but for taking its memory apart, which would copy all that was imported."""
-    # Joins threads and closes pools, as multiprocessing has it done in a process that it forked.
+    """Do what Python does at exit, except freeing memory, which would copy the shared pages."""
+    # Join threads and close pools, as multiprocessing does in a forked process.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -1,16 +1,16 @@
-"""The contract between a daemon and a worker program: three JSON files in a folder that only they use.
+"""The interface between a daemon and a worker program: three JSON files in a private folder.
 
-    spec.json      The daemon writes it before it starts `PROGRAM --spec spec.json`: what to do, the resolved settings,
-                   and in "progress" and "result" the paths of the other two files; in "launched_at" the host's monotonic clock.
-    progress.json  The program rewrites it while it works, at most five times a second. The daemon puts it into every
-                   heartbeat, so it must be small. That the file changes is also the program's sign of life.
-    result.json    The program writes it once, when all its work is done. The daemon reads it when the exit code is 0, or a program
-                   that is kept says that it is done. Its "start_s" is the time from the launch to the beginning of its work.
+    spec.json      Written by the daemon before it starts `PROGRAM --spec spec.json`: the job, the resolved settings, the paths
+                   of the other two files ("progress", "result"), and the host's monotonic clock ("launched_at").
+    progress.json  Rewritten by the program while it works, at most five times a second. The daemon includes it in every
+                   heartbeat, so it must be small. Its changes also show that the program is not stalled.
+    result.json    Written by the program once, at the end. The daemon reads it after exit code 0, or when a kept program reports
+                   that it is done. "start_s" is the time from the launch to the start of the work.
 
-A program that fails prints one line for people and exits with 1, or with 2 where a setting or an input file is wrong.
+A program that fails prints a one-line message and exits with 1, or with 2 if a setting or an input file is wrong.
 
-The upper half of this module is the daemon's side. It trusts neither size nor shape of what it reads, for the program
-may be the user's own. The lower half is what our own programs call.
+The upper half of this module is the daemon's side. It validates size and structure of everything it reads, because the
+program may be the user's own. The lower half is for our own programs.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision import signals
 from fsbarrier.supervision.kept_program import JOBS, Jobs
 
-# Every heartbeat carries the progress.
+# Every heartbeat contains the progress.
 MAX_PROGRESS_BYTES = 64 * 1024
 # Every node reads the result as part of a decision. A record may be four times as large.
 MAX_RESULT_BYTES = 16 * 1024 * 1024
-# The daemon writes the result again, some levels further down in a record, and the JSON library has a limit of its own.
+# The daemon embeds the result in a record a few levels deeper, and the JSON library has a nesting limit.
 MAX_NESTING = 100
-# The program shows its progress at most this often.
+# Minimum interval between progress updates.
 SHOW_S = 0.2
 
 Spec = TypeVar("Spec")
@@ -49,7 +49,7 @@ Spec = TypeVar("Spec")
 
 @dataclass(frozen=True, slots=True)
 class WorkerFiles:
-    """The three files of one program, in a folder on this node that nobody else uses."""
+    """The three files of one program, in a private folder on this node."""
 
     folder: Path
 
@@ -66,7 +66,7 @@ class WorkerFiles:
         return self.folder / "result.json"
 
     def write_spec(self, spec: Payload) -> None:
-        """Make the folder and leave the spec in it. Raises OSError."""
+        """Create the folder and write the spec. Raises OSError."""
         files.make_dirs(self.folder)
         complete = {
             **spec,
@@ -78,7 +78,7 @@ class WorkerFiles:
 
 
 def read_progress(path: Path) -> JsonObject | None:
-    """The progress that the running program last wrote; None if there is none that can be read."""
+    """The latest progress of the running program; None if it is missing or unreadable."""
     try:
         return _read_object(path, MAX_PROGRESS_BYTES)
     except (OSError, ValueError):
@@ -86,14 +86,14 @@ def read_progress(path: Path) -> JsonObject | None:
 
 
 def read_result(path: Path, program: str) -> JsonObject:
-    """The result of a program that exited with 0. Raises ProgramFailed where there is none, or it is no JSON object."""
+    """The result of a program that exited with 0. Raises ProgramFailed if it is missing or not a JSON object."""
     try:
         result = _read_object(path, MAX_RESULT_BYTES)
     except FileNotFoundError:
         raise ProgramFailed(f"{program} ended well but left no result") from None
     except (OSError, ValueError) as error:
         raise ProgramFailed(f"{program} ended well but left a bad result: {error}") from None
-    # The daemon itself uses this name for lines of the journal. A program must not write there.
+    # Reserved: the daemon uses this name for lines of the journal.
     result.pop("events", None)
     return result
 
@@ -115,7 +115,7 @@ def _read_object(path: Path, max_bytes: int) -> JsonObject:
 
 
 def _nesting(value: JsonObject) -> int:
-    """How many objects and lists lie inside each other; counted level by level, so that no depth exhausts the stack."""
+    """The nesting depth, computed level by level so that no input can exhaust the stack."""
     depth = 0
     level: list[Any] = [value]
     while level:
@@ -129,13 +129,13 @@ def _nesting(value: JsonObject) -> int:
 
 
 class ProgressWriter:
-    """Writes the progress file, always as a whole. Without a path it does nothing."""
+    """Writes the progress file atomically. Does nothing without a path."""
 
     def __init__(self, path: Path | None) -> None:
         self._path, self._shown_at = path, 0.0
 
     def show(self, done: int, total: int, unit: str, *, last: bool = False, **fields: object) -> None:
-        """Say how far the work is, unless that was said a moment ago. `fields`: reward_mean, tokens_per_s, note."""
+        """Report progress, unless the last report was a moment ago. `fields`: reward_mean, tokens_per_s, note."""
         now = time.monotonic()
         if self._path is None or (now - self._shown_at < SHOW_S and not last):
             return
@@ -155,11 +155,11 @@ Main = Callable[[Spec, Settings, ProgressWriter], Mapping[str, object] | None]
 
 
 def run_worker(main: Main[Spec], stays: Callable[[], bool] = lambda: False) -> int:
-    """Read the spec, run `main(spec, settings, progress)`, leave its result; gives the exit code.
+    """Read the spec, run `main(spec, settings, progress)`, write its result; returns the exit code.
 
-    A program may declare the spec as a TypedDict of the fields that it reads; nothing checks the file, since our own phases wrote it.
-    `main` returns None in a process that leaves no result: of the many processes of one update, one does.
-    `stays`: asked after each job whether this process takes another, where its daemon keeps the program (kept_program.py).
+    A program may declare the spec as a TypedDict; the file is not validated, because our own phases wrote it. `main` returns None in a
+    process that writes no result: only one of the processes of an update does. `stays`: called after each job; whether this process takes
+    another one if its daemon keeps the program (kept_program.py).
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--spec", type=Path, required=True, help="the JSON file that says what to do")
@@ -175,13 +175,13 @@ def run_worker(main: Main[Spec], stays: Callable[[], bool] = lambda: False) -> i
 
 
 def _do(main: Main[Spec], spec_file: Path) -> int:
-    """One job; gives the exit code."""
+    """Do one job; returns the exit code."""
     spec = json.loads(spec_file.read_text())
     started_s = time.monotonic() - spec.get("launched_at", time.monotonic())
     signal.signal(signal.SIGTERM, signals.end)
     settings = Settings.from_json(spec["settings"])
     files.set_shared_group(settings.shared_group)
-    # Libraries write files too, and do not know the modes that the run asks for.
+    # Files written by libraries must get the run's permissions too.
     os.umask(0o007 if settings.shared_group else 0o077)
     try:
         result = main(spec, settings, ProgressWriter(Path(spec["progress"])))
@@ -189,7 +189,7 @@ def _do(main: Main[Spec], spec_file: Path) -> int:
         print(error, file=sys.stderr, flush=True)
         return error.exit_code if error.exit_code == 2 else 1
     except OSError as error:
-        # Libraries raise OSError for errors of their own too. Those have no errno, and their traceback helps.
+        # Libraries also raise OSError without an errno for their own errors; those need a traceback.
         if error.errno is None:
             raise
         print(f"{error.filename or 'a file'}: {error.strerror}", file=sys.stderr, flush=True)

@@ -160,7 +160,7 @@ def _phases(finished: Sequence[IterationTime], width: int) -> Table:
 def _coordination(finished: Sequence[IterationTime], width: int) -> list[Text]:
     total = together(finished)
     mean = duration(total.coordination_s / len(finished))
-    about = "" if total.exact else " (by the hosts' wall clocks)"
+    about = "" if total.exact else " (by wall clocks)"
     cut = f"; {duration(total.cut_short_s)} in aborted phases" if total.cut_short_s else ""
     text = f"{percent(total.share)} of the time: {mean} per iteration{about}{cut}"
     return wrapped(("coordination ", ""), text, "bold", width, most=3)
