@@ -224,9 +224,9 @@ def test_any_client_can_be_used_and_is_recorded(fake: Fake) -> None:
             answer = (await http.post("/chat/completions", json=body)).json()
             assert answer["choices"][0]["message"] == {"role": "assistant", "content": "5"}
             for wrong, status, said in (
-                ({"temperature": 0.2}, 400, "temperature=0.2: sampling is the run's"),
-                ({"n": 2}, 400, "n=2: sampling is the run's"),
-                ({"stream": True}, 400, "not streamed"),
+                ({"temperature": 0.2}, 400, "temperature=0.2: must equal the run's setting"),
+                ({"n": 2}, 400, "n=2: must equal the run's setting"),
+                ({"stream": True}, 400, "streaming is not supported"),
             ):
                 refused = await http.post("/chat/completions", json={**body, **wrong})
                 assert refused.status_code == status and said in refused.text
@@ -390,8 +390,8 @@ def test_an_engine_that_is_gone_is_no_agents_error(tmp_path: Path, fake: Fake, f
     ("name", "said"),
     [
         ("Plain", "its method run is not async"),
-        ("Few", r"an agent is called as run\(task, client\): too many positional arguments"),
-        ("Needs", "an agent is made without arguments: missing a required argument: 'x'"),
+        ("Few", r"an agent must accept a call run\(task, client\): too many positional arguments"),
+        ("Needs", "an agent must be constructible without arguments: missing a required argument: 'x'"),
         ("Nothing", "has no method run"),
         ("Absent", "does not define Absent"),
         ("function", "function is a function, not a class"),
@@ -408,7 +408,8 @@ def test_an_agent_that_asked_nothing_has_failed(fake: Fake) -> None:
 
     episode = finished(talk(fake, silent), Trajectory(), error=None, seconds=0.0)
     assert (
-        isinstance(episode, Episode) and episode.error == "the agent ended without one answer of the policy"
+        isinstance(episode, Episode)
+        and episode.error == "the agent ended without requesting an answer from the policy"
     )
     assert Segment().token_ids == []
 
@@ -503,7 +504,7 @@ def test_what_is_asked_wrongly_is_answered_as_json(fake: Fake) -> None:
                 (await http.post(f"{other_episode}chat/completions", json=turn), 404, "no such episode"),
                 (await http.post("/embeddings", json=turn), 404, "POST .*/embeddings is not served"),
                 (await http.put("/models"), 404, "PUT .*/models is not served"),
-                (await http.post("/chat/completions", content=b"{"), 400, "the request is no JSON"),
+                (await http.post("/chat/completions", content=b"{"), 400, "the request is not valid JSON"),
                 (await http.post("/chat/completions", content=b"[]"), 400, "no JSON object"),
             ):
                 error = response.json()["error"]

@@ -97,7 +97,7 @@ def test_math_reads_latex_and_survives_what_cannot_be_read() -> None:
     )
     assert [score.reward for score in (right, boxed, wrong, plain)] == [1.0, 1.0, 0.0, 1.0]
     assert right.parts == {"math": 1.0} and right.error is None and wrong.error is None
-    assert unreadable.error is not None and "cannot read the answer" in unreadable.error
+    assert unreadable.error is not None and "cannot parse the answer" in unreadable.error
 
 
 def test_a_late_math_process_is_killed_and_replaced() -> None:
@@ -193,7 +193,7 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path: Path, file: Path) -> None:
     broken.write_text("import nothing_of_this_name\n")
     for kind, message in (
         ("exakt", "must be exact, numeric, math, judge or path/file.py:function"),
-        (f"{tmp_path}/none.py:f", "there is no file"),
+        (f"{tmp_path}/none.py:f", "no such file"),
         (f"{file}:missing", "does not define missing"),
         (f"{broken}:f", "cannot be loaded: ModuleNotFoundError"),
     ):
@@ -207,7 +207,7 @@ def test_answers_that_a_kind_can_never_judge_by_are_named(tmp_path: Path) -> Non
     check_answers("mine.py:f", [task(None)], path)
     with pytest.raises(UsageError, match=r"train\.jsonl, task 0: reward\.kind=exact needs an answer"):
         check_answers("exact", [task(None)], path)
-    with pytest.raises(UsageError, match="the answer has no number: 'abc'"):
+    with pytest.raises(UsageError, match="the answer contains no number: 'abc'"):
         check_answers("numeric", [task("abc")], path)
 
 

@@ -324,7 +324,7 @@ def test_a_server_that_gives_no_token_ids_is_one_line(tmp_path: Path) -> None:
         server.process.kill()
         server.process.communicate()
     assert done.code == 1
-    assert_one_line(done.stderr, "does not give token ids and log-probabilities")
+    assert_one_line(done.stderr, "does not return token ids and log-probabilities")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -518,8 +518,8 @@ def test_a_group_whose_agent_failed_or_whose_part_is_gone_is_sampled_again(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sampling": {"temperature": 0}}, "at temperature 0 would all be the same"),
-        ({"reward.kind": "numeric"}, "task 0: reward.kind=numeric, but the answer has no number: 'ab'"),
+        ({"sampling": {"temperature": 0}}, "at temperature 0 would be identical"),
+        ({"reward.kind": "numeric"}, "task 0: reward.kind=numeric, but the answer contains no number: 'ab'"),
         ({"reward.kind": "none.py:f"}, "there is no file none.py"),
         ({"tasks": [0, 5], "shares": {"2": [0, 5]}}, "train.jsonl: has 1 tasks, so none with index 5"),
     ],

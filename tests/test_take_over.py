@@ -254,7 +254,7 @@ def test_the_log_says_why_shares_are_fixed(tmp_path: Path) -> None:
         said = [event for event in cluster.events() if event["event"] == "shares_fixed"]
         assert [(event["node_rank"], event["why"]) for event in said] == [(0, "rollout.take_over is off")]
         (log,) = cluster.log_path.glob("logs/*/node_1/rollout.log")
-        assert "does its own share and no more: rollout.take_over is off" in log.read_text()
+        assert "only does its own share: rollout.take_over is off" in log.read_text()
         assert not RunPaths(cluster.log_path).claims(1, 1, "train").exists()
         ranks = {item["task_index"]: item["node_rank"] for item in merged(cluster.log_path)["trajectories"]}
         assert ranks == {task: task // 12 for task in range(24)}

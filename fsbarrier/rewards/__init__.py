@@ -1,1 +1,1 @@
-"""How a trajectory is judged: exact and numeric match, math-verify, a function of one's own, a judge model."""
+"""Rewards: exact and numeric match, math-verify, user functions, a judge model."""

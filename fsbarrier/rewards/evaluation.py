@@ -1,9 +1,9 @@
-"""What people report of an evaluation: mean reward, pass@k and majority@k over tasks, each with its standard error.
+"""Evaluation metrics: mean reward, pass@k and majority@k over tasks, each with its standard error.
 
-pass@k (Chen et al. 2021, arXiv 2107.03374): the chance that k of a task's n samples hold a success, estimated from all n without bias.
-majority@n: whether the answer that most samples give is a success; where several are as frequent, the share of those that are. An
-answer is what the reward says it read (`pred` of a reward function), else its last number, else its text. Standard errors are those
-of means over tasks, so they say nothing of tasks of another kind.
+pass@k (Chen et al. 2021, arXiv 2107.03374): the probability that at least one of k samples is a success, with the unbiased estimator over
+all n samples. majority@n: whether the most frequent answer is a success; for ties, the share of tied answers that are. An answer is the
+`pred` of a reward function, else its last number, else its text. Standard errors are those of means over tasks, so they do not
+generalize to other kinds of tasks.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from fsbarrier.data.trajectory import Trajectory, is_judged
 from fsbarrier.rewards.matching import last_number
 from fsbarrier.settings.checks import powers_up_to
 
-#: so many sources have figures of their own
+#: maximum number of sources with their own metrics
 MOST_SOURCES = 20
 
 
 def figures(trajectories: Iterable[Trajectory], success: Mapping[str, float]) -> dict[str, float]:
-    """Of a merged evaluation, whose groups lie together, and those of a set too. `success`: the least reward of a solved trajectory, by the
-    name of the set ("" where there is one). Of several sets each has its figures (`aime/reward`), and `reward_mean` is the mean over
-    sets, so that none counts for more because it has more tasks or samples.
+    """The metrics of a merged evaluation, in which the groups of a set are contiguous. `success`: minimum reward of a solved trajectory, by
+    set name ("" for a single set). With several sets, each has its own metrics (`aime/reward`), and `reward_mean` is the unweighted mean
+    over sets.
     """
     found: dict[str, float] = {}
     means = []
     for name, of_set in groupby(trajectories, key=lambda one: one.get("eval_set", "")):
         of_one = _figures_of_one(of_set, success=success[name])
         if not name:
-            # The mean is there under its own name.
+            # The mean is already included under its own name.
             of_one.pop("reward", None)
             return of_one
         found |= {f"{name}/{figure}": value for figure, value in of_one.items()}
@@ -62,7 +62,7 @@ def _figures_of_one(trajectories: Iterable[Trajectory], *, success: float) -> di
             by_source.setdefault(str(source), []).append(means[-1])
     found = _with_error("reward", means)
     for k, values in sorted(passed.items()):
-        # A task with fewer samples, of which some could not be judged, would make the mean one of other tasks.
+        # Skip k unless all tasks have enough scored samples; otherwise the mean would be over a different selection of tasks.
         if k > 1 and len(values) == len(means):
             found |= _with_error(f"pass_at_{k}", values)
     for k, values in majorities.items():
@@ -78,7 +78,7 @@ def pass_at(k: int, samples: int, solved: int) -> float:
 
 
 def majority(answers: Sequence[object], solved: Sequence[bool]) -> float:
-    """`solved`: which of the answers are right."""
+    """`solved`: which answers are correct."""
     counted = Counter(answers).most_common()
     frequent = [answer for answer, count in counted if count == counted[0][1]]
     return statistics.fmean(solved[answers.index(answer)] for answer in frequent)

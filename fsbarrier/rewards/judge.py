@@ -1,7 +1,7 @@
-"""`reward.kind=judge`: a language model behind any OpenAI-compatible address says how good an answer is.
+"""`reward.kind=judge`: a language model behind any OpenAI-compatible API grades the answers.
 
-It is asked with the words below. A user's reward function that has a parameter `judge` gets the Judge, and asks what it likes. However
-many trajectories wait for their reward, no more than `judge.concurrency` requests are under way.
+The prompt is below. A user's reward function with a parameter `judge` gets the Judge and can send its own prompts. At most
+`judge.concurrency` requests are in flight, no matter how many trajectories wait for a reward.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ Is it right? End with a line that holds nothing but a number from 0 (wrong) to 1
 
 
 class JudgeError(Exception):
-    """The judge gave no answer, and why."""
+    """The judge gave no answer; the message is the reason."""
 
 
 class _Again(JudgeError):
-    """The judge gave no answer to this request, and may give one to the next."""
+    """A failure that a retry may fix."""
 
 
 class Judge:
-    """Asks the model of the settings `judge.*`. Raises JudgeError after `judge.retries` further tries."""
+    """Sends prompts to the model in the settings `judge.*`. Raises JudgeError after `judge.retries` retries."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
@@ -64,11 +64,11 @@ class Judge:
 
     @property
     def patience_s(self) -> float:
-        """How long one question may take at most, once it is asked."""
+        """The maximum duration of one question, including retries."""
         return self.tries * self.settings.timeout_s + (self.tries - 1) * LONGEST_PAUSE_S
 
     async def ask(self, question: str | Sequence[Mapping[str, object]], **options: object) -> str:
-        """The judge's answer to a text or to chat messages. `options` go into the request (temperature is 0 where none is given)."""
+        """The judge's answer to a text or chat messages. `options` are added to the request (default temperature: 0)."""
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
         body = {"model": self.settings.model, "temperature": 0, **options, "messages": messages}
         async with self._free:
@@ -76,7 +76,7 @@ class Judge:
 
     async def _ask_once(self, body: Mapping[str, object]) -> str:
         try:
-            # httpx limits the time between two pieces of an answer; this limits the whole request.
+            # httpx limits the time between chunks of a response; this limits the whole request.
             async with asyncio.timeout(self.settings.timeout_s):
                 response = await self._client.post("/chat/completions", json=body)
         except (httpx.TransportError, TimeoutError) as error:
@@ -96,7 +96,7 @@ class Judge:
 
 
 class JudgeReward:
-    """The number that ends the judge's answer as a Reward; the whole answer is kept in the Score's `info`."""
+    """The number at the end of the judge's answer as a reward; the whole answer is kept in the Score's `info`."""
 
     def __init__(self, judge: Judge) -> None:
         self.judge = judge

@@ -1,7 +1,7 @@
-"""Which reward `reward.kind` names: one of KINDS, a judge, or a function of the user's own (`path/file.py:function`).
+"""Resolves `reward.kind`: one of KINDS, a judge, or a user's function (`path/file.py:function`).
 
-A reward that fails or takes longer than `reward.timeout_s` marks its trajectory, and is counted; above `reward.max_error_share` of
-them the phase fails.
+A reward that fails or exceeds `reward.timeout_s` marks its trajectory as failed; if more than `reward.max_error_share` fail, the phase
+fails.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fsbarrier.rewards.judge import Judge
     from fsbarrier.settings.sections import JudgeSettings
 
-#: those that compare with the task's answer, and so need one
+#: rewards that compare with the task's answer, and therefore require one
 KINDS = ("exact", "numeric", "math")
 
 
@@ -43,9 +43,9 @@ def open_reward(
     timeout_s: float | None = None,
     judge: JudgeSettings | None = None,
 ) -> Reward:
-    """The reward that `reward.kind` and `reward.weights` name. `timeout_s`: None stands for the setting's default.
+    """The reward for `reward.kind` and `reward.weights`. `timeout_s=None`: the setting's default.
 
-    Raises UsageError where its file or function is missing or broken, or a judge is wanted and none is set.
+    Raises UsageError if its file or function is missing or broken, or if it needs a judge and none is configured.
     """
     if timeout_s is None:
         timeout_s = RewardSettings().timeout_s
@@ -64,7 +64,7 @@ def _open_one(kind: str, timeout_s: float, judge: JudgeSettings | None) -> Rewar
         case "math":
             return MathReward(timeout_s)
         case "judge":
-            # Only a judge needs httpx; the checks before a run starts do not.
+            # Imported late: only a judge needs httpx, which the checks before a run do not load.
             from fsbarrier.rewards.judge import JudgeReward
 
             return JudgeReward(_open_judge(kind, judge))
@@ -78,7 +78,7 @@ def _open_one(kind: str, timeout_s: float, judge: JudgeSettings | None) -> Rewar
 
 
 def load_function(kind: str) -> Callable[..., object]:
-    """The user's function that `kind` ("path/file.py:function") names. Raises UsageError, also where it cannot be called as rewards are."""
+    """Load the user's function ("path/file.py:function"). Raises UsageError, also for a wrong signature."""
     function = load_named("reward.kind", kind)
     if not callable(function):
         raise UsageError(f"reward.kind={kind}: {kind.rpartition(':')[2]} is not a function")
@@ -90,12 +90,12 @@ def load_function(kind: str) -> Callable[..., object]:
             inspect.signature(function).bind("prompt", "response", "answer", {}, **judge)
     except TypeError as error:
         called = ", ".join(VERLS_PARAMETERS) if is_verls(function) else "prompt, response, answer, metadata"
-        raise UsageError(f"reward.kind={kind}: a reward is called as reward({called}): {error}") from None
+        raise UsageError(f"reward.kind={kind}: must accept a call reward({called}): {error}") from None
     return function
 
 
 def asks_judge(function: Callable[..., object]) -> bool:
-    """Whether the function wants the model of the settings `judge.*`."""
+    """Whether the function has a `judge` parameter."""
     return "judge" in inspect.signature(function).parameters
 
 
@@ -108,11 +108,11 @@ def _open_judge(kind: str, settings: JudgeSettings | None) -> Judge:
 
 
 def check_answers(kinds: str, tasks: Iterable[Task], path: Path) -> None:
-    """Raises UsageError naming the first task whose answer one of `kinds` can never judge by."""
+    """Raises UsageError naming the first task whose answer is unusable for one of `kinds`."""
     compared = [kind for kind in reward_kinds(kinds) if kind in KINDS]
     for kind, task in product(compared, tasks):
         place = f"{path}, task {task.index}: reward.kind={kind}"
         if task.answer is None or not str(task.answer).strip():
-            raise UsageError(f"{place} needs an answer, and it has none")
+            raise UsageError(f"{place} needs an answer, but the task has none")
         if kind == "numeric" and last_number(str(task.answer)) is None:
-            raise UsageError(f"{place}, but the answer has no number: {task.answer!r}")
+            raise UsageError(f"{place}, but the answer contains no number: {task.answer!r}")

@@ -1,4 +1,4 @@
-"""`reward.kind=exact` and `numeric`: the response is compared with the answer, at once and without help."""
+"""`reward.kind=exact` and `numeric`: compare the response with the answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from fsbarrier.data.tasks import Task
 from fsbarrier.rewards.score import Messages, Score
 
-#: relative, between two numbers that count as the same
+#: relative tolerance for equal numbers
 TOLERANCE = 1e-6
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
@@ -20,14 +20,14 @@ _NUMBER = re.compile(
     )""",
     re.VERBOSE,
 )
-# What stands in \boxed{...}, with up to two levels of braces inside.
+# The contents of \boxed{...}, with up to two levels of nested braces.
 _BOXED = re.compile(r"\\boxed\s*{((?:[^{}]|{(?:[^{}]|{[^{}]*})*})*)}")
-# What only separates groups of digits: LaTeX's ways to write a comma or a thin space, and the thin spaces themselves.
+# Digit group separators: LaTeX commas and thin spaces, and Unicode thin spaces.
 _THIN = re.compile(r"\{,\}|\\[,!;]|(?<=\d)[\u00a0\u2009\u202f](?=\d)")
 
 
 class MatchReward:
-    """A quick pure function of response and answer as a Reward."""
+    """A fast pure function of response and answer as a Reward."""
 
     def __init__(self, kind: str, match: Callable[[str, object], float]) -> None:
         self.kind, self.match = kind, match
@@ -41,12 +41,12 @@ class MatchReward:
 
 
 def exact(response: str, answer: object) -> float:
-    """1.0 where the response is the answer, but for white space around either."""
+    """1.0 if the response equals the answer, ignoring surrounding whitespace."""
     return float(response.strip() == str(answer).strip())
 
 
 def numeric(response: str, answer: object) -> float:
-    """1.0 where the response's last number is the answer's, within TOLERANCE; see `last_number`."""
+    """1.0 if the last numbers of response and answer are equal within TOLERANCE; see `last_number`."""
     found, wanted = last_number(response), last_number(str(answer))
     if found is None or wanted is None:
         return 0.0
@@ -54,10 +54,10 @@ def numeric(response: str, answer: object) -> float:
 
 
 def last_number(text: str) -> float | None:
-    r"""The last number in a text: in its last \boxed{...} if there is one with a number, else anywhere.
+    r"""The last number in a text: in its last \boxed{...} that contains a number, else anywhere.
 
-    Thousands' commas and a currency sign are read over, and so is %: "50%" is 50. "3/4" and "\frac{3}{4}" are quotients. A minus
-    counts unless something stands right before it ("5-3" ends in 3). None: no finite number.
+    Ignores thousands separators, currency signs and % ("50%" is 50). "3/4" and "\frac{3}{4}" are quotients. A minus sign
+    counts unless something directly precedes it ("5-3" ends in 3). None: no finite number.
     """
     text = _THIN.sub("", text.replace("\u2212", "-").replace("\\$", "$").replace("\\%", "%"))
     for boxed in reversed(_BOXED.findall(text)):
@@ -75,6 +75,6 @@ def _last_number_anywhere(text: str) -> float | None:
         if denominator:
             value = (-1 if match["sign"] else 1) * numerator / denominator
         elif match["over"]:
-            # "3/0" is no quotient, but a 3 was read. A fraction with 0 below is nothing: the number before it stays.
+            # For "3/0" use the 3. Ignore a \frac with denominator 0 and keep the number before it.
             value = numerator
     return value if value is not None and math.isfinite(value) else None

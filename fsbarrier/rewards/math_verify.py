@@ -1,8 +1,7 @@
-"""`reward.kind=math`: math-verify's judgement of LaTeX answers.
+"""`reward.kind=math`: scores LaTeX answers with math-verify.
 
-math-verify rests on a symbolic algebra system, which may take for ever on a strange answer. It interrupts itself by signals, and
-those reach a main thread only. So it runs in processes of its own (math_verify_process.py), one question at a time, and one that is
-late is killed.
+math-verify uses a symbolic algebra system that may not terminate on unusual answers. Its own timeout uses signals, which only work in a
+main thread. It therefore runs in subprocesses (math_verify_process.py), one question at a time, which are killed on timeout.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from collections.abc import Mapping
 from fsbarrier.data.tasks import Task
 from fsbarrier.rewards.score import Messages, Score
 
-#: at most; each is started when there is a question and no other process is free
+#: maximum number of processes; each is started on demand
 PROCESSES = 4
 
 
 class MathReward:
-    """Hands each question to a process that is free, or waits for one."""
+    """Sends each question to a free process, or waits for one."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -40,7 +39,7 @@ class MathReward:
         return Score(verdict, {"math": verdict}, seconds=seconds)
 
     async def _verdict(self, question: Mapping[str, str]) -> float | str:
-        """The reward, or what went wrong. Only a process that has answered is asked again."""
+        """The reward, or an error message. A process that failed to answer is not used again."""
         process = None
         try:
             process = self._idle.pop() if self._idle else await self._start()
@@ -52,7 +51,7 @@ class MathReward:
             return f"math-verify: no verdict within {self.timeout_s:g} s (reward.timeout_s)"
         except EOFError:
             return "math-verify: its process ended"
-        # ValueError: what came back is no line of JSON, or longer than a line may be
+        # ValueError: the reply is not a line of JSON, or too long
         except (OSError, ValueError) as error:
             return f"math-verify: {error}"
         finally:
@@ -82,7 +81,7 @@ class MathReward:
 
 
 async def _answer(process: asyncio.subprocess.Process, question: Mapping[str, str]) -> dict[str, float | str]:
-    """One line there, one line back. Raises EOFError, OSError, ValueError."""
+    """Send one line and read the reply. Raises EOFError, OSError, ValueError."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps(question).encode() + b"\n")
     line = await process.stdout.readline()

@@ -1,6 +1,6 @@
-"""math-verify as a process: a line of JSON {"answer", "response"} in, a line {"reward"} or {"error"} out, until the input ends.
+"""math-verify as a subprocess: reads JSON lines {"answer", "response"}, writes JSON lines {"reward"} or {"error"}, until EOF.
 
-`python -m fsbarrier.rewards.math_verify_process`; math_verify.py starts it and says why.
+Started by math_verify.py as `python -m fsbarrier.rewards.math_verify_process`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import logging
 import os
 import sys
 
-#: for one reading or one comparison; math-verify's own default
+#: timeout of one parse or comparison; math-verify's default
 STEP_S = 5
 
 
 def main() -> int:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    # It warns of each answer that it cannot read.
+    # math-verify warns about each answer it cannot parse.
     logging.disable(logging.CRITICAL)
-    # What a library prints goes to the log, not between the verdicts.
+    # Keep library output out of the replies; it goes to the log.
     verdicts = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
@@ -29,7 +29,7 @@ def main() -> int:
             gold_text = f"\\boxed{{{gold_text}}}"
         gold = parse(gold_text, [LatexExtractionConfig(), ExprExtractionConfig()], parsing_timeout=STEP_S)
         if not gold:
-            return {"error": f"math-verify cannot read the answer {question['answer']!r}"}
+            return {"error": f"math-verify cannot parse the answer {question['answer']!r}"}
         found = parse(
             question["response"],
             [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()],

@@ -1,4 +1,4 @@
-"""One judgement of a trajectory, and what every kind of reward can do."""
+"""The score of a trajectory, and the interfaces of rewards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Messages = Sequence[Mapping[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One judgement. `error` says why there is none (`reward` is then 0); `info` is what a function said beside numbers."""
+    """A score. `error`: why scoring failed (`reward` is then 0); `info`: other values returned by a reward function."""
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
@@ -26,14 +26,14 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is judged. `messages`: the whole conversation, where an agent had one."""
+    """An answer to score. `messages`: the whole conversation of an agent's episode."""
 
     text: str
     messages: Messages | None = None
 
 
 class SingleReward(Protocol):
-    """What judges one answer at a time. `score` never raises: what goes wrong is in the Score. `close` ends what it started."""
+    """Scores one answer at a time. `score` never raises: errors are stored in the Score. `close` releases resources."""
 
     async def score(self, task: Task, response: str, messages: Messages | None = None) -> Score: ...
 
@@ -41,7 +41,7 @@ class SingleReward(Protocol):
 
 
 class GroupReward(Protocol):
-    """What judges all answers to a task at once; it gives a Score for each, and never raises."""
+    """Scores all answers to a task together; returns a Score for each, and never raises."""
 
     async def score_group(self, task: Task, answers: Sequence[Answer]) -> list[Score]: ...
 
@@ -64,7 +64,7 @@ def judges_groups(reward: Reward) -> TypeGuard[GroupReward]:
 
 
 class AddedRewards:
-    """Several rewards by name, each times its weight. An answer that one of them cannot judge has no reward."""
+    """The weighted sum of several named rewards. If one of them fails, the answer has no reward."""
 
     def __init__(self, rewards: Sequence[tuple[float, Reward]]) -> None:
         self.rewards = rewards
@@ -83,7 +83,7 @@ def _added(weights: Sequence[float], scores: Sequence[Score]) -> Score:
     parts: dict[str, float] = {}
     info: dict[str, str] = {}
     for number, score in enumerate(scores, start=1):
-        # Two functions may have one name.
+        # Two functions may have the same name.
         parts |= {f"{name}_{number}" if name in parts else name: one for name, one in score.parts.items()}
         info |= {f"{name}_{number}" if name in info else name: one for name, one in score.info.items()}
     error = next((score.error for score in scores if score.error is not None), None)

@@ -1,15 +1,15 @@
-"""`reward.kind=path/file.py:function`: a user's own function as a Reward.
+"""`reward.kind=path/file.py:function`: a user's function as a Reward.
 
 It is called for each trajectory as
 
     reward(prompt, response, answer, metadata) -> float | {"reward": float, ...}
 
-and may be `async`. `prompt` is as the task file has it (text or chat messages), `metadata` holds the task's other fields and its
-`task_id`. A function with verl's parameters (`data_source, solution_str, ground_truth, extra_info`) is called with these, and one with
-a parameter `responses` in the place of `response` judges all answers to a task at once: it gives a list, and `metadata["messages"]` is
-one too. Further numbers of a dict become the trajectory's `reward_parts`, other values its metadata. A plain function runs in up to
-THREADS threads at once, so it may block, and must be fit for threads. One with a parameter `judge` gets the model of the settings
-`judge.*` (judge.py).
+and may be `async`. `prompt` has the form of the task file (text or chat messages); `metadata` contains the task's other fields and its
+`task_id`. A function with verl's parameters (`data_source, solution_str, ground_truth, extra_info`) is called with those. A function with
+a parameter `responses` instead of `response` scores all answers to a task together and returns a list; `metadata["messages"]` is then a
+list too. Other numbers in a returned dict become the trajectory's `reward_parts`, other values its metadata. Up to THREADS calls of a plain
+function run in parallel threads, so it may block and must be thread-safe. A parameter `judge` receives the model of the settings `judge.*`
+(judge.py).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: calls of a plain function at once
+#: parallel calls of a plain function
 THREADS = 8
-#: by which a function of verl's signature takes what it is told
+#: the parameters of a function with verl's signature
 VERLS_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
@@ -46,12 +46,12 @@ def is_verls(function: Callable[..., object]) -> bool:
 
 
 def takes_groups(function: Callable[..., object]) -> bool:
-    """Whether the function judges all answers to a task at once."""
+    """Whether the function scores all answers to a task together."""
     return "responses" in inspect.signature(function).parameters
 
 
 class FunctionReward:
-    """The function as a Reward: it is called with a time limit, and whatever it does wrong is said in the Score."""
+    """Calls the function with a timeout, and stores its errors in the Score."""
 
     def __init__(
         self, name: str, function: Callable[..., Any], timeout_s: float, judge: Judge | None = None
@@ -59,7 +59,7 @@ class FunctionReward:
         self.name, self.function, self.judge = name, function, judge
         self.file = code_file(function)
         self._is_async = inspect.iscoroutinefunction(function)
-        # Waiting for its turn is not the function's time: no more run at once than the judge answers.
+        # With a judge, calls are limited to its concurrency; waiting for a slot does not count towards the timeout.
         self.timeout_s = timeout_s + (judge.patience_s if judge else 0.0)
         self._turn: asyncio.Semaphore | nullcontext[None]
         if judge is not None:
@@ -73,13 +73,13 @@ class FunctionReward:
             score = self._read(await self._call(task, response, _plain(messages)))
         except TimeoutError:
             score = Score(0.0, error=f"{self.name}: no reward within {self.timeout_s:g} s (reward.timeout_s)")
-        # Whatever the user's code raises.
+        # The user's code may raise anything.
         except Exception as error:
             score = Score(0.0, error=f"{self.name}: {described_failure(error, self.file)}")
         return replace(score, seconds=time.monotonic() - started)
 
     async def _call(self, task: Task, response: str | list[str], messages: object) -> object:
-        """`messages`: the conversation, or those of the whole group; None: an agent had none."""
+        """`messages`: the conversation, or the conversations of the whole group; None without an agent."""
         prompt = task.prompt if isinstance(task.prompt, str) else task.messages
         metadata: dict[str, object] = {"task_id": task.task_id, **task.metadata}
         if messages is not None:
@@ -99,11 +99,11 @@ class FunctionReward:
             if self._is_async:
                 return await asyncio.wait_for(call(), self.timeout_s)
             value = await asyncio.wait_for(_in_thread(call), self.timeout_s)
-        # A plain function may hand on the coroutine of another one.
+        # A plain function may return a coroutine.
         return await asyncio.wait_for(value, self.timeout_s) if inspect.isawaitable(value) else value
 
     def _read(self, value: object) -> Score:
-        """What the function gave, as a Score."""
+        """The function's result as a Score."""
         rest: dict[str, object] = {}
         if isinstance(value, Mapping):
             name = "score" if is_verls(self.function) else "reward"
@@ -123,7 +123,7 @@ class FunctionReward:
 
 
 class GroupFunctionReward(FunctionReward):
-    """The function that judges all answers to a task at once, as a GroupReward."""
+    """A function that scores all answers to a task together, as a GroupReward."""
 
     async def score_group(self, task: Task, answers: Sequence[Answer]) -> list[Score]:
         started = time.monotonic()
@@ -136,7 +136,7 @@ class GroupFunctionReward(FunctionReward):
         except TimeoutError:
             reason = f"{self.name}: no rewards within {self.timeout_s:g} s (reward.timeout_s)"
             scores = [Score(0.0, error=reason)] * len(answers)
-        # Whatever the user's code raises.
+        # The user's code may raise anything.
         except Exception as error:
             reason = f"{self.name}: {described_failure(error, self.file)}"
             scores = [Score(0.0, error=reason)] * len(answers)
@@ -148,7 +148,7 @@ def _plain(messages: Messages | None) -> list[dict[str, object]] | None:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, also one of numpy or torch; None for anything else. Text that reads like a number is none."""
+    """A finite number, including numpy and torch scalars; None for anything else, including numeric text."""
     try:
         number = float(value) if not isinstance(value, str | bytes) else math.nan
     except (TypeError, ValueError, OverflowError):
@@ -157,16 +157,16 @@ def _number(value: Any) -> float | None:
 
 
 async def _in_thread(call: Callable[[], T]) -> T:
-    """Call it in a daemon thread: one that never returns cannot keep this program from ending, as a pool's would."""
+    """Call the function in a daemon thread: unlike a pool thread, it cannot keep this program from exiting."""
     future: Future[T] = Future()
-    # A call that has begun cannot be taken back: whoever stops waiting does not disturb the thread.
+    # A running call cannot be cancelled, so a caller that stops waiting does not affect the thread.
     future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             future.set_result(call())
         except StopIteration as error:
-            # A coroutine cannot be made to raise this one.
+            # StopIteration cannot be raised into a coroutine.
             future.set_exception(RuntimeError(f"StopIteration: {error}"))
         except Exception as error:
             future.set_exception(error)

@@ -1,1 +1,1 @@
-"""Rolling out: who takes which task, episodes and agents, sampling from the engine, and when to stop."""
+"""Rollouts: task claims, agents and episodes, sampling from the engine, early end."""

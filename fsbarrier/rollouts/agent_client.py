@@ -1,10 +1,10 @@
-"""The client that an agent talks to the policy through. It records every turn as tokens.
+"""The client through which an agent talks to the policy. It records every turn as tokens.
 
-What is trained on is what the model saw and said, to the token. So a turn is sent to the engine as token ids: those of the turn before
-(prompt and answer as they were, nothing made of text again), then what the chat template puts after the answer. That part is found
-without knowing the template: the conversation is rendered twice, with two different words in the place of the last answer, and what
-both have in common at the end comes after it. Where a turn does not go on from an earlier one (the agent changed the history), or
-the template cannot be continued so, a new *segment* begins: a sequence of its own in the same trajectory, never a guess.
+Training uses exactly the tokens that the model saw and sampled. A turn is therefore sent to the engine as token ids: the previous turn's
+prompt and answer unchanged, never re-tokenized, followed by the tokens that the chat template inserts after the answer. To find these
+without knowing the template, the conversation is rendered twice with two different stand-ins for the last answer; the common suffix
+follows the answer. If a turn does not continue an earlier one (the agent changed the history), or the template cannot be continued this
+way, a new *segment* begins: a separate sequence in the same trajectory.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from fsbarrier.rollouts.episode import Episode, Segment, Trajectory
 from fsbarrier.rollouts.samples import EngineGone, Message, Refusal, Sample
 from fsbarrier.rollouts.sampling import NEUTRAL
 
-#: for the last answer: one token each wherever letters are, and no part of any template's words
+#: stand-ins for the last answer: one token each in every vocabulary, and not part of any template's text
 STAND_INS = ("A", "B")
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class TurnFailed(Exception):
-    """There is no answer to this turn, and why: no room is left for one, a time limit, sampling other than the run's."""
+    """A turn without an answer: no room left, a timeout, or sampling options that differ from the run's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer of the policy. `message` is to be appended to the messages of the next turn, as it is."""
+    """One answer of the policy. Append `message` unchanged to the messages of the next turn."""
 
     message: Message
     text: str
-    #: "stop", or "length": cut off by the token limit
+    #: "stop", or "length" if truncated by the token limit
     finish_reason: str
     token_ids: list[int]
     prompt_tokens: int
 
     @property
     def tool_calls(self) -> list[JsonObject]:
-        """As OpenAI gives them: [{"id", "type": "function", "function": {"name", "arguments" (JSON text)}}]."""
+        """In OpenAI's format: [{"id", "type": "function", "function": {"name", "arguments" (JSON text)}}]."""
         return list(self.message.get("tool_calls", ()))
 
 
 class Client:
-    """Talks to the policy on the local engine, and records. One for each episode.
+    """Sends turns to the policy on the local engine and records them. One per episode.
 
-    `chat` and `complete` are the direct way. Any OpenAI-compatible client works too, with `base_url`, `api_key` and `model`: its
-    requests take the same way and are recorded likewise (agent_http.py). `custom` are the run's settings `custom.*`.
+    Use `chat` and `complete` directly, or any OpenAI-compatible client with `base_url`, `api_key` and `model`, whose requests are recorded
+    in the same way (agent_http.py). `custom`: the run's settings `custom.*`.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class Client:
         custom: Mapping[str, Any] | None = None,
         turn_timeout_s: float | None = None,
     ) -> None:
-        # The address is there for as long as agent_http.py serves this episode.
+        # Valid while agent_http.py serves this episode.
         self.base_url, self.api_key, self.model = "", "", "policy"
         self.custom: Mapping[str, Any] = custom or {}
         self.segments: list[Segment] = []
         self.turns = 0
         self.generate_s = 0.0
-        # Some answer was cut off by the token limit.
+        # Whether an answer was truncated by the token limit.
         self.cut_off = False
-        # Kept, because the agent may catch this error and go on.
+        # Stored because the agent may catch this error and continue.
         self.engine_gone: EngineGone | None = None
         self.last: Reply | None = None
         self._sampler, self._turn_timeout_s = sampler, turn_timeout_s
@@ -80,7 +80,7 @@ class Client:
 
     @property
     def sampling(self) -> dict[str, object]:
-        """How answers are sampled: as the run's settings say, for every turn."""
+        """The sampling parameters of every turn, from the run's settings."""
         sampling = self._sampler.sampling
         own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         return {**own, **NEUTRAL, "n": 1, "logit_bias": {}}
@@ -88,7 +88,7 @@ class Client:
     def trajectory(
         self, *, reward: float | None = None, text: str | None = None, **metadata: object
     ) -> Trajectory:
-        """What `run` gives back."""
+        """The return value for an agent's `run`."""
         return Trajectory(reward, text, metadata)
 
     async def chat(
@@ -99,9 +99,9 @@ class Client:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Reply:
-        """The policy's answer to a conversation. Tool calls are read in the form `<tool_call>{"name", "arguments"}</tool_call>`.
+        """The policy's answer to a conversation. Parses tool calls of the form `<tool_call>{"name", "arguments"}</tool_call>`.
 
-        Temperature and the like are the run's: what is recorded must be what is trained on. Raises TurnFailed.
+        Sampling parameters are the run's, so that training matches the recorded distribution. Raises TurnFailed.
         """
         conversation = [_plain_message(message) for message in messages]
         offered = json.dumps(plain(list(tools)), sort_keys=True) if tools else ""
@@ -119,7 +119,7 @@ class Client:
                 segment = hold(self._new_segment(tools=offered))
                 suffix = await self._sampler.tokens(messages=conversation, **template)
             elif suffix[0] == segment.token_ids[-1]:
-                # The template ends an answer by the token that the model has already said itself.
+                # The template ends an answer with the token that the model has already sampled.
                 del suffix[0]
             sample = await self._sample(segment, suffix, max_tokens, stop)
             message = self._message(sample.text, bool(offered))
@@ -129,9 +129,9 @@ class Client:
     async def complete(
         self, prompt: str, *, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Reply:
-        """The policy's continuation of a text, without a chat template. A prompt that begins with an earlier prompt and its answer goes
-        on from their tokens; after an answer that ended at a stop string, which is not in its text, the prompt has that string too.
-        Raises TurnFailed."""
+        """The policy's continuation of a text, without a chat template. A prompt that starts with an earlier prompt and its answer
+        continues from their tokens. If that answer ended at a stop string, which is not part of its text, the prompt must contain the stop
+        string. Raises TurnFailed."""
         async with self._turn() as hold:
             earlier = [s for s in self.segments if s.text and not s.busy and prompt.startswith(s.text)]
             if earlier:
@@ -151,9 +151,9 @@ class Client:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[Callable[[Segment], Segment]]:
-        """One turn with its time limit; gives what holds a segment for as long as the turn lasts.
+        """Context manager for one turn with its timeout and locked segments.
 
-        Of two calls at once only one goes on from a segment: the other finds it held, and begins its own.
+        If two concurrent calls continue the same segment, the second one finds it locked and begins a new segment.
         """
         held: list[Segment] = []
 
@@ -181,7 +181,7 @@ class Client:
         return segment
 
     def _continued(self, messages: list[Message], tools: str) -> Segment | None:
-        """The segment that these messages go on from."""
+        """The segment that these messages continue."""
         for segment in reversed(self.segments):
             known = segment.history
             goes_on = known and len(messages) > len(known) and messages[: len(known)] == known
@@ -192,7 +192,7 @@ class Client:
     async def _after_answer(
         self, messages: list[Message], answer: int, template: Mapping[str, object]
     ) -> list[int] | None:
-        """The tokens that the template puts after message number `answer`; None where it cannot be found out."""
+        """The tokens that the template inserts after message number `answer`; None if they cannot be determined."""
         rendered = []
         for word in STAND_INS:
             stand_in = {"role": "assistant", "content": word}
@@ -200,14 +200,14 @@ class Client:
             try:
                 rendered.append(await self._sampler.tokens(messages=changed, **template))
             except Refusal:
-                # The template refuses: it wants to know more of such an answer.
+                # The template rejects such an answer.
                 return None
         one, other = rendered
         shortest = min(len(one), len(other))
         common = 0
         while common < shortest and one[-1 - common] == other[-1 - common]:
             common += 1
-        # All in common: the template leaves answers out. Nothing in common: what it puts after an answer depends on the answer.
+        # Everything in common: the template drops answers. Nothing in common: the suffix depends on the answer.
         return one[-common:] if 0 < common < shortest else None
 
     async def _sample(
@@ -232,7 +232,7 @@ class Client:
         return sample
 
     async def _whole_text(self, sample: Sample) -> str:
-        """What the tokens of an answer say: with the stop string, and with what its last token says beyond that."""
+        """The text of an answer's tokens, including the stop string and the rest of its last token."""
         if sample.stop is None:
             return sample.text
         whole = await self._sampler.text_of(sample.token_ids)
@@ -256,10 +256,10 @@ class Client:
 
 
 def finished(client: Client, returned: Trajectory, *, error: str | None, seconds: float) -> Episode:
-    """The episode that a client recorded. A failed one keeps its tokens, and says why it is none to learn from."""
+    """The episode that a client recorded. A failed one keeps its tokens and the error, and is not trained on."""
     segments = tuple(segment for segment in client.segments if any(segment.loss_mask))
     if error is None and not segments:
-        error = "the agent ended without one answer of the policy"
+        error = "the agent ended without requesting an answer from the policy"
     last_text = client.last.text if client.last else ""
     return Episode(
         text=last_text if returned.text is None else returned.text,
@@ -277,7 +277,7 @@ def finished(client: Client, returned: Trajectory, *, error: str | None, seconds
 
 
 def tool_calls(text: str) -> list[JsonObject]:
-    """The calls that a text makes; what is no JSON object with a name makes none."""
+    """The tool calls in a text; ignores anything but a JSON object with a name."""
     calls = []
     for match in _CALL.finditer(text):
         try:
@@ -293,6 +293,6 @@ def tool_calls(text: str) -> list[JsonObject]:
 
 
 def _plain_message(message: Mapping[str, object]) -> Message:
-    """As JSON has it, without what is empty: clients differ in what they leave out."""
+    """The JSON form without empty fields, because clients differ in which they omit."""
     kept = {str(name): plain(value) for name, value in message.items() if value or value == 0}
     return {"content": "", **kept}

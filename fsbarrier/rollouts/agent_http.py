@@ -1,7 +1,7 @@
-"""The policy as an OpenAI-compatible address on loopback, for agents that bring a client of their own.
+"""Serves the policy as an OpenAI-compatible API on loopback, for agents with their own client library.
 
-Each episode has a base address; what is asked there goes through the episode's recording client (agent_client.py), as if the agent had
-called it. One process serves all its episodes, in the event loop that they run in. Answers are not streamed.
+Each episode has its own base URL. Requests go through the episode's recording client (agent_client.py), as if the agent had called it. The
+server runs in the same process and event loop as the episodes. Responses are not streamed.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from fsbarrier.rollouts.samples import EngineGone, Refusal
 
 HOST = "127.0.0.1"
 MAX_BODY = 64 << 20
-#: the refusals that come before a request has been read
+#: status codes of requests rejected before their body was read
 UNREAD = (401, 404, 413)
-#: An agent may think for long between two turns. A connection that is closed meanwhile would fail its next request.
+#: An agent may pause for long between two turns; its next request would fail if the connection had been closed.
 KEEPALIVE_S = 24 * 3600
-#: for connections whose client does not take its last answer
+#: timeout for connections whose client does not read its last response
 CLOSE_S = 1
 
 
 class _Error(Exception):
-    """An answer with an error."""
+    """An error response."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class _Error(Exception):
 
 
 class _Server(uvicorn.Server):
-    """Signals are the program's: rollout.py ends the phase by them, and this server with it."""
+    """Installs no signal handlers: rollout.py handles signals and stops this server."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -51,7 +51,7 @@ class _Server(uvicorn.Server):
 
 
 class Endpoint:
-    """An HTTP server with one address an episode. `serving` gives a client its `base_url` and `api_key`."""
+    """An HTTP server with one URL per episode. `serving` sets a client's `base_url` and `api_key`."""
 
     def __init__(self) -> None:
         self._key = secrets.token_urlsafe(24)
@@ -77,7 +77,7 @@ class Endpoint:
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
 
     async def close(self) -> None:
-        # Whoever still asks belongs to an episode that is over: the turn is called off, not waited for.
+        # Remaining requests belong to finished episodes: cancel them.
         for request in list(self._server.server_state.tasks):
             request.cancel()
         self._server.should_exit = True
@@ -85,7 +85,7 @@ class Endpoint:
 
     @contextlib.contextmanager
     def serving(self, client: Client) -> Iterator[None]:
-        """The address of this client's episode, for as long as the episode lasts."""
+        """Serve this client's URL for the duration of its episode."""
         name = secrets.token_hex(8)
         client.base_url, client.api_key = f"http://{HOST}:{self._port}/episode/{name}/v1", self._key
         self._clients[name] = client
@@ -95,13 +95,13 @@ class Endpoint:
             del self._clients[name]
 
     async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, as the server hands it over (ASGI)."""
+        """Handle one request (ASGI)."""
         try:
             response = JSONResponse(await self._answer(Request(scope, receive)))
         except _Error as error:
             response = _error_response(error.status, str(error))
         except asyncio.CancelledError:
-            response = _error_response(503, "the rollout ends")
+            response = _error_response(503, "the rollout is ending")
         except ClientDisconnect:
             return
         await response(scope, receive, send)
@@ -109,11 +109,11 @@ class Endpoint:
     async def _answer(self, request: Request) -> dict[str, object]:
         key = request.headers.get("authorization", "")
         if not hmac.compare_digest(key.encode(), f"Bearer {self._key}".encode()):
-            raise _Error(401, "the key is the client's api_key")
+            raise _Error(401, "wrong API key; use the client's api_key")
         parts = request.url.path.strip("/").split("/")
         client = self._clients.get(parts[1]) if len(parts) > 2 and parts[0] == "episode" else None
         if client is None:
-            raise _Error(404, "there is no such episode, or it is over")
+            raise _Error(404, "no such episode, or it has ended")
         asked = await _asked(request)
         match (request.method, "/".join(parts[2:])):
             case ("GET", "v1/models"):
@@ -126,13 +126,13 @@ class Endpoint:
 
 
 def _error_response(status: int, message: str) -> JSONResponse:
-    # The rest of a request that was refused before its body was read must not be taken for the next request.
+    # Close the connection: the unread body must not be parsed as the next request.
     headers = {"Connection": "close"} if status in UNREAD else None
     return JSONResponse({"error": {"message": message, "code": status}}, status, headers)
 
 
 async def _asked(request: Request) -> JsonObject:
-    """The JSON object that a request's body holds; an empty body counts as an empty one."""
+    """The JSON object in a request's body; {} for an empty body."""
     body = bytearray()
     async for piece in request.stream():
         body += piece
@@ -141,23 +141,23 @@ async def _asked(request: Request) -> JsonObject:
     try:
         asked = json.loads(body or b"{}")
     except ValueError:
-        raise _Error(400, "the request is no JSON") from None
+        raise _Error(400, "the request is not valid JSON") from None
     if not isinstance(asked, dict):
-        raise _Error(400, "the request is no JSON object")
+        raise _Error(400, "the request is not a JSON object")
     return asked
 
 
 async def _turn(client: Client, asked: JsonObject, *, chat: bool) -> dict[str, object]:
-    """One request as a turn of the episode."""
+    """Execute one request as a turn of the episode."""
     for name, value in client.sampling.items():
         if asked.get(name) not in (None, value):
             wanted = f"{name}={asked[name]!r}"
             raise _Error(
                 400,
-                f"{wanted}: sampling is the run's (here {value!r}), so that training fits it; leave it out",
+                f"{wanted}: must equal the run's setting ({value!r}), so that training matches sampling; drop it",
             )
     if asked.get("stream"):
-        raise _Error(400, "answers are not streamed to agents: leave stream out")
+        raise _Error(400, "streaming is not supported; drop stream")
     stop = asked.get("stop") or ()
     known: JsonObject = {
         "max_tokens": asked.get("max_completion_tokens") or asked.get("max_tokens"),

@@ -1,10 +1,10 @@
-"""Runs a user's agent: one instance for each sample of a task, many at once, each with a client of its own (agent_client.py).
+"""Runs a user's agent: one instance per sample, many concurrently, each with its own client (agent_client.py).
 
-`rollout.agent` names a class as `path/file.py:Class`. Its instances are made without arguments and have
+`rollout.agent` is a class given as `path/file.py:Class`. Its instances are created without arguments and have
 
     async def run(self, task, client) -> Trajectory | None
 
-If an agent raises or takes too long, its trajectory is invalid and the failure is counted; the others go on.
+If an agent raises or times out, its trajectory is invalid and the failure is counted; the other agents continue.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fsbarrier.user_code import code_file, described_failure, load_named
 __all__ = ["AgentSampler", "Client", "Trajectory", "load_agent"]
 
 
-# How long an episode may last where no setting says so: an agent that waits for something that never comes would hold up every node.
+# Default timeout of an episode: an agent that hangs would otherwise block all nodes.
 EPISODE_TIMEOUT_S = 3600.0
 
 
 class Agent(Protocol):
-    """What the user's class makes."""
+    """The interface of a user's agent."""
 
     async def run(self, task: Task, client: Client) -> Trajectory | None: ...
 
@@ -41,7 +41,7 @@ MakeAgent = Callable[[], Agent]
 
 
 def load_agent(value: str) -> MakeAgent:
-    """The class that `rollout.agent` names. Raises UsageError where there is none, or it is no agent."""
+    """Load the class in `rollout.agent`. Raises UsageError if it is missing or not an agent."""
     said = f"rollout.agent={value}"
     found = load_named("rollout.agent", value)
     if not inspect.isclass(found):
@@ -51,10 +51,10 @@ def load_agent(value: str) -> MakeAgent:
     if not inspect.iscoroutinefunction(run):
         what = "has no method run" if run is None else "its method run is not async"
         raise UsageError(f"{said}: {what}; an agent has `async def run(self, task, client)`")
-    # Call errors should show now, not in the first episode.
+    # Check the signatures now instead of failing in the first episode.
     for what, signature, arguments in (
-        ("is made without arguments", inspect.signature(found), ()),
-        ("is called as run(task, client)", inspect.signature(run), (None, None, None)),
+        ("must be constructible without arguments", inspect.signature(found), ()),
+        ("must accept a call run(task, client)", inspect.signature(run), (None, None, None)),
     ):
         try:
             signature.bind(*arguments)
@@ -64,10 +64,10 @@ def load_agent(value: str) -> MakeAgent:
 
 
 class AgentSampler:
-    """Makes each task's group by as many episodes, all of them at one place (engine_pool.py). Raises EngineGone as that does."""
+    """Runs a group of episodes per task, all on one engine (engine_pool.py). Raises EngineGone."""
 
     def __init__(self, make: MakeAgent, settings: RolloutSettings, custom: Mapping[str, Any]) -> None:
-        # Not at the top: a rollout without an agent has no use for an HTTP server.
+        # Imported late: only rollouts with an agent need an HTTP server.
         from fsbarrier.rollouts.agent_http import Endpoint
 
         self.make, self.custom = make, custom
@@ -84,7 +84,7 @@ class AgentSampler:
         await self._endpoint.close()
 
     async def sample(self, place: Place, tasks: Sequence[Task], emit: Emit) -> None:
-        """Run each task's episodes, all at once; `emit` gets each group as it is finished."""
+        """Run all episodes concurrently; `emit` receives each finished group."""
         async with asyncio.TaskGroup() as running:
             for task in tasks:
                 running.create_task(self._group(place, task, emit))
@@ -104,13 +104,13 @@ class AgentSampler:
             try:
                 async with limit:
                     returned = _checked(await self.make().run(task, client))
-            # Whatever the user's code raises.
+            # The user's code may raise anything.
             except Exception as failure:
                 if limit.expired():
                     error = f"not finished within {self.task_timeout_s:g} s (rollout.task_timeout_s)"
                 else:
                     error = described_failure(failure, self.file)
-        # A lost engine is no failure of the agent, even if the agent has caught the error and gone on.
+        # A lost engine is not a failure of the agent, even if the agent caught the error and continued.
         if client.engine_gone is not None:
             raise client.engine_gone
         return finished(client, returned, error=error, seconds=time.monotonic() - begin)
@@ -121,6 +121,6 @@ def _checked(returned: object) -> Trajectory:
         return Trajectory()
     if not isinstance(returned, Trajectory):
         raise TypeError(
-            f"run gave {type(returned).__name__}, not a Trajectory (client.trajectory(...)) or None"
+            f"run returned {type(returned).__name__}, expected a Trajectory (client.trajectory(...)) or None"
         )
     return returned

@@ -1,4 +1,4 @@
-"""Makes samples and groups of a vLLM server's answer to one request, which comes in pieces or as a whole."""
+"""Parses a vLLM server's response to one request, streamed or not, into samples and groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsbarrier.rollouts.samples import Again, Emit, EngineGone, Refusal, Sample,
 
 
 def failure(url: str, status: int, body: bytes) -> Exception:
-    """What an answer with an error means for the request: try again, give the prompt up, or give the server up."""
+    """Classify an error response: retry the request, reject the prompt, or give up on the server."""
     message = f"HTTP {status}: {refusal_text(body)}"
     if status in (401, 403, 404):
         return EngineGone(f"the engine at {url} refuses: {message}")
@@ -24,7 +24,7 @@ def failure(url: str, status: int, body: bytes) -> Exception:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What one event of the stream says of one sample. `index` counts the samples of all the request's prompts."""
+    """One stream event of one sample. `index` counts the samples of all prompts in the request."""
 
     index: int
     text: str
@@ -36,7 +36,7 @@ class _Piece:
 
     @classmethod
     def read(cls, choice: JsonObject) -> Self:
-        """Raises KeyError, TypeError or ValueError if the server does not give tokens as vLLM does."""
+        """Raises KeyError, TypeError or ValueError if the server does not return tokens in vLLM's format."""
         token_ids = choice["token_ids"] or []
         logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]] if token_ids else []
         if len(token_ids) != len(logprobs):
@@ -46,17 +46,17 @@ class _Piece:
             text=choice["text"],
             token_ids=token_ids,
             logprobs=logprobs,
-            # It comes with the first piece of a prompt's samples.
+            # Contained in the first piece of a prompt's samples.
             prompt_ids=choice.get("prompt_token_ids"),
             finish_reason=choice.get("finish_reason"),
-            # A number where a token ended it.
+            # This is a number if a token ended the sample.
             stop=reason if isinstance(reason := choice.get("stop_reason"), str) else None,
         )
 
 
 @dataclass
 class _Growing:
-    """A sample of which some pieces have come; `sample` is None until the last one."""
+    """A partially received sample; `sample` is None until the last piece."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -65,7 +65,7 @@ class _Growing:
 
 
 class AnswerStream:
-    """Hands out each task's group by `emit` when its last sample is there. `on_tokens` hears how many tokens have come."""
+    """Passes each task's group to `emit` when it is complete. `on_tokens` receives the number of new tokens."""
 
     def __init__(
         self, url: str, tasks: list[Task], emit: Emit, on_tokens: Callable[[int], None], per_task: int
@@ -82,7 +82,7 @@ class AnswerStream:
         return all(count == self.per_task for count in self._finished)
 
     def take(self, data: str) -> None:
-        """One event of the stream, or an answer that is not streamed. Raises Again, Refusal, EngineGone."""
+        """Process one stream event, or a non-streamed response. Raises Again, Refusal, EngineGone."""
         if data == "[DONE]" or not data:
             return
         try:
@@ -98,8 +98,8 @@ class AnswerStream:
                 self._add(_Piece.read(choice))
             except (KeyError, TypeError, ValueError, IndexError):
                 raise EngineGone(
-                    f"the engine at {self._url} does not give token ids and log-probabilities "
-                    "(return_token_ids, logprobs): it must be a vLLM that knows them"
+                    f"the engine at {self._url} does not return token ids and log-probabilities "
+                    "(return_token_ids, logprobs); use a vLLM version that supports them"
                 ) from None
 
     def _add(self, piece: _Piece) -> None:

@@ -1,11 +1,11 @@
-"""Which node rolls out which task, settled while the phase runs: shares in lots, each claimed by an exclusive create.
+"""Distributes tasks between nodes while the phase runs: shares are split into lots, and each lot is claimed by an exclusive create.
 
-A node claims the lots of its own share from the first on, each just before it needs it. When its share is used up, it lists the folder
-and claims the last lots of the node that has most left. All nodes cut the shares into the same lots, so a file's name tells which lot
-is claimed. The folder belongs to one generation and one split, and a claim is never given back.
+A node claims the lots of its own share in order, each just before it needs it. When its share is used up, it lists the folder and claims
+the last lots of the node with the most lots left. All nodes split the shares in the same way, so the file name identifies the lot. The
+folder belongs to one generation and one split, and claims are never released.
 
-A claim that goes wrong does no harm: the part files say what was really done, and the merge takes each task once and names those that
-are missing. If two nodes win a claim, work is done twice; if none wins, the phase fails and is tried again.
+Wrong claims are harmless: the part files record what was really done, and the merge takes each task once and reports missing ones. If two
+nodes win a claim, the work is done twice; if none wins, the phase fails and is retried.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Lot:
-    """Lot `number` of the share of node `rank`: its tasks."""
+    """Lot `number` of the share of node `rank`, with its tasks."""
 
     rank: int
     number: int
@@ -44,9 +44,9 @@ class Lot:
 
 
 class Claims:
-    """The tasks that one node may still start. `folder` None: only those of its own share, and nobody claims anything.
+    """The tasks that one node may still start. `folder=None`: only its own share, without claims.
 
-    For one caller at a time; every method may take as long as the shared directory does.
+    Not thread-safe. Every method may block on the shared directory.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Claims:
         incarnation: int = 0,
         first_lot: int = 0,
     ) -> None:
-        """`shares`: every node's, by rank. `first_lot`: the number of each one's first lot. Raises StoreError."""
+        """`shares`: all nodes' shares, by rank. `first_lot`: the number of each node's first lot. Raises StoreError."""
         self.rank, self.folder = rank, folder
         self.made = self.lost = self.listings = 0
         self.seconds = 0.0
-        # Tasks of others' shares.
+        # Tasks taken from other nodes' shares.
         self.taken_over: list[int] = []
         self._owner = f"{rank} {incarnation}\n".encode()
         self._left = {
@@ -70,9 +70,9 @@ class Claims:
             for owner, share in shares.items()
             if folder is not None or owner == rank
         }
-        # Another node has taken from the end of the own share: from now on the folder is listed before each claim.
+        # Whether another node has taken lots of our share. If so, the folder is listed before each claim.
         self._others_arrived = False
-        # Claimed by an earlier start of this very program, which was cut off.
+        # Lots claimed by an earlier start of this program, which was interrupted.
         self._earlier: tuple[int, ...] = ()
         if folder is not None:
             _retry(lambda: files.make_dirs_below(folder.parent, folder), folder, "made")
@@ -80,18 +80,18 @@ class Claims:
 
     @property
     def shared(self) -> bool:
-        """Whether other nodes may do what this one has not begun."""
+        """Whether other nodes may take over tasks that this node has not started."""
         return self.folder is not None
 
     @property
     def own_left(self) -> int:
-        """Tasks of the own share that are still to be taken, as far as is known."""
+        """Tasks of our own share that are not claimed yet, as far as is known."""
         return len(self._earlier) + sum(len(lot.tasks) for lot in self._left.get(self.rank, ()))
 
     def take(self) -> tuple[int, ...]:
-        """The next tasks to start, claimed; () when nothing is left anywhere. Raises StoreError.
+        """Claim and return the next tasks to start; () when nothing is left on any node. Raises StoreError.
 
-        A program that starts again gets what it had claimed before, too: it may have done some of that.
+        A restarted program also gets its earlier claims again, although some of those tasks may be done.
         """
         begin = time.monotonic()
         try:
@@ -100,7 +100,7 @@ class Claims:
             self.seconds += time.monotonic() - begin
 
     def summary(self) -> dict[str, int | float]:
-        """For a result: how many tasks of others were taken over, and what claiming cost."""
+        """For the result: the number of tasks taken over, and the cost of claiming."""
         return {
             "taken_over": len(self.taken_over),
             "claims": self.made,
@@ -126,8 +126,8 @@ class Claims:
             }
             if not left:
                 break
-            # Nodes that run out of tasks together should not all help the same node: where several have equally much left, each
-            # prefers another one.
+            # Nodes that run out of tasks at the same time should not all help the same node, so break ties differently on each
+            # node.
             owner = max(left, key=lambda rank: (left[rank], -((rank - self.rank) % (1 + max(left)))))
             lot = self._left[owner].pop()
             if self._claim(lot):
@@ -143,9 +143,9 @@ class Claims:
         def create() -> bool:
             nonlocal tries
             tries += 1
-            # Not flushed: after a power loss the nodes that it hit are lost, and the next generation shares out anew.
+            # No fsync: after a power loss the affected nodes are lost, and the next generation redistributes the tasks.
             won = files.create_exclusive(path, self._owner, durable=False)
-            # The answer to an earlier try may have been lost on its way back.
+            # The response to an earlier, successful attempt may have been lost.
             return won or (tries > 1 and read_bytes(path, RECORD_BYTES) == self._owner)
 
         won = _retry(create, path, "claimed")
@@ -153,9 +153,9 @@ class Claims:
         return won
 
     def _leave_out_claimed(self, folder: Path) -> frozenset[str]:
-        """Leave out what is claimed by now. A listing that is behind shows too much left, and then the claim is lost."""
+        """Drop the lots claimed so far. With a stale listing too many remain, and claiming them then fails."""
         self.listings += 1
-        # The directory is freshly opened, which makes an NFS client look again.
+        # The directory is opened anew, which makes an NFS client revalidate its cache.
         names = frozenset(_retry(lambda: os.listdir(folder), folder, "listed"))
         for owner, queue in self._left.items():
             self._left[owner] = deque(lot for lot in queue if lot.name not in names)
@@ -177,8 +177,8 @@ class Claims:
 
 
 def remove_old(folder: Path, rank: int) -> None:
-    """Clean up after a phase that all nodes have left: each node removes the claims on its own share, the last one the folder."""
-    # If this fails, the folder is gone already, or it stays: nobody reads it any more.
+    """Clean up after all nodes have left the phase: each node removes the claims on its own share, the last one the folder."""
+    # If this fails, the folder is already gone, or it stays; it is not read any more.
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             owned = LOT.parse(name) or ROUND_DONE.parse(name)
@@ -189,7 +189,7 @@ def remove_old(folder: Path, rank: int) -> None:
 
 
 def _retry(operation: Callable[[], T], path: Path, done: str) -> T:
-    """What `operation` gives, once the filesystem does not fail. Raises StoreError."""
+    """Call `operation` with retries. Raises StoreError."""
     try:
         return until_seen(operation)
     except OSError as error:

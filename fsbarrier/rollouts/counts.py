@@ -1,4 +1,4 @@
-"""Counts what a rollout has done so far, and shows it in the progress file."""
+"""Counts the work of a rollout and reports it in the progress file."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fsbarrier.data.trajectory import Trajectory, is_judged
 from fsbarrier.rollouts.samples import SampledGroup
 from fsbarrier.supervision.worker_contract import SHOW_S, ProgressWriter
 
-#: counts that a result has under other names, or not at all
+#: counts that the result omits or contains under other names
 NOT_IN_RESULT = {"groups", "trajectories", "reward_sum", "unjudged", "tokens"}
-#: counts that the progress shows people once they are not 0
+#: counts shown in the progress note if they are not 0
 IN_NOTE = ("truncated", "refused", "timed_out", "reward_errors", "agent_errors")
 
 
 @dataclass
 class Counts:
-    """What this start of the program has done."""
+    """The work done by this start of the program."""
 
     groups: int = 0
     trajectories: int = 0
@@ -32,13 +32,13 @@ class Counts:
     reward_errors: int = 0
     agent_errors: int = 0
     prompt_tokens: int = 0
-    #: tokens that the engines have sampled, also for groups that are not finished
+    #: sampled tokens, including those of unfinished groups
     tokens: int = 0
-    #: of finished groups
+    #: tokens of finished groups
     completion_tokens: int = 0
 
     def add(self, group: SampledGroup, trajectories: Sequence[Trajectory], late: bool = False) -> None:
-        """Count a finished group; `late`: it was ended by its time limit."""
+        """Count a finished group; `late`: it was ended by its timeout."""
         self.groups += 1
         self.trajectories += len(trajectories)
         self.timed_out += late
@@ -57,7 +57,7 @@ class Counts:
 
     @property
     def reward_mean(self) -> float | None:
-        """Of the trajectories that were judged."""
+        """The mean over the scored trajectories."""
         judged = self.trajectories - self.unjudged
         return self.reward_sum / judged if judged else None
 
@@ -71,9 +71,9 @@ class Counts:
 
 
 class CountsProgress:
-    """Writes the counts to the progress file: a few times a second at most, and the last counts always.
+    """Writes the counts to the progress file, at most a few times a second; the final counts are always written.
 
-    `engines`: what each of several engines does.
+    `engines`: returns the activity of each engine.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class CountsProgress:
         return max(1e-9, time.monotonic() - self.begin)
 
     def write_soon(self) -> None:
-        """The counts have changed."""
+        """Call this after changing the counts."""
         if self._timer is None:
             wait_s = max(0.0, self._written_at + SHOW_S - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(wait_s, self.write)

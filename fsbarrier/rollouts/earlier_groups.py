@@ -1,4 +1,4 @@
-"""Reads the groups that an earlier attempt rolled out and could not judge: they need only their rewards."""
+"""Reads groups that an earlier attempt rolled out but could not score, so that only their rewards are computed again."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fsbarrier.protocol.facts import Payload
 
 
 class EarlierGroups:
-    """Finds them in their part files. `parts` have `path`, `valid_bytes` and `tasks`, as a decision names them."""
+    """Finds such groups in their part files. `parts` have `path`, `valid_bytes` and `tasks`, as in a decision."""
 
     def __init__(self, parts: Sequence[Payload]) -> None:
         self._parts = {task: part for part in parts for task in part["tasks"]}
         self._entries: dict[str, dict[int, GroupEntry]] = {}
 
     def __contains__(self, task: int) -> bool:
-        """Whether there was a group of this task."""
+        """Whether such a group of this task exists."""
         return task in self._parts
 
     def trajectories_of(self, task: int) -> list[Trajectory] | None:
-        """The group of a task. None if it must be rolled out again, because it cannot be read, or the agent or the engine had failed."""
+        """The group of a task. None if it must be rolled out again, because it is unreadable, or the agent or engine had failed."""
         part = self._parts[task]
         path = Path(part["path"])
         try:
@@ -33,7 +33,7 @@ class EarlierGroups:
             with opened(path) as fd:
                 found = read_trajectories(fd, group)
         except (FsbarrierError, KeyError) as error:
-            print(f"task {task} is rolled out again: {path} cannot be read: {error}", file=sys.stderr)
+            print(f"task {task} is rolled out again: cannot read {path}: {error}", file=sys.stderr)
             return None
         whole = all(item["finish_reason"] != "error" for item in found)
         return found if whole else None

@@ -1,8 +1,8 @@
-"""Ends a rollout phase without its last few groups: once enough groups are on disk on all nodes, the others get `grace_s` more.
+"""Ends a rollout phase without its slowest groups: once enough groups are on disk across all nodes, the rest get `grace_s` more.
 
-Each node writes into a file of its own how many of its groups are on disk, and reads the other nodes' files. The first node that has
-seen enough for `grace_s`, on its own clock, creates the file `cut`, and every node that sees it ends the phase. The nodes may see it at
-different times: each one's result says what it did, and the leader's decision says what was left out.
+Each node publishes its number of finished groups in a file and reads the other nodes' files. The first node that has seen enough groups for
+`grace_s`, on its own clock, creates the file `cut`, and every node that sees it ends the phase. Nodes may see it at different times: each
+result records what that node did, and the leader's decision records what is missing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fsbarrier import files
 from fsbarrier.reading import RECORD_BYTES, read_bytes
 from fsbarrier.rundir.names import CUT, DURABLE_COUNT
 
-#: between two looks at what the others have; with many nodes more, so that all of them together read as often as FULL_RATE do
+#: polling interval; it grows with the number of nodes above FULL_RATE, to limit the total read rate
 LOOK_S = 1.0
 FULL_RATE = 50
 
 
 class EarlyEnd:
-    """One node's view of how far all are. `share` of `wanted` tasks is enough; `already` of them an older generation did."""
+    """One node's view of the total progress. `share` of `wanted` tasks is enough; `already` were done by an older generation."""
 
     def __init__(
         self,
@@ -47,19 +47,19 @@ class EarlyEnd:
 
     @property
     def pause_s(self) -> float:
-        """How long to wait until the next look."""
+        """The time to wait until the next poll."""
         return max(min(LOOK_S, self._grace_s / 4), LOOK_S * len(self._counts) / FULL_RATE, 0.1)
 
     def report(self, durable: int) -> None:
-        """Let the others know how many groups this node has on disk."""
+        """Publish the number of groups that this node has on disk."""
         if durable != self._reported:
-            # If this fails, the next count will tell them.
+            # If this fails, the next count will be published.
             with contextlib.suppress(OSError):
                 files.write_atomic(self._folder / self._own_file, b"%d\n" % durable)
                 self._reported = durable
 
     def reached(self) -> bool:
-        """Whether the phase ends now, finished or not. If the folder cannot be read, the next look decides."""
+        """Whether to end the phase now. If the folder is unreadable, the next poll decides."""
         try:
             return self._reached(os.listdir(self._folder))
         except OSError:
@@ -80,7 +80,7 @@ class EarlyEnd:
     def _durable_everywhere(self, names: Sequence[str]) -> int:
         for name in names:
             if DURABLE_COUNT.parse(name) is not None:
-                # A file that is being replaced cannot be read: then the count before stands.
+                # A file may be unreadable while it is replaced; keep the previous count.
                 with contextlib.suppress(OSError, ValueError):
                     self._counts[name] = int(read_bytes(self._folder / name, RECORD_BYTES)[:20])
         return sum(self._counts.values())

@@ -1,11 +1,11 @@
-"""All engines of a node as one: each piece of work goes to the least loaded, and to another when its own is gone.
+"""Load balancing over a node's engines: each piece of work goes to the least loaded engine, and moves to another if that one dies.
 
     async with EnginePool(servers, ...) as pool:
         await pool.look()
         await Place(pool, 128, sampling).sample(tasks, emit)
 
-A group stays with the engine that began it, which keeps its prompt in the cache for all its samples and all turns of its episodes. An
-engine that does not answer gets no work until it does again: the daemon starts it again at the same address.
+A group stays on the engine that began it, whose prefix cache then serves all its samples and turns. An engine that does not answer gets no
+work until it answers again; the daemon restarts it at the same address.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fsbarrier.rollouts.engine_queue import EngineMetrics
 from fsbarrier.rollouts.samples import Emit, EngineDown, Sample, SampledGroup, Sampling
 from fsbarrier.rollouts.sampling import Sampler, SamplingServer
 
-# Before the first look at an engine that does not answer.
+# Pause before the first check of an engine that does not answer.
 FIRST_PAUSE_S = 0.5
 
 T = TypeVar("T")
 
 
 class PooledEngine:
-    """One engine, the node's replica `number`, and what it has to do. `up`: set while it answers; `sequences`: in flight there."""
+    """One engine, the node's replica `number`, and its load. `up`: set while it answers; `sequences`: number in flight."""
 
     def __init__(
         self, number: int, server: SamplingServer, *, connections: int, on_tokens: Callable[[int], None]
@@ -47,7 +47,7 @@ class PooledEngine:
 
 
 class EnginePool:
-    """`patience_s`: how long to wait where no engine answers. `on_tokens` hears how many tokens have come."""
+    """`patience_s`: how long to wait if no engine answers. `on_tokens` receives the number of new tokens."""
 
     def __init__(
         self,
@@ -79,16 +79,16 @@ class EnginePool:
 
     @property
     def next(self) -> PooledEngine:
-        """Where the next piece of work goes: to the engine that has least in flight, one that answers if any does."""
+        """The engine for the next piece of work: the least loaded one, preferring engines that answer."""
         return min(self.engines, key=lambda engine: (not engine.up.is_set(), engine.sequences))
 
     @property
     def longest(self) -> int | None:
-        """The most tokens of prompt and answer together."""
+        """The maximum number of tokens in prompt plus answer."""
         return next((e.sampler.longest for e in self.engines if e.sampler.longest is not None), None)
 
     async def look(self) -> None:
-        """See that some engine answers, and what it serves. Raises EngineGone where none does, or one is no vLLM server."""
+        """Check that some engine answers, and query its model. Raises EngineGone if none answers or one is not a vLLM server."""
         found = await asyncio.gather(
             *(engine.sampler.look() for engine in self.engines), return_exceptions=True
         )
@@ -102,11 +102,11 @@ class EnginePool:
                 await self._until_some_is_up(error)
 
     async def count_waiting(self) -> int | None:
-        """How many sequences wait in the engine that gets the next piece of work (see engine_queue.py)."""
+        """The number of sequences waiting in the engine that gets the next piece of work (see engine_queue.py)."""
         return await self.next.metrics.count_waiting()
 
     def progress(self) -> list[dict[str, object]]:
-        """What each engine does, for people; [] where there is only one."""
+        """The activity of each engine, for display; [] for a single engine."""
         engines = self.engines if len(self.engines) > 1 else []
         return [
             {"replica": number, "up": e.up.is_set(), "sequences": e.sequences, "tokens": e.tokens}
@@ -114,7 +114,7 @@ class EnginePool:
         ]
 
     async def leave(self, engine: PooledEngine, error: EngineDown) -> None:
-        """`engine` does not answer; returns when some engine does. Raises EngineDown where none does for long."""
+        """Mark `engine` as down and wait until some engine answers. Raises EngineDown if none does in time."""
         self._set_down(engine)
         await self._until_some_is_up(error)
 
@@ -124,10 +124,10 @@ class EnginePool:
             self._watching[engine] = asyncio.create_task(self._watch(engine))
 
     async def _watch(self, engine: PooledEngine) -> None:
-        """Until it answers again."""
+        """Wait until it answers again."""
 
         async def look() -> None:
-            # Waiting for it is a sign of life, too.
+            # Waiting for the engine counts as progress.
             self._on_tokens(0)
             await engine.sampler.look()
 
@@ -146,9 +146,9 @@ class EnginePool:
 
 
 class Place:
-    """For some sequences at one engine, all sampled in one way; at another one once that is gone.
+    """Capacity for some sequences on one engine, with common sampling parameters; moves to another engine if that one dies.
 
-    `replica`: which engine that is; None once there was another.
+    `replica`: the engine's number; None after a move.
     """
 
     def __init__(self, pool: EnginePool, sequences: int, sampling: Sampling) -> None:
@@ -163,12 +163,12 @@ class Place:
         return self._pool.longest
 
     def finished(self, sequences: int) -> None:
-        """So many of them are no longer in flight."""
+        """Release capacity of this many finished sequences."""
         self.sequences -= sequences
         self._engine.sequences -= sequences
 
     async def sample(self, tasks: Sequence[Task], emit: Emit) -> None:
-        """As Sampler.sample. What was handed out before an engine went is not asked for again."""
+        """Like Sampler.sample. Does not repeat samples that were already emitted before an engine died."""
         left = {task.index: task for task in tasks}
 
         def done(group: SampledGroup) -> None:
@@ -192,14 +192,14 @@ class Place:
         return await self._somewhere(lambda sampler: sampler.text_of(token_ids))
 
     async def _somewhere(self, ask: Callable[[Sampler], Awaitable[T]]) -> T:
-        """What `ask` gives, of this place's engine or of another. Raises EngineGone where none is left."""
+        """Call `ask` on this place's engine, or on another if it dies. Raises EngineGone if none is left."""
         while True:
             engine = self._engine
             try:
                 return await ask(engine.sampler)
             except EngineDown as error:
                 await self._pool.leave(engine, error)
-                # Several requests of one place may fail at once; the first of them moves it.
+                # Several requests of one place may fail at once; only the first one moves it.
                 if self._engine is engine:
                     self._move()
 

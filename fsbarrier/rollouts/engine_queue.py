@@ -1,8 +1,8 @@
-"""Holds a request back until the engine has a place for it. In the engine's queue it would only wait, while another node that has run
-out of tasks could do it.
+"""Holds requests back until the engine has capacity. A request in the engine's queue would only wait, while another node without tasks
+could take it over.
 
-vLLM says at /metrics how many sequences wait to be computed. It updates the number after each step, so that it does not count a request
-that was sent just now. If the server gives no number, this program sends all that `rollout.concurrency` allows.
+vLLM reports the number of waiting sequences at /metrics, updated after each step, so it does not include very recent requests. If the
+server does not report it, the only limit is `rollout.concurrency`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from fsbarrier.openai_http import base_and_socket, bearer
 from fsbarrier.retry import Backoff
 
 WAITING = ("vllm:num_requests_waiting{", "vllm:num_requests_waiting ")
-#: after a request was sent, before the engine's count is believed
+#: delay after a request before the engine's count is trusted
 SETTLE_S = 0.2
-#: between two looks
+#: polling interval
 PAUSES = Backoff(0.1, 0.5, factor=2.0)
-#: taken for the number of waiting sequences while the server does not answer
+#: assumed number of waiting sequences while the server does not answer
 MANY = 10**9
-#: a server that computes on the CPU is slow to answer
+#: timeout; a server that computes on the CPU answers slowly
 READ_S = 5.0
 
 
 class EngineQueue:
-    """`free` sequences may be in flight without asking; beyond them `step` more whenever hardly any wait in the engine."""
+    """Allows `free` sequences in flight without a check, and `step` more whenever hardly any are waiting in the engine."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class EngineQueue:
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`count_waiting`: how many sequences wait in the engine; None: it will never say."""
+        """`count_waiting`: returns the number of sequences waiting in the engine; None: never available."""
         self._count_waiting, self._free, self._step = count_waiting, free, step
         self._clock, self._pause = clock, pause
         self._granted = 0
@@ -49,12 +49,12 @@ class EngineQueue:
         self._engine_says = True
 
     def sent(self, sequences: int) -> None:
-        """A request was sent."""
+        """Record that a request was sent."""
         self._granted -= sequences
         self._sent_at = self._clock()
 
     async def wait_for_place(self, in_flight: Callable[[], int]) -> None:
-        """Returns when another request may go out. `in_flight`: how many sequences are, at most."""
+        """Wait until another request may be sent. `in_flight`: the current number of sequences, at most."""
         pauses = iter(PAUSES)
         while self._engine_says and in_flight() >= self._free and self._granted <= 0:
             if self._clock() - self._sent_at >= SETTLE_S:
@@ -67,7 +67,7 @@ class EngineQueue:
 
 
 class EngineMetrics:
-    """Reads how many sequences wait in a vLLM server."""
+    """Reads the number of waiting sequences from a vLLM server."""
 
     def __init__(self, url: str, api_key: str) -> None:
         base, socket = base_and_socket(normal_url(url))
@@ -84,7 +84,7 @@ class EngineMetrics:
         await self._client.aclose()
 
     async def count_waiting(self) -> int | None:
-        """The number of waiting sequences: None if the server never says, MANY while it does not answer."""
+        """The number of waiting sequences; None if the server does not report it, MANY while it does not answer."""
         try:
             answer = await self._client.get("/metrics")
         except httpx.HTTPError:

@@ -1,4 +1,4 @@
-"""What an episode of an agent recorded: segments of tokens, and the sample of its group that they make."""
+"""The recorded tokens of an agent's episode, and the episode as a sample of its group."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fsbarrier.rollouts.samples import Message, Sample, SampledGroup
 
 @dataclass
 class Segment:
-    """One sequence of tokens, to which each turn appends. `history`: its messages, the last answer included; `text`: as plain text.
+    """One token sequence, to which each turn appends. `history`: its messages including the last answer; `text`: as plain text.
 
-    `tools`: the tools that the agent offered in it, as JSON. `busy`: a turn that continues it is under way.
+    `tools`: the tools offered by the agent, as JSON. `busy`: a turn that continues it is in progress.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Segment:
     busy: bool = False
 
     def add_turn(self, shown: Sequence[int], sample: Sample) -> None:
-        """Tokens that the model was shown, then those that it sampled."""
+        """Append the prompt tokens of a turn, then the sampled tokens."""
         if not self.token_ids:
             self.prompt_tokens = len(shown)
         self.token_ids += [*shown, *sample.token_ids]
@@ -38,9 +38,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """What an agent's `run` gives back; the turns themselves are recorded by the client.
+    """The return value of an agent's `run`; the client has recorded the turns themselves.
 
-    `reward`: its own, instead of `reward.kind`'s. `text`: what the reward judges and people read; the last answer where it is None.
+    `reward`: replaces the reward of `reward.kind`. `text`: the text to score and display; None: the last answer.
     """
 
     reward: float | None = None
@@ -48,10 +48,10 @@ class Trajectory:
     metadata: Mapping[str, object] = field(default_factory=dict)
 
 
-# No slots: such a dataclass is made anew, and Python 3.11 then no longer finds its super().
+# No slots: dataclass would create a new class, and super() then fails in Python 3.11.
 @dataclass(frozen=True)
 class Episode(Sample):
-    """An episode as a sample of its group. Its tokens are in its segments; `token_ids` and `logprobs` of the sample are empty."""
+    """An episode as a sample of its group. Its tokens are in its segments; `token_ids` and `logprobs` are empty."""
 
     segments: tuple[Segment, ...] = ()
     turns: int = 0
@@ -70,7 +70,7 @@ class Episode(Sample):
         return {**super().timings, "episode_s": round(self.episode_s, 6)}
 
     def record(self, group: SampledGroup) -> Sampled:
-        """The segments one after the other; where there are several, `segments` says where each begins."""
+        """The concatenated segments; if there are several, `segments` contains their offsets."""
         made: Sampled = {
             "messages": self.messages or group.task.messages,
             "text": self.text,

@@ -1,4 +1,4 @@
-"""Makes the trajectories of a group: what was sampled, how it was judged, and where it comes from."""
+"""Builds the trajectories of a group from samples, scores and origin."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsbarrier.rollouts.samples import Sample, SampledGroup
 
 
 async def judged_group(origin: Origin, group: SampledGroup, reward: Reward) -> list[Trajectory]:
-    """The trajectories of a group, each judged."""
+    """The scored trajectories of a group."""
     scores = await _scores(reward, group)
     return [
         _trajectory(origin, group, number, sample, score)
@@ -25,12 +25,12 @@ async def judged_group(origin: Origin, group: SampledGroup, reward: Reward) -> l
 async def judged_again(
     origin: Origin, task: Task, group: Sequence[Trajectory], reward: Reward
 ) -> list[Trajectory]:
-    """An earlier attempt's group with new judgements: of the trajectories that had none, or of all if the reward judges whole groups."""
+    """An earlier attempt's group with new scores: for the trajectories without one, or for all if the reward scores whole groups."""
     again = [item for item in group if "reward_error" in item["metadata"]]
     if again and judges_groups(reward):
-        # Rewards that the agent gave itself stay, and so do trajectories that failed before there was anything to judge.
+        # Keep rewards given by the agent, and trajectories that failed before scoring.
         again = [item for item in group if _by_the_reward(item)]
-    # Only an episode has turns; its reward sees the whole conversation.
+    # Only an episode has turns; its reward gets the whole conversation.
     answers = [Answer(item["text"], item["messages"] if "turns" in item else None) for item in again]
     scores = dict(zip(map(id, again), await scores_of(reward, task, answers), strict=True))
     return [_judged_again(origin, item, scores.get(id(item))) for item in group]
@@ -42,7 +42,7 @@ def _by_the_reward(item: Trajectory) -> bool:
 
 def _judged_again(origin: Origin, item: Trajectory, score: Score | None) -> Trajectory:
     metadata = dict(item["metadata"])
-    # The trajectory is stored in this node's part now.
+    # The trajectory is now stored in this node's part.
     changed: dict[str, object] = {"node_rank": origin.node_rank, "generation": origin.generation}
     sampled_here = item["node_rank"] == origin.node_rank
     if score is not None:
@@ -56,13 +56,13 @@ def _judged_again(origin: Origin, item: Trajectory, score: Score | None) -> Traj
 
 
 def failed_group(origin: Origin, group: SampledGroup, samples: int) -> list[Trajectory]:
-    """Trajectories in place of the samples of a task that failed: the task counts as done, and an update learns nothing from them."""
+    """Placeholder trajectories for a failed task: the task counts as done, but an update does not train on them."""
     nothing = Sample("", [], [], "error", 0.0, metadata={"error": group.error})
     return [_trajectory(origin, group, number, nothing, Score(0.0)) for number in range(samples)]
 
 
 async def _scores(reward: Reward, group: SampledGroup) -> list[Score]:
-    """The samples' judgements; an agent may have given its own. Never raises."""
+    """The samples' scores, or the agent's own rewards. Never raises."""
     known = [_known_score(sample) for sample in group.samples]
     open_ones = [sample for sample, score in zip(group.samples, known, strict=True) if score is None]
     answers = [Answer(sample.text, sample.messages) for sample in open_ones]
@@ -77,7 +77,7 @@ def _known_score(sample: Sample) -> Score | None:
 
 
 def _judgement(score: Score, metadata: JsonObject, *, sampled: bool) -> dict[str, object]:
-    """The fields of a trajectory that its judgement decides, added to its other `metadata`. `sampled`: nothing failed before the reward."""
+    """The trajectory fields that depend on the score, merged with its other `metadata`. `sampled`: sampling did not fail."""
     stored = dict(metadata)
     if score.info:
         stored["reward_info"] = dict(score.info)
@@ -85,7 +85,7 @@ def _judgement(score: Score, metadata: JsonObject, *, sampled: bool) -> dict[str
         stored["reward_error"] = score.error
     valid = sampled and score.error is None
     return {
-        # A trajectory that failed is never a success. The reward that it would have had stays in `reward_parts`.
+        # A failed trajectory is never a success. Its computed reward stays in `reward_parts`.
         "reward": score.reward if valid else min(0.0, score.reward),
         "reward_parts": dict(score.parts),
         "valid": valid,

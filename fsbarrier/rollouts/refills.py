@@ -1,9 +1,8 @@
-"""Whether a train rollout goes on with another round, because too few groups have rewards that differ (`rollout.max_refills`).
+"""Decides whether a training rollout needs another round, because too few groups have differing rewards (`rollout.max_refills`).
 
-When a node has nothing left to do in a round, and its groups are on disk, it creates an empty file beside the claims. The file's name
-says how many of its groups have signal, which means that their rewards differ. Once the files of all nodes are listed, every node adds up
-the same numbers and comes to the same answer. If a node dies before it has created its file, the generation ends, and the next one
-adopts the groups.
+When a node has finished a round and its groups are on disk, it creates an empty file beside the claims. The file name contains the number
+of its groups with signal, i.e. with differing rewards. Once the files of all nodes are listed, every node computes the same sum and the
+same decision. If a node dies before it creates its file, the generation ends, and the next one adopts the groups.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ from fsbarrier.rundir.names import ROUND_DONE, RoundDoneName
 
 T = TypeVar("T")
 
-#: between two looks at what the others have done
+#: polling interval
 PAUSES = Backoff(0.05, 1.0)
 
 
 class Refills:
-    """One node's view of the rounds that are over. Its methods take as long as the shared directory does, and raise StoreError."""
+    """One node's view of the finished rounds. Its methods may block on the shared directory, and raise StoreError."""
 
     def __init__(
         self, folder: Path, rank: int, *, ranks: Collection[int], already: Sequence[int], enough: int
     ) -> None:
-        """`ranks`: the nodes that roll out; `already`: groups with signal that an older generation left, by round."""
+        """`ranks`: the nodes that roll out; `already`: groups with signal from an older generation, by round."""
         self._folder, self._rank, self._ranks = folder, rank, frozenset(ranks)
         self._already, self._enough = already, enough
         self._seen(lambda: files.make_dirs_below(folder.parent, folder))
 
     def report(self, number: int, with_signal: int) -> None:
-        """This node has nothing left to do in round `number`. If an earlier start of this program said so already, that stands."""
+        """Report that this node has finished round `number`. An earlier report of this node takes precedence."""
         mine = ROUND_DONE.build(self._rank, number, with_signal)
         if all((done.rank, done.round) != (self._rank, number) for done in self._listed()):
             self._seen(lambda: files.create_exclusive(self._folder / mine, b"", durable=False))
 
     def another_after(self, number: int) -> bool | None:
-        """Whether there is a round after round `number`; None: some node has not finished that one."""
+        """Whether there is a round after round `number`; None if some node has not finished it yet."""
         if number + 1 == len(self._already):
             return False
         done = {(one.rank, one.round): one.with_signal for one in self._listed() if one.round <= number}
@@ -51,11 +50,11 @@ class Refills:
         return sum(self._already[: number + 1]) + sum(done.values()) < self._enough
 
     def rounds_done(self) -> int:
-        """How many rounds this node has finished."""
+        """The number of rounds this node has finished."""
         return sum(done.rank == self._rank for done in self._listed())
 
     def _listed(self) -> list[RoundDoneName]:
-        # The directory is freshly opened, which makes an NFS client look again.
+        # The directory is opened anew, which makes an NFS client revalidate its cache.
         return ROUND_DONE.parse_all(self._seen(lambda: os.listdir(self._folder)))
 
     def _seen(self, operation: Callable[[], T]) -> T:
@@ -63,4 +62,4 @@ class Refills:
             return until_seen(operation)
         except OSError as error:
             why = error.strerror or error
-            raise StoreError(f"{self._folder}: what each node has done is not to be seen: {why}") from error
+            raise StoreError(f"{self._folder}: cannot read the nodes' reports: {why}") from error

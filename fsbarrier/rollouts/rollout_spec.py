@@ -1,4 +1,4 @@
-"""What a rollout program is to do, as phases/rl.py says it in the spec: its tasks, when it may end, and where results go."""
+"""The spec of a rollout program, written by phases/rl.py: its tasks, end conditions and output paths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fsbarrier.rundir.record_store import PosixStore
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where trajectories come from: in the part file's header, and in the metadata of the finished file."""
+    """The origin of trajectories, stored in the part file's header and in the metadata of the finished file."""
 
     run_id: str
     split: str
@@ -31,9 +31,9 @@ class Origin:
     generation: int
     node_rank: int
     policy_version: int
-    #: which policy of that version, as `Context.policy_identity` names it
+    #: the policy's identity, as in `Context.policy_identity`
     policy: str
-    #: a digest of all that decides how tasks are answered
+    #: a digest of everything that determines how tasks are answered
     sampled_how: str = ""
 
 
@@ -43,35 +43,35 @@ class Assignment:
 
     origin: Origin
     incarnation: int
-    #: this node's share, and every node's by rank
+    #: this node's share, and all nodes' shares by rank
     tasks: Sequence[int]
     shares: Mapping[int, Sequence[int]]
-    #: why each node does its own share and no more; "" where those that run out take over from the slowest
+    #: why nodes may not take over tasks from each other; "" if they may
     fixed_shares: str
-    #: the claims of this phase, and those of the iteration before
+    #: the claims of this phase, and of the previous iteration
     claims_folder: Path
     old_claims_folders: Sequence[Path]
-    #: the share of `expected` that is enough; 1: the phase ends when all is done
+    #: the share of `expected` that is enough; 1: wait for all tasks
     completion_threshold: float
     grace_s: float
-    #: groups that an older generation did
+    #: number of groups done by an older generation
     already: int
-    #: groups of an older generation in which the reward or the agent failed: parts with `path`, `valid_bytes`, `tasks`
+    #: groups of an older generation whose reward or agent failed: parts with `path`, `valid_bytes`, `tasks`
     judge_again: Sequence[Payload]
     #: the tasks of all nodes
     expected: Sequence[int]
-    #: of more groups the merge keeps so many; None: all
+    #: maximum number of groups that the merge keeps; None: all
     keep: int | None
-    #: how many of `expected` each round has; None: all rounds take place, whatever the ones before came to
+    #: number of tasks of `expected` in each round; None: all rounds take place unconditionally
     rounds: Sequence[int] | None
-    #: of each round, how many groups with signal an older generation left
+    #: number of groups with signal from an older generation, by round
     with_signal: Sequence[int]
     part: Path
-    #: of the names inside the part file
+    #: prefix of the names inside the part file
     prefix: str
-    #: the name under which the finished part is known
+    #: final path of the finished part
     checkpoint: Path
-    #: where the records of all generations are
+    #: the folder with the records of all generations
     generations: Path
 
     @classmethod
@@ -81,7 +81,7 @@ class Assignment:
             origin=Origin(**{name: spec[name] for name in Origin.__slots__ if name in spec}),
             incarnation=spec["incarnation"],
             tasks=spec["tasks"],
-            # JSON has text for keys.
+            # JSON keys are strings.
             shares={int(rank): share for rank, share in spec["shares"].items()},
             fixed_shares=spec["fixed_shares"],
             claims_folder=Path(spec["claims"]),
@@ -102,15 +102,15 @@ class Assignment:
 
     @property
     def within_reach(self) -> list[int]:
-        """The tasks that this node may come to do."""
+        """The tasks that this node may have to do."""
         shares = [self.tasks] if self.fixed_shares else self.shares.values()
         return [task for share in shares for task in share]
 
     def open_claims(self, tasks: Collection[int] | None = None, number: int = 0) -> Claims:
-        """What this node may start of `tasks` (None: of all), which are those of round `number`. Says in the log why it may not take over
-        from others. Raises StoreError."""
+        """The claims on `tasks` (None: all), the tasks of round `number`. Logs the reason if this node may not take over tasks. Raises
+        StoreError."""
         if self.fixed_shares and not number:
-            print(f"this node does its own share and no more: {self.fixed_shares}", flush=True)
+            print(f"this node only does its own share: {self.fixed_shares}", flush=True)
         alone = self.fixed_shares or len(self.shares) == 1
         return Claims(
             {
@@ -124,12 +124,12 @@ class Assignment:
         )
 
     def remove_old_claims(self) -> None:
-        """Remove this node's claims of the iteration before, which all nodes have left."""
+        """Remove this node's claims of the previous iteration, which all nodes have left."""
         for folder in self.old_claims_folders:
             remove_old(folder, self.origin.node_rank)
 
     def open_early_end(self) -> EarlyEnd | None:
-        """Tells when the phase ends although not all is done; None where it never does. Raises OSError."""
+        """The early-end condition of the phase; None if it always waits for all tasks. Raises OSError."""
         if self.completion_threshold >= 1:
             return None
         return EarlyEnd(
@@ -142,7 +142,7 @@ class Assignment:
         )
 
     def open_refills(self) -> Refills | None:
-        """Tells whether there is another round; None if all rounds take place in any case. Raises StoreError."""
+        """The refill decision; None if all rounds take place unconditionally. Raises StoreError."""
         if self.rounds is None:
             return None
         assert self.keep is not None
@@ -155,17 +155,17 @@ class Assignment:
         )
 
     def header(self) -> dict[str, object]:
-        """What the part file says at its start. `expected`: a merge by hand can name the tasks of a node without any file.
-        `assigned`: the tasks that this file must hold to be whole, where nobody else may do them."""
+        """The part file's header. `expected`: lets a merge by hand name the tasks of a node that left no file. `assigned`: the tasks that
+        this file must contain to be complete, if no other node may do them."""
         assigned = {"assigned": list(self.tasks)} if self.fixed_shares else {}
         keep = {"keep": self.keep} if self.keep else {}
         rounds = {"rounds": list(self.rounds)} if self.rounds else {}
         return {**asdict(self.origin), **assigned, "expected": list(self.expected), **keep, **rounds}
 
     def publish_part(self) -> None:
-        """Give the finished part its public name. Raises OSError, ProgramFailed where a newer generation exists.
+        """Link the finished part to its final name. Raises OSError, and ProgramFailed if a newer generation exists.
 
-        Example: this node's host slept, and its rank was started anew. The name belongs to what that start rolls out.
+        Example: this node's host was suspended and its rank was restarted elsewhere. The name then belongs to the new start's results.
         """
 
         def last_look() -> None:
@@ -178,7 +178,7 @@ class Assignment:
     def result(
         self, info: ShardInfo, tasks: Sequence[int], claims: Sequence[Claims], *, ended_early: bool
     ) -> dict[str, object]:
-        """For the node's report: what the finished part holds, and what taking over came to in all rounds."""
+        """For the node's report: the contents of the finished part, and the take-over statistics of all rounds."""
         taking_over: Counter[str] = Counter()
         for one in claims:
             taking_over.update(one.summary())

@@ -1,7 +1,7 @@
-"""The rounds of a rollout phase. The tasks of a round are sampled in one way, and begun after those of the round before.
+"""The rounds of a rollout phase. The tasks of a round share sampling parameters and start after those of the previous round.
 
-Train rollouts have one round, and another for each refill that may follow. An evaluation has a round for each set of held-out tasks, with
-the task file and the sampling of that set.
+A training rollout has one round, plus one per possible refill. An evaluation has a round for each evaluation set, with that set's task file
+and sampling parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fsbarrier.rollouts.samples import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round. `tasks`: the numbers of its tasks on all nodes; `known`: the tasks that this node may come to do."""
+    """One round. `tasks`: its task numbers on all nodes; `known`: the tasks that this node may have to do."""
 
     tasks: frozenset[int]
     known: Mapping[int, Task]
@@ -32,13 +32,13 @@ class Round:
 
 
 def read_rounds(spec: Payload, within_reach: Collection[int]) -> list[Round]:
-    """The rounds that the spec lists, each with `tasks`, `task_file` and `sampling`; of several sets of held-out tasks also with the set's
-    name, `eval_set`, and `first`, the number of the file's first task. Raises UsageError."""
+    """The rounds in the spec, each with `tasks`, `task_file` and `sampling`; with several evaluation sets also `eval_set`, the set's name,
+    and `first`, the number of the file's first task. Raises UsageError."""
     here = frozenset(within_reach)
     indices = defaultdict[str, set[int]](set)
     for one in spec["rounds"]:
         indices[one["task_file"]] |= {task - one.get("first", 0) for task in here.intersection(one["tasks"])}
-    # Each file is read once: ten rounds may share a large one.
+    # Read each file only once, because ten rounds may share a large one.
     found = {name: read_tasks(Path(name), wanted) for name, wanted in indices.items()}
     return [_round(one, found[one["task_file"]], here) for one in spec["rounds"]]
 
@@ -48,7 +48,7 @@ def _round(spec: Payload, found: TaskFile, within_reach: frozenset[int]) -> Roun
     sampling = Sampling(**{item.name: values[item.name] for item in fields(Sampling)})
     if sampling.samples > 1 and sampling.temperature == 0:
         raise UsageError(
-            f"{sampling.samples} samples a task at temperature 0 would all be the same; give samples=1 or a temperature"
+            f"{sampling.samples} samples per task at temperature 0 would be identical; use 1 sample or a temperature above 0"
         )
     tasks, first = frozenset(spec["tasks"]), spec.get("first", 0)
     known = {

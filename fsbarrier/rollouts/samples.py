@@ -1,4 +1,4 @@
-"""What a rollout is made of: samples, the group that a task's samples are, and how a request for them can fail."""
+"""Data types of a rollout: samples, groups, and the errors of sampling requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Message = JsonObject
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a task is answered: by so many samples, from which distribution. `max_tokens`: of one answer."""
+    """Sampling parameters of a task. `max_tokens`: per answer."""
 
     samples: int
     temperature: float
@@ -28,12 +28,11 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One answer, token for token. If the model sampled an end token, that is the last of `token_ids`.
+    """One answer with its tokens. A sampled end token is the last of `token_ids`.
 
-    `logprobs` has a number for each token, under the distribution that was sampled from (vLLM's `processed_logprobs`).
-    `seconds`: from the request to its last token. `stop`: the stop string that ended it; its tokens are among `token_ids`, `text` ends
-    before it. An episode of an agent (episode.py) is a Sample too, and also has: why it failed (`error`), the reward that the agent gave
-    itself, and metadata.
+    `logprobs`: one number per token, under the sampled distribution (vLLM's `processed_logprobs`). `seconds`: from the request to the last
+    token. `stop`: the stop string that ended it; its tokens are in `token_ids`, but `text` ends before it. An agent's episode (episode.py)
+    is also a Sample, with an `error` if it failed, a reward given by the agent, and metadata.
     """
 
     text: str
@@ -48,7 +47,7 @@ class Sample:
 
     @property
     def messages(self) -> list[Message] | None:
-        """The conversation of an episode; None for one answer."""
+        """The conversation of an episode; None for a single answer."""
         return None
 
     @property
@@ -60,7 +59,7 @@ class Sample:
         return {"generate_s": round(self.seconds, 6)}
 
     def record(self, group: SampledGroup) -> Sampled:
-        """The trajectory's fields that come from the sampling: every token of prompt and answer, and which the model sampled."""
+        """The trajectory fields that depend on sampling: all tokens of prompt and answer, and which of them were sampled."""
         before, after = len(group.prompt_ids), len(self.token_ids)
         return {
             "messages": [*group.task.messages, {"role": "assistant", "content": self.text}],
@@ -74,8 +73,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampledGroup:
-    """All samples of a task. `error`: why the server does not serve this prompt; `samples` is then empty. `replica`: which of the node's
-    engines made them; None where that is not known.
+    """All samples of a task. `error`: why the server rejected the prompt; `samples` is then empty. `replica`: the engine that made them;
+    None: unknown.
     """
 
     task: Task
@@ -86,15 +85,15 @@ class SampledGroup:
 
 
 class EngineGone(ProgramFailed):
-    """The server does not answer, or not as a vLLM server does. Groups that were handed out stay good."""
+    """The server does not answer, or is not a vLLM server. Groups that were already emitted remain valid."""
 
 
 class EngineDown(EngineGone):
-    """The server does not answer now. If it has ended, the daemon may start it again."""
+    """The server does not answer at the moment. If it has ended, the daemon may restart it."""
 
 
 class Again(Exception):
-    """A request failed, and another try may succeed. `answered`: the server answered, with an error."""
+    """A request failed, but a retry may succeed. `answered`: the server returned an error response."""
 
     def __init__(self, message: str, *, answered: bool) -> None:
         super().__init__(message)
@@ -102,8 +101,8 @@ class Again(Exception):
 
 
 class Refusal(Exception):
-    """The server will not serve this request, however often it is asked."""
+    """The server rejects this request permanently."""
 
 
-#: takes a group when it is finished
+#: receives each finished group
 Emit = Callable[[SampledGroup], None]

@@ -1,13 +1,13 @@
-"""Sampling from one vLLM server over HTTP: tasks in; groups out, each as soon as its last sample is finished (engine_pool.py has several).
+"""Samples from one vLLM server over HTTP: takes tasks, emits each group when its last sample is finished (engine_pool.py handles several).
 
-Many prompts go in one request: with small models the request itself costs more than the tokens (96 prompts with 16 samples: as fast
-as it gets at 8 prompts a request; 256 prompts with one sample: 0.4 s at 64 a request, 3 to 7 s at one). The answer is streamed, so
-that a group need not wait for the others in its request, and a long generation shows signs of life. Answers of a few tokens come whole:
-in a stream each would be two pieces, which cost both sides more than the tokens.
+Many prompts share a request, because with small models the request costs more than the tokens (96 prompts with 16 samples: fastest from 8
+prompts per request; 256 prompts with one sample: 0.4 s at 64 per request, 3 to 7 s at one). Responses are streamed, so that a group need
+not wait for the others in its request, and to detect stalled requests. Short answers are not streamed: each would take two chunks, which
+cost both sides more than the tokens.
 
-The requests carry no seed. vLLM would give all prompts of a request the same noise, and with a request of its own for each prompt
-sampling was a third slower; on an accelerator seeded rows are sampled one by one. Equal results would not follow either: the sums of a
-batch depend on what else is in it.
+Requests carry no seed. vLLM would use the same noise for all prompts of a request, and one request per prompt was a third slower; on an
+accelerator, seeded rows are sampled one by one. Results would not be reproducible anyway, because floating-point sums depend on the rest of
+the batch.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from fsbarrier.rollouts.samples import (
     Sampling,
 )
 
-#: of a sample, in each piece of the streamed answer
+#: tokens of a sample per chunk of the streamed response
 TOKENS_PER_PIECE = 64
-#: An answer of no more tokens comes whole. More, and a server that is slow could be without a sign of life for too long.
+#: Longest answer that is not streamed; a longer one on a slow server could exceed the timeout without any output.
 WHOLE_TOKENS = 16
-#: below the 5 s after which vLLM's server closes an idle connection: a request must not meet that
+#: below the 5 s after which vLLM's server closes idle connections, to avoid sending a request on a closing connection
 KEEPALIVE_S = 2.0
 
-#: what tokens came from: the distribution that is sampled is the model's, changed by what the settings say and nothing else
+#: neutral values for all parameters that would change the distribution beyond the run's settings
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
 
 T = TypeVar("T")
@@ -49,9 +49,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SamplingServer:
-    """Where to sample, and how patiently. `timeout_s`: without a sign of life of a request; `tries`: of one request.
+    """A server and its timeouts. `timeout_s`: without output from a request; `tries`: attempts per request.
 
-    `template_arguments`: what the chat template is told beside the messages.
+    `template_arguments`: extra arguments for the chat template.
     """
 
     url: str
@@ -63,13 +63,13 @@ class SamplingServer:
 
 
 class Sampler:
-    """Samples groups from one server. `on_tokens` hears how many tokens have come."""
+    """Samples groups from one server. `on_tokens` receives the number of new tokens."""
 
     def __init__(self, server: SamplingServer, *, connections: int, on_tokens: Callable[[int], None]) -> None:
         self.server = server
         self.on_tokens = on_tokens
         self.url = normal_url(server.url)
-        # The most tokens of prompt and answer together, once the server has said so.
+        # The maximum tokens of prompt plus answer, once the server has reported it.
         self.longest: int | None = None
         self._model = server.model
         self._chat_ids: dict[int, list[int]] = {}
@@ -79,11 +79,11 @@ class Sampler:
             base_url=base,
             headers=bearer(server.api_key),
             timeout=httpx.Timeout(server.timeout_s, connect=10.0, pool=None),
-            # Where nothing is encrypted, the system's certificates need not be read: 30 ms.
+            # Without TLS, skip loading the system's certificates (30 ms).
             transport=httpx.AsyncHTTPTransport(
                 verify=base.startswith("https"), uds=socket, limits=limits, trust_env=False
             ),
-            # No proxy: the server is on this machine, or where `engine.url` says.
+            # No proxy: the server is on this machine, or at `engine.url`.
             trust_env=False,
         )
 
@@ -95,7 +95,7 @@ class Sampler:
         await self._client.aclose()
 
     async def look(self) -> None:
-        """See that the server answers and takes the key; what its model is called and how long a sequence may be. Raises EngineGone."""
+        """Check that the server answers and accepts the key; query its model name and maximum length. Raises EngineGone."""
         try:
             answer = await self._retried(lambda: self._json("GET", "/v1/models"))
             model = answer["data"][0]
@@ -104,15 +104,15 @@ class Sampler:
         except Again as error:
             raise self._gone(error) from None
         except (Refusal, KeyError, IndexError, TypeError) as error:
-            raise EngineGone(f"the engine at {self.url} does not name its model: {error}") from None
+            raise EngineGone(f"the engine at {self.url} does not report its model: {error}") from None
         if isinstance(longest, int):
             self.longest = longest
 
     async def sample(self, tasks: Sequence[Task], emit: Emit, sampling: Sampling) -> None:
-        """Sample a group for each task, in one request where the server takes it; `emit` gets each as it is finished.
+        """Sample a group for each task, in one request if the server accepts it; `emit` receives each finished group.
 
-        After a failure only what was not yet handed out is asked for again, so no task is handed out twice. A prompt that the server will
-        not serve alone either comes as a Group with `error`. Raises EngineGone.
+        A retry requests only groups that were not emitted yet, so no task is emitted twice. A prompt that the server rejects even alone is
+        emitted as a Group with `error`. Raises EngineGone.
         """
         pending = {task.index: task for task in tasks}
 
@@ -123,7 +123,7 @@ class Sampler:
 
         async def request() -> None:
             left = list(pending.values())
-            # Chat messages take a call each to the server, which are made together.
+            # Chat messages need one call per task; make them concurrently.
             prompts = await asyncio.gather(*map(self._prompt, left))
             await self._complete(prompts, self._stream(left, done, sampling.samples), sampling, {})
 
@@ -134,14 +134,14 @@ class Sampler:
         if len(tasks) == 1:
             done(SampledGroup(tasks[0], self._chat_ids.get(tasks[0].index, []), (), reason))
             return
-        # The server refused the request as a whole. Ask for each prompt alone, to find the one that it refuses.
+        # The server rejected the whole request. Send each prompt alone to find the one it rejects.
         for task in list(pending.values()):
             await self.sample([task], done, sampling)
 
     async def turn(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, max_tokens: int, stop: Sequence[str] = ()
     ) -> Sample:
-        """One answer to exactly these tokens. Raises EngineGone; Refusal where the server does not serve this prompt."""
+        """One answer to exactly these tokens. Raises EngineGone; Refusal if the server rejects this prompt."""
         groups: list[SampledGroup] = []
         task = Task(0, "", "", None, {})
         own = {"max_tokens": max_tokens, "stop": list(stop)}
@@ -151,14 +151,14 @@ class Sampler:
         return groups[0].samples[0]
 
     async def tokens(self, **body: object) -> list[int]:
-        """What the server makes tokens of: `prompt`, or `messages` by the model's chat template. Raises EngineGone, Refusal."""
+        """Tokenize `prompt`, or `messages` with the model's chat template. Raises EngineGone, Refusal."""
         try:
             return await self._retried(lambda: self._tokenized(body))
         except Again as error:
             raise self._gone(error) from None
 
     async def text_of(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens. Raises EngineGone, Refusal."""
+        """Detokenize. Raises EngineGone, Refusal."""
         body = {"model": self._model, "tokens": list(token_ids)}
         try:
             answer = await self._retried(lambda: self._json("POST", "/detokenize", body))
@@ -166,12 +166,12 @@ class Sampler:
         except Again as error:
             raise self._gone(error) from None
         except (KeyError, TypeError):
-            raise EngineGone(f"the engine at {self.url}/detokenize gives no text; is it vLLM?") from None
+            raise EngineGone(f"the engine at {self.url}/detokenize returns no text; is it vLLM?") from None
 
     # --- patience ---
 
     async def _asked(self, call: Callable[[], Awaitable[T]]) -> T:
-        """With patience. Raises EngineGone; Refusal also where the server does answer, but with errors to every try."""
+        """Call with retries. Raises EngineGone; Refusal if the server answers every attempt with an error."""
         try:
             return await self._retried(call)
         except Again as error:
@@ -180,7 +180,7 @@ class Sampler:
             raise Refusal(f"{error} ({self.server.tries} tries)") from None
 
     async def _retried(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Try a few times, with back-off."""
+        """Retry a few times, with back-off."""
         return await asked_again(call, after=Again, tries=self.server.tries)
 
     def _gone(self, error: Exception) -> EngineDown:
@@ -198,8 +198,8 @@ class Sampler:
         sampling: Sampling,
         own: Mapping[str, object],
     ) -> None:
-        """Sample; `own` is what this request wants otherwise than `sampling` says."""
-        # vLLM refuses to be asked for more than there is room for in all.
+        """Sample; `own`: parameters of this request that override `sampling`."""
+        # vLLM rejects a max_tokens beyond the remaining room.
         most = sampling.max_tokens if self.longest is None else max(1, self.longest - 1)
         body: dict[str, Any] = {
             "model": self._model,
@@ -231,10 +231,10 @@ class Sampler:
             if not stream.complete:
                 raise Again(described(error), answered=False) from None
         if not stream.complete:
-            raise Again("the answer broke off", answered=False)
+            raise Again("the connection closed before the answer was complete", answered=False)
 
     async def _prompt(self, task: Task) -> str | list[int]:
-        """Text as it is: the server's tokenizer makes tokens of it. Chat messages through the model's template first."""
+        """Text is tokenized by the server. Chat messages are first rendered with the model's template."""
         if isinstance(task.prompt, str):
             return task.prompt
         if task.index not in self._chat_ids:
@@ -250,7 +250,7 @@ class Sampler:
         try:
             return [int(token) for token in answer["tokens"]]
         except (KeyError, TypeError, ValueError):
-            raise EngineGone(f"the engine at {self.url}/tokenize gives no tokens; is it vLLM?") from None
+            raise EngineGone(f"the engine at {self.url}/tokenize returns no tokens; is it vLLM?") from None
 
     async def _json(self, method: str, path: str, body: object = None) -> Any:
         try:
@@ -262,4 +262,4 @@ class Sampler:
         try:
             return response.json()
         except ValueError:
-            raise EngineGone(f"the engine at {self.url}{path} does not answer in JSON; is it vLLM?") from None
+            raise EngineGone(f"the engine at {self.url}{path} does not return JSON; is it vLLM?") from None

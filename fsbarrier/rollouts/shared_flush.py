@@ -1,6 +1,6 @@
-"""Appends judged groups to a part file. All groups that come while one flush is under way share the next one.
+"""Group commit for a part file: all groups that arrive during one flush share the next one.
 
-A flush takes as long for fifty groups as for one, and with short answers fifty groups are sampled during one flush.
+A flush takes as long for fifty groups as for one, and with short answers fifty groups finish during one flush.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fsbarrier.trajectories import ShardWriter
 
 
 class SharedFlush:
-    """Holds the groups that are not on disk yet. `append` and `rest` raise what ShardWriter raises."""
+    """Buffers the groups that are not on disk yet. `append` and `rest` raise the errors of ShardWriter."""
 
     def __init__(self, writer: ShardWriter) -> None:
         self._writer = writer
@@ -22,20 +22,20 @@ class SharedFlush:
         self._flushing: asyncio.Task[None] | None = None
 
     async def append(self, task_index: int, made: Sequence[Trajectory]) -> None:
-        """Returns once the group of this task is on disk. If the caller is cancelled, `rest` still writes it."""
+        """Returns when the group of this task is on disk. If the caller is cancelled, `rest` still writes it."""
         self._waiting[task_index] = made
         while task_index in self._waiting:
             await self._flushed()
 
     async def rest(self) -> None:
-        """Returns once nothing is left to be written, or being written."""
+        """Returns when everything is written."""
         while self._waiting:
             await self._flushed()
 
     async def _flushed(self) -> None:
         if self._flushing is None or self._flushing.done():
             self._flushing = asyncio.create_task(self._flush())
-        # A caller that is cancelled must not end the flush: others wait for it.
+        # Cancelling one caller must not cancel the flush, because others wait for it.
         await asyncio.shield(self._flushing)
 
     async def _flush(self) -> None:
@@ -43,7 +43,7 @@ class SharedFlush:
         try:
             await asyncio.to_thread(self._writer.append_groups, groups)
         except UsageError:
-            # A group holds what cannot be stored. Find out which one, and write the others.
+            # One group cannot be stored. Find it, and write the others.
             await self._one_by_one(groups)
         for task_index in groups:
             self._waiting.pop(task_index, None)

@@ -1,7 +1,7 @@
-"""Loads the user's code that rollouts will load, and does nothing else.
+"""Checks that the user's reward function and agent can be loaded.
 
 `python -m fsbarrier.rollouts.try_user_code [reward=FILE.py:function] [agent=FILE.py:Class]`
-Exit code 2 and one line on stderr where it cannot be used; what the code itself prints may stand before that.
+Exits with code 2 and a one-line error on stderr if not; output of the code itself may precede it.
 """
 
 from __future__ import annotations
