@@ -3,15 +3,18 @@
     python scripts/mutants.py --jobs 2               all of them; the table goes into docs/proof.md
     python scripts/mutants.py --area group           one table of scripts/mutant_tables/
     python scripts/mutants.py Situation.joiners ...  those with one of these words in their names
+    python scripts/mutants.py --results F --minutes 9    those that F does not know yet, for nine minutes; F knows their verdicts then
 
-For each fault: schedules of the simulator, then the stories of tests/scenarios, then the tests of what was changed, until something
-finds it. What a story prints does not count, only the invariants that it breaks. Exit code 1 where a fault that breaks a promise
-survives, where one that was recorded as harmless does not, or where one cannot be put in.
+For each fault: the quick tests of what was changed, then schedules of the simulator and the stories of tests/scenarios, then its
+other tests, until something finds it. What a story prints does not count, only the invariants that it breaks, and a test counts only if
+it passes without the fault. Exit code 1 where a fault that breaks a promise survives, where one that was recorded as harmless does
+not, or where one cannot be put in. (The file is longer than others because of its list of tests.)
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import queue
 import resource
@@ -20,9 +23,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -33,47 +38,57 @@ BEGIN, END = "<!-- mutants: written by scripts/mutants.py -->", "<!-- mutants en
 COPIED = ("fsbarrier", "phases", "tests", "docs", "scripts", "pyproject.toml", "README.md", "run.sh")
 # Processor time after which schedules, which wait for nothing, count as endless; and how long all tests of one fault may take.
 SCHEDULES_CPU_S, TESTS_S = 240, 1800.0
+# after which one of them counts as endless
+TEST_S = 120
+# pytest's exit code where all tests were passed over
+NO_TESTS_LEFT = 5
 
-#: Which tests are about a file, by the beginning of its name: the first line that fits counts, quick tests first.
+#: Which tests are about a file, by the beginning of its name: the first line that fits counts. Those before the bar take seconds, and
+#: come before the schedules; the others come after them.
 TESTS = (
-    ("fsbarrier/protocol/codec", "fuzz membership heartbeats unreadable runrecord"),
+    ("fsbarrier/protocol/codec", "heartbeats runrecord | membership unreadable fuzz"),
     (
         "fsbarrier/protocol/",
-        "machine succession membership lost assign heartbeats resume collection group unreadable restarts",
+        "machine succession lost assign | heartbeats resume collection group unreadable restarts",
     ),
     ("fsbarrier/node/rank_lock", "rank_lock"),
     ("fsbarrier/node/free_ranks", "free_ranks"),
-    ("fsbarrier/node/context_maker", "resume program_rows take_over unreadable toy_run"),
-    ("fsbarrier/node/job", "admission node_work kept_program"),
-    ("fsbarrier/node/wor", "durability admission node_work kept_program state_upload"),
+    ("fsbarrier/node/announcement", "announcement"),
+    ("fsbarrier/node/context_maker", "resume program_rows | take_over unreadable toy_run"),
+    ("fsbarrier/node/job", "node_work admission kept_program"),
+    ("fsbarrier/node/wor", "durability node_work state_upload admission kept_program"),
     ("fsbarrier/node/state_upload", "state_upload"),
-    ("fsbarrier/node/weights", "node_work weights_copy"),
+    ("fsbarrier/node/weights", "weights_copy node_work"),
+    ("fsbarrier/node/polling", "polling quiet_waits heartbeats detection"),
     ("fsbarrier/node/daemon", "heartbeats membership detection restarts supervisor"),
     (
         "fsbarrier/node/",
-        "resume heartbeats durability membership collection group_edges group unreadable revisions detection restarts",
+        "resume heartbeats durability collection | unreadable revisions membership group_edges group detection restarts",
     ),
-    ("fsbarrier/group/", "group_simulator group_edges group"),
-    ("fsbarrier/files", "durability files trajectories aggregate node_work"),
+    ("fsbarrier/group/", "group_edges group | group_simulator"),
+    ("fsbarrier/files", "files durability node_work aggregate trajectories"),
     ("fsbarrier/retry", "retry files"),
     ("fsbarrier/rundir/record_store", "files durability heartbeats collection group_edges unreadable"),
     ("fsbarrier/rundir/heart", "heartbeats membership rank_lock detection"),
     ("fsbarrier/rundir/stop", "membership restarts policies"),
     ("fsbarrier/rundir/runrecord", "runrecord fuzz"),
+    ("fsbarrier/rundir/revisions", "revisions"),
     ("fsbarrier/rundir/weights", "weights_copy"),
-    ("fsbarrier/rundir/checkpoints", "durability retention node_work fuzz weights_copy state_upload"),
+    ("fsbarrier/rundir/checkpoints", "durability node_work weights_copy state_upload retention fuzz"),
+    ("fsbarrier/rundir/retention", "retention durability node_work"),
     ("fsbarrier/rundir/", "durability retention node_work fuzz export"),
-    ("fsbarrier/data/", "durability tables torchzip trajectories aggregate recover"),
+    ("fsbarrier/data/merge", "durability aggregate trajectories torchzip tables recover"),
+    ("fsbarrier/data/", "durability trajectories torchzip aggregate fuzz tables recover"),
     ("fsbarrier/rollouts/refills", "refills"),
     ("fsbarrier/rollouts/rollout_spec", "program_rows rollout"),
-    ("fsbarrier/rollouts/", "program_rows take_over"),
-    ("fsbarrier/maintenance/", "recover unreadable revisions"),
+    ("fsbarrier/rollouts/", "program_rows take_over refills"),
+    ("fsbarrier/maintenance/", "unreadable recover revisions"),
     ("fsbarrier/training/", "trainer_state checkpoint_ranks"),
     ("fsbarrier/sim/", ""),
-    ("phases/rl", "assign program_rows take_over refills"),
-    ("fsbarrier/sharing", "assign program_rows take_over refills"),
-    ("fsbarrier/decisions", "assign program_rows retention unreadable"),
-    ("fsbarrier/program", "assign program_rows retention take_over"),
+    ("phases/rl", "assign program_rows | refills take_over"),
+    ("fsbarrier/sharing", "assign program_rows | refills take_over"),
+    ("fsbarrier/decisions", "assign program_rows retention | unreadable"),
+    ("fsbarrier/program", "assign program_rows retention | take_over"),
     ("fsbarrier/", "supervisor node_work"),
 )
 #: what the simulator runs: schedules of nodes, of groups
@@ -134,17 +149,27 @@ class Copy:
 
     def judge(self, mutant: Mutant) -> Verdict:
         changed = {path.relative_to(ROOT): text for path, text in mutate(mutant).items()}
+        self._put_in(changed)
+        try:
+            about = next(iter(changed)).as_posix()
+            quick, _, slow = next(files for start, files in TESTS if about.startswith(start)).partition("|")
+            if by := self._tests(quick.split(), changed):
+                return Verdict(mutant, "tests", by)
+            if by := self._schedules([path.as_posix() for path in changed]):
+                return Verdict(mutant, "schedules", by)
+            if by := self._tests(slow.split(), changed):
+                return Verdict(mutant, "tests", by)
+            return Verdict(mutant, "", "nothing finds it")
+        finally:
+            self._take_out(changed)
+
+    def _put_in(self, changed: Mapping[Path, str]) -> None:
         for path, text in changed.items():
             (self.folder / path).write_text(text)
-        try:
-            by = self._schedules([path.as_posix() for path in changed])
-            if by:
-                return Verdict(mutant, "schedules", by)
-            by = self._tests(next(iter(changed)).as_posix())
-            return Verdict(mutant, "tests" if by else "", by or "nothing finds it")
-        finally:
-            for path in changed:
-                shutil.copy(ROOT / path, self.folder / path)
+
+    def _take_out(self, changed: Mapping[Path, str]) -> None:
+        for path in changed:
+            shutil.copy(ROOT / path, self.folder / path)
 
     def _schedules(self, changed: Sequence[str]) -> str:
         """What the first bad schedule breaks, "" where all are good."""
@@ -170,20 +195,38 @@ class Copy:
         said = (done.stdout + done.stderr).strip().splitlines() or ["no word"]
         return said[-1]
 
-    def _tests(self, changed: str) -> str:
-        files = next(files for start, files in TESTS if changed.startswith(start))
-        if not files:
+    def _tests(self, about: Sequence[str], changed: Mapping[Path, str]) -> str:
+        """The first test that fails with the fault and passes without it, "" where there is none."""
+        if not about:
             return ""
-        chosen = [f"tests/test_{name}.py" for name in files.split()]
-        kinds = "not slow and not engine" + ("" if "training/" in changed else " and not torch")
-        words = ["-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", kinds, *chosen]
-        done = self._run(words, TESTS_S)
-        if done is TIMED_OUT:
-            return "its tests do not end"
-        if done.returncode == 0:
-            return ""
-        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return (failed or done.stdout.splitlines()[-1:] or ["no word"])[0].removeprefix("FAILED tests/")[:150]
+        torch = any("training" in path.parts for path in changed)
+        kinds = f"not slow and not engine{'' if torch else ' and not torch'}"
+        words = [f"tests/test_{name}.py" for name in about]
+        passed_over: list[str] = []
+        while True:
+            done = self._pytest("-m", kinds, *words, *passed_over)
+            if done.returncode in (0, NO_TESTS_LEFT):
+                return ""
+            failed = self._failed()
+            if done is TIMED_OUT or not failed:
+                return "its tests do not end"
+            self._take_out(changed)
+            alone = self._pytest(*failed)
+            self._put_in(changed)
+            if alone.returncode == 0:
+                said = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+                return (said or failed)[0].removeprefix("FAILED tests/")[:200]
+            passed_over += [f"--deselect={name}" for name in failed]
+
+    def _pytest(self, *words: str) -> subprocess.CompletedProcess[str]:
+        shutil.rmtree(self.folder / ".pytest_cache", ignore_errors=True)
+        options = ("-x", "-q", "--tb=no", f"--timeout={TEST_S}", "-o", "cache_dir=.pytest_cache")
+        return self._run(["-m", "pytest", *options, *words], TESTS_S)
+
+    def _failed(self) -> list[str]:
+        """The tests that failed in the last run."""
+        noted = self.folder / ".pytest_cache" / "v" / "cache" / "lastfailed"
+        return [*json.loads(noted.read_text())] if noted.exists() else []
 
     def _run(self, words: list[str], within_s: float | None) -> subprocess.CompletedProcess[str]:
         child = subprocess.Popen(
@@ -254,8 +297,8 @@ def schedules(kinds: Sequence[str], seeds: int) -> str:
 # --- all of them --------------------------------------------------------------------------------------------------------------------
 
 
-def judge_all(mutants: Sequence[Mutant], jobs: int, seeds: int) -> Iterator[Verdict]:
-    """The verdicts, as they come. Raises DoesNotApply before anything is run."""
+def judge_all(mutants: Sequence[Mutant], jobs: int, seeds: int, until: float) -> Iterator[Verdict]:
+    """The verdicts, as they come; none is begun after `until`. Raises DoesNotApply before anything is run."""
     for mutant in mutants:
         mutate(mutant)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as threads:
@@ -264,14 +307,32 @@ def judge_all(mutants: Sequence[Mutant], jobs: int, seeds: int) -> Iterator[Verd
             (Path(folder) / str(number)).mkdir()
             copies.put(Copy(Path(folder) / str(number), seeds))
 
-        def work(mutant: Mutant) -> Verdict:
+        def work(mutant: Mutant) -> Verdict | None:
             copy = copies.get()
             try:
-                return copy.judge(mutant)
+                return copy.judge(mutant) if time.monotonic() < until else None
             finally:
                 copies.put(copy)
 
-        yield from threads.map(work, mutants)
+        for verdict in takewhile(lambda verdict: verdict is not None, threads.map(work, mutants)):
+            assert verdict is not None
+            yield verdict
+
+
+def read_results(path: Path) -> dict[str, Verdict]:
+    """By their faults' keys, the verdicts that a file knows; the last one on each fault counts."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    known, by_key = {line["fault"]: line for line in lines}, {key(mutant): mutant for mutant in read_tables()}
+    return {
+        fault: Verdict(by_key[fault], line["how"], line["by"])
+        for fault, line in known.items()
+        if fault in by_key
+    }
+
+
+def key(mutant: Mutant) -> str:
+    """What a fault is known by in a file of verdicts: its line in the table and the function's name may change."""
+    return f"{mutant.area}: {mutant.promise} -> {mutant.edits[0].new}"
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
@@ -303,6 +364,12 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--area", help="one table of scripts/mutant_tables/")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--seeds", type=int, default=300, help="schedules of each kind (default 300)")
+    parser.add_argument(
+        "--results", type=Path, help="a file of verdicts: the faults that it knows are not judged again"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no further fault after so many"
+    )
     parser.add_argument("--keep-page", action="store_true", help="do not write docs/proof.md")
     parser.add_argument("--schedules", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
@@ -310,22 +377,37 @@ def main(words: Sequence[str]) -> int:
         found = schedules(arguments.schedules, arguments.seeds)
         print(found)
         return 1 if found else 0
+    known = read_results(arguments.results) if arguments.results else {}
     mutants = [
         mutant
         for mutant in read_tables()
         if arguments.area in (None, mutant.area)
-        and (not arguments.names or any(word in mutant.name for word in arguments.names))
+        and (
+            any(word in mutant.name for word in arguments.names)
+            if arguments.names
+            else key(mutant) not in known
+        )
     ]
     verdicts = []
-    for verdict in judge_all(mutants, arguments.jobs, arguments.seeds):
+    for verdict in judge_all(
+        mutants, arguments.jobs, arguments.seeds, time.monotonic() + arguments.minutes * 60
+    ):
         verdicts.append(verdict)
         print(verdict.line, flush=True)
+        if arguments.results:
+            with arguments.results.open("a") as file:
+                print(
+                    json.dumps({"fault": key(verdict.mutant), "how": verdict.how, "by": verdict.by}),
+                    file=file,
+                )
     wrong = [verdict for verdict in verdicts if verdict.wrong]
     print(f"{len(verdicts)} mutants, {len(wrong)} are not as they should be")
     print("\n".join(verdict.line for verdict in wrong))
     if not (arguments.names or arguments.area or arguments.keep_page):
+        known |= {key(verdict.mutant): verdict for verdict in verdicts}
+        judged = [known[key(mutant)] for mutant in read_tables() if key(mutant) in known]
         head, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{head}{BEGIN}\n{table(verdicts)}\n{END}{rest.partition(END)[2]}")
+        PAGE.write_text(f"{head}{BEGIN}\n{table(judged)}\n{END}{rest.partition(END)[2]}")
     return 1 if wrong else 0
 
 

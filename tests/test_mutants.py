@@ -93,7 +93,8 @@ def test_every_fault_can_be_put_in() -> None:
     ("name", "how"),
     [
         ("retry: what does not pass", "tests: test_retry"),
-        ("machine/<module>: a node that the newest generation", "schedules: "),
+        ("machine/<module>: a node that the newest generation", "tests: test_machine"),
+        ("SimWork._taken: I4", "schedules: I4"),
     ],
 )
 def test_what_finds_a_fault_is_told(tmp_path: Path, name: str, how: str) -> None:
