@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,9 +19,12 @@ from fuse import mounting
 from group_members import DEADLINE_S, Failed, Member, Members
 
 import fsbarrier
+from fsbarrier.group import bounded_wait
 from fsbarrier.group import group as group_module
 from fsbarrier.group import member as member_module
+from fsbarrier.group.bounded_wait import BoundedWait
 from fsbarrier.group.collective import Collective
+from fsbarrier.group.member_threads import MemberThreads
 from fsbarrier.group.noted_store import NotedStore
 from fsbarrier.protocol.facts import Join, Position
 from fsbarrier.protocol.membership import Limits
@@ -241,6 +245,38 @@ class Trio:
         outcome = self.members[rank].snapshot.outcome
         assert outcome is not None and outcome.of is self.members[rank].asked
         return outcome.error or list(outcome.objects)
+
+
+class Stopped(threading.Condition):
+    """What a caller waits at, in a process that is stopped for ten seconds in each wait of which there is a number in `stops`."""
+
+    def __init__(self, stops: Container[int]) -> None:
+        super().__init__()
+        self.now, self.waits, self._stops = 0.0, 0, stops
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None and self.waits < 1000, "the wait does not end"
+        self.now += 10.0 if self.waits in self._stops else timeout
+        self.waits += 1
+        return False
+
+
+@pytest.mark.parametrize(
+    ("stops", "waits"),
+    [((), 20), ((3,), 20), ((19,), 21), (range(1000), 21)],
+    ids=["not", "once", "last", "always"],
+)
+def test_a_process_that_is_stopped_looks_once_more_and_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: Container[int], waits: int
+) -> None:
+    member = hand_driven(tmp_path, PosixStore(), 0)
+    threads = MemberThreads(member, NotedStore(), 0.5)
+    news = Stopped(stops)
+    threads.news = news
+    monkeypatch.setattr(bounded_wait.time, "monotonic", lambda: news.now)
+    with pytest.raises((fsbarrier.BarrierTimeout, fsbarrier.StoreError)):
+        BoundedWait(threads, 10.0, "barrier()").until(lambda _: None)
+    assert news.waits == waits
 
 
 def test_whoever_leaves_after_a_collective_is_not_lost_to_one_with_old_listings(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ class Awaited:
 
 
 class BoundedWait:
-    """A wait that ends after `timeout_s`. Time in which this process was stopped itself does not count: before it gives up, it must
-    look for what came meanwhile."""
+    """A wait that ends after `timeout_s`. Of a time in which this process was stopped at most a beat counts: before it gives up, it must
+    look for what came meanwhile. A process that is stopped again and again gives up too."""
 
     def __init__(self, threads: MemberThreads, timeout_s: float, what: str) -> None:
         """`what`: the call that waits, for messages."""
@@ -52,14 +52,16 @@ class BoundedWait:
 
     def _wait(self) -> None:
         """Wait for news, or a beat's time."""
-        threads, most_s = self._threads, min(self._threads.beat_s, self._left_s)
+        # Nothing is left only where this process was stopped at the end: one beat more, to look for what came meanwhile.
+        threads = self._threads
+        most_s = min(threads.beat_s, self._left_s) if self._left_s > 0 else threads.beat_s
         looked_at, started = threads.snapshot.looked_at, time.monotonic()
         threads.news.wait(most_s)
         elapsed = time.monotonic() - started
-        if elapsed > most_s + threads.beat_s:
+        self._left_s -= min(elapsed, most_s)
+        if elapsed > most_s + threads.beat_s and self._left_s > -threads.beat_s:
             # This process was stopped.
             return
-        self._left_s -= elapsed
         self._unseen_s = 0.0 if threads.snapshot.looked_at > looked_at else self._unseen_s + elapsed
         if threads.snapshot.failure is not None:
             return
