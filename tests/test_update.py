@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from trainer_bench import (
+    REPO,
     Bench,
     bench,
     first_weights,
@@ -67,6 +70,37 @@ def test_a_node_that_fails_ends_the_others_with_its_reason(tmp_path: Path) -> No
     assert f"{tmp_path / 'absent'} is no training batch" in last_lines, second_said
     assert "lost contact with the trainer on another node" in first_said
     assert not (tmp_path / "out" / checkpoints.MANIFEST).exists()
+
+
+# What Python itself ends with is that it takes its modules apart; the first one is the program's own.
+ENDS = """
+import atexit, os, runpy, sys
+
+class Abort:
+    def __del__(self):
+        os.abort()
+
+sys.modules["late"] = type(sys)("late")
+sys.modules["late"].abort = Abort()
+atexit.register(print, "at the exit")
+del Abort
+runpy.run_module("fsbarrier.workers.update", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_an_update_that_is_done_has_not_failed_while_the_interpreter_ends(tmp_path: Path) -> None:
+    """PyTorch's threads may still want something of the interpreter then, and be aborted for it."""
+    work = bench(tmp_path)
+    work.prepare()
+    for name, batch, code in (("v1", "batch", 0), ("w1", "absent", 1)):
+        spec = tmp_path / f"{name}.json"
+        spec.write_text(json.dumps(work.update_spec(name, batch=str(tmp_path / batch))))
+        done = subprocess.run(
+            [sys.executable, "-c", ENDS, "--spec", str(spec)], cwd=REPO, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == (code, "at the exit\n"), done.stderr
+    assert checkpoints.verify(tmp_path / "v1").policy_version == 1
+    assert "no training batch" in done.stderr
 
 
 def test_a_resumed_trainer_does_what_one_that_never_stopped_does(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import gc
 import json
 import os
 import signal
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.kept_program import JOBS
+from fsbarrier.supervision.template import end
 from fsbarrier.supervision.worker_contract import ProgressWriter, run_worker
 from fsbarrier.training import save_plan
 from fsbarrier.training.batch import TrainingBatch
@@ -328,4 +328,6 @@ if __name__ == "__main__":
     updates = Updates()
     code = run_worker(updates.main, updates.stay)
     leave()
-    sys.exit(code)
+    # A thread of PyTorch's, which still lets go of a tensor, asks for the interpreter. Python ends whoever asks while it takes itself
+    # apart, C++ ends the process for that (SIGABRT), and an update that had done all its work would count as failed.
+    end(code)
