@@ -260,9 +260,7 @@ def _engine_parts(
     if engine.kv_cache_mb is not None:
         cache = min(cache, engine.kv_cache_mb << 20)
     # A head of keys that several accelerators need is there on each of them.
-    a_token = (
-        2 * element * shape.layers * max(shape.key_value // size, shape.key_value // shape.key_value_heads)
-    )
+    a_token = element * shape.layers * max(shape.cached // size, shape.cached // shape.key_value_heads)
     parts = {"weights": weights, "key-value cache": max(0, cache), "overhead": ENGINE_BYTES}
     return parts, max(0, cache) // a_token
 
