@@ -105,30 +105,59 @@ def test_an_output_head_that_is_the_embedding_gets_no_adapter(tmp_path: Path) ->
     assert {name for name in first if bool((first[name] != weights[name]).any())} == {"lm_head.weight"}
 
 
-def test_a_mixture_of_experts_needs_the_names_of_its_layers(tmp_path: Path) -> None:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+def mixture(kind: str) -> Any:
+    from transformers import AutoConfig
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 2}
+    experts = {"num_experts_per_tok": 2, "num_local_experts": 4, "pad_token_id": 0}
+    more = {"n_routed_experts": 4, "n_shared_experts": 1} if kind == "glm4_moe" else {"num_experts": 4}
+    return AutoConfig.for_model(kind, **sizes, **heads, **experts, **more)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
+def test_a_mixture_of_experts_needs_the_names_of_its_layers(tmp_path: Path, kind: str) -> None:
+    """Those that are proposed do, also where a layer that every token takes lies beside the experts."""
+    from transformers import AutoModelForCausalLM
 
     from fsbarrier.settings.sections import LoraSettings
     from fsbarrier.training.lora import Adapters
 
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2}
-    config = Qwen3MoeConfig(num_hidden_layers=2, **sizes, **heads, **experts)
+    def put_into(*targets: str) -> Adapters:
+        model = AutoModelForCausalLM.from_config(mixture(kind))
+        return Adapters.put_into(model, LoraSettings(rank=4, targets=targets), tmp_path)
+
     with pytest.raises(UsageError) as refused, warnings.catch_warnings():
         # peft's, of what it put into the experts.
         warnings.simplefilter("ignore")
-        Adapters.put_into(Qwen3MoeForCausalLM(config), LoraSettings(rank=4), tmp_path)
+        put_into()
     said = str(refused.value)
-    assert (
-        said.startswith("lora.rank=4: without lora.targets") and "model.layers.0.mlp.experts of this" in said
-    )
+    assert said.startswith("lora.rank=4: without lora.targets") and ".mlp.experts of this model" in said
     named = said.rpartition("=")[2].split(",")
     assert named == ["q_proj", "k_proj", "v_proj", "o_proj"]
-    adapters = Adapters.put_into(
-        Qwen3MoeForCausalLM(config), LoraSettings(rank=4, targets=tuple(named)), tmp_path
-    )
-    assert len(adapters.layers) == 2 * 4
+    assert len(put_into(*named).layers) == 2 * 4
+    with pytest.raises(
+        UsageError, match=r"Experts.*; name layers like lora\.targets=q_proj,k_proj,v_proj,o_proj$"
+    ):
+        put_into("q_proj", "experts")
+
+
+def test_what_cannot_have_adapters_is_refused_at_the_start(tmp_path: Path) -> None:
+    from fsbarrier.settings.resolve import resolve
+    from fsbarrier.start.model_folder import check_adapters
+
+    mixture("qwen3_moe").save_pretrained(tmp_path)
+    for chosen, refused in (
+        ([], "without lora.targets"),
+        (["q_proj", "gate"], "gate is no linear layer"),
+        (["q_proj"], ""),
+    ):
+        settings = resolve([], {"lora.rank": 4, "lora.targets": chosen}, cross_checks=False)
+        try:
+            check_adapters(tmp_path, settings)
+            assert not refused
+        except UsageError as error:
+            assert refused and refused in str(error)
 
 
 def test_in_bfloat16_the_adapters_are_still_exact(tmp_path: Path) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
+import os
+import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.settings.checks import answer_lengths, tied_head
-from fsbarrier.start.preflight import absolute
+from fsbarrier.start.preflight import TRY_CODE_S, absolute
+from fsbarrier.supervision.supervisor import own_program, with_this_package
 
 if TYPE_CHECKING:
     from fsbarrier.data.tasks import Task
-    from fsbarrier.settings.sections import Settings
+    from fsbarrier.settings.sections import LoraSettings, Settings
 
 Environ = Mapping[str, str]
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -90,7 +95,7 @@ def check_lengths(folder: Path, settings: Settings) -> None:
 
 
 def check_adapters(folder: Path, settings: Settings) -> None:
-    """Check that no adapters are requested in a tied output head. Raises UsageError."""
+    """Check that the adapters that are asked for can be put into the model. Raises UsageError."""
     from fsbarrier.engine.model import inspect
 
     lora = settings.lora
@@ -101,6 +106,26 @@ def check_adapters(folder: Path, settings: Settings) -> None:
             raise UsageError(str(error)) from None
         if tied:
             raise UsageError(tied_head(lora.targets))
+    if lora.rank and settings.trainer.command is None and importlib.util.find_spec("torch") is not None:
+        _try_adapters(folder, lora)
+
+
+def _try_adapters(folder: Path, lora: LoraSettings) -> None:
+    """Do what the update will do, in a process of its own, because it loads torch. A model that cannot be made here is not refused:
+    the update has more to say about it."""
+    program = own_program("fsbarrier.training.try_adapters", str(folder), str(lora.rank), *lora.targets)
+    environ = with_this_package(os.environ)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(
+            program,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TRY_CODE_S,
+        )
+        if done.returncode == 2:
+            raise UsageError(done.stderr.strip().splitlines()[-1])
 
 
 def check_chat_template(folder: Path, tasks: Iterable[Task], path: Path) -> None:

@@ -11,7 +11,6 @@ from math import prod
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from fsbarrier import files, reading
@@ -20,7 +19,7 @@ from fsbarrier.host.own_folder import own_folder
 from fsbarrier.host.private_folder import private_folder
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed
-from fsbarrier.training import checkpoint_write, safetensors_file
+from fsbarrier.training import checkpoint_write, policy, safetensors_file
 from fsbarrier.training.checkpoint_write import ADAPTER
 from fsbarrier.training.stored_tensors import StoredTensors
 from fsbarrier.training.trainer_state import WEIGHT, StateLayout
@@ -50,7 +49,7 @@ def convert(
             layout = StateLayout.read(trainer)
             source = stack.enter_context(StoredTensors(trainer, layout.shapes, layout.parts))
             names = {key.partition("/")[2]: key for key in layout.parts if key.startswith(f"{WEIGHT}/")}
-            architecture = _architecture(model)
+            architecture = policy.architecture(model)
             # A tied weight has the name under which it comes first.
             if lacking := {name for name, _ in architecture.named_parameters()} - set(names):
                 raise UsageError(
@@ -120,10 +119,3 @@ def pinned(folder: Path, listed: Mapping[str, FileDigest | None], root: Path) ->
             checkpoints.for_all(compare, opened)
             raise ProgramFailed(str(error).replace(f"{here}/", f"{folder}/")) from None
         checkpoints.for_all(compare, opened)
-
-
-def _architecture(model: Path) -> PreTrainedModel:
-    """The model without any weights, which knows what transformers calls them and what they are called in folders."""
-    with torch.device("meta"):
-        found: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-    return found

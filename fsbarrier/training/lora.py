@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Self
 
 import torch
@@ -51,16 +52,18 @@ class Adapters:
             inference_mode=False,
         )
         _refuse_tied_head(causal, settings)
+        nameable = _nameable(causal)
         try:
             peft.inject_adapter_in_model(config, causal, ADAPTER)
         except ValueError as error:
-            raise UsageError(f"lora.targets: {str(error).splitlines()[0]}") from None
+            said = shorten(str(error), 160, placeholder=" ...")
+            raise UsageError(f"lora.targets: {said}; name layers like {nameable}") from None
         chosen = {
             name: module
             for name, module in causal.named_modules()
             if isinstance(module, peft.tuners.lora.LoraLayer)
         }
-        _refuse_other_layers(chosen, settings)
+        _refuse_other_layers(chosen, settings, nameable)
         layers = {}
         for name, module in chosen.items():
             module.lora_A.float(), module.lora_B.float()
@@ -68,7 +71,9 @@ class Adapters:
         # peft is content with one that is there.
         for target in settings.targets:
             if not any(name.endswith(f"{target}.weight") for name in layers):
-                raise UsageError(f"lora.targets: the model has no layer {target}")
+                raise UsageError(
+                    f"lora.targets: the model has no layer {target}; name layers like {nameable}"
+                )
         return cls(config, layers)
 
     def weights(self, causal: PreTrainedModel) -> dict[str, Tensor]:
@@ -98,6 +103,21 @@ class Adapters:
         }
 
 
+def _nameable(causal: PreTrainedModel) -> str:
+    """A value for lora.targets that this model takes: the last names that stand for nothing but linear layers.
+
+    Names from beside experts are left out, for peft may mean the experts by them too.
+    """
+    modules = dict(causal.named_modules())
+    beside = tuple(name.removesuffix("experts") for name in modules if name.endswith(".experts"))
+    usable: dict[str, bool] = {}
+    for name, module in modules.items():
+        last = name.rpartition(".")[2]
+        fits = isinstance(module, torch.nn.Linear) and not name.startswith(beside)
+        usable[last] = usable.get(last, True) and fits and module is not causal.get_output_embeddings()
+    return f"lora.targets={','.join(name for name, fits in usable.items() if fits)}"
+
+
 def _refuse_tied_head(causal: PreTrainedModel, settings: LoraSettings) -> None:
     """What is served has one weight for both, so nothing can be added to the head alone. Raises UsageError."""
     head = causal.get_output_embeddings()
@@ -108,18 +128,15 @@ def _refuse_tied_head(causal: PreTrainedModel, settings: LoraSettings) -> None:
         raise UsageError(tied_head(settings.targets))
 
 
-def _refuse_other_layers(chosen: Mapping[str, Any], settings: LoraSettings) -> None:
+def _refuse_other_layers(chosen: Mapping[str, Any], settings: LoraSettings, nameable: str) -> None:
     """peft puts adapters into more than linear layers; what those would add is not merged here. Raises UsageError."""
-    linear = {name: isinstance(module.get_base_layer(), torch.nn.Linear) for name, module in chosen.items()}
-    other = next((name for name, holds in linear.items() if not holds), None)
+    others = (name for name, one in chosen.items() if not isinstance(one.get_base_layer(), torch.nn.Linear))
+    other = next(others, None)
     if other is None:
         return
     if settings.targets:
-        raise UsageError(f"lora.targets: {other} is no linear layer")
-    # The same last name may stand for a linear layer in one block and for experts in another.
-    names = dict.fromkeys(name.rpartition(".")[2] for name, holds in linear.items() if holds)
-    usable = [one for one in names if all(linear[name] for name in linear if name.rpartition(".")[2] == one)]
+        raise UsageError(f"lora.targets: {other} is no linear layer; name layers like {nameable}")
     raise UsageError(
         f"lora.rank={settings.rank}: without lora.targets every layer but the output head gets adapters, and {other} of this model is no "
-        f"linear layer (a mixture of experts has such); name the layers, like lora.targets={','.join(usable)}"
+        f"linear layer (a mixture of experts has such); name the layers, like {nameable}"
     )

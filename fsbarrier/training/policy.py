@@ -61,6 +61,14 @@ def without_weights(folder: Path, settings: TrainerSettings) -> PreTrainedModel 
     return _for_training(model, settings) if known else None
 
 
+def architecture(folder: Path) -> PreTrainedModel:
+    """The model in `folder` without any weights or buffers: what it is made of, and what transformers calls that."""
+    with torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        found: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
+    return found
+
+
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Parameters that modules make lose their memory as soon as they are made; buffers, which no folder has, stay."""
