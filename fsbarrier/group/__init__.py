@@ -1,4 +1,4 @@
-"""Barriers for scripts of one's own: `fsbarrier.join`, the same core as the daemon's (docs/group.md)."""
+"""Barriers for your own scripts: `fsbarrier.join`, on the same core as the daemon (docs/group.md)."""
 
 from fsbarrier.group.group import Group, join
 from fsbarrier.group.json_objects import MAX_OBJECT_BYTES

@@ -1,4 +1,4 @@
-"""How a group member's wait ends when what it waits for does not come, and whom it names then."""
+"""A group member's wait with a timeout, whose errors name the missing nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """A node that did not come: the seconds without news of it, and what is known of it, in words."""
+    """A missing node: how long it has been silent, and what is known about it, for people."""
 
     rank: int
     host: str
@@ -26,21 +26,21 @@ class Awaited:
 
 
 class BoundedWait:
-    """A wait that ends after `timeout_s`. Of a time in which this process was stopped at most a beat counts: before it gives up, it must
-    look for what came meanwhile. A process that is stopped again and again gives up too."""
+    """A wait that ends after `timeout_s`. Of a time in which this process was stopped, at most one heartbeat counts: before it gives up, it
+    must look for what came meanwhile. A process that is stopped repeatedly still gives up."""
 
     def __init__(self, threads: MemberThreads, timeout_s: float, what: str) -> None:
-        """`what`: the call that waits, for messages."""
+        """`what`: the waiting call, for messages."""
         self._threads, self._timeout_s, self._what = threads, timeout_s, what
         self._left_s = timeout_s
         #: seconds since the looking thread last finished a look without an error
         self._unseen_s = 0.0
 
     def until(self, found: Callable[[Snapshot], T | None]) -> T:
-        """What `found` gives once it finds it in a snapshot; it may raise.
+        """The first result of `found(snapshot)` that is not None.
 
-        Raises what ended the membership; StoreError where looks fail or do not end for `dead_s`, or still do when the time is up;
-        BarrierTimeout.
+        Raises what `found` raises; the error that ended the membership; StoreError if looks fail or hang for `dead_s`, or at the
+        timeout; BarrierTimeout.
         """
         threads = self._threads
         with threads.news:
@@ -51,8 +51,8 @@ class BoundedWait:
         return value
 
     def _wait(self) -> None:
-        """Wait for news, or a beat's time."""
-        # Nothing is left only where this process was stopped at the end: one beat more, to look for what came meanwhile.
+        """Wait for news, at most as long as a heartbeat."""
+        # Nothing is left only if this process was stopped at the end: one heartbeat more, to look for what came meanwhile.
         threads = self._threads
         most_s = min(threads.beat_s, self._left_s) if self._left_s > 0 else threads.beat_s
         looked_at, started = threads.snapshot.looked_at, time.monotonic()
@@ -68,7 +68,7 @@ class BoundedWait:
         if self._unseen_s > threads.rules.limits.dead_s:
             raise self._unanswered()
         if self._left_s <= 0:
-            # In a long wait looks are a beat apart, so that one beat without a look says nothing.
+            # In a long wait, looks are a heartbeat apart, so one heartbeat without a look proves nothing.
             unseen = self._unseen_s >= min(2 * threads.beat_s, self._timeout_s)
             raise self._unanswered() if unseen else self._timed_out()
 
@@ -90,7 +90,7 @@ class BoundedWait:
         return BarrierTimeout(message, awaited[0].rank, awaited[0].host, awaited[0].silent_s)
 
     def _not_arrived(self) -> list[Awaited]:
-        """The members of the generation that did not come to this node's row."""
+        """The members of the generation that have not reached this node's row."""
         snapshot, now, found = self._threads.snapshot, time.monotonic(), []
         node = snapshot.node
         for member in node.generation.members if node.generation is not None else ():
@@ -101,7 +101,7 @@ class BoundedWait:
         return found
 
     def _not_joined(self) -> list[Awaited]:
-        """The nodes that keep this one from joining: those that were not seen, and those that are in a generation without it."""
+        """The nodes that this one waits for to join: those that it has not seen, and those in a generation without it."""
         snapshot, rules = self._threads.snapshot, self._threads.rules
         now, found = time.monotonic(), []
         for rank in range(rules.num_nodes):

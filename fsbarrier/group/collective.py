@@ -1,4 +1,4 @@
-"""One call of a collective, what became of it, and the work that it is for the node's loop."""
+"""One call of a collective, its outcome, and the WorkRunner that makes it the work of a row."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from fsbarrier.protocol.facts import Generation, Payload, Position
 from fsbarrier.protocol.rows import Row, Table
 from fsbarrier.protocol.state import Node, RowPart, WorkReport
 
-#: the group's program: one row, over and over. Each member's work is what its caller gives.
+#: the group's program: one row, repeated. Each member's work is to wait for its caller.
 COLLECTIVE = Row(0, "collective", each="what the caller gives", transient=True, call_key="call")
 TABLE = Table("group", (COLLECTIVE,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collective:
-    """One call of a collective in row `position` of a generation. A call that is repeated is another object.
-
-    `call` is what all members must have called alike: "barrier", "all_gather", "broadcast_2". `json` is what this member gives
-    (None: nothing). `objects_of`: the members whose objects the call returns.
-    """
+    """One call of a collective in row `position` of a generation. A repeated call is another object."""
 
     generation: Generation
     position: Position
+    #: "barrier", "all_gather" or "broadcast_2"; all members must make the same call
     call: str
+    #: this member's object; None: it sends none
     json: str | None
+    #: the members whose objects the call returns
     objects_of: tuple[int, ...]
 
     @property
@@ -40,7 +39,7 @@ class Collective:
         return f"{as_typed(self.call)} no. {self.position.iteration}"
 
     def repeats(self, other: Collective) -> bool:
-        """Whether the caller calls the same once more."""
+        """Whether this is the same call again."""
         return self.value == other.value
 
 
@@ -49,14 +48,14 @@ def broadcast_from(src: int) -> str:
 
 
 def as_typed(call: str) -> str:
-    """A call as its caller wrote it."""
+    """A call as the caller wrote it."""
     name, _, src = call.rpartition("_")
     return f"{name}(src={src})" if src.isdigit() else f"{call}()"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a collective ended for this member: with the objects that its caller asked for, or with an error."""
+    """How a collective ended for this member: with objects or with an error."""
 
     of: Collective
     objects: tuple[Any, ...] = ()
@@ -65,10 +64,10 @@ class Outcome:
 
 @dataclass
 class CollectiveWork:
-    """The WorkRunner of a group: the work of a row is done once the caller has called a collective for it."""
+    """The WorkRunner of a group: the work of a row is done when the caller has called a collective for it."""
 
     asked: Collective | None = None
-    #: generation and number of the last collective that ended well here
+    #: generation and number of the last collective that succeeded here
     passed: tuple[int, int] | None = None
     #: why this member leaves, for the others
     leaving: str = ""
@@ -83,7 +82,7 @@ class CollectiveWork:
 
     def report(self) -> WorkReport | None:
         asked = self.asked
-        # The caller may have asked in a generation that this node has just left; rows are numbered alike in both.
+        # The caller may have asked in a generation that this node has just left, with the same row numbers.
         if asked is None or (asked.generation.number, asked.position) != self._row:
             return None
         return WorkReport(RowPart.EACH, True, asked.value, 0.0)

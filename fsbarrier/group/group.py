@@ -5,9 +5,9 @@
         group.barrier()
         sizes = group.all_gather(len(mine))
 
-Each collective is a row with one number, passed by all members of the current generation; what they exchange is JSON. A background
-thread beats and looks at the directory, so that the others do not take a node that computes for an hour for dead. After PeerLost the
-living call `regroup()` and go on as the next generation. Standard library and the light dependencies only. See docs/group.md.
+Each collective is one numbered row, which all members of the current generation pass together. Members exchange JSON. A background
+thread sends heartbeats, so a node may compute for an hour without looking dead. After PeerLost the living members call `regroup()` and
+go on as the next generation. Needs only light dependencies. See docs/group.md.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from fsbarrier.protocol.timing import BEAT_S, DEAD_S, SUSPECT_S
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import Store
 
-#: how long the last heartbeat may take on a filesystem that hangs
+#: how long the last heartbeat may take on a hanging filesystem
 LEAVE_S = 5.0
 
 
 class Group:
-    """This process's membership. Use `fsbarrier.join`; not for use from several threads at once."""
+    """This process's membership; `fsbarrier.join` makes one. Not thread-safe."""
 
     def __init__(self, threads: MemberThreads, timeout_s: float) -> None:
         self._threads, self._timeout_s = threads, timeout_s
         self._root, self._join = threads.root, threads.here
-        #: the generation that the caller knows of, and the row of its next collective there
+        #: the generation that the caller knows, and the row of its next collective
         self._entered: Generation | None = None
         self._position = Position(1, 0)
-        #: the call that has not ended yet, and how it failed
+        #: the last call, if it has not succeeded, and its error
         self._unfinished: Collective | None = None
         self._failure: NodeError | None = None
         self._left = False
@@ -73,7 +73,7 @@ class Group:
 
     @property
     def joiners(self) -> tuple[int, ...]:
-        """The node ranks that are alive and wait to be taken in by a `regroup()`, as far as this node knows by now."""
+        """The live node ranks that wait for a `regroup()` to join, as this node sees them."""
         return self._threads.snapshot.joiners
 
     def barrier(self) -> None:
@@ -81,24 +81,24 @@ class Group:
         self._collective("barrier", None, objects_of=())
 
     def all_gather(self, obj: object) -> list[Any]:
-        """Every member's object (JSON data), in the order of `members`. Raises as `barrier`; TypeError, ValueError for an object
+        """Every member's object (JSON data), in the order of `members`. Raises as `barrier`, and TypeError or ValueError for an object
         that cannot be sent."""
         return self._collective("all_gather", to_json(obj), objects_of=self.members)
 
     def broadcast(self, obj: object = None, src: int = 0) -> Any:
-        """The object of node rank `src` (JSON data), on every member. Raises as `all_gather`, and ValueError for a `src` that is no
+        """The object of node rank `src` (JSON data), on every member. Raises as `all_gather`, and ValueError if `src` is not a
         member."""
         if src not in self.members:
             raise ValueError(f"src={src} is not a member of generation {self.generation}: {self.members}")
-        # True and 1.0 name rank 1 too.
+        # True and 1.0 also mean rank 1.
         src = int(src)
         json = to_json(obj) if src == self.node_rank else None
         return self._collective(broadcast_from(src), json, objects_of=(src,))[0]
 
     def regroup(self) -> None:
-        """Go on as the next generation: the living members and the nodes that wait to join. Every living member must call it.
+        """Go on as the next generation, with the living members and the nodes that wait to join. Every living member must call it.
 
-        Returns once this node is in it; the first to call makes it. Raises Fenced, BarrierTimeout, StoreError.
+        The first call creates the generation; each call returns when its node is in it. Raises Fenced, BarrierTimeout, StoreError.
         """
         before = self._current
         self._check_usable()
@@ -113,7 +113,7 @@ class Group:
     def leave(self) -> None:
         """End this membership and tell the others. Safe to call twice. Never raises.
 
-        Where the filesystem hangs, it gives up telling them after 5 s.
+        On a hanging filesystem it gives up after 5 s.
         """
         self._leave("")
 
@@ -133,7 +133,7 @@ class Group:
         try:
             first = BoundedWait(self._threads, self._timeout_s, "join()").until(self._first_generation)
         except StoreError as error:
-            # The others cannot be told either.
+            # On a failing filesystem the others cannot be told.
             self._leave(f"{type(error).__name__} while joining", within_s=0.0)
             raise
         except BaseException as error:
@@ -144,11 +144,11 @@ class Group:
         self._enter(first)
 
     def _first_generation(self, seen: Snapshot) -> Generation | None:
-        """The generation that this node is in, if all joined with the same arguments. Raises ValueError.
+        """The node's generation; None before there is one. Raises ValueError if the nodes joined with different arguments.
 
-        All: the members of this generation or, before there is one, all nodes here. Earlier sessions leave their joins behind, so only
-        a node counts as here that joined or wrote a heartbeat after this node's first look. One heartbeat is enough: a node that
-        refuses this one's arguments leaves at once, and may write only one.
+        It compares the members of the generation or, before there is one, all nodes that are here: those that joined or wrote a
+        heartbeat after this node's first look, since earlier sessions leave their joins behind. One heartbeat is enough, because a
+        node that refuses this one's arguments leaves immediately.
         """
         generation, member = seen.node.generation, self._threads.member
         for rank, join in seen.joins.items():
@@ -193,15 +193,15 @@ class Group:
     # --- collectives ---
 
     def _collective(self, call: str, json: str | None, objects_of: Sequence[int]) -> list[Any]:
-        """Give this member's part of the next row, wait until all members came to it, and return the objects of some of them.
+        """Send this member's object in the next row, wait until all members have reached it, and return the objects of some of them.
 
-        The row has ended for this caller only when it has the objects. If a read fails, the same call comes back to this row: were it
-        to go on with the next one, each later call would be paired with another one of the other members.
+        If reading the objects fails, the same call returns to this row. If it went on to the next one, each later call would be
+        paired with a different call of the other members.
         """
         self._check_usable()
         asked = Collective(self._current, self._position, call, json, tuple(objects_of))
         if self._unfinished is not None and not asked.repeats(self._unfinished):
-            # The others may have read what this member gave. So it must repeat that collective, or regroup().
+            # The others may have read this member's object, so it must repeat that collective, or regroup().
             raise self._failure or RuntimeError(
                 f"node {self.node_rank}: {self._unfinished.name} was interrupted: call it again, or regroup()"
             )
@@ -235,10 +235,10 @@ def join(
     suspect_s: float = SUSPECT_S,
     dead_s: float = DEAD_S,
 ) -> Group:
-    """Join the group of `num_nodes` nodes at `path` on a shared filesystem; returns once all of them are here.
+    """Join the group of `num_nodes` nodes at `path` on a shared filesystem; returns when all nodes have joined.
 
-    `timeout_s` bounds this and every later wait. Raises BarrierTimeout (who is missing), StoreError, Fenced, ValueError; TypeError for a
-    rank or a number of nodes that is no integer.
+    `timeout_s` limits this wait and every later one. Raises BarrierTimeout (naming the missing nodes), StoreError, Fenced, ValueError, and
+    TypeError if a rank or number of nodes is not an integer.
     """
     node_rank, num_nodes = operator.index(node_rank), operator.index(num_nodes)
     if not 0 <= node_rank < num_nodes:
@@ -260,7 +260,7 @@ def join(
 def make_member(
     store: Store, paths: RunPaths, here: Join, num_nodes: int, limits: Limits, beat_s: float
 ) -> GroupMember:
-    """A member that has not joined yet. Touches nothing on the filesystem."""
+    """A member that has not joined yet. Does not touch the filesystem."""
     rules = Rules(TABLE, num_nodes, on_node_failure="hold", limits=limits)
     members_s = min(0.05 * max(1.0, num_nodes / 16), beat_s / 2)
     beats_s = min(beat_s, limits.suspect_s / 3)

@@ -1,16 +1,16 @@
-"""What the members of a group can send each other: JSON data, up to a size."""
+"""The objects that members of a group exchange: JSON data up to a size."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-#: The longest JSON text. Quoted inside a record it stays below the longest record that nodes read.
+#: The longest JSON text. Escaped inside a record it stays below the longest record that nodes read.
 MAX_OBJECT_BYTES = 24 * 1024 * 1024
 
 
 def to_json(obj: object) -> str:
-    """`obj` as JSON. Raises TypeError, ValueError, so that an object that cannot be sent fails on the sender."""
+    """`obj` as JSON. Raises TypeError or ValueError, so an object that cannot be sent fails on the sender."""
     hint = "a group exchanges JSON data: None, bool, int, float, str, lists, and dicts with str keys"
     try:
         text = json.dumps(obj, separators=(",", ":"))
@@ -29,7 +29,7 @@ def to_json(obj: object) -> str:
 
 
 def _survives(obj: object, back: Any) -> bool:
-    """Whether an object came back from JSON as it was; tuples may come back as lists."""
+    """Whether an object survived the round trip; a tuple may become a list."""
     if isinstance(obj, dict):
         return obj.keys() == back.keys() and all(_survives(value, back[key]) for key, value in obj.items())
     if isinstance(obj, list | tuple):

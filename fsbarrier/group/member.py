@@ -1,7 +1,7 @@
-"""One member of a group, without threads and without a clock: it looks, decides, and finds out what becomes of its caller's call.
+"""One member of a group, without threads or a clock: it looks, decides, and finds out how its caller's call ends.
 
-member_threads.py has it look in a thread of its own; the simulator, in virtual time. The caller never touches the filesystem: it
-asks (`asked`, `regroup_after`), and reads the last Snapshot, which never changes.
+member_threads.py runs the looks in a thread, the simulator in virtual time. The caller never touches the filesystem: it sets what it
+wants (`asked`, `regroup_after`), and reads the last Snapshot, which is immutable.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fsbarrier.protocol.state import Node, View
 from fsbarrier.retry import FAILING
 from fsbarrier.rundir.names import CALL_FACT, CALLS_FACTS, ITERATIONS_FACTS, fact_name
 
-#: errors of a start that may pass: the mount fails for a moment, or shows directories late that others have just made
+#: errors of a start that may be transient: the mount fails for a moment, or shows new directories late
 _MAY_PASS = FAILING | {errno.ENOENT}
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a member last saw. `looked_at`: when it last looked without an error; `trouble`: the error of its last look, or ""."""
+    """What a member last saw. `looked_at`: its last look without an error; `trouble`: the error of its last look, or ""."""
 
     node: Node
     looked_at: float
@@ -38,9 +38,9 @@ class Snapshot:
     joins: Mapping[int, Join] = field(default_factory=dict)
     #: the members that are done with this node's row
     arrived: frozenset[int] = frozenset()
-    #: the ranks that are alive and wait to be taken in
+    #: the live ranks that wait to join
     joiners: tuple[int, ...] = ()
-    #: how the last call that was decided ended
+    #: how the last finished call ended
     outcome: Outcome | None = None
     #: what ended this membership
     failure: Exception | None = None
@@ -48,35 +48,35 @@ class Snapshot:
 
 @dataclass
 class GroupMember:
-    """One membership. All methods belong to whoever looks; a caller sets only the three wishes."""
+    """One membership. Only the looking thread calls its methods; the caller only sets the three wishes."""
 
     loop: NodeLoop
     work: CollectiveWork
     snapshot: Snapshot
-    #: wish: the generation that is to be followed by the next; 0: none
+    #: wish: regroup after this generation; 0: no
     regroup_after: int = 0
     begun: bool = False
-    #: this member is about to leave: that its loop ends is no failure
+    #: wish: leave; the end of the loop is then no failure
     leaving: bool = False
-    #: the joins and heartbeats that the first look found; those nodes may be long gone
+    #: the joins and heartbeats that the first look found, perhaps of an earlier session
     earlier_joins: Mapping[int, Join] = field(default_factory=dict)
     earlier_beats: Mapping[int, Beat] = field(default_factory=dict)
-    #: when the last heartbeat was written, and how long after the one before
+    #: when the last heartbeat was written, and its distance from the one before
     _last_beat: tuple[float, float] = (0.0, 0.0)
-    #: the call that was considered last, and the view in which it was
+    #: the last call that was examined, and the view in which it was
     _answered: tuple[Collective | None, View | None] = (None, None)
-    #: what is known to show no loss among the members that this node waits for: the call, the heartbeats and the starts
+    #: the call, ledger and joins in which none of the awaited members was lost
     _nobody_lost: tuple[Collective | None, Ledger | None, Mapping[int, Join] | None] = (None, None, None)
     #: the call whose objects cannot be read, and since when
     _unread: tuple[Collective, float] | None = None
 
     @property
     def asked(self) -> Collective | None:
-        """Wish: the collective that the caller waits for."""
+        """Wish: the caller's collective."""
         return self.work.asked
 
     def begin(self, now: float) -> bool:
-        """Join the group's directory; True once that is done. A failure that may pass is noted, to be tried again."""
+        """Join the group's directory; True when done. After a transient failure, try again."""
         observer, here = self.loop.observer, self.loop.join
         try:
             observer.prepare()
@@ -93,7 +93,7 @@ class GroupMember:
         return True
 
     def look(self, now: float) -> bool:
-        """Look, decide and act once. True if something happened, so that more may follow at once."""
+        """Run one tick. True if anything happened, so more may follow at once."""
         loop, before = self.loop, self.snapshot
         try:
             if self.regroup_after != loop.rules.regroup:
@@ -109,20 +109,20 @@ class GroupMember:
             if asked is not None and failure is None and (outcome is None or outcome.of is not asked):
                 outcome = self._outcome(asked, now) or outcome
         except OSError as error:
-            # The next look tries again. How long that may go on is the caller's matter.
+            # The next look tries again. The caller's timeout limits that.
             self.snapshot = replace(before, trouble=str(error))
             return False
         except FsbarrierError as error:
             self.fail(self._fenced(str(error), now))
             return False
-        # Objects that could not be read may be readable at the next look, whatever else that shows.
+        # Unreadable objects may be readable at the next look, even if nothing else is new.
         unread = self._unread is not None and self._unread[0] is asked
         self._answered = (None, None) if unread else (asked, seen)
         self._take_snapshot(now, outcome, failure)
         return busy
 
     def beat(self, now: float) -> Beat:
-        """The next heartbeat, which is about to be written."""
+        """The next heartbeat, to be written now."""
         self._last_beat = now, now - self._last_beat[0]
         return self.loop.beat()
 
@@ -147,7 +147,7 @@ class GroupMember:
     # --- what becomes of a call ---
 
     def _outcome(self, asked: Collective, now: float) -> Outcome | None:
-        """How the call ends, once that is decided. Raises OSError."""
+        """How the call ends, if that is decided. Raises OSError."""
         node, observer = self.loop.node, self.loop.observer
         if node.generation is None:
             return None
@@ -164,7 +164,7 @@ class GroupMember:
             lost = self._lost_before(asked)
             if lost is None:
                 return None
-        # Somebody is lost, or the others have regrouped. All may have come to this row before: then this node passes it too.
+        # A member is lost, or the others have regrouped. If all had reached this row before, this node passes it too.
         names = observer.store.names(self._row(asked))
         odd = self._out_of_step(asked, names)
         if odd is not None:
@@ -186,7 +186,7 @@ class GroupMember:
         return row if (row.generation, row.position) == (node.generation.number, node.position) else None
 
     def _out_of_step(self, asked: Collective, names: Iterable[str]) -> Outcome | None:
-        """The error of members that called different things, if these names of facts show such members."""
+        """The error if these names of facts show that members have called different collectives."""
         begin, alike = ITERATIONS_FACTS.build(asked.position.iteration), CALLS_FACTS.build(asked.call)
         if all(name.endswith(alike) for name in names if name.startswith(begin)):
             return None
@@ -195,7 +195,7 @@ class GroupMember:
         said = {fact.rank: fact.call for fact in facts if fact.rank in members}
         if len(set(said.values())) < 2:
             return None
-        # This member's own fact may be missing from the listing.
+        # A stale listing may lack this member's own fact.
         said.setdefault(self.loop.join.rank, asked.call)
         other = members[min(rank for rank, call in said.items() if call != asked.call)]
         calls = ", ".join(
@@ -209,7 +209,7 @@ class GroupMember:
         return Outcome(asked, error=OutOfStep(message, other.rank, other.host))
 
     def _lost_before(self, asked: Collective) -> Loss | None:
-        """The first member that is lost and was not seen to come to the row of this call, which this node is in."""
+        """The first lost member that has not reached this node's row."""
         observer, known = self.loop.observer, self._nobody_lost
         if known[0] is asked and known[1] is observer.ledger and known[2] is observer.joins:
             return None
@@ -220,7 +220,7 @@ class GroupMember:
         return lost
 
     def _lost(self, members: Iterable[Member]) -> Loss | None:
-        """The first of these members of this node's generation that is lost."""
+        """The first lost one of these members."""
         loop = self.loop
         observer, node = loop.observer, loop.node
         looked_at = node.since if observer.ledger.looked_at is None else observer.ledger.looked_at
@@ -229,9 +229,9 @@ class GroupMember:
         return found[0] if found else None
 
     def _was_passed(self, asked: Collective, names: Iterable[str]) -> bool:
-        """Whether all members came to this row.
+        """Whether all members have reached this row.
 
-        If the listing is old and does not show it, a heartbeat may: a member that passed the row has seen all facts. Example: node 1
+        If a stale listing does not show it, a heartbeat may, since a member that passed the row has seen all facts. Example: node 1
         ends its script after its last barrier, and node 2's mount shows node 1's last heartbeat at once, but the facts 3 s later.
         """
         if {self._fact(asked, rank).name for rank in asked.generation.ranks}.issubset(names):
@@ -246,7 +246,7 @@ class GroupMember:
         return False
 
     def _with_objects(self, asked: Collective, now: float) -> Outcome | None:
-        """The call has ended well, if all objects can be read. All of them are there, but a mount may show them late."""
+        """The successful outcome, if all objects can be read. They all exist, but a mount may show them late."""
         objects = []
         for rank in asked.objects_of:
             if rank == self.loop.join.rank:
@@ -271,7 +271,7 @@ class GroupMember:
         what = f"what node {rank} ({member.host}) gave cannot be read: {why}"
         message = f"node {self.loop.join.rank}: {asked.name}: {what}"
         if self._lost([member]) is not None:
-            # Example: its host lost power before what it gave was on the disk. Nobody will ever read it.
+            # Example: its host lost power before the object was flushed. It will never be readable.
             message = f"{message}; and that node is lost; regroup() goes on without it"
             return Outcome(asked, error=PeerLost(message, rank, member.host, unread_s))
         return Outcome(asked, error=StoreError(message, rank, member.host, unread_s))
@@ -290,7 +290,7 @@ class GroupMember:
         return PeerLost(message, member.rank, member.host, lost.age_s)
 
     def _superseded(self, asked: Collective, new: Generation, now: float) -> PeerLost:
-        """Another member regrouped before this one."""
+        """The error if another member has regrouped before this one."""
         old = asked.generation
         hosts = {m.rank: m.host for m in (*old.members, *new.members)}
         gone = [m for m in old.members if new.incarnation_of(m.rank) != m.incarnation]
@@ -306,7 +306,7 @@ class GroupMember:
         return PeerLost(message, new.created_by, hosts.get(new.created_by, ""))
 
     def _ended_since(self, before: Node, now: float) -> NodeError | None:
-        """Why this membership is over, if it is since the node was as `before`."""
+        """The error if this membership has ended since the node was as `before`."""
         loop = self.loop
         if before.generation is not None and loop.node.generation is None:
             newest = loop.observer.newest
@@ -318,12 +318,12 @@ class GroupMember:
         if loop.exit is not None and not self.leaving:
             if loop.exit.code == Fenced.exit_code:
                 return self._fenced(loop.exit.reason, now)
-            # A record cannot be read, or is of another format: in a group nothing else ends a member's loop.
+            # An unreadable record, or one of another format: in a group nothing else ends a member's loop.
             return StoreError(loop.exit.reason, loop.join.rank, loop.join.host, 0.0)
         return None
 
     def _fenced(self, message: str, now: float) -> Fenced:
-        """The others went on without this node. Its age is this node's last gap between two heartbeats, which they saw as silence."""
+        """The error if the others went on without this node. Its age is the last gap between this node's heartbeats, which they saw."""
         here, newest = self.loop.join, self.loop.observer.joins.get(self.loop.node.rank)
         written_at, gap_s = self._last_beat
         silent_s = max(gap_s, now - written_at)

@@ -1,7 +1,7 @@
-"""A group member's two threads, which work while its caller computes: one looks and decides, the other beats.
+"""A group member's two threads: one looks and decides, the other writes heartbeats, while the caller computes.
 
-Only they touch the filesystem, where any operation may hang. The caller asks and reads snapshots, so that its deadline holds
-whatever the mount does; both are daemon threads, so that neither keeps the interpreter from ending.
+Only they touch the filesystem, where any operation may hang. The caller reads snapshots, so its timeout holds whatever the mount does.
+Both are daemon threads, so that neither keeps the interpreter alive.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fsbarrier.protocol.state import Exit, Stage
 from fsbarrier.retry import Backoff
 from fsbarrier.rundir.record_store import PosixStore
 
-#: The first pause while a caller waits, for each member: of many members some share a host, where each look takes time from the rest.
+#: the first pause while a caller waits, for each member: members on one host compete for CPU time
 PAUSE_FOR_EACH_S = 0.0001
 LONGEST_PAUSE_S = 0.05
-#: Up to so many nodes use hints. If many members share a host, each arrival wakes all of them: N x N wake-ups a barrier.
+#: the largest number of nodes that use hints: members on one host wake each other, N x N times a barrier
 HINTED_NODES = 16
-#: between two tries to begin
+#: between two tries to join
 BEGIN_AGAIN_S = 0.05
 
 
@@ -32,7 +32,7 @@ class MemberThreads:
     """The two threads of one membership."""
 
     def __init__(self, member: GroupMember, store: NotedStore, beat_s: float) -> None:
-        """`store`: the one that the member looks with."""
+        """`store`: the member's store."""
         self.beat_s, self.member, self._store = beat_s, member, store
         self.root, self.here, self.rules = (
             member.loop.observer.paths.root,
@@ -55,31 +55,31 @@ class MemberThreads:
         self._looking.start()
 
     def ask(self, collective: Collective) -> None:
-        """The caller calls a collective, or repeats its call."""
+        """The caller calls a collective, perhaps again."""
         self.member.work.asked = collective
         self.look_often()
 
     def regroup(self, number: int) -> None:
-        """Let generation `number` be followed by one of the living and of those who wait to join."""
+        """Ask for a generation after `number`, of the living members and the nodes that wait to join."""
         self.member.regroup_after = number
         self.look_often()
 
     def look_often(self) -> None:
-        """A caller waits: look at once, and often."""
+        """The caller waits: look at once, and often."""
         self._caller_waits = True
         self._wake.set()
 
     def look_rarely(self) -> None:
-        """No caller waits, so that looking seldom is enough."""
+        """The caller does not wait: look rarely."""
         self._caller_waits = False
 
     def doing(self) -> str:
-        """The operation of the looking thread that is under way, or was the last."""
+        """The current or last operation of the looking thread."""
         doing = self._store.doing
         return f"{doing[0]} {doing[1]}" if doing is not None else f"looking at {self.root}"
 
     def leave(self, why: str, within_s: float) -> None:
-        """End both threads and tell the others. Where the mount hangs, leave the threads to themselves after `within_s`. Never raises."""
+        """Tell the others and end both threads; abandon threads that hang for `within_s`. Never raises."""
         self.member.work.leaving, self.member.leaving = why, True
         self._leaving.set()
         self._wake.set()
@@ -104,14 +104,14 @@ class MemberThreads:
                 self._beating.start()
                 self._look_on()
         except Exception as error:
-            # Hand a bug of ours to the caller, who would otherwise wait for ever.
+            # A bug of ours: pass it to the caller, who would otherwise wait for ever.
             failure = FsbarrierError(f"node {self.here.rank}: internal error: {error!r}")
             failure.__cause__ = error
             self.member.fail(failure)
         self._show()
 
     def _look_on(self) -> None:
-        # Nothing that others write in the row concerns a member whose caller does not wait: one more look, then rarely.
+        # While the caller does not wait, the row does not matter: look once more, then rarely.
         idle = Backoff(FIRST_PAUSE_S, self.beat_s / 4, factor=1000.0)
         waiting = Backoff(PAUSE_FOR_EACH_S * self.rules.num_nodes, LONGEST_PAUSE_S)
         polling = Polling(self.member.loop, self._wake, self.member.look)
@@ -128,9 +128,9 @@ class MemberThreads:
         return self._leaving.is_set() or self.snapshot.failure is not None
 
     def _show(self) -> None:
-        """Show the caller what this look saw, and wake it up if anything is new."""
+        """Publish the snapshot of this look, and wake the caller if anything is new."""
         before, after = self.snapshot, self.member.snapshot
-        # That this node is done with its row is no news to a caller, who waits for the others.
+        # This node's own arrival is no news for the caller.
         new = (
             after.node.generation is not before.node.generation
             or after.ledger is not before.ledger
@@ -150,7 +150,7 @@ class MemberThreads:
             failure = self.snapshot.failure
             last = self._leaving.is_set() or failure is not None
             if isinstance(failure, Fenced):
-                # A newer start has this rank, or the others went on: nobody reads this start's heartbeat any more.
+                # A newer start has this rank, or the others went on: nobody reads this heartbeat any more.
                 return
             if last and loop.exit is None:
                 loop.exit = Exit(0, "left", "left")

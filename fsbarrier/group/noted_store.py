@@ -1,4 +1,4 @@
-"""The store of a group's member: it notes what it is doing, so that an error can name the operation that does not return."""
+"""The store of a group member. It remembers its operation, so that an error can name one that does not return."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fsbarrier.rundir.record_store import PosixStore
 
 
 class NotedStore(PosixStore):
-    """`doing`: the last operation, which may be under way."""
+    """`doing`: the current or last operation."""
 
     doing: tuple[str, Path] | None = None
 

@@ -1,4 +1,4 @@
-"""What simulated work leaves behind: parts, merges, checkpoints, and the pieces of work that are on their way."""
+"""The results of simulated work: parts, merges, checkpoints; and the running pieces of work."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ Waiting = Generator[float, None, dict[str, object]]
 
 @dataclass
 class PartFile:
-    """A rank's growing file of groups; `groups` are durable once they are there. `policy` is what its header says, `made_by` which policy
-    the node's engine really served."""
+    """A rank's growing file of durable groups. `policy`: the policy in its header; `made_by`: the policy that the engine really served."""
 
     generation: int
     iteration: int
@@ -33,7 +32,7 @@ class PartFile:
 
 
 class Checkpoint(NamedTuple):
-    """A policy version's folder. `digest`: what is in it, different for each that is ever made."""
+    """A policy version's folder. `digest`: that of its content, unique in the schedule."""
 
     version: int
     generation: int
@@ -42,7 +41,7 @@ class Checkpoint(NamedTuple):
 
 @dataclass
 class SimTorchrun:
-    """A torchrun: it goes on once all its nodes are there, and no node can finish it alone."""
+    """A torchrun: it continues when all its nodes are there, and no node can finish it alone."""
 
     size: int
     pieces: dict[int, WorkPiece] = field(default_factory=dict)
@@ -51,26 +50,26 @@ class SimTorchrun:
 
 @dataclass
 class Artifacts:
-    """What lies in the run directory beside the protocol's own files."""
+    """The files in the run directory beside the protocol's own."""
 
     parts: dict[str, PartFile] = field(default_factory=dict)
     merged: dict[str, Merged] = field(default_factory=dict)
-    # merged files from elsewhere, for runs that only update
+    # merged files of another run, for runs that only update
     given: set[str] = field(default_factory=set)
     batches: set[str] = field(default_factory=set)
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
-    # name for people -> stamp of the merge there
+    # public name -> stamp of the merge
     public: dict[str, int] = field(default_factory=dict)
     meetings: dict[tuple[str, str], SimTorchrun] = field(default_factory=dict)
     stamps: int = 0
     ports: int = 40000
 
     def identity(self, folder: str) -> str:
-        """What tells the policy in a folder from any other."""
+        """The identity of the policy in a folder."""
         return f"{folder.rpartition('/')[2]}:{self.checkpoints[folder].digest}"
 
     def retain(self, keep: int, current: str) -> None:
-        """Clean-up after a publication, as fsbarrier.rundir.retention.remove_old_versions does it."""
+        """Clean up after a publication, as rundir.retention.remove_old_versions does."""
         newest = self.checkpoints[current].version
         versions = {made.version for made in self.checkpoints.values() if made.version <= newest}
         spared = {*sorted(versions, reverse=True)[: max(keep, 2)], newest}
@@ -81,13 +80,13 @@ class Artifacts:
 
 @dataclass(slots=True)
 class WorkPiece:
-    """One piece of work of one process, under way. `inside`: the daemon itself does it and not a program that it started."""
+    """A running piece of work of one process. `inside`: the daemon itself does it, not a program."""
 
     process: Process
     node: Node
     part: RowPart
     began: float
-    # the share of the program's time after which it fails; None: it does not
+    # the fraction of the program's time after which it fails; None: it succeeds
     fails: float | None
     alive: bool = True
     inside: bool = True
@@ -96,7 +95,7 @@ class WorkPiece:
     steps: Waiting = field(init=False)
 
     def advance(self) -> None:
-        """Take the next step, unless the work was cancelled; while the process is stopped, put it off."""
+        """Take the next step, unless the work was cancelled. While the process is stopped, the step is deferred."""
         process = self.process
         if not self.alive or not process.up:
             return

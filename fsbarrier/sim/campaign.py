@@ -1,4 +1,4 @@
-"""Many schedules: one verdict a seed, on one core or several."""
+"""Runs many schedules, one for each seed, on one or several cores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHUNK = 20
 
 @dataclass(frozen=True, slots=True)
 class SeedVerdict:
-    """What became of one seed. `struck`: the kinds of faults that really happened."""
+    """The result of one seed. `struck`: the kinds of faults that really happened."""
 
     seed: int
     violations: tuple[Violation, ...]
@@ -30,9 +30,9 @@ class SeedVerdict:
 
 
 def judge(seed: int, setup: Setup) -> SeedVerdict:
-    """Run one schedule and check every invariant. An unexpected exception of the code under test is a violation too."""
+    """Run one schedule and check every invariant. An unexpected exception of the tested code is a violation too."""
     world, collecting = make_world(seed, setup), gc.isenabled()
-    # The collector would only cost time: `_take_apart` frees what a schedule leaves.
+    # `_take_apart` frees everything, so the collector would only cost time.
     gc.disable()
     try:
         return SeedVerdict(seed, _found(world), world.now, frozenset(world.history.faults))
@@ -47,12 +47,12 @@ def make_world(seed: int, setup: Setup) -> World:
 
 
 def violations_in(world: World) -> list[Violation]:
-    """All that is wrong with a schedule that has run."""
+    """All violations in a finished schedule."""
     return check_groups(world) if isinstance(world, GroupWorld) else check(world)
 
 
 def _take_apart(world: World) -> None:
-    """Cut the references between a world's parts, so that they are freed at once and without the collector."""
+    """Break the reference cycles of a world, so that it is freed at once, without the collector."""
     clients = [client for client, _ in world.clients.values()]
     for part in (*world.processes, *clients, world):
         vars(part).clear()

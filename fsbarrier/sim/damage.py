@@ -1,7 +1,4 @@
-"""What may come to lie under a record's name in its place: damaged, foreign, or written by another version of the code.
-
-The headers are made here and not asked of the code under test.
-"""
+"""Damaged records, foreign files, and records of other versions of the code. The headers are built here, not by the tested code."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ from fsbarrier.protocol.facts import JsonObject, Record, StopRequest
 
 
 def written(record: Record, *, later: bool) -> bytes:
-    """A record's bytes. `later`: as a later version writes it, with a field that this one does not know and must ignore."""
+    """A record's bytes. `later`: with a field of a later version, which this one must ignore."""
     data = encode(record)
     return changed(data, lambda body: {**body, "later": {"than": "this"}}) if later else data
 
 
 def changed(data: bytes, change: Callable[[JsonObject], JsonObject]) -> bytes:
-    """A record with other fields, and the header that fits them."""
+    """A record with changed fields and a matching header."""
     header, _, text = data.partition(b"\n")
     magic, kind, _, _ = header.split()
     body = json.dumps(change(json.loads(text)), separators=(",", ":")).encode() + b"\n"
@@ -54,7 +51,7 @@ def _without_an_iteration(body: JsonObject) -> JsonObject:
     return {**body, "decisions": broken, "addresses": [1], "now": "at once"}
 
 
-#: what the story of a schedule says of it -> the bytes that lie there afterwards
+#: what the transcript says about the damage -> a function that makes the damaged bytes
 DAMAGES: dict[str, Callable[[bytes, Random], bytes]] = {
     "a bit flips in {}": flip_a_bit,
     "{} is emptied": lambda data, rng: b"",

@@ -1,6 +1,6 @@
-"""The shared directory in memory, as the server has it: one Disk with its files and directories.
+"""The shared directory in memory, as on the server: one Disk with its files and directories.
 
-In most schedules a record stays the object that was written, for speed, and becomes bytes only where something damages it.
+For speed, a record usually stays the object that was written, and becomes bytes only when something damages it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, cast
 from fsbarrier.protocol.codec import CorruptRecord, decode, encode
 from fsbarrier.protocol.facts import R, Record
 
-#: For so long a host may keep what it wrote without a flush before it is on the disk.
+#: how long an unflushed write may stay in a host's memory before it is on the disk
 UNFLUSHED_S = 10.0
 
 
 class SimPath(str):
-    """A path as a plain string: what RunPaths needs of pathlib.Path, but several times as fast."""
+    """A path as a plain string, with the methods of pathlib.Path that RunPaths needs, but several times as fast."""
 
     __slots__ = ()
 
@@ -39,7 +39,7 @@ class SimPath(str):
         return SimPath(f"{self.rpartition('/')[0]}/{name}")
 
 
-#: a record, or bytes that are none
+#: a record, or damaged bytes
 Content = Record | bytes
 
 
@@ -48,7 +48,7 @@ def as_bytes(content: Content) -> bytes:
 
 
 def as_record(content: Content, cls: type[R]) -> R | None:
-    """What PosixStore makes of a file that holds something else than a `cls`, or bytes."""
+    """The record as PosixStore would read it; None if the content is not a `cls`."""
     found: R | None = _decoded(as_bytes(content), cast(Any, cls))
     return found
 
@@ -63,7 +63,7 @@ def _decoded(data: bytes, cls: Any) -> Any:
 
 @dataclass(slots=True, eq=False)
 class Directory:
-    """The names in one directory. `stamp` is its modification time as clients compare it, maybe coarse."""
+    """The names in one directory. `stamp`: its modification time as clients see it, perhaps coarse."""
 
     parent: Directory | None
     names: dict[str, None] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Directory:
 
 @dataclass(slots=True)
 class File:
-    """What the server holds under one name. `old`: the content that an un-flushed replacement may fall back to."""
+    """One file on the server. `old`: the content to which an unflushed replacement may revert."""
 
     content: Content
     host: str
@@ -90,12 +90,12 @@ Watcher = Callable[[SimPath, Record, File], None]
 
 
 class Disk:
-    """The server's truth. `coarse_s`: changes of a directory within one such span share a modification time.
+    """The server. `coarse_s`: changes of a directory within this time share a modification time.
 
-    `encode`: what is written in place of a record; None: the record itself, for speed.
+    `encode`: writes a record as bytes; None: the record itself is stored, for speed.
 
-    `order`: how a listing is ordered, 0 as created, 1 reversed, 2 by name. `exclusive` False: every create succeeds (the class of
-    filesystems that must be refused). `links` False: an exclusive create takes three steps, as fsbarrier.files does it without hard links.
+    `order` of listings: 0 as created, 1 reversed, 2 by name. `exclusive` False: every create succeeds (filesystems that must be refused).
+    `links` False: an exclusive create takes three steps, as in fsbarrier.files without hard links.
     """
 
     def __init__(
@@ -112,21 +112,21 @@ class Disk:
         self.dirs: dict[str, Directory] = {}
         self.torn: set[str] = set()
         self.coarse_s, self.exclusive, self.links, self._encode = coarse_s, exclusive, links, encode
-        # path -> what lies there in place of the record, until somebody restores it
+        # path -> the damaged content, until an operator restores the record
         self.spoilt: dict[str, bytes] = {}
         self._ordered = _ORDERS[order]
-        # called with each record that is written, except heartbeats
+        # called with each written record, except heartbeats
         self.watch: Watcher = lambda path, record, file: None
         # name -> when it was removed
         self.removed: dict[str, float] = {}
-        # called with the name of each file that is removed
+        # called with the name of each removed file
         self.watch_removal: Callable[[str], None] = lambda path: None
-        # called when a host reads a file that was removed
+        # called when a host reads a removed file
         self.watch_missed: Callable[[str, str], None] = lambda path, host: None
         self._changes = 0
 
     def make_dir(self, path: str) -> Directory | None:
-        """Make a directory, and what it lies in; None for the top of all."""
+        """Make a directory and its parents; None for the root."""
         if not path:
             return None
         directory = self.dirs.get(path)
@@ -138,7 +138,7 @@ class Disk:
         return directory
 
     def write(self, path: SimPath, record: Record, host: str, durable: bool) -> File:
-        """Put `record` under a name in one step. Raises FileNotFoundError where its directory is missing."""
+        """Store `record` atomically. Raises FileNotFoundError if the directory is missing."""
         file = self.files.get(path)
         content = record if self._encode is None else self._encode(record)
         if file is None:
@@ -151,7 +151,7 @@ class Disk:
         return file
 
     def junk(self, directory: str, name: str, data: bytes) -> None:
-        """Something that is not ours, as filesystems and editors leave it."""
+        """Create a foreign file, as filesystems and editors do."""
         self.make_dir(directory)
         self._create(f"{directory}/{name}", data, "nobody", True)
 
@@ -187,7 +187,7 @@ class Disk:
             self._dropped(file.directory, path)
 
     def remove_dir(self, path: str) -> None:
-        """Remove a directory and all that is in it, if it is there."""
+        """Remove a directory and its content, if it is there."""
         directory = self.dirs.get(path)
         if directory is None:
             return
@@ -207,20 +207,20 @@ class Disk:
         self.touch(directory)
 
     def touch(self, directory: Directory) -> None:
-        """A directory was changed: set its modification time. Its names may be as before, if only a temporary file came and went."""
+        """Set a directory's modification time. Its names may be unchanged, if only a temporary file came and went."""
         self._changes += 1
         directory.stamp = self.now // self.coarse_s if self.coarse_s else self._changes
 
     def listing(self, directory: Directory) -> list[str]:
-        """Its names as a client gets them; the same list until they change."""
+        """The names in a directory; the same list object until they change."""
         if directory.listing is None:
             directory.listing = self._ordered(directory.names)
         return directory.listing
 
     def lose_power(self, hosts: set[str], rng: Random) -> list[str]:
-        """What `hosts` wrote in the last `UNFLUSHED_S` without flushing may be lost or torn, unless another host saw it.
+        """Lose or tear what `hosts` wrote in the last `UNFLUSHED_S` without a flush, unless another host has seen it.
 
-        Gives the names that suffered.
+        Returns the affected names.
         """
         hurt = []
         for path, file in self.files.items():

@@ -1,4 +1,4 @@
-"""What must hold of the removal of old facts in every schedule (I9), by what was written, entered and removed."""
+"""Invariants of the removal of old facts (I9)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fsbarrier.sim.history import History, row_of
 
 
 def no_fact_is_needed_after_its_removal(history: History) -> Iterator[str]:
-    """A fact is removed only when all members have come to a later iteration, which begins with all that was decided before it.
+    """A fact is removed only when all members have entered a later iteration, whose opening fact lists all earlier decisions.
 
-    In an older generation than the newest, nothing is needed.
+    Generations older than the newest need no facts.
     """
     for asked in history.asked:
-        # Who hung in the middle of a look, while the others formed a newer generation, may come late.
+        # A process that hung in a look, while the others formed a newer generation, may come late.
         late = any(
             newer > row_of(asked.path)[0] and made.time <= asked.time
             for newer, (made, _) in history.generations.items()
@@ -45,7 +45,7 @@ def no_fact_is_needed_after_its_removal(history: History) -> Iterator[str]:
 
 
 def openings_tell_all(history: History) -> Iterator[str]:
-    """The leader's first fact of an iteration holds, for each row, the last decision that was published before it."""
+    """The leader's first fact of an iteration contains each row's last decision before it."""
     for place in history.openings:
         number, record = place[0], history.generations[place[0]][1]
         recorded = history.facts[place][record.leader][1].decisions
@@ -61,7 +61,7 @@ def openings_tell_all(history: History) -> Iterator[str]:
 
 
 def facts_stay_few(history: History) -> Iterator[str]:
-    """What lies there at the end does not grow with the iterations: of each node two facts a row, of the leader one more."""
+    """The number of facts at the end does not grow with the iterations: two for each node and row, and one more of the leader."""
     for number, count in history.left.items():
         members = len(history.generations[number][1].members)
         most = len(PHASE_NAMES) * (2 * members + 2)

@@ -1,4 +1,4 @@
-"""What must hold of the deaths that nodes conclude from silence (I7)."""
+"""The invariant of deaths concluded from silence (I7)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from fsbarrier.sim.setup import PATHS
 
 
 def i7_no_false_death(history: History) -> Iterator[str]:
-    """Nobody who lives is called dead before `dead_s` without a heartbeat that could be seen. The mount may still hide the youngest
-    heartbeats, so those do not count.
+    """A live node is declared dead only after `dead_s` without a heartbeat that the other node could see.
+
+    The newest heartbeats do not count, since the mount may still hide them.
     """
-    # A look that was held up may count up to `blind_s` of silence too much.
+    # A look that was delayed may count up to `blind_s` of silence too much.
     held = history.faults & {"slow", "pause"}
     least = history.dead_s - (history.blind_s if held else 0.0) - 0.1
     for event in history.events:
@@ -22,7 +23,7 @@ def i7_no_false_death(history: History) -> Iterator[str]:
         assert generation is not None
         for lost in event.fields["lost"]:
             incarnation = generation.incarnation_of(lost["node_rank"])
-            # Another node has found this loss. Its own event is checked against what it saw.
+            # Another node has found this loss, and its own event is checked.
             found_by_another = lost["why"].startswith("found by")
             if found_by_another or "no heartbeat" not in lost["why"] or incarnation is None:
                 continue
@@ -41,9 +42,7 @@ def i7_no_false_death(history: History) -> Iterator[str]:
 
 
 def _last_whole_look(history: History, event: JournalLine, rank: int, incarnation: int) -> float:
-    """When the node of an event last looked at a heartbeat. Looks that could not read what lay there taught it nothing, so the one before
-    them counts; two looks are never further apart than `blind_s`.
-    """
+    """When the node of an event last read a heartbeat. Failed reads do not count; two looks are at most `blind_s` apart."""
     looked = event.began
     for time in reversed(history.unread.get((event.node.host, str(PATHS.beat(rank, incarnation))), ())):
         if time <= event.time and looked - time <= history.blind_s:
@@ -52,7 +51,7 @@ def _last_whole_look(history: History, event: JournalLine, rank: int, incarnatio
 
 
 def _process_of(rank: int, incarnation: int, history: History) -> int:
-    """The last process that ran as this start of a node; -1 for none."""
+    """The last process with this rank and incarnation; -1 if there is none."""
     for event in reversed(history.events):
         if event.node.rank == rank and event.node.incarnation == incarnation:
             return event.process

@@ -1,4 +1,4 @@
-"""What goes wrong in a schedule, drawn from its seed: which faults, where they strike, and how a struck operation ends."""
+"""The faults of a schedule, drawn from its seed: which ones, where they strike, and how a struck operation ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fsbarrier.errors import UsageError
 from fsbarrier.sim.store import Failure, GarbledRead, Habits, MountClient
 
-#: name -> what it is, as `fsbarrier simulate --help` tells it
+#: name -> description, for `fsbarrier simulate --help`
 KINDS = {
     "stale": "listings, contents and absences are remembered by each host for up to seconds; equal modification times hide changes",
     "lost": "an operation is done, and an error returned",
@@ -38,7 +38,7 @@ KINDS = {
     "winners": "an exclusive create that two clients win: the class that must be refused (only on demand)",
 }
 USUAL = frozenset(KINDS) - {"winners"}
-# operations in one look of one node: more are a livelock
+# the limit of operations in one look; more are a livelock
 LIVELOCK = 5000
 PAUSES_S = (0.3, 2.0, 4.0, 5.0, 8.0, 13.0, 16.0, 18.0, 22.0, 30.0, 45.0)
 STRIKES = (
@@ -59,15 +59,15 @@ _ERRORS = (errno.EIO, errno.ENOSPC, errno.ESTALE)
 
 
 class Crash(BaseException):
-    """The process that performs this operation is killed here."""
+    """The process is killed in this operation."""
 
 
 class Livelock(Exception):
-    """A node performed thousands of operations in one look without coming to rest."""
+    """A node performed thousands of operations in one look."""
 
 
 def parse_mix(text: str) -> frozenset[str]:
-    """`all`, `none`, or names of KINDS with commas between them. Raises UsageError."""
+    """Parse `all`, `none`, or names of KINDS separated by commas. Raises UsageError."""
     if text in ("all", "none"):
         return USUAL if text == "all" else frozenset()
     names = frozenset(name.strip() for name in text.split(","))
@@ -81,7 +81,7 @@ def parse_mix(text: str) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """One fault to come. It is due at `time`, or `delay` after node `rank` first enters (`iteration`, `phase`) if that is given.
+    """A planned fault. It is due at `time`, or `delay` after node `rank` first enters (`iteration`, `phase`), if given.
 
     `rank` None: all nodes. `step`: strike in the `step`-th operation of a look; 0: between two operations.
     """
@@ -94,12 +94,12 @@ class Strike:
     delay: float = 0.0
     seconds: float = 0.0
     step: int = 0
-    # the whole host, not only the daemon
+    # the whole host, or only the daemon
     whole: bool = False
 
 
 class StrikeOnEntry(NamedTuple):
-    """What happens `delay` after node `rank` (None: any) first enters a row."""
+    """A strike `delay` after node `rank` (None: any) first enters a row."""
 
     rank: int | None
     iteration: int
@@ -109,7 +109,7 @@ class StrikeOnEntry(NamedTuple):
 
 
 def draw_strikes(rng: Random, mix: Collection[str], nodes: int, iterations: int) -> list[Strike]:
-    """None to five faults, half of them in a chosen phase of a node."""
+    """Zero to five faults, half of them in a chosen phase of a node."""
     kinds = [kind for kind in STRIKES if kind in mix]
     if not kinds:
         return []
@@ -137,7 +137,7 @@ def draw_strikes(rng: Random, mix: Collection[str], nodes: int, iterations: int)
 
 
 def draw_habits(rng: Random, mix: Collection[str]) -> tuple[Habits, float]:
-    """How stale this schedule's mounts are, and how coarse its directories' times."""
+    """How stale the mounts of a schedule are, and how coarse its directories' modification times."""
     if "stale" not in mix or rng.random() < 0.4:
         return Habits(), 0.0
     habits = Habits(
@@ -150,7 +150,7 @@ def draw_habits(rng: Random, mix: Collection[str]) -> tuple[Habits, float]:
 
 
 def draw_old_view(seed: int, mix: Collection[str], nodes: int, iterations: int) -> list[Strike]:
-    """Now and then a mount that shows what was there before, for longer than a node is taken for dead."""
+    """Sometimes a mount that shows nothing newer, for longer than `dead_s`."""
     dice = Random(f"old {seed}")
     if "old" not in mix or dice.random() >= 1 / len(mix):
         return []
@@ -160,9 +160,9 @@ def draw_old_view(seed: int, mix: Collection[str], nodes: int, iterations: int) 
 
 
 class StaleHandles:
-    """Files that a host cannot read for a while, with a random generator of its own; each read of a file asks it.
+    """Makes files unreadable on one host for a while (ESTALE). Each read asks it; it has its own random generator.
 
-    A record is then not there yet (record_store.OF_ONE_RECORD), also one that this host has read before.
+    The record is then not readable yet (record_store.OF_ONE_RECORD), even if this host has read it before.
     """
 
     def __init__(self, seed: int, mix: Collection[str], struck: set[str]) -> None:
@@ -178,9 +178,9 @@ class StaleHandles:
 
 
 class Garbling:
-    """Mounts that garble reads again and again, with a random generator of its own; each read of a file asks it.
+    """Garbles reads repeatedly. Each read asks it; it has its own random generator.
 
-    A read is garbled because it meets a replacement, so the next read of that file by the same host is whole again.
+    A read is garbled because it races with a replacement, so the host's next read of that file is whole again.
     """
 
     def __init__(self, seed: int, mix: Collection[str], struck: set[str]) -> None:
@@ -200,21 +200,21 @@ class Garbling:
 
 @dataclass(slots=True)
 class Mishap:
-    """What happens to the `step`-th operation from now on: `how` is lost, error, garbled, crash, crash-after or block."""
+    """A mishap in the `step`-th operation from now on: `how` is lost, error, garbled, crash, crash-after or block."""
 
     how: str
     step: int
     code: int = errno.EIO
     seconds: float = 0.0
-    # strike only at an operation of this kind, and at a path that has this in it
+    # strike only at this kind of operation, and at a path that contains this
     verb: str = ""
     inside: str = ""
-    # while blocked, the whole process is stopped
+    # the whole process is stopped while blocked
     stopped: bool = False
 
 
 def draw_mishap(rng: Random, mix: Collection[str], rate: float) -> Mishap | None:
-    """A small thing that goes wrong with one of the next operations."""
+    """A mishap in one of the next operations."""
     if rng.random() >= rate:
         return None
     hows = [
@@ -224,9 +224,9 @@ def draw_mishap(rng: Random, mix: Collection[str], rate: float) -> Mishap | None
 
 
 def draw_mishap_of_a_start(dice: Random, mix: Collection[str]) -> Mishap | None:
-    """What goes wrong where a node announces its start: the one operation whose error may hide that it was done.
+    """A mishap in the create of a join record, the operation whose error may be ambiguous.
 
-    Of `dice` a later start, of a node that was left behind, draws too.
+    A later rejoin draws from the same `dice`.
     """
     kinds = [how for how, kind in (("lost", "lost"), ("error", "errors")) if kind in mix]
     if not kinds or dice.random() >= 0.03:
@@ -235,14 +235,14 @@ def draw_mishap_of_a_start(dice: Random, mix: Collection[str]) -> Mishap | None:
 
 
 class Trouble:
-    """Stands between a Client and its disk, and lets the planned mishaps happen.
+    """Stands between a MountClient and its disk, and makes the planned mishaps happen.
 
     `block(seconds, stopped)` makes the calling process wait in the middle of its operation.
     """
 
     def __init__(self, client: MountClient, block: Callable[[float, bool], None]) -> None:
         self.client, self._block = client, block
-        # the errno with which operations fail; None: they do not
+        # the errno of all operations in an outage; None: no outage
         self.outage: int | None = None
         self._mishap: Mishap | None = None
         client.alarm = self._alarm
@@ -254,12 +254,12 @@ class Trouble:
         self._expect(mishap.step)
 
     def cancelling(self) -> None:
-        """Work is being cancelled, which may take its time."""
+        """Work is being cancelled, which may block."""
         if self._mishap is not None and self._mishap.verb == "cancel":
             self._alarm("cancel", "")
 
     def rest(self) -> Mishap | None:
-        """That look is over; gives the mishap if it did not happen."""
+        """The look is over; returns the mishap if it did not happen."""
         left, self._mishap = self._mishap, None
         if left is not None:
             left.step = max(1, self.client.alarm_at - self.client.done)
@@ -271,7 +271,7 @@ class Trouble:
         self.rest()
 
     def _expect(self, step: int) -> None:
-        """Have the client call `_alarm` at the `step`-th operation from now on; in an outage at each."""
+        """Make the client call `_alarm` at the `step`-th operation from now on; in an outage at each."""
         self.client.done, self.client.alarm_at = 0, step if self.outage is None else 1
 
     def _alarm(self, verb: str, path: str) -> Failure | None:
@@ -281,7 +281,7 @@ class Trouble:
             raise OSError(self.outage, os.strerror(self.outage), path)
         waiting = self._mishap
         if waiting is not None and (waiting.verb not in ("", verb) or waiting.inside not in path):
-            # The mishap waits for another operation; the next one asks again.
+            # Not the kind of operation that the mishap waits for: ask again at the next one.
             return None
         mishap, self._mishap = self._mishap, None
         self._expect(LIVELOCK)

@@ -1,8 +1,7 @@
-"""Groups (`fsbarrier.join`) under faults in virtual time: members whose callers call collectives at random, and what must hold of them.
+"""Simulates groups (`fsbarrier.join`): members with random callers, under faults, and their invariants.
 
-A member is the one that works for real (fsbarrier/group/member.py). In place of its two threads there are this module's looks and
-heartbeats, and in place of the script that uses the group a caller that calls, thinks, regroups, gives up and leaves as its seed says.
-The invariants ask none of them: they compare what each caller was given with what each caller gave.
+The member is the real one (fsbarrier/group/member.py). This module replaces its two threads, and a caller that calls, computes, regroups,
+gives up and leaves at random replaces the user's script. The invariants compare what each caller received with what the callers sent.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ THINKS_S = (0.0, 0.0, 0.01, 0.3, 2.0, 5.0)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A member's caller called a collective: what, and what it gave. The row is (generation, number)."""
+    """A caller's call of a collective, with the object that it sent. The row is (generation, number)."""
 
     time: float
     process: int
@@ -50,7 +49,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a call ended for its caller: with the objects, or with an error. `left`: who the error says has left."""
+    """How a call ended: with objects or an error. `left`: the members that have left, by the error."""
 
     time: float
     call: Call
@@ -63,11 +62,11 @@ class End:
 
 @dataclass
 class Diary:
-    """What all callers did, and what they got."""
+    """All calls and their ends."""
 
     calls: list[Call] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
-    #: (process, rank, the last row that it passed): who left in good order
+    #: the members that left gracefully: (process, rank, the last row that it passed)
     farewells: list[tuple[int, int, tuple[int, int]]] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
@@ -135,7 +134,7 @@ class GroupProcess(Process):
     # --- the caller ---
 
     def _react(self) -> None:
-        """The script: see what became of the call, and go on."""
+        """The script: look at the outcome of the call, and go on."""
         seen = self.member.snapshot
         if self.generation is None or self.regrouping:
             now = seen.node.generation
@@ -237,7 +236,7 @@ class GroupWorld(World):
         super().__init__(seed, replace(setup, iterations=1, phases="both", policy="shrink", min_nodes=1))
         self.seed, self.diary = seed, Diary()
         self.history.first = self.history.last = 0
-        # Strikes that wait for a phase of an iteration come at some time instead.
+        # A strike that is bound to a phase of an iteration gets a time instead.
         self.awaited = []
         self.strikes = [
             replace(strike, iteration=0, time=self.rng.uniform(0.0, 30.0))
@@ -248,7 +247,7 @@ class GroupWorld(World):
         self.odd_rate = self.rng.choice((0.0, 0.0, 0.0, 0.02)) if setup.mix else 0.0
 
     def collective_of(self, row: tuple[int, int], generation: Generation, dice: Random) -> str:
-        """What all members call in a row; now and then one of them calls something else."""
+        """The collective that all members call in a row; sometimes one of them calls another."""
         drawn = Random(f"row {self.seed} {row}") if dice.random() >= self.odd_rate else dice
         src = drawn.choice(generation.ranks)
         return drawn.choice(("barrier", "all_gather", broadcast_from(src)))
@@ -264,7 +263,7 @@ class GroupWorld(World):
 
 
 def check_groups(world: GroupWorld) -> list[Violation]:
-    """All violations in a schedule that has run."""
+    """All violations in a finished schedule."""
     history = world.history
     found = [Violation("I1", what) for what in i1_nobody_passes_early(history)]
     found += [Violation("I3", what) for what in i3_only_forward(history)]
@@ -275,7 +274,7 @@ def check_groups(world: GroupWorld) -> list[Violation]:
 
 
 def everybodys_values(diary: Diary) -> Iterator[str]:
-    """Who passed a collective was given what the members of its generation gave in this very row, and all had called the same."""
+    """A caller that passed a collective received what the members of its generation sent in this row, and all made the same call."""
     given: defaultdict[tuple[int, int], dict[int, Call]] = defaultdict(dict)
     for call in diary.calls:
         if call.rank in given[call.row]:
@@ -317,7 +316,7 @@ def typed_ends(world: GroupWorld) -> Iterator[str]:
 
 
 def lost_rightly(diary: Diary) -> Iterator[str]:
-    """Whoever leaves after a row is not lost to those that are in it, however old their listings."""
+    """A member that leaves after a row is not lost for those that are still in it, however stale their listings are."""
     last = {(rank, row[0]): row for _, rank, row in diary.farewells}
     for end in diary.ends:
         if end.error == "PeerLost" and end.left and end.about is not None:

@@ -1,4 +1,4 @@
-"""What happened in a simulated schedule, as the invariants and the transcript read it."""
+"""The history of a simulated schedule, for the invariants and the transcript."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Place = tuple[int, int, int]
 
 @dataclass(slots=True)
 class JournalLine:
-    """A line of some process's journal. `process` numbers the starts of all nodes; `node` is the state at that moment; the look in
-    which it happened began at `began`.
+    """A line of a process's journal. `process`: the number of the start; `node`: its state at that moment; `began`: when the look began
+    in which it happened.
     """
 
     time: float
@@ -31,7 +31,7 @@ class JournalLine:
 
 @dataclass(slots=True)
 class Write:
-    """A record that the server took (heartbeats are kept apart)."""
+    """A record that was written, except heartbeats."""
 
     time: float
     host: str
@@ -44,7 +44,7 @@ Done = dict[int, tuple[float, Fact]]
 
 
 class MergedGroup(NamedTuple):
-    """A group of trajectories in a merged file, and where it comes from. `at`: its place in its part file."""
+    """A group of trajectories in a merged file, and its origin. `at`: its index in its part file."""
 
     task: int
     part: str
@@ -70,7 +70,7 @@ class Merged:
 
 
 class Used(NamedTuple):
-    """A merged file that a batch was made of; `stamp` tells which."""
+    """A batch was made from the merge with this `stamp`."""
 
     time: float
     node: Node
@@ -78,7 +78,7 @@ class Used(NamedTuple):
 
 
 class Published(NamedTuple):
-    """A merge was put under its name for people. `shown`: the records of generations that the mount of whoever did it listed then."""
+    """A merge got its public name. `shown`: the generations that the publisher's mount listed then."""
 
     name: str
     stamp: int
@@ -86,7 +86,7 @@ class Published(NamedTuple):
 
 
 class Served(NamedTuple):
-    """model.pt was made to name a policy version. `shown`: as in Published."""
+    """model.pt was pointed at a policy version. `shown`: as in Published."""
 
     folder: str
     version: int
@@ -95,7 +95,7 @@ class Served(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """A folder that somebody needed and that was not there any more."""
+    """A node needed a folder that had been removed."""
 
     time: float
     process: int
@@ -104,7 +104,7 @@ class Missing(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """A fact was removed. `place`: the row that it speaks of."""
+    """A fact was removed. `place`: its row."""
 
     time: float
     path: str
@@ -112,7 +112,7 @@ class Removed(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A node that was at work in a generation read a fact of it that had been removed."""
+    """A member of a generation tried to read a removed fact of it."""
 
     time: float
     rank: int
@@ -120,7 +120,7 @@ class Asked(NamedTuple):
 
 
 class ProcessEnd(NamedTuple):
-    """The end of a process: an exit code, or None where it was killed."""
+    """The end of a process: an exit code, or None if it was killed."""
 
     time: float
     rank: int
@@ -129,7 +129,7 @@ class ProcessEnd(NamedTuple):
 
 
 class Said(NamedTuple):
-    """A line for people about what the world did after event number `after`. `mark`: as in fsbarrier.sim.transcript."""
+    """A line of the transcript about the world, after event number `after`. `mark`: as in fsbarrier.sim.transcript."""
 
     time: float
     text: str
@@ -139,18 +139,18 @@ class Said(NamedTuple):
 
 @dataclass
 class History:
-    """All that is remembered of one schedule. `faults`: the kinds that really struck."""
+    """Everything that happened in one schedule. `faults`: the kinds that really struck."""
 
     first: int
     last: int
     dead_s: float = DEAD_S
-    # a gap between two looks longer than this counts as nobody's silence
+    # a longer gap between two looks does not count as silence
     blind_s: float = 3.0
-    # the longest that a heartbeat may stay unseen on this schedule's mounts
+    # the longest time that this schedule's mounts may hide a heartbeat
     hidden_s: float = 0.0
-    # whether this schedule's mounts remember anything
+    # whether this schedule's mounts cache anything
     caches: bool = False
-    # split -> how many tasks an iteration rolls out
+    # split -> number of tasks of an iteration
     tasks: Mapping[str, int] = field(default_factory=dict)
     events: list[JournalLine] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
@@ -163,28 +163,28 @@ class History:
     missing: list[Missing] = field(default_factory=list)
     removed: list[Removed] = field(default_factory=list)
     asked: list[Asked] = field(default_factory=list)
-    # generation -> how many facts lie there at the end
+    # generation -> number of its facts at the end
     left: dict[int, int] = field(default_factory=dict)
     # process -> (time, rank)
     starts: dict[int, tuple[float, int]] = field(default_factory=dict)
     ended: dict[int, ProcessEnd] = field(default_factory=dict)
     said: list[Said] = field(default_factory=list)
     faults: set[str] = field(default_factory=set)
-    # the generations with which a person took the run back
+    # the generations with which an operator recovered the run
     recovered: set[int] = field(default_factory=set)
     stopped_at: float | None = None
-    # who still waits at the end, and for what
+    # the processes that still wait at the end, and for what
     stuck: list[str] = field(default_factory=list)
     misses: dict[str, int] = field(default_factory=dict)
-    # host -> from when until when its mount showed nothing newer
+    # host -> the times in which its mount showed nothing newer
     old_views: dict[str, tuple[float, float]] = field(default_factory=dict)
-    # (host, path) -> when a read showed nothing of what lay there: garbled, or with a stale handle
+    # (host, path) -> the times of failed reads: garbled, or with a stale handle
     unread: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     operations: dict[str, int] = field(default_factory=dict)
 
     @cached_property
     def generations(self) -> dict[int, tuple[Write, Generation]]:
-        """The record of each number, as it was first created."""
+        """The first record of each number."""
         found: dict[int, tuple[Write, Generation]] = {}
         for write in self.writes:
             record = write.record
@@ -194,7 +194,7 @@ class History:
 
     @cached_property
     def facts(self) -> dict[Place, Done]:
-        """Who is done with which row."""
+        """The first "done" fact of each member in each row."""
         found: dict[Place, Done] = {}
         for write in self.writes:
             fact = write.record
@@ -204,7 +204,7 @@ class History:
 
     @cached_property
     def openings(self) -> dict[Place, float]:
-        """The leader's first fact of each iteration, and when it was published. The iteration in which a generation starts has none."""
+        """When the leader's first fact of each iteration was published, except in the iteration in which a generation starts."""
         found = {}
         for place, done in self.facts.items():
             record = self.generations[place[0]][1]
@@ -224,30 +224,30 @@ class History:
 
     @cached_property
     def places(self) -> list[tuple[JournalLine, Place]]:
-        """Every entry of a process into a row, and every release from one, as they happened."""
+        """Every entry into a row and every release from one, in order."""
         rows = frozenset(("phase_started", "phase_finished"))
         return [(event, place_of(event.node)) for event in self.events if event.event in rows]
 
     @cached_property
     def passed(self) -> list[tuple[JournalLine, Place]]:
-        """Every release of a process from a row: the journal's phase_finished."""
+        """Every release from a row: the journal's phase_finished."""
         return [(event, place) for event, place in self.places if event.event == "phase_finished"]
 
     @cached_property
     def entered(self) -> list[tuple[JournalLine, Place]]:
-        """Every entry of a process into a row: the journal's phase_started."""
+        """Every entry into a row: the journal's phase_started."""
         return [(event, place) for event, place in self.places if event.event == "phase_started"]
 
 
 @lru_cache(maxsize=4096)
 def row_of(path: str) -> Place:
-    """The row that a fact's path speaks of."""
+    """The row of a fact's path."""
     _, generation, phase, name = path.rsplit("/", 3)
     return int(generation[4:]), int(name[5:11]), int(phase[1:3])
 
 
 def place_of(node: Node) -> Place:
-    """Where a running node is."""
+    """The row of a running node."""
     generation, position = node.generation, node.position
     assert generation is not None and position is not None
     return generation.number, position.iteration, position.phase

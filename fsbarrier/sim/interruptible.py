@@ -1,4 +1,4 @@
-"""A call that can be held up in the middle: it runs in a thread of its own, but never at the same time as its caller."""
+"""A call that can be paused in the middle. It runs in its own thread, but never at the same time as its caller."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fsbarrier.sim.faults import Crash
 
 
 class InterruptibleCall:
-    """`go_on` runs `call` until it parks or ends; deterministic, since exactly one side runs at any time."""
+    """`go_on` runs `call` until it parks or ends. Exactly one side runs at any time, so it is deterministic."""
 
     def __init__(self, call: Callable[[], str]) -> None:
         self.inside = False
         self.result = ""
         self._call, self._done, self._killed = call, False, False
         self._error: BaseException | None = None
-        # Each is held until its side is to run.
+        # Each lock is held while its side must not run.
         self._go, self._back = Lock(), Lock()
         self._go.acquire()
         self._back.acquire()
@@ -28,14 +28,14 @@ class InterruptibleCall:
         try:
             if not self._killed:
                 self.result = self._call()
-        # `go_on` raises it again, in the caller's thread.
+        # `go_on` raises it again in the caller's thread.
         except BaseException as error:
             self._error = error
         self._done = True
         self._back.release()
 
     def go_on(self) -> bool:
-        """Called outside: True when the call has ended, and `result` is what it gave."""
+        """Called from outside: continue the call; True if it has ended, with its `result`."""
         self.inside = True
         self._go.release()
         self._back.acquire()
@@ -45,14 +45,14 @@ class InterruptibleCall:
         return self._done
 
     def park(self) -> None:
-        """Called inside: hand over until the next `go_on`. Raises Crash where there is none any more."""
+        """Called from inside: wait for the next `go_on`. Raises Crash after `kill`."""
         self._back.release()
         self._go.acquire()
         if self._killed:
             raise Crash
 
     def kill(self) -> None:
-        """Called outside: end the call where it stands."""
+        """Called from outside: end the call where it is."""
         self._killed = True
         if not self._done:
             self.go_on()

@@ -1,7 +1,7 @@
-"""What must hold in every schedule, as functions over its history. The numbers are those of docs/protocol.md.
+"""The invariants of docs/protocol.md, as functions of a schedule's history.
 
-Each function gives one sentence for each violation. None of them asks the code under test what it meant: they look at the
-records that the server took, at the journals, and at what lies in the merged files.
+Each function yields one sentence for each violation. They use only the written records, the journals and the merged files, and ask the
+tested code nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Violation(NamedTuple):
 
 
 def check(world: World) -> list[Violation]:
-    """All violations in a schedule that has run."""
+    """All violations in a finished schedule."""
     history = world.history
     found = [Violation(number, what) for number, function in ALL.items() for what in function(history)]
     found += [Violation("I3", what) for what in start_positions(history, world.rules)]
@@ -46,9 +46,9 @@ def check(world: World) -> list[Violation]:
 
 
 def i1_nobody_passes_early(history: History) -> Iterator[str]:
-    """Nobody passes a row before every member of its generation entered it and published that it is done."""
+    """Nobody passes a row before every member of the generation has entered it and published "done"."""
     entered: defaultdict[Place, set[int]] = defaultdict(set)
-    # places whose members had all entered and were done when the first one passed
+    # rows that all members had entered and finished when the first one passed
     through: dict[Place, Generation] = {}
     facts = history.facts
     for event, place in history.places:
@@ -70,9 +70,9 @@ def i1_nobody_passes_early(history: History) -> Iterator[str]:
 
 
 def i2_one_decision(history: History) -> Iterator[str]:
-    """All who pass a row have read the same decision: the one that its leader published. Later generations adopt no other."""
+    """All processes that pass a row have read the same decision, the leader's. Later generations adopt no other."""
     read: dict[Place, Payload] = {}
-    # when somebody first read it
+    # when a process first read it
     times: dict[Place, float] = {}
     facts = history.facts
     for event, place in history.passed:
@@ -92,7 +92,7 @@ def i2_one_decision(history: History) -> Iterator[str]:
 
 
 def _adopted(history: History, read: Mapping[Place, Payload], times: Mapping[Place, float]) -> Iterator[str]:
-    """Each generation's record holds, for each row before its start, the last decision that any node had read by then."""
+    """Each generation's record contains, for each row before its start, the last decision that any node had read by then."""
     latest: dict[str, tuple[int, Payload]] = {}
     for number, (write, record) in sorted(history.generations.items()):
         start = number - 1, record.start.iteration, record.start.phase
@@ -102,7 +102,7 @@ def _adopted(history: History, read: Mapping[Place, Payload], times: Mapping[Pla
         for name, (iteration, value) in latest.items():
             entry = record.decisions.get(name)
             if number in history.recovered:
-                # A person decided what holds from here on.
+                # An operator's recovery decided what holds from here.
                 break
             if entry is None or (
                 (entry["iteration"], entry["value"]) != (iteration, value)
@@ -113,7 +113,7 @@ def _adopted(history: History, read: Mapping[Place, Payload], times: Mapping[Pla
 
 
 def _published(history: History, number: int, name: str, entry: Payload, after: int) -> bool:
-    """Whether `entry` is a later decision, published for all to read by a leader that died before anybody did."""
+    """Whether `entry` is a later decision, published by a leader that died before anybody read it."""
     place = number, entry["iteration"], PHASE_NAMES.index(name)
     previous = history.generations.get(number)
     if previous is None or entry["iteration"] <= after or not _all_done(place, previous[1], history):
@@ -134,7 +134,7 @@ def i3_only_forward(history: History) -> Iterator[str]:
     for removed in history.removed:
         removals[removed.path].append(removed.time)
     for write in history.writes:
-        # A seal that comes too late may take the name of a fact that was removed (fsbarrier/node/collection.py).
+        # A late seal may have the name of a removed fact (fsbarrier/node/collection.py).
         life = sum(1 for time in removals.get(write.path, ()) if time <= write.time)
         first = once.setdefault((write.path, life), write.record)
         if first is not write.record and first != write.record:
@@ -145,7 +145,7 @@ def i3_only_forward(history: History) -> Iterator[str]:
 
 
 def start_positions(history: History, rules: Rules) -> Iterator[str]:
-    """A generation goes on where the one before it was: at most one row back, then as far as that row says."""
+    """A generation resumes where the one before it was, at most one row back, and then at that row's `resume`."""
     for number, (write, record) in sorted(history.generations.items()):
         if number == 1 or number in history.recovered:
             continue
@@ -186,7 +186,7 @@ def _all_done(place: Place, generation: Generation, history: History) -> bool:
 
 
 def i4_nothing_old_is_merged(history: History) -> Iterator[str]:
-    """A merged file holds what its own generation made, and of older ones only what its generation adopted by name."""
+    """A merged file contains groups of its own generation, and of older ones only groups that its generation adopted."""
     for merged in history.merges:
         adopted = {part["path"]: part for part in merged.adopted}
         for entry in merged.entries:
@@ -207,7 +207,7 @@ def i4_nothing_old_is_merged(history: History) -> Iterator[str]:
 
 
 def _decided_merge(history: History, number: int, iteration: int) -> int | None:
-    """The stamp of an iteration's merged file, by the decision that holds in generation `number`."""
+    """The stamp of an iteration's merged file, by the decision in force in generation `number`."""
     name = "train_aggregate"
     # where the next generation started
     until: tuple[int, int] | None = None
@@ -227,7 +227,7 @@ def _decided_merge(history: History, number: int, iteration: int) -> int | None:
 
 
 def i5_exactly_once(history: History) -> Iterator[str]:
-    """Each assigned task is in the merged file exactly once, and as many different tasks are assigned as an iteration needs."""
+    """Each assigned task is in the merged file exactly once, and an iteration assigns the right number of different tasks."""
     for merged in history.merges:
         tasks, assigned = sorted(entry.task for entry in merged.entries), _assigned(history, merged)
         if tasks != sorted(assigned):
@@ -237,9 +237,9 @@ def i5_exactly_once(history: History) -> Iterator[str]:
 
 
 def _assigned(history: History, merged: Merged) -> list[int]:
-    """The tasks of a merge, by the decision that holds in its generation."""
+    """The tasks of a merge, by the decision in force in its generation."""
     name = "train_assign" if merged.split == "train" else "engine_start" if merged.final else "eval_decide"
-    # A file of the evaluation that closes an iteration has the number of the next one.
+    # The final evaluation's file has the number of the next iteration.
     iteration = merged.iteration - merged.final
     record = history.generations[merged.generation][1]
     entry = record.decisions.get(name)
@@ -250,12 +250,12 @@ def _assigned(history: History, merged: Merged) -> list[int]:
 
 
 def i6_every_wait_ends(history: History) -> Iterator[str]:
-    """After the faults stop, every process comes to an end in a bounded time."""
+    """After the faults stop, every process ends within a bounded time."""
     yield from history.stuck
 
 
 def outcomes(world: World) -> Iterator[str]:
-    """Every process ends with an exit code that the faults explain, and a run that can finish does finish."""
+    """Every process ends with an exit code that the faults explain, and a run that can finish finishes."""
     history, rules = world.history, world.rules
     struck = history.faults
     codes = {ended.code for ended in history.ended.values()}
@@ -299,7 +299,7 @@ def outcomes(world: World) -> Iterator[str]:
 
 
 def _finished(world: World) -> bool:
-    """Whether all members of some generation did the last row, even if nobody lived to see it."""
+    """Whether all members of some generation are done with the last row, even if nobody lived to see it."""
     end, history = (world.setup.iterations, world.history.last), world.history
     return any(
         _all_done((number, *end), record, history) for number, (_, record) in history.generations.items()
@@ -307,7 +307,7 @@ def _finished(world: World) -> bool:
 
 
 def i8_only_whole_records(history: History) -> Iterator[str]:
-    """The generation that a node follows is, to the letter, the one on record."""
+    """The generation that a node follows equals the record."""
     last: Generation | None = None
     seen: set[int] = set()
     for event in history.events:
@@ -322,7 +322,7 @@ def i8_only_whole_records(history: History) -> Iterator[str]:
 
 
 def i9_nothing_needed_is_removed(history: History) -> Iterator[str]:
-    """Clean-up removed nothing that a member of the newest generation still needed."""
+    """No member of the newest generation needs anything that was removed."""
     for missing in history.missing:
         generation = missing.node.generation
         assert generation is not None
@@ -334,14 +334,14 @@ def i9_nothing_needed_is_removed(history: History) -> Iterator[str]:
 
 
 def i11_no_wait_on_a_missing_name(history: History) -> Iterator[str]:
-    """No name is looked up again and again before it exists."""
+    """No name is looked up repeatedly before it exists."""
     for path, count in history.misses.items():
         if count > 3:
             yield f"{path} was opened {count} times while it did not exist"
 
 
 def budget(nodes: int) -> float:
-    """The most operations a node may need in a row without faults, not counting those by which it waits."""
+    """The limit of operations of a node in a row without faults, not counting the looks of its waits."""
     return 3.75 + 0.2 / nodes
 
 
@@ -357,9 +357,11 @@ def i14_the_same_code(history: History) -> Iterator[str]:
 
 
 def i12_operations(history: History) -> float:
-    """The operations that a node needed in a row, on average, without the listings by which it waits: to write its fact (two for a
-    temporary file and its rename, one where the name tells all; three for the leader's, which is linked and unlinked), to read the
-    leader's, to remove its old one (in the first iteration: to make the directory)."""
+    """The average number of operations of a node in a row, without the listings of its waits.
+
+    It writes its fact (a temporary file and a rename, or one operation if only the name matters; the leader also links and unlinks),
+    reads the leader's, and removes its old one (in the first iteration it makes the directory instead).
+    """
     cost = {
         "make_dir": 1,
         "put": 2,

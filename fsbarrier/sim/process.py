@@ -1,4 +1,4 @@
-"""One start of one node: its loop, its clock, its heartbeats, as the daemon does them, in virtual time."""
+"""One start of one node, with its loop, clock and heartbeats, in virtual time."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from fsbarrier.sim.world import World
 
 JOINING = Stage.JOINING
-# until a heartbeat is tried again that was held back
+# before a held-back heartbeat is tried again
 HELD_BACK_S = 0.2
-# The longest time between two polls. A poll is simulated only where it sees something new.
+# The longest time between two polls. Only polls that would see something new are simulated.
 POLL_S = 0.1
 # The following times are multiples of the time between two heartbeats.
-# Between two looks at what changes seldom. A change wakes the other processes anyway.
+# Between two looks at rarely changing records. A change wakes the processes anyway.
 RARELY = 0.95
-# A longer gap between two looks counts as nobody's silence.
+# A longer gap between two looks does not count as silence.
 BLIND = 1.5
 # The longest time between two looks at heartbeats. It must stay below BLIND.
 IDLE = 1.4
 
 
 def usual_paces(settings: Settings, beat_s: float, watchers: int, outage_s: float) -> Paces:
-    """As the daemon makes them, but for the looks that would show nothing new."""
+    """The daemon's paces, without the looks that would show nothing new."""
     values = {"coordination.beat_s": beat_s, "coordination.outage_s": outage_s}
     usual = make_paces(settings.with_values(values))
     return replace(usual, members_s=RARELY * beat_s, beats_s=RARELY * beat_s, watchers=watchers)
@@ -56,24 +56,24 @@ class Process:
         self.host = client.host
         self.up = True
         self.paused = False
-        # True from a pause until the next look.
+        # True from a pause until the next look
         self.slept = False
-        # The whole host is stopped: its programs stand still too.
+        # The whole host is stopped, with its programs.
         self.frozen = False
         self.deferred: list[Callable[[], None]] = []
         self.started = self.ticked_at = world.now
-        # when it is going to look
+        # when it looks next
         self.due: list[float] = []
-        # the look that is held up in the middle of an operation
+        # the look that is blocked in the middle of an operation
         self.held_look: InterruptibleCall | None = None
         self.prepared = self.joined = False
-        # It was started with `--rank auto`: it is the start after the newest that it sees, or ends.
+        # Started with `--rank auto`: it takes exactly the next incarnation, or ends.
         self.claims = False
         self.failing_since: float | None = None
         self.mishap = strikes.mishap_of_a_start(world)
         # the directory of its row
         self.watching: Directory | None = None
-        # when it can first see something new beside its row
+        # when it can first see new records outside its row
         self.news_at: float | None = None
         clocks = world.setup.clocks
         # the incarnation in its heartbeats
@@ -92,7 +92,7 @@ class Process:
             (f"10.0.0.{rank}",),
             world.setup.iterations,
             digest=world.codes[rank],
-            # An earlier version did not tell of what its code consists.
+            # An earlier version did not list the digests of its code.
             fingerprint={"code": {"program": world.codes[rank]}} if number % 4 else {},
             time=f"p{number}",
             stated=world.command_lines.of(rank, again=number >= world.setup.nodes),
@@ -115,14 +115,12 @@ class Process:
         self.world.at(at, self._tick)
 
     def notice(self, at: float) -> None:
-        """Something beside this node's row (a generation, a join, a request to stop) can be seen from `at` on."""
+        """A new generation, join or request to stop is visible from `at` on."""
         self.news_at = at if self.news_at is None else max(at, self.news_at)
         self.wake(at + self.world.rng.random() * POLL_S, at)
 
     def _idle(self) -> None:
-        """Plan the next look where none is due. Polls that would see nothing new are left out, but not for so long that the time
-        since the last look at heartbeats counts as blindness.
-        """
+        """Plan the next look. Polls that would see nothing new are left out, but not for so long that the gap counts as blindness."""
         world, seen_at = self.world, self.observer.ledger.looked_at
         now, blind_s = world.now, 0.9 * world.beat_s
         if self.failing_since is None and seen_at is not None:
@@ -149,7 +147,7 @@ class Process:
         self._looked(self._look())
 
     def _struck(self, mishap: Mishap) -> None:
-        """A look in which something goes wrong. If it is to be held up in the middle, it runs in a thread."""
+        """A look with a mishap. If it must block in the middle, it runs in a thread."""
         self.mishap = None
         self.trouble.begin(mishap)
         if mishap.how == "block":
@@ -159,7 +157,7 @@ class Process:
             self._came_through(self._look())
 
     def go_on(self) -> None:
-        """Go on where this process was held up, until it is through or held up again."""
+        """Continue a blocked look until it ends or blocks again."""
         if not self.up or self.held_look is None:
             return
         if self.paused:
@@ -174,7 +172,7 @@ class Process:
         self._looked(how)
 
     def _look(self) -> str:
-        """One look of the daemon's loop (or its start), and what was unusual about it; never raises."""
+        """One look of the daemon's loop, or its start. Returns what was unusual, "" for nothing; never raises."""
         now = self.ticked_at = self.world.now
         self.slept = False
         try:
@@ -212,7 +210,7 @@ class Process:
         return "joined"
 
     def _looked(self, how: str) -> None:
-        """A look has ended; `how`: "" if nothing was unusual."""
+        """A look has ended. `how`: what was unusual, "" for nothing."""
         if how:
             self._looked_oddly(how)
         if not self.up:
@@ -220,7 +218,7 @@ class Process:
         if self.loop.exit is not None:
             self.world.finish(self)
         elif min(self.due, default=float("inf")) > self.world.now + IDLE * self.world.beat_s:
-            # A look that waits for an old listing to end may be far away.
+            # The next look may be far away, when a stale listing expires.
             self._idle()
 
     def _looked_oddly(self, how: str) -> None:
@@ -233,7 +231,7 @@ class Process:
             self._failed(how)
 
     def _failed(self, how: str) -> None:
-        """The filesystem failed. Like the daemon, try again for `outage_s`; a start is tried again only for a moment."""
+        """The filesystem failed. Like the daemon, retry for `outage_s`; a start is retried only for a moment."""
         now = self.world.now
         if self.failing_since is None:
             self.failing_since = now
@@ -256,11 +254,11 @@ class Process:
             self.deferred.append(self.beat)
             return
         world, now = self.world, self.world.now
-        # As the daemon's own thread does it. Polls that would see nothing are left out here, so only an operation that hangs counts,
-        # and a pause after which this process has not looked yet.
+        # Like the daemon's thread, which holds heartbeats back when the loop hangs. Empty polls are left out here, so only a blocked
+        # operation counts, and a pause after which this process has not looked yet.
         stuck_s = now - self.ticked_at if self.held_look is not None or self.slept else 0.0
         if stuck_s > world.rules.limits.suspect_s / 2:
-            # As in the daemon: once the loop looks again, the others should know at once.
+            # As in the daemon: when the loop looks again, the others should know at once.
             world.at(now + HELD_BACK_S, self.beat)
             return
         self.put_beat()
@@ -274,7 +272,7 @@ class Process:
         return self.loop.beat()
 
     def put_beat(self) -> None:
-        """Write a heartbeat. In an outage it is lost; other mishaps strike only the loop's operations."""
+        """Write a heartbeat. An outage loses it; other mishaps strike only the loop's operations."""
         beat, world = self.next_beat(), self.world
         if self.trouble.outage is not None:
             self.observer.unheard_since = self.observer.unheard_since or self.clock
@@ -287,14 +285,14 @@ class Process:
         file = self.client.replace(self._beat_path, beat)
         self.loop.show_pulse(beat, self.client.move, self.client.replace)  # type: ignore[arg-type]
         self._beats.append(world.now)
-        # The second heartbeat shows the others that it lives; later ones tell them nothing new.
+        # The second heartbeat shows the others that it is alive; later ones are no news.
         if len(self._beats) <= 2:
             world.first_beat(self._beat_path, file)
 
     def _record(self, event: str, node: Node, fields: Payload) -> None:
         world = self.world
         world.history.events.append(JournalLine(world.now, self.number, event, node, fields, self.ticked_at))
-        # The node announces its next start, or proposes a generation, in this very look.
+        # In this look the node rejoins or proposes a generation.
         mishap = None
         if event == "left_generation":
             mishap = strikes.mishap_of_a_start(world)

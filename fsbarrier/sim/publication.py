@@ -1,4 +1,4 @@
-"""What must hold of results that become public: merged files under their plain names, and model.pt."""
+"""The invariant of published results: merged files under their public names, and model.pt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fsbarrier.sim.history import History, Merged
 
 
 def published_too_late(history: History, stamps: Mapping[int, Merged]) -> Iterator[str]:
-    """Nobody makes a result public where a newer generation was to be seen, and model.pt never goes back."""
+    """Nobody publishes a result while its mount shows a newer generation, and model.pt never goes back."""
     public = [(put.name, stamps[put.stamp].generation, put.shown) for put in history.published]
     public += [("model.pt", put.generation, put.shown) for put in history.served]
     for name, generation, shown in public:

@@ -1,4 +1,4 @@
-"""Stories told in a few lines, for tests: which nodes, what happens to whom when. Rendered as a transcript.
+"""Scenarios for tests, in a small language: the nodes, and what happens when. The result is a transcript.
 
     nodes 3                                   how many (also: iterations, policy, min-nodes, length, seed, stale, stale-content, phases,
                                               watchers)
@@ -42,13 +42,13 @@ _SET = re.compile(r"([a-z-]+) (\S+)")
 
 
 def play(text: str) -> tuple[History, list[Violation]]:
-    """Run the story that `text` tells. Raises UsageError for a line that cannot be understood."""
+    """Run the scenario in `text`. Raises UsageError for an invalid line."""
     world = prepare(text)
     return world.run(), check(world)
 
 
 def prepare(text: str) -> World:
-    """The world in which the story that `text` tells is going to happen. Raises UsageError."""
+    """The world of the scenario in `text`, before its run. Raises UsageError."""
     lines = [line.split("#")[0].strip() for line in text.splitlines()]
     found = [match for line in lines if ":" not in line and (match := _SET.fullmatch(line))]
     world = _world({match[1]: match[2] for match in found})
@@ -108,7 +108,7 @@ def _plan(world: World, line: str) -> None:
 
 
 def _counted(world: World, action: Callable[[], None]) -> Callable[[], None]:
-    """`action`, counted as a start that is due, so that the world does not end before it happens."""
+    """`action`, counted as a pending start, so that the world does not end before it."""
     world.starting += 1
 
     def act() -> None:

@@ -1,4 +1,4 @@
-"""Settings that starts change: what people type, and what must hold of it (I16), by the generations and the starts that are on record."""
+"""Settings that starts change: random command lines, and the invariant of their effect (I16)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fsbarrier.sim.setup import CHANGED, START_SETTINGS
 
 
 class CommandLines:
-    """What command lines say of the settings. Each second later start of node 0 changes one; now and then another node's names a
-    value, which may be the run's or not."""
+    """The settings on command lines. Every second later start of node 0 changes one; sometimes another node's start names a value,
+    right or wrong."""
 
     def __init__(self, seed: int, history: History) -> None:
         self._dice, self._history = Random(f"settings {seed}"), history
         self._typed = [START_SETTINGS[CHANGED]]
 
     def of(self, rank: int, *, again: bool) -> Payload:
-        """What the next start of a node says."""
+        """The settings of a node's next start."""
         if not again:
             return {}
         if rank == MASTER and self._dice.random() < 0.5:
@@ -33,8 +33,8 @@ class CommandLines:
 
 
 def i16_the_same_settings(history: History) -> Iterator[str]:
-    """A generation has the settings of the one before it, and those that a start of node 0 asks for which it takes in. An iteration
-    that has begun is not changed. No other start that is taken in asks for other settings."""
+    """A generation has the settings of the one before, and those of a start of node 0 that it admits. An iteration that has begun keeps
+    its settings. No other admitted start contradicts the settings."""
     before: Generation | None = None
     for number, (_, record) in sorted(history.generations.items()):
         if number not in history.recovered:

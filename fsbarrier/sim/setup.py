@@ -1,4 +1,4 @@
-"""How a schedule is set up: nodes, faults, settings, and foreign files that lie in its directories."""
+"""The setup of a schedule: nodes, faults, settings, and foreign files in its directories."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from fsbarrier.sim import faults
 from fsbarrier.sim.disk import Disk, SimPath
 from fsbarrier.sim.store import Habits
 
-#: the setting that later starts change, and what the run begins with
+#: the setting that later starts change, and its first value
 CHANGED = "optimizer.lr"
 START_SETTINGS = {CHANGED: 0.5}
 ROOT = SimPath("/run")
 PATHS = RunPaths(cast(Path, ROOT))
-# the shortest time for which nodes that start wait for each other
+# the shortest time that starting nodes wait for each other
 HASTY_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is simulated. Fields left at None are drawn from the seed."""
+    """The parameters of a schedule. Fields that are None are drawn from the seed."""
 
     nodes: int = 3
     iterations: int = 1
@@ -47,16 +47,16 @@ class Setup:
     watchers: int | None = None
     # seconds between a node's heartbeats
     beat_s: float | None = None
-    # Some outages outlast `outage_s` here, some do not.
+    # Some outages are longer than `outage_s`.
     limits: Limits = field(
         default_factory=lambda: Limits(join_timeout_s=60.0, rejoin_timeout_s=40.0, outage_s=25.0)
     )
-    # of working phases, in seconds; one is drawn each time
+    # durations of a working phase in seconds, of which one is drawn each time
     lengths: tuple[float, ...] | None = None
     habits: Habits | None = None
-    # every process has a clock of its own
+    # every process has its own clock
     clocks: bool = True
-    # `fsbarrier.join` in place of runs
+    # `fsbarrier.join` instead of runs
     groups: bool = False
 
 
@@ -70,7 +70,7 @@ def program() -> Program:
 
 
 def settings(nodes: int, phases: RlPhase) -> Settings:
-    """A small run's settings, chosen so that it evaluates and draws from earlier iterations."""
+    """The settings of a small run that evaluates and learns from earlier iterations."""
     return Settings(
         num_nodes=nodes,
         rank_weights=(1.0,) * nodes,
@@ -84,16 +84,16 @@ def settings(nodes: int, phases: RlPhase) -> Settings:
 
 
 def draw_limits(setup: Setup, dice: Random, calls: Random) -> Limits:
-    """The timings of one schedule: with faults, sessions sometimes begin before all nodes are there."""
-    # A session may begin while members of the one before still stand still somewhere.
+    """The timeouts of one schedule. With faults, sessions sometimes begin before all nodes are there."""
+    # A session may begin while members of the last one are still suspended.
     join_s = HASTY_S if setup.mix and dice.random() < 0.15 else setup.limits.join_timeout_s
-    # A run of a range of nodes: some of them are taken in only when it is under way.
+    # A run with a range of nodes, some of which join later.
     last_call_s = calls.choice((0.0, 2.0, 10.0)) if setup.mix and calls.random() < 0.15 else None
     return replace(setup.limits, join_timeout_s=join_s, last_call_s=last_call_s)
 
 
 def litter(disk: Disk, rng: Random) -> None:
-    """Put files into the directories that fsbarrier did not write, or that are torn."""
+    """Put foreign and torn files into the directories."""
     coordination = ROOT / "coordination"
     torn = encode(Join(0, 99, "?", 1, "?"))[:40]
     disk.junk(coordination / "joins", "node-0000.inc-0099.json", torn)

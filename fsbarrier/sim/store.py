@@ -1,7 +1,7 @@
-"""What each host of a simulated run sees of the Disk: a Client with that host's caches and troubles.
+"""Each host's mount of the simulated Disk: a MountClient with that host's caches and troubles.
 
-A Client has the verbs of fsbarrier.rundir.record_store.Store and answers like PosixStore on a mount that misbehaves: listings and
-contents may be old, absences may be remembered, an error may be raised although the work was done.
+It has the methods of rundir.record_store.Store and behaves like PosixStore on a bad mount: listings and contents may be stale, absences
+may be cached, and an operation may succeed and raise an error.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from fsbarrier.protocol.facts import R, Record
 from fsbarrier.rundir.record_store import OF_ONE_RECORD
 from fsbarrier.sim.disk import Content, Directory, Disk, File, SimPath, as_record
 
-# in the names of all that belongs to rows
+# in the paths of all facts
 ROWS = "/coordination/gen-"
-# what a garbled read gives: it met the file in the moment of its replacement
+# the result of a garbled read, which races with a replacement
 MIXED = b"half of a record, and another one"
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """How old a client's answers may be, in seconds.
+    """How stale a client's answers may be, in seconds.
 
-    `listing_frees`: a fresh listing makes a client forget the absences that it remembers (NFS does, others do not).
+    `listing_frees`: a fresh listing drops the cached absences (as on NFS).
     """
 
     listing_s: float = 0.0
@@ -38,39 +38,39 @@ class Habits:
         return self.listing_s + self.content_s
 
 
-#: Makes an error. A ready one in a local variable would form a cycle with its frame, and keep all that the frame knows alive.
+#: Makes an error. An exception in a local variable would form a cycle with its frame, and keep everything in the frame alive.
 Failure = Callable[[], BaseException]
-#: (verb, path) -> an error to raise after the work was done. It may raise instead, or take its time.
+#: (verb, path) -> an error to raise after the operation. It may also raise, or block.
 Alarm = Callable[[str, str], Failure | None]
 
 
 class MountClient:
-    """One host's mount of the Disk; it outlives the processes of that host, as a kernel's caches do."""
+    """One host's mount of the Disk. Like a kernel's caches, it outlives the host's processes."""
 
     def __init__(self, disk: Disk, host: str, habits: Habits, beside: MountClient | None = None) -> None:
-        """`beside`: another client that uses the same mount."""
+        """`beside`: another client of the same mount."""
         self.disk, self.host, self.habits = disk, host, habits
-        # The operations of the look under way are counted. From number `alarm_at` on, `alarm` decides what becomes of each.
+        # The operations of a look are counted. From number `alarm_at` on, `alarm` decides the outcome of each.
         self.done = 0
         self.alarm_at = sys.maxsize
         self.alarm: Alarm = lambda verb, path: None
         # on rows (invariant I12)
         verbs = "make_dir", "read", "put", "mark", "create", "remove", "remove_dir", "is_there_now"
         self.ops = dict.fromkeys(verbs, 0)
-        # the directory of which this host can read no file; "": it can read all
+        # the directory whose files this host cannot read; "": none
         self.cannot_read = ""
-        # whether the next read gives half of a file
+        # whether the next read is torn
         self.garbled: Callable[[str, str], bool] | None = None
-        # whether a file cannot be read now
+        # whether a file is unreadable now
         self.stale_handle: Callable[[str, str, float], bool] | None = None
         # reads of names that did not exist (invariant I11)
         self.misses: dict[str, int] = {}
-        # when reads of a file showed nothing of what lies there (invariant I7)
+        # the times of failed reads of a file (invariant I7)
         self.unread: dict[str, list[float]] = {}
         self._caching = habits != Habits() or bool(disk.coarse_s)
-        # Until then this mount shows only what it has shown, or what it shows first.
+        # Until then this mount shows nothing newer than what it has shown, or shows first.
         self.old_until = 0.0
-        # names, modification time, until when they are remembered
+        # names, modification time, until when they are cached
         self._lists: dict[Directory, tuple[list[str], float, float]] = beside._lists if beside else {}
         self._contents: dict[str, tuple[Content, float]] = beside._contents if beside else {}
         self._absent: dict[str, float] = beside._absent if beside else {}
@@ -109,7 +109,7 @@ class MountClient:
         if known is not None:
             if now < known[2]:
                 return known[0]
-            # The directory looks unchanged to this client, even if it is not: its modification time may be coarse.
+            # The directory looks unchanged, perhaps only because its modification time is coarse.
             if known[1] == found.stamp:
                 found.seen[self.host] = now
                 self._lists[found] = known[0], known[1], max(now + self.habits.listing_s, self.old_until)
@@ -124,7 +124,7 @@ class MountClient:
         return []
 
     def _fresh_names(self, path: SimPath, directory: Directory) -> list[str]:
-        """The names in a directory, to be remembered."""
+        """The names in a directory from the server, which are cached."""
         now = directory.seen[self.host] = self.disk.now
         if self._absent and self.habits.listing_frees:
             for absent in [absent for absent in self._absent if absent.startswith(path)]:
@@ -181,7 +181,7 @@ class MountClient:
         return Fault("it does not fit its name")
 
     def _remembered(self, path: SimPath, file: File | None) -> Content | None:
-        """What this mount takes for the content of a file."""
+        """The content of a file as this mount shows it."""
         now = self.disk.now
         if self._absent and self._absent.get(path, 0.0) > now:
             return None
@@ -215,7 +215,7 @@ class MountClient:
         return file
 
     def create(self, path: SimPath, record: Record) -> bool:
-        # Until the last of the steps nothing lies under the name.
+        # The name appears only with the last step.
         for _ in range(0 if self.disk.links else 2):
             if (after := self._trouble("create", path)) is not None:
                 raise after()
@@ -276,29 +276,29 @@ class MountClient:
     # --- caches ---
 
     def _forget(self, path: SimPath, file: File) -> None:
-        """Forget what this host remembers of a file that it changes itself: a client sees its own changes."""
+        """Drop the cache of a file that this host changes, since a client sees its own changes."""
         self._lists.pop(file.directory, None)
         self._contents.pop(path, None)
         self._absent.pop(path, None)
 
     def shown(self, path: SimPath) -> list[str]:
-        """The names that this client was shown in a directory when it last looked."""
+        """This client's last listing of a directory."""
         directory = self.disk.dirs[path]
         known = self._lists.get(directory)
         return known[0] if known is not None else self.disk.listing(directory)
 
     def visible_at(self, directory: Directory) -> float:
-        """When this client will ask the server for a directory again, and not answer from its cache."""
+        """When this client's cached listing of a directory expires."""
         known = self._lists.get(directory)
         return self.disk.now if known is None else max(self.disk.now, known[2])
 
     def fresh_at(self, path: str) -> float:
-        """The same for a file's content."""
+        """When this client's cached content of a file expires."""
         known = self._contents.get(path)
         return self.disk.now if known is None else max(self.disk.now, known[1])
 
     def show_nothing_newer(self, until: float) -> None:
-        """Answer from what is remembered until then. What this host changes itself it sees all the same."""
+        """Answer from the cache until then, except for this host's own changes."""
         self._caching, self.old_until = True, until
         for directory, (names, stamp, end) in self._lists.items():
             self._lists[directory] = names, stamp, max(end, until)
@@ -311,11 +311,11 @@ class MountClient:
             self.drop_caches()
 
     def drop_caches(self) -> None:
-        """The host was restarted."""
+        """The host has been restarted."""
         self._lists.clear()
         self._contents.clear()
         self._absent.clear()
 
 
 class GarbledRead(OSError):
-    """A read that gives part of a new content and part of an old one (seen on sshfs). `read` returns that and never raises this."""
+    """A read returns a mix of new and old content (seen on sshfs). `read` returns that, and never raises this."""

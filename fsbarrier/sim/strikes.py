@@ -1,4 +1,4 @@
-"""Faults as they strike a world, and how they end."""
+"""Makes faults strike a world, and ends them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def heal(world: World) -> None:
-    """The faults stop: what sleeps wakes up, and enough of what is down is started again."""
+    """End all faults: stopped processes wake up, and enough dead ones are restarted."""
     if world.healed:
         return
     old_until = max([0.0, *(client.old_until for client, _ in world.clients.values())])
@@ -33,7 +33,7 @@ def heal(world: World) -> None:
     world.end_s = world.now + world.settle_s
     world.say("all faults stop")
     world.mishap_rate = world.garbling.rate = world.stale_handles.rate = 0.0
-    # Whoever takes a run back starts its nodes when their mounts show that. Until then they would see the damaged record as the newest.
+    # After a recovery the operator restarts nodes when their mounts show it. Before that they would see the damaged record as the newest.
     taken_back = take_back(world)
     shown_s = world.habits.listing_s if taken_back else 0.0
     if not taken_back:
@@ -56,8 +56,8 @@ def heal(world: World) -> None:
 
 
 def lives(world: World, rank: int) -> bool:
-    """Whether the last start of a rank is up. An older one does not count: it will see the newer one, and end. Nor does one that found
-    its rank taken."""
+    """Whether the last start of a rank is up. Older starts do not count, since they will see the newer one and end; nor does a start
+    that found its rank taken."""
     starts = [
         process for process in world.processes if process.rank == rank and (process.up or process.joined)
     ]
@@ -70,14 +70,14 @@ def may_return(world: World, rank: int) -> bool:
 
 
 def strike(world: World, strike: Strike) -> None:
-    """Let a planned fault happen to the processes that it is meant for."""
+    """Strike the processes that a planned fault is meant for."""
     if world.healed:
         return
     world.history.faults.add(strike.kind)
     if strike.kind == "stop":
         ask_to_stop(world, now=strike.whole)
         if "unreadable" in world.setup.mix and Random(f"stop {world.now}").random() < 0.2:
-            # The request, which was written last.
+            # The request is the last record.
             spoil_a_record(world, world.history.writes[-1].path)
         return
     if strike.kind == "unreadable" and strike.whole:
@@ -108,7 +108,7 @@ def strike_now(world: World, strike: Strike, process: Process) -> None:
         case "pause":
             world.pause(process, strike.seconds, frozen=strike.whole)
         case "slow":
-            # Half of them hang where they end their work.
+            # Half of them block while they end their work.
             verb = "cancel" if strike.whole else ""
             process.mishap = Mishap("block", 1, seconds=strike.seconds, verb=verb)
         case "leave":
@@ -138,14 +138,14 @@ def start_with_other_code(world: World, rank: int, delay: float = 0.0) -> None:
 
 
 def show_nothing_newer(world: World, process: Process, seconds: float) -> None:
-    """The mount of a node's host shows nothing that is newer than now, or than its first look."""
+    """Freeze what the mount of a node's host shows, at this time or at its first look."""
     world.say(f"node {process.rank}'s host sees nothing newer for {seconds:g} s")
     process.client.show_nothing_newer(world.now + seconds)
     world.history.old_views[process.host] = world.now, world.now + seconds
 
 
 def hide(world: World, rank: int) -> None:
-    """A node's host can read no generation's record, until somebody mends it."""
+    """Make all generations unreadable on a node's host, until `mend`."""
     world.history.faults.add("unreadable")
     world.say(f"node {rank}'s host can read no generation's record")
     for host, (client, _) in world.clients.items():
@@ -154,7 +154,7 @@ def hide(world: World, rank: int) -> None:
 
 
 def mend(world: World) -> None:
-    """Somebody restores what was spoilt, and mends what hosts cannot read."""
+    """Restore damaged records, and make everything readable again."""
     if world.disk.spoilt or any(client.cannot_read for client, _ in world.clients.values()):
         world.say("what could not be read is mended")
     world.disk.spoilt.clear()
@@ -163,10 +163,10 @@ def mend(world: World) -> None:
 
 
 def take_back(world: World) -> bool:
-    """The newest generation cannot be read, and nobody can restore it: a person ends all nodes and lets the run go on without it.
+    """The newest generation is unreadable for good: an operator ends all nodes and recovers the run.
 
-    As `fsbarrier recover --iteration N` does it (fsbarrier/maintenance/superseding.py), after model.pt was made to name the policy that
-    iteration N began with, if that is still there. Then there will be two policies of the versions after it.
+    As `fsbarrier recover --iteration N` does (fsbarrier/maintenance/superseding.py), after pointing model.pt at the policy with which
+    iteration N began, if that still exists. Then there will be two policies of each later version.
     """
     history, iteration = world.history, world.taken_back_to
     records = [write.record for write in history.writes]
@@ -207,7 +207,7 @@ def take_back(world: World) -> bool:
 
 
 def spoil_a_record(world: World, name: str = "") -> None:
-    """A record is damaged, and stays so: a random one, or a bit flips in the newest whose path ends with `name`."""
+    """Damage a record: a random one, or flip a bit in the newest one whose path ends with `name`."""
     world.history.faults.add("unreadable")
     written = [write for write in world.history.writes if write.path.endswith(name)]
     generations = [write for write in written if isinstance(write.record, Generation)]
@@ -222,7 +222,7 @@ def spoil_a_record(world: World, name: str = "") -> None:
 
 
 def maybe_kill(world: World, process: Process) -> None:
-    """Half of the time a node is killed and started again, so that it must read what it had read before."""
+    """Half of the time kill and restart a node, so that it must read everything again."""
     if world.rng.random() < 0.5:
         world.history.faults.add("crash")
         world.kill(process, "killed")
@@ -230,7 +230,7 @@ def maybe_kill(world: World, process: Process) -> None:
 
 
 def start_elsewhere(world: World, rank: int) -> None:
-    """A rank is started on another host, whether or not it runs."""
+    """Start a rank on another host, even if it is running."""
     world.history.faults.add("twin")
     world.hosts[rank] += "b"
     if Random(f"claim {world.now}").random() < 0.5:
@@ -239,7 +239,7 @@ def start_elsewhere(world: World, rank: int) -> None:
 
 
 def fail_disk(world: World, strike: Strike) -> None:
-    """A node's operations fail for a while: all of them, or (`whole`) those that need space."""
+    """Make a node's operations fail for a while: all of them, or only those that need space."""
     world.history.faults.add("outage")
     code = errno.ENOSPC if strike.whole else errno.EIO
     for process in [p for p in world.processes if p.up and p.rank == strike.rank]:
@@ -251,14 +251,14 @@ def fail_disk(world: World, strike: Strike) -> None:
 
 
 def cut_power(world: World, struck: list[Process], *, again: bool) -> None:
-    """The hosts of these processes lose power at once; `again`: most of them are started again."""
+    """Cut the power of these processes' hosts at once; `again`: restart most of them."""
     world.history.faults.add("power")
     for process in struck:
         world.kill(process, "its host lost power")
         process.client.drop_caches()
     hosts = {process.client.host for process in struck}
     if not any(process.up for process in world.processes):
-        # Without a living process, all hosts lose power: they may be one machine.
+        # Without a live process all hosts lose power, since they may be one machine.
         hosts = set(world.clients)
     for path in world.disk.lose_power(hosts, world.rng):
         world.say(f"{path} was not flushed and is lost or torn")
@@ -272,8 +272,8 @@ def maybe_again(world: World, process: Process) -> None:
 
 
 def plan_an_old_view(world: World, seed: int) -> None:
-    """A mount may show nothing newer for a while. Then rows and iterations last long enough for a node that is started again there to
-    take the others for dead, and to go on alone."""
+    """Sometimes plan a mount that shows nothing newer for a while. Rows then last long enough for a node restarted there to believe the
+    others dead and go on alone."""
     planned = draw_old_view(seed, world.setup.mix, world.setup.nodes, world.setup.iterations)
     if planned:
         world.strikes += planned
@@ -282,7 +282,7 @@ def plan_an_old_view(world: World, seed: int) -> None:
 
 
 def small_mishap(world: World) -> Mishap | None:
-    """What goes wrong in the look that begins now."""
+    """The mishap of the look that begins now."""
     mishap = draw_mishap(world.rng, world.setup.mix, world.mishap_rate)
     if mishap is not None:
         world.history.faults.add(mishap.how)
@@ -290,7 +290,7 @@ def small_mishap(world: World) -> Mishap | None:
 
 
 def mishap_of_a_start(world: World) -> Mishap | None:
-    """What goes wrong where a node announces its start, or its next one."""
+    """The mishap of a join or rejoin."""
     mishap = None if world.healed else draw_mishap_of_a_start(world.announcing, world.setup.mix)
     if mishap is not None:
         world.history.faults.add(mishap.how)
@@ -298,7 +298,7 @@ def mishap_of_a_start(world: World) -> Mishap | None:
 
 
 def mishap_after_a_seal(world: World, rank: int) -> Mishap | None:
-    """A node may die when it has ended a generation and has not formed the next: whoever lives of the old one does that."""
+    """A node may die after it has sealed a generation and before it forms the next. The living members of the old one then do that."""
     if world.healed or "crash" not in world.setup.mix or world.announcing.random() < 0.5:
         return None
     world.history.faults.add("crash")
@@ -312,7 +312,7 @@ def ask_to_stop(world: World, *, now: bool) -> None:
     world.history.stopped_at = world.now
     path = cast(SimPath, PATHS.stops / f"{len(world.history.writes):06d}.json")
     world.disk.make_dir(path.parent)
-    # As the command finds them: the newest start of each rank, and whether its last heartbeat says that it has ended.
+    # As the command sees them: the newest start of each rank, and whether its last heartbeat says that it has ended.
     last = {process.rank: process for process in world.processes if process.joined}
     said = {p.rank for p in last.values() if not p.up and world.history.ended[p.number].code is not None}
     alive, ended = (

@@ -1,4 +1,4 @@
-"""A schedule as text that a person can follow: who did what when, and what the world did to them."""
+"""Renders a schedule as text for people."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH = 150
 
 
 class Line(NamedTuple):
-    """`mark`: "!" for what the world does, "-" for what a node does, "=" for what the nodes have reached together."""
+    """`mark`: "!" for the world, "-" for one node, "=" for all nodes together."""
 
     time: float
     mark: str
@@ -22,7 +22,7 @@ class Line(NamedTuple):
 
 
 def transcript(history: History, *, every_row: bool = False) -> str:
-    """The whole story. `every_row`: each row on a line of its own, also where nothing else happens in between."""
+    """The whole transcript. `every_row`: one line for each row, even if nothing happens in between."""
     lines: list[Line] = []
     said = iter([*history.said, None])
     following = next(said)
@@ -36,12 +36,12 @@ def transcript(history: History, *, every_row: bool = False) -> str:
 
 
 def violations(found: Iterable[Violation]) -> str:
-    """Broken invariants, one a line."""
+    """Violations, one a line."""
     return "".join(f"{violation.number}: {violation.what}\n" for violation in found)
 
 
 def _events(events: list[JournalLine]) -> Iterator[Line]:
-    """A line an event; without text where it is not worth one."""
+    """One line for each event; without text if it is not interesting."""
     passed: set[Place] = set()
     begun: set[int] = set()
     for event in events:
@@ -88,7 +88,7 @@ def _row(phase: int) -> str:
 
 
 def _joined(lines: list[Line]) -> Iterator[Line]:
-    """Rows that are passed one after the other, with nothing in between, on one line."""
+    """Join consecutive rows with nothing in between into one line."""
     held: list[Line] = []
     for line in lines:
         if line.text.startswith("passed: "):

@@ -1,5 +1,4 @@
-"""What must hold of how a run begins and ends for all its nodes (I15), by what is on record: the settings that name who may take part, the
-requests to stop, and the programs that failed."""
+"""The invariant of how a run begins and ends (I15), by the settings, the requests to stop and the failed programs."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def i15_only_for_a_reason(world: World) -> Iterator[str]:
-    """A generation has as many members as the settings ask for, and a run is ended only for a reason that is on record."""
+    """A generation has as many members as the settings require, and a verdict has a recorded reason."""
     history, rules = world.history, world.rules
     for number, (made, record) in history.generations.items():
         if number in history.recovered:
@@ -33,7 +32,7 @@ def i15_only_for_a_reason(world: World) -> Iterator[str]:
 
 
 def _asked_to_stop(history: History, rules: Rules, record: Generation, time: float) -> bool:
-    """Somebody had asked, at once; or at the next safe point, the first row of an iteration: then nobody is further than the row after."""
+    """Whether there was a request to stop at once; or at the next safe point, and nobody is beyond the row after it."""
     asked = [w.record for w in history.writes if isinstance(w.record, StopRequest) and w.time <= time]
     begun = any(
         place[:2] == (record.number - 1, record.start.iteration) and place[2] > history.first + 1
@@ -43,7 +42,7 @@ def _asked_to_stop(history: History, rules: Rules, record: Generation, time: flo
 
 
 def _failures(history: History, time: float) -> Iterator[tuple[int, int, Fact]]:
-    """Each failure that was published up to `time`: its generation, its iteration, the fact."""
+    """The failures published up to `time`: generation, iteration, fact."""
     for write in history.writes:
         fact = write.record
         if isinstance(fact, Fact) and fact.status == "failed" and write.time <= time:
@@ -59,7 +58,7 @@ def _refused(history: History, rules: Rules, record: Generation, time: float) ->
 
 
 def _failed_too_often(history: History, rules: Rules, record: Generation, time: float) -> bool:
-    """Of this iteration as many tries failed as the settings allow, and one more; the last in the generation before."""
+    """Whether this iteration failed once more than the settings allow, the last time in the generation before."""
     tries = {
         number for number, iteration, _ in _failures(history, time) if iteration == record.start.iteration
     }
@@ -67,7 +66,7 @@ def _failed_too_often(history: History, rules: Rules, record: Generation, time: 
 
 
 def _too_few(history: History, rules: Rules, record: Generation, time: float) -> bool:
-    """Members of the generation before are missing, and the settings do not let the run go on without them."""
+    """Whether members of the last generation are lost, and the settings do not let the run go on without them."""
     before = history.generations[record.number - 1][1]
     lost = len(record.members) < len(before.members)
     return lost and (rules.on_node_failure != "shrink" or len(record.members) < rules.min_nodes)

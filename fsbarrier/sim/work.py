@@ -1,7 +1,7 @@
-"""Simulated work: the real program table (phases/rl.py), its commands carried out on simulated files in virtual time.
+"""Simulated work: the real program table (phases/rl.py) with stand-ins for the programs behind its commands.
 
-What the table's functions decide (who rolls out what, what is adopted, what is merged) is the code that runs for real. Only the
-programs behind its commands are stand-ins: they take time, fail, leave parts, merged files and checkpoints as entries in tables.
+The table's functions are the real code: they decide who rolls out what, what is adopted, what is merged. The stand-ins take time, fail, and
+leave parts, merged files and checkpoints as entries in tables.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from fsbarrier.sim.world import World
 
 GENERATIONS = cast(SimPath, PATHS.generations)
-# what one group of trajectories takes in a simulated part
+# the size of one group of trajectories in a simulated part
 GROUP_BYTES = 100
-# after a filesystem's error while a piece of work is being prepared
+# the pause before a retry after a filesystem error
 RETRY_S = 0.5
 TASKS: dict[str, TaskSource] = {
     split: {"path": f"/data/{split}", "count": 6, "sha256": ""} for split in SPLITS
@@ -57,7 +57,7 @@ class SimWork:
     def __init__(self, world: World, process: Process) -> None:
         self.world, self.process, self.artifacts = world, process, world.artifacts
         self.piece: WorkPiece | None = None
-        # which policy this node's engine really serves
+        # the policy that this node's engine really serves
         self.serving = ""
         self._report: WorkReport | None = None
         record = RunRecord("sim", "", "", "", world.settings, "", TASKS, "/model")
@@ -93,7 +93,7 @@ class SimWork:
         return {}
 
     def ended(self, piece: WorkPiece, ok: bool, value: dict[str, object]) -> None:
-        """A piece of work has ended: report it."""
+        """Report the end of a piece of work."""
         piece.alive = False
         if not ok:
             self._leave_meeting(piece)
@@ -101,7 +101,7 @@ class SimWork:
         self.process.wake(self.world.now + self.world.short())
 
     def _leave_meeting(self, piece: WorkPiece) -> None:
-        """A node leaves a torchrun. Half of the time the others' processes fail a second later; else they hang."""
+        """A node leaves a torchrun. Half of the time the others' processes fail a second later; otherwise they hang."""
         meeting = piece.meeting
         if meeting is None or meeting.lost:
             return
@@ -115,7 +115,7 @@ class SimWork:
     # --- what a piece does ---
 
     def _run(self, piece: WorkPiece) -> Waiting:
-        """Build the context, ask the row's function for the work, and do it. Repeat the first two while the shared directory fails."""
+        """Build the context, ask the row's function for the work, and do it. The first two are retried while the directory fails."""
         context, since = None, self.world.now
         while True:
             try:
@@ -130,19 +130,19 @@ class SimWork:
                 try:
                     yield self._retry(error, since)
                 except ProgramFailed:
-                    # As fsbarrier.node.job_runner: another host may be able to read it, and no program has failed.
+                    # As in node/job_runner.py: another host may be able to read it, and no program has failed.
                     raise NodeUnfit(str(error)) from None
         return (yield from self._do(work, context, piece))
 
     def _admit(self, node: Node) -> None:
-        """Where a session begins, its nodes may not fit together."""
+        """At the start of a session, its nodes may not fit together."""
         if self.world.refusals and not self.world.healed and node.place[0].reason in STARTS:
             self.world.refusals -= 1
             self.world.history.faults.add("refused")
             raise NodesRefused("the nodes cannot carry this run")
 
     def _retry(self, error: OSError, since: float) -> float:
-        """How long to wait before the next try of a shared directory that fails `since` then. Raises ProgramFailed after `outage_s`."""
+        """The pause before the next retry of a shared directory that has failed since `since`. Raises ProgramFailed after `outage_s`."""
         if self.world.now > since + self.world.rules.limits.outage_s:
             raise ProgramFailed(f"the shared directory fails: {error}") from None
         return RETRY_S
@@ -199,7 +199,7 @@ class SimWork:
                 return self._update
 
     def _busy(self, piece: WorkPiece, parts: int = 1) -> Iterator[float]:
-        """The time a program takes, in `parts` pieces. A program that is to fail raises ProgramFailed on the way."""
+        """The duration of a program, in `parts` pieces. A failing program raises ProgramFailed on the way."""
         length = self.world.length()
         for number in range(parts):
             if piece.fails is not None and (number + 1) / parts >= piece.fails:
@@ -249,7 +249,7 @@ class SimWork:
         return {"stamp": merged.stamp, "groups": len(entries)}
 
     def _taken(self, sources: list[JsonObject]) -> list[MergedGroup]:
-        """For each task, the first group of it in a source that is asked for this task."""
+        """For each task, its first group in a source that lists the task."""
         taken: dict[int, MergedGroup] = {}
         for source in sources:
             part, valid = self.artifacts.parts[source["path"]], source["valid_bytes"]
@@ -302,13 +302,13 @@ class SimWork:
         return {}
 
     def _only_writer(self, there: Container[str], name: str) -> None:
-        """Nobody writes what somebody else may be writing, or has written."""
+        """Check that nobody else is writing or has written a file."""
         if name in there:
             raise AssertionError(f"two writers of {name}")
 
     def _publish(self, work: PublishWeights, context: Context, piece: WorkPiece) -> Waiting:
         folder = str(work.folder)
-        # The checkpoint is compared with its manifest.
+        # The checkpoint is verified.
         yield self.world.length() / 2 if self.world.slow_checks else self.world.short()
         self._need(folder, piece)
         yield from self._still_newest(context)
@@ -331,7 +331,7 @@ class SimWork:
             raise ProgramFailed(f"generation {context.generation} has ended")
 
     def _need(self, folder: str, piece: WorkPiece) -> None:
-        """A policy's folder must be there; "" is the model that the run began with."""
+        """Fail if a policy's folder has been removed; "" is the run's first model."""
         if folder and folder not in self.artifacts.checkpoints:
             missing = Missing(self.world.now, piece.process.number, piece.node, folder)
             self.world.history.missing.append(missing)
@@ -340,7 +340,7 @@ class SimWork:
     # --- what the table's functions see ---
 
     def _inventory(self, split: str, iteration: int) -> tuple[PartOnDisk, ...]:
-        """The parts that this host can see, maybe not yet to their ends."""
+        """The parts as this host sees them, perhaps not up to their ends."""
         until = self.world.now - self.world.rng.random() * self.process.client.habits.oldest_s
         found = []
         for path, part in sorted(self.artifacts.parts.items()):

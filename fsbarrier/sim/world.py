@@ -1,7 +1,6 @@
-"""A simulated run: N nodes (fsbarrier.node.loop.NodeLoop, the code that runs for real), one disk, virtual time, one seed.
+"""A simulated run: N nodes with the real node.loop.NodeLoop, one disk, virtual time, one seed.
 
-Faults strike for a while; then they stop, and everything must come to an end within a bounded time. The history is judged by
-fsbarrier.sim.invariants.
+Faults strike for a while; after that, everything must end within a bounded time. sim/invariants.py checks the history.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from fsbarrier.sim.settings import CommandLines
 from fsbarrier.sim.setup import PATHS, START_SETTINGS, Setup, draw_limits, litter, program, settings
 from fsbarrier.sim.store import Habits, MountClient
 
-# for each node and iteration: a hundred times what schedules need; more is a livelock
+# the limit for each node and iteration, a hundred times the usual number; more is a livelock
 EVENTS = 20_000
-# After the faults stop, all must end within so much virtual time for each iteration.
+# After the faults stop, everything must end within this virtual time for each iteration.
 SETTLE_S = 900.0
-# Of the schedules with the oldest usual listings some have much older ones: an NFS client may keep one for a minute.
+# Some schedules have much staler listings, since an NFS client may cache one for a minute.
 OLD_S, VERY_OLD_S = 3.0, 60.0
 NEVER_S = float("inf")
 Action = Callable[[], None]
@@ -57,27 +56,27 @@ class World:
         self.command_lines = CommandLines(seed, self.history)
         self.processes: list[Process] = []
         self.clients: dict[str, tuple[MountClient, Trouble]] = {}
-        # where each rank is started now
+        # the host of each rank
         self.hosts = [f"host{rank}" for rank in range(setup.nodes)]
-        # what each rank is started with: the digest of its code
+        # the code digest of each rank's next start
         self.codes = [""] * setup.nodes
         self._draw_faults(seed, dice)
-        # how many starts are due
+        # the number of pending starts
         self.starting = 0
-        # Ranks of which the next start claims exactly one incarnation.
+        # the ranks whose next start claims exactly one incarnation
         self.claiming: set[int] = set()
-        # Some process has ended, maybe the last one.
+        # a process has ended, perhaps the last one
         self.ending = False
-        # A row may take as long as a listing is old, and a few are done again.
+        # A row may take as long as a stale listing lasts, and a few rows are repeated.
         self.settle_s = (SETTLE_S + 30 * self.habits.listing_s) * setup.iterations
         # when everything must have ended
         self.end_s = NEVER_S if setup.mix else self.settle_s
-        # In the order of time. It is so short that a heap would not be faster.
+        # Sorted by time. It is so short that a heap would not be faster.
         self._agenda: list[tuple[float, int, Action]] = []
         self._order = 0
 
     def _draw_rules(self, seed: int, dice: Random) -> None:
-        """How the run is started: its settings, and the rules by which its nodes act."""
+        """Draw the run's settings and rules."""
         rng, setup = self.rng, self.setup
         policy = setup.policy or rng.choice(("shrink", "shrink", "shrink", "shrink", "wait", "wait", "abort"))
         phases: RlPhase = rng.choice(PHASES) if setup.phases is None else setup.phases
@@ -97,14 +96,14 @@ class World:
         self.settings = settings(setup.nodes, phases)
 
     def _draw_disk(self, seed: int, dice: Random) -> None:
-        """The shared directory, how late it shows things, and the history of what happens on it."""
+        """Draw the shared directory and the staleness of its mounts."""
         rng, setup, mix = self.rng, self.setup, self.setup.mix
         drawn, coarse = faults.draw_habits(rng, mix)
         links = "nolinks" not in mix or rng.random() < 0.7
         if drawn.listing_s == OLD_S and Random(f"listings {seed}").random() < 0.2:
             drawn = replace(drawn, listing_s=VERY_OLD_S)
         self.habits = setup.habits or drawn
-        # Some schedules exchange bytes, and half of those have fields that this version does not know.
+        # Some schedules store bytes, half of them with fields of a later version.
         in_bytes = partial(written, later=dice.random() < 0.5) if dice.random() < 0.15 else None
         exclusive, order = "winners" not in mix, rng.randrange(3)
         self.disk = Disk(coarse_s=coarse, order=order, exclusive=exclusive, links=links, encode=in_bytes)
@@ -118,28 +117,28 @@ class World:
         self.history.tasks = {"train": self.settings.rollout.tasks, "test": self.settings.eval.tasks}
 
     def _draw_faults(self, seed: int, dice: Random) -> None:
-        """What goes wrong, and when."""
+        """Draw the faults."""
         rng, setup, mix = self.rng, self.setup, self.setup.mix
         self.strikes = faults.draw_strikes(rng, mix, setup.nodes, setup.iterations)
         self.announcing = Random(f"announcing {seed}")
         self.mishap_rate = rng.choice((0.0, 0.0, 0.01, 0.05)) if mix else 0.0
         self.garbling = faults.Garbling(seed, mix, self.history.faults)
         self.stale_handles = faults.StaleHandles(seed, mix, self.history.faults)
-        # Nodes in containers of one host, say. The first one's mount is the others', too.
+        # For example nodes in containers of one host, which share the first one's mount.
         self.one_mount = "shared" in mix and Random(f"shared {seed}").random() < 0.15
         self.failure_rate = rng.choice((0.0, 0.0, 0.0, 0.01, 0.08)) if "program" in mix else 0.0
         self.lengths = setup.lengths or rng.choice(
             ((0.02, 0.05, 0.2), (0.02, 0.05, 0.2), (0.1, 0.2, 1.0), (0.02, 0.05, 0.1, 0.1, 0.1, 9.0))
         )
         strikes.plan_an_old_view(self, seed)
-        # how often a session's nodes are still found not to fit together
+        # how often the nodes of a session will still not fit together
         self.refusals = int("program" in mix and Random(f"refused {seed}").random() < 0.03)
-        # In the end a person takes the run back to this iteration; None: nobody does.
+        # the iteration to which an operator recovers the run in the end; None: nobody does
         back = "unreadable" in mix and dice.random() < 0.1
         self.taken_back_to = dice.randint(1, setup.iterations) if back else None
-        # To check a checkpoint before it is published takes as long as a program.
+        # verifying a checkpoint takes as long as a program
         self.slow_checks = bool(mix) and dice.random() < 0.5
-        # (rank, phase) -> how often its program is still to fail there
+        # (rank, phase) -> how often its program will still fail
         self.failures: dict[tuple[int, str], int] = {}
         self.awaited = [
             StrikeOnEntry(s.rank, s.iteration, s.phase, s.delay, partial(strikes.strike, self, s))
@@ -161,11 +160,11 @@ class World:
         return self.rng.random() * 0.02
 
     def length(self) -> float:
-        """How long a program takes."""
+        """The duration of a program."""
         return self.rng.choice(self.lengths) * (0.5 + self.rng.random())
 
     def failure_of(self, node: Node, part: RowPart) -> float | None:
-        """The share of its time after which a program is to fail; None for a good one."""
+        """The fraction of its time after which a program fails; None if it succeeds."""
         assert node.position is not None
         if self.failures:
             key = (node.rank, self.rules.row_name(node.position))
@@ -181,7 +180,7 @@ class World:
     # --- the schedule ---
 
     def run(self) -> History:
-        """From the first start to the end of the last process."""
+        """Run from the first start to the end of the last process."""
         self._begin()
         most, agenda, disk = EVENTS * self.setup.nodes * self.setup.iterations, self._agenda, self.disk
         while agenda:
@@ -199,7 +198,7 @@ class World:
         return self.history
 
     def _all_ended(self) -> bool:
-        """Whether the schedule is over. If all processes have ended but the run could go on, stop the faults, which starts some again."""
+        """Whether the schedule is over. If all processes have ended but the run could go on, end the faults, which restarts some."""
         self.ending = False
         if any(process.up for process in self.processes):
             return False
@@ -219,7 +218,7 @@ class World:
         self.at(20.0 * self.setup.iterations + 10.0, partial(strikes.heal, self))
 
     def entered(self, node: Node) -> None:
-        """A node entered a row: plan the actions that wait for this."""
+        """A node has entered a row: plan the actions that are bound to it."""
         assert node.position is not None
         place = (node.position.iteration, node.position.phase)
         for item in [
@@ -229,7 +228,7 @@ class World:
             self.after(item.delay, item.action)
 
     def over(self) -> bool:
-        """Whether the run has ended for good, so that starting a node again would change nothing."""
+        """Whether the run has ended for good, so that restarting a node would change nothing."""
         codes = {ended.code for ended in self.history.ended.values()}
         return codes <= {0, 4, 5} or (self.history.stopped_at is not None and codes <= {0, 4, 5, 6})
 
@@ -285,11 +284,11 @@ class World:
         process.wake(self.now)
 
     def new_process(self, rank: int, client: MountClient, trouble: Trouble) -> Process:
-        """A start of a node."""
+        """A new start of a node."""
         return Process(self, len(self.processes), rank, client, trouble)
 
     def _block(self, host: str, seconds: float, stopped: bool) -> None:
-        """Hold a process up in the middle of an operation, which calls this."""
+        """Block a process in the middle of an operation."""
         process = next(p for p in self.processes if p.held_look is not None and p.held_look.inside)
         look = process.held_look
         assert look is not None
@@ -302,7 +301,7 @@ class World:
         look.park()
 
     def finish(self, process: Process) -> None:
-        """A process ends by itself: cancel its work, then write its last heartbeat."""
+        """End a process gracefully: cancel its work, then write its last heartbeat."""
         ended = process.loop.exit
         assert ended is not None
         process.work.cancel()
@@ -320,7 +319,7 @@ class World:
             self.start(process.rank, 1 + self.rng.random() * 20)
 
     def kill(self, process: Process, why: str) -> None:
-        """End a process at once, with all its programs."""
+        """Kill a process and its programs."""
         if not process.up:
             return
         process.work.cancel()
@@ -363,14 +362,14 @@ class World:
             self.history.removed.append(Removed(self.now, path, row_of(path)))
 
     def _missed(self, path: str, host: str) -> None:
-        """Somebody read a fact after its removal. A node that starts anew may, with old listings; who is in its generation may not."""
+        """A process has read a removed fact. A starting node with stale listings may do that; a member of the generation may not."""
         for process in self.processes:
             generation = process.loop.node.generation if process.up and process.joined else None
             if process.host == host and generation is not None and generation.number == row_of(path)[0]:
                 self.history.asked.append(Asked(self.now, process.rank, path))
 
     def _fact_written(self, path: SimPath, file: File) -> None:
-        """Wake the processes that wait in the row in which this fact appeared."""
+        """Wake the processes that wait in this fact's row."""
         directory, host = file.directory, file.host
         for process in self.processes:
             if process.watching is not directory or process.host == host or not process.up or process.paused:
@@ -384,7 +383,7 @@ class World:
                 process.wake(visible + self.rng.random() * 0.05, visible)
 
     def first_beat(self, path: SimPath, file: File) -> None:
-        """Wake the processes that join: a heartbeat shows them who else is there."""
+        """Wake the joining processes, since a heartbeat shows them who else is there."""
         for process in self.processes:
             if process.joined and process.loop.node.stage is JOINING and process.host != file.host:
                 seen_at = max(process.client.visible_at(file.directory), process.client.fresh_at(path))
