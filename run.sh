@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Start this machine's node of a run, from a clone. The first start makes the environment; then `fsbarrier run` takes over,
-# with the same flags.
+# Starts one node of a run from a clone. The first start creates the environment. Then `fsbarrier run` takes over, with the
+# same flags.
 #
 #   ./run.sh --demo                                          one machine, CPU: the whole loop, for real
 #   ./run.sh --master --num-nodes 3 --rank-weights 1,1,1     node 0, from a clone on the shared filesystem
@@ -15,9 +15,9 @@ source "$clone/scripts/environment.sh"
 need= own=
 for word in "$@"; do
   case "$word" in
-    # These run nothing, and wait for no environment of gigabytes.
+    # These run nothing, so the light environment is enough.
     --dry-run | --help | -h) need=light ;;
-    # A program of your own is loaded to be shown too, and may import anything.
+    # The user's own program is loaded even to be shown, and may import anything.
     *.py) own=yes ;;
   esac
 done

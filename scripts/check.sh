@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Everything that must hold, in one command; it is what CI runs. The first start makes the environment.
+# Runs all checks; CI runs this script. The first start creates the environment.
 #
-#   scripts/check.sh                  ruff, mypy --strict, the order of imports, the everyday tests
+#   scripts/check.sh                  ruff, mypy --strict, import order, the everyday tests
 #   scripts/check.sh --fast           without the tests that load torch or start vLLM
-#   scripts/check.sh --all            also the tests marked slow: hundreds of deaths, minutes of chaos
+#   scripts/check.sh --all            also the tests marked slow: hundreds of killed nodes, minutes of chaos
 #   scripts/check.sh tests/test_x.py  other arguments go to pytest
 #
-# Without other arguments several test files run at a time: one more than there are cores, since some tests wait.
+# Without other arguments several test files run in parallel: one more than there are cores, because some tests wait.
 set -euo pipefail
 
 clone="$(dirname -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")")"
@@ -26,7 +26,7 @@ case "${1:-}" in
 esac
 
 if [[ $# -eq 0 ]]; then
-  # In the order of their names: otherwise the files with few tests come last, which are the long ones.
+  # Run the files in the order of their names. By default the files with few tests come last, and those take longest.
   set -- -n "$(($(nproc) < 4 ? $(nproc) + 1 : 4))" --dist loadfile --no-loadscope-reorder
 fi
 

@@ -1,10 +1,10 @@
-# Sourced by run.sh and scripts/check.sh, which have set $clone: `ensure_environment [dev|light]` sets $python to the interpreter
-# of a ready environment and makes that environment first where there is none (scripts/setup_env.py). `light` is for what only shows
-# something: a small environment will do, but is made only where there is no whole one.
+# Sourced by run.sh and scripts/check.sh, which set $clone. `ensure_environment [dev|light]` sets $python to the interpreter of a
+# ready environment. If there is none, it first creates one (scripts/setup_env.py). `light` is for commands that only print
+# something: any environment will do, and a small one is created only if there is no full one.
 #
-#   FSBARRIER_VENV    where it is, default <clone>/.venv; a virtual environment of your own there is used as it is
-#   FSBARRIER_PYTHON  the Python to make it with, default: python3, else the newest of python3.14 … python3.11
-#   FSBARRIER_FLAVOR  cpu, cuda or rocm, default: cuda where an NVIDIA driver is present
+#   FSBARRIER_VENV    where the environment is, default <clone>/.venv; your own virtual environment there is used unchanged
+#   FSBARRIER_PYTHON  the Python to create it with, default: python3, else the newest of python3.14 … python3.11
+#   FSBARRIER_FLAVOR  cpu, cuda or rocm, default: cuda if an NVIDIA driver is present, else cpu
 
 fail() {
   printf 'fsbarrier: %s\n' "$1" >&2
@@ -25,7 +25,7 @@ choose_flavour() {
   case "$flavour" in cpu | cuda | rocm) ;; *) fail "FSBARRIER_FLAVOR=$flavour: it is cpu, cuda or rocm" ;; esac
 }
 
-# Prints pyXYZ for an interpreter that the packages support.
+# Prints pyXYZ if the packages support this interpreter, else fails.
 python_tag() {
   "$1" -E -s -S -c 'import sys; v = sys.version_info; print(f"py{v[0]}{v[1]}") if (3, 11) <= v < (3, 15) else sys.exit(1)' 2>/dev/null
 }
@@ -47,7 +47,7 @@ find_python() {
   fail "Python 3.11 to 3.14 is needed and none is on PATH: install it, or set FSBARRIER_PYTHON to one"
 }
 
-# A finished environment whose interpreter exists on this machine. No Python is started for this.
+# Finds a finished environment whose interpreter exists on this machine, without starting Python.
 find_ready() {
   local ready dev
   for ready in "$place-$flavour-$machine"-${1:-*}-"$digest"-*/.ready; do
@@ -65,7 +65,7 @@ find_ready() {
   return 1
 }
 
-# An environment that somebody made by hand has what its maker put there.
+# Checks that an environment made by hand has the packages that every command needs.
 check_own_environment() {
   local missing
   missing="$("$python" -c 'import importlib.util as u; print(*(n for n in ("filelock", "watchdog", "rich", "pydantic") if u.find_spec(n) is None))')" ||
@@ -106,6 +106,6 @@ ensure_environment() {
       find_ready "$tag" || fail "the environment was made but cannot be found at $place-$flavour-$machine-$tag-$digest-*"
     fi
   fi
-  # An environment made by another clone, or by hand, does not know this one.
+  # An environment that another clone created, or a person, does not contain this clone's package.
   if [ "$made_for" != "$clone" ]; then export PYTHONPATH="$clone${PYTHONPATH:+:$PYTHONPATH}"; fi
 }
