@@ -99,6 +99,13 @@ class Claims:
         finally:
             self.seconds += time.monotonic() - begin
 
+    def take_lots(self, count: int) -> list[int]:
+        """`take` until there are `count` tasks, or none is left. Raises StoreError."""
+        tasks: list[int] = []
+        while len(tasks) < count and (lot := self.take()):
+            tasks += lot
+        return tasks
+
     def summary(self) -> dict[str, int | float]:
         """For the result: the number of tasks taken over, and the cost of claiming."""
         return {

@@ -247,9 +247,11 @@ class Rollout:
         for _ in range(per_request):
             await self.unwritten.acquire()
             await self.slots.acquire()
-        while len(queue) < per_request and (lot := await asyncio.to_thread(claims.take)):
-            queue += [one.known[index] for index in lot if index not in on_disk]
-            self.begun += len(lot) * one.samples
+        while (missing := per_request - len(queue)) > 0:
+            if not (taken := await asyncio.to_thread(claims.take_lots, missing)):
+                break
+            queue += [one.known[index] for index in taken if index not in on_disk]
+            self.begun += len(taken) * one.samples
         self.progress.total = self.begun + claims.own_left * one.samples + self._left_from(number + 1)
         # The last ones are spread over all engines.
         most = min(per_request, -(-(len(queue) + claims.own_left) // len(self.pool.engines)))
