@@ -1,9 +1,8 @@
-"""The decisions and reports of an RL iteration as typed records; no other module knows their JSON keys.
+"""The decisions and reports of an RL iteration as typed records. No other module knows their JSON keys.
 
-The result of a row's work is a JSON object. The leader's is the row's *decision*, which every node reads (`Context.decision`);
-a member's is its *report*, which the leader reads (`Context.reports`). `as_json` writes one and `from_json` reads it. A field has a
-default where an older fsbarrier did not write its key, since a run may go on under a newer one. Keys that are not listed here are
-for people, such as `bytes` or `seconds`, and pass through unread.
+The result of a row's work is a JSON object. The leader's result is the row's *decision*, which every node reads (`Context.decision`).
+A member's result is its *report*, which the leader reads (`Context.reports`). A field has a default if an older fsbarrier did not write
+its key, since a run may continue under a newer version. Other keys, such as `bytes` or `seconds`, are only for people.
 """
 
 from __future__ import annotations

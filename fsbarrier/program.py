@@ -1,8 +1,7 @@
-"""What a program is: ordered phases, and for each phase small pure functions that say what is to be run.
+"""The types of a program: a table of phases, and pure functions that turn a Context into Work for each phase.
 
-A program is a table (see phases/rl.py). The state machine walks the table and never asks what a phase means; the job runner
-carries out the work that the table's functions describe. Pure: these functions see a Context and return data.
-The file is longer than others: it is all that one who writes a program has to read.
+See phases/rl.py for an example. The state machine walks the table without knowing what a phase means, and the job runner
+(node/work_kinds.py) does the Work. The file is longer than others, because it is everything that the author of a program has to read.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 D = TypeVar("D", bound=JsonRecord)
 
-#: the phases of an RL iteration, by number: what status and the journal promise to show
+#: the phases of an RL iteration by number; status and the journal show these names
 PHASE_NAMES = (
     "iteration_start",
     "train_assign",
@@ -42,51 +41,54 @@ PHASE_NAMES = (
     "engine_start",
     "iteration_end",
 )
-#: what `--rl-phase` may run alone
+#: the slices that `--rl-phase` can run alone
 RL_SLICES = (
     Slice("rollout", "iteration_start", "eval_rollout", result="train_aggregate"),
     Slice("update", "engine_stop", "iteration_end", result="weights_publish"),
 )
 
 
-# --- work: what a phase asks its node to do -----------------------------------------------------------------------------
+# --- work: what a phase asks a node to do -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Nothing to run: `value` is the phase's result."""
+    """Nothing to do: `value` is the result."""
 
     value: Payload
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A program to launch. `spec` is written to a private file; `{spec}` in argv and env is replaced by its path.
+    """Launch a program.
 
-    A worker program writes its result to the path in spec["result"]; `result` False: the exit code alone decides.
-    `log` names the file in the node's log folder. Among the spec's values `{engine}` becomes the addresses and keys of the local
-    engines, a list, `{weights_dir}` the folder on this node for a copy of the new weights, or null, and `{distrusted}` the engines that
-    the trainer found to sample otherwise in this iteration, pairs of node rank and replica.
-    `extra`: what is known of the result beforehand. `event`: the name under which the result's plain values go to the journal.
-    `keep`: its processes stay afterwards, for the next command that keeps them.
+    `spec` is written to a private file, whose path replaces `{spec}` in argv and env. In the spec's values, the node replaces
+    `{engine}` with a list of the local engines' addresses and keys, `{weights_dir}` with the folder on this node for a copy of the new
+    weights, or null, and `{distrusted}` with the engines, as pairs of node rank and replica, whose log-probabilities differed from the
+    trainer's in this iteration.
     """
 
     argv: tuple[str, ...]
+    #: the file in the node's log folder
     log: str
     spec: Payload = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
+    #: the program writes its result to the path in spec["result"]; False: only its exit code counts
     result: bool = True
+    #: values that are added to the result
     extra: Payload = field(default_factory=dict)
+    #: the journal's event with the result's plain values; "": none
     event: str = ""
+    #: the program's processes stay afterwards, for the next command that keeps them
     keep: Keep | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """On each node this many processes of a command stay alive after it, with their memory (fsbarrier/supervision/kept_program.py).
+    """Keep a command's processes, with their memory, for the next such command (fsbarrier/supervision/kept_program.py).
 
-    `formed`: the name of the processes that all nodes have kept from an earlier command (`Context.kept`), which take this one as their
-    next job; "": a new program is started. A node keeps only one program, and none from one generation to the next.
+    `processes`: their number on each node. `formed`: the name of the processes that all nodes have kept from the last such command
+    (`Context.kept`) and that take this one as their next job; "": start new ones. A node keeps only one program, in one generation.
     """
 
     processes: int
@@ -95,11 +97,11 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class ServeWeights:
-    """The local engines are all to serve `folder` as `policy_version`: started, reloaded in place, or left as they are.
+    """Make all local engines serve `folder` as `policy_version`: start them, reload them in place, or leave them as they are.
 
-    `threads`: how many they may compute with together, where they compute on a CPU.
-    `policy`: the identity of the policy that the run published (`Context.policy_identity`); a folder that holds another is refused.
-    "": any policy is served, if the folder's files are those of its own manifest.
+    `threads`: the number of CPU threads for all of them together, if they compute on a CPU.
+    `policy`: the identity of the published policy (`Context.policy_identity`); a folder with another one is refused. "": any policy is
+    served whose files match the folder's manifest.
     """
 
     folder: Path
@@ -110,14 +112,14 @@ class ServeWeights:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseEngine:
-    """The local engines are to give the accelerators' memory back (stop, sleep, or stay where there is none)."""
+    """Make the local engines free the accelerators' memory: they stop or sleep; without accelerators they stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRendezvous:
-    """The leader listens on a free port, so that the others can try its addresses before torchrun needs one of them.
+    """Listen on a free port, so that the other nodes can test the leader's addresses before torchrun needs one.
 
-    The result has "port". `loopback`: all nodes share this host, and nothing else is let in.
+    The result has "port". `loopback`: listen only for this host, which all nodes share.
     """
 
     loopback: bool
@@ -125,7 +127,7 @@ class OpenRendezvous:
 
 @dataclass(frozen=True, slots=True)
 class ProbeAddresses:
-    """Connect to each of the leader's addresses; the result's "reached" names those that answered, in the order given."""
+    """Connect to each of the leader's addresses. The result's "reached" lists those that answered, in the given order."""
 
     addresses: tuple[str, ...]
     port: int
@@ -133,26 +135,25 @@ class ProbeAddresses:
 
 @dataclass(frozen=True, slots=True)
 class PublishWeights:
-    """Check a policy version's folder, then point the run at it. Of older versions keep the newest `keep`, every `keep_every`-th, and
-    those that `needed` names.
-
-    `needed` becomes a part of the result.
-    `trained_on`: the iteration of the update that made this version. Trajectories that are `keep_trajectories` iterations older, or more,
-    are removed (0: none are).
-    """
+    """Check a policy version's folder, publish it, and clean up. The result is a decisions.PublishDecision."""
 
     folder: Path
     policy_version: int
+    #: keep this many of the newest versions
     keep: int
+    #: the iteration whose update made this version
     trained_on: int = 0
+    #: remove trajectories that are at least this many iterations older; 0: none
     keep_trajectories: int = 0
+    #: keep every n-th version; 0: no
     keep_every: int = 0
+    #: older versions to keep
     needed: NeededVersions = field(default_factory=NeededVersions)
 
 
 @dataclass(frozen=True, slots=True)
 class PublishFile:
-    """What this generation made in `source` becomes what people find under `name`, unless a newer generation exists."""
+    """Publish the file `source` under its public `name`, unless a newer generation exists."""
 
     source: Path
     name: Path
@@ -160,7 +161,7 @@ class PublishFile:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Several works, one after the other; their results are merged."""
+    """Do several works in order; their results are merged."""
 
     works: tuple[Work, ...]
 
@@ -179,37 +180,35 @@ Work = (
 
 
 def fill_placeholders(word: str, values: Mapping[str, object]) -> str:
-    """A word of the user's trainer command with its placeholders filled in; `{spec}` is left for later."""
+    """Fill in the placeholders in a word of the user's trainer command, except `{spec}`."""
     for name, value in values.items():
         word = word.replace("{" + name + "}", "" if value is None else str(value))
     return word
 
 
-# --- context: what the functions of a table may look at -------------------------------------------------------------------
+# --- context: the input of the table's functions --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PartOnDisk:
-    """A part file of this iteration: which groups it durably holds, in its first `valid_bytes` bytes.
-
-    `policy`: the policy that rolled them out, as `Context.policy_identity` names it.
-    """
+    """A part file and its durable groups, which are in its first `valid_bytes` bytes."""
 
     path: str
+    #: the policy that rolled them out (`Context.policy_identity`)
     policy: str
     valid_bytes: int
     tasks: tuple[int, ...]
-    #: of these, the tasks in whose groups the reward or the agent failed
+    #: the tasks among these in whose groups the reward or the agent failed
     unjudged: frozenset[int] = frozenset()
-    #: of these, the tasks of the groups whose rewards differ
+    #: the tasks among these in whose groups the rewards differ
     with_signal: frozenset[int] = frozenset()
-    #: what the program said of the way in which they were sampled
+    #: a digest of how they were sampled
     sampled_how: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The policy that this iteration rolls out: its version and its folder ("model" below it is what vLLM loads)."""
+    """The policy that this iteration rolls out: its version, the model's folder, and the trainer state's (None: there is none)."""
 
     version: int
     model: Path
@@ -218,7 +217,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Everything that a phase's functions may depend on. Read-only."""
+    """Everything that a phase's functions may depend on."""
 
     run_id: str
     paths: RunPaths
@@ -236,27 +235,27 @@ class Context:
     decisions: Mapping[str, Payload]
     python: str
     joins: Mapping[int, Join] = field(default_factory=dict)
-    #: phase name -> (node rank -> the member's result in that earlier phase of this generation and iteration)
+    #: phase name -> node rank -> the member's result in that earlier phase of this generation and iteration
     reports: Callable[[str], Mapping[int, Payload]] = field(default=lambda _: {})
-    #: the number of the newest generation, freshly looked up; call it before anything becomes visible to others
+    #: looks up the number of the newest generation; call it before publishing anything
     newest: Callable[[], int] = field(default=lambda: 0)
-    #: part files that are on disk: split and iteration -> parts, oldest generation first
+    #: split and iteration -> the part files on disk, oldest generation first
     parts_of: Callable[[str, int], tuple[PartOnDisk, ...]] = field(default=lambda split, iteration: ())
-    #: why nodes must not take over tasks of each other on this mount; "" where they may
+    #: why nodes must not take over each other's tasks on this mount; "" if they may
     claims_unsafe: Callable[[], str] = field(default=lambda: "")
     # on this node
     accelerators: int = 0
     cpus: int = 1
-    #: the program that this node has kept and that lives (see Keep); "": none
+    #: the name of the live kept program (see Keep); "": none
     kept: str = ""
 
     def inventory(self, split: str) -> tuple[PartOnDisk, ...]:
-        """Part files of this iteration that are on disk, oldest generation first."""
+        """The part files of this iteration, oldest generation first."""
         return self.parts_of(split, self.iteration)
 
     @property
     def threads(self) -> int:
-        """The CPUs of this host, shared among the members that run on it."""
+        """This node's share of the host's CPUs, which all members on the host share."""
         here = self.joins.get(self.node_rank)
         if self.cpus == 1 or here is None:
             return self.cpus
@@ -334,10 +333,9 @@ class Context:
         return NeededVersions(best, folder.name if policy_version % every == 0 else before or None)
 
     def named_in(self, folder: Path, said: object) -> Path:
-        """The file in one of the run's folders that a record names by its name, or by its path on the node that made it.
+        """The path of a file in `folder` that a record names, maybe by its path on the node that made it. Raises ProgramFailed.
 
-        Only the name counts: no record leads out of the run, and where the run is mounted is each node's own affair.
-        Raises ProgramFailed.
+        Only the last part of the path counts: nodes may mount the run at different places, and a record must not lead out of the run.
         """
         name = str(said).rpartition("/")[2]
         if name in ("", ".", "..") or "\0" in name:
@@ -345,7 +343,7 @@ class Context:
         return folder / name
 
     def decided(self, phase_name: str) -> Payload | None:
-        """What the leader published for `phase_name` in this iteration; None if it has not (yet)."""
+        """The decision of `phase_name` in this iteration; None if there is none (yet)."""
         entry = self.decisions.get(phase_name)
         if entry is None or entry["iteration"] != self.iteration:
             return None
@@ -353,19 +351,19 @@ class Context:
         return value
 
     def find_decision(self, phase_name: str, kind: type[D]) -> D | None:
-        """`decided`, as the record that phases/rl.py wrote (fsbarrier/decisions.py); None where there is no decision."""
+        """The decision of `phase_name` in this iteration as a record of fsbarrier/decisions.py; None if there is none."""
         value = self.decided(phase_name)
         return kind.from_json(value) if value else None
 
     def decision(self, phase_name: str, kind: type[D]) -> D:
-        """The same, where the program's table says that there must be one. Raises ProgramFailed."""
+        """The same, but raises ProgramFailed if there is none."""
         found = self.find_decision(phase_name, kind)
         if found is None:
             raise ProgramFailed(f"phase {self.phase.name} needs the decision of {phase_name}, which has none")
         return found
 
     def latest(self, phase_name: str) -> Payload | None:
-        """What the leader last published for `phase_name`, in whichever iteration."""
+        """The last decision of `phase_name`, in any iteration."""
         entry = self.decisions.get(phase_name)
         return None if entry is None else entry["value"]
 
@@ -375,11 +373,11 @@ class Context:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The members' weights, in the order of `members`."""
+        """The members' weights in the order of `members`."""
         return tuple(self.settings.rank_weights[rank] for rank in self.ranks)
 
     def identity(self) -> dict[str, object]:
-        """The fields that every worker program's spec begins with; the run's settings are added where it is written."""
+        """The fields that every spec has. The node adds the run's settings."""
         return {
             "run_id": self.run_id,
             "log_path": str(self.paths.root),
@@ -395,7 +393,7 @@ class Context:
         }
 
     def worker(self, name: str, log: str, **fields: object) -> Command:
-        """A command that runs `fsbarrier.workers.<name>` with a spec of the identity and `fields`."""
+        """A command that runs `fsbarrier.workers.<name>`, with `identity` and `fields` in its spec."""
         argv = (self.python, "-P", "-m", f"fsbarrier.workers.{name}", "--spec", "{spec}")
         return Command(argv, log, spec={**self.identity(), **fields})
 
@@ -406,21 +404,19 @@ Builder = Callable[[Context], Work]
 
 
 class Phase(Row[Builder]):
-    """One row of a program, with the functions that build its work."""
+    """One row of a program; `each` and `leader` are functions that build the work."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Program(Table[Builder]):
-    """A program: its phases in order and its slices. `needs`: what a run of it must have ("model", "data").
+    """A program: its phases in order, and its slices."""
 
-    `imported`: the modules among its commands (`python -m MODULE`) that are imported once on each node and then forked for each start.
-    Importing one must start no thread, and hold nothing that only one process may have.
-    `serves_first`: the values of `--rl-phase` with which its nodes serve the policy (ServeWeights) before anything else; the engines load
-    it while the nodes still join.
-    """
-
+    #: what a run must have ("model", "data")
     needs: frozenset[str] = frozenset()
+    #: Modules of its commands (`python -m MODULE`) that each node imports once and then forks for each start. Importing one must not
+    #: start a thread, or open anything that only one process may have.
     imported: tuple[str, ...] = ()
+    #: the values of `--rl-phase` with which the first work is to serve the policy (ServeWeights); engines preload it while nodes join
     serves_first: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""The program that does nothing: fourteen barriers an iteration, to measure what coordination costs."""
+"""Fourteen barriers an iteration and no work, to measure the cost of coordination."""
 
 from fsbarrier.program import PHASE_NAMES, RL_SLICES, Phase, Program
 

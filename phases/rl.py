@@ -1,8 +1,8 @@
-"""The default program: what an iteration of synchronous RL post-training is.
+"""The default program: one iteration of synchronous RL post-training in fourteen rows.
 
-Fourteen rows, and for each row small pure functions that say what a node runs in it. Copy this file and edit it:
-`./run.sh --program ./mine.py`. A row's functions see a Context (fsbarrier/program.py) and return Work; they do nothing themselves.
-The file is longer than others, so that it can be copied as one.
+PROGRAM, at the end, is the table. Each row has small pure functions that turn a Context (fsbarrier/program.py) into Work for a node; the
+rows hand each other the records of fsbarrier/decisions.py. To write your own, copy this file and edit it: `./run.sh --program ./mine.py`.
+It is longer than other files, so that one copy is enough.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SAMPLING_SETTINGS = ("samples", "temperature", "top_p", "top_k", "max_tokens")
 
 
 def assign_train(ctx: Context) -> Work:
-    """Leader: which tasks this iteration rolls out, and which node begins with which."""
+    """Leader: decide which tasks this iteration rolls out, and which node begins with which."""
     if ctx.settings.rollout_split == "eval-only":
         return NOTHING
     settings = ctx.settings.rollout
@@ -70,7 +70,7 @@ def assign_train(ctx: Context) -> Work:
 
 
 def decide_rollout(decision: RolloutDecision) -> Value:
-    """The decision, with the lines for the journal that tell of it."""
+    """The decision, with its lines for the journal."""
     events = sharing_events(decision)
     return Value({**decision.as_json(), **({"events": events} if events else {})})
 
@@ -104,7 +104,7 @@ def carried_over(ctx: Context) -> Sequence[int]:
 
 
 def rollout_train(ctx: Context) -> Work:
-    """Every node: its share of the tasks against the local vLLM, then what slower nodes have not begun."""
+    """Every node: roll out its share of the tasks with the local vLLM, then tasks that slower nodes have not begun."""
     decision = ctx.find_decision("train_assign", RolloutDecision)
     if decision is None:
         return NOTHING
@@ -137,7 +137,7 @@ def sampling_of(settings: RolloutSettings | EvalSet) -> dict[str, object]:
 
 
 def rollout(ctx: Context, decision: RolloutDecision, rounds: list[JsonObject]) -> Work:
-    """One node's rollouts. `rounds`: which tasks are sampled how, as fsbarrier/rollouts/rounds.py reads it."""
+    """One node's rollouts. `rounds`: the tasks of each round and how to sample them (fsbarrier/rollouts/rounds.py)."""
     if not decision.shares[ctx.node_rank]:
         return NOTHING
     policy = ctx.policy
@@ -153,7 +153,7 @@ def rollout(ctx: Context, decision: RolloutDecision, rounds: list[JsonObject]) -
 
 
 def rollout_spec(ctx: Context, decision: RolloutDecision) -> dict[str, object]:
-    """What a rollout program is told (fsbarrier/rollouts/rollout_spec.py): its tasks, when it may end, where its results go."""
+    """The spec of a rollout program (fsbarrier/rollouts/rollout_spec.py): its tasks, when it may end, where its results go."""
     settings, rank, split = ctx.settings.rollout, ctx.node_rank, decision.split
     ends_early = split == "train" and settings.completion_threshold < 1
     refills = {"rounds": decision.rounds, "with_signal": decision.with_signal}
@@ -254,12 +254,12 @@ def earlier_merges(ctx: Context) -> list[str]:
 def rounds_begun(
     decision: RolloutDecision, reports: Mapping[int, RolloutReport]
 ) -> tuple[int, Sequence[int]]:
-    """How many rounds the nodes did until there was enough, and the tasks of those."""
+    """How many rounds took place, and their tasks."""
     sizes, told = (
         decision.round_sizes,
         [report.rounds for report in reports.values() if report.rounds is not None],
     )
-    # Where no node had anything to do, an older generation has left the groups of all rounds.
+    # If no node had anything to do, an older generation has done all rounds.
     begun = max(told, default=len(sizes))
     return begun, decision.wanted[: sum(sizes[:begun])]
 
@@ -267,7 +267,7 @@ def rounds_begun(
 def tasks_cut_off(
     ctx: Context, wanted: Sequence[int], parts: Sequence[PartGroups], reports: Mapping[int, RolloutReport]
 ) -> list[int]:
-    """The tasks that no part holds because the phase ended early. If any other task is missing, the merge fails."""
+    """The tasks without a group because the phase ended early. If any other task is missing, the merge fails."""
     done = {task for part in parts for task in part.tasks}
     left = [task for task in wanted if task not in done]
     enough = ctx.settings.rollout.completion_threshold * len(wanted)
@@ -283,7 +283,7 @@ def evaluates(ctx: Context) -> bool:
 
 
 def decide_eval(ctx: Context) -> Work:
-    """Leader: whether this iteration evaluates, and which node begins with which held-out task. All nodes read this one answer."""
+    """Leader: decide whether this iteration evaluates, and which node begins with which held-out task."""
     return decide_rollout(share_out_eval(ctx)) if evaluates(ctx) else Value(NO_EVALUATION)
 
 
@@ -314,25 +314,25 @@ def eval_rounds(ctx: Context) -> list[JsonObject]:
 
 
 def success_by_set(ctx: Context) -> dict[str, float]:
-    """From which reward on a trajectory counts as solved, by the name of the set; "" where there is one."""
+    """The reward from which a trajectory counts as solved, by the name of the set ("" if there is only one)."""
     named = ctx.settings.eval.sets
     return {name if named else "": one.success or 0.0 for name, one in ctx.settings.eval_sets.items()}
 
 
 def evaluating(ctx: Context) -> RolloutDecision | None:
-    """The decision of an iteration that evaluates."""
+    """The decision of eval_decide; None if this iteration does not evaluate."""
     value = ctx.decided("eval_decide")
     return RolloutDecision.from_json(value) if value and value["evaluate"] else None
 
 
 def rollout_eval(ctx: Context) -> Work:
-    """Every node, if decided: its share of the held-out tasks."""
+    """Every node, in an iteration that evaluates: roll out its share of the held-out tasks."""
     decision = evaluating(ctx)
     return rollout(ctx, decision, eval_rounds(ctx)) if decision is not None else NOTHING
 
 
 def aggregate_eval(ctx: Context) -> Work:
-    """Leader, once all are done: merge the evaluation."""
+    """Leader, after all nodes: merge the evaluation."""
     return aggregate(ctx, evaluating(ctx), "eval_rollout")
 
 
@@ -340,12 +340,12 @@ def aggregate_eval(ctx: Context) -> Work:
 
 
 def stop_engine(ctx: Context) -> Work:
-    """Every node: the accelerator's memory goes to the trainer."""
+    """Every node: free the accelerators' memory for the trainer."""
     return ReleaseEngine()
 
 
 def prepare_batch(ctx: Context) -> Work:
-    """Leader: the training batch; and a port on which the others try the leader's addresses."""
+    """Leader: prepare the training batch, and open a port on which the others test its addresses."""
     prepare = ctx.worker(
         "prepare",
         "update.log",
@@ -386,7 +386,7 @@ def leaders_addresses(ctx: Context) -> tuple[str, ...]:
 
 
 def probe_leader(ctx: Context) -> Work:
-    """Every node but the leader: which of the leader's addresses can be reached from here, and which trainer is still here."""
+    """Every node but the leader: test which of the leader's addresses it can reach, and report the trainer that it has kept."""
     prepared = ctx.find_decision("batch_prepare", BatchDecision)
     if ctx.node_rank == ctx.leader or prepared is None:
         return NOTHING
@@ -394,7 +394,7 @@ def probe_leader(ctx: Context) -> Work:
 
 
 def choose_address(ctx: Context) -> Work:
-    """Leader: the first of its addresses that every other node has reached; and the trainer that all nodes have kept, if any."""
+    """Leader: choose the first of its addresses that all nodes have reached, and the trainer that all have kept, if any."""
     prepared = ctx.decision("batch_prepare", BatchDecision)
     reports = {
         rank: ReachReport.from_json(report)
@@ -412,7 +412,7 @@ def choose_address(ctx: Context) -> Work:
 
 
 def update(ctx: Context) -> Work:
-    """Every node: one multi-node torchrun, whose processes stay for the next update, or the user's own trainer command."""
+    """Every node: run one multi-node torchrun, whose processes stay for the next update, or the user's own trainer command."""
     prepared = ctx.decision("batch_prepare", BatchDecision)
     rendezvous = ctx.decision("update_ready", RendezvousDecision)
     policy, version = ctx.policy, ctx.policy_version + 1
@@ -450,7 +450,7 @@ def update(ctx: Context) -> Work:
         *("-m", "fsbarrier.workers.update", "--spec", "{spec}"),
     )
     event = "updated" if ctx.node_rank == ctx.leader else ""
-    # On accelerators only where it is asked for: nobody has tried how an engine and a trainer that stays share one.
+    # On accelerators only on request: sharing one between an engine and a kept trainer is untested.
     keeps = trainer.keep == "process" or (trainer.keep == "auto" and not ctx.accelerators)
     keep = Keep(processes, rendezvous.trainer) if keeps else None
     spec = {**ctx.identity(), **spec, "weights_dir": "{weights_dir}"}
@@ -458,7 +458,7 @@ def update(ctx: Context) -> Work:
 
 
 def publish_weights(ctx: Context) -> Work:
-    """Leader: the new checkpoint is verified and becomes what the run serves."""
+    """Leader: verify the new checkpoint and publish it."""
     updated = ctx.decision("update", UpdateDecision)
     return publish(ctx, ctx.named_in(ctx.paths.checkpoints, updated.out), updated.policy_version)
 
@@ -495,17 +495,17 @@ def following(ctx: Context) -> Context:
 
 
 def decide_final(ctx: Context) -> Work:
-    """Leader: which node begins with which held-out task."""
+    """Leader: decide which node begins with which held-out task."""
     return decide_rollout(share_out_eval(following(ctx))) if ctx.settings.eval_interval else NOTHING
 
 
 def rollout_final(ctx: Context) -> Work:
-    """Every node: its share of the held-out tasks."""
+    """Every node: roll out its share of the held-out tasks."""
     return rollout_eval(following(ctx))
 
 
 def aggregate_final(ctx: Context) -> Work:
-    """Leader, once all are done: merge the evaluation. A run that never evaluates leaves a result too: it says that the run was closed."""
+    """Leader, after all nodes: merge the evaluation. Without one there is a result too, which shows that the iteration was closed."""
     evaluated = following(ctx)
     return aggregate_eval(evaluated) if evaluating(evaluated) else Value(NO_EVALUATION)
 

@@ -1,7 +1,7 @@
-"""The default program's rows without a model: real trajectories through the same storage code, one deterministic record a task.
+"""The default program without a model, for tests and demos: the same rows and storage, one deterministic trajectory for each task.
 
-For tests and for showing the protocol: `./run.sh --program toy --num-nodes 3 ...`. `toy.tasks` tasks, `toy.phase_s` seconds in
-each working phase; `toy.speeds=1,1,0.33`: node 2 is three times slower than its weight says; no vLLM, no torch.
+`./run.sh --program toy --num-nodes 3 ...` needs neither vLLM nor torch. Settings: `toy.tasks`, `toy.phase_s` (seconds of each working
+phase), and `toy.speeds=1,1,0.33` (node 2 is three times slower than its weight says).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fsbarrier.loader import load_module
 from fsbarrier.program import RL_SLICES, Command, Context, Phase, Program, Steps, Value, Work
 from fsbarrier.sharing import share_out
 
-# This program takes from the default one whatever it does not define itself.
+# What this program does not define, it takes from the default one.
 rl = load_module("rl")
 
 
@@ -60,7 +60,7 @@ def aggregate_train(ctx: Context) -> Work:
 
 
 def work_each(ctx: Context) -> Work:
-    """Every node: a working phase with nothing to show."""
+    """Every node: a working phase without a result."""
     return toy(ctx, "wait", "work.log")
 
 
@@ -69,7 +69,7 @@ def prepare_batch(ctx: Context) -> Work:
 
 
 def update(ctx: Context) -> Work:
-    """Every node: works; the leader leaves a new policy version."""
+    """Every node works; the leader writes a new policy version."""
     version = ctx.policy_version + 1
     out = ctx.paths.checkpoint(version, ctx.generation) if ctx.node_rank == ctx.leader else None
     command = toy(ctx, "update", "update.log", out=str(out) if out else None, new_policy_version=version)
