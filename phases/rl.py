@@ -2,7 +2,7 @@
 
 PROGRAM, at the end, is the table. Each row has small pure functions that turn a Context (fsbarrier/program.py) into Work for a node; the
 rows hand each other the records of fsbarrier/decisions.py. To write your own, copy this file and edit it: `./run.sh --program ./mine.py`.
-It is longer than other files, so that one copy is enough.
+The file is longer than others, so that one copy is enough.
 """
 
 from __future__ import annotations
@@ -96,11 +96,9 @@ def share_out_train(ctx: Context, sampled: list[int], keep: int | None = None) -
 def carried_over(ctx: Context) -> Sequence[int]:
     """The tasks that were cut off at the end of the last iteration."""
     last = ctx.decisions.get("train_aggregate")
-    return (
-        MergeDecision.from_json(last["value"]).cut_off
-        if last and last["iteration"] == ctx.iteration - 1
-        else []
-    )
+    if last is None or last["iteration"] != ctx.iteration - 1:
+        return []
+    return MergeDecision.from_json(last["value"]).cut_off
 
 
 def rollout_train(ctx: Context) -> Work:

@@ -1,6 +1,6 @@
-"""`fsbarrier debug` through the shared directory: a request that every daemon answers with a file, and the archive of what there is.
+"""`fsbarrier debug`: a request in the shared directory that every daemon answers with a file, and the archive of the answers.
 
-A request is a file beside the requests to stop, where the daemons look anyway. Its key is in its name, so that nobody reads it.
+A request is a file beside the requests to stop, which the daemons list anyway. Its name contains its key, so nobody reads it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from fsbarrier.rundir.names import ATTEMPT_FOLDER, DEBUG_ANSWER, DEBUG_REQUEST, 
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 
-#: How long nodes that live may take to answer: they list the requests every few seconds, and each part of an answer has a time limit.
+#: How long live nodes may take to answer. They list the requests every few seconds, and each part of an answer has a time limit.
 ANSWER_S = 60.0
 LOOK_S = 0.1
-#: Of each log and journal so much of its end, and of an answer so much of its beginning.
+#: the size of the end of each log and journal, and of the beginning of an answer, in the archive
 TAIL_BYTES, ANSWER_BYTES = 256 * 1024, 16 * 1024 * 1024
 
 
 def request(paths: RunPaths) -> str:
-    """Ask all nodes for an answer; gives the request's key, the next number. Raises OSError."""
+    """Ask all nodes for an answer; returns the request's key, the next number. Raises OSError."""
     PosixStore().make_dir(paths.stops)
     number = 1 + sum(key.isdecimal() for key in DEBUG_REQUEST.parse_all(PosixStore().names(paths.stops)))
     while not request_as(paths, key := f"{number:06d}"):
@@ -42,19 +42,19 @@ def request(paths: RunPaths) -> str:
 
 
 def request_as(paths: RunPaths, key: str) -> bool:
-    """Ask all nodes for an answer under `key`; False where somebody has asked under it already. Raises OSError."""
+    """Ask all nodes for an answer under `key`; False if that request exists already. Raises OSError."""
     asked = {"who": user_at_host(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
     return files.create_exclusive(paths.debug_request(key), json.dumps(asked).encode(), never_torn=True)
 
 
 def answered(paths: RunPaths, key: str) -> set[int]:
-    """The ranks whose answer is there. Raises OSError."""
+    """The ranks that have answered. Raises OSError."""
     found = DEBUG_ANSWER.parse_all(PosixStore().names(paths.debug))
     return {answer.rank for answer in found if answer.key == key}
 
 
 def wait_for_answers(paths: RunPaths, key: str, ranks: Iterable[int], within_s: float = ANSWER_S) -> set[int]:
-    """Wait until these nodes have answered; gives those that have not in time. Raises OSError."""
+    """Wait until these nodes have answered; returns those that have not in time. Raises OSError."""
     awaited, pause, deadline = set(ranks), threading.Event(), time.monotonic() + within_s
     while (missing := awaited - answered(paths, key)) and time.monotonic() < deadline:
         pause.wait(LOOK_S)
@@ -62,8 +62,10 @@ def wait_for_answers(paths: RunPaths, key: str, ranks: Iterable[int], within_s: 
 
 
 def collect(paths: RunPaths, key: str, watch_s: float, out: Path) -> list[Beat]:
-    """Wait for the answers of all nodes that live, and write the archive; gives the last heartbeats of the nodes that have not answered,
-    and have not said that they ended. A node whose heartbeat stands still for `watch_s` is not waited for. Raises OSError."""
+    """Wait for the answers of all live nodes, and write the archive. A node whose heartbeat does not move for `watch_s` is not waited for.
+
+    Returns the last heartbeats of the nodes that have neither answered nor ended. Raises OSError.
+    """
     alive = live_nodes(paths.root, watch_s)
     wait_for_answers(paths, key, (beat.rank for beat in alive))
     there = answered(paths, key)
@@ -77,7 +79,7 @@ def collect(paths: RunPaths, key: str, watch_s: float, out: Path) -> list[Beat]:
 def write_archive(paths: RunPaths, key: str, out: Path, summary: str) -> None:
     """Put `summary`, the answers, the ends of the logs and journals, and the last heartbeats into `out`, which only this user may read.
 
-    No link is followed, nothing but plain files with one name is taken, and passwords in addresses are left out. Raises OSError.
+    Only plain files with one name are included, no link is followed, and passwords in addresses are removed. Raises OSError.
     """
     temporary = files.temporary_beside(out)
     try:
@@ -101,7 +103,7 @@ def _add(archive: tarfile.TarFile, name: str, text: str) -> None:
 
 
 def _wanted(paths: RunPaths, key: str) -> Iterator[Path]:
-    """What belongs into the archive; of each node's logs, journals and heartbeats those of its newest start."""
+    """The files for the archive; of each node the logs, journals and heartbeats of its newest start."""
     names = PosixStore().names
     for rank in sorted(answered(paths, key)):
         yield paths.debug_answer(key, rank)
@@ -118,7 +120,7 @@ def _wanted(paths: RunPaths, key: str) -> Iterator[Path]:
 
 
 def _text(paths: RunPaths, path: Path) -> str:
-    """The end of a file of the run, of an answer its beginning; why it cannot be read, where it cannot."""
+    """The end of a file (the beginning of an answer), or why it cannot be read."""
     try:
         with os.fdopen(reading.open_below(paths.root, path), "rb") as stream:
             if os.fstat(stream.fileno()).st_nlink > 1:

@@ -1,4 +1,4 @@
-"""A new file that is hashed while it is written, so that nobody has to read it again in order to list it in a manifest."""
+"""A file that is hashed while it is written, so that it need not be read again for the manifest."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class FileDigest:
 
 
 class HashedFile:
-    """`with HashedFile(path) as file: file.write(...)`; afterwards `file.digest`, and the content has been flushed to the disk."""
+    """`with HashedFile(path) as file: file.write(...)`; afterwards the content is flushed, and `file.digest` is known."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError, also where `path` exists."""
+        """Raises OSError, also if `path` exists."""
         self.path = path
         self._fd = files.open_new(path)
         self._sha256, self._size = hashlib.sha256(), 0
@@ -56,7 +56,7 @@ class HashedFile:
 
 
 def copy_hashed(source: Path, target: Path, root: Path | None = None) -> FileDigest:
-    """Copy a file to a new name; gives what was written. `root`: no link is followed below it. Raises OSError."""
+    """Copy a file to a new name; returns its digest. `root`: no link is followed below it. Raises OSError."""
     fd = reading.open_plain(source, links=True) if root is None else reading.open_below(root, source)
     with os.fdopen(fd, "rb") as stream, HashedFile(target) as copy:
         shutil.copyfileobj(stream, copy, files.READ_BYTES)
@@ -64,7 +64,7 @@ def copy_hashed(source: Path, target: Path, root: Path | None = None) -> FileDig
 
 
 def digest_of(path: Path) -> FileDigest:
-    """Flush a file that somebody else wrote, and read it. Raises OSError."""
+    """Flush and read a file that another program has written. Raises OSError."""
     with reading.open_stream(path) as stream:
         os.fsync(stream.fileno())
         return FileDigest(os.fstat(stream.fileno()).st_size, files.sha256_open(stream.fileno()))

@@ -1,7 +1,7 @@
-"""Heartbeats as others read them: daemons, views, and guards that ask whether a node is alive before they do something.
+"""Reads heartbeats, for daemons, views, and commands that need to know whether a node is alive.
 
-Each start of a node replaces one file again and again, with a counter that grows. The file holds no time, since the clocks of two
-hosts may differ: a node lives while others see its counter move.
+Each start of a node replaces one file repeatedly, with a growing counter. The file has no time, since the clocks of two hosts may differ:
+a node is alive as long as others see its counter move.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LOOK_S = 0.05
 
 @dataclass
 class HeartbeatReader:
-    """Reads the heartbeats in `folder` again and again.
+    """Reads the heartbeats in `folder` repeatedly.
 
-    Most of them say nothing new but that their counter has moved, and that the name of the node's *pulse* says too: a file beside the
-    heartbeat, which is renamed after it. So where `pulses` is set, a heartbeat is not opened if since the last listing its pulse came
-    further, in the generation in which the node was seen to run. A pulse that did not move says nothing, however old the listing is,
-    and the heartbeat is opened. What a node says beside its counter (how it ended, how far it is) is as old as its last opening.
+    Usually only the counter of a heartbeat is new, and the listing shows it already: beside its heartbeat each running node has a
+    *pulse*, a file that it renames to the new counter. With `pulses`, a heartbeat is not opened if its pulse has moved since the last
+    listing, in the same generation. If a pulse has not moved, perhaps because the listing is stale, the heartbeat is opened. The other
+    fields of a heartbeat (how the node ended, how far it is) are as old as its last read.
     """
 
     store: Store
@@ -38,18 +38,18 @@ class HeartbeatReader:
     pulses: bool = False
     _listing: list[str] = field(default_factory=list)
     _starts: dict[int, list[StartName]] = field(default_factory=dict)
-    #: the newest pulse of each start that was listed so far, and the starts whose pulse the last listing showed to have moved
+    #: the newest listed pulse of each start, and the starts whose pulse has moved in the last listing
     _pulses: dict[StartName, PulseName] = field(default_factory=dict)
     _moved: set[StartName] = field(default_factory=set)
-    #: the last heartbeat of each start that was given
+    #: the last heartbeat of each start that `read` has yielded
     _given: dict[StartName, Beat] = field(default_factory=dict)
 
     def read(
         self, wanted: Callable[[StartName], bool] = lambda newest: True
     ) -> Iterator[tuple[StartName, Beat | None]]:
-        """For each rank its newest start, and the newest of its starts' heartbeats that can be read (None: not one).
+        """Each rank's newest start, and the newest readable heartbeat of its starts (None: none is readable).
 
-        `wanted` gets a rank's newest start and says whether to read that rank. Raises OSError.
+        `wanted` decides by a rank's newest start whether to read that rank. Raises OSError.
         """
         self._list()
         for starts in self._starts.values():
@@ -82,7 +82,7 @@ class HeartbeatReader:
         return None
 
     def _by_pulse(self, start: StartName) -> Beat | None:
-        """The heartbeat of a start as its pulse tells it; None where the heartbeat itself is to be opened."""
+        """The heartbeat of a start with the counter of its pulse; None if the heartbeat must be opened."""
         last = self._given.get(start)
         if last is None or start not in self._moved:
             return None
@@ -92,29 +92,31 @@ class HeartbeatReader:
 
 
 def read_beats(log_path: Path, rank: int | None = None) -> dict[int, Beat]:
-    """The last heartbeat of each rank (of `rank` alone, if given) in a run; unreadable ones are left out. Raises OSError."""
+    """The last heartbeat of each rank (or only of `rank`) in a run, without unreadable ones. Raises OSError."""
     found = read_newest_starts(log_path, rank)
     return {start.rank: beat for start, beat in found if beat is not None}
 
 
 def read_newest_starts(log_path: Path, rank: int | None = None) -> list[tuple[StartName, Beat | None]]:
-    """Of each rank (of `rank` alone, if given) the newest start that has beaten, and the newest heartbeat that can be read now, which may
-    be an older start's. Raises OSError."""
+    """The newest start of each rank (or only of `rank`) with a heartbeat, and the newest readable heartbeat, maybe of an older start.
+
+    Raises OSError.
+    """
     reader = HeartbeatReader(PosixStore(), RunPaths(log_path).beats)
     return retry(lambda: [*reader.read(lambda newest: rank is None or newest.rank == rank)], errnos=FAILING)
 
 
 def iteration_of_others(log_path: Path, rank: int) -> int:
-    """In which iteration the nodes beside `rank` were last, of those that have not said that they went; 0 for none. Raises OSError."""
+    """The last iteration of the nodes other than `rank` that have not ended; 0 if there are none. Raises OSError."""
     beats = [beat for beat in read_beats(log_path).values() if beat.rank != rank and beat.state not in GONE]
     return max((beat.iteration for beat in beats), default=0)
 
 
 def live_nodes(log_path: Path, watch_s: float, rank: int | None = None) -> list[Beat]:
-    """The nodes (`rank` alone, if given) whose counter moves within `watch_s` seconds; for commands that are no node themselves.
+    """The nodes (or only `rank`) whose counter moves within `watch_s` seconds; for commands that are not nodes themselves.
 
-    Returns as soon as every node is seen to be alive or gone. One whose heartbeat is listed and cannot be read may be alive: it may be
-    about to be replaced. Raises OSError.
+    Returns as soon as every node is known to be alive or gone. An unreadable heartbeat may belong to a live node, which is just replacing
+    it. Raises OSError.
     """
     before, alive = _beats_of_newest_starts(log_path, rank), dict[int, Beat]()
     unknown = {node for node, beat in before.items() if beat is None or beat.state not in GONE}
@@ -127,7 +129,7 @@ def live_nodes(log_path: Path, watch_s: float, rank: int | None = None) -> list[
             if beat.state in GONE:
                 unknown.discard(node)
             elif node in before and before[node] is None:
-                # It can be read for the first time: whether it moves shows from here on.
+                # The first successful read, from which on a change counts.
                 before[node] = beat
             elif beat != before.get(node):
                 alive[node] = beat
@@ -135,7 +137,7 @@ def live_nodes(log_path: Path, watch_s: float, rank: int | None = None) -> list[
 
 
 def _beats_of_newest_starts(log_path: Path, rank: int | None) -> dict[int, Beat | None]:
-    """None where the newest start's heartbeat cannot be read; what an older start wrote last says nothing of it. Raises OSError."""
+    """The heartbeat of each rank's newest start; None if it is unreadable, even if an older start's is not. Raises OSError."""
     return {
         start.rank: beat if beat is not None and beat.incarnation == start.incarnation else None
         for start, beat in read_newest_starts(log_path, rank)

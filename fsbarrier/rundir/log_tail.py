@@ -1,4 +1,4 @@
-"""The last lines of logs, fit for a terminal: of a program that failed, of a node that is lost."""
+"""The last log lines of a failed program or a lost node, safe for a terminal."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fsbarrier.rundir.names import ATTEMPT_FOLDER
 from fsbarrier.rundir.paths import RunPaths
 
 TAIL_BYTES = 64 * 1024
-# How many of the last lines of a failed program's log people are shown.
+# how many of the last lines of a failed program's log are shown
 SHOWN_LINES = 20
 
 
 def fit_for_terminal(line: str) -> str:
-    """A log's line without what could confuse a terminal; of a progress bar only its last state."""
+    """A log line without control characters; of a progress bar only its last state."""
     last_state = line.rstrip("\r").rpartition("\r")[2]
     return printable(last_state)
 
@@ -26,23 +26,23 @@ def last_lines(path: Path, lines: int, begin: int = 0) -> list[str]:
     try:
         with reading.open_stream(path) as stream:
             size = stream.seek(0, os.SEEK_END)
-            # Where the log is shorter than it was, somebody has cut it.
+            # If the log is shorter than it was, it has been truncated.
             begin = begin if begin <= size else 0
             cut = stream.seek(max(begin, size - TAIL_BYTES))
             rows = stream.read(TAIL_BYTES).decode("utf-8", errors="replace").split("\n")
     except OSError as error:
         return [f"(cannot read {path}: {error.strerror})"]
     if cut > begin and len(rows) > 1:
-        # The first of them is a part of a line.
+        # The first line is incomplete.
         del rows[0]
     rows = [fit_for_terminal(row).rstrip() for row in rows]
     return [row for row in rows if row][-lines:] if lines > 0 else []
 
 
 def last_lines_of_node(paths: RunPaths, rank: int, incarnation: int, lines: int = 3) -> list[str]:
-    """What a node's daemon and its newest program wrote last, each line with its log's name. Never raises.
+    """The last lines of a node's daemon and its newest program, each with its log's name. Never raises.
 
-    A daemon that joined anew keeps the folder of its first incarnation.
+    A daemon that rejoined keeps the log folder of its first incarnation.
     """
     try:
         attempts = sorted(ATTEMPT_FOLDER.parse_all(path.name for path in paths.logs.iterdir()), reverse=True)

@@ -1,8 +1,7 @@
-"""Every name under the run directory, in both directions: what builds a name also reads it.
+"""Every name under the run directory: how to build it, and how to parse it.
 
 A kind of name is one template: `GENERATION.build(12)` is "gen-000012.json", and `GENERATION.parse("gen-000012.json")` is 12.
-Any other name in a directory (an editor's backup, a temporary file) parses as None, and readers skip it.
-fsbarrier/rundir/paths.py says where each name lies.
+Any other name in a directory (an editor's backup, a temporary file) parses as None, and readers skip it. rundir/paths.py has the places.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ T = TypeVar("T")
 
 SPLITS = ("train", "test")
 
-# Longer numbers are not ours, and Python refuses to read numbers of thousands of digits.
+# Longer numbers are not ours, and Python refuses to parse thousands of digits.
 _MOST_DIGITS = 18
 
 
@@ -26,13 +25,13 @@ class Name(Generic[T]):
     """One kind of name. The template's fields are numbers (`{:d}`, or `{:06d}` with leading zeros) and words (`{:s}`)."""
 
     def __init__(self, template: str, meaning: Callable[..., T]) -> None:
-        """`meaning` makes what `parse` gives from the fields, in the template's order."""
+        """`meaning` makes the result of `parse` from the fields, in the template's order."""
         self.template, self._meaning = template, meaning
         fields = [(literal, spec) for literal, _, spec, _ in Formatter().parse(template)]
         groups = [re.escape(literal) + _group(spec or "") for literal, spec in fields]
         self._pattern = re.compile("".join(groups), re.ASCII)
         self._types = [str if spec == "s" else int for _, spec in fields if spec]
-        # A node that waits lists the same directories many times a second and asks about the same names each time.
+        # A waiting node lists the same directories many times a second, and parses the same names each time.
         self.build: Callable[..., str] = lru_cache(maxsize=4096)(template.format)
         self.parse: Callable[[str], T | None] = lru_cache(maxsize=4096)(self._parse)
 
@@ -43,12 +42,12 @@ class Name(Generic[T]):
         return self._meaning(*(read(text) for read, text in zip(self._types, match.groups(), strict=True)))
 
     def parse_all(self, names: Iterable[str]) -> list[T]:
-        """What those of the names mean that are of this kind."""
+        """The meanings of all names of this kind."""
         return [found for name in names if (found := self.parse(name)) is not None]
 
 
 def _group(spec: str) -> str:
-    """What a field of a template may look like in a name: exactly what `build` writes, so that "gen-12.json" does not match."""
+    """The pattern of a field, which matches exactly what `build` writes; "gen-12.json" does not match."""
     if spec in ("", "s"):
         return r"(\w+)" if spec else ""
     width = int(spec[:-1] or 1)
@@ -60,7 +59,7 @@ def _group(spec: str) -> str:
 
 @dataclass(frozen=True, slots=True, order=True)
 class StartName:
-    """One start of a node: its files in joins/ and beats/ are named after it."""
+    """One start of a node; the name of its files in joins/ and beats/."""
 
     rank: int
     incarnation: int
@@ -68,7 +67,7 @@ class StartName:
 
 @dataclass(frozen=True, slots=True, order=True)
 class PulseName:
-    """How far the counter of one start's heartbeat has come while that node runs in one generation, by the name alone."""
+    """The counter of a start's heartbeat, in the generation in which the node runs."""
 
     rank: int
     incarnation: int
@@ -86,7 +85,7 @@ class PhaseName:
 
 @dataclass(frozen=True, slots=True, order=True)
 class FactName:
-    """What a node said about its row, by its name alone: "done" or "failed"."""
+    """A node's fact about its row: "done" or "failed"."""
 
     iteration: int
     rank: int
@@ -95,7 +94,7 @@ class FactName:
 
 @dataclass(frozen=True, slots=True, order=True)
 class CallName:
-    """What a member of a group called in its row, by the name of its fact alone."""
+    """A group member's fact about its row, with the collective that it called."""
 
     iteration: int
     rank: int
@@ -109,20 +108,20 @@ GENERATION_FOLDER = Name("gen-{:06d}", int)
 PHASE_FOLDER = Name("p{:02d}-{:s}", PhaseName)
 FACT = Name("iter-{:06d}.node-{:04d}.{:s}", FactName)
 CALL_FACT = Name(f"{FACT.template}.done", CallName)
-#: what the names of facts have in common: of one iteration how they begin, of one call how they end, of one node what is in between
+#: the common parts of facts' names: the beginning for one iteration, the end for one call, the middle for one node
 ITERATIONS_FACTS = Name("iter-{:06d}.", int)
 CALLS_FACTS = Name(".{:s}.done", str)
 NODES_FACTS = Name(".node-{:04d}.", int)
 #: there while the leader's facts about that iteration are
 OPEN_FOLDER = Name("open-{:06d}", int)
 STOP_REQUEST = Name("{:06d}.json", int)
-#: beside them, so that daemons see it in the listing that they make anyway; its key is a number, or says what broke
+#: in the same folder, which daemons list anyway; the key is a number, or tells what broke
 DEBUG_REQUEST = Name("debug-{:s}.json", str)
 FILESYSTEM_REPORT = Name("node-{:04d}.json", int)
 
 
 def fact_name(iteration: int, rank: int, status: str = "done", call: str = "") -> str:
-    """The name of a node's fact. `call`: what it called, where that is part of the name (`Row.call_key`)."""
+    """The name of a node's fact. `call`: the value of `Row.call_key`, if the row has one."""
     if call and status == "done":
         return CALL_FACT.build(iteration, rank, call)
     return FACT.build(iteration, rank, status)
@@ -141,7 +140,7 @@ class ClaimsName:
 
 @dataclass(frozen=True, slots=True, order=True)
 class LotName:
-    """Lot `number` of the tasks that were assigned to node `rank`."""
+    """Lot `number` of the tasks in the share of node `rank`."""
 
     rank: int
     number: int
@@ -149,7 +148,7 @@ class LotName:
 
 @dataclass(frozen=True, slots=True, order=True)
 class RoundDoneName:
-    """Node `rank` has nothing left to do in a round of the phase, and so many of its groups in it have signal."""
+    """Node `rank` is done with a round of the phase, with this many groups that have signal."""
 
     rank: int
     round: int
@@ -191,7 +190,7 @@ PART = Name(f"{RANK_CHECKPOINT.template}.g{{:04d}}i{{:04d}}.part", TrajectoryNam
 
 
 def parse_trajectories(name: str) -> TrajectoryName | None:
-    """What a file of trajectories is, whether merged, a rank's checkpoint, or one of its parts."""
+    """The meaning of a trajectory file's name: merged, a rank's checkpoint, or a part."""
     kinds = (MERGED, MERGED_BY, RANK_FALLBACK, RANK_CHECKPOINT, PART)
     return next((found for kind in kinds if (found := kind.parse(name)) is not None), None)
 
@@ -201,7 +200,7 @@ def parse_trajectories(name: str) -> TrajectoryName | None:
 
 @dataclass(frozen=True, slots=True, order=True)
 class MadeBy:
-    """A policy version, or the batch of an iteration, as one generation made it."""
+    """A policy version, or the batch of an iteration, and the generation that made it."""
 
     number: int
     generation: int
@@ -209,7 +208,7 @@ class MadeBy:
 
 @dataclass(frozen=True, slots=True, order=True)
 class DebugAnswerName:
-    """What the daemon of node `rank` answered to the request for debugging of this key."""
+    """The answer of node `rank` to the debug request with this key."""
 
     key: str
     rank: int

@@ -1,4 +1,4 @@
-"""Where everything lies under the run directory. fsbarrier/rundir/names.py says what each name looks like."""
+"""Every path under the run directory. rundir/names.py has the names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsbarrier.rundir import names
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The paths below one run directory, `root`; nothing here touches the disk."""
+    """The paths below the run directory `root`. Nothing here touches the disk."""
 
     root: Path
 
@@ -36,19 +36,19 @@ class RunPaths:
 
     @cached_property
     def beats(self) -> Path:
-        """One heartbeat file for each start of a node, replaced as a whole at each beat, and beside it its pulse."""
+        """One heartbeat file for each start of a node, which is replaced at each heartbeat, and its pulse."""
         return self.coordination / "beats"
 
     def beat(self, rank: int, incarnation: int) -> Path:
         return self.beats / names.START.build(rank, incarnation)
 
     def pulse(self, rank: int, incarnation: int, generation: int, counter: int) -> Path:
-        """A file whose name alone tells of a heartbeat, as long as nothing but the counter matters; see HeartbeatReader."""
+        """A file whose name has the heartbeat's counter; see HeartbeatReader."""
         return self.beats / names.PULSE.build(rank, incarnation, generation, counter)
 
     @cached_property
     def generations(self) -> Path:
-        """The log of generations: one record a number, created exclusively."""
+        """The log of generations: one record for each number, created exclusively."""
         return self.coordination / "generations"
 
     def generation(self, number: int) -> Path:
@@ -63,11 +63,11 @@ class RunPaths:
         return self.stops / names.STOP_REQUEST.build(number)
 
     def debug_request(self, key: str) -> Path:
-        """Somebody asked all daemons to say what their processes do (fsbarrier/rundir/debug_requests.py)."""
+        """A request to all daemons for a debug report (rundir/debug_requests.py)."""
         return self.stops / names.DEBUG_REQUEST.build(key)
 
     def filesystem(self, rank: int) -> Path:
-        """What a node found out about the filesystem at its last start."""
+        """A node's findings about the filesystem at its last start."""
         return self.coordination / "filesystem" / names.FILESYSTEM_REPORT.build(rank)
 
     def facts_of(self, generation: int) -> Path:
@@ -75,15 +75,15 @@ class RunPaths:
 
     @lru_cache(maxsize=64)  # noqa: B019
     def phase(self, generation: int, index: int, name: str) -> Path:
-        """The folder of one row of the program, in which each member's fact about it appears, in every iteration."""
+        """The folder of the facts about one row, of all iterations."""
         return self.facts_of(generation) / names.PHASE_FOLDER.build(index, name)
 
     def open(self, generation: int, iteration: int) -> Path:
-        """An empty folder: while it is there, no fact of the leader about this iteration was removed (fsbarrier/node/collection.py)."""
+        """An empty folder: while it exists, the leader has removed none of its facts about this iteration (node/collection.py)."""
         return self.facts_of(generation) / names.OPEN_FOLDER.build(iteration)
 
     def claims(self, generation: int, iteration: int, split: str) -> Path:
-        """Who rolls out what, settled while it happens (fsbarrier/rollouts/claims.py), and how far all are."""
+        """The nodes' claims on tasks and their progress during rollouts (rollouts/claims.py)."""
         return self.facts_of(generation) / names.CLAIMS_FOLDER.build(split, iteration)
 
     # --- trajectories ---
@@ -96,15 +96,15 @@ class RunPaths:
         return self.trajectories(split) / names.MERGED.build(split, iteration)
 
     def merged_by(self, split: str, iteration: int, generation: int) -> Path:
-        """The same with the generation in its name, so that an older generation that wakes up late cannot replace it."""
+        """The same, with the generation in its name, so that an older generation cannot replace it."""
         return self.trajectories(split) / names.MERGED_BY.build(split, iteration, generation)
 
     def rank_checkpoint(self, split: str, iteration: int, rank: int) -> Path:
-        """What one node rank rolled out, finished."""
+        """The finished rollouts of one node rank."""
         return self.trajectories(split) / names.RANK_CHECKPOINT.build(split, iteration, rank)
 
     def part(self, split: str, iteration: int, rank: int, generation: int, incarnation: int) -> Path:
-        """A growing, crash-safe part of a rank's checkpoint; one writer, one generation."""
+        """A growing, crash-safe file of rollouts, with one writer, in one generation."""
         return self.trajectories(split) / names.PART.build(split, iteration, rank, generation, incarnation)
 
     # --- checkpoints, and what is served ---
@@ -126,21 +126,20 @@ class RunPaths:
 
     @property
     def served_model(self) -> Path:
-        """What vLLM serves now: a link to (or a copy of) a Hugging Face model folder."""
+        """The served policy: a link to (or a copy of) a Hugging Face model folder."""
         return self.root / "model.pt"
 
     @property
     def first_policy(self) -> Path:
-        """The run's own copy of the policy version of another run that it began with (`init_from`): `model/`.
+        """The run's copy of another run's policy version, with which it began (`init_from`): `model/`.
 
-        With `init_optimizer` also `trainer/` and MANIFEST.json, as policy version 0, and with LoRA `base/`, the model that its adapters
-        are put into.
+        With `init_optimizer` also `trainer/` and MANIFEST.json, as policy version 0; with LoRA also `base/`, the model of the adapters.
         """
         return self.root / "first_policy"
 
     @property
     def demo(self) -> Path:
-        """The built-in task and its tiny model, where the run has no data of its own."""
+        """The built-in task and its tiny model, for runs without data."""
         return self.root / "demo"
 
     # --- logs and events ---
@@ -155,7 +154,7 @@ class RunPaths:
 
     @property
     def debug(self) -> Path:
-        """What daemons answered to `fsbarrier debug`."""
+        """The daemons' answers to `fsbarrier debug`."""
         return self.logs / "debug"
 
     def debug_answer(self, key: str, rank: int) -> Path:
@@ -166,7 +165,7 @@ class RunPaths:
 
     @property
     def trackers(self) -> Path:
-        """What trackers write, how far each has come, and the table of iterations."""
+        """The trackers' files and positions, and the table of iterations."""
         return self.root / "trackers"
 
     @property
@@ -174,5 +173,5 @@ class RunPaths:
         return self.root / "events"
 
     def journal(self, rank: int, incarnation: int) -> Path:
-        """The event journal of one incarnation; one writer a file."""
+        """The event journal of one incarnation, which has one writer."""
         return self.events / names.JOURNAL.build(rank, incarnation)

@@ -1,4 +1,4 @@
-"""Where one node's time in one phase went. The daemon writes it into the journal's `phase_finished`, and the views read it there. Pure."""
+"""How a node spent its time in a phase. The daemon writes it into the journal's `phase_finished`, and the views read it. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIGITS = 4
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """Seconds, which together make the whole phase.
+    """Seconds that add up to the whole phase.
 
     start_s  until the phase's program and its engine were there
     load_s   until the program had read what it works on
@@ -33,9 +33,9 @@ class PhaseTime:
 
     @classmethod
     def of_work(cls, worked_s: float, result: Mapping[str, object]) -> PhaseTime:
-        """Work that took `worked_s` and gave `result`, in which programs and engines say how long parts of it took.
+        """Work that took `worked_s`; in its `result` programs and engines report the times of its parts.
 
-        A program may be the user's own: what it says is never more than there was.
+        A user's program may report anything, so the parts are limited to the whole.
         """
         left_s, parts = worked_s, []
         for names in (("engine_s", "start_s"), ("load_s",), ("save_s",)):
@@ -47,11 +47,11 @@ class PhaseTime:
 
     @classmethod
     def read(cls, fields: Mapping[str, object]) -> PhaseTime:
-        """What `fields()` has written; nonsense is left out."""
+        """The reverse of `fields()`; invalid values are ignored."""
         return cls(*(max(0.0, number(fields, f"{part}_s") or 0.0) for part in PARTS))
 
     def fields(self) -> Payload:
-        """As the journal has it: only the parts that took any time."""
+        """For the journal: only the parts that took any time."""
         named = {f"{part}_s": round(seconds, DIGITS) for part, seconds in self.parts().items()}
         return {name: seconds for name, seconds in named.items() if seconds > 0}
 
@@ -65,7 +65,7 @@ class PhaseTime:
         return self.start_s + self.load_s + self.work_s + self.save_s + self.wait_s
 
     def within(self, seconds: float) -> PhaseTime:
-        """The whole phase, which took `seconds`: what was not worked was waited."""
+        """The whole phase, which took `seconds`; the rest of the time was spent waiting."""
         return replace(self, wait_s=max(0.0, seconds - (self.seconds - self.wait_s)))
 
     def plus(self, other: PhaseTime) -> PhaseTime:

@@ -1,7 +1,7 @@
-"""The shared directory as the protocol sees it: a few verbs for records and their names, one implementation for the real thing.
+"""The protocol's interface to the shared directory, and its implementation on a mounted filesystem.
 
-The simulator has a twin with the same verbs (fsbarrier/sim/), which need not make a record's bytes. Nothing here looks up a name
-that does not exist yet (invariant I11): `names` lists a directory that this node made itself, `read` opens what a listing named.
+The simulator implements the same interface (sim/store.py). Nobody looks up a name that does not exist yet (invariant I11), since clients
+cache absences: `names` lists directories that this node has made itself, and `read` opens listed names.
 """
 
 from __future__ import annotations
@@ -17,55 +17,55 @@ from fsbarrier.protocol.codec import CorruptRecord, Fault, decode, encode
 from fsbarrier.protocol.facts import R, Record
 from fsbarrier.reading import NotPlain
 
-#: errors of one record: its writer is replacing the file, or is another user; every other error is the mount's, and is raised
+#: errors of one record, whose writer is replacing it, or is another user; all other errors are the mount's, and are raised
 OF_ONE_RECORD = frozenset({errno.ENOENT, errno.ESTALE, errno.EACCES, errno.EPERM})
 
 
 class Store(Protocol):
-    """What the core needs of a shared directory. Every verb may raise OSError."""
+    """The operations that the core needs. Each may raise OSError."""
 
     def make_dir(self, path: Path, *, durable: bool = False) -> None:
-        """Make a directory; one that exists is fine. `durable`: it also survives a power loss.
+        """Make a directory, if it is not there. `durable`: it survives a power failure.
 
-        FileNotFoundError: another node made it, and this mount does not show it yet.
+        FileNotFoundError: another node has made it, and this mount does not show it yet.
         """
 
     def names(self, directory: Path) -> list[str]:
         """The names in a directory, freshly listed, without temporary ones; empty if it is not there.
 
-        A failure raises and never gives an empty list: a node that resumes a run would take "cannot be listed" for "nothing there".
+        A failure raises and never returns an empty list: a node that resumes a run would mistake it for an empty directory.
         """
 
     def read(self, path: Path, cls: type[R]) -> R | None:
-        """The record in a file, freshly opened; None while there is no whole one of this kind under this name.
+        """The record in a file, freshly opened; None while the file is not a whole record of this kind.
 
-        None never means that there is no record: the name was listed, so it is there. `fault` says why it cannot be read.
+        None never means that the record does not exist: its name was listed. `fault` tells why it is unreadable.
         """
 
     def fault(self, path: Path, cls: type[R]) -> Fault:
-        """Why a record cannot be read."""
+        """Why a record is unreadable."""
 
     def put(self, path: Path, record: Record, *, durable: bool = False) -> None:
-        """Create or replace a file of one's own, as a whole. `durable`: a power loss leaves it whole too."""
+        """Create or replace a file of this node atomically. `durable`: also with respect to power failures."""
 
     def mark(self, path: Path, record: Record) -> None:
-        """Create a file of one's own whose name tells all. Nobody reads it, so that it need not be whole at once: this is one
-        operation, `put` is two."""
+        """Create a file of this node of which only the name matters. Nobody reads it, so it need not be atomic: this is one operation,
+        and `put` is two."""
 
     def create(self, path: Path, record: Record) -> bool:
-        """Create a file exclusively and durably; False where somebody else's is there."""
+        """Create a file exclusively and durably; False if it exists already."""
 
     def rename(self, path: Path, new: Path) -> bool:
-        """Give a file of one's own another name in the same directory; False where it is not there."""
+        """Rename a file of this node in its directory; False if it is not there."""
 
     def remove(self, path: Path) -> None:
-        """Remove a file of one's own; one that is gone is fine."""
+        """Remove a file of this node, if it is there."""
 
     def remove_dir(self, path: Path) -> None:
-        """Remove a directory and what lies in it; one that is gone is fine."""
+        """Remove a directory and its content, if it is there."""
 
     def is_there_now(self, directory: Path) -> bool:
-        """Whether a directory is there, as the server says, and not as this client remembers it."""
+        """Whether a directory exists on the server, without this client's caches."""
 
 
 class PosixStore:
@@ -78,7 +78,7 @@ class PosixStore:
 
     def names(self, directory: Path) -> list[str]:
         try:
-            # A fresh opendir is what makes an NFS client look again.
+            # A fresh opendir makes an NFS client revalidate its cache.
             return [name for name in os.listdir(directory) if name[0] != "."]
         except FileNotFoundError:
             return []
@@ -143,11 +143,11 @@ class PosixStore:
         except FileNotFoundError:
             return
         except OSError:
-            # The folder is not empty: a process that was killed left a temporary file in it.
+            # The folder is not empty: a killed process has left a temporary file.
             files.remove_tree(path)
 
     def is_there_now(self, directory: Path) -> bool:
-        # Only the server can create a file, so unlike a look this is never answered from a cache.
+        # Only the server can create a file, so unlike a lookup this is never answered from a cache.
         probe = files.temporary_beside(directory / "is-there")
         try:
             os.close(files.open_new(probe))
@@ -159,7 +159,7 @@ class PosixStore:
 
 
 class LenientStore(PosixStore):
-    """For views: it skips what cannot be listed or read now, so that no decision may rest on what it shows."""
+    """For views: it skips what cannot be listed or read, so nothing may be decided from it."""
 
     def names(self, directory: Path) -> list[str]:
         try:

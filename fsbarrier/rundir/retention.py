@@ -1,4 +1,4 @@
-"""Removes what old iterations left. Called once an update is published, when nobody needs them any more."""
+"""Removes the files of old iterations, after an update has been published."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ def remove_old(
 ) -> list[int]:
     """Remove training batches and trajectories that are `batches` (`trajectories`) or more iterations behind `trained_on`.
 
-    0: none is removed. Later iterations, which may have been rolled out already, are never touched. Gives the iterations whose
-    trajectories were removed. A file that cannot be removed is left for the next time. `between` is called before each file, and
-    may end it all by raising.
+    0: none. Later iterations, which may have been rolled out already, are never touched. Returns the iterations whose trajectories were
+    removed. A file that cannot be removed stays until the next time. `between` is called before each file, and may raise.
     """
     paths = RunPaths(log_path)
     if batches:
@@ -54,7 +53,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _remove(log_path: Path, path: Path) -> bool:
-    """Whether it could be done. What lies behind a link is not this run's."""
+    """Whether the file could be removed. The target of a link does not belong to this run."""
     try:
         with reading.folder_below(log_path, path.parent) as folder:
             os.unlink(path.name, dir_fd=folder)
@@ -73,8 +72,8 @@ def remove_old_versions(
 ) -> list[Path]:
     """Remove all but the newest `keep` policy versions (0: keep all), every `every`-th (0: none) and the folders `named`.
 
-    Never `current` or the one before it, which a node may still be loading, nor those with the trainer state that one of the others
-    needs. Gives what was removed. `between` is called before each removal, and may end it all by raising.
+    `current`, the version before it, which a node may still be loading, and versions with a trainer state that a kept version needs always
+    stay. Returns the removed folders. `between` is called before each removal, and may raise.
     """
     if keep <= 0:
         return []
@@ -95,7 +94,7 @@ def remove_old_versions(
 
 
 def _remove_version(folder: Path) -> None:
-    """Raises OSError, also where the folder is a link, which leads who knows where."""
+    """Raises OSError, also if the folder is a link."""
     with reading.folder_below(folder.parent.parent, folder) as fd, contextlib.suppress(FileNotFoundError):
         # First the manifest, so that a half-removed folder does not look complete.
         os.unlink(checkpoints.MANIFEST, dir_fd=fd)
@@ -107,7 +106,7 @@ def _state_in(folder: Path) -> str | None:
     try:
         return checkpoints.read_manifest(folder).state_in
     except ProgramFailed:
-        # The version is not complete, or another node removes it just now.
+        # The version is incomplete, or another node is removing it.
         return None
 
 

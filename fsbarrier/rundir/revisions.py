@@ -1,7 +1,7 @@
-"""The settings of a run as its generations have changed them (protocol/revisions.py decides when they do).
+"""The settings of a run after the changes in its generations (see protocol/revisions.py).
 
-A generation's record is a file of the run directory like others: of what it says, only settings that may change are taken, so that it
-cannot name a program. Names that this version does not know are left out.
+Only settings that may change are taken from a generation's record, so that a forged record cannot name a program. Names that this version
+does not know are ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAY_CHANGE = (NEXT_ITERATION, AT_ONCE)
 
 
 def settings_in(settings: Settings, revisions: Sequence[Revision], iteration: int) -> Settings:
-    """A run's settings in one iteration; `settings`: as it began with them."""
+    """A run's settings in one iteration. `settings`: those that it began with."""
     for revision in revisions:
         kinds = MAY_CHANGE if iteration >= revision.iteration else (AT_ONCE,)
         settings = _with(settings, revision.values, kinds)
@@ -30,12 +30,12 @@ def settings_in(settings: Settings, revisions: Sequence[Revision], iteration: in
 
 
 def present(settings: Settings, revisions: Sequence[Revision]) -> Settings:
-    """A run's settings with every change, those that begin with a later iteration too."""
+    """A run's settings after all changes, including those that take effect in a later iteration."""
     return _with(settings, in_force({}, revisions), MAY_CHANGE)
 
 
 def can_hold(settings: Settings, record: Join | Generation) -> bool:
-    """Whether the values that a record asks for are such as somebody could have chosen at a start of this run."""
+    """Whether the settings in a record are valid for this run."""
     from fsbarrier.settings.resolve import checked
 
     values = record.stated if isinstance(record, Join) else in_force({}, record.revisions)
@@ -55,7 +55,7 @@ def _with(settings: Settings, values: Payload, kinds: Sequence[Changes]) -> Sett
 
 
 def newest_revisions(paths: RunPaths) -> tuple[Revision, ...]:
-    """As the newest generation that can be read now has them: to show them, and to refuse early. What holds, the generations decide."""
+    """The revisions of the newest readable generation, for display and early errors. The protocol itself does not use them."""
     store = LenientStore()
     for number in sorted(GENERATION.parse_all(store.names(paths.generations)), reverse=True):
         record = store.read(paths.generation(number), Generation)
