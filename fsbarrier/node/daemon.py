@@ -183,7 +183,7 @@ class Daemon:
         if self._changed_code:
             with starting(self.record):
                 self.events.write("code_changed", self.loop.node, {"what": self._changed_code})
-        self._say_where_the_others_are()
+        self._say_what_it_waits_for()
         beats = threading.Thread(target=self._beat, name="beat", daemon=True)
         beats.start()
         try:
@@ -209,7 +209,7 @@ class Daemon:
         self.events.console.close(LAST_WORDS_S)
         return ended.code
 
-    def _say_where_the_others_are(self) -> None:
+    def _say_what_it_waits_for(self) -> None:
         """Say what this node waits for if it joins a running run, since it has nothing to do before the next iteration."""
         me = self.loop.node.rank
         # The line is for people only. The observer finds out who is alive.
@@ -218,7 +218,7 @@ class Daemon:
                 where = f"the others were in iteration {iteration}; it is taken in when the next one begins, at once if they are gone"
                 self.events.console.say(f"fsbarrier: node {me}: {where}\n")
 
-    def _say_for_whom_it_waits(self, now: float) -> None:
+    def _name_missing_nodes(self, now: float) -> None:
         """Name the missing nodes, because a start that waits looks like one that hangs."""
         if now < self._say_awaited_at:
             return
@@ -237,7 +237,7 @@ class Daemon:
         while self.loop.exit is None and self._signal is None:
             self._looked_at = time.monotonic()
             busy = self._polling.look(self._looked_at)
-            self._say_for_whom_it_waits(self._looked_at)
+            self._name_missing_nodes(self._looked_at)
             self._debug.look(self.loop.observer.stops.debug_requests)
             if self.jobs.unfit is not None:
                 raise self.jobs.unfit

@@ -293,7 +293,7 @@ class NodeLoop:
     def _note_work(self, fact: Fact) -> None:
         """Tell the journal how long the work took, if there was any, or why it failed."""
         failed = fact.status != "done"
-        if failed or self._works(*self.node.place):
+        if failed or self._has_work(*self.node.place):
             work = PhaseTime.of_work(fact.work_s, fact.value).fields()
             details = {key: fact.value[key] for key in ("error", "exit_code", "log") if key in fact.value}
             event, fields = ("work_failed", {**work, **details}) if failed else ("work_finished", work)
@@ -321,10 +321,10 @@ class NodeLoop:
             self.observer.hurry()
         self._rows.enter(row)
         # Without work, `phase_started` also tells that this node is done with the row.
-        works = self._works(row.generation, row.position)
+        works = self._has_work(row.generation, row.position)
         self.write_event("phase_started", self.node, {} if works else {"waits": True})
 
-    def _works(self, generation: Generation, position: Position) -> bool:
+    def _has_work(self, generation: Generation, position: Position) -> bool:
         """Whether this node has work of its own in a row."""
         row = self.rules.row(position, generation)
         return row.each is not None or (row.leader is not None and generation.leader == self.node.rank)

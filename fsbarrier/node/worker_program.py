@@ -61,7 +61,7 @@ def run_program(work: Command, context: Context, job: RowJob, workplace: Workpla
     if work.keep is None:
         program = Child.start(argv, env=env, log_file=log_file, name=name, template=workplace.template)
     else:
-        program = _given_to_kept(work.keep, own.spec, argv, env, log_file, context, workplace)
+        program = _start_kept(work.keep, own.spec, argv, env, log_file, context, workplace)
     with workplace.own_engines.kept_alive() if uses_engines else nullcontext() as keeper:
         code = _watch(program, context, job, workplace, keeper)
     if code != 0:
@@ -102,7 +102,7 @@ def _distrust_engines(result: Path, context: Context, workplace: Workplace) -> N
                 workplace.own_engines.distrust(replica)
 
 
-def _given_to_kept(
+def _start_kept(
     keep: Keep,
     spec: Path,
     argv: Sequence[str],

@@ -62,10 +62,10 @@ def found_by_others(at: Situation, newest: Generation) -> list[Loss]:
     gone = [m for m in node.generation.members if newest.incarnation_of(m.rank) != m.incarnation]
     known = losses(gone, node.rank, view.joins, view.ledger, node.since, at.now, at.rules.limits)
     noticed = {loss.member: loss for loss in known}
-    return [noticed.get(member) or _heard_of(at, member, newest) for member in gone]
+    return [noticed.get(member) or _loss_from_record(at, member, newest) for member in gone]
 
 
-def _heard_of(at: Situation, member: Member, newest: Generation) -> Loss:
+def _loss_from_record(at: Situation, member: Member, newest: Generation) -> Loss:
     seen, why = at.view.ledger.news(member), f"found by node {newest.created_by}"
     # The watchers read that member's heartbeat, and this node does not. The record has what they found.
     if seen is None:

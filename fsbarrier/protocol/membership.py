@@ -175,7 +175,7 @@ def _loss(
     """Whether a member is lost, by the newest heartbeat and the newest start (`join`) of its rank."""
     newest, news = ledger.seen.get(member.rank), ledger.news(member)
     beat, state = (news.beat, news.beat.state) if news is not None else (None, "")
-    age = max(0.0, now - _heard_at(member, news, ledger, since))
+    age = max(0.0, now - _silent_since(member, news, ledger, since))
     # A newer start may show by its heartbeat first, while this mount's listing of joins/ is stale.
     started = join.incarnation if join is not None else 0
     if newest is not None and newest.beat.incarnation > started:
@@ -191,14 +191,14 @@ def _loss(
     return Loss(member, why, beat, age)
 
 
-def _heard_at(member: Member, news: Seen | None, ledger: Ledger, since: float) -> float:
+def _silent_since(member: Member, news: Seen | None, ledger: Ledger, since: float) -> float:
     """When the silence of a member began. One never seen is silent since this node entered the generation, or began to watch it."""
     return news.since if news is not None else max(since, ledger.unwatched.get(member.rank, since))
 
 
 def silence(member: Member, ledger: Ledger, since: float, now: float) -> float:
     """How long there has been no news of `member`."""
-    return max(0.0, now - _heard_at(member, ledger.news(member), ledger, since))
+    return max(0.0, now - _silent_since(member, ledger.news(member), ledger, since))
 
 
 def silent_members(

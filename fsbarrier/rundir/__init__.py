@@ -1,1 +1,1 @@
-"""The run directory: every name in it, who made the run, records, heartbeats, the journal, checkpoints, clean-up."""
+"""The run directory: names and paths, run.json, records, heartbeats, the journal, checkpoints, clean-up."""

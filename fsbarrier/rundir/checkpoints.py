@@ -1,11 +1,11 @@
-"""Policy versions on disk: a folder each, complete when its manifest is there; the run points at one of them.
+"""Policy versions on disk. Each is a folder, which is complete when it has a manifest; the run points at one of them.
 
     checkpoints/policy-000006.g0003/model/      Hugging Face folder, what vLLM loads
     checkpoints/policy-000006.g0003/trainer/    resumable trainer state
     checkpoints/policy-000006.g0003/MANIFEST.json   sizes and SHA-256 of all files; written last
     model.pt -> checkpoints/policy-000006.g0003/model
 
-Folders are never renamed and never changed once their manifest is there. Standard library only.
+A folder is never renamed, and never changed once it has a manifest. Standard library only.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from fsbarrier.rundir.names import POLICY_FOLDER, MadeBy
 from fsbarrier.rundir.paths import RunPaths
 
 MANIFEST = "MANIFEST.json"
-#: in a copy of a model's folder: the name of the policy version that it was copied from
+#: in a copy of a model's folder: the name of the copied policy version
 COPIED_FROM = ".copied-from"
-# How many files of a policy version one node reads at once.
+# How many files of a policy version one node reads concurrently.
 READERS = 8
 
 
 class PolicyUnreadable(ProgramFailed):
-    """The mount fails, and has for longer than it usually does. Nothing is known of the policy version: it may be whole."""
+    """The mount has failed for longer than usual. The policy version may be complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a policy version's folder holds, by the name relative to it.
+    """The files of a policy version's folder, by their relative names.
 
-    `state_in`: the folder of the policy version from which a run goes on if the nodes that trained this one are gone; "": this one,
-    which has its own trainer state; None: there is none yet, and the run would begin with its first model again. `following`: the files
-    of this version's trainer state that the nodes bring later; once all are there, `newest_state` names this one.
+    `state_in`: the folder with the trainer state from which the run resumes if the nodes that trained this version are gone; "": this
+    one; None: there is none yet, and the run would begin again with its first model. `following`: the files of this version's trainer
+    state that the nodes copy later; when all are there, `newest_state` returns this version.
     """
 
     policy_version: int
@@ -56,7 +56,7 @@ class Manifest:
     following: Mapping[str, FileDigest] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """The bytes of its file."""
+        """The content of its file."""
         body = {"policy_version": self.policy_version, "files": _listed(self.files)}
         elsewhere = {} if self.state_in == "" else {"state_in": self.state_in}
         later = {"following": _listed(self.following)} if self.following else {}
@@ -64,26 +64,26 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """What tells this policy from any other: it stands for the content of all its files."""
+        """A digest of the content of all files, which identifies this policy."""
         return hashlib.sha256(self.encode()).hexdigest()
 
 
 def kept_on_node(local_dir: str, run_id: str, node_rank: int) -> Path:
-    """Where a node keeps its part of the trainer's state between two saves to the run directory. Raises OSError."""
+    """The folder of a node's part of the trainer state between two saves to the run directory. Raises OSError."""
     base = Path(local_dir) if local_dir else private_folder().path
     return base / run_id / f"node_{node_rank}"
 
 
 def identity(folder: str, digest: str) -> str:
-    """What tells a policy from any other, also from one of the same version, in few characters."""
+    """A short identity of a policy, unique even among policies of one version."""
     return f"{folder}:{digest[:16]}"
 
 
 def check_identity(folder: Path, policy: str) -> None:
-    """The folder holds the policy that the run published, as `identity` names it. Raises ProgramFailed.
+    """Check that a folder holds the published policy (`identity`). Raises ProgramFailed.
 
-    Comparing the files with the manifest cannot tell: in a folder that was replaced as a whole they agree. A program that publishes in
-    its own way may have named no digest, and the run's first model has none; then there is nothing to compare.
+    Comparing the files with the manifest is not enough, since a folder that was replaced as a whole is consistent. The run's first model
+    has no digest, and neither has the decision of a program that publishes in its own way; then there is nothing to compare.
     """
     if not policy.partition(":")[2]:
         return
@@ -95,14 +95,14 @@ def check_identity(folder: Path, policy: str) -> None:
 
 
 def write_manifest(folder: Path, policy_version: int) -> Manifest:
-    """Declare `folder` complete: flush, read and list every file in it. For whoever did not hash what it wrote. Raises OSError."""
+    """Complete a `folder` whose files were not hashed: flush, read and list every file in it. Raises OSError."""
     found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     digests = {path.relative_to(folder).as_posix(): digest_of(path) for path in found}
     return commit(folder, Manifest(policy_version, digests))
 
 
 def commit(folder: Path, manifest: Manifest) -> Manifest:
-    """Declare `folder` complete. All files that the manifest lists have been flushed; this is the last step. Raises OSError."""
+    """Complete a `folder` by writing its manifest. All listed files must have been flushed. Raises OSError."""
     for directory in (*(path for path in folder.rglob("*") if path.is_dir()), folder, folder.parent):
         files.fsync_dir(directory)
     files.write_atomic(folder / MANIFEST, manifest.encode(), durable=True)
@@ -110,7 +110,7 @@ def commit(folder: Path, manifest: Manifest) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder. Raises ProgramFailed if there is none or it cannot be read: the folder is not complete."""
+    """The manifest of a folder. Raises ProgramFailed if it is missing or unreadable."""
     try:
         body = json.loads(retry(lambda: _read_below(folder, MANIFEST), errnos=FAILING))
         state_in = body.get("state_in", "")
@@ -149,7 +149,7 @@ def _digests(listed: Mapping[str, Any]) -> dict[str, FileDigest]:
 
 
 def newest_state(folder: Path) -> str | None:
-    """The folder of the newest version up to this one with the whole trainer state, None where there is none. Raises ProgramFailed."""
+    """The newest version up to this one that has its whole trainer state; None if there is none. Raises ProgramFailed."""
     manifest = read_manifest(folder)
     if manifest.state_in != "" and (not manifest.following or still_to_come(folder, manifest)):
         return manifest.state_in
@@ -157,7 +157,7 @@ def newest_state(folder: Path) -> str | None:
 
 
 def still_to_come(folder: Path, manifest: Manifest) -> list[str]:
-    """The files of a version's trainer state that are not there yet. A file gets its name once it is whole and flushed."""
+    """The missing files of a version's trainer state. A file gets its name when it is complete and flushed."""
     try:
         there = set(os.listdir(folder / "trainer")) if manifest.following else set()
     except FileNotFoundError:
@@ -172,14 +172,14 @@ def _read_below(folder: Path, name: str) -> bytes:
 
 
 def _inner_name(name: str) -> str:
-    """A name in a manifest, which leads to a file of that folder. Raises ValueError."""
+    """A name in a manifest, which must lead to a file in that folder. Raises ValueError."""
     if os.path.isabs(name) or os.path.normpath(name) != name or name.split("/")[0] in (".", ".."):
         raise ValueError(f"{name!r} is no name inside the folder")
     return name
 
 
 def check_sizes(folder: Path) -> Manifest:
-    """Every file of a policy version is there, a plain one, and as long as its manifest says; none is read.
+    """Check that every file of a policy version is a plain file of the right size, without reading it.
 
     Raises ProgramFailed naming the first bad one.
     """
@@ -196,10 +196,9 @@ def check_sizes(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, part: str = "", between_reads: Callable[[], None] = lambda: None) -> Manifest:
-    """Read what of a policy version is in `part` ("": all), several files at once, and compare it with the manifest.
+    """Read a policy version, or only the folder `part` of it, and compare it with the manifest.
 
-    Raises ProgramFailed naming a bad file. A real model takes a while: `between_reads` is called all the while by the threads that
-    read, and may end the check by raising.
+    Raises ProgramFailed naming a bad file. The reading threads call `between_reads` all the time, which may raise to cancel.
     """
     manifest = check_sizes(folder)
     compare(
@@ -209,7 +208,7 @@ def verify(folder: Path, part: str = "", between_reads: Callable[[], None] = lam
 
 
 def compare(folder: Path, expected: Mapping[str, FileDigest], between_reads: Callable[[], None]) -> None:
-    """Read the files below `folder`, several at once. Raises ProgramFailed naming one that is not what is expected."""
+    """Read the files below `folder` concurrently. Raises ProgramFailed naming one that differs from the expected digest."""
 
     def check(name: str) -> None:
         with _opened(folder, name) as fd:
@@ -221,7 +220,7 @@ def compare(folder: Path, expected: Mapping[str, FileDigest], between_reads: Cal
 
 
 def for_all(check: Callable[[str], None], names: Iterable[str]) -> None:
-    """Check several files at once. Raises what the first bad one does."""
+    """Check files concurrently. Raises the first exception."""
     with ThreadPoolExecutor(READERS) as threads:
         for _ in threads.map(check, names):
             pass
@@ -232,7 +231,7 @@ def differs(path: Path) -> ProgramFailed:
 
 
 def copy_listed(source: Path, target: Path, digest: FileDigest | None, root: Path | None) -> FileDigest:
-    """Copy a file to a new name, whose content a manifest lists with this digest; None: no manifest lists it.
+    """Copy a file and compare it with the `digest` in its manifest; None: it is in no manifest.
 
     `root`: no link is followed below it. Raises OSError, ProgramFailed.
     """
@@ -243,7 +242,7 @@ def copy_listed(source: Path, target: Path, digest: FileDigest | None, root: Pat
 
 
 def read_listed(folder: Path, name: str) -> bytes:
-    """A small file of a policy version, as its manifest lists it. Raises ProgramFailed."""
+    """The content of a small file in a policy version's manifest. Raises ProgramFailed."""
     digest, path = read_manifest(folder).files.get(name), folder / name
     if digest is None:
         raise ProgramFailed(f"{path} is not in the {MANIFEST} beside it")
@@ -258,7 +257,7 @@ def read_listed(folder: Path, name: str) -> bytes:
 
 @contextlib.contextmanager
 def _opened(folder: Path, name: str) -> Iterator[int]:
-    """A file of a policy version, open for reading; no link leads to it. Raises ProgramFailed."""
+    """Open a file of a policy version, without following links. Raises ProgramFailed."""
     path = folder / name
     try:
         fd = retry(lambda: reading.open_below(folder.parent, path), errnos=FAILING)
@@ -271,10 +270,10 @@ def _opened(folder: Path, name: str) -> Iterator[int]:
 
 
 def publish_link(log_path: Path, folder: Path, last_look: Callable[[], None] = lambda: None) -> Path:
-    """Make <log-path>/model.pt name `folder`/model, in one step; a copy where the filesystem has no symbolic links.
+    """Point <log-path>/model.pt at `folder`/model atomically; it is a copy if the filesystem has no symbolic links.
 
-    `last_look` is called directly before that step (a copy takes long) and may refuse it by raising. Raises ProgramFailed where model.pt
-    names a newer policy version already, OSError.
+    `last_look` is called right before that, since a copy takes long, and may raise to refuse it. Raises ProgramFailed if model.pt is
+    already at a newer policy version, OSError.
     """
     served = RunPaths(log_path).served_model
     temporary = files.temporary_beside(served)
@@ -283,7 +282,7 @@ def publish_link(log_path: Path, folder: Path, last_look: Callable[[], None] = l
         last_look()
         _refuse_to_go_back(log_path, folder)
         if served.is_dir() and not served.is_symlink():
-            # A copy from an earlier version is in the way, and no filesystem replaces a folder in one step.
+            # A copy of an earlier version is in the way, and a folder cannot be replaced atomically.
             old = served.with_name(f".{served.name}.{secrets.token_hex(6)}.old")
             os.rename(served, old)
             os.rename(temporary, served)
@@ -303,7 +302,7 @@ def _link_or_copy_folder(folder: Path, name: Path) -> None:
         retry(lambda: os.symlink(os.path.relpath(target, name.parent), name), errnos=FAILING)
     except OSError as error:
         if name.is_symlink():
-            # A reply was lost: nobody else makes a name like this one.
+            # A lost reply, since nobody else makes such a name.
             return
         if error.errno not in files.NO_LINKS:
             raise
@@ -319,7 +318,7 @@ def _link_or_copy_folder(folder: Path, name: Path) -> None:
 
 
 def _remove(link_or_folder: Path) -> None:
-    """Remove what is not published, or no more. If that fails it is left lying: its name begins with a dot, so readers skip it."""
+    """Remove an unpublished link or folder. If that fails it stays; its name begins with a dot, so readers skip it."""
     with contextlib.suppress(OSError):
         if link_or_folder.is_symlink():
             link_or_folder.unlink()
@@ -337,9 +336,9 @@ def _refuse_to_go_back(log_path: Path, folder: Path) -> None:
 
 
 def served_policy(log_path: Path) -> MadeBy | None:
-    """The policy version that model.pt names now; None where there is none, or where it was not made by a run. Raises OSError."""
+    """The policy version at model.pt; None if there is none, or if no run made it. Raises OSError."""
     served = RunPaths(log_path).served_model
-    # A fresh listing makes an NFS client look again at what the name stands for.
+    # A fresh listing makes an NFS client revalidate the name.
     if served.name not in os.listdir(log_path):
         return None
     try:

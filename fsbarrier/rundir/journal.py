@@ -1,6 +1,6 @@
-"""The event journal: one JSONL file an incarnation, every transition and decision, with timings. For people and scripts.
+"""The event journal: one JSONL file for each incarnation, with all transitions, decisions and timings. For people and scripts.
 
-`Journal` writes one, `JournalReader` reads one as it grows, and `Event` is what a line is once it was checked.
+`Journal` writes one, `JournalReader` reads one as it grows, and an `Event` is a checked line.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from fsbarrier.rundir.names import JOURNAL
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import LenientStore
 
-#: A reader takes so many bytes of a journal at a time, and skips a line that is longer than the second number.
+#: how many bytes a reader reads at a time, and the longest line that it does not skip
 BLOCK_BYTES = 1024 * 1024
 LINE_BYTES = reading.LINE_BYTES
 
-#: events so frequent that only their times are of interest, and of a long run only the newest
+#: frequent events, of which only the times matter, and in a long run only the newest
 FREQUENT = frozenset({"phase_started", "phase_finished", "work_finished", "iteration_finished", "decision"})
 _decode = json.JSONDecoder().decode
-#: where the name of a rare event stands in a journal
+#: the beginning of the name of a rare event in a line
 _RARE = re.compile(rb'"event": ?"(?!(?:%s)")' % "|".join(sorted(FREQUENT)).encode())
 
-#: what every event must have beside its times and its name
+#: the required fields of an event, beside its times and its name
 _PLACE = itemgetter("node_rank", "generation", "iteration", "phase")
 _MOST = 2**53
 
-#: An event's own fields, unchecked: values of any type, by name.
+#: an event's unchecked fields by name
 Fields = Mapping[str, object]
 
-#: Texts of a decision are written up to so many letters, and its other values up to so many.
+#: the longest texts and the longest other values of a decision that are written
 MOST_TEXT, MOST_LIST = 400, 100
-#: Values of a decision that say nothing, and the names of those that went into the row's `phase_finished`.
+#: values of a decision without information, and the names of those that `phase_finished` has
 EMPTY: tuple[object, ...] = (None, "", [], {}, ())
 TIMES = frozenset({"engine_s", "start_s", "load_s", "save_s"})
 
@@ -51,9 +51,9 @@ TIMES = frozenset({"engine_s", "start_s", "load_s", "save_s"})
 class Event:
     """One line of a journal.
 
-    `at` is in seconds since 1970 by the writer's wall clock, and only for display. `mono_s` is by the monotonic clock that
-    `clock` names: times of one such clock can be subtracted from each other, times of two cannot. `fields` is the whole line;
-    an event's own fields are read with `number`, `integer`, `text` and `lines`, since anything may stand in a file.
+    `at`: seconds since 1970 by the writer's wall clock, only for display. `mono_s`: the time by the monotonic clock `clock`; only times
+    of the same clock can be subtracted. `fields`: the whole line. A file may contain anything, so an event's own fields are read with
+    `number`, `integer`, `text` and `lines`.
     """
 
     name: str
@@ -69,12 +69,12 @@ class Event:
 
     @property
     def row(self) -> tuple[int, int, int]:
-        """Where its writer was in the run: generation, iteration, phase."""
+        """The writer's position: generation, iteration, phase."""
         return self.generation, self.iteration, self.phase
 
     @property
     def waits(self) -> bool:
-        """Whether it began a row in which its writer has nothing to do but wait."""
+        """Whether the writer entered a row in which it has no work."""
         return self.name == "phase_started" and self.fields.get("waits") is True
 
     def number(self, name: str) -> float | None:
@@ -91,7 +91,7 @@ class Event:
 
 
 def parse(value: object, clock: str = "") -> Event | None:
-    """The event in a journal's JSON value; None for anything that is no event."""
+    """The event in a JSON value; None if it is not an event."""
     if not isinstance(value, dict):
         return None
     name, at, mono_s = value.get("event"), _seconds_since_1970(value.get("time")), number(value, "mono_s")
@@ -102,7 +102,7 @@ def parse(value: object, clock: str = "") -> Event | None:
     except KeyError:
         return None
     for one in place:
-        # The same check as in `integer`, without its calls: a report does this a million times.
+        # Inlined from `integer`, since a report does this a million times.
         if type(one) is not int or not 0 <= one < _MOST:
             return None
     phase_name = text(value, "phase_name")
@@ -110,7 +110,7 @@ def parse(value: object, clock: str = "") -> Event | None:
 
 
 def number(fields: Fields, name: str) -> float | None:
-    """A finite number among the fields, else None."""
+    """The field as a finite number, else None."""
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -122,26 +122,26 @@ def number(fields: Fields, name: str) -> float | None:
 
 
 def integer(fields: Fields, name: str) -> int | None:
-    """A whole number of reasonable size among the fields, else None."""
+    """The field as an integer of reasonable size, else None."""
     value = fields.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST else None
 
 
 def text(fields: Fields, name: str) -> str:
-    """A text among the fields, else an empty one."""
+    """The field as a text, else ""."""
     value = fields.get(name)
     return value if isinstance(value, str) else ""
 
 
 def lines(fields: Fields, name: str) -> tuple[str, ...]:
-    """A list among the fields as texts, else none."""
+    """The field as a list of texts, else ()."""
     value = fields.get(name)
     return tuple(map(str, value)) if isinstance(value, list) else ()
 
 
 @dataclass(frozen=True, slots=True)
 class LostNode:
-    """One of the nodes that a `node_lost` names. `log`: what it wrote last."""
+    """A node in a `node_lost` event. `log`: its last log lines."""
 
     node_rank: int | None
     host: str
@@ -151,7 +151,7 @@ class LostNode:
 
 
 def lost_nodes(event: Event) -> list[LostNode]:
-    """The nodes that a `node_lost` names."""
+    """The nodes in a `node_lost` event."""
     named = event.fields.get("lost")
     return [
         LostNode(
@@ -181,10 +181,10 @@ def _seconds_since_1970(time: object) -> float | None:
 
 
 class JournalReader:
-    """Reads one journal as it grows. It alone decides how much of the file is read.
+    """Reads one journal as it grows.
 
-    `clock` names the monotonic clock of the journal's writer, for its events. `newest_bytes`: of what is there at the first look, so
-    much is read whole; None: all. Of what is before that it gives the rare events (`with_past`), or nothing.
+    `clock`: the name of the writer's monotonic clock. `newest_bytes`: how much of the file's end is read completely at first; None: the
+    whole file. Of what is before that, only the rare events are read, if `with_past`.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class JournalReader:
     ) -> None:
         self.path = path
         self.clock = clock
-        #: why it is not read at all; "" where it is
+        #: why it cannot be read; "" if it can
         self.fault = ""
         self._newest_bytes, self._with_past = newest_bytes, with_past
         #: whether frequent events were left out
@@ -201,7 +201,7 @@ class JournalReader:
         self._unfinished = b""
 
     def read(self) -> Iterator[Event]:
-        """The events that came since the last call. A torn or foreign line is passed over; nothing is raised."""
+        """The new events since the last call. Torn and foreign lines are skipped. Never raises."""
         try:
             with reading.open_stream(self.path, reading.JOURNAL_BYTES) as stream:
                 if self._newest_bytes is not None:
@@ -219,7 +219,7 @@ class JournalReader:
         """The rare events before byte `end`, if the caller wants them."""
         self.shortened = end > 0
         if end > 0 and not self._with_past:
-            # Byte `end` may be in the middle of a line, which then is no line to be understood.
+            # Byte `end` may be in the middle of a line, which is skipped.
             self._offset, self._unfinished = end, b"-"
         while self._offset < end:
             block = self._lines(stream, min(BLOCK_BYTES, end - self._offset))
@@ -230,7 +230,7 @@ class JournalReader:
                     yield event
 
     def _lines(self, stream: BinaryIO, most: int) -> bytes:
-        """The next whole lines, without the last newline; what follows it waits for the next call. Empty at the end. Raises OSError."""
+        """The next whole lines, without the last newline; an incomplete line waits for the next call. Empty at the end. Raises OSError."""
         whole = b""
         while not whole and (block := stream.read(most)):
             self._offset += len(block)
@@ -250,13 +250,13 @@ class JournalReader:
 
 
 def journal_files(log_path: Path) -> list[Path]:
-    """The journals of a run; none where their folder cannot be listed."""
+    """The journals of a run; none if their folder cannot be listed."""
     folder = RunPaths(log_path).events
     return [folder / name for name in sorted(LenientStore().names(folder)) if JOURNAL.parse(name) is not None]
 
 
 def read_events(log_path: Path) -> list[Event]:
-    """All events of a run, in the order of their wall-clock times (for display: no decision rests on it)."""
+    """All events of a run in the order of their wall-clock times, for display."""
     events = [event for path in journal_files(log_path) for event in JournalReader(path).read()]
     return sorted(events, key=lambda event: event.at)
 
@@ -265,9 +265,9 @@ def read_events(log_path: Path) -> list[Event]:
 
 
 class Journal:
-    """Appends events of one daemon. Each line is written at once and whole, but not flushed to disk.
+    """Appends the events of one daemon. Each line is one write, which is not flushed to the disk.
 
-    `incarnation`: the one in the file's name. Frequent events say theirs only where it is a later one.
+    `incarnation`: the one in the file's name. Frequent events include theirs only if it is a later one.
     """
 
     def __init__(self, path: Path, *, run_id: str, node_rank: int, incarnation: int) -> None:
@@ -276,7 +276,7 @@ class Journal:
         self._run_id, self._node_rank, self._incarnation = run_id, node_rank, incarnation
 
     def write(self, name: str, mono_s: float, place: Payload, fields: Payload) -> Event:
-        """Record an event and give it back. `place` has incarnation, generation, iteration, phase and phase_name."""
+        """Write an event and return it. `place` has incarnation, generation, iteration, phase and phase_name."""
         now = datetime.now(UTC)
         line = {
             "time": f"{now:%Y-%m-%dT%H:%M:%S}.{now.microsecond // 1000:03d}Z",
@@ -299,7 +299,7 @@ class Journal:
 
 
 def rounded(value: object) -> object:
-    """The value with floats of six digits that count, also inside lists and objects."""
+    """The value with all floats rounded to six significant digits."""
     match value:
         case float() if math.isfinite(value):
             return float(f"{value:.6g}")
@@ -312,8 +312,8 @@ def rounded(value: object) -> object:
 
 
 def summary(value: Payload, lines: Sequence[Payload]) -> dict[str, object]:
-    """A decision as the journal shows it: without what is empty, or stands in the row's other `lines` there or its `phase_finished`,
-    and long lists and texts as their size."""
+    """A decision for the journal: without empty values and those in the row's other `lines` or its `phase_finished`; long lists and texts
+    as their size."""
     told = {(name, v) for line in lines for name, v in line.items() if isinstance(v, Hashable)}
     rest = {
         name: v

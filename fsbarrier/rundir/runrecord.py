@@ -1,8 +1,7 @@
-"""run.json: who made a run, with which settings, tasks and model. Written once, by node 0; every node works from it.
+"""run.json: a run's author, settings, tasks and model. Node 0 writes it once, and every node works from it.
 
-Plain JSON that people can read. Its field "digest" is the SHA-256 of all the others, so that a torn, edited or foreign file is
-recognised. What a later start may say otherwise, each setting's declaration tells (settings/section.py, `Changes`). Standard library
-only: every command reads it.
+It is readable JSON. The field "digest" is the SHA-256 of all other fields, so a torn, edited or foreign file is recognised. A setting's
+declaration tells whether a later start may change it (settings/section.py, `Changes`). Standard library only, since every command reads it.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from fsbarrier.settings.sections import Settings, changes_of, fixed_because
 from fsbarrier.settings.sources import SETS, ChosenValue, set_in
 
 SCHEMA = 1
-# A record is linked into place whole, so a mount that shows it torn for longer than this is broken.
+# The record is linked into place atomically, so a mount that shows it torn for longer than this is broken.
 TORN_S = 5.0
-# how often a node says that it still waits
+# how often a waiting node says so
 SAY_AGAIN_S = 60.0
-# the pauses between two looks at it
+# the pauses between two looks
 LOOKS = Backoff(0.001, 0.25)
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -49,20 +48,20 @@ TEXTS = ("run_id", "created", "created_by", "version", "settings_digest")
 
 
 class TaskSource(TypedDict):
-    """The task file of one split as a run began with it. As JSON, for programs read it too (`ctx.tasks["train"]["count"]`)."""
+    """The task file of one split. A dictionary, since programs read it (`ctx.tasks["train"]["count"]`)."""
 
     path: str
     count: int
-    #: empty while the built-in task is yet to be made
+    #: empty until the built-in task has been made
     sha256: str
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run as all its nodes know it.
+    """The content of run.json.
 
     `created`: UTC, ISO 8601. `created_by`: user@host. `tasks`: split -> {"path", "count", "sha256"}. `model`: the folder of the first
-    policy. `log_path`: where this node sees the run; no part of the file.
+    policy. `log_path`: the run directory's path on this node, which is not in the file.
     """
 
     run_id: str
@@ -81,7 +80,7 @@ class RunRecord:
 
     @property
     def origin(self) -> str:
-        """Where the record is and who made it, for messages."""
+        """The record's path and author, for messages."""
         return f"{_shown(self.paths.record)} made by {self.created_by} on {self.created}"
 
 
@@ -90,7 +89,7 @@ class _Torn(ValueError):
 
 
 class _NotWholeYet(_Torn):
-    """The mount may show the rest of it in a moment."""
+    """The mount may show the rest in a moment."""
 
 
 # --- making -------------------------------------------------------------------------------------------------------------
@@ -99,7 +98,7 @@ class _NotWholeYet(_Torn):
 def new(
     log_path: Path, settings: Settings, *, tasks: Mapping[str, TaskSource], model: str | None
 ) -> RunRecord:
-    """A record for a run that starts now. Nothing is written."""
+    """A record for a new run. Nothing is written."""
     now = datetime.now(UTC)
     return RunRecord(
         run_id=f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}",
@@ -115,17 +114,16 @@ def new(
 
 
 def publish(record: RunRecord) -> RunRecord:
-    """Make the run directory and put the record there, durably; the record that counts is given back.
+    """Make the run directory and create the record durably. Returns the valid record, which is another one if another start was first.
 
-    That is another one if somebody else was first. Raises UsageError where the directory cannot be made or written, StoreError
-    where its filesystem fails.
+    Raises UsageError if the directory cannot be made or written, StoreError if its filesystem fails.
     """
     made = [folder for folder in (record.log_path, *record.log_path.parents) if not folder.exists()]
     try:
         files.make_dirs(record.log_path)
         won = until_seen(lambda: files.create_exclusive(record.paths.record, encode(record)))
     except OSError as error:
-        # Leave nothing behind. `rmdir` spares a folder that somebody uses by now, as it is not empty.
+        # Leave nothing behind. `rmdir` spares a folder that another start is already using, since it is not empty.
         for folder in made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -138,7 +136,7 @@ def publish(record: RunRecord) -> RunRecord:
 
 
 def encode(record: RunRecord) -> bytes:
-    """The bytes of the record's file."""
+    """The content of the record's file."""
     body = {
         "schema": SCHEMA,
         "format": FORMAT,
@@ -162,7 +160,7 @@ def _digest(body: Mapping[str, object]) -> str:
 
 
 def exists(log_path: Path) -> bool:
-    """Whether a run's record lies in `log_path`, by listing it: an NFS client would remember a name that it looked up in vain."""
+    """Whether `log_path` contains a run's record. It is listed, since an NFS client would cache a failed lookup."""
     try:
         return RunPaths(log_path).record.name in retry(lambda: os.listdir(log_path), errnos=FAILING)
     except (FileNotFoundError, NotADirectoryError):
@@ -172,16 +170,16 @@ def exists(log_path: Path) -> bool:
 
 
 def without_record(log_path: Path) -> list[str]:
-    """The names in `log_path` under which a run would write, where files lie there already and no run's record does."""
+    """The names of a run's files that exist in `log_path` without a run's record."""
     paths = RunPaths(log_path)
     folders = (paths.coordination, paths.checkpoints, paths.events, *map(paths.trajectories, SPLITS))
     found = [folder.name for folder in (*folders, paths.served_model) if _holds_something(folder)]
-    # Another start may be making this very run. It makes the record first, so the record is listed now.
+    # Another start may be making this run. It makes the record first, so the record would be listed now.
     return sorted(found) if found and not exists(log_path) else []
 
 
 def _holds_something(path: Path) -> bool:
-    """An empty folder may be a disk that somebody mounted there for the run."""
+    """Whether a folder is not empty. An empty one may be a disk that was mounted for the run."""
     try:
         return any(name != "lost+found" for name in os.listdir(path))
     except FileNotFoundError:
@@ -191,17 +189,17 @@ def _holds_something(path: Path) -> bool:
 
 
 def load(log_path: Path) -> RunRecord:
-    """The record of the run in `log_path`. Raises UsageError where there is none, or none that this version can read."""
+    """The record of the run in `log_path`. Raises UsageError if there is none that this version can read."""
     if not exists(log_path):
         raise UsageError(f"--log-path {_shown(log_path)}: no run there (no run.json); name a run's directory")
     return _read(log_path)
 
 
 def wait(log_path: Path, timeout_s: float, *, on_wait: Callable[[str], None] | None = None) -> RunRecord:
-    """The record of the run in `log_path`, once node 0 has made it; looks more and more rarely, at most every 0.25 s.
+    """Wait for node 0 to make the record of the run in `log_path`, with back-off up to 0.25 s.
 
-    `on_wait` is called with whom this node waits for, and again every `SAY_AGAIN_S` seconds.
-    Raises TooFewNodes after `timeout_s`, UsageError for a bad record.
+    `on_wait` is called with a message at first, and every `SAY_AGAIN_S` seconds. Raises TooFewNodes after `timeout_s`, UsageError for a
+    bad record.
     """
     begin, say_after = time.monotonic(), 1.0
     idle, pauses = threading.Event(), iter(LOOKS)
@@ -223,7 +221,7 @@ def wait(log_path: Path, timeout_s: float, *, on_wait: Callable[[str], None] | N
 
 
 def _read(log_path: Path) -> RunRecord:
-    """The record that is listed in `log_path`, once this mount shows it whole. Raises UsageError, StoreError."""
+    """The listed record in `log_path`, when this mount shows it whole. Raises UsageError, StoreError."""
     path, torn_until = RunPaths(log_path).record, time.monotonic() + TORN_S
     idle, pauses = threading.Event(), iter(LOOKS)
     while True:
@@ -240,7 +238,7 @@ def _read(log_path: Path) -> RunRecord:
 
 
 def _refuse_links(paths: RunPaths) -> None:
-    """The folders of a run are its own: what it writes, moves and removes stays below its directory. Raises UsageError."""
+    """Refuse links in place of the run's folders, so that it writes and removes files only below its directory. Raises UsageError."""
     kept = (
         paths.coordination,
         paths.checkpoints,
@@ -275,7 +273,7 @@ def _unreadable(path: Path, error: OSError) -> Exception:
 
 
 def decode(data: bytes, log_path: Path) -> RunRecord:
-    """The record in a file's bytes. Raises UsageError for one of a newer format; ValueError for anything but a whole one."""
+    """The record in a file's content. Raises UsageError for a newer format, ValueError for anything but a whole record."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
@@ -287,7 +285,7 @@ def decode(data: bytes, log_path: Path) -> RunRecord:
             f"{_shown(RunPaths(log_path).record)}: format {body['schema']}, made by fsbarrier {body.get('version')}; "
             f"this fsbarrier {fsbarrier.__version__} reads format {SCHEMA}"
         )
-    # Nodes that write records in two formats would not see each other, and go two ways.
+    # Nodes with two record formats would not see each other: a split brain.
     written = body.get("format", 1)
     if written != FORMAT:
         raise UsageError(
@@ -320,10 +318,10 @@ def decode(data: bytes, log_path: Path) -> RunRecord:
 def stated_changes(
     record: RunRecord, chosen: Mapping[str, ChosenValue], settings: Settings
 ) -> dict[str, object]:
-    """What of `chosen` may change in the life of a run, by dotted name and as JSON has it.
+    """The changeable settings in `chosen`, by dotted names, as JSON values.
 
-    `settings`: what `chosen` alone makes, so that equal values that were written differently agree. Raises UsageError, showing both
-    values and why it stays as it is, for the first that may not change and that the record contradicts.
+    `settings`: the parsed `chosen`, so that equal values agree however they are written. Raises UsageError, with both values and the
+    reason, for the first unchangeable setting that contradicts the record.
     """
     ours, theirs, found = settings.as_json(), record.settings.as_json(), {}
     sets = record.settings.eval.sets
@@ -351,7 +349,7 @@ def stated_changes(
 
 
 def _stated(item: ChosenValue) -> Iterator[tuple[str, ChosenValue]]:
-    """The settings that somebody chose with `item`, by name: with the table of a set, or of several sets, each that stands in it."""
+    """The chosen settings in `item` by name; of a table of one or several sets, each setting in it."""
     if isinstance(item.value, Mapping) and item.value and (item.key == SETS or set_in(item.key)):
         for name, value in item.value.items():
             yield from _stated(ChosenValue(f"{item.key}.{name}", value, f"{item.source}.{name}"))
@@ -360,7 +358,7 @@ def _stated(item: ChosenValue) -> Iterator[tuple[str, ChosenValue]]:
 
 
 def check_tasks(record: RunRecord) -> None:
-    """Raises UsageError where a task file is gone or is not the one that the run began with."""
+    """Raises UsageError if a task file is missing, or is not the one that the run began with."""
     for split, source in record.tasks.items():
         path = Path(source["path"])
         try:
@@ -377,7 +375,7 @@ def check_tasks(record: RunRecord) -> None:
 
 
 def look_up(nested: Mapping[str, object], key: str) -> object:
-    """The value of a dotted name, None where there is none."""
+    """The value of a dotted name; None if there is none."""
     value: object = nested
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -385,7 +383,7 @@ def look_up(nested: Mapping[str, object], key: str) -> object:
 
 
 def _shown(path: Path) -> str:
-    """The path as a person would write it: relative to here where that is shorter and goes nowhere up."""
+    """The path for people: relative to the working directory if that is shorter and does not go up."""
     try:
         relative = os.path.relpath(path)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What an operator may ask of a run from any machine that sees its directory."""
+"""Writes an operator's request to stop a run, from any machine that mounts its directory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fsbarrier.rundir.record_store import PosixStore
 
 
 def request_stop(log_path: Path, *, now: bool) -> Path:
-    """Ask all nodes of a run to end: at the next start of an iteration, or at once. Gives the request's path.
+    """Ask all nodes of a run to stop: at the next start of an iteration, or at once. Returns the request's path.
 
-    It holds for the starts that are there now, and for whoever comes late to them. Raises UsageError where there is no run, OSError.
+    It concerns the current starts, and nodes that come late to their session. Raises UsageError if there is no run, OSError.
     """
     paths = RunPaths(log_path)
     if not paths.record.is_file():
@@ -35,7 +35,7 @@ def request_stop(log_path: Path, *, now: bool) -> Path:
 
 
 def _starts(store: PosixStore, paths: RunPaths) -> tuple[tuple[Member, ...], tuple[Member, ...]]:
-    """The newest start of each rank: those that may live, and those whose last heartbeat says that they ended. Raises OSError."""
+    """The newest start of each rank: those that may be alive, and those that have ended by their last heartbeat. Raises OSError."""
     beats = read_beats(paths.root)
     newest = {rank: beat.incarnation for rank, beat in beats.items()}
     for start in START.parse_all(store.names(paths.joins)):

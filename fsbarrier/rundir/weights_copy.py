@@ -1,4 +1,4 @@
-"""The newest policy's weights on a node itself: its trainer leaves them there, so that its engines need not read the shared directory.
+"""A node's own copy of the newest weights, which its trainer writes, so that its engines need not read the shared directory.
 
     FOLDER/policy-000006.g0004.unchecked/model/   what the node's processes of the update write: the files of weights
     FOLDER/policy-000006.g0004/model/             the same with the small files beside, compared with the committed version's manifest
@@ -25,7 +25,7 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class WeightsCopy:
-    """The copies in `folder`; a policy version is known by the name of its folder in the shared directory."""
+    """The copies in `folder`, by the name of the policy version's folder in the shared directory."""
 
     folder: Path
 
@@ -36,12 +36,12 @@ class WeightsCopy:
         return self.folder / version / "model"
 
     def nearest(self, model: Path) -> Path:
-        """The copy of the policy in the shared folder `model`, where this node has one that was checked; else that folder."""
+        """The checked copy of the shared folder `model`; that folder if this node has none."""
         here = self.checked(model.parent.name)
         return here if here.is_dir() else model
 
     def begin(self, version: str, size: int) -> bool:
-        """Remove all copies, and make place for the next one if there is room for `size` bytes; gives whether there is."""
+        """Remove all copies, and make a folder for the next one; False if there is no room for `size` bytes."""
         for old in self.folder.iterdir():
             shutil.rmtree(old, ignore_errors=True)
         if free_bytes(self.folder) < size:
@@ -53,15 +53,14 @@ class WeightsCopy:
         shutil.rmtree(self.unchecked(version).parent, ignore_errors=True)
 
     def confirm(self, model: Path, between_reads: Callable[[], None]) -> str:
-        """Add to the copy of the committed version's folder `model` what it lacks beside the weights, compare all of it with the manifest,
-        and give it the name under which it is read. Why there is none, or "".
+        """Complete the copy of the committed folder `model` with the files beside the weights, verify it, and rename it for use.
 
-        Raises ProgramFailed where the version itself is not whole, and what `between_reads` raises.
+        Returns why there is no copy, or "". Raises ProgramFailed if the version itself is damaged, and what `between_reads` raises.
         """
         version = model.parent.name
         copy = self.unchecked(version)
         manifest = checkpoints.check_sizes(model.parent)
-        # An engine needs what lies in the folder itself, not the adapters below it.
+        # An engine needs the files in the folder itself, not the adapters below it.
         wanted = {name: one for name, one in manifest.files.items() if Path(name).parent == Path(model.name)}
         weights = [name for name in wanted if name.endswith(".safetensors")]
         if not weights or not all((copy.parent / name).is_file() for name in weights):

@@ -154,7 +154,7 @@ class Process:
             self.held_look = InterruptibleCall(self._look)
             self.go_on()
         else:
-            self._came_through(self._look())
+            self._look_continued(self._look())
 
     def go_on(self) -> None:
         """Continue a blocked look until it ends or blocks again."""
@@ -164,9 +164,9 @@ class Process:
             self.deferred.append(self.go_on)
         elif self.held_look.go_on():
             look, self.held_look = self.held_look, None
-            self._came_through(look.result)
+            self._look_continued(look.result)
 
-    def _came_through(self, how: str) -> None:
+    def _look_continued(self, how: str) -> None:
         left = self.trouble.rest()
         self.mishap = self.mishap or left
         self._looked(how)
@@ -212,7 +212,7 @@ class Process:
     def _looked(self, how: str) -> None:
         """A look has ended. `how`: what was unusual, "" for nothing."""
         if how:
-            self._looked_oddly(how)
+            self._after_mishap(how)
         if not self.up:
             return
         if self.loop.exit is not None:
@@ -221,7 +221,7 @@ class Process:
             # The next look may be far away, when a stale listing expires.
             self._idle()
 
-    def _looked_oddly(self, how: str) -> None:
+    def _after_mishap(self, how: str) -> None:
         if how == "crash":
             self.world.kill(self, "killed in the middle of an operation")
         elif how == "joined":

@@ -100,7 +100,7 @@ class MountClient:
             raise after()
         found = self.disk.dirs.get(directory)
         if found is None:
-            return self._no_names(directory)
+            return self._names_of_missing(directory)
         now = self.disk.now
         if not self._caching:
             found.seen[self.host] = now
@@ -118,7 +118,7 @@ class MountClient:
             return []
         return self._fresh_names(directory, found)
 
-    def _no_names(self, path: SimPath) -> list[str]:
+    def _names_of_missing(self, path: SimPath) -> list[str]:
         if self._caching and self._absent.get(path, 0.0) <= self.disk.now:
             self._absent[path] = self.disk.now + self.habits.absence_s
         return []
