@@ -505,7 +505,7 @@ def test_what_is_asked_wrongly_is_answered_as_json(fake: Fake) -> None:
                 (await http.post("/embeddings", json=turn), 404, "POST .*/embeddings is not served"),
                 (await http.put("/models"), 404, "PUT .*/models is not served"),
                 (await http.post("/chat/completions", content=b"{"), 400, "the request is not valid JSON"),
-                (await http.post("/chat/completions", content=b"[]"), 400, "no JSON object"),
+                (await http.post("/chat/completions", content=b"[]"), 400, "not a JSON object"),
             ):
                 error = response.json()["error"]
                 assert (response.status_code, error["code"]) == (status, status)

@@ -95,5 +95,5 @@ def test_what_cannot_be_made(
 
 def test_no_place_for_the_cache(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be made"):
+    with pytest.raises(UsageError, match="cannot create this folder"):
         demo_folder.make(tmp_path / "run" / "demo", tmp_path / "file" / "cache", lambda line: None)

@@ -112,7 +112,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     out = tmp_path / "mine"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match="no complete demo folder"):
+    with pytest.raises(UsageError, match="not a complete demo folder"):
         maker.make(out, 0, maker.WarmStart(batch=4, max_steps=1), lambda step, accuracy: None)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
     assert (out / "notes.txt").read_text() == "mine"

@@ -149,7 +149,7 @@ def test_a_server_that_was_killed_is_started_again(tmp_path: Path, make: Make) -
     first = engine.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
     os.kill(first.pid, signal.SIGKILL)
     second = engine.ensure(tmp_path / "a", 0, cancel=NEVER)
-    assert second.started and second.note.startswith("restarted: the server was gone (")
+    assert second.started and second.note.startswith("restarted: the server had ended (")
 
 
 def test_damaged_weights_never_reach_the_server(tmp_path: Path, make: Make) -> None:
@@ -168,7 +168,7 @@ def test_a_server_that_does_not_start_is_told_with_its_reason_and_its_log(tmp_pa
         engine.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
     first, *rest = str(caught.value).splitlines()
     reason = "ValueError: the head size 17 is not supported"
-    assert first == f"vLLM ended with exit code 1 while it started: {reason}"
+    assert first == f"vLLM ended with exit code 1 during its start: {reason}"
     assert rest[-1] == f"(from {tmp_path / 'vllm.log'})" and len(rest) >= 3
     assert not engine.alive()
 
@@ -207,7 +207,7 @@ def test_a_start_can_be_called_off(tmp_path: Path, make: Make, how: str) -> None
         thread.join(0.01)
     cancel.set() if how == "cancel" else engine.stop()
     thread.join(60)
-    assert failures == ["vLLM was stopped while it started"] and not engine.alive()
+    assert failures == ["vLLM was stopped during its start"] and not engine.alive()
 
 
 def test_in_debug_mode_the_server_is_asked_and_never_told(
@@ -220,7 +220,7 @@ def test_in_debug_mode_the_server_is_asked_and_never_told(
     assert (info.action, info.url, info.api_key, info.model) == ("external", own.url, own.api_key, "policy")
     assert not info.started and info.note == ""
     other = engine.ensure(write_model(tmp_path / "b"), 4, cancel=NEVER)
-    assert f"serves {tmp_path / 'a'}; it is not given policy version 4" in other.note
+    assert f"serves {tmp_path / 'a'}, not policy version 4" in other.note
     assert engine.release(cancel=NEVER)["action"] == "external"
     engine.stop()
     assert engine.alive() and lives(own.pid) and served(own) == str(tmp_path / "a")
@@ -285,12 +285,12 @@ def test_the_real_vllm_serves_reloads_and_comes_back(tmp_path: Path, monkeypatch
         os.kill(info.pid, signal.SIGKILL)
         tied = [make_model(tmp_path / f"tied{seed}", seed, tied=True) for seed in (3, 4)]
         back = engine.ensure(tied[0], 2, cancel=NEVER)
-        assert back.started and back.note.startswith("restarted: the server was gone")
+        assert back.started and back.note.startswith("restarted: the server had ended")
         assert engine.ensure(tied[1], 3, cancel=NEVER).action == "reloaded"
         said, made = roll_out(tmp_path / "tied", back, 3, prompts[:3])
         assert largest_gap(tied[1], made, 0.7) < 1e-4 < largest_gap(tied[0], made, 0.7)
         said, made = roll_out(tmp_path / "three", back, 3, [prompts[0], prompts[3]])
-        assert said.startswith("task 1: the engine refuses it: HTTP 400: ") and "context length" in said
+        assert said.startswith("task 1: the engine rejects it: HTTP 400: ") and "context length" in said
         assert [item["finish_reason"] == "error" for item in made].count(True) == SAMPLES
         everybody |= processes.below(os.getpid())
     finally:

@@ -210,7 +210,7 @@ def test_answers_errors_and_nonsense_of_a_server() -> None:
         assert caught.value.status == 500 and not EngineClient(url).healthy()
     with serving(replies(200, b"<html>")) as url, pytest.raises(Unreachable, match="not JSON"):
         EngineClient(url).call("GET", "/x", timeout_s=5)
-    with serving(replies(200, b'{"data": []}')) as url, pytest.raises(Unreachable, match="names no model"):
+    with serving(replies(200, b'{"data": []}')) as url, pytest.raises(Unreachable, match="lists no model"):
         EngineClient(url).model()
     with socket.socket() as held, pytest.raises(Unreachable, match="Connection refused"):
         held.bind(("127.0.0.1", 0))
@@ -220,7 +220,7 @@ def test_answers_errors_and_nonsense_of_a_server() -> None:
 def test_a_silent_server_cannot_hold_a_call() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(Unreachable, match="no answer in time"):
+        with pytest.raises(Unreachable, match="timeout"):
             EngineClient(url).call("GET", "/x", timeout_s=0.01)
         cancel = threading.Event()
         cancel.set()

@@ -499,7 +499,7 @@ def test_seventy_two_billion_on_eight_nodes() -> None:
         (QWEN_7B, 8, 8, "cannot be split so; the nearest that works: engine.tensor_parallel_size=1"),
         # One accelerator stays idle, as no number that divides three splits it.
         (QWEN_72B | {"num_hidden_layers": 40}, 3, 1, "the nearest that works: engine.tensor_parallel_size=2"),
-        (QWEN_7B, 3, 4, "more than this node's 3 accelerators, .* give 3 or fewer"),
+        (QWEN_7B, 3, 4, "exceeds this node's 3 accelerators, .* use 3 or fewer"),
     ],
 )
 def test_accelerators_in_odd_numbers(config: dict[str, Any], accelerators: int, size: int, said: str) -> None:
@@ -557,7 +557,7 @@ def test_a_trainer_that_stays_has_its_part_of_the_host() -> None:
 
 def test_impossible_engines_are_told() -> None:
     (problem, *_) = plan(QWEN_7B, 1, **{"engine.tensor_parallel_size": 16}).problems
-    assert "over several nodes is not supported" in problem
+    assert "cannot span several" in problem
     (problem, *_) = plan(QWEN_7B, 1, **{"engine.tensor_parallel_size": 8}).problems
     assert "engine.tensor_parallel_size=8" in problem and "28 heads" in problem
 

@@ -283,7 +283,7 @@ def test_so_many_groups_as_set_from_what_is_still_there(tmp_path: Path) -> None:
     work.nested["update"] |= {"recency": 1, "groups": 3}
     assert len(replayed(work, merged=merged[:1])[1]) == 6
     with pytest.raises(
-        UsageError, match=r"gone: not there, so iteration 3 has nothing .* \(--rl-phase rollout\)"
+        UsageError, match=r"gone: no such file, so iteration 3 has nothing .* \(--rl-phase rollout\)"
     ):
         replayed(work, merged=[str(tmp_path / "gone")])
 

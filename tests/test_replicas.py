@@ -57,7 +57,7 @@ def test_other_makers_have_variables_of_their_own() -> None:
     assert two == [{"HIP_VISIBLE_DEVICES": number, "PATH": "/bin"} for number in ("0", "1")]
     part = {"CUDA_VISIBLE_DEVICES": "MIG-1234"}
     assert seen(settings(), devices(8), **part) == ["MIG-1234"]
-    with pytest.raises(UsageError, match=r"engine\.replicas=2: on a part of a device"):
+    with pytest.raises(UsageError, match=r"engine\.replicas=2: only one replica is supported on a MIG"):
         placements(settings(replicas=2), devices(8), part, [0])
 
 
@@ -73,16 +73,16 @@ def test_replicas_on_a_cpu_have_cores_of_their_own() -> None:
 def test_what_does_not_fit_on_a_node_is_refused_with_what_does() -> None:
     with pytest.raises(
         UsageError,
-        match=r"tensor_parallel_size=16: .* 8 accelerators.*over several nodes is not supported; give 8",
+        match=r"tensor_parallel_size=16: .* 8 accelerators.*cannot span several nodes; use 8",
     ):
         placements(settings(tensor_parallel_size=16), devices(8), {}, [0])
     with pytest.raises(
-        UsageError, match=r"replicas=5: .* need 10 accelerators, this node has 8; give 4 or fewer"
+        UsageError, match=r"replicas=5: .* need 10 accelerators, but this node has 8; use 4 or fewer"
     ):
         placements(settings(tensor_parallel_size=2, replicas=5), devices(8), {}, [0])
     for words in (["--nnodes", "2"], ["--pipeline-parallel-size=2"], ["-dp", "4"]):
         with pytest.raises(
-            UsageError, match=rf"engine\.extra_args: {words[0].partition('=')[0]}: a replica has"
+            UsageError, match=rf"engine\.extra_args: {words[0].partition('=')[0]}: not supported"
         ):
             check_arguments(settings(extra_args=words))
     check_arguments(settings(extra_args=["--max-num-seqs", "512"]))
@@ -128,7 +128,7 @@ def test_all_of_them_serve_the_same_weights(tmp_path: Path, make: Make) -> None:
     assert [served(info) for info in again] == [str(second)] * 3
     assert replicas.release(cancel=NEVER) == {
         "action": "keep",
-        "reason": "no accelerator: a CPU's memory is not in the way",
+        "reason": "no accelerator, so no memory needs to be freed",
     }
     # One that the trainer found wanting is restarted alone, though it answers, and only once.
     replicas.distrust(2)
@@ -140,7 +140,7 @@ def test_all_of_them_serve_the_same_weights(tmp_path: Path, make: Make) -> None:
     os.kill(infos[1].pid, signal.SIGKILL)
     third = replicas.ensure(first, 3, cancel=NEVER)
     assert [info.action for info in third] == ["reloaded", "started", "reloaded"]
-    assert third[1].note.startswith("restarted: the server was gone") and third[1].url == infos[1].url
+    assert third[1].note.startswith("restarted: the server had ended") and third[1].url == infos[1].url
 
 
 def test_one_that_does_not_come_up_fails_them_all_by_its_number(tmp_path: Path, make: Make) -> None:
@@ -161,7 +161,7 @@ def test_one_that_dies_is_back_at_its_address_with_the_same_weights(tmp_path: Pa
         until(replicas.engines[1].alive)
     assert served(infos[1]) == served(infos[0]) == str(tmp_path / "a") and keeper.problem == ""
     (event,) = keeper.events
-    assert event["engine_note"] == "engine 1 was gone (signal 9) and is started again"
+    assert event["engine_note"] == "engine 1 had ended (signal 9) and is being restarted"
     assert [info.action for info in replicas.ensure(tmp_path / "a", 1, cancel=NEVER)] == ["kept", "kept"]
 
 
@@ -189,10 +189,13 @@ def test_one_whose_log_cannot_be_written_is_given_up_and_comes_back_later(tmp_pa
     with replicas.kept_alive() as keeper:
         os.kill(first.pid, signal.SIGKILL)
         until(lambda: keeper.problem)
-    assert keeper.problem.startswith("engine 0 is given up: ") and str(tmp_path / "logs") in keeper.problem
+    assert (
+        keeper.problem.startswith("engine 0 keeps failing and is not restarted again: ")
+        and str(tmp_path / "logs") in keeper.problem
+    )
     (tmp_path / "logs").unlink()
     (again,) = replicas.ensure(tmp_path / "a", 0, cancel=NEVER)
-    assert (again.action, again.note) == ("started", "restarted: the server was gone (signal 9)")
+    assert (again.action, again.note) == ("started", "restarted: the server had ended (signal 9)")
 
 
 class Dying:
@@ -221,7 +224,7 @@ def test_one_that_keeps_dying_is_given_up_and_the_program_only_with_the_last(
     with Keeper([dying, Living()]) as keeper:
         until(lambda: len(keeper.events) == RESTARTS + 1)
         assert dying.starts == RESTARTS and keeper.problem == ""
-    assert keeper.events[-1]["engine_note"] == "engine 0 is given up: signal 11"
+    assert keeper.events[-1]["engine_note"] == "engine 0 keeps failing and is not restarted again: signal 11"
     with Keeper([dying]) as keeper:
         until(lambda: keeper.problem)
-    assert keeper.problem == "engine 0 is given up: signal 11"
+    assert keeper.problem == "engine 0 keeps failing and is not restarted again: signal 11"

@@ -273,7 +273,7 @@ def test_a_prompt_that_is_refused_is_accounted_for_and_the_others_go_on(
 ) -> None:
     done = run(make_spec(tmp_path, fake.url, ["ba=", f"dc{kind}=", "fe="]))
     assert done.code == 0
-    assert_one_line(done.stderr, "task 1: the engine refuses it: ", told)
+    assert_one_line(done.stderr, "task 1: the engine rejects it: ", told)
     assert (done.result["refused"], done.result["invalid"], done.result["groups"]) == (1, SAMPLES, 3)
     groups = rolled_out(tmp_path)
     assert [item["reward"] for item in groups[0] + groups[2]] == [1.0] * 2 * SAMPLES
@@ -293,11 +293,11 @@ def test_a_prompt_that_is_refused_is_accounted_for_and_the_others_go_on(
 def test_a_server_that_refuses_everything_fails_the_phase_early(tmp_path: Path, fake: Fake) -> None:
     done = run(make_spec(tmp_path, fake.url, [f"{letter}!400=" for letter in "abcdefghijklmnopqrstuvwxyz"]))
     assert done.code == 1
-    assert "the engine refuses every prompt: HTTP 400: the prompt is too long" in done.stderr.splitlines()[-1]
+    assert "the engine rejects every prompt: HTTP 400: the prompt is too long" in done.stderr.splitlines()[-1]
     few = tmp_path / "few"
     few.mkdir()
     done = run(make_spec(few, fake.url, ["a!400="]))
-    assert done.code == 1 and "refused every prompt" in done.stderr.splitlines()[-1]
+    assert done.code == 1 and "rejected every prompt" in done.stderr.splitlines()[-1]
 
 
 def test_an_engine_that_is_not_there_is_one_line(tmp_path: Path, fake: Fake) -> None:

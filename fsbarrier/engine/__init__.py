@@ -1,1 +1,1 @@
-"""A node's vLLM server: started, given new weights in place, released."""
+"""A node's vLLM servers: start, reload weights, release memory, stop."""

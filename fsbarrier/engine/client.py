@@ -1,6 +1,6 @@
-"""HTTP to a vLLM server, for the daemon: the standard library only, each call with a deadline, and able to be called off.
+"""HTTP client of the daemon for a vLLM server: standard library only, with timeouts and cancellation.
 
-No proxy is ever asked: the server is on this machine, or where `engine.url` says.
+Never uses a proxy: the server is on this machine, or at `engine.url`.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from urllib.parse import urlsplit
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.openai_http import UNIX, base_and_socket, bearer, refusal_text
 
-# How soon a call notices that it was called off, or that the server's process ended.
+# How quickly a call notices cancellation, or the end of the server's process.
 SLICE_S = 0.1
-# How long a connection may take; on this machine it takes no time, but `engine.url` may be another's.
+# Connection timeout; `engine.url` may be on another machine.
 CONNECT_S = 10.0
-# All answers that the daemon asks for are far shorter.
+# All responses to the daemon's requests are far shorter.
 MAX_ANSWER_BYTES = 1 << 22
 
 
 class Unreachable(FsbarrierError):
-    """Nobody answers at the address, or not in time, or something else than a vLLM server does."""
+    """The server does not answer (in time), or is not a vLLM server."""
 
 
 class CalledOff(FsbarrierError):
-    """The call's `cancel` was set."""
+    """The call was cancelled."""
 
 
 class Refused(FsbarrierError):
-    """The server answered with an error; `status` is HTTP's."""
+    """The server returned an error; `status`: the HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class Refused(FsbarrierError):
 
 
 def normal_url(url: str) -> str:
-    """A server's base address without a trailing slash or `/v1`; a socket's as it is. Raises UsageError where it is none."""
+    """A server's base URL without a trailing slash or `/v1`; a socket's unchanged. Raises UsageError for an invalid URL."""
     if url.startswith(UNIX):
         return url
     parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -53,13 +53,13 @@ def normal_url(url: str) -> str:
         port = -1
     known = parts.scheme in ("http", "https") and parts.hostname and port != -1
     if not known or parts.query or parts.fragment:
-        raise UsageError(f"engine.url={url}: not an address like http://127.0.0.1:8000")
+        raise UsageError(f"engine.url={url}: must be a URL such as http://127.0.0.1:8000")
     path = parts.path.rstrip("/").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}"
 
 
 class EngineClient:
-    """Calls to one server. `ended` tells that its process is gone, so that nobody waits for an answer in vain."""
+    """Client of one server. `ended`: returns whether its process is gone, to stop waiting for an answer."""
 
     def __init__(self, url: str, api_key: str = "", *, ended: Callable[[], bool] = lambda: False) -> None:
         self.url = normal_url(url)
@@ -75,7 +75,7 @@ class EngineClient:
         timeout_s: float,
         cancel: threading.Event | None = None,
     ) -> object:
-        """One request; gives the JSON answer, None for an empty one.
+        """Send a request; returns the JSON response, None for an empty one.
 
         Raises Refused (status 400 and above), Unreachable, CalledOff.
         """
@@ -89,7 +89,7 @@ class EngineClient:
             data = None if body is None else json.dumps(body).encode()
             if socket_path is not None:
                 connection.sock = _connected(socket_path, min(timeout_s, CONNECT_S))
-            # A server that refuses may close its side before it has read the body; its answer says why.
+            # A server may reject a request and close its side before it has read the body; its response has the reason.
             with contextlib.suppress(BrokenPipeError):
                 connection.request(method, parts.path + path, body=data, headers=headers)
             self._wait(connection, path, deadline, cancel)
@@ -106,10 +106,10 @@ class EngineClient:
             answer: object = json.loads(text) if text.strip() else None
             return answer
         except ValueError:
-            raise Unreachable(f"{self.url}{path}: the answer is not JSON; is it a vLLM server?") from None
+            raise Unreachable(f"{self.url}{path}: the response is not JSON; is this a vLLM server?") from None
 
     def healthy(self, timeout_s: float = 5.0, cancel: threading.Event | None = None) -> bool:
-        """Whether the server says that it can serve."""
+        """Whether the server reports that it is healthy."""
         try:
             self.call("GET", "/health", timeout_s=timeout_s, cancel=cancel)
         except (Refused, Unreachable, CalledOff):
@@ -117,12 +117,12 @@ class EngineClient:
         return True
 
     def model(self, timeout_s: float = 10.0, cancel: threading.Event | None = None) -> dict[str, str]:
-        """The first model that the server serves: `id`, its name, and `root`, its folder ("" where it is not vLLM)."""
+        """The first model that the server lists: its name `id`, and its folder `root` ("" if the server is not vLLM)."""
         answer = self.call("GET", "/v1/models", timeout_s=timeout_s, cancel=cancel)
         match answer:
             case {"data": [{"id": name, **more}, *_]}:
                 return {"id": str(name), "root": str(more.get("root") or "")}
-        raise Unreachable(f"{self.url}/v1/models: names no model; is it a vLLM server?")
+        raise Unreachable(f"{self.url}/v1/models: lists no model; is this a vLLM server?")
 
     def _wait(
         self,
@@ -131,16 +131,16 @@ class EngineClient:
         deadline: float,
         cancel: threading.Event | None,
     ) -> None:
-        """Until the answer begins. In slices: a reload of large weights takes minutes, and may be called off."""
+        """Wait until the response begins, in slices, because reloading large weights takes minutes and may be cancelled."""
         poller = select.poll()
         poller.register(connection.sock, select.POLLIN)
         while not poller.poll(SLICE_S * 1000):
             if cancel is not None and cancel.is_set():
-                raise CalledOff(f"{self.url}{path}: called off")
+                raise CalledOff(f"{self.url}{path}: cancelled")
             if self.ended():
-                raise Unreachable(f"{self.url}{path}: the server ended before it answered")
+                raise Unreachable(f"{self.url}{path}: the server exited before it answered")
             if time.monotonic() >= deadline:
-                raise Unreachable(f"{self.url}{path}: no answer in time")
+                raise Unreachable(f"{self.url}{path}: timeout")
 
 
 def _connected(path: str, timeout_s: float) -> socket.socket:

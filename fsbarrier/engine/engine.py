@@ -32,19 +32,19 @@ from fsbarrier.host.own_folder import SHORT_PLACE, own_folder
 from fsbarrier.settings.sections import EngineSettings
 from fsbarrier.supervision.secret_variables import without_secrets
 
-# As many bytes as the path of a socket may have, by unix(7), less the end of the text.
+# Maximum length of a socket path (unix(7)), without the terminating zero.
 SOCKET_PATH_BYTES = 107
-# vLLM names the sockets between its processes by a UUID.
+# vLLM names the sockets between its processes with a UUID.
 SOCKET_NAME_BYTES = 36
 
-# What became of a release, for the journal: "action" (keep, sleep, stop, none, external), "reason", and where something
-# was waited for, "seconds" and "seen": how it is known that the memory is free.
+# The result of a release, for the journal: "action" (keep, sleep, stop, none, external), "reason", and after a wait
+# "seconds" and "seen", the evidence that the memory is free.
 Release = dict[str, str | float]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What serves the policy now. `seconds`: what `ensure` took. `note`: what people should know.
+    """What serves the policy now. `seconds`: duration of `ensure`. `note`: a message for the user.
 
     `action`: started, reloaded (new weights in place), kept (it served these weights already) or external (debug mode).
     """
@@ -65,13 +65,13 @@ class EngineInfo:
 
 
 class Engine:
-    """One vLLM server at most. Any thread may call; one call works at a time, and `stop` ends the one under way.
+    """At most one vLLM server. Thread-safe; calls are serialized, and `stop` aborts the current one.
 
-    `external`: the server is the user's, to be used and not managed. `log_file` gets all that our server says; `work_dir` is private
-    and on this node. `threads`: at most, for computing on a CPU; 0: all that this process may use but one; the environment's
-    OMP_NUM_THREADS wins over both. It may be changed before a start.
+    `external`: a user's server, which is used but not managed. `log_file` receives our server's output; `work_dir` is a private local
+    folder. `threads`: maximum compute threads on a CPU; 0: all available cores but one; OMP_NUM_THREADS takes precedence. It may be changed
+    before a start.
 
-    Address and key stay the same when the server is started again, so that programs which use it find it there.
+    Address and key do not change when the server is restarted, so that clients can reconnect.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class Engine:
     ) -> None:
         self.settings, self.external = settings, external
         self.log_file, self.work_dir, self.python, self.threads = log_file, work_dir, python, threads
-        # The server needs none of the user's keys.
+        # The server does not need any of the user's secrets.
         self._environ = placement.environment(without_secrets(os.environ, secrets_named))
-        # The next `ensure` starts the server again even if it answers.
+        # If set, the next `ensure` restarts the server even if it answers.
         self.distrusted = False
         self._server: Server | None = None
         self._api_key = secrets.token_urlsafe(24)
@@ -100,10 +100,10 @@ class Engine:
         self._stopping = threading.Event()
 
     def ensure(self, weights: Path, policy_version: int, *, cancel: threading.Event) -> EngineInfo:
-        """Serve the model folder `weights` as `policy_version`: start, reload in place, restart, or leave as it is.
+        """Serve the model folder `weights` as `policy_version`: start, reload in place, restart, or do nothing.
 
-        Returns once the server answers with these weights, `engine.start_timeout_s` at most. Raises ProgramFailed with the last lines
-        of the server's log (a damaged folder, a server that does not come up), also when `cancel` is set.
+        Returns when the server serves these weights, within `engine.start_timeout_s`. Raises ProgramFailed with the end of the server's log
+        (damaged folder, failed start), also when `cancel` is set.
         """
         begin = time.monotonic()
         with self._lock:
@@ -119,21 +119,21 @@ class Engine:
             return EngineInfo(client.url, client.api_key, name, policy_version, pid, seconds, action, note)
 
     def release(self, *, cancel: threading.Event) -> Release:
-        """Give the accelerator's memory to the trainer, as `engine.release` says, and see that it is free.
+        """Free the accelerator's memory for the trainer, according to `engine.release`, and verify it.
 
-        Raises ProgramFailed where it does not come free even after a stop.
+        Raises ProgramFailed if the memory is not freed even after a stop.
         """
         with self._lock:
             self._stopping.clear()
             server, wish = self._server, self.settings.release
             if self.external:
-                return {"action": "external", "reason": "debug mode: this server is not ours"}
+                return {"action": "external", "reason": "external server (debug mode or engine.url)"}
             if server is None:
                 return {"action": "none", "reason": "no server is running"}
             if wish == "keep":
                 return {"action": "keep", "reason": "engine.release=keep"}
             if wish == "auto" and not server.accelerators_before:
-                return {"action": "keep", "reason": "no accelerator: a CPU's memory is not in the way"}
+                return {"action": "keep", "reason": "no accelerator, so no memory needs to be freed"}
             if wish == "stop":
                 return self._stop_and_verify(server, "engine.release=stop", cancel)
             if not server.can_sleep:
@@ -145,8 +145,8 @@ class Engine:
             return _released("sleep", "", begin, outcome)
 
     def stop(self) -> None:
-        """End the server and everything that belongs to it; returns when nothing is left. A call under way fails."""
-        # Set before the lock is taken: the call under way holds the lock, and gives up when it sees this.
+        """Stop the server and its processes; returns when all are gone. A call in progress fails."""
+        # Set before acquiring the lock: the current call holds the lock, and aborts when it sees this.
         self._stopping.set()
         with self._lock:
             self._stop_server()
@@ -155,13 +155,13 @@ class Engine:
                 self._socket = self.work_dir / self._socket.name
 
     def how_it_ended(self) -> str:
-        """How a server of ours has ended by itself, "" while it lives, or where there is none."""
+        """How our server ended by itself; "" while it is alive or if there is none."""
         server = self._server
         return server.how_it_ended() if server is not None and server.child.poll() is not None else ""
 
     def revive(self, cancel: threading.Event) -> None:
-        """Start a server that has ended by itself with what it served. Raises ProgramFailed where it does not come up; StoreError and
-        OSError where its log or its folder cannot be written."""
+        """Restart a server that ended by itself, with the same weights. Raises ProgramFailed if the start fails, StoreError and OSError
+        if its log or folder is not writable."""
         with self._lock:
             server = self._server
             if server is None or server.serving is None or not self.how_it_ended():
@@ -172,7 +172,7 @@ class Engine:
             try:
                 self._start(inspect(folder), policy_version, deadline, cancel)
             except (ProgramFailed, StoreError, OSError):
-                # Keep it, so that the next `ensure` says that the server was gone, and not that there never was one.
+                # Keep it, so that the next `ensure` reports a lost server instead of a first start.
                 self._server = server
                 raise
 
@@ -186,13 +186,13 @@ class Engine:
     def _bring_to(
         self, model: ModelFolder, policy_version: int, deadline: float, cancel: threading.Event
     ) -> tuple[Server, str, str]:
-        """A server of ours that serves `model`, with the action that was needed and a note."""
+        """Our server, serving `model`, with the action taken and a note."""
         server, note = self._server, ""
         if server is not None:
             if self.distrusted:
-                reason = "its log-probabilities were not the trainer's"
+                reason = "its log-probabilities differ from the trainer's"
             elif not server.healthy(cancel):
-                reason = f"the server was gone ({server.how_it_ended()})"
+                reason = f"the server had ended ({server.how_it_ended()})"
             elif server.serving == (model.path, policy_version) and not server.asleep:
                 return server, "kept", ""
             else:
@@ -210,7 +210,7 @@ class Engine:
     def _start(
         self, model: ModelFolder, policy_version: int, deadline: float, cancel: threading.Event
     ) -> Server:
-        """Start a server and wait until it answers."""
+        """Start a server and wait until it is ready."""
         files.make_dirs(self.work_dir)
         before = accelerators.detect(self._environ)
         served = self._as_served(model, policy_version)
@@ -233,7 +233,7 @@ class Engine:
         return server
 
     def _plan(self, model: ModelFolder, devices: list[accelerators.Accelerator]) -> command.ServerPlan:
-        # vLLM's sleep mode is CUDA's. A model that is still tied is restarted in any case, so it need not sleep.
+        # vLLM's sleep mode needs CUDA. A model with a tied head is restarted anyway, so it need not sleep.
         nvidia = any(device.kind == "nvidia" for device in devices)
         return command.ServerPlan(
             python=self.python,
@@ -244,12 +244,12 @@ class Engine:
             accelerated=bool(devices),
             sleeps=nvidia and self.settings.release in ("auto", "sleep") and not model.tied,
             memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            # One core is left for the API server.
+            # Leave one core for the API server.
             threads=self.threads or max(1, len(os.sched_getaffinity(0)) - 1),
         )
 
     def _short_socket(self) -> Path:
-        """Where the server listens: in the work folder, or where a temporary directory's path is too long, in a folder of its own."""
+        """The socket path: in the work folder, or in a separate folder if that path is too long."""
         longest_name = max(SOCKET_NAME_BYTES, len(os.fsencode(self._socket.name)))
         if len(os.fsencode(self._socket.parent)) + 1 + longest_name > SOCKET_PATH_BYTES:
             folder = self._short_folder.enter_context(own_folder(SHORT_PLACE, "s"))
@@ -258,14 +258,14 @@ class Engine:
 
     def _stop_and_verify(self, server: Server, reason: str, cancel: threading.Event) -> Release:
         begin = time.monotonic()
-        # Asked before the stop: afterwards nobody can say whose the memory was.
+        # Query the pids before the stop, because afterwards memory cannot be attributed to processes.
         pids = server.child.pids()
         self._stop_server()
         outcome = accelerators.wait_released(
             pids, before=server.accelerators_before, environ=self._environ, cancel=cancel
         )
         if isinstance(outcome, accelerators.StillHeld):
-            raise ProgramFailed(f"vLLM is stopped ({reason}), but {outcome}")
+            raise ProgramFailed(f"vLLM was stopped ({reason}), but {outcome}")
         return _released("stop", reason, begin, outcome)
 
     def _stop_server(self) -> None:

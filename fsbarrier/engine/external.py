@@ -1,4 +1,4 @@
-"""A vLLM server of the user's own (debug mode, `engine.url`): it is asked what it serves, and never told anything."""
+"""A user's own vLLM server (debug mode or `engine.url`), which is only queried, never managed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachabl
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.settings.sections import EngineSettings
 
-# vLLM's own default.
+# vLLM's default.
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def connect(settings: EngineSettings) -> EngineClient:
-    """Raises UsageError where `engine.url` is no address, or the key's variable is not set."""
+    """Raises UsageError if `engine.url` is invalid, or the key's variable is not set."""
     name = settings.api_key_env
     api_key = os.environ.get(name, "") if name is not None else ""
     if name is not None and not api_key:
@@ -26,15 +26,17 @@ def connect(settings: EngineSettings) -> EngineClient:
 def what_it_serves(
     client: EngineClient, weights: Path, policy_version: int, cancel: threading.Event
 ) -> tuple[str, str]:
-    """The served model's name, and a note where it is not the one in `weights`. Raises ProgramFailed where nothing answers."""
+    """The served model's name, and a note if it is not the one in `weights`. Raises ProgramFailed if the server does not answer."""
     try:
         model = client.model(cancel=cancel)
     except (Refused, Unreachable, CalledOff) as error:
-        raise ProgramFailed(f"the server of debug mode (engine.url) does not serve: {error}") from None
+        raise ProgramFailed(
+            f"the external server (debug mode or engine.url) does not answer: {error}"
+        ) from None
     root = model["root"]
     if root and Path(root).exists() and Path(root).resolve() == weights.resolve():
         note = ""
     else:
-        serves = f"{client.url} serves {root or 'a model of its own'}"
-        note = f"debug mode: {serves}; it is not given policy version {policy_version} ({weights})"
+        serves = f"{client.url} serves {root or 'another model'}"
+        note = f"debug mode: {serves}, not policy version {policy_version} ({weights})"
     return model["id"], note

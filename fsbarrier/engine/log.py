@@ -1,4 +1,4 @@
-"""Reads a vLLM server's log: why the server ended, and what it wrote since a moment."""
+"""Reads a vLLM server's log to find out why it failed."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pathlib import Path
 
 from fsbarrier import reading
 
-# Before what a line says: which of vLLM's processes, the level, the time and the place in its code.
+# Prefix of a log line: vLLM's process, level, time and source location.
 _PREFIX = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] )?")
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|error): \S")
-# Errors that only say that there was another one before.
+# Generic errors that only refer to an earlier one.
 _GENERIC = ("Engine core initialization failed", "WorkerProc initialization failed")
 
 
 def cause(lines: Sequence[str]) -> str:
-    """The line that most likely says why it failed: the last error that does not only point at another one; "" if none."""
+    """The most likely cause of the failure: the last error that is not generic; "" if there is none."""
     found = [line for line in (_PREFIX.sub("", line).strip() for line in lines) if _ERROR.match(line)]
     specific = [line for line in found if not any(text in line for text in _GENERIC)]
     return (specific or found or [""])[-1][:300]
 
 
 def size(path: Path) -> int:
-    """The log's size now, in bytes."""
+    """The current size of the log, in bytes."""
     try:
         return path.stat().st_size
     except OSError:
@@ -31,7 +31,7 @@ def size(path: Path) -> int:
 
 
 def since(path: Path, offset: int) -> str:
-    """What was written from `offset` on, at most a MiB."""
+    """The log from `offset` on, at most a MiB."""
     try:
         with reading.open_stream(path) as stream:
             stream.seek(offset)

@@ -1,4 +1,4 @@
-"""What a Hugging Face model folder holds, as far as serving it depends on it. No weight is read, only headers."""
+"""Inspects a Hugging Face model folder for serving. Reads only headers, no weights."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from fsbarrier.errors import ProgramFailed
 
 INDEX = "model.safetensors.index.json"
 
-# A configuration as transformers writes it; which keys it has depends on the model.
+# A configuration in transformers' format; its keys depend on the model.
 Config = Mapping[str, object]
 # The shape of each tensor in the weight files.
 Shapes = dict[str, list[int]]
 
-# What of a configuration says how the model was saved, not what it is.
+# Configuration keys that describe how the model was saved, not the model itself.
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A model folder. `signature` is equal for two folders where one's weights fit into the other's running model;
-    None where that cannot be told (weights that are no safetensors). `parameters`: how many numbers the weights are; 0: not known."""
+    """A model folder. `signature`: equal for two folders if the weights of one can be loaded into the running model of the other;
+    None if unknown (weights that are not safetensors). `parameters`: number of parameters; 0: unknown."""
 
     path: Path
     config: Config
     tied: bool
     signature: str | None
     parameters: int
-    # None for weights that are no safetensors.
+    # None for weights that are not safetensors.
     shapes: Shapes | None
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence in tokens; None where the configuration does not say, or scales it."""
+        """The maximum sequence length in tokens; None if the configuration does not specify it, or scales it."""
         return max_positions(self.config)
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """What a token takes in the key-value cache, in 4-byte floats. Where the configuration says nothing of grouped heads it
-        counts as without them, so this is an upper bound."""
+        """The size of a token in the KV cache, in 4-byte floats. Without information about grouped heads this is an upper
+        bound."""
         text = text_config(self.config)
         layers, heads = number(text, "num_hidden_layers", 32), number(text, "num_attention_heads", 32)
         width = number(text, "head_dim", 0) or number(text, "hidden_size", 4096) // max(1, heads)
@@ -53,7 +53,7 @@ class ModelFolder:
 
 
 def max_positions(config: Config) -> int | None:
-    """As ModelFolder has it."""
+    """The number of parameters; 0: unknown."""
     text = text_config(config)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else "?"
@@ -62,7 +62,7 @@ def max_positions(config: Config) -> int | None:
 
 
 def inspect(path: Path) -> ModelFolder:
-    """Look at the folder `path`; links are followed once, here. Raises ProgramFailed naming the file that is not right."""
+    """Inspect the folder `path`, resolving links. Raises ProgramFailed naming the invalid file."""
     folder = path.resolve()
     config = reading.json_object(folder / "config.json", ProgramFailed)
     shapes = _shapes(weight_files(folder))
@@ -71,7 +71,7 @@ def inspect(path: Path) -> ModelFolder:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files with a folder's weights, by its index if it has one. Raises ProgramFailed where one is missing."""
+    """The weight files of a folder, according to its index if there is one. Raises ProgramFailed if one is missing."""
     index = folder / INDEX
     if index.is_file():
         names = reading.json_object(index, ProgramFailed).get("weight_map")
@@ -83,21 +83,21 @@ def weight_files(folder: Path) -> list[Path]:
     missing = [file for file in files if not file.is_file()]
     if missing or not files:
         what = f"{missing[0].name} is missing" if missing else "no weights (*.safetensors)"
-        raise ProgramFailed(f"{folder}: {what}; it is not a whole model folder")
+        raise ProgramFailed(f"{folder}: {what}; not a complete model folder")
     return files
 
 
 def _shapes(files: list[Path]) -> Shapes | None:
-    """None for weights that are no safetensors: to look into a pickle means to load it."""
+    """None for weights that are not safetensors, because inspecting a pickle means loading it."""
     if any(file.suffix != ".safetensors" for file in files):
         return None
     return {name: entry["shape"] for file in files for name, entry in tensors_in(file)[1].items()}
 
 
 def tensors_in(file: Path) -> tuple[int, dict[str, Any]]:
-    """Of a safetensors file: at which byte its data begin, and each tensor's dtype, shape and data_offsets from there on.
+    """The header of a safetensors file: the offset of its data, and each tensor's dtype, shape and data_offsets.
 
-    Raises ProgramFailed; a file is damaged, too, that is not as long as its header says.
+    Raises ProgramFailed, also if the file size does not match its header.
     """
     try:
         with reading.open_stream(file, links=True) as stream:
@@ -114,13 +114,13 @@ def tensors_in(file: Path) -> tuple[int, dict[str, Any]]:
             raise ValueError("a tensor without a shape")
         return 8 + length, header
     except OSError as error:
-        raise ProgramFailed(f"{file}: cannot be read: {error.strerror or error}") from None
+        raise ProgramFailed(f"{file}: cannot read the file: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise ProgramFailed(f"{file}: is damaged: {error}") from None
+        raise ProgramFailed(f"{file}: damaged: {error}") from None
 
 
 def _tied(config: Config, shapes: Shapes | None) -> bool:
-    """Whether the output head is the embedding. Silence means what the folder has: a head of its own, or none."""
+    """Whether the output head is tied to the embedding. If the configuration does not say so, check the folder for a separate head."""
     said = config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings"))
     if isinstance(said, bool):
         return said
@@ -128,7 +128,7 @@ def _tied(config: Config, shapes: Shapes | None) -> bool:
 
 
 def _signature(config: Config, shapes: Shapes | None) -> str | None:
-    """A digest of configuration and shapes. Types of numbers do not count: vLLM converts each weight to the type that it serves."""
+    """A digest of configuration and shapes, without dtypes: vLLM converts each weight to the dtype it serves."""
     if shapes is None:
         return None
     relevant = {name: value for name, value in config.items() if name not in _INCIDENTAL}
@@ -136,12 +136,12 @@ def _signature(config: Config, shapes: Shapes | None) -> str | None:
 
 
 def text_config(config: Config) -> Config:
-    """The part that describes the text model, in a model that takes more than text."""
+    """The text part of a multimodal model's configuration."""
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
 
 
 def number(config: Config, name: str, otherwise: int) -> int:
-    """A whole number above 0 that the configuration has under `name`, else `otherwise`."""
+    """A positive integer in the configuration, else `otherwise`."""
     value = config.get(name)
     return value if isinstance(value, int) and value > 0 else otherwise

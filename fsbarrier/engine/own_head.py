@@ -1,8 +1,7 @@
-"""A model whose output head is its embedding, as this node's server gets it: with a head of its own.
+"""Unties the output head of a model with tied embeddings, for this node's servers only.
 
-vLLM starts such a model right, but may keep the old head when it takes new weights, and says nothing. So the server gets a folder of
-links on this node in which the embedding's numbers are there a second time, as the head. What is trained, published and exported
-stays tied.
+vLLM loads such a model correctly at start, but a reload in place may silently keep the old head. The servers therefore get a local folder
+of links in which the embedding is duplicated as a separate head. Training, publishing and export keep the tied model.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from fsbarrier.errors import ProgramFailed
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 HEAD_FILE = "model-head.safetensors"
-# The architectures with which this was tried in the real vLLM (tests/test_architectures.py). Its Gemma 2, for one, has no place for a head
-# and would not start; a tied model of any other kind is restarted instead of reloaded.
+# The architectures tested with the real vLLM (tests/test_architectures.py). vLLM's Gemma 2, for example, does not support a separate head
+# and would not start. Other tied models are restarted instead of reloaded.
 KNOWN = frozenset({"gemma", "llama", "qwen2", "qwen3"})
 COPY_BYTES = 16 << 20
 
 
-# The replicas of a node ask for the same folder at the same time.
+# The replicas of a node request the same folder concurrently.
 _making = threading.Lock()
 
 
 def with_own_head(model: ModelFolder, policy_version: int, place: Path) -> ModelFolder:
-    """`model` as it is to be served: a folder made in `place` if it is tied, and of an architecture with which that is known to work.
+    """The folder to serve for `model`: an untied copy in `place` if the model is tied and its architecture supports it, else `model`.
 
-    What `place` holds of other policies goes. Raises ProgramFailed.
+    Removes copies of other policies in `place`. Raises ProgramFailed.
     """
     if not model.tied or model.signature is None or model.config.get("model_type") not in KNOWN:
         return model
@@ -71,7 +70,7 @@ def _write_head(target: Path, file: Path, begin: int, embedding: dict[str, Any])
         while size:
             block = source.read(min(size, COPY_BYTES))
             if not block:
-                raise ProgramFailed(f"{file}: is shorter than its header says")
+                raise ProgramFailed(f"{file}: shorter than its header says; the file is damaged")
             stream.write(block)
             size -= len(block)
 

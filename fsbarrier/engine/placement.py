@@ -1,4 +1,4 @@
-"""Which accelerators, or which cores, each of a node's engine replicas computes on. Pure: everything it depends on is handed in."""
+"""Assigns accelerators or cores to a node's engine replicas. Pure: all inputs are parameters."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fsbarrier.errors import UsageError
 from fsbarrier.host.accelerators import Accelerator
 from fsbarrier.settings.sections import EngineSettings
 
-# Names the cores that workers/vllm_server.py keeps to: "0,1".
+# Variable with the cores that workers/vllm_server.py pins itself to, such as "0,1".
 CPUS = "FSBARRIER_CPUS"
-# What programs read to learn which devices they may see. A replica sees its own and no others, whatever chose among them before.
+# Device selection variables. A replica sees only its own devices, so all of these are replaced.
 _SELECTORS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-# Options of vLLM that would give a replica other devices than it has here, or processes on other nodes.
+# vLLM options that conflict with this assignment, or would use other nodes.
 _NOT_OURS = (
     *("--nnodes", "--node-rank", "--headless", "--data-parallel-address", "--data-parallel-size", "-dp"),
     *("--pipeline-parallel-size", "-pp", "--tensor-parallel-size", "-tp"),
@@ -22,18 +22,18 @@ _NOT_OURS = (
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlacement:
-    """Where one replica computes: the environment variables that tell it so."""
+    """The placement of one replica, as environment variables."""
 
     chosen: Mapping[str, str] = field(default_factory=dict)
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """`environ` as this replica is to see it."""
+        """`environ` with this placement applied."""
         selects = self.chosen.keys() & set(_SELECTORS)
         kept = {name: value for name, value in environ.items() if not (selects and name in _SELECTORS)}
         return kept | dict(self.chosen)
 
 
-# All that this process may use.
+# All devices and cores of this process.
 ANYWHERE = ReplicaPlacement()
 
 
@@ -43,57 +43,59 @@ def placements(
     environ: Mapping[str, str],
     cpus: Sequence[int],
 ) -> list[ReplicaPlacement]:
-    """One for each replica. `devices`: those that this node may use, `cpus` likewise. Raises UsageError where they do not suffice."""
+    """A placement per replica. `devices`, `cpus`: those that this node may use. Raises UsageError if they are insufficient."""
     count = replicas(settings, len(devices))
     size = settings.tensor_parallel_size
     if not devices:
         return _on_cpus(count, cpus)
-    # A part of a device has no number of its own: the one server computes on what the variable says.
+    # A MIG instance has no device number; the single server uses the instance in the variable.
     if "MIG-" in environ.get("CUDA_VISIBLE_DEVICES", ""):
         if count > 1 and settings.replicas:
-            raise UsageError(f"engine.replicas={count}: on a part of a device (MIG) there is one")
+            raise UsageError(
+                f"engine.replicas={count}: only one replica is supported on a MIG instance; set it to 1"
+            )
         return [ANYWHERE]
     kind = devices[0].kind
     numbers = [str(device.index) for device in devices if device.kind == kind]
     own = [",".join(numbers[size * number : size * (number + 1)]) for number in range(count)]
     if kind == "nvidia":
-        # The numbers are the driver's. CUDA counts otherwise where it is not told to count alike.
+        # The device numbers are in PCI order; CUDA's default order differs.
         order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         return [ReplicaPlacement({"CUDA_VISIBLE_DEVICES": some, **order}) for some in own]
     return [ReplicaPlacement({"HIP_VISIBLE_DEVICES": some}) for some in own]
 
 
 def replicas(settings: EngineSettings, accelerators: int) -> int:
-    """How many servers a node with so many accelerators has. Raises UsageError where it cannot have as many as are asked for."""
+    """The number of servers on a node with this many accelerators. Raises UsageError if more are requested than fit."""
     size = settings.tensor_parallel_size
     if not accelerators:
         return settings.replicas or 1
     most = accelerators // size
     if most == 0:
         raise UsageError(
-            f"engine.tensor_parallel_size={size}: a replica would need more than this node's {accelerators} accelerators, and one "
-            f"replica over several nodes is not supported; give {accelerators} or fewer"
+            f"engine.tensor_parallel_size={size}: exceeds this node's {accelerators} accelerators, and a replica cannot span several "
+            f"nodes; use {accelerators} or fewer"
         )
     if settings.replicas > most:
         raise UsageError(
             f"engine.replicas={settings.replicas}: with engine.tensor_parallel_size={size} they need {settings.replicas * size} "
-            f"accelerators, this node has {accelerators}; give {most} or fewer"
+            f"accelerators, but this node has {accelerators}; use {most} or fewer"
         )
     return settings.replicas or most
 
 
 def check_arguments(settings: EngineSettings) -> None:
-    """Raises UsageError for an argument of the user's that would give a replica other devices, or other nodes."""
+    """Raises UsageError for a vLLM argument that conflicts with the placement."""
     for word in settings.extra_args:
         if (name := word.partition("=")[0]) in _NOT_OURS:
             raise UsageError(
-                f"engine.extra_args: {name}: a replica has engine.tensor_parallel_size accelerators of one node; for more servers "
-                "there is engine.replicas"
+                f"engine.extra_args: {name}: not supported; use engine.tensor_parallel_size for the accelerators of a server and "
+                "engine.replicas for the number of servers"
             )
 
 
 def _on_cpus(count: int, cpus: Sequence[int]) -> list[ReplicaPlacement]:
-    """Each has cores of its own, as evenly as they go. A single one, and more of them than there are cores, may use all."""
+    """Distribute the cores evenly. A single replica, or more replicas than cores, may use all cores."""
     if not 1 < count <= len(cpus):
         return [ANYWHERE] * count
     return [ReplicaPlacement({CPUS: ",".join(map(str, cpus[number::count]))}) for number in range(count)]

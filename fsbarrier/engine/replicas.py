@@ -1,4 +1,4 @@
-"""All engines of a node: each replica a vLLM server of its own on accelerators (or cores) of its own, handled side by side.
+"""All engines of a node: each replica is a vLLM server with its own accelerators (or cores). Operations run in parallel.
 
 replicas = Replicas(settings.engine, log_dir=..., work_dir=...)
 infos = replicas.ensure(folder, policy_version, threads=8, cancel=event)   # all of them serve exactly these weights now
@@ -24,16 +24,16 @@ from fsbarrier.host.accelerator_device import Accelerator
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.settings.sections import EngineSettings
 
-# How often a replica is started again while one program uses it. One that dies more often will not stay up.
+# Maximum restarts of a replica during one program.
 RESTARTS = 2
-# How soon it is seen that a server has ended.
+# How quickly the end of a server is noticed.
 LOOK_S = 0.25
 
 T = TypeVar("T")
 
 
 class Replicas:
-    """The engines, by number. Any thread may call; calls that change what they serve come one after the other."""
+    """The engines by number. Thread-safe; calls that change the weights are serialized."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class Replicas:
         python: str = sys.executable,
         secrets_named: Collection[str | None] = (),
     ) -> None:
-        """`devices`: the accelerators that this node may use. `secrets_named`: variables that hold keys, which the servers do not get.
+        """`devices`: the accelerators that this node may use. `secrets_named`: variables with secrets, which the servers do not get.
 
-        Raises UsageError where there are too few accelerators.
+        Raises UsageError if there are too few accelerators.
         """
         cpus = sorted(os.sched_getaffinity(0))
         own = [ANYWHERE] if external else placements(settings, devices, os.environ, cpus)
@@ -74,10 +74,10 @@ class Replicas:
         cancel: threading.Event,
         show: Callable[[int], None] = lambda ready: None,
     ) -> list[EngineInfo]:
-        """Have every replica serve the model folder `weights` as `policy_version`; `show` is called with how many do so.
+        """Make every replica serve the model folder `weights` as `policy_version`; `show` receives the number of ready replicas.
 
-        `threads`: of all of them together, for computing on a CPU. Raises ProgramFailed with what the first that failed says; the
-        others are ready then, and are not started anew when this is tried again.
+        `threads`: total compute threads on a CPU. Raises ProgramFailed with the first failure; the other replicas are then ready, and a
+        retry does not restart them.
         """
         for engine in self.engines:
             engine.threads = max(1, threads // len(self.engines)) if threads else 0
@@ -94,12 +94,12 @@ class Replicas:
         return self._side_by_side(bring)
 
     def distrust(self, replica: int) -> None:
-        """Start this one again before it is used next, if there is one of that number."""
+        """Restart this replica, if it exists, before its next use."""
         for engine in self.engines[replica : replica + 1]:
             engine.distrusted = True
 
     def release(self, *, cancel: threading.Event) -> Release:
-        """Have every replica give its accelerators' memory to the trainer. Raises ProgramFailed where some does not come free."""
+        """Free all accelerator memory for the trainer. Raises ProgramFailed if some memory is not freed."""
         outcomes = self._side_by_side(lambda engine: engine.release(cancel=cancel))
         merged: Release = {}
         for name in ("action", "reason", "seen"):
@@ -111,14 +111,14 @@ class Replicas:
         return merged
 
     def stop(self) -> None:
-        """End all servers; returns when nothing is left. Calls under way fail."""
+        """Stop all servers; returns when all are gone. Calls in progress fail."""
         self._side_by_side(Engine.stop)
 
     def kept_alive(self) -> Keeper:
         return Keeper(self.engines)
 
     def _side_by_side(self, call: Callable[[Engine], T]) -> list[T]:
-        """`call` for every engine at once. Raises what the first of them raised, once all have ended."""
+        """Run `call` for all engines in parallel. Raises the first exception after all have returned."""
         if len(self.engines) == 1:
             return [call(self.engines[0])]
         with ThreadPoolExecutor(len(self.engines), thread_name_prefix="engine") as threads:
@@ -127,11 +127,11 @@ class Replicas:
 
 
 class Keeper:
-    """Starts engines again that die while a program uses them; one thread watches each engine. Meanwhile the program gives the work of a
-    dead engine to the others, and finds it at its old address when it is back."""
+    """Restarts engines that die while a program uses them, with one thread per engine. Meanwhile the program moves the work to the other
+    engines; a restarted engine has the same address."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
-        # For the journal: what was started again, and what was given up.
+        # For the journal: restarts, and engines given up.
         self.events: list[Payload] = []
         self._engines = engines
         self._over = threading.Event()
@@ -147,14 +147,14 @@ class Keeper:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # This also ends a start that is under way: what follows may need the accelerator for itself.
+        # This also aborts a restart in progress, because the next phase may need the accelerator.
         self._over.set()
         for thread in self._threads:
             thread.join()
 
     @property
     def problem(self) -> str:
-        """Why no engine is left; "" while there is one, or one may come back."""
+        """Why no engine is left; "" while one is alive or may come back."""
         none_left = len(self._given_up) == len(self._engines)
         return next(iter(self._given_up.values()), "") if none_left else ""
 
@@ -164,7 +164,7 @@ class Keeper:
             how = self._wait_for_end(engine)
             if not how:
                 return
-            self._note(number, f"was gone ({how}) and is started again")
+            self._note(number, f"had ended ({how}) and is being restarted")
             try:
                 engine.revive(self._over)
             except (ProgramFailed, StoreError, OSError) as error:
@@ -173,11 +173,11 @@ class Keeper:
         else:
             how = self._wait_for_end(engine)
         if how and not self._over.is_set():
-            self._given_up[number] = f"engine {number} is given up: {how}"
-            self._note(number, f"is given up: {how.splitlines()[0]}")
+            self._given_up[number] = f"engine {number} keeps failing and is not restarted again: {how}"
+            self._note(number, f"keeps failing and is not restarted again: {how.splitlines()[0]}")
 
     def _wait_for_end(self, engine: Engine) -> str:
-        """How the engine's server has ended by itself, once it has; "" when the program is over."""
+        """Wait until the engine's server ends by itself, and return how; "" when the program is over."""
         while not self._over.wait(LOOK_S):
             if how := engine.how_it_ended():
                 return how
@@ -190,12 +190,12 @@ class Keeper:
 
 
 def log_name(number: int) -> str:
-    """The log of replica `number`, in the node's log folder."""
+    """The log file name of replica `number`, in the node's log folder."""
     return f"vllm-{number}.log" if number else "vllm.log"
 
 
 def _result(number: int, future: Future[T]) -> T:
-    """What a call for engine `number` gave. Raises what it raised, the engine named."""
+    """The result of a call for engine `number`. Adds the engine's number to a failure."""
     try:
         return future.result()
     except ProgramFailed as error:

@@ -1,8 +1,8 @@
-"""One vLLM server of this node: its process, the HTTP calls to it, and what it serves. engine.py decides what becomes of it.
+"""One vLLM server of this node: its process, HTTP calls, and the weights it serves. engine.py controls its life cycle.
 
-New weights go into the running server where that is known to be right: same architecture and shapes, and an output head of its
-own. vLLM keeps the *old* head of a model with tied embeddings and says nothing: it gets such a model with a head of its own
-(own_head.py), and one that cannot be given one is never reloaded in place.
+New weights are loaded into the running server if that is known to be correct: same architecture and shapes, and a separate
+output head. With tied embeddings, vLLM would silently keep the *old* head, so such a model is served with a separate head
+(own_head.py), or never reloaded in place if its architecture does not support that.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from fsbarrier.openai_http import UNIX
 from fsbarrier.retry import Backoff
 from fsbarrier.supervision.supervisor import Child
 
-# Pauses between two looks at a server that starts, or whose last requests are leaving.
+# Polling intervals while a server starts, or while its last requests finish.
 LOOKS = Backoff(0.05, 0.5)
-# vLLM ends within 2 s of SIGTERM.
+# vLLM exits within 2 s after SIGTERM.
 STOP_GRACE_S = 5.0
 SLEEP_TIMEOUT_S = 120.0
-# How long the requests of a killed rollout may take to leave the server before a reload.
+# Timeout for the remaining requests of a killed rollout before a reload.
 IDLE_S = 30.0
-# What a sleeping server may hold on a device: it keeps its context and its graphs.
+# Memory that a sleeping server may keep on a device, for its context and graphs.
 ASLEEP_BYTES = 2 << 30
-# How many of the last lines of its log are searched for the reason why it failed.
+# Number of log lines to search for the cause of a failure.
 CAUSE_LINES = 400
-# vLLM logs this as a warning, and answers the reload with 200.
+# vLLM only logs this as a warning, and the reload returns 200.
 NOT_LOADED = "Following weights were not loaded from checkpoint"
 
 
 @dataclass
 class Server:
-    """A server that was started. `first_model` is the folder it was started with, to which others must be alike; `environ` says
-    which accelerators it may see."""
+    """A started server. `first_model`: the folder it was started with, whose signature other models must match; `environ`: selects its
+    accelerators."""
 
     child: Child
     client: EngineClient
     first_model: ModelFolder
     start_timeout_s: float
     environ: Mapping[str, str]
-    # The accelerators as they were before the server took memory of them.
+    # The state of the accelerators before the server was started.
     accelerators_before: list[accelerators.Accelerator]
     can_sleep: bool
-    # Set when the daemon ends: whatever waits here gives up.
+    # Set when the daemon ends, to abort all waits.
     stopping: threading.Event
-    # The policy's model folder and the version that it answers with; None where that is not known to be whole.
+    # The model folder and version it serves; None during a change, when the weights may be inconsistent.
     serving: tuple[Path, int] | None = None
     asleep: bool = False
 
@@ -70,8 +70,8 @@ class Server:
         stopping: threading.Event,
         accelerators_before: list[accelerators.Accelerator],
     ) -> Self:
-        """Start the process; it serves nothing yet. Raises StartFailed, StoreError."""
-        # A server that was killed left its socket, and none can be made in its place.
+        """Start the process, which is not ready yet. Raises StartFailed, StoreError."""
+        # Remove the socket of a killed server, because it would block a new one.
         Path(plan.socket).unlink(missing_ok=True)
         child = Child.start(
             command.argv(plan),
@@ -93,14 +93,14 @@ class Server:
         )
 
     def wait_until_it_answers(self, deadline: float, cancel: threading.Event) -> str:
-        """ "" once the server answers as it should; else what went wrong."""
+        """Wait until the server is ready; returns "" or the problem."""
         pauses = iter(LOOKS)
         while not self.client.healthy(cancel=cancel):
             code = self.child.poll()
             if code is not None:
-                return f"ended with {'signal' if code < 0 else 'exit code'} {abs(code)} while it started"
+                return f"ended with {'signal' if code < 0 else 'exit code'} {abs(code)} during its start"
             if self.stopping.is_set() or cancel.is_set():
-                return "was stopped while it started"
+                return "was stopped during its start"
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return f"did not answer within {self.start_timeout_s:g} s (engine.start_timeout_s)"
@@ -108,7 +108,7 @@ class Server:
         try:
             self.client.model(cancel=cancel)
         except (Refused, Unreachable, CalledOff) as error:
-            return f"answers, but not as it should: {error}"
+            return f"gave an unexpected answer: {error}"
         return ""
 
     def healthy(self, cancel: threading.Event) -> bool:
@@ -121,39 +121,39 @@ class Server:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def failure_text(self, what: str) -> str:
-        """One line on what happened, then the end of the log and where the whole of it is."""
+        """A message: the problem, the end of the log, and the log's path."""
         cause = engine_log.cause(self.child.last_log_lines(CAUSE_LINES))
         lines = [f"vLLM {what}{f': {cause}' if cause else ''}", *self.child.last_log_lines()]
         return "\n".join([*lines, f"(from {self.child.log_file})"])
 
     def reload(self, model: ModelFolder, cancel: threading.Event) -> str:
-        """Put other weights into the running server; "" if that is done, else why it must be restarted."""
+        """Load other weights into the running server; returns "" or the reason why a restart is needed."""
         if model.tied or self.first_model.tied:
             return "its output head is tied to the embedding, which vLLM does not reload"
         if model.signature is None or model.signature != self.first_model.signature:
             return "the new weights have another configuration or other shapes"
         log_file = self.child.log_file
         log_size = engine_log.size(log_file)
-        # Until all is done, some weights may be new and some old.
+        # During the reload, old and new weights may be mixed.
         self.serving = None
         try:
             self._load(model, cancel)
         except (Refused, Unreachable) as error:
             return str(error)
         except CalledOff:
-            raise ProgramFailed("vLLM was called off while it took new weights") from None
+            raise ProgramFailed("the reload of weights was cancelled") from None
         if NOT_LOADED in engine_log.since(log_file, log_size):
-            return "vLLM says that it did not load all weights"
+            return "vLLM reports that it did not load all weights"
         return ""
 
     def _load(self, model: ModelFolder, cancel: threading.Event) -> None:
-        """vLLM's own order: memory for the weights first, then the weights, then memory for the cache."""
+        """Reload in the order that vLLM requires: allocate memory for weights, load weights, allocate the cache."""
 
         def post(path: str, body: object = None) -> None:
             self.client.call("POST", path, body, timeout_s=self.start_timeout_s, cancel=cancel)
 
         if self.asleep:
-            # What trainers that stay have of the accelerator by now, they will have when this server sleeps the next time.
+            # Memory that kept trainers hold by now will still be in use when this server sleeps the next time.
             self.accelerators_before = accelerators.detect(self.environ)
             post("/wake_up?tags=weights")
         post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(model.path)}})
@@ -163,27 +163,27 @@ class Server:
         self._forget_prefixes(cancel)
 
     def _forget_prefixes(self, cancel: threading.Event) -> None:
-        """Drop what the old weights cached. It cannot be done while requests of a killed rollout are still leaving."""
+        """Reset the prefix cache, which is impossible while requests of a killed rollout are still in progress."""
         deadline = time.monotonic() + IDLE_S
         for pause_s in LOOKS:
             answer = self.client.call("POST", "/reset_prefix_cache", timeout_s=60.0, cancel=cancel)
             if not isinstance(answer, dict) or answer.get("success", True):
                 return
             if time.monotonic() >= deadline:
-                raise Unreachable(f"requests are still running {IDLE_S:.0f} s after their rollout")
+                raise Unreachable(f"requests are still running {IDLE_S:.0f} s after the end of their rollout")
             if cancel.wait(pause_s) or self.stopping.is_set():
-                raise CalledOff("called off")
+                raise CalledOff("cancelled")
 
     def fall_asleep(self, cancel: threading.Event) -> accelerators.Released | str:
-        """Give the accelerator's memory back and keep the process; why that is not enough, where it is not."""
-        # Level 2 drops the weights: new ones are loaded from disk in any case.
+        """Put the server to sleep to free accelerator memory; returns the problem if that is not sufficient."""
+        # Level 2 discards the weights, because new ones are loaded from disk anyway.
         self.serving = None
         try:
             self.client.call("POST", "/sleep?level=2", timeout_s=SLEEP_TIMEOUT_S, cancel=cancel)
         except (Refused, Unreachable) as error:
-            return f"it did not fall asleep: {error}"
+            return f"sleep failed: {error}"
         except CalledOff:
-            raise ProgramFailed("vLLM was called off while it fell asleep") from None
+            raise ProgramFailed("vLLM's sleep was cancelled") from None
         self.asleep = True
         outcome = accelerators.wait_released(
             self.child.pids(),
@@ -195,5 +195,5 @@ class Server:
         return f"asleep, but {outcome}" if isinstance(outcome, accelerators.StillHeld) else outcome
 
     def stop(self) -> None:
-        """End it; returns when nothing of it is left."""
+        """Stop the server; returns when its process tree is gone."""
         self.child.stop(STOP_GRACE_S)

@@ -1,1 +1,1 @@
-"""The programs that phases launch. Only here are torch, vLLM and transformers imported."""
+"""The programs that phases launch. They may import torch, vLLM and transformers."""

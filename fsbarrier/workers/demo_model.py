@@ -1,9 +1,9 @@
-"""Makes the demonstration: task files and a tiny model that answers about a quarter of the held-out tasks.
+"""Creates the demo: task files and a tiny model that solves about a quarter of the held-out tasks.
 
     python -m fsbarrier.workers.demo_model --out DIR [--seed 0]
 
-DIR gets train.jsonl, test.jsonl, model/ (a Hugging Face folder) and READY, all in one step; nothing happens where DIR is ready.
-fsbarrier/training/warm_start.py says what the model is.
+DIR gets train.jsonl, test.jsonl, model/ (a Hugging Face folder) and READY, created atomically. Does nothing if DIR is ready.
+fsbarrier/training/warm_start.py describes the model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOCK_TIMEOUT_S = 600.0
 
 
 def make(out: Path, seed: int, recipe: WarmStart, progress: Progress) -> None:
-    """Make the demo folder at `out` in one step. Of several at once all but one find it made. Raises UsageError, OSError."""
+    """Create the demo folder at `out` atomically. If several processes race, one creates it. Raises UsageError, OSError."""
     staging = files.temporary_beside(out)
     files.make_dirs(staging)
     try:
@@ -63,12 +63,12 @@ def make(out: Path, seed: int, recipe: WarmStart, progress: Progress) -> None:
         _flush(staging)
         files.write_atomic(staging / "READY", (json.dumps(ready) + "\n").encode(), durable=True)
         try:
-            # Onto nothing or an empty folder; anything else is left alone.
+            # Succeeds only if `out` does not exist or is empty.
             os.rename(staging, out)
         except OSError as error:
             if not demo_tasks.is_ready(out):
                 raise UsageError(
-                    f"--out {out}: {error.strerror}; it is there but is no complete demo folder: remove it"
+                    f"--out {out}: {error.strerror}; it exists but is not a complete demo folder; remove it"
                 ) from None
         files.fsync_dir(out.parent)
     finally:
@@ -76,7 +76,7 @@ def make(out: Path, seed: int, recipe: WarmStart, progress: Progress) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """What libraries wrote gets the same durability as what fsbarrier.files writes."""
+    """fsync the files written by libraries."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as stream:
@@ -85,7 +85,7 @@ def _flush(folder: Path) -> None:
 
 @contextlib.contextmanager
 def progress_bar(total: int) -> Iterator[Progress]:
-    """A bar on a terminal, a line now and then elsewhere. It ends early when the model is good enough."""
+    """A progress bar on a terminal, occasional lines elsewhere. Training ends early when the model is good enough."""
 
     def describe(step: int, accuracy: float) -> str:
         return f"step {step}" + (f", accuracy {accuracy:.2f}" if accuracy else "")
@@ -116,20 +116,20 @@ def progress_bar(total: int) -> Iterator[Progress]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m fsbarrier.workers.demo_model",
-        description="Make the built-in task and its tiny model (about half a minute).",
+        description="Create the built-in task and its tiny model (takes about half a minute).",
         epilog="example: python -m fsbarrier.workers.demo_model --out demo --seed 1",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to make")
-    parser.add_argument("--seed", type=int, default=0, help="another seed, another model (default 0)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to create")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the model (default 0)")
     return parser.parse_args()
 
 
 def ensure(out: Path, seed: int) -> None:
-    """Make `out` unless it is ready; whoever comes second waits for the first. Raises UsageError, OSError."""
+    """Create `out` unless it is ready; a second process waits for the first. Raises UsageError, OSError."""
     if demo_tasks.is_ready(out):
         return
     files.make_dirs(out.parent)
-    # The lock only saves double work: on a filesystem without locks, or past its deadline, the rename in make() decides.
+    # The lock only avoids duplicate work: without locks, or after the timeout, the rename in make() decides.
     lock = filelock.FileLock(out.with_name(f".{out.name}.lock"), timeout=LOCK_TIMEOUT_S)
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, NotImplementedError, filelock.Timeout):
@@ -145,8 +145,8 @@ def main() -> int:
     args = arguments()
     signal.signal(signal.SIGTERM, signals.end)
     os.umask(0o077)
-    # One thread: always the same order of additions, so the same model everywhere; and at this size a second one gains little
-    # on a quiet machine and loses a factor of ten on a busy one, where threads spin while they wait for each other.
+    # One thread gives a deterministic order of additions and therefore the same model everywhere. At this size a second thread gains
+    # little on an idle machine and costs a factor of ten on a busy one, because threads spin while waiting.
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     out = args.out.absolute()
@@ -156,7 +156,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(f"--out {out}: cannot be made: {error.strerror or error}", file=sys.stderr)
+        print(f"--out {out}: cannot create the folder: {error.strerror or error}", file=sys.stderr)
         return UsageError.exit_code
     except KeyboardInterrupt:
         return 130

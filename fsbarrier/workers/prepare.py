@@ -1,6 +1,6 @@
-"""Phase 8: merged trajectories to one training batch, with advantages and the order of the minibatches fixed.
+"""Phase 8: turns merged trajectories into one training batch, with advantages and a fixed order of minibatches.
 
-`python -m fsbarrier.workers.prepare --spec SPEC.json`. fsbarrier/training/batch.py says what the batch is.
+`python -m fsbarrier.workers.prepare --spec SPEC.json`. fsbarrier/training/batch.py describes the batch.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from fsbarrier.training.trajectory_source import merged_files, read_groups, run_
 
 @dataclass
 class LearnedFrom:
-    """What was there to learn from, added up while it is read."""
+    """Totals of the groups read."""
 
     groups: int = 0
-    # How many of the groups were left out, because their engine samples otherwise than the trainer computes.
+    # Groups dropped because their engine's log-probabilities differ from the trainer's.
     left_out: int = 0
     trajectories: int = 0
     reward: float = 0.0
 
 
 class PrepareSpec(TypedDict):
-    """What this program reads of its spec."""
+    """The fields of the spec that this program uses."""
 
     run_id: str
     iteration: int
     generation: int
     policy_version: int
-    #: what the batch is drawn from, this iteration's merged file first
+    #: the files to draw the batch from, this iteration's merged file first
     merged: list[str]
-    #: node rank and replica of engines that sampled otherwise than the trainer computes: what they sampled now is left out
+    #: (node rank, replica) of engines whose log-probabilities differ from the trainer's; their groups of this iteration are dropped
     without_engines: list[list[int]]
     #: the file to write
     batch: str
@@ -57,7 +57,7 @@ def main(spec: PrepareSpec, settings: Settings, progress: ProgressWriter) -> dic
     chosen: list[list[TrainingSequence]] = []
     for age, merged in enumerate(merged_files(named, spec["iteration"], settings.update.recency)):
         if age and drawing and not merged.exists():
-            # Its iteration was not rolled out, or is no longer kept.
+            # That iteration was not rolled out, or its file was removed.
             continue
         groups = teaching_groups(merged, spec, settings, seen, progress)
         if drawing:
@@ -91,11 +91,11 @@ def main(spec: PrepareSpec, settings: Settings, progress: ProgressWriter) -> dic
 def teaching_groups(
     merged: Path, spec: PrepareSpec, settings: Settings, seen: LearnedFrom, progress: ProgressWriter
 ) -> Iterator[list[TrainingSequence]]:
-    """The sequences of each group of a file from which there is something to learn."""
+    """The sequences of each group with a training signal in a file."""
     if not merged.exists():
         raise UsageError(
-            f"{merged}: not there, so iteration {spec['iteration']} has nothing to learn from; roll out first "
-            "(--rl-phase rollout), or name what to learn from (update.trajectories)"
+            f"{merged}: no such file, so iteration {spec['iteration']} has nothing to train on; roll out first "
+            "(--rl-phase rollout), or set update.trajectories"
         )
     run_id = run_of(merged)
     without = {(node, replica) for node, replica in spec["without_engines"]}
@@ -104,7 +104,7 @@ def teaching_groups(
         seen.trajectories += len(group)
         seen.reward += sum(counted_reward(trajectory) for trajectory in group)
         progress.show(seen.trajectories, 0, "trajectories")
-        # Whether the policy to be trained has sampled it, in this run.
+        # Whether it was sampled by the current policy, in this run.
         current = run_id in (None, spec["run_id"]) and group[0]["policy_version"] == spec["policy_version"]
         if current and engine_of(group[0]) in without:
             seen.left_out += 1
@@ -120,7 +120,7 @@ def teaching_groups(
 def weighed_as_batch(
     sequences: Sequence[TrainingSequence], algorithm: AlgorithmSettings
 ) -> list[TrainingSequence]:
-    """The same sequences with what the whole batch decides about their weights."""
+    """The sequences with the batch-level part of their weights applied."""
     weights = torch.tensor([one.weight for one in sequences], dtype=torch.float64)
     tokens = torch.tensor([int(one.loss_mask.sum()) for one in sequences])
     weights = batch_advantages(weights, tokens, algorithm)

@@ -1,11 +1,11 @@
-"""Rolls out tasks against the local engines: samples groups, judges them, appends each to the part file as it is finished.
+"""Rolls out tasks on the local engines: samples groups, scores them, and appends each finished group to the part file.
 
-`python -m fsbarrier.workers.rollout --spec SPEC.json` (phases 2 and 6). Every group in the part file is durable on its own: after any
-end of this program, SIGKILL too, only what was in flight is lost, and started again with the same spec it does only what is missing.
-Tasks are claimed just before they are begun; when the own share is gone, tasks of slower nodes (fsbarrier/rollouts/claims.py).
+`python -m fsbarrier.workers.rollout --spec SPEC.json` (phases 2 and 6). Every group in the part file is durable on its own: if this program
+dies, even by SIGKILL, only groups in flight are lost, and a restart with the same spec does only the missing ones. Tasks are claimed just
+before they start; when this node's share is used up, it claims tasks of slower nodes (fsbarrier/rollouts/claims.py).
 
-A sample, episode or judgement that failed is never a success: its trajectory has `valid` false and a reward of at most 0 (what the
-reward function gave stays in `reward_parts`). An answer that the token limit cut off has not failed, and is judged like any other.
+A failed sample, episode or score is never a success: its trajectory has `valid` false and a reward of at most 0 (the reward function's
+value stays in `reward_parts`). An answer truncated by the token limit has not failed, and is scored like any other.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.worker_contract import ProgressWriter, run_worker
 from fsbarrier.trajectories import ShardWriter
 
-#: prompts times samples: see sampling.py
+#: prompts times samples; see sampling.py
 SEQUENCES_PER_REQUEST = 128
-#: to the engine, beside one for each answer under way
+#: connections to the engine, in addition to one per answer in flight
 SPARE_CONNECTIONS = 4
-#: groups that may be sampled but not yet on disk, in units of those that may be in flight
+#: maximum backlog of sampled groups that are not on disk, as a multiple of the groups in flight
 BACKLOG = 4
-#: If the engine refuses so many prompts from the start, something else than the prompts is wrong.
+#: If the engine rejects this many prompts from the start, the prompts are not the problem.
 ALL_REFUSED = 8
 
 
@@ -63,10 +63,10 @@ class Rollout:
         servers = servers_of(spec, settings)
         agent = load_agent(settings.rollout.agent) if settings.rollout.agent else None
         self.agents = AgentSampler(agent, settings.rollout, settings.custom) if agent else None
-        # An agent's episodes have this limit each.
+        # With an agent, this timeout applies to each episode.
         self.task_timeout_s = None if agent else settings.rollout.task_timeout_s
-        # Groups in flight at each engine. Smaller groups than those of train rollouts are as many more, so that an evaluation with one
-        # sample a task fills the engine as well. An agent's episodes may do more than ask the engine: of their tasks no more are begun.
+        # Groups in flight per engine. Proportionally more if groups are smaller than in training rollouts, so that an evaluation with one
+        # sample per task fills the engine too. Not with an agent, whose episodes also do other work than sampling.
         self.concurrency = settings.rollout.concurrency
         if agent is None:
             self.concurrency *= max(1, settings.rollout.samples // most_samples)
@@ -79,26 +79,26 @@ class Rollout:
             timeout_s=settings.reward.timeout_s,
             judge=settings.judge,
         )
-        # One for each round that was begun; the last one belongs to the round under way.
+        # The claims of each round that was started; the last one belongs to the current round.
         self.claims = [assignment.open_claims(self.rounds[0].tasks)]
         self.early_end, self.ended_early = assignment.open_early_end(), False
         self.refills = assignment.open_refills()
-        # The rounds that take place whatever the others come to: a refill may not.
+        # The rounds that always take place, i.e. all except refills.
         self.certain = self.rounds if self.refills is None else self.rounds[:1]
         self.pool = EnginePool(
             servers,
             connections=self.concurrency * (most_samples if agent else 1) + SPARE_CONNECTIONS,
             on_tokens=self._on_tokens,
-            # The daemon starts an engine again that dies, and ends this program where it cannot.
+            # The daemon restarts a dead engine, or ends this program if it cannot.
             patience_s=settings.engine.start_timeout_s,
         )
-        # Whether some engine was seen to answer.
+        # Whether any engine has answered.
         self.engine_answered = False
-        # Trajectories of tasks that were claimed.
+        # Trajectories of claimed tasks.
         self.begun = 0
-        # Trajectories of the part file that an earlier start of this program could not judge.
+        # Trajectories in the part file that an earlier start of this program could not score.
         self.unjudged_before = 0
-        # A phase may fail in `max_error_share` of its trajectories, and so each node in that share of what a node has on average.
+        # `max_error_share` applies to the whole phase; each node uses that share of the average number of trajectories per node.
         total = sum(len(one.tasks) * one.samples for one in self.certain)
         self.average_share = total / max(1, len(assignment.shares))
         self.counts = Counts()
@@ -108,12 +108,12 @@ class Rollout:
             free=2 * SEQUENCES_PER_REQUEST,
             step=max(SEQUENCES_PER_REQUEST, most_samples),
         )
-        # One slot a group: while it is sampled, and until it is on disk.
+        # One slot per group, from sampling until it is on disk.
         self.slots = asyncio.Semaphore(self.concurrency * len(servers))
         self.unwritten = asyncio.Semaphore(BACKLOG * self.concurrency * len(servers))
 
     async def run(self) -> JsonObject:
-        """Do all that is asked for; gives the result. Raises FsbarrierError."""
+        """Do the assigned work; returns the result. Raises FsbarrierError."""
         assignment, part = self.assignment, self.assignment.part
         files.make_dirs(part.parent)
         self.progress.write()
@@ -123,7 +123,7 @@ class Rollout:
             try:
                 await self._until_the_end(writer, appending)
             finally:
-                # Groups that are judged are written, also when the phase ends early. One that cannot be written has raised already.
+                # Write all scored groups, even if the phase ends early. Errors of failed writes have already been raised.
                 with suppress(FsbarrierError):
                     await appending.rest()
                 self.progress.close()
@@ -146,7 +146,7 @@ class Rollout:
         }
 
     async def _until_the_end(self, writer: ShardWriter, appending: SharedFlush) -> None:
-        """Roll out until nothing is left, or until the phase ends without its last few tasks."""
+        """Roll out until nothing is left, or until the phase ends early."""
         filling = asyncio.create_task(self._fill(writer, appending))
         watching = asyncio.create_task(self._watch(self.early_end, writer)) if self.early_end else filling
         try:
@@ -163,7 +163,7 @@ class Rollout:
         self.ended_early = filling.cancelled()
 
     async def _watch(self, early_end: EarlyEnd, writer: ShardWriter) -> None:
-        """Returns when the phase is to end."""
+        """Returns when the phase should end early."""
         while True:
             await asyncio.to_thread(early_end.report, len(writer.groups))
             if await asyncio.to_thread(early_end.reached):
@@ -171,7 +171,7 @@ class Rollout:
             await asyncio.sleep(early_end.pause_s)
 
     async def _fill(self, writer: ShardWriter, appending: SharedFlush) -> None:
-        # An earlier start was ended after it had finished its file, and before it wrote its result.
+        # An earlier start finished its file but ended before it wrote its result.
         if writer.finished:
             return
         on_disk = {group.task_index for group in writer.groups}
@@ -183,7 +183,7 @@ class Rollout:
                         if self.refills is None:
                             await self._begin_round(number, appending, on_disk, tasks)
                             continue
-                        # The next round begins only when this one is done, and may not be needed.
+                        # The next round starts only after this one, and may not be needed.
                         async with asyncio.TaskGroup() as of_this_round:
                             await self._begin_round(number, appending, on_disk, of_this_round)
                         if not await self._another_after(number, self.refills, writer):
@@ -191,12 +191,12 @@ class Rollout:
             except BaseExceptionGroup as group:
                 raise _first(group) from None
         if self.counts.groups and self.counts.refused == self.counts.groups:
-            raise ProgramFailed("the engine refused every prompt; the messages are above")
+            raise ProgramFailed("the engine rejected every prompt; see its messages above")
 
     async def _begin_round(
         self, number: int, appending: SharedFlush, on_disk: set[int], tasks: asyncio.TaskGroup
     ) -> None:
-        """Returns once every task of round `number` is begun, here or elsewhere."""
+        """Returns once every task of round `number` has been started, here or on another node."""
         one = self.rounds[number]
         if number:
             self.claims.append(await asyncio.to_thread(self.assignment.open_claims, one.tasks, number))
@@ -209,7 +209,7 @@ class Rollout:
             tasks.create_task(self._sample(place, batch, appending, tasks))
 
     async def _another_after(self, number: int, refills: Refills, writer: ShardWriter) -> bool:
-        """Whether the nodes go on with another round, once all of them have finished round `number`."""
+        """Wait until all nodes have finished round `number`; returns whether there is another round."""
         tasks = self.rounds[number].tasks
         with_signal = sum(group.signal for group in writer.groups if group.task_index in tasks)
         await asyncio.to_thread(refills.report, number, with_signal)
@@ -217,17 +217,17 @@ class Rollout:
             another = await asyncio.to_thread(refills.another_after, number)
             if another is not None:
                 return another
-            # Waiting for nodes that still sample counts as progress: a program that hangs is found on its own node.
+            # Waiting for other nodes counts as progress: a hung program is detected on its own node.
             self.progress.write()
             await asyncio.sleep(pause_s)
         raise AssertionError
 
     def _per_request(self, samples: int) -> int:
-        """So many prompts with so many samples share a request."""
-        # An agent's episodes make requests of their own.
+        """The number of prompts per request, given the samples per prompt."""
+        # An agent's episodes make their own requests.
         if self.agents is not None:
             return 1
-        # Two requests at least can be under way at each engine.
+        # Allow at least two concurrent requests per engine.
         return min(self.concurrency, self.settings.rollout.prompts_per_request) or max(
             1, min(SEQUENCES_PER_REQUEST // samples, self.concurrency // 2)
         )
@@ -238,8 +238,8 @@ class Rollout:
         return sum(one.samples * sum(task in one.tasks for task in own) for one in self.certain[number:])
 
     async def _next_batch(self, number: int, queue: deque[Task], on_disk: set[int]) -> list[Task]:
-        """The prompts of the next request of round `number`, once an engine has a place for them; claimed no sooner. [] when the
-        round has none left."""
+        """Claim the prompts of the next request of round `number`, after waiting for engine capacity. [] when the round has none
+        left."""
         claims, one = self.claims[-1], self.rounds[number]
         per_request = self._per_request(one.samples)
         if claims.shared:
@@ -253,9 +253,9 @@ class Rollout:
             queue += [one.known[index] for index in taken if index not in on_disk]
             self.begun += len(taken) * one.samples
         self.progress.total = self.begun + claims.own_left * one.samples + self._left_from(number + 1)
-        # The last ones are spread over all engines.
+        # Spread the last prompts over all engines.
         most = min(per_request, -(-(len(queue) + claims.own_left) // len(self.pool.engines)))
-        # A request has prompts of one kind: texts, or the tokens of chat messages.
+        # A request contains prompts of one kind: texts, or tokens of chat messages.
         batch = [
             task
             for task in islice(queue, most)
@@ -308,10 +308,10 @@ class Rollout:
         earlier: Sequence[Trajectory],
         samples: int,
     ) -> None:
-        """`earlier`: the trajectories of the group, where an earlier attempt has sampled it. `samples`: how many it is to have."""
+        """`earlier`: the group's trajectories from an earlier attempt. `samples`: the required number."""
         origin = self.assignment.origin
         if group.error is not None:
-            why = "" if late else "the engine refuses it: "
+            why = "" if late else "the engine rejects it: "
             print(f"task {group.task.index}: {why}{group.error}", file=sys.stderr)
             made = failed_group(origin, group, samples)
         elif earlier:
@@ -325,11 +325,11 @@ class Rollout:
         self._give_up_early(group, made)
 
     def _give_up_early(self, group: SampledGroup, made: Sequence[Trajectory]) -> None:
-        """Raises ProgramFailed once it is certain that the phase must fail."""
+        """Raises ProgramFailed once the phase is certain to fail."""
         counts, settings = self.counts, self.settings
         total = round(max(self.progress.total, self.average_share))
         if counts.refused == counts.groups >= ALL_REFUSED:
-            raise ProgramFailed(f"the engine refuses every prompt: {group.error}")
+            raise ProgramFailed(f"the engine rejects every prompt: {group.error}")
         for what, count, section, most in (
             ("reward", counts.reward_errors, "reward", settings.reward.max_error_share),
             ("agent", counts.agent_errors, "rollout", settings.rollout.max_error_share),
@@ -349,7 +349,7 @@ class Rollout:
 
 
 def servers_of(spec: JsonObject, settings: Settings) -> list[SamplingServer]:
-    """Where this program samples, and how patiently."""
+    """The engines to sample from, with timeouts and retries."""
     return [
         SamplingServer(
             url=engine["url"],
@@ -364,7 +364,7 @@ def servers_of(spec: JsonObject, settings: Settings) -> list[SamplingServer]:
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:
-    """What went wrong first, of our own errors if there are any."""
+    """The first error, preferring our own error types."""
     leaves: list[BaseException] = []
     for error in group.exceptions:
         leaves.append(_first(error) if isinstance(error, BaseExceptionGroup) else error)
@@ -372,7 +372,7 @@ def _first(group: BaseExceptionGroup) -> BaseException:
 
 
 async def until_stopped(rollout: Rollout) -> JsonObject:
-    """Run it, ready to be stopped by a signal: what was appended is durable, and the part file stays valid as it is."""
+    """Run the rollout until it ends or a signal stops it: appended groups are durable, and the part file remains valid."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     caught: list[int] = []

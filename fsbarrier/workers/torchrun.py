@@ -1,6 +1,6 @@
-"""torchrun, whose store listens on the leader's chosen address alone: torch's own listens on all addresses of the host.
+"""torchrun with a rendezvous store that listens only on the leader's chosen address; torch's own listens on all addresses of the host.
 
-`python -m fsbarrier.workers.torchrun` takes torchrun's own flags. Its static rendezvous makes the store; here it is given the socket.
+`python -m fsbarrier.workers.torchrun` takes torchrun's flags. Replaces the static rendezvous, which creates the store, to pass it a socket.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fsbarrier.host.rendezvous import listen_on
 
 
 class OneAddress(static_tcp_rendezvous.StaticTCPRendezvous):
-    """torch's static rendezvous, with a store that listens on one address."""
+    """torch's static rendezvous with a store that listens on one address."""
 
     _store: Store | None
 
@@ -43,15 +43,15 @@ class OneAddress(static_tcp_rendezvous.StaticTCPRendezvous):
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
         print(
-            f"{self.master_addr} is no address of this host's own: the store listens on all of them",
+            f"{self.master_addr} is not an address of this host, so the store listens on all addresses",
             flush=True,
         )
         return listen_on("", self.master_port)
 
 
 if __name__ == "__main__":
-    # For the processes that it starts, as `-P` for this one: a random.py in the current directory must not pass for Python's.
+    # Like -P, for child processes: a random.py in the current directory must not shadow Python's.
     os.environ["PYTHONSAFEPATH"] = "1"
-    # torchrun makes its rendezvous by this name.
+    # torchrun looks up the class under this name.
     static_tcp_rendezvous.StaticTCPRendezvous = OneAddress
     sys.exit(main())

@@ -1,6 +1,6 @@
-"""The toy program's worker: writes deterministic trajectories, or just takes its time.
+"""The worker of the toy program: writes deterministic trajectories, or only waits.
 
-`python -m fsbarrier.workers.toy --spec SPEC.json`; the spec's `do` is rollout, update or wait, `seconds` how long it takes.
+`python -m fsbarrier.workers.toy --spec SPEC.json`; in the spec, `do` is rollout, update or wait, and `seconds` the duration.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.worker_contract import ProgressWriter, run_worker
 from fsbarrier.trajectories import ShardWriter
 
-#: how often a waiting phase shows progress
+#: number of progress updates of a waiting phase
 STEPS = 20
 
 
@@ -33,7 +33,7 @@ def main(spec: JsonObject, settings: Settings, progress: ProgressWriter) -> Json
 
 
 def rollout(spec: JsonObject, progress: ProgressWriter) -> JsonObject:
-    """One group of one trajectory a task, durable as soon as it is there."""
+    """Write one group with one trajectory per task, each durable immediately."""
     assignment = Assignment.from_spec(spec)
     assignment.remove_old_claims()
     begin = time.monotonic()
@@ -42,7 +42,7 @@ def rollout(spec: JsonObject, progress: ProgressWriter) -> JsonObject:
     reward_sum, ended_early = 0.0, False
     files.make_dirs(assignment.part.parent)
     with ShardWriter(assignment.part, prefix=assignment.prefix, header=assignment.header()) as writer:
-        # Groups that an earlier start of this program has left in the file.
+        # Groups from an earlier start of this program.
         there = {group.task_index for group in writer.groups}
         while not ended_early and (lot := claims.take()):
             todo = [task for task in lot if task not in there]
@@ -69,7 +69,7 @@ def rollout(spec: JsonObject, progress: ProgressWriter) -> JsonObject:
 
 
 def pause(seconds: float, early_end: EarlyEnd | None) -> bool:
-    """Let the time of one task pass; True where the phase ends meanwhile."""
+    """Wait for the duration of one task; True if the phase ends early."""
     end, idle = time.monotonic() + seconds, threading.Event()
     while (left := end - time.monotonic()) > 0:
         if early_end and early_end.reached():
@@ -79,7 +79,7 @@ def pause(seconds: float, early_end: EarlyEnd | None) -> bool:
 
 
 def trajectory(origin: Origin, task: int) -> Trajectory:
-    """The same for the same split, iteration and task, whoever makes it: only `node_rank` tells."""
+    """A trajectory that is the same on every node except for `node_rank`."""
     digest = hashlib.sha256(f"{origin.split}:{origin.iteration}:{task}".encode()).digest()
     reward = digest[0] / 255
     return {
@@ -111,7 +111,7 @@ def trajectory(origin: Origin, task: int) -> Trajectory:
 
 
 def update(spec: JsonObject, progress: ProgressWriter) -> JsonObject:
-    """Take the time of an update; the node that is given `out` leaves a policy version there."""
+    """Wait for the duration of an update; the node with `out` writes a policy version there."""
     wait(spec, progress)
     version = spec["new_policy_version"]
     if spec["out"] is None:

@@ -1,10 +1,10 @@
-"""Tells trackers (W&B, TensorBoard, MLflow, …) what each iteration measured, through accelerate. A program of its own, beside the leader.
+"""Logs each iteration's metrics to trackers (W&B, TensorBoard, MLflow, …) through accelerate. A separate process beside the leader.
 
-It waits for its daemon to say which iteration is done, reads the journals, and logs every iteration that a tracker has not got yet.
-Which it has got is in the run directory, so that another node's program goes on there: no gaps, and what one that was killed had
-just logged comes again under the same step. A tracker that fails is told of, tried again at the next iteration, and holds up nobody.
+It waits until its daemon announces a finished iteration, reads the journals, and logs every iteration that a tracker does not have yet. The
+progress is stored in the run directory, so another node's process can continue without gaps; iterations logged just before a kill are
+logged again under the same step. A failing tracker is reported and retried at the next iteration; it never delays the run.
 
-accelerate and the trackers' packages are loaded here and nowhere else.
+Only this module loads accelerate and the trackers' packages.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from fsbarrier.view.report_formats import csv_table
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import REPORT_BYTES, status_of
 
-#: how often it looks what its daemon says, in a file on the local disk
+#: polling interval of the daemon's file on the local disk
 LOOK_S = 0.2
-#: so that it takes nothing from the training
+#: low priority, so that training is not slowed down
 NICENESS = 10
-#: what the daemon says last
+#: the daemon's last message
 END = "end"
 
 
 @dataclass
 class TrackerState:
-    """What trackers have: by name the last iteration, and the id under which the service knows the run where it chose one itself."""
+    """By tracker: the last logged iteration, and the run id if the service assigned one."""
 
     through: dict[str, int] = field(default_factory=dict)
     ids: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> TrackerState:
-        """Raises ValueError for a file that is not one: logging everything again would be worse than logging nothing."""
+        """Raises ValueError for an invalid file, because logging everything again would be worse than logging nothing."""
         try:
             found = json.loads(reading.read_bytes(path, reading.RECORD_BYTES))
             return cls({str(k): int(v) for k, v in found["through"].items()}, {**found["ids"]})
@@ -60,7 +60,7 @@ class TrackerState:
 
 
 class OneTracker:
-    """A tracker by its name; started when it is first told something."""
+    """A tracker, started when it first receives metrics."""
 
     def __init__(self, name: str, project: str, run_id: str, folder: Path, config: dict[str, Any]) -> None:
         self.name, self._project, self._run_id = name, project, run_id
@@ -69,10 +69,10 @@ class OneTracker:
         self.failed = ""
 
     def log(self, values: dict[str, float], iteration: int, progress: TrackerState) -> None:
-        """Raises whatever the tracker's package does."""
+        """Raises whatever the tracker's package raises."""
         if self._tracker is None:
             self._start(progress)
-        # W&B would keep the values back until the next step, and lose them with the process.
+        # Without commit, W&B would buffer the values until the next step and lose them if the process dies.
         more = {"commit": True} if self.name == "wandb" else {}
         self._tracker.log(values, step=iteration, **more)
 
@@ -80,7 +80,7 @@ class OneTracker:
         from accelerate.state import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        # Trackers write below a folder of their own, and follow links.
+        # Trackers write below their own folder and follow links.
         files.make_dirs_below(self._folder.parent, self._folder / self.name)
         PartialState(cpu=True)
         known = progress.ids.get(self.name)
@@ -88,7 +88,7 @@ class OneTracker:
         tracker.start()
         new = self.name not in progress.through
         if new and self.name != "tensorboard":
-            # TensorBoard would show the settings as a run of their own.
+            # TensorBoard would show the settings as a separate run.
             tracker.store_init_configuration(self._config)
         match self.name:
             case "mlflow":
@@ -100,7 +100,7 @@ class OneTracker:
         self._tracker = tracker
 
     def _arguments(self, known: str | None) -> dict[str, Any]:
-        """What makes it one run however often it is started, with all that it writes below the run directory."""
+        """Arguments that make restarts continue the same run, and keep all files below the run directory."""
         run, own = self._run_id, str(self._folder / self.name)
         key = hashlib.sha256(run.encode()).hexdigest()
         match self.name:
@@ -139,7 +139,7 @@ class OneTracker:
 
 
 class Trackers:
-    """All trackers of a run. `say(name, why)` is called once when one begins to fail."""
+    """All trackers of a run. `say(name, why)` is called once when a tracker starts to fail."""
 
     def __init__(self, spec: dict[str, Any], say: Any) -> None:
         self._reader = RunReader(Path(spec["log_path"]), newest_bytes=REPORT_BYTES)
@@ -156,7 +156,7 @@ class Trackers:
         ]
 
     def bring(self, iteration: int) -> None:
-        """Have every tracker know all iterations up to this one. Raises OSError, ValueError."""
+        """Log all iterations up to this one to every tracker. Raises OSError, ValueError."""
         self._reader.poll(time.monotonic())
         times = {one.iteration: one for one in self._reader.times()}
         results = self._reader.history.results()
@@ -165,7 +165,7 @@ class Trackers:
             for number in sorted(n for n in {*times, *results} if known < n <= iteration):
                 values = metrics(results.get(number, ()), times.get(number), self._like)
                 if number == iteration:
-                    # The evaluation that closes a session counts for the iteration after its last one.
+                    # The evaluation at the end of a session counts for the iteration after its last one.
                     values |= last_policy_metrics(results.get(number + 1, ()), self._like)
                 if not self._logged(one, values, number):
                     break
@@ -195,7 +195,7 @@ class Trackers:
 
 
 def main(arguments: list[str]) -> int:
-    """`track.py SPEC WANTED PROBLEMS`: files on the local disk. WANTED is what its daemon says, PROBLEMS what it answers."""
+    """`track.py SPEC WANTED PROBLEMS`, files on the local disk. The daemon writes WANTED, this program writes PROBLEMS."""
     spec_file, wanted, problems = map(Path, arguments)
     os.nice(NICENESS)
 
@@ -209,7 +209,7 @@ def main(arguments: list[str]) -> int:
         words = wanted.read_text().split()
         iteration, ends = int(words[0]), END in words
         if iteration > done:
-            # A failing filesystem: the next look tries again, and the last one gives up.
+            # On a filesystem error, the next poll retries; the last one gives up.
             with contextlib.suppress(OSError):
                 tracking.bring(iteration)
                 done = iteration

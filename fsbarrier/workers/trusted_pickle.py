@@ -1,8 +1,8 @@
-"""Rewrites a trajectory file that torch.save made with Python objects inside, once the user has said that it is trusted.
+"""Converts a trusted trajectory file with pickled Python objects (from torch.save) to our format.
 
-`python -m fsbarrier.workers.trusted_pickle SOURCE TARGET NODE_RANK`; `fsbarrier aggregate --trust-pickle` starts it. Loading
-such a file runs whatever code it names, so this is a process of its own. Objects become dicts of their attributes, those of
-classes that cannot be imported here too; a trajectory that is a list of steps becomes a dict with these `steps`.
+`python -m fsbarrier.workers.trusted_pickle SOURCE TARGET NODE_RANK`; started by `fsbarrier aggregate --trust-pickle`. Loading such a file
+runs arbitrary code, so this is a separate process. Objects become dicts of their attributes, even if their class cannot be imported; a
+trajectory that is a list of steps becomes a dict with `steps`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fsbarrier.errors import FsbarrierError
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.trajectories import ShardWriter
 
-# Tasks of different ranks never count as the same: the original spreads the attempts at one task over the ranks.
+# Tasks of different ranks are always distinct: the original distributes the attempts at one task over the ranks.
 RANK_STRIDE = 10**9
 MAX_DEPTH = 100
 TYPECODES = {torch.int32: "i", torch.float32: "f", torch.uint8: "B", torch.int64: "q", torch.float64: "d"}
 
 
 class Unknown:
-    """Stands for an object of a class that is not installed here; takes any state."""
+    """Placeholder for an object whose class is not installed; accepts any state."""
 
     def __new__(cls, *_: object, **__: object) -> Unknown:
         return super().__new__(cls)
@@ -38,7 +38,7 @@ class Unknown:
 
 
 class LenientUnpickler(pickle.Unpickler):
-    """The ordinary unpickler, but a class that cannot be imported becomes a subclass of Unknown."""
+    """An unpickler that replaces classes that cannot be imported by subclasses of Unknown."""
 
     def find_class(self, module: str, name: str) -> object:
         try:
@@ -56,7 +56,7 @@ def main(words: list[str]) -> int:
     except FsbarrierError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    # Whatever the file's own code may raise.
+    # The file's code may raise anything.
     except Exception as error:
         print(f"{type(error).__name__}: {error}".replace("\n", " "), file=sys.stderr)
         return 1
@@ -68,13 +68,13 @@ def _load(stream: Any, **options: Any) -> object:
 
 
 def convert(loaded: object, target: Path, rank: int) -> None:
-    """Write what was loaded as a finished rank file."""
+    """Write the loaded data as a finished rank file."""
     if not isinstance(loaded, dict) or not isinstance(loaded.get("trajectories"), list):
-        raise ValueError('it does not hold {"trajectories": [...], "metadata": {...}}')
+        raise ValueError('expected {"trajectories": [...], "metadata": {...}}')
     metadata = json.loads(json.dumps(plain(loaded.get("metadata") or {}), default=list))
     groups: dict[str, list[JsonObject]] = {}
     for number, item in enumerate(loaded["trajectories"]):
-        # The original leaves None where a task gave nothing.
+        # The original stores None for a task without a result.
         if item:
             record = trajectory(plain(item), rank, number)
             groups.setdefault(record["task_id"], []).append(record)
@@ -90,7 +90,7 @@ def convert(loaded: object, target: Path, rank: int) -> None:
 
 
 def trajectory(item: object, rank: int, number: int) -> JsonObject:
-    """One trajectory with the fields that every trajectory has."""
+    """One trajectory with the fields common to all trajectories."""
     record: JsonObject = dict(item) if isinstance(item, dict) else {"steps": item}
     steps = record.get("steps")
     last = steps[-1] if isinstance(steps, list) and steps and isinstance(steps[-1], dict) else {}
@@ -115,7 +115,7 @@ def _task(step: object) -> dict[str, object]:
 
 
 def plain(value: object, depth: int = 0) -> object:
-    """`value` as plain values and flat arrays; what has neither form becomes its repr."""
+    """`value` as plain values and flat arrays; other objects become their repr."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if depth > MAX_DEPTH:

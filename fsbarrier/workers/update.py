@@ -1,7 +1,7 @@
-"""Phase 10: one policy update on all nodes, started by torchrun. Batch in; Hugging Face folder and trainer state out.
+"""Phase 10: one policy update on all nodes, started by torchrun. Reads a batch; writes a Hugging Face folder and the trainer state.
 
-`torchrun ... -m fsbarrier.workers.update --spec SPEC.json`. Every process takes its share of each minibatch
-(fsbarrier/training/optimizer_step.py), and saves its part (fsbarrier/training/checkpoint_write.py).
+`torchrun ... -m fsbarrier.workers.update --spec SPEC.json`. Every process trains on its share of each minibatch
+(fsbarrier/training/optimizer_step.py) and saves its part (fsbarrier/training/checkpoint_write.py).
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ from fsbarrier.training.processes import Processes, gather_objects
 from fsbarrier.training.resume import Beginning, KeptTrainer, begin, go_on
 from fsbarrier.training.trainer import Trainer, update_load
 
-NO_SIGNAL = "no group had a signal to learn from: the weights are unchanged"
+NO_SIGNAL = "no group had a training signal, so the weights are unchanged"
 
 # A process whose memory has grown to so many times what it was, and by so much, is ended after its update, and another formed.
 GROWN, SLACK_BYTES = 1.25, 1 << 30
 
 
 class UpdateSpec(TypedDict):
-    """What this program reads of its spec."""
+    """The fields of the spec that this program uses."""
 
     run_id: str
     node_rank: int
     iteration: int
-    #: how often this iteration failed already, the same on all nodes
+    #: number of earlier failures of this iteration, the same on all nodes
     attempt: int
     batch: str
-    #: the folder of the policy to be trained, and the trainer state that belongs to it; None: the optimizer begins anew
+    #: the folder of the policy to train, and its trainer state; None: start with a fresh optimizer
     model: str
     trainer_state: str | None
-    #: the folder of policy version 0, into which adapters are put (lora.rank), and to which a run may have to go back
+    #: the folder of policy version 0: the base of adapters (lora.rank), and a fallback
     first_model: str
     policy_version: int
-    #: the folder of the policy that the new one is held against (algorithm.kl_coef); None: none
+    #: the folder of the reference policy (algorithm.kl_coef); None: no reference policy
     reference: str | None
-    #: what tells that policy from any other
+    #: identity of the policy to train
     policy: str
-    #: where the new policy is saved
+    #: output folder of the new policy
     out: str
     new_policy_version: int
-    #: the folder on this node for a copy of the new weights; None: there is none
+    #: local folder for a copy of the new weights; None: no copy
     weights_dir: str | None
-    #: where the node's result goes
+    #: output path of the node's result
     result: str
 
 
@@ -85,12 +85,12 @@ class Updates:
         self, spec: UpdateSpec, settings: Settings, progress: ProgressWriter
     ) -> dict[str, object] | None:
         """One update."""
-        # A handler in Python would wait for the collective under way. Whatever is half written has no manifest.
+        # A Python handler would not run until the current collective returns. Partial output has no manifest, so it is ignored.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             return self._update(spec, settings, progress)
         except EnginesDiffer as error:
-            # Each node learns which of its engines is meant, before any process ends and takes the others along.
+            # Report the engines to each node before any process ends, because torchrun then kills the others.
             differing = {"differing_engines": error.engines}
             files.write_atomic(Path(spec["result"]), json.dumps(differing).encode())
             gather_objects(None)
@@ -105,17 +105,17 @@ class Updates:
             raise known from None
 
     def stay(self) -> bool:
-        """Whether all processes are fit for another update."""
+        """Whether all processes can take another update."""
         return self._fit
 
     def _update(
         self, spec: UpdateSpec, settings: Settings, progress: ProgressWriter
     ) -> dict[str, object] | None:
-        """This process's part of the update; the result from one process of each node."""
+        """Do this process's part of the update; one process per node returns the result."""
         update = Update.of(spec, smaller(settings, spec["attempt"]))
         start = update.go_on(self._held)
         went_on = start is not None
-        # From here on it is another policy. If it is not the one to be trained, its memory is free for that.
+        # The held policy is about to change. If it is not the one to train, its memory can be reused.
         self._held = None
         start = start or update.begin()
         loaded = time.monotonic()
@@ -127,7 +127,7 @@ class Updates:
         self._held = KeptTrainer(start.trainer, new, update.settings)
         fit = self._keeps_to_its_memory(went_on=went_on)
         if JOBS in os.environ:
-            # This process takes other jobs, so it does not leave its memory to the engine by its end.
+            # This process stays alive, so it must free accelerator memory for the engine explicitly.
             fit = fit and start.trainer.leave_room(update.settings)
         self._fit = all(gather_objects(fit))
         times = {
@@ -142,7 +142,7 @@ class Updates:
             **update.result(start, totals),
             "trainer_state": "shared" if on_node is None else "follows" if on_node.follows else "nodes",
             "seconds": round(time.monotonic() - update.started, 3),
-            # Whether it went on with what was in memory since the update before.
+            # Whether it continued with the state kept in memory since the previous update.
             "went_on": went_on,
             **{name: round(seconds, 3) for name, seconds in times.items()},
             "memory_peak_gb": round(peak / 1e9, 3),
@@ -165,7 +165,7 @@ class Update:
     processes: Processes
     batch: TrainingBatch
     node: NodeState
-    #: this node's copy of the new weights; None: there is none
+    #: this node's copy of the new weights; None: no copy
     copy: NodeCopy | None
     started: float
 
@@ -186,11 +186,11 @@ class Update:
         return None if self.spec["trainer_state"] is None else Path(self.spec["trainer_state"])
 
     def go_on(self, held: KeptTrainer | None) -> Beginning | None:
-        """With what is in memory since the update before, if that is the policy to be trained on all processes."""
+        """Continue with the state kept in memory, if all processes hold the policy to train."""
         return go_on(held, self.spec["policy"], self.settings, Path(self.spec["model"]), self.trainer_state)
 
     def begin(self) -> Beginning:
-        """With what is on disk."""
+        """Start from the files on disk."""
         return begin(
             self.processes,
             self.settings,
@@ -204,7 +204,8 @@ class Update:
         )
 
     def place_of_state(self, trainer: Trainer) -> NodeState | None:
-        """Where the nodes keep the new trainer state; None: in the shared directory. Raises ProgramFailed where that lacks room."""
+        """Where to store the new trainer state: on the nodes, or None for the shared directory. Raises ProgramFailed if disk space is
+        insufficient."""
         return save_plan.choose(
             trainer,
             self.settings.checkpoint,
@@ -216,7 +217,7 @@ class Update:
         )
 
     def train(self, start: Beginning, progress: ProgressWriter) -> Sums:
-        """Take the batch's steps. None is taken where the policy was gone back to: it has not made these rollouts."""
+        """Do the optimizer steps of the batch. None after a fallback to an older policy, which did not sample these rollouts."""
         steps, processes, totals = len(self.batch.steps), self.processes, Sums()
 
         def show(step: int) -> None:
@@ -235,7 +236,7 @@ class Update:
         return totals
 
     def save(self, start: Beginning, on_node: NodeState | None, trained: float) -> str:
-        """Save this process's part of the new version; gives the new policy's identity. `trained`: when the last step was done."""
+        """Save this process's part of the new version; returns the new policy's identity. `trained`: end of the last step."""
         trainer = start.trainer
         worked_s = trainer.pace.worked_s + trained - self.started
         trainer.pace = replace(trainer.pace, worked_s=0.0 if on_node and on_node.follows else worked_s)
@@ -249,7 +250,7 @@ class Update:
         )
 
     def result(self, start: Beginning, totals: Sums) -> dict[str, object]:
-        """What the node tells of the update, beside its times."""
+        """The node's metrics of the update, except timings."""
         trainer = start.trainer
         return {
             "out": self.spec["out"],
@@ -266,27 +267,27 @@ class Update:
 
 
 def main(spec: UpdateSpec, settings: Settings, progress: ProgressWriter) -> dict[str, object] | None:
-    """One update, by a process that does no other."""
+    """Do one update in a process that does no others."""
     result = Updates().main(spec, settings, progress)
     leave()
     return result
 
 
 def leave() -> None:
-    """Leave the process group, if there is one."""
+    """Destroy the process group, if there is one."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def resident_bytes() -> int:
-    """What this process takes of the host's memory now."""
+    """The resident host memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def smaller(settings: Settings, attempt: int) -> Settings:
-    """Each try after a failure takes half as much through the model at a time: what ran out of memory would do so again.
+    """Halve the micro-batch size with each retry, in case the failure was an out-of-memory error.
 
-    The sums are the same in another order, so any other failure loses nothing but some speed.
+    The results only differ in the order of additions, so after any other failure this only costs some speed.
     """
     own = settings.trainer
     halved = {
@@ -298,7 +299,7 @@ def smaller(settings: Settings, attempt: int) -> Settings:
 
 
 def estimated_memory_gb(model_folder: Path, settings: Settings, trainer: Trainer) -> float | None:
-    """What the plan has for one process; None for a model whose sizes it does not know."""
+    """The planned memory of one process; None for an unknown model type."""
     try:
         load = update_load(model_folder, settings, trainer.processes)
     except UsageError:
@@ -307,7 +308,7 @@ def estimated_memory_gb(model_folder: Path, settings: Settings, trainer: Trainer
 
 
 def metrics(totals: Sums, batch: TrainingBatch) -> dict[str, object]:
-    """What people see of the update: means over its tokens, and over its steps."""
+    """The displayed metrics of the update: means over tokens and over steps."""
     tokens, steps = max(1, totals.tokens), max(1, len(batch.steps))
     return {
         "optimizer_steps": len(batch.steps),

@@ -1,8 +1,8 @@
-"""vLLM's own API server, started so that it comes up fast and lets nobody in without the key.
+"""vLLM's API server with a fast start and with API key checks on all endpoints.
 
-`VLLM_API_KEY=... python -m fsbarrier.workers.vllm_server --model FOLDER --host 127.0.0.1 ...`: all of vLLM's flags.
-Started by fsbarrier/engine/server.py. The main is guarded: the engine processes that vLLM spawns import this
-module again, and would import the API server too.
+`VLLM_API_KEY=... python -m fsbarrier.workers.vllm_server --model FOLDER --host 127.0.0.1 ...` accepts all of vLLM's flags.
+Started by fsbarrier/engine/server.py. Imports are inside main, because the engine processes that vLLM spawns import this
+module again.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ App = Callable[[Scope, Any, Any], Awaitable[None]]
 
 
 class KeyGuard:
-    """ASGI middleware (`--middleware`): 401 for every request without the key, but for /health.
+    """ASGI middleware (`--middleware`): returns 401 for every request without the key, except /health.
 
-    vLLM itself asks for the key below /v1 only. The development endpoints, by which weights are reloaded and any method of the
-    engine can be called, lie outside: any user of the machine could reach them.
+    vLLM checks the key only below /v1. The development endpoints, which can reload weights and call any method of the engine, would be open
+    to any user of the machine.
     """
 
     def __init__(self, app: App) -> None:
@@ -55,7 +55,7 @@ def _digest(value: bytes) -> bytes:
 
 
 def keep_to_own_cores() -> None:
-    """Where several servers share a CPU each has cores of its own; its threads and processes inherit them."""
+    """Pin this server to its own cores if several servers share a CPU; its threads and processes inherit this."""
     if cpus := os.environ.get(CPUS):
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
 
