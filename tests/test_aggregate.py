@@ -210,7 +210,7 @@ def test_acknowledged_bytes_that_are_gone_are_missed(tmp_path: Path, three: list
     acknowledged = three[1].stat().st_size
     os.truncate(three[1], acknowledged - 1)
     part = Part(three[1], valid_bytes=acknowledged)
-    with pytest.raises(StoreError, match="were acknowledged"):
+    with pytest.raises(StoreError, match="acknowledged bytes are valid"):
         aggregate([part], tmp_path / "merged", metadata={}, expected=None)
     with pytest.raises(UsageError, match=r"1 task is missing \(4\)"):
         aggregate([part], tmp_path / "merged", metadata={}, expected={3, 4, 5})
@@ -597,7 +597,7 @@ def test_an_original_file_without_trust_is_refused(run: RunPaths, capsys: pytest
     assert by_hand(run) == 2
     assert capsys.readouterr().err == (
         "fsbarrier: error: train_trajectories.pt.iteration5_rank_0.checkpoint: it was not written by fsbarrier, and unpickling "
-        "it can run any code in it; if you trust it, add --trust-pickle\n"
+        "it could run arbitrary code; if you trust it, add --trust-pickle\n"
     )
 
 

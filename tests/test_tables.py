@@ -160,7 +160,7 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing(
     content[content.index(b"\x00\x00\x00\xbf")] ^= 1
     damaged.write_bytes(content)
     assert export(run, tmp_path / "a.jsonl", "--iteration", "1") == 2
-    assert "merge what is whole by hand" in capsys.readouterr().err
+    assert "merge the valid groups by hand" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "run", "there.jsonl"]
 
 

@@ -84,7 +84,7 @@ def test_parquet_with_verls_columns(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"train\.parquet, row 1: has no field prompt"):
         read_tasks(path)
     path.write_bytes(b"PAR1 nonsense")
-    with pytest.raises(UsageError, match=r"train\.parquet: is not a parquet file"):
+    with pytest.raises(UsageError, match=r"train\.parquet: not a valid Parquet file"):
         read_tasks(path)
 
 
@@ -109,7 +109,7 @@ GOOD = {"prompt": "a", "answer": "b"}
             "message 1 needs a content (text), got [1]",
         ),
         ([GOOD | {"task_id": 1.5}], "line 1: task_id must be text or a whole number, got 1.5"),
-        ([GOOD | {"task_id": "x"}, GOOD, GOOD | {"task_id": "x"}], 'line 3: task_id "x" is already that of '),
+        ([GOOD | {"task_id": "x"}, GOOD, GOOD | {"task_id": "x"}], 'line 3: task_id "x" is already used by '),
         (["[" * 100_000], "line 1: is not JSON: "),
     ],
 )
@@ -130,7 +130,7 @@ def test_empty_lines_at_the_end_are_no_tasks(tmp_path: Path) -> None:
 
 def test_what_is_no_task_file_is_named(tmp_path: Path) -> None:
     for path, message in (
-        (tmp_path / "none.jsonl", "cannot be read: No such file"),
+        (tmp_path / "none.jsonl", "cannot read the file: No such file"),
         (tmp_path / "tasks.csv", "must end in .jsonl or .parquet"),
     ):
         with pytest.raises(UsageError, match=message) as caught:

@@ -1,1 +1,1 @@
-"""Tasks in, rewards, trajectories on disk: rank files that grow by whole groups, and their merging."""
+"""Task files, and trajectory files: writing, scanning, merging and exporting them."""

@@ -1,8 +1,8 @@
-"""The demonstration task: sort four letters. Light: only task files and settings; `fsbarrier.workers.demo_model` makes the model.
+"""The demo task: sort four letters. Contains only task files and settings; `fsbarrier.workers.demo_model` creates the model.
 
-`dcba=` must be answered with `abcd` and the end of the text. There are 26^4 prompts; a hash of the prompt says whether it may
-be trained on or is held out, so the two files cannot share a prompt whatever the seed. A tiny model that has seen mostly wrong
-demonstrations answers a quarter of them and learns most of the rest by reinforcement within six iterations.
+`dcba=` must be answered with `abcd` and the end token. A hash of the prompt decides whether each of the 26^4 prompts is for
+training or held out, so the two files never share a prompt. A tiny model trained on mostly wrong demonstrations solves a
+quarter of the tasks, and learns most of the rest by reinforcement within six iterations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 
 from fsbarrier.files import write_atomic
 
-# Names what the demo folder holds; changes whenever a folder made by older code must not be used.
+# Version of the demo folder's contents; changed whenever older folders must not be reused.
 RECIPE: Final = "sort4-v1"
 
 LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
@@ -24,7 +24,7 @@ LENGTH: Final = 4
 TRAIN_TASKS: Final = 4096
 TEST_TASKS: Final = 512
 
-# Dotted settings with which the demo learns.
+# The settings of the demo, by dotted name.
 DEMO_SETTINGS: Final[dict[str, str | int | float]] = {
     "iterations": 6,
     "rollout.tasks": 128,
@@ -47,7 +47,7 @@ DEMO_SETTINGS: Final[dict[str, str | int | float]] = {
 
 
 def folder(base: Path, seed: int = 0) -> Path:
-    """Where the demo of this recipe and seed lies below `base`."""
+    """The folder of the demo with this recipe and seed, below `base`."""
     return base / f"{RECIPE}-seed{seed}"
 
 
@@ -61,17 +61,17 @@ def is_ready(path: Path) -> bool:
 
 
 def answer_for(prompt: str) -> str:
-    """The right answer to a prompt such as `dcba=`: its letters in order."""
+    """The correct answer to a prompt such as `dcba=`: its letters in order."""
     return "".join(sorted(prompt[:LENGTH]))
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether a prompt belongs to the held-out tenth; depends on the prompt alone."""
+    """Whether a prompt is held out (a tenth of them); depends only on the prompt."""
     return hashlib.sha256(prompt.encode()).digest()[0] % 10 == 0
 
 
 def prompts(rng: random.Random, *, held_out: bool) -> Iterator[str]:
-    """Endless random prompts of one side of the split, with repetitions."""
+    """Infinite random prompts of one side of the split, with repetitions."""
     while True:
         prompt = "".join(rng.choice(LETTERS) for _ in range(LENGTH)) + "="
         if is_held_out(prompt) == held_out:
@@ -79,7 +79,7 @@ def prompts(rng: random.Random, *, held_out: bool) -> Iterator[str]:
 
 
 def distinct_prompts(rng: random.Random, count: int, *, held_out: bool) -> list[str]:
-    """`count` different prompts of one side of the split, in random order."""
+    """`count` distinct prompts of one side of the split, in random order."""
     found: dict[str, None] = {}
     for prompt in prompts(rng, held_out=held_out):
         found[prompt] = None
@@ -89,10 +89,10 @@ def distinct_prompts(rng: random.Random, count: int, *, held_out: bool) -> list[
 
 
 def demonstration(prompt: str, wrong_share: float, rng: random.Random) -> str:
-    """An answer to imitate during the warm start: right with probability 1 - `wrong_share`.
+    """A demonstration for the warm start, correct with probability 1 - `wrong_share`.
 
-    A wrong one is the right answer reversed, the letters as they came, or the right answer with one letter missing, in equal
-    parts; for a few prompts (`aaaa=`) it happens to be right all the same.
+    A wrong one is, with equal probability, the correct answer reversed, the unsorted letters, or the correct answer with one
+    letter missing; for a few prompts (`aaaa=`) it is correct anyway.
     """
     right = answer_for(prompt)
     if rng.random() >= wrong_share:
@@ -107,7 +107,7 @@ def demonstration(prompt: str, wrong_share: float, rng: random.Random) -> str:
 
 
 def write_tasks(out: Path, seed: int = 0) -> None:
-    """Write `train.jsonl` and `test.jsonl` into `out`: one task a line, `task_id`, `prompt` and `answer`. Raises OSError."""
+    """Write `train.jsonl` and `test.jsonl` into `out`, with `task_id`, `prompt` and `answer` per line. Raises OSError."""
     for name, held_out, count in (("train", False, TRAIN_TASKS), ("test", True, TEST_TASKS)):
         rng = random.Random(f"{RECIPE}/{seed}/{name}")
         lines = [

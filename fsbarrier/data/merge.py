@@ -1,8 +1,8 @@
-"""Merges trajectory files into one: plan from the headers, copy in parallel with every checksum verified, publish in one step.
+"""Merges trajectory files: plans from the headers, copies in parallel while verifying all checksums, and publishes with one rename.
 
-The place of every byte in the result follows from the plan: `data.pkl` first, its groups in the order of their tasks, then the
-storages in the order of the parts. So the parts are read once, from front to back, in chunks, and nothing is unpickled; and
-the order of the trajectories does not depend on who was first. `aggregate.py` is the command.
+The plan determines the position of every byte in the result: first `data.pkl` with the groups in task order, then the storages in
+part order. Parts are therefore read once, sequentially, in chunks, and nothing is unpickled. The order of the trajectories does
+not depend on timing. `aggregate.py` is the command.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from fsbarrier.retry import FAILING, retry
 
 @dataclass(frozen=True, slots=True)
 class AggregateReport:
-    """What a merge did; `dataclasses.asdict` of it is JSON."""
+    """The result of a merge; `dataclasses.asdict` converts it to JSON."""
 
     out: str
     trajectories: int
@@ -54,29 +54,29 @@ class AggregateReport:
     #: task indices
     missing: tuple[int, ...]
     duplicates_dropped: int
-    #: the size of the merged file
+    #: size of the merged file
     bytes: int
     reward_mean: float | None
     already_done: bool
-    #: groups dropped because their bytes do not match their checksums
+    #: groups dropped because of a checksum mismatch
     damaged: tuple[str, ...] = ()
-    #: groups dropped because their task is not among the expected
+    #: groups dropped because their task is not expected
     unexpected: int = 0
-    #: names the groups that were merged; equal content, equal fingerprint
+    #: digest of the merged groups' contents
     fingerprint: str = ""
-    #: groups beyond those to keep: without signal, or surplus
+    #: groups dropped because enough others were kept: without signal, or surplus
     left_out: int = 0
-    #: of all groups, those left out included
+    #: mean over all groups, including dropped ones
     rolled_out_reward_mean: float | None = None
-    #: trajectories without a judgement: the reward or the agent failed. They count for no mean.
+    #: trajectories without a score, because the reward or the agent failed; the means ignore them
     unjudged: int = 0
-    #: of all groups, those left out included: what was cut off, what failed, lengths, parts of the reward (data/tally.py)
+    #: metrics over all groups, including dropped ones (data/tally.py)
     figures: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class MergeProgress:
-    """How far a merge is."""
+    """Progress of a merge."""
 
     trajectories: int
     trajectories_total: int
@@ -88,13 +88,13 @@ OnProgress = Callable[[MergeProgress], None]
 
 
 def merge(request: MergeRequest, on_progress: OnProgress | None = None) -> AggregateReport:
-    """Merge the groups of the parts into `request.out`, which appears by one rename, or stays as it is.
+    """Merge the groups of the parts into `request.out`, atomically (by rename).
 
-    If it holds these very groups already and is intact, it is left untouched, whatever the request's metadata says.
-    Raises UsageError (missing tasks, parts that cannot be merged, a foreign file in the way), StoreError.
+    If the file already contains exactly these groups and is intact, it is not changed, even if the metadata differs.
+    Raises UsageError (missing tasks, incompatible parts, a foreign file at `out`), StoreError.
     """
     try:
-        # Nothing is done before the last rename, so it may be begun anew.
+        # The rename is the last step, so the whole merge can be retried.
         return retry(lambda: _merge(request, on_progress), errnos=FAILING)
     except OSError as error:
         raise StoreError(f"{request.out}: cannot merge: {error.strerror or error}") from error
@@ -104,7 +104,7 @@ def _merge(request: MergeRequest, on_progress: OnProgress | None) -> AggregateRe
     out = request.out
     excluded: set[GroupPlace] = set()
     damaged: list[str] = []
-    # Only copying reads every byte. What it finds damaged is left out of the next plan.
+    # Only copying reads every byte; groups found damaged are excluded from the next plan.
     while True:
         plan = make_plan(request, excluded)
         if plan.missing and not request.allow_partial:
@@ -113,7 +113,7 @@ def _merge(request: MergeRequest, on_progress: OnProgress | None) -> AggregateRe
                 f"{out.name}: {missing_text(plan.missing)}{why}. To merge without them: --allow-partial"
             )
         if not plan.taken:
-            raise UsageError(f"{out.name}: the parts hold no group to merge")
+            raise UsageError(f"{out.name}: the parts contain no groups to merge")
         if (size := _size_if_done(out, plan.fingerprint)) is not None:
             return _report(plan, out, size, damaged, already_done=True)
         bad = _Merge(request, plan, merged_metadata(request, plan, damaged), on_progress).run()
@@ -124,24 +124,24 @@ def _merge(request: MergeRequest, on_progress: OnProgress | None) -> AggregateRe
 
 
 def scan_merged(out: Path, *, verify: bool) -> ShardScan | None:
-    """The merged file at `out`; None where there is none, or one of ours that is damaged: it is made anew.
+    """The merged file at `out`; None if it does not exist, or if it is a damaged one of ours, which is recreated.
 
-    Raises UsageError where another program's file is in the way, StoreError.
+    Raises UsageError if the file was not written by fsbarrier, StoreError.
     """
-    # The listing is asked first: NFS may remember for 30 s that a name did not exist.
+    # List the folder first, because NFS may cache the absence of a name for 30 s.
     if not out.parent.is_dir() or out.name not in os.listdir(out.parent):
         return None
     try:
         scan = scan_shard(out, verify=verify)
     except NotOurs as error:
-        raise UsageError(f"{error}; move it away, it is not replaced") from None
+        raise UsageError(f"{error}; not overwriting it, move it away") from None
     except FormatError:
         return None
     return None if scan.damaged else scan
 
 
 def _size_if_done(out: Path, fingerprint: str) -> int | None:
-    """The size of `out` if it holds just the groups that `fingerprint` names, and is intact."""
+    """The size of `out` if it is intact and contains exactly the groups of `fingerprint`."""
     there = scan_merged(out, verify=False)
     if there is None or there.fingerprint != fingerprint:
         return None
@@ -173,7 +173,7 @@ def _report(
 
 
 class _Merge:
-    """Writes one planned result; `run` gives the groups that turned out damaged, and then has published nothing."""
+    """Writes one planned result. `run` returns the damaged groups; if there are any, nothing was published."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class _Merge:
         return bad
 
     def _lay_out_pickle(self, fd: int, offset: int) -> None:
-        """data.pkl: its header, frame and checksum are known before its bodies are copied into it."""
+        """Write data.pkl's header, frame and checksum, which are known before the bodies are copied."""
         groups = self.plan.by_task
         entry, before, after = pickle_entry(self.metadata, groups, offset)
         self.entries.append(entry)

@@ -1,4 +1,4 @@
-"""Copies pieces of one file into another in large reads, checking each piece's CRC-32 on the way; several threads, bounded memory."""
+"""Copies pieces of one file into another with large reads, verifying each piece's CRC-32; multi-threaded, with bounded memory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fsbarrier.data.torchpickle import FormatError
 from fsbarrier.data.torchzip import read_at, write_at
 from fsbarrier.retry import FAILING, retry
 
-#: Bytes that a thread reads, checks and writes at once: large for a disk, small enough to stay in a processor cache.
+#: Buffer size: large enough for a disk, small enough for a processor cache.
 BUFFER = 512 << 10
-#: bytes of work handed to a thread at once
+#: bytes of work per thread
 BATCH = 8 << 20
-#: bytes between pieces that are rather read along than skipped
+#: gaps up to this size are read instead of skipped
 GAP = 4096
-#: buffers in one write; Linux takes 1024
+#: buffers per write; Linux allows 1024
 IOV_MAX = 512
 
 
 class Piece(NamedTuple):
-    """`size` bytes at `source`, to be written at `target` behind `header`; they belong to `group`."""
+    """`size` bytes at `source`, to be written at `target` after `header`; they belong to `group`."""
 
     source: int
     size: int
@@ -38,16 +38,16 @@ class Piece(NamedTuple):
 
 
 def workers() -> int:
-    """Threads that read, check and write at the same time."""
+    """The number of copy threads."""
     return min(4, max(2, len(os.sched_getaffinity(0))))
 
 
 def copy_pieces(
     path: Path, target_fd: int, pieces: list[Piece], bad: set[GroupPlace]
 ) -> Iterator[list[Piece]]:
-    """Copy `pieces` of the file `path` into `target_fd`, yielding those done; damaged groups are added to `bad`.
+    """Copy `pieces` of the file `path` into `target_fd`, yielding the finished ones; adds damaged groups to `bad`.
 
-    Once something is damaged nothing more is written, only checked. Raises StoreError, FormatError, OSError.
+    After the first damage it only verifies the rest. Raises StoreError, FormatError, OSError.
     """
     with opened(path) as fd:
         local = threading.local()
@@ -74,7 +74,7 @@ def copy_pieces(
 
 
 def _batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """The pieces in the order of the file, in batches, each for one thread."""
+    """The pieces in file order, in one batch per thread."""
     batch: list[Piece] = []
     size = 0
     for piece in sorted(pieces):
@@ -88,7 +88,7 @@ def _batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
 
 
 def _runs(batch: list[Piece]) -> Iterator[list[Piece]]:
-    """Pieces that one read fetches together."""
+    """Groups of pieces to fetch with one read."""
     run: list[Piece] = []
     start = end = 0
     for piece in batch:
@@ -130,7 +130,7 @@ def _copy_run(fd: int, target_fd: int, run: list[Piece], buffer: memoryview, bad
 
 
 def _copy_large(fd: int, target_fd: int, piece: Piece, buffer: memoryview, bad: set[GroupPlace]) -> None:
-    """One piece that is larger than the buffer, a buffer at a time."""
+    """Copy a piece that is larger than the buffer, in chunks."""
     if not bad:
         write_at(target_fd, piece.target, piece.header)
     target, crc = piece.target + len(piece.header), 0
@@ -147,7 +147,7 @@ def _copy_large(fd: int, target_fd: int, piece: Piece, buffer: memoryview, bad: 
 
 
 def _fill(fd: int, offset: int, view: memoryview) -> bool:
-    """Read exactly `view`; False where the file ends before."""
+    """Fill `view` completely; False if the file ends earlier."""
     got = retry(lambda: os.preadv(fd, [view], offset), errnos=FAILING)
     if got == len(view):
         return True
@@ -162,7 +162,7 @@ def _write_vector(fd: int, offset: int, vector: list[bytes | memoryview]) -> Non
     if not vector:
         return
     written = os.pwritev(fd, vector, offset)
-    # What a short write left.
+    # Handle a short write.
     for data in vector:
         if written < len(data):
             write_at(fd, offset + written, memoryview(data)[written:])

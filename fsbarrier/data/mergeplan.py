@@ -1,4 +1,4 @@
-"""What to merge, and which group will come from which part: decided from headers alone, before anything is written."""
+"""Plans a merge: selects the groups and their parts from headers alone, before anything is written."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from fsbarrier.protocol.facts import JsonObject
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One file to merge from."""
+    """An input file."""
 
     path: Path
-    #: use only the groups inside its first so many bytes; None: all that are whole
+    #: use only groups within the first bytes of the file; None: all complete groups
     valid_bytes: int | None = None
-    #: use only the groups of these task indices; None: all
+    #: use only these task indices; None: all
     tasks: frozenset[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MergeRequest:
-    """What to merge, and into which file.
+    """The inputs and output of a merge.
 
-    Of a task that several parts hold, the first part in order wins; the next one stands in where its bytes are damaged.
+    If several parts contain a task, the first one is used, or the next one if its bytes are damaged.
     """
 
     parts: tuple[Part, ...]
     out: Path
     metadata: dict[str, object]
-    #: The task indices that must be there; groups of others are left out. None: not known.
+    #: The required task indices; groups of other tasks are dropped. None: unknown.
     expected: tuple[int, ...] | None = None
-    #: Of more groups only the first so many whose rewards differ, in the order of `expected`, filled up with others.
+    #: Keep only this many groups: first those with differing rewards, in the order of `expected`, then others.
     keep: int | None = None
-    #: If a task is missing, merge without it, and list it in the metadata.
+    #: If tasks are missing, merge without them and list them in the metadata.
     allow_partial: bool = False
 
     @classmethod
     def from_spec(cls, spec: JsonObject) -> MergeRequest:
-        """The request that a daemon left for the worker."""
+        """The request in a worker's spec."""
         parts = [
             Part(
                 Path(record["path"]),
@@ -60,30 +60,30 @@ class MergeRequest:
         return cls(tuple(parts), Path(spec["out"]), spec["metadata"], expected, **more)
 
 
-#: A group in one of the parts: the part's position in the request, and the group's key.
+#: A group: the part's position in the request, and the group's key.
 GroupPlace = tuple[int, str]
 
 
 @dataclass(frozen=True)
 class MergePlan:
-    """Which group is taken from which part."""
+    """The selected groups and their parts."""
 
     scans: tuple[ShardScan, ...]
-    #: by task index: position of the part, and the group
+    #: task index -> (position of the part, group)
     taken: dict[int, tuple[int, GroupEntry]]
-    #: groups left out because an earlier part has their task
+    #: groups dropped because an earlier part contains their task
     duplicates: int
-    #: groups left out because their task is not among the expected
+    #: groups dropped because their task is not expected
     unexpected: int
     missing: tuple[int, ...]
-    #: tasks left out because their rewards are all equal, and others are enough
+    #: tasks dropped because their rewards are all equal and there are enough others
     without_signal: tuple[int, ...]
-    #: tasks left out because those before them are enough
+    #: tasks dropped because there are enough before them
     surplus: tuple[int, ...]
-    #: trajectories of all groups, `without_signal` and `surplus` included, and their mean reward
+    #: trajectories of all groups, including `without_signal` and `surplus`, and their mean reward
     rolled_out: int
     rolled_out_reward_mean: float | None
-    #: their other figures (data/tally.py)
+    #: their other metrics (data/tally.py)
     figures: dict[str, float]
 
     @functools.cached_property
@@ -92,7 +92,7 @@ class MergePlan:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Names the chosen groups by their content, and the missing tasks."""
+        """A digest of the chosen groups' contents and the missing tasks."""
         digest = hashlib.sha256(json.dumps(self.missing).encode())
         for group in self.by_task:
             crcs = " ".join(str(storage.crc) for storage in group.storages)
@@ -101,7 +101,7 @@ class MergePlan:
 
 
 def make_plan(request: MergeRequest, excluded: Collection[GroupPlace] = ()) -> MergePlan:
-    """Choose the groups to merge, reading headers only; those in `excluded` are known to be damaged.
+    """Choose the groups to merge, reading only headers; `excluded` groups are known to be damaged.
 
     Raises UsageError, StoreError.
     """
@@ -147,10 +147,10 @@ def make_plan(request: MergeRequest, excluded: Collection[GroupPlace] = ()) -> M
 
 def _scan_part(part: Part, *, must_be_whole: bool) -> ShardScan:
     scan = scan_shard(part.path, part.valid_bytes, verify=False)
-    # Where the expected tasks are known, a group that is gone shows as a missing task. Else only the bytes can tell.
+    # If the expected tasks are known, a lost group is detected as a missing task. Otherwise compare the sizes.
     if must_be_whole and part.valid_bytes is not None and scan.valid_bytes < part.valid_bytes:
         raise StoreError(
-            f"{part.path}: holds {scan.valid_bytes} valid bytes, but {part.valid_bytes} were acknowledged"
+            f"{part.path}: only {scan.valid_bytes} of {part.valid_bytes} acknowledged bytes are valid"
         )
     return scan
 
@@ -159,19 +159,19 @@ def _refuse_one_name_twice(groups: Iterable[GroupEntry]) -> None:
     names = [storage.name for group in groups for storage in group.storages]
     if len(set(names)) != len(names):
         raise UsageError(
-            "two parts were written with the same prefix and hold different tasks; they cannot be merged"
+            "two parts have the same prefix but contain different tasks, so they cannot be merged"
         )
 
 
 def _left_out(groups: Sequence[GroupEntry], keep: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tasks to drop so that `keep` groups stay, as (with signal, without): the first groups with signal are kept before all others."""
+    """The tasks to drop so that `keep` groups remain, as (with signal, without): groups with signal are kept first."""
     useful = [group.task_index for group in groups if group.signal]
     others = [group.task_index for group in groups if not group.signal]
     return tuple(useful[keep:]), tuple(others[max(0, keep - len(useful)) :])
 
 
 def merged_metadata(request: MergeRequest, plan: MergePlan, damaged: Sequence[str]) -> dict[str, object]:
-    """The metadata of the merged file: what the request names, and what came of the merge. Raises UsageError."""
+    """The metadata of the merged file: from the request, and the results of the merge. Raises UsageError."""
     groups = plan.by_task
     full = {
         **request.metadata,
@@ -198,13 +198,13 @@ def merged_metadata(request: MergeRequest, plan: MergePlan, damaged: Sequence[st
 
 
 def missing_text(missing: tuple[int, ...]) -> str:
-    """For people: how many tasks are missing, and which."""
+    """The number and the list of missing tasks, as text."""
     are = "s are" if len(missing) > 1 else " is"
     return f"{len(missing)} task{are} missing ({', '.join(ranges(missing))})"
 
 
 def ranges(numbers: Sequence[int], most: int = 12) -> Iterator[str]:
-    """Sorted numbers in short: 1-4, 7, 9; no more than `most` items."""
+    """Sorted numbers as ranges: 1-4, 7, 9; at most `most` items."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

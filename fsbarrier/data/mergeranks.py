@@ -1,6 +1,6 @@
-"""Merges what the ranks left of one iteration, as a person asks for it: `fsbarrier aggregate`, `fsbarrier recover --aggregate`.
+"""Merges the ranks' files of one iteration at a user's request: `fsbarrier aggregate`, `fsbarrier recover --aggregate`.
 
-In a run the leader knows which parts there are, and makes the request itself. Here it is put together from the files.
+In a run the leader knows the parts and builds the request itself. Here the request is derived from the files.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fsbarrier.rundir.paths import RunPaths
 
 @dataclass(frozen=True, slots=True)
 class RanksRequest:
-    """Merge these files of one iteration and split; `files` as `rankfiles.find` gives them."""
+    """A merge of one iteration and split; `files`: from `rankfiles.find`."""
 
     log_path: Path
     split: str
     iteration: int
     files: tuple[FoundFile, ...]
     allow_partial: bool = False
-    #: Also take files that torch.save wrote with Python objects inside; loading one can run any code in it.
+    #: Also accept files with pickled Python objects; loading one can run arbitrary code.
     trust_pickle: bool = False
     dry_run: bool = False
 
@@ -42,9 +42,9 @@ class RanksRequest:
 
 @dataclass(frozen=True, slots=True)
 class RanksMerged:
-    """What was merged, or (`report` None) what a dry run would merge."""
+    """The result of a merge, or (`report=None`) of a dry run."""
 
-    #: how many tasks were assigned; None where no file says
+    #: number of assigned tasks; None if no file records it
     expected: int | None
     missing: tuple[int, ...]
     report: AggregateReport | None
@@ -57,7 +57,7 @@ class RanksMerged:
 
 
 def merge_ranks(request: RanksRequest, on_progress: OnProgress | None = None) -> RanksMerged:
-    """Merge the files. Raises UsageError (tasks missing, files that nobody may use), StoreError, ProgramFailed."""
+    """Merge the files. Raises UsageError (missing tasks, unusable files), StoreError, ProgramFailed."""
     _refuse_unusable(request)
     with _with_converted(request) as files:
         wanted = MergeRequest(
@@ -92,7 +92,7 @@ def _refuse_unusable(request: RanksRequest) -> None:
     for item in request.files:
         if item.state is FileState.FOREIGN and not request.trust_pickle:
             raise UsageError(
-                f"{item.path.name}: {item.note}, and unpickling it can run any code in it; if you trust it, add --trust-pickle"
+                f"{item.path.name}: {item.note}, and unpickling it could run arbitrary code; if you trust it, add --trust-pickle"
             )
         if item.state is FileState.UNREADABLE and not request.allow_partial:
             raise UsageError(
@@ -102,7 +102,7 @@ def _refuse_unusable(request: RanksRequest) -> None:
 
 @contextlib.contextmanager
 def _with_converted(request: RanksRequest) -> Iterator[list[FoundFile]]:
-    """The files to merge from; foreign ones that are trusted are rewritten for as long as the merge lasts."""
+    """The input files; trusted foreign files are converted to temporary files during the merge."""
     usable = [item for item in request.files if item.mergeable]
     foreign = [item for item in request.files if item.state is FileState.FOREIGN]
     if not foreign:
@@ -111,13 +111,13 @@ def _with_converted(request: RanksRequest) -> Iterator[list[FoundFile]]:
     with tempfile.TemporaryDirectory(prefix=".trusted-", dir=foreign[0].path.parent) as folder:
         for item in foreign:
             target = Path(folder) / item.path.name
-            # A process of its own: loading such a file runs whatever it names.
+            # In a separate process, because loading such a file runs arbitrary code.
             program = "fsbarrier.workers.trusted_pickle"
             command = [sys.executable, "-m", program, str(item.path), str(target), str(item.node_rank)]
             done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             if done.returncode:
                 last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-                raise ProgramFailed(f"{item.path.name}: cannot be loaded: {last}")
+                raise ProgramFailed(f"{item.path.name}: cannot load the file: {last}")
             scan = scan_shard(target, verify=False)
             usable.append(
                 FoundFile(target, request.split, item.node_rank, FileState.FINISHED, "from a pickle", scan)
@@ -128,7 +128,7 @@ def _with_converted(request: RanksRequest) -> Iterator[list[FoundFile]]:
 def _already_there(
     out: Path, tasks: set[int], missing: set[int], allow_partial: bool
 ) -> AggregateReport | None:
-    """The report of an intact merged file that has all of `tasks`, and whose run cut off the `missing` ones itself."""
+    """The report of an existing intact merged file with all of `tasks`, whose run itself dropped the `missing` ones."""
     scan = scan_merged(out, verify=True)
     if scan is None or not scan.merged or not tasks <= {group.task_index for group in scan.groups}:
         return None

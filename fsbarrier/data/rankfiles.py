@@ -1,4 +1,4 @@
-"""What the ranks left of one iteration: finds their trajectory files and says in what state each is."""
+"""Finds the ranks' trajectory files of one iteration and determines the state of each."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from fsbarrier.rundir.paths import RunPaths
 
 
 class FileState(Enum):
-    """In what state a trajectory file is. The values are what `fsbarrier aggregate` shows."""
+    """The state of a trajectory file, as shown by `fsbarrier aggregate`."""
 
     FINISHED = "finished"
-    #: whole so far, but its writer did not finish it
+    #: valid, but not finished by its writer
     GROWING = "growing"
-    #: whole up to some byte; what follows was being written when its writer ended, and is dropped
+    #: valid up to some byte; the incomplete rest is dropped
     TORN = "torn"
-    #: another file holds the same, or more
+    #: another file contains the same groups or more
     COPY = "copy"
     OTHER_RUN = "other run"
-    #: rolled out by another policy than the newest generation's, maybe of the same version
+    #: rolled out by a different policy than the newest generation's, possibly of the same version
     OTHER_POLICY = "other policy"
     #: not written by fsbarrier
     FOREIGN = "foreign"
     UNREADABLE = "unreadable"
-    #: merged, without some of the tasks
+    #: merged, but without some tasks
     INCOMPLETE = "incomplete"
-    #: merged, but its bytes do not match their checksums
+    #: merged, but with a checksum mismatch
     DAMAGED = "damaged"
-    #: left by a program that was killed while it wrote
+    #: temporary file of a killed program
     TEMPORARY = "temporary"
 
     @property
     def in_the_way(self) -> bool:
-        """Whether `fsbarrier recover` puts such a file aside, because nothing can use it."""
+        """Whether `fsbarrier recover` quarantines such a file, because it is unusable."""
         return self in (
             FileState.OTHER_RUN,
             FileState.FOREIGN,
@@ -54,7 +54,7 @@ class FileState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """One trajectory file: of one node rank, or (`node_rank` None) merged from those of all."""
+    """A trajectory file of one node rank, or (`node_rank=None`) a merged file."""
 
     path: Path
     split: str
@@ -62,7 +62,7 @@ class FoundFile:
     state: FileState
     note: str = ""
     scan: ShardScan | None = field(default=None, repr=False)
-    #: groups whose task an earlier file has already
+    #: groups whose task is already in an earlier file
     duplicates: int = 0
 
     @property
@@ -71,17 +71,17 @@ class FoundFile:
 
     @property
     def generation(self) -> int:
-        """-1: not known."""
+        """-1: unknown."""
         value = self.header.get("generation")
         return value if isinstance(value, int) else -1
 
     @property
     def mergeable(self) -> bool:
-        """Whether a merge takes groups from it."""
+        """Whether a merge uses its groups."""
         return self.state in (FileState.FINISHED, FileState.GROWING, FileState.TORN)
 
     def counts(self) -> dict[str, int]:
-        """How much of it is valid, and how many bytes at its end are not."""
+        """Counts of valid groups and trajectories, and of torn bytes."""
         scan = self.scan
         return {
             "groups": len(scan.groups) if scan else 0,
@@ -92,9 +92,9 @@ class FoundFile:
 
 
 def find(log_path: Path, split: str, iteration: int) -> list[FoundFile]:
-    """The files of all ranks, in the order in which a merge takes from them: the newest generation first, then by rank.
+    """The files of all ranks in merge order: the newest generation first, then by rank.
 
-    Raises UsageError where they belong to several runs and nothing says which one is meant.
+    Raises UsageError if they belong to several runs and it is unclear which one is meant.
     """
     folder = RunPaths(log_path).trajectories(split)
     if not folder.is_dir():
@@ -106,7 +106,7 @@ def find(log_path: Path, split: str, iteration: int) -> list[FoundFile]:
             continue
         if path.is_file():
             there = path.stat()
-            # A finished checkpoint is a link to its last part.
+            # A finished checkpoint is a hard link to its last part.
             if (there.st_dev, there.st_ino) not in seen:
                 seen.add((there.st_dev, there.st_ino))
                 found.append(_look_at(path, split, name.rank))
@@ -119,13 +119,13 @@ def _look_at(path: Path, split: str, rank: int) -> FoundFile:
     try:
         scan = scan_shard(path, verify=False)
         if not scan.finished:
-            # Only its checksums tell where a torn tail begins.
+            # Only the checksums show where a torn tail begins.
             scan = scan_shard(path)
     except FsbarrierError as error:
         state = FileState.FOREIGN if isinstance(error, NotOurs) else FileState.UNREADABLE
         return FoundFile(path, split, rank, state, str(error).removeprefix(f"{path}: "))
     if scan.merged:
-        note = "a merged file under a rank's name"
+        note = "a merged file with a rank's name"
         return FoundFile(path, split, rank, FileState.UNREADABLE, note)
     state = FileState.TORN if scan.torn_bytes else FileState.GROWING
     note = f"{len(scan.damaged)} damaged" if scan.damaged else ""
@@ -138,12 +138,12 @@ def _mark_other_runs(found: list[FoundFile], log_path: Path) -> list[FoundFile]:
         run_id = runrecord.load(log_path).run_id
     elif len(ids) > 1:
         raise UsageError(
-            f"{log_path}: the files of this iteration belong to several runs ({', '.join(sorted(ids))})"
+            f"{log_path}: the files of this iteration belong to several runs ({', '.join(sorted(ids))}); move those of other runs away"
         )
     else:
         return found
     return [
-        replace(item, state=FileState.OTHER_RUN, note=f"made by run {item.header['run_id']}")
+        replace(item, state=FileState.OTHER_RUN, note=f"belongs to run {item.header['run_id']}")
         if item.header.get("run_id", run_id) != run_id
         else item
         for item in found
@@ -151,7 +151,7 @@ def _mark_other_runs(found: list[FoundFile], log_path: Path) -> list[FoundFile]:
 
 
 def _mark_copies(found: list[FoundFile]) -> list[FoundFile]:
-    """Without hard links a finished checkpoint is a copy of its part: of files with one prefix, use the one that holds most."""
+    """Without hard links a finished checkpoint is a copy of its part: of files with the same prefix, use the one with the most groups."""
     best: dict[str, FoundFile] = {}
     for item in found:
         if item.mergeable and item.scan and item.scan.prefix:
@@ -171,10 +171,10 @@ def _worth(scan: ShardScan) -> tuple[bool, int]:
 
 
 def _mark_fallbacks(found: list[FoundFile]) -> list[FoundFile]:
-    """The original leaves `…_rank_0` beside `…_rank_0.checkpoint`, which holds more."""
+    """The original tool leaves `…_rank_0` beside `…_rank_0.checkpoint`, which contains more."""
     checkpoints = {item.node_rank: item.path.name for item in found if item.path.name.endswith(".checkpoint")}
     return [
-        replace(item, state=FileState.COPY, note=f"{checkpoints[item.node_rank]} is taken")
+        replace(item, state=FileState.COPY, note=f"{checkpoints[item.node_rank]} is used instead")
         if item.path.name.endswith(f"_rank_{item.node_rank}") and item.node_rank in checkpoints
         else item
         for item in found
@@ -182,7 +182,7 @@ def _mark_fallbacks(found: list[FoundFile]) -> list[FoundFile]:
 
 
 def _mark_other_policies(found: list[FoundFile]) -> list[FoundFile]:
-    """This iteration is about the policy that the newest generation rolled out. Mark the files of any other policy."""
+    """Mark the files that were rolled out by a different policy than the newest generation's."""
     known = [item for item in found if item.mergeable and "policy" in item.header]
     if not known:
         return found
@@ -205,20 +205,20 @@ def _count_duplicates(found: list[FoundFile]) -> Iterator[FoundFile]:
         seen |= tasks
 
 
-# --- what a merge by hand takes from their headers --------------------------------------------------------------------
+# --- data for a merge by hand, from the files' headers ------------------------------------------------------------------
 
 
 def parts(found: Iterable[FoundFile]) -> tuple[Part, ...]:
-    """What to merge from, in order."""
+    """The input parts, in order."""
     return tuple(Part(item.path, item.scan.valid_bytes) for item in found if item.mergeable and item.scan)
 
 
 def expected_tasks(found: Iterable[FoundFile]) -> tuple[int, ...] | None:
-    """The tasks that the writers of the files say there should be, in their order; None where none of them says."""
+    """The expected tasks according to the files' headers, in order; None if no header contains them."""
     usable = [item for item in found if item.mergeable]
     there = {group.task_index for item in usable if item.scan for group in item.scan.groups}
     in_rounds = any("rounds" in item.header for item in usable)
-    # The tasks that one node was assigned are those of all rounds, begun or not.
+    # A node's assigned tasks include those of rounds that never started.
     names = ("expected",) if in_rounds else ("expected", "assigned")
     lists = [_of_rounds_begun(item.header, name, there) for name in names for item in usable]
     known = [tasks for tasks in lists if isinstance(tasks, list)]
@@ -228,7 +228,7 @@ def expected_tasks(found: Iterable[FoundFile]) -> tuple[int, ...] | None:
 
 
 def _of_rounds_begun(header: JsonObject, name: str, there: Collection[int]) -> object:
-    """The tasks that a header names; where they come in rounds, those up to the last round of which there is a group."""
+    """The tasks in a header; with rounds, only those up to the last round with a group."""
     tasks, counts = header.get(name), header.get("rounds")
     if not isinstance(tasks, list) or not isinstance(counts, list):
         return tasks
@@ -238,13 +238,13 @@ def _of_rounds_begun(header: JsonObject, name: str, there: Collection[int]) -> o
 
 
 def groups_to_keep(found: Iterable[FoundFile]) -> int | None:
-    """How many groups the merge keeps where more were rolled out than are wanted; None: all."""
+    """How many groups the merge keeps if more were rolled out than needed; None: all."""
     counts = (item.header.get("keep") for item in found if item.mergeable)
     return next((count for count in counts if isinstance(count, int) and count > 0), None)
 
 
 def common_metadata(found: Sequence[FoundFile], split: str, iteration: int) -> dict[str, object]:
-    """What the files agree on: run_id, policy, an original's metadata; and the newest generation."""
+    """The metadata common to all files (run_id, policy, an original's metadata), and the newest generation."""
     headers = [item.header for item in found if item.mergeable]
     metadata: dict[str, object] = {"split": split, "iteration": iteration, "by_hand": True}
     for name in ("run_id", "policy_version", "policy", "original_metadata"):

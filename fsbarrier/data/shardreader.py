@@ -1,4 +1,4 @@
-"""Reads the trajectories of a file that is growing, finished or merged; without torch. The arrays are array.array."""
+"""Reads growing, finished or merged trajectory files without torch. Arrays are array.array."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from fsbarrier.retry import FAILING, retry
 
 
 def read_trajectories(fd: int, group: GroupEntry) -> list[Trajectory]:
-    """The trajectories of one group of an open file, checksums verified. Raises FormatError, OSError."""
+    """Read the trajectories of one group, verifying checksums. Raises FormatError, OSError."""
     what = f"the group of task {group.task_index}"
     body = read_checked(fd, group.body_offset, group.body_length, group.body_crc, what)
     trajectories = Unpickler(body, _fetch(fd, group.storages, DATA)).load_body()
     if len(trajectories) != group.trajectories or not all(isinstance(item, dict) for item in trajectories):
-        raise FormatError(f"{what} is not the trajectories that it says")
+        raise FormatError(f"{what} does not match its description")
     return trajectories
 
 
 def iter_trajectories(path: Path) -> Iterator[Trajectory]:
-    """The trajectories of a growing, finished or merged file, one group in memory at a time; arrays are array.array.
+    """Iterate over the trajectories of a growing, finished or merged file, with one group in memory at a time; arrays are array.array.
 
-    Of a growing file: those of its valid groups. Raises StoreError, FormatError (damage in a finished file too).
+    For a growing file: only valid groups. Raises StoreError, FormatError (also for damage in a finished file).
     """
     scan = scan_shard(path, verify=False)
     with opened(path) as fd:
@@ -41,10 +41,10 @@ def iter_trajectories(path: Path) -> Iterator[Trajectory]:
 
 
 def load(path: Path) -> TrajectoryFile:
-    """`{"trajectories": [...], "metadata": {...}}` of a growing, finished or merged file, as torch.load gives it, but with
-    array.array for tensors. Reads other torch files too, as long as they hold plain values and flat tensors.
+    """`{"trajectories": [...], "metadata": {...}}` of a growing, finished or merged file, as from torch.load, but with
+    array.array instead of tensors. Also reads other torch files that contain only plain values and flat tensors.
 
-    Raises StoreError, FormatError (ForeignObject where Python objects are inside).
+    Raises StoreError, FormatError (ForeignObject if the file contains Python objects).
     """
     with opened(path) as fd:
         try:
@@ -65,16 +65,16 @@ def _load_finished(fd: int, entries: list[Entry]) -> TrajectoryFile:
     root = entries[0].name.partition("/")[0] + "/"
     index = next((entry for entry in entries if entry.name == root + "data.pkl"), None)
     if index is None:
-        raise FormatError("no data.pkl in it: not a torch file")
+        raise FormatError("contains no data.pkl, so it is not a torch file")
     data = read_checked(fd, index.data_offset, index.size, index.crc, "data.pkl")
     value = Unpickler(data, _fetch(fd, entries, root + "data/")).load()
     if not isinstance(value, dict) or not isinstance(value.get("trajectories"), list):
-        raise FormatError('it does not hold {"trajectories": [...], "metadata": {...}}')
+        raise FormatError('expected {"trajectories": [...], "metadata": {...}}')
     return cast(TrajectoryFile, value)
 
 
 def _fetch(fd: int, entries: Iterable[Entry], folder: str) -> FetchStorage:
-    """What gives the bytes of a storage by its key: of those `entries` that lie in `folder` of the zip."""
+    """A function that returns the bytes of a storage by key, from the `entries` in `folder` of the zip."""
     storages = {entry.name: entry for entry in entries}
 
     def fetch(key: str) -> bytes:

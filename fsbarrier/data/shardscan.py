@@ -1,4 +1,4 @@
-"""What a trajectory file holds, found without unpickling anything: the groups of a growing, a finished or a merged file.
+"""Lists the groups of a growing, finished or merged trajectory file, without unpickling.
 
 Layout of a rank's file (all entries stored, see torchzip): `shard.json` (who writes it), `version`, `byteorder`, then for each
 group its storages `data/<key>-<type>` and, last, `groups/<key>`: the group's pickled body, a JSON description and 8 bytes
@@ -32,29 +32,29 @@ DATA_PKL = ROOT + "data.pkl"
 DATA = ROOT + "data/"
 GROUPS = ROOT + "groups/"
 FORMAT = 1
-#: what torch.load wants to find in every file
+#: required by torch.load
 TORCH_FILES = {ROOT + "version": b"3\n", ROOT + "byteorder": b"little"}
-#: at the end of a group's entry: size and CRC-32 of the JSON before it
+#: end of a group's entry: size and CRC-32 of the preceding JSON
 FOOTER = struct.Struct("<2I")
-#: bytes read from the end of a group's entry at once: nearly always the whole description
+#: bytes to read from the end of a group's entry; nearly always covers the whole description
 DESCRIPTION_READ = 512
-#: bytes read at once where a checksum is computed
+#: bytes per read when computing a checksum
 CHUNK = 1 << 20
 
 
 class NotOurs(FormatError):
-    """A whole file, but not one that fsbarrier wrote."""
+    """A complete file that was not written by fsbarrier."""
 
 
 class GroupEntry(NamedTuple):
-    """One committed group inside a file; offsets and lengths in bytes."""
+    """One committed group in a file; offsets and lengths in bytes."""
 
     task_index: int
     task_id: str
     trajectories: int
-    #: where its first entry starts, on 64 bytes
+    #: start of its first entry, aligned to 64 bytes
     offset: int
-    #: of all its entries, padding between them included
+    #: of all its entries, including padding
     length: int
     key: str = ""
     reward_sum: float = 0.0
@@ -62,11 +62,11 @@ class GroupEntry(NamedTuple):
     body_offset: int = 0
     body_length: int = 0
     body_crc: int = 0
-    #: whether its rewards differ; if not, there is nothing to learn from comparing them
+    #: whether its rewards differ, i.e. whether it has a training signal
     signal: bool = True
-    #: how many of its trajectories have no judgement: the reward or the agent failed
+    #: number of trajectories without a score, because the reward or the agent failed
     unjudged: int = 0
-    #: None: an older version wrote it
+    #: None: written by an older version
     tally: Tally | None = None
 
     @property
@@ -76,22 +76,22 @@ class GroupEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardScan:
-    """What is in a trajectory file. `valid_bytes` + `torn_bytes` = the file's size (or the limit given)."""
+    """The contents of a trajectory file. `valid_bytes` + `torn_bytes` = the file's size (or the given limit)."""
 
     path: Path
-    #: what the ShardWriter was given; a merged file's metadata
+    #: the header given to the ShardWriter, or a merged file's metadata
     header: JsonObject
     groups: tuple[GroupEntry, ...]
     valid_bytes: int
     torn_bytes: int
     finished: bool
-    #: groups between valid ones that fail their checksum
+    #: groups between valid ones with a checksum mismatch
     damaged: tuple[str, ...] = ()
     prefix: str = ""
     merged: bool = False
-    #: of a merged file: which groups it was made from
+    #: of a merged file: digest of the merged groups
     fingerprint: str = ""
-    #: what precedes the groups of a rank's file
+    #: the entries before the groups of a rank's file
     entries: tuple[Entry, ...] = field(default=(), repr=False)
 
     @property
@@ -114,13 +114,13 @@ def mean_reward(groups: Iterator[GroupEntry] | tuple[GroupEntry, ...] | list[Gro
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor of `path`; what goes wrong inside names the file. Raises StoreError, FormatError."""
+    """Open `path`; errors inside the context name the file. Raises StoreError, FormatError."""
     try:
         fd = retry(lambda: _open(path), errnos=FAILING)
         try:
             yield fd
         finally:
-            # The file was only read, so that an error of closing it means nothing.
+            # The file was only read, so errors on close are irrelevant.
             with contextlib.suppress(OSError):
                 os.close(fd)
     except OSError as error:
@@ -133,18 +133,18 @@ def _open(path: Path) -> int:
     try:
         return open_plain(path)
     except FileNotFoundError:
-        # NFS may remember for 30 s that the name did not exist; listing its directory makes it look again.
+        # NFS may cache the absence of the name for 30 s; listing its directory makes it look again.
         os.listdir(path.parent)
         return open_plain(path)
 
 
 def scan_shard(path: Path, limit_bytes: int | None = None, *, verify: bool = True) -> ShardScan:
-    """List the groups that are whole in a trajectory file, growing, finished or merged.
+    """List the complete groups of a growing, finished or merged trajectory file.
 
-    `limit_bytes`: look only at the first so many bytes, as when only that much was acknowledged. `verify`: check every
-    checksum, which reads the whole file; without it only headers and descriptions are checked, and what reads or merges
-    the groups has to check the rest. A torn tail is left out and counted.
-    Raises StoreError (cannot be read), NotOurs, FormatError (no start of a trajectory file).
+    `limit_bytes`: consider only this many bytes, for example those that were acknowledged. `verify`: check all checksums,
+    which reads the whole file; otherwise only headers and descriptions are checked, and readers must verify the rest. A torn
+    tail is excluded and counted.
+    Raises StoreError (unreadable), NotOurs, FormatError (no valid start of a trajectory file).
     """
     with opened(path) as fd:
         size = retry(lambda: os.fstat(fd), errnos=FAILING).st_size
@@ -171,7 +171,7 @@ def scan_shard(path: Path, limit_bytes: int | None = None, *, verify: bool = Tru
 
 
 def _is_torn_start(fd: int, size: int) -> bool:
-    """Whether a writer was killed, or its machine lost power, before the first entry was whole."""
+    """Whether the writer was killed, or lost power, before the first entry was complete."""
     start = pread(fd, HEADER_MAX, 0)[:size]
     if not any(start):
         return True
@@ -187,7 +187,7 @@ def _is_torn_start(fd: int, size: int) -> bool:
 
 
 def parse_header_at(fd: int, offset: int, size: int) -> Entry:
-    """The entry that starts at `offset` of a file of `size` bytes. Raises FormatError where none does, OSError."""
+    """The entry at `offset` of a file of `size` bytes. Raises FormatError if there is none, OSError."""
     entry = parse_header(read_at(fd, offset, min(HEADER_MAX, max(size - offset, 0))), offset)
     if entry.end > size:
         raise FormatError(f"the entry at byte {offset} is cut off")
@@ -195,7 +195,7 @@ def parse_header_at(fd: int, offset: int, size: int) -> Entry:
 
 
 def read_checked(fd: int, offset: int, size: int, crc: int, what: str) -> bytes:
-    """The bytes of an entry. Raises FormatError where they do not match their checksum."""
+    """The bytes of an entry. Raises FormatError on a checksum mismatch."""
     data = read_at(fd, offset, size)
     if zlib.crc32(data) != crc:
         raise FormatError(f"{what} is damaged (checksum)")
@@ -203,7 +203,7 @@ def read_checked(fd: int, offset: int, size: int, crc: int, what: str) -> bytes:
 
 
 def group_intact(fd: int, group: GroupEntry) -> bool:
-    """Whether all bytes of a group match their checksums; reads them in pieces. Raises FormatError, OSError."""
+    """Whether all bytes of a group match their checksums; reads in chunks. Raises FormatError, OSError."""
     ranges = [(entry.data_offset, entry.size, entry.crc) for entry in group.storages]
     ranges.append((group.body_offset, group.body_length, group.body_crc))
     for offset, size, crc in ranges:
@@ -248,10 +248,10 @@ class _Scanner:
                 entry = parse_header_at(self.fd, at, self.size)
                 self._take(entry)
             except FormatError:
-                # Nothing behind this point can be told apart: the torn tail.
+                # The rest cannot be parsed: the torn tail.
                 break
             at = entry.end
-        # Only what lies between whole groups is damage; behind the last whole one it is a torn tail.
+        # Damage is only between complete groups; after the last one it is a torn tail.
         self.damaged = [what for where, what in self._bad if where < self.valid]
 
     def _take(self, entry: Entry) -> None:
@@ -281,7 +281,7 @@ class _Scanner:
 
 
 def read_group(fd: int, entry: Entry, storages: tuple[Entry, ...]) -> GroupEntry:
-    """The group that `entry` commits, from its description. Raises FormatError where they do not belong together."""
+    """The group committed by `entry`, from its description. Raises FormatError if they do not match."""
     key = entry.name.removeprefix(GROUPS)
     if entry.size < FOOTER.size:
         raise FormatError(f"group {key} has no description")
@@ -309,7 +309,7 @@ def read_group(fd: int, entry: Entry, storages: tuple[Entry, ...]) -> GroupEntry
 
 
 def _first_name(fd: int, size: int) -> str:
-    """The name of the first entry. Raises NotOurs where it is not written as all of ours are, OSError."""
+    """The name of the first entry. Raises NotOurs if it does not have our format, OSError."""
     start = pread(fd, HEADER_MAX, 0)[:size]
     try:
         return parse_header(start, 0).name
@@ -329,7 +329,7 @@ def _scan_merged(path: Path, fd: int, size: int, verify: bool) -> ShardScan:
         groups = tuple(_merged_group(record, entries) for record in index["groups"])
         metadata, fingerprint = dict(index["metadata"]), str(index["fingerprint"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise FormatError(f"merge.json is not as it should be: {error!r}") from None
+        raise FormatError(f"merge.json is malformed: {error!r}") from None
     bad = tuple(f"task {group.task_index}" for group in groups if verify and not group_intact(fd, group))
     return ShardScan(path, metadata, groups, size, 0, True, bad, merged=True, fingerprint=fingerprint)
 
@@ -385,7 +385,7 @@ def parse_shard_json(data: bytes) -> JsonObject:
     if record.get("format") != FORMAT:
         raise FormatError(f"written in format {record.get('format')!r}; this version reads format {FORMAT}")
     if not isinstance(record.get("header"), dict) or not isinstance(record.get("prefix"), str):
-        raise FormatError("shard.json is not as it should be")
+        raise FormatError("shard.json is malformed")
     return record
 
 

@@ -1,7 +1,7 @@
-"""Writes the growing trajectory file of one rank: `ShardWriter`. shardscan.py describes the layout.
+"""`ShardWriter`: writes the growing trajectory file of one rank. shardscan.py describes the layout.
 
-A group (all samples of one task) is appended as whole zip entries and flushed to disk before `append_group` returns, several groups
-with one flush; what is in the file already is never written again, `finish` included.
+A group (all samples of one task) is appended as complete zip entries and fsynced before `append_group` returns; several groups can share an
+fsync. Existing contents are never rewritten, not even by `finish`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """What a finished file holds; `bytes` is its size."""
+    """A finished file; `bytes` is its size."""
 
     path: Path
     groups: int
@@ -66,15 +66,15 @@ class ShardInfo:
 
 
 class ShardWriter:
-    """Appends groups of trajectories to one rank's file. One writer a file; threads may share a writer.
+    """Appends groups of trajectories to one rank's file. One writer per file; threads may share a writer.
 
-    `prefix` must be unique among all files that will ever be merged together, as "g0003n0002i0004" (generation, node rank,
-    incarnation). `header` is any JSON object and lies at the start of the file; aggregation by hand reads from it
-    `run_id node_rank generation iteration split policy_version policy` and `assigned` (this file's tasks) or `expected` (all).
+    `prefix` must be unique among all files that may be merged together, such as "g0003n0002i0004" (generation, node rank,
+    incarnation). `header` is a JSON object at the start of the file; a merge by hand reads from it `run_id node_rank
+    generation iteration split policy_version policy` and `assigned` (this file's tasks) or `expected` (all tasks).
 
-    An existing file is resumed if its prefix and header are the same: its torn tail is cut off, `groups` lists what it
-    holds, and writing goes on behind it. Any other existing file is refused.
-    Raises UsageError (other file, bad prefix or header), StoreError (the filesystem failed).
+    An existing file is resumed if its prefix and header match: its torn tail is truncated, `groups` lists its contents, and
+    new groups are appended. Any other existing file is an error.
+    Raises UsageError (other file, invalid prefix or header), StoreError (filesystem failure).
     """
 
     def __init__(self, path: Path, *, prefix: str, header: dict[str, object]) -> None:
@@ -112,12 +112,12 @@ class ShardWriter:
 
     @property
     def groups(self) -> tuple[GroupEntry, ...]:
-        """The groups in the file, those of an earlier start included."""
+        """The groups in the file, including those of an earlier start."""
         return tuple(self._groups)
 
     @property
     def valid_bytes(self) -> int:
-        """The size up to which everything is acknowledged: what another node may rely on."""
+        """The acknowledged size, which other nodes may rely on."""
         return self._end
 
     @property
@@ -129,14 +129,14 @@ class ShardWriter:
         return mean_reward(self._groups)
 
     def append_group(self, task_index: int, trajectories: Sequence[Payload]) -> GroupEntry:
-        """Write all trajectories of one task (data/trajectory.py says what is in one); durable on return. Raises as `append_groups`."""
+        """Write all trajectories of one task (see data/trajectory.py); durable on return. Raises the errors of `append_groups`."""
         return self.append_groups({task_index: trajectories})[0]
 
     def append_groups(self, trajectories_of: Mapping[int, Sequence[Payload]]) -> list[GroupEntry]:
-        """The same for several tasks, with one flush for all of them.
+        """Write several tasks with one fsync.
 
-        Raises UsageError (a field that is missing or not a plain value; nothing is written), StoreError (the filesystem
-        failed; the file stays valid, and none of these groups is in it).
+        Raises UsageError (a field is missing or not a plain value; nothing is written), StoreError (filesystem failure; the file
+        remains valid without these groups).
         """
         for task_index, trajectories in trajectories_of.items():
             if not trajectories:
@@ -148,7 +148,7 @@ class ShardWriter:
                     )
         with self._lock:
             self._check_open()
-            # All are made before any is written: what one of them lacks leaves the file as it was.
+            # Build all groups before writing, so that an invalid one leaves the file unchanged.
             groups, data = list[GroupEntry](), bytearray()
             for number, (task_index, trajectories) in enumerate(trajectories_of.items(), self._number):
                 key = f"{self.prefix}-{number:06d}"
@@ -161,9 +161,9 @@ class ShardWriter:
             return groups
 
     def finish(self, metadata: dict[str, object]) -> ShardInfo:
-        """Complete the file, so that torch.load opens it. A second call changes nothing.
+        """Complete the file, so that torch.load can open it. A second call does nothing.
 
-        `metadata` (plain values) is what the file's "metadata" holds, beside counts. Raises UsageError, StoreError.
+        `metadata` (plain values) is stored in the file's "metadata", in addition to counts. Raises UsageError, StoreError.
         """
         with self._lock:
             if not self.finished:
@@ -172,7 +172,7 @@ class ShardWriter:
             return ShardInfo(self.path, len(self._groups), self.trajectories, self._end, self.reward_mean)
 
     def close(self) -> None:
-        """Close the descriptor; everything acknowledged is on disk already."""
+        """Close the descriptor; everything acknowledged is already on disk."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):
@@ -193,7 +193,7 @@ class ShardWriter:
         with open_stream(self.path) as stream:
             there = stream.read(len(start) + 1)
         if len(there) <= len(start) and (start.startswith(there) or not any(there)):
-            # An earlier start was killed before it had written this much.
+            # An earlier start was killed before it had written the start.
             self._begin(start)
             return
         scan = scan_shard(self.path)
@@ -202,12 +202,12 @@ class ShardWriter:
                 f"{self.path}: was written by another rollout (prefix {scan.prefix}); use a new part name"
             )
         if scan.finished and not scan.torn_bytes:
-            # Nothing is changed in it any more, and the rank's checkpoint is mostly its second name.
+            # A finished file must not change, because the rank's checkpoint is usually a hard link to it.
             self._fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         else:
             self._fd = open_own(self.path)
             if os.fstat(self._fd).st_size < scan.valid_bytes:
-                # `open_own` has given the name to a new, empty file: the old one had a second name, and other people's rights.
+                # `open_own` replaced the file by an empty one, because the old one had a second hard link with other permissions.
                 self.close()
                 self._begin(start)
                 return
@@ -227,7 +227,7 @@ class ShardWriter:
             )
 
     def _append(self, data: bytes | bytearray, what: str) -> None:
-        """Write and flush behind what is acknowledged. If the write fails, the file is cut back to that."""
+        """Write and fsync after the acknowledged part. If that fails, truncate the file to the acknowledged part."""
         try:
             end = write_at(self._fd, self._end, data)
         except OSError as error:
@@ -243,7 +243,7 @@ class ShardWriter:
         try:
             os.fsync(self._fd)
         except OSError as error:
-            # After a failed flush nobody knows which bytes arrived, and a second one may claim success: never go on.
+            # After a failed fsync it is unknown which bytes were written, and a second fsync may report success. Never continue.
             self._broken = f"{self.path}: unusable after a failed flush ({error.strerror})"
             raise StoreError(f"{self.path}: cannot {what}: {error.strerror or error}") from error
 
@@ -284,9 +284,9 @@ class ShardWriter:
 def pickle_entry(
     metadata: dict[str, object], groups: Iterable[GroupEntry], offset: int
 ) -> tuple[Entry, bytes, bytes]:
-    """data.pkl, to be written at `offset`, and what stands in it before and after the bodies of the groups.
+    """data.pkl for position `offset`: the parts before and after the groups' bodies.
 
-    Its checksum follows from those of the bodies, so they need not be read for it.
+    Its checksum is computed from those of the bodies, without reading them.
     """
     before, after = file_pickle(metadata)
     crc, size = zlib.crc32(before), len(before)
@@ -304,7 +304,7 @@ def commit_entry(fd: int, group: GroupEntry) -> Entry:
 def _group_bytes(
     key: str, offset: int, task_index: int, trajectories: Sequence[Payload]
 ) -> tuple[GroupEntry, bytearray]:
-    """The entries of one group as they will lie in the file from `offset`."""
+    """The entries of one group, for position `offset` of the file."""
     pickler = GroupPickler(key)
     for trajectory in trajectories:
         pickler.add(trajectory)
@@ -314,7 +314,7 @@ def _group_bytes(
         entry = make_entry(f"{DATA}{key}-{code}", len(content), zlib.crc32(content), offset + len(data))
         data += header_bytes(entry) + content
         storages.append(entry)
-    # A trajectory that nobody could judge has no reward, whatever its field says.
+    # An unscored trajectory has no reward, whatever its field contains.
     rewards = [float(trajectory["reward"]) for trajectory in trajectories if is_judged(trajectory)]
     unjudged = len(trajectories) - len(rewards)
     reward_sum = float(sum(rewards))

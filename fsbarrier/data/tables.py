@@ -1,4 +1,4 @@
-"""Trajectories as JSON lines or parquet, for analysis: one row a trajectory, written as they are read, a group in memory at a time."""
+"""Exports trajectories as JSON lines or Parquet: one row per trajectory, streaming, with one group in memory at a time."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from fsbarrier.rundir.paths import RunPaths
 
 SUFFIXES = (".jsonl", ".parquet")
 ARRAYS = ("token_ids", "loss_mask", "logprobs")
-#: rows of parquet that are written at a time
+#: rows per Parquet row group
 ROWS = 512
-#: parquet's columns (the fields of data/trajectory.py) and their types; what has no fixed shape is JSON
+#: Parquet columns (the fields of data/trajectory.py) and their types; fields without a fixed shape are stored as JSON
 COLUMNS = {
     **dict.fromkeys(("task_id", "split", "finish_reason", "text"), "string"),
     **dict.fromkeys(
@@ -40,13 +40,13 @@ COLUMNS = {
     "other": "json",
 }
 
-# A trajectory, maybe without its arrays.
+# A trajectory, possibly without its arrays.
 Row = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written, and from which files."""
+    """The result of an export, with the source files."""
 
     path: Path
     trajectories: int
@@ -60,9 +60,9 @@ class _Writer(Protocol):
 
 
 def sources(log_path: Path, split: str, iterations: Sequence[int] | None) -> tuple[list[Path], list[str]]:
-    """The files of a run that hold its trajectories, and what is left aside: merged files, where there are none the ranks' own.
+    """The trajectory files of a run, and notes about skipped ones: merged files, or the ranks' files of iterations without one.
 
-    Raises UsageError where there is nothing, or a rank's file cannot be read.
+    Raises UsageError if there are none, or a rank's file is unreadable.
     """
     there = _iterations(log_path, split)
     chosen = sorted(there) if iterations is None else list(iterations)
@@ -94,7 +94,7 @@ def _iterations(log_path: Path, split: str) -> set[int]:
     assert split in SPLITS
     folder = RunPaths(log_path).trajectories(split)
     found = [parse_trajectories(path.name) for path in folder.iterdir()] if folder.is_dir() else []
-    # A file that one generation merged is not counted: it has the plain name as well, unless that generation was cut off.
+    # Skip files named after a generation: they are linked to the plain name too, unless that generation was interrupted.
     return {
         file.iteration
         for file in found
@@ -103,10 +103,10 @@ def _iterations(log_path: Path, split: str) -> set[int]:
 
 
 def export(found: Iterable[Path], out: Path, *, tokens: bool = True) -> Exported:
-    """Write the trajectories of these files to `out` (.jsonl or .parquet), which appears whole, or not at all.
+    """Write the trajectories of these files to `out` (.jsonl or .parquet), atomically.
 
-    Of a task that several files of one iteration hold, the first in order counts. `tokens` False leaves token ids, masks and
-    log-probabilities out. Raises UsageError (another suffix, a file that is no trajectory file, `out` is there), StoreError.
+    If several files of one iteration contain a task, the first one is used. `tokens=False` omits token ids, masks and log-probabilities.
+    Raises UsageError (wrong suffix, not a trajectory file, `out` exists), StoreError.
     """
     if out.suffix not in SUFFIXES:
         raise UsageError(f"{out}: must end in {' or '.join(SUFFIXES)}")
@@ -125,7 +125,7 @@ def export(found: Iterable[Path], out: Path, *, tokens: bool = True) -> Exported
                     count += 1
         os.replace(temporary, out)
     except NotOurs as error:
-        raise UsageError(f"{error}; only files that fsbarrier wrote are exported") from None
+        raise UsageError(f"{error}; only files written by fsbarrier can be exported") from None
     except OSError as error:
         raise StoreError(f"{error.filename or out}: {error.strerror or error}") from None
     finally:
@@ -136,7 +136,7 @@ def export(found: Iterable[Path], out: Path, *, tokens: bool = True) -> Exported
 def _rows(path: Path, seen: set[tuple[object, ...]]) -> Iterator[Row]:
     scan = scan_shard(path)
     for note in scan.damaged:
-        raise UsageError(f"{path}: {note}; merge what is whole by hand (fsbarrier aggregate)")
+        raise UsageError(f"{path}: {note}; merge the valid groups by hand (fsbarrier aggregate)")
     iteration = scan.header.get("iteration")
     with opened(path) as fd:
         for group in scan.groups:
@@ -147,7 +147,7 @@ def _rows(path: Path, seen: set[tuple[object, ...]]) -> Iterator[Row]:
 
 
 class _JsonLines:
-    """One JSON object a line; arrays as lists."""
+    """One JSON object per line, with arrays as lists."""
 
     def __init__(self, path: Path) -> None:
         self._stream = os.fdopen(files.open_new(path), "w", encoding="utf-8")
@@ -162,7 +162,7 @@ class _JsonLines:
 
 
 class _Parquet:
-    """Columns as COLUMNS has them; a row group every ROWS rows."""
+    """Writes COLUMNS, with a row group every ROWS rows."""
 
     def __init__(self, path: Path) -> None:
         try:

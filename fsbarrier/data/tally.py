@@ -1,6 +1,6 @@
-"""Counts the trajectories of a group (cut off, failed, how long, parts of the reward), and makes an iteration's figures of these counts.
+"""Statistics of a group's trajectories (truncated, failed, lengths, reward parts), and an iteration's metrics computed from them.
 
-The counts are stored beside each group as JSON, so that the figures need no unpickling, and groups of an earlier generation count too.
+The statistics are stored with each group as JSON, so that metrics need no unpickling and include groups of earlier generations.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Self
 from fsbarrier.data.trajectory import is_judged
 from fsbarrier.protocol.facts import JsonObject, Payload
 
-#: so many parts of a reward have figures of their own
+#: maximum number of reward parts with their own metrics
 MOST_PARTS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class RewardPart:
-    """One part of the reward: its sum, how many trajectories have it, and how many have it although their reward failed."""
+    """One part of the reward: its sum, the number of trajectories with it, and how many of those have a failed reward."""
 
     total: float = 0.0
     count: int = 0
@@ -34,10 +34,10 @@ class RewardPart:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """The counts of some trajectories; `tokens`, `shortest` and `longest` are lengths of answers in tokens.
+    """Statistics of some trajectories; `tokens`, `shortest` and `longest` are answer lengths in tokens.
 
-    `answers`: how many trajectories have an answer; one that failed before anything was sampled has none.
-    `reward_std`: the standard deviation of the rewards of those that were judged (÷ n - 1); None for fewer than two.
+    `answers`: number of trajectories with an answer; one that failed before sampling has none. `reward_std`: sample standard deviation of
+    the rewards of scored trajectories; None for fewer than two.
     """
 
     truncated: int = 0
@@ -52,7 +52,7 @@ class Tally:
 
     @classmethod
     def of(cls, trajectories: Iterable[Payload]) -> Self:
-        """Count these trajectories. A program of the user's own may leave out any field; then it is not counted."""
+        """Count these trajectories. Fields that a user's own program omits are not counted."""
         truncated = reward_errors = agent_errors = 0
         lengths: list[int] = []
         judged: list[float] = []
@@ -92,13 +92,13 @@ class Tally:
 
     @classmethod
     def from_json(cls, record: JsonObject) -> Self:
-        """Raises KeyError, TypeError, ValueError for what `as_json` did not write."""
+        """Raises KeyError, TypeError, ValueError for invalid input."""
         parts = {
             str(name): RewardPart(float(total), int(count), int(failed))
             for name, (total, count, failed) in record["parts"].items()
         }
         numbers: Any = {name: int(record[name]) for name in NUMBERS}
-        # An older version did not write it.
+        # Not written by older versions.
         std = record.get("reward_std")
         return cls(**numbers, parts=parts, reward_std=None if std is None else float(std))
 
@@ -115,7 +115,8 @@ def _deviation(rewards: Sequence[float]) -> float | None:
 
 
 def figures(tallies: Sequence[Tally]) -> dict[str, float]:
-    """An iteration's figures for the journal; shares are from 0 to 1. {} if an older version, which did not count, wrote all groups."""
+    """An iteration's metrics for the journal; shares are from 0 to 1. {} if all groups were written by an older version without
+    statistics."""
     if not tallies:
         return {}
     found: dict[str, float] = {
@@ -147,7 +148,7 @@ def figures(tallies: Sequence[Tally]) -> dict[str, float]:
     for name in sorted(parts)[:MOST_PARTS]:
         if parts[name].count:
             found[f"reward_parts/{name}"] = parts[name].total / parts[name].count
-        # A reward that failed gave only the parts that had not failed.
+        # A failed reward contributes only the parts that did not fail.
         if failed := int(found["reward_errors"]) - parts[name].though_failed:
             found[f"reward_parts/{name}_failed"] = failed
     return found

@@ -1,13 +1,13 @@
-"""Task files: what a line must look like, and the tasks in it.
+"""Reads and validates task files.
 
-A task file is JSON lines (`.jsonl`) or parquet with the columns that verl uses. One line (row) is one task, and its number from 0 is
-the task's index everywhere in a run, so a file must not change while a run uses it. Fields:
+A task file is JSON lines (`.jsonl`), or Parquet with verl's columns. Each line (row) is one task. Its number, counted from 0, is the task's
+index throughout a run, so a file must not change while a run uses it. Fields:
 
     prompt    text, or chat messages [{"role": "user", "content": "..."}, ...]
-    answer    what the reward compares with; or `reward_model.ground_truth` as verl has it. null: there is none; then the
-              reward function must be one of the user's own
-    task_id   optional; the file's name and the index where it is missing
-    (others)  the task's metadata: handed to the reward function and kept with each trajectory
+    answer    the reference for the reward; or `reward_model.ground_truth` as in verl. null: no reference, which
+              requires a user's own reward function
+    task_id   optional; default: file name and index
+    (others)  the task's metadata, passed to the reward function and stored with each trajectory
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 from fsbarrier.errors import UsageError
 
 SUFFIXES = (".jsonl", ".parquet")
-#: characters of a wrong value in a message
+#: maximum length of an invalid value in a message
 SHOWN = 60
-#: of an answer or of metadata; trajectory files take twice as much around them
+#: nesting limit of answers and metadata; trajectory files allow twice as much
 MAX_NESTING = 100
-#: rows of a parquet file that are in memory at a time
+#: rows of a Parquet file in memory at a time
 BATCH_ROWS = 1024
 
 _MISSING = object()
@@ -36,20 +36,20 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Task:
-    """One task. `prompt` is text, or chat messages in order; `metadata` holds the line's other fields as plain values."""
+    """One task. `prompt`: text, or chat messages in order; `metadata`: the other fields as plain values."""
 
     index: int
     task_id: str
     prompt: str | tuple[Message, ...]
-    #: the user's own, as the file has it
+    #: as given in the file
     answer: Any
     metadata: Mapping[str, Any]
-    #: of several sets of held-out tasks the one that it belongs to; "" where there is one set
+    #: the name of its evaluation set; "" if there is only one set
     eval_set: str = ""
 
     @property
     def messages(self) -> list[Message]:
-        """The prompt as chat messages; text counts as one message of the user."""
+        """The prompt as chat messages; a text prompt becomes one user message."""
         if isinstance(self.prompt, str):
             return [{"role": "user", "content": self.prompt}]
         return [dict(message) for message in self.prompt]
@@ -57,7 +57,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class TaskFile:
-    """The tasks that were read from `path`, by index; `count` is how many the whole file has."""
+    """The tasks read from `path`, by index; `count`: number of tasks in the whole file."""
 
     path: Path
     count: int
@@ -65,10 +65,10 @@ class TaskFile:
 
 
 def read_tasks(path: Path, indices: Collection[int] | None = None) -> TaskFile:
-    """Read and check every task, or those with `indices` only: the other lines are then merely counted.
+    """Read and validate all tasks, or only those with `indices`; other lines are only counted.
 
-    Raises UsageError that names the file and the line: unreadable, not JSON, a field missing or of a wrong type, a task_id twice,
-    an index that the file does not have.
+    Raises UsageError naming the file and line: unreadable, not JSON, a missing field or wrong type, a duplicate task_id, an index that
+    does not exist.
     """
     wanted = None if indices is None else frozenset(indices)
     count, tasks = 0, {}
@@ -93,10 +93,10 @@ def _checked(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, T
         except RecursionError:
             raise _wrong(path, index, "is nested too deeply") from None
         except UnicodeEncodeError:
-            raise _wrong(path, index, "holds half a surrogate pair (\\ud800 to \\udfff)") from None
+            raise _wrong(path, index, "contains an unpaired surrogate (\\ud800 to \\udfff)") from None
         first = seen.setdefault(task.task_id, index)
         if first != index:
-            already = f"task_id {_shown(task.task_id)} is already that of {_place(path, first)}"
+            already = f"task_id {_shown(task.task_id)} is already used by {_place(path, first)}"
             raise _wrong(path, index, already)
         yield index, task
 
@@ -105,13 +105,13 @@ def _checked(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, T
 
 
 def _rows(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, Mapping[str, object] | None]]:
-    """Each row with its index; None for one that is not wanted."""
+    """Each row with its index; None for rows that are not needed."""
     if path.suffix not in SUFFIXES:
         raise UsageError(f"{path}: a task file must end in {' or '.join(SUFFIXES)}")
     try:
         yield from (_parquet_rows if path.suffix == ".parquet" else _json_rows)(path, wanted)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror or _first_line(error)}") from None
+        raise UsageError(f"{path}: cannot read the file: {error.strerror or _first_line(error)}") from None
 
 
 def _json_rows(
@@ -123,7 +123,7 @@ def _json_rows(
             if not line.strip():
                 empty = index if empty is None else empty
                 continue
-            # Only the end of a file may have empty lines: they would shift every index.
+            # Empty lines are only allowed at the end of a file, because they would shift the indices.
             if empty is not None:
                 raise _wrong(path, empty, "is empty")
             yield index, None if wanted is not None and index not in wanted else _parsed(path, index, line)
@@ -154,7 +154,7 @@ def _parquet_rows(
         from pyarrow import parquet
     except ImportError:
         raise UsageError(
-            f"{path}: reading parquet needs the package pyarrow, which is not installed here"
+            f"{path}: reading Parquet needs the package pyarrow, which is not installed on this node"
         ) from None
     try:
         table = parquet.ParquetFile(path, page_checksum_verification=True)
@@ -164,11 +164,13 @@ def _parquet_rows(
                 here = wanted is None or index in wanted
                 yield index, batch.slice(offset, 1).to_pylist()[0] if here else None
                 index += 1
-        # Of some damage pyarrow says nothing: its rows end early.
+        # pyarrow does not report some kinds of damage: the rows just end early.
         if index != table.metadata.num_rows:
-            raise UsageError(f"{path}: is damaged: {index} of its {table.metadata.num_rows} rows can be read")
+            raise UsageError(
+                f"{path}: is damaged: only {index} of its {table.metadata.num_rows} rows are readable"
+            )
     except pyarrow.ArrowException as error:
-        raise UsageError(f"{path}: is not a parquet file that can be read: {_first_line(error)}") from None
+        raise UsageError(f"{path}: not a valid Parquet file: {_first_line(error)}") from None
 
 
 # --- one task -------------------------------------------------------------------------------------------------------------
@@ -225,9 +227,9 @@ def _answer(path: Path, index: int, rest: dict[str, object]) -> object:
 
 
 def plain(value: object, depth: int = 0) -> object:
-    """The value as trajectories keep it: JSON's types only; what parquet has beyond them (dates, bytes, decimals) as text.
+    """The value as stored in trajectories: JSON types only; other Parquet types (dates, bytes, decimals) as text.
 
-    Raises RecursionError for one that is nested more deeply than they may be.
+    Raises RecursionError for excessive nesting.
     """
     if depth > MAX_NESTING:
         raise RecursionError
@@ -249,12 +251,12 @@ def _wrong(path: Path, index: int, what: str) -> UsageError:
 
 
 def _printable(text: str) -> str:
-    """One line without control characters: what a file holds must not steer the terminal that shows it."""
+    """One line without control characters, because file contents must not control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _place(path: Path, index: int) -> str:
-    """Where a task stands, as editors count lines: from 1; rows of a parquet file count from 0 as its readers do."""
+    """A task's position: line numbers start at 1, as in editors; Parquet rows at 0, as in its readers."""
     return f"{path}, row {index}" if path.suffix == ".parquet" else f"{path}, line {index + 1}"
 
 
