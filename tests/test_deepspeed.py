@@ -173,7 +173,7 @@ def test_parts_that_are_cut_anywhere_are_read_by_any_others(
             assert local_part(part, 0, 1).box == Box((start,), (len(part.data),))
         if parts[1:]:
             with (
-                pytest.raises(ProgramFailed, match="numbers of w are not there"),
+                pytest.raises(ProgramFailed, match="values of w are missing"),
                 StoredTensors(tmp_path, {"w": shape}, {"w": parts[1:]}) as stored,
             ):
                 stored.read("w", torch.float32)

@@ -238,7 +238,7 @@ def test_served_weights_do_not_pass_for_the_trainer_s(
     whole = checkpoints.write_manifest(folder, 9)
     checkpoints.commit(folder, checkpoints.Manifest(9, whole.files, state_in=None))
     assert export(run, tmp_path / "nine", "--policy-version", "9", "--dtype", "fp32") == 2
-    assert "no trainer state in the run directory has its exact weights" in capsys.readouterr().err
+    assert "the run directory contains no trainer state with its fp32 weights" in capsys.readouterr().err
     assert not (tmp_path / "nine").exists()
     assert export(run, tmp_path / "zero", "--policy-version", "0", "--dtype", "fp32") == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "zero").dtype is torch.float32

@@ -101,7 +101,7 @@ def test_weights_that_are_there_say_how_many_parameters_there_are(tmp_path: Path
     assert ModelShape.of_folder(folder).parameters < 1000
     (folder / "model.safetensors").unlink()
     assert ModelShape.of_folder(folder).parameters == 7_615_616_512
-    with pytest.raises(UsageError, match="says nothing of hidden_size, num_hidden_layers, vocab_size"):
+    with pytest.raises(UsageError, match="lacks hidden_size, num_hidden_layers, vocab_size"):
         ModelShape.of_config({"model_type": "mystery"})
 
 
@@ -580,7 +580,7 @@ def test_a_dry_run_begins_with_the_plan_where_there_is_one(
     ]
     words += ["--log-path", str(tmp_path / "run"), "engine.replicas=2"]
     assert main(words) == 0
-    assert capsys.readouterr().out.startswith("# no plan: config.json says nothing of vocab_size\n")
+    assert capsys.readouterr().out.startswith("# no plan: config.json lacks vocab_size\n")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 1000}))
     assert main(words) == 0

@@ -179,7 +179,9 @@ def test_flash_attention_is_refused_by_name_where_it_is_not(tmp_path: Path) -> N
     from fsbarrier.training import policy
 
     model_of("Llama").save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match=r"trainer\.attention=flash_attention_2: the package flash-attn"):
+    with pytest.raises(
+        UsageError, match=r"trainer\.attention=flash_attention_2: needs the package flash-attn"
+    ):
         policy.load(tmp_path, TrainerSettings(attention="flash_attention_2"))
 
 

@@ -67,7 +67,7 @@ def test_a_node_that_fails_ends_the_others_with_its_reason(tmp_path: Path) -> No
     )
     assert first.returncode != 0 and second.returncode != 0
     last_lines = "\n".join(second_said.splitlines()[-20:])  # what the daemon shows of a log
-    assert f"{tmp_path / 'absent'} is no training batch" in last_lines, second_said
+    assert f"{tmp_path / 'absent'} is not a training batch" in last_lines, second_said
     assert "lost contact with the trainer on another node" in first_said
     assert not (tmp_path / "out" / checkpoints.MANIFEST).exists()
 
@@ -100,7 +100,7 @@ def test_an_update_that_is_done_has_not_failed_while_the_interpreter_ends(tmp_pa
         )
         assert (done.returncode, done.stdout) == (code, "at the exit\n"), done.stderr
     assert checkpoints.verify(tmp_path / "v1").policy_version == 1
-    assert "no training batch" in done.stderr
+    assert "not a training batch" in done.stderr
 
 
 def test_a_resumed_trainer_does_what_one_that_never_stopped_does(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_leftovers_of_an_attempt_go_and_a_complete_version_stays(tmp_path: Path)
     work.update("v1")
     assert "model/model-00001-of-00002.safetensors" not in checkpoints.verify(tmp_path / "v1").files
     assert "model/tokenizer.json" in checkpoints.verify(tmp_path / "v1").files
-    with pytest.raises(ProgramFailed, match="is a complete policy version already"):
+    with pytest.raises(ProgramFailed, match="is already a complete policy version"):
         work.update("v1")
 
 

@@ -1,7 +1,6 @@
-"""How much memory one process of an update needs, by part, and which way of sharding fits. Pure arithmetic.
+"""Estimates the memory of one process of an update, and finds a sharding that fits. Pure.
 
-This is an estimate: activations depend on kernels, and allocators leave gaps. The journal has both the estimate and what an update
-really took.
+The real memory also depends on kernels and on fragmentation. The journal contains both the estimate and the real memory of each update.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The sizes of a model that memory depends on, from its config.json, and from the headers of its weights where they are there.
+"""The dimensions of a model that determine its memory use, from config.json and, if available, the headers of its weights.
 
-No weight is read and no library loaded. What a configuration leaves out counts as in the Llama family.
+Reads no weights and imports no libraries. Missing configuration values default to those of the Llama family.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ModelShape:
         text = text_config(config)
         missing = [name for name in _NEEDED if not number(text, name, 0)]
         if missing:
-            raise UsageError(f"config.json says nothing of {', '.join(missing)}")
+            raise UsageError(f"config.json lacks {', '.join(missing)}")
         kind = str(text.get("model_type", ""))
         hidden, layers = number(text, "hidden_size", 1), number(text, "num_hidden_layers", 1)
         attends, (chooses, choosing) = attention(text, hidden), indexer(text, hidden, layers)

@@ -1,4 +1,4 @@
-"""A plan as people read it, and as programs do."""
+"""Formats a plan as text and as JSON."""
 
 from __future__ import annotations
 

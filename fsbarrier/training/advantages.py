@@ -1,10 +1,10 @@
-"""What each trajectory weighs in the loss: its advantage, or with rft its reward if it was a success.
+"""The weight of each trajectory in the loss: its advantage, or with rft the reward of a success.
 
-grpo                           Shao et al. 2024 (arXiv 2402.03300): the reward less the group's mean; without the division by the
+grpo                           Shao et al. 2024 (arXiv 2402.03300): the reward minus the group mean; without the division by the
                                standard deviation Liu et al. 2025 (Dr.GRPO, 2503.20783)
-rloo                           Ahmadian et al. 2024 (2402.14740): less the mean of the group's others
-reinforce_plus_plus[_baseline] Hu et al. 2025 (2501.03262): normalised over the batch's tokens; with a baseline the group's mean
-                               goes first
+rloo                           Ahmadian et al. 2024 (2402.14740): the reward minus the mean of the other samples in the group
+reinforce_plus_plus[_baseline] Hu et al. 2025 (2501.03262): normalised over the batch's tokens; with a baseline, after subtracting
+                               the group mean
 truncated=shape                Yu et al. 2025 (DAPO, 2503.14476), soft overlong punishment
 """
 
@@ -19,16 +19,16 @@ from torch import Tensor
 from fsbarrier.data.trajectory import Trajectory, is_judged
 from fsbarrier.settings.sections import AlgorithmSettings
 
-# Keeps the division defined where all rewards are nearly the same.
+# Avoids a division by zero if all rewards are nearly equal.
 STD_FLOOR = 1e-6
 
 
 def weigh_group(
     group: Sequence[Trajectory], algorithm: AlgorithmSettings, max_tokens: int
 ) -> list[tuple[Trajectory, float]]:
-    """The trajectories to learn from, each with its weight; [] where the group teaches nothing.
+    """The trajectories to train on with their weights; [] if the group has no training signal.
 
-    A trajectory that nobody could judge is left out, and nothing is compared with it. `max_tokens`: where an answer is cut off.
+    Unscored trajectories are dropped, also from the baseline. `max_tokens`: the limit at which answers are truncated.
     """
     judged = [trajectory for trajectory in group if is_judged(trajectory)]
     masked = {id(t) for t in judged if algorithm.truncated == "mask" and t.get("finish_reason") == "length"}
@@ -50,7 +50,7 @@ def weigh_group(
 
 
 def group_advantages(rewards: Tensor, algorithm: AlgorithmSettings) -> Tensor:
-    """Rewards of one group, shape [samples], to advantages of the same shape: as far as the group decides about them."""
+    """The group-level part of the advantages, from the rewards of one group; both have shape [samples]."""
     samples = len(rewards)
     if algorithm.advantage == "reinforce_plus_plus":
         return rewards
@@ -63,7 +63,7 @@ def group_advantages(rewards: Tensor, algorithm: AlgorithmSettings) -> Tensor:
 
 
 def batch_advantages(advantages: Tensor, tokens: Tensor, algorithm: AlgorithmSettings) -> Tensor:
-    """Advantages of a whole batch's sequences and how many tokens each has, both [sequences], to what they weigh."""
+    """Apply the batch-level part to the advantages; `advantages` and `tokens` have shape [sequences]."""
     if algorithm.loss == "rft" or algorithm.advantage in ("grpo", "rloo") or not len(advantages):
         return advantages
     mean = (advantages * tokens).sum() / tokens.sum()
@@ -73,19 +73,19 @@ def batch_advantages(advantages: Tensor, tokens: Tensor, algorithm: AlgorithmSet
 
 
 def counted_reward(trajectory: Trajectory) -> float:
-    """A trajectory's reward; one that failed never counts as a success, whatever its reward says."""
+    """A trajectory's reward; a failed one never counts as a success, whatever its reward."""
     reward = float(trajectory["reward"])
     return reward if trajectory["valid"] else min(reward, 0.0)
 
 
 def longest_answer(trajectory: Trajectory) -> int:
-    """Tokens of the longest turn that the policy wrote: what `rollout.max_tokens` limits."""
+    """The length in tokens of the longest sampled turn, which `rollout.max_tokens` limits."""
     runs = groupby(torch.as_tensor(trajectory["loss_mask"]).tolist())
     return max((sum(1 for _ in run) for sampled, run in runs if sampled), default=0)
 
 
 def overlong_penalty(algorithm: AlgorithmSettings, lengths: Tensor, max_tokens: int) -> Tensor:
-    """What answers of these lengths lose: nothing up to the buffer before the limit, then evenly more."""
+    """The penalty for answers of these lengths: zero up to the buffer before the limit, then increasing linearly."""
     buffer = algorithm.overlong_buffer or max(1, max_tokens // 5)
     over = (lengths - (max_tokens - buffer)) / buffer
     return -algorithm.overlong_penalty * over.clamp(0, 1)

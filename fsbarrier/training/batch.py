@@ -1,6 +1,6 @@
 """The training batch: a torch file of plain tensors that phase 8 writes and every process of the update reads.
 
-All sequences' tokens lie one after the other, with `offsets` between them; sequence i is [offsets[i], offsets[i + 1]).
+The tokens of all sequences are concatenated; sequence i is [offsets[i], offsets[i + 1]).
 
     token_ids  int32, of all sequences          weights  float32, one a sequence: advantages (grpo), rewards (rft)
     loss_mask  uint8: sampled by the policy     rewards  float32, one a sequence; for trainers of one's own
@@ -8,7 +8,7 @@ All sequences' tokens lie one after the other, with `offsets` between them; sequ
     offsets    int64                            steps    for each optimizer step the indices of its sequences, int64
     engines    int32, two a sequence: the node and its replica that sampled it; -1 where that is not known
 
-A sequence that is not `current` was sampled by an older policy, or in another run: its log-probabilities are not this policy's own.
+A sequence that is not `current` was sampled by an older policy or in another run, so its log-probabilities are not this policy's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fsbarrier.training.tensor_file import load_tensors
 
 @dataclass(frozen=True, slots=True)
 class TrainingSequence:
-    """What the model is run over as one text: a trajectory, or one segment of a trajectory of several texts."""
+    """One input sequence of the model: a trajectory, or one segment of it."""
 
     token_ids: Tensor
     loss_mask: Tensor
@@ -43,12 +43,12 @@ class TrainingSequence:
 
 
 def engine_of(trajectory: Trajectory) -> tuple[int, int]:
-    """The node rank and the replica that sampled it; -1 where that is not known."""
+    """The node rank and replica that sampled it; -1: unknown."""
     return int(trajectory.get("node_rank", -1)), int(trajectory.get("replica", -1))
 
 
 def sequences_of(trajectory: Trajectory, weight: float, current: bool) -> list[TrainingSequence]:
-    """A trajectory's sequences in which the policy sampled anything. Raises UsageError where it contradicts itself."""
+    """A trajectory's sequences that contain sampled tokens. Raises UsageError for an inconsistent trajectory."""
     tokens = torch.as_tensor(trajectory["token_ids"], dtype=torch.int32)
     mask = torch.as_tensor(trajectory["loss_mask"], dtype=torch.uint8)
     logprobs = torch.as_tensor(trajectory["logprobs"], dtype=torch.float32)
@@ -64,7 +64,7 @@ def sequences_of(trajectory: Trajectory, weight: float, current: bool) -> list[T
         if not 0 <= begin <= end:
             raise UsageError(f"{where}: its segments do not begin one after the other ({starts})")
         sampled = mask[begin:end].clone()
-        # Nothing predicts the first token.
+        # The first token has no prediction.
         sampled[:1] = 0
         if int(sampled.sum()):
             parts = (tokens[begin:end], sampled, logprobs[begin:end])
@@ -129,21 +129,21 @@ class TrainingBatch:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Raises ProgramFailed for a file that is no batch."""
+        """Raises ProgramFailed if the file is not a batch."""
         content = load_tensors(path, "training batch")
         names = ("token_ids", "loss_mask", "logprobs", "offsets", "weights", "current", "engines", "steps")
         missing = [name for name in names if name not in content]
         if missing:
-            raise ProgramFailed(f"{path} is no training batch: it has no {missing[0]}")
+            raise ProgramFailed(f"{path} is not a training batch: {missing[0]} is missing")
         tensors = {name: content[name] for name in names[:-1]}
         return cls(**tensors, steps=tuple(content["steps"]))
 
     def lengths(self) -> list[int]:
-        """How many tokens each sequence has."""
+        """The number of tokens of each sequence."""
         lengths: list[int] = self.offsets.diff().tolist()
         return lengths
 
     def sampled_tokens(self, indices: Tensor) -> Tensor:
-        """How many tokens of each of these sequences the model sampled."""
+        """The number of sampled tokens of each of these sequences."""
         before = torch.nn.functional.pad(self.loss_mask.cumsum(0), (1, 0))
         return before[self.offsets[indices + 1]] - before[self.offsets[indices]]

@@ -1,11 +1,11 @@
-"""A new policy version, written by all processes at once: each byte once, hashed while it is written.
+"""Writes a new policy version from all processes in parallel: each byte once, hashed while it is written.
 
-    model/model-00001-of-00004.safetensors   whole layers in the serving precision; each file is one process's
-    model/adapter/                           with LoRA: the adapters that were merged into them, as peft loads them
-    trainer/part-00003.safetensors           of the fp32 weights and both moments, what process 3 holds
-    trainer/layout.json                      where in the whole tensors those parts lie
+    model/model-00001-of-00004.safetensors   whole layers in the serving precision; each file written by one process
+    model/adapter/                           with LoRA: the merged adapters, in peft's format
+    trainer/part-00003.safetensors           process 3's part of the fp32 weights and both moments
+    trainer/layout.json                      the positions of those parts in the whole tensors
 
-A process flushes what it wrote; then all tell each other how it went; then one lists everything in the manifest.
+Each process fsyncs its files, all exchange their results, and one writes the manifest.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from fsbarrier.training.trainer_state import LAYOUT, Pace, StateLayout, TrainerS
 
 T = TypeVar("T")
 
-# No file of weights is larger, and files are not made smaller than this only to give every process one.
+# Maximum size of a weight file, and the size below which files are not split just to give every process one.
 LARGEST_FILE, SMALLEST_FILE = 5 << 30, 256 << 20
-# What is not copied from one model folder to the next: weights, and what is always written anew.
+# Files not copied from the previous model folder: weights, and files that are always rewritten.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 WRITTEN = frozenset({"config.json", "generation_config.json"})
 FOLDERS = ("model", "trainer")
-# In a model's folder: the adapters that were merged into its weights.
+# Subfolder of a model folder with the adapters merged into its weights.
 ADAPTER = "adapter"
 
 
@@ -92,7 +92,7 @@ class Written:
 
 
 def save(out: Path, version: NewVersion, rank: int, world: int) -> tuple[str, Pace]:
-    """Leave a complete policy version in `out`; gives its manifest's digest, and the pace that a trainer has which goes on from it.
+    """Write a complete policy version to `out`; returns its manifest's digest, and the pace for a trainer that continues from it.
 
     Every process must call this; all fail together. Raises ProgramFailed.
     """
@@ -107,7 +107,7 @@ def save(out: Path, version: NewVersion, rank: int, world: int) -> tuple[str, Pa
 
 
 def _together(out: Path, act: Callable[[], T]) -> list[T]:
-    """Every process does its part; gives what each of them got. Where one fails, all raise its ProgramFailed."""
+    """Run a step on every process and return all results. If one process fails, all raise its ProgramFailed."""
     done: list[T] = []
     failed = ""
     try:
@@ -115,8 +115,8 @@ def _together(out: Path, act: Callable[[], T]) -> list[T]:
     except ProgramFailed as error:
         failed = str(error)
     except (OSError, RuntimeError, SafetensorError) as error:
-        # Each library says in its own way that a disk is full.
-        failed = f"{out}: cannot be saved: {first_line(error)}"
+        # Each library reports a full disk in a different way.
+        failed = f"{out}: cannot save: {first_line(error)}"
     results = gather_objects((failed, done))
     for reason, _ in results:
         if reason:
@@ -125,10 +125,10 @@ def _together(out: Path, act: Callable[[], T]) -> list[T]:
 
 
 def _begin(out: Path, version: NewVersion, rank: int) -> bool:
-    """Make place for what will be written; gives whether this process has found room for its node's copy of the weights."""
+    """Prepare the output folders; returns whether this process has room for its node's copy of the weights."""
     if rank == 0:
         if (out / checkpoints.MANIFEST).exists():
-            raise ProgramFailed(f"{out} is a complete policy version already; nothing was written")
+            raise ProgramFailed(f"{out} is already a complete policy version; nothing was written")
         _make_empty(out)
     if version.on_node is not None and rank == version.on_node.ranks[0]:
         _make_empty(version.on_node.of_version(out.name))
@@ -138,7 +138,7 @@ def _begin(out: Path, version: NewVersion, rank: int) -> bool:
 
 
 def _make_empty(folder: Path) -> None:
-    """Remove what an attempt left that did not get as far as its manifest."""
+    """Remove the files of an attempt that ended before its manifest."""
     for leftover in FOLDERS:
         shutil.rmtree(folder / leftover, ignore_errors=True)
     (folder / checkpoints.MANIFEST).unlink(missing_ok=True)
@@ -164,7 +164,7 @@ def _write(out: Path, version: NewVersion, rank: int, world: int) -> Written:
 
 
 def _write_weights(out: Path, version: NewVersion, rank: int, world: int, written: Written) -> None:
-    """All processes gather every weight, one after the other; those that write the file it belongs in keep it until all are there."""
+    """All processes gather every weight in turn; the process that writes its file keeps it until the file is complete."""
     planned = plan_files(sizes_on_disk(version.weights, version.dtype), world)
     copy = version.copy
     mine: dict[str, dict[str, Tensor]] = {}
@@ -178,7 +178,7 @@ def _write_weights(out: Path, version: NewVersion, rank: int, world: int, writte
     for owner, file, _ in planned:
         if file not in mine:
             continue
-        # transformers loads some architectures under other names than the folder has, and several tensors as one.
+        # For some architectures transformers renames or merges tensors on loading; revert that.
         stored = revert_weight_conversion(version.model, mine.pop(file))
         if copy is not None:
             copy.write(out.name, file, stored)
@@ -202,7 +202,7 @@ def _write_adapters(
 
 
 def sizes_on_disk(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
-    """How many bytes each weight takes on disk."""
+    """The size of each weight on disk, in bytes."""
     return {
         name: one.numel() * (dtype.itemsize if one.is_floating_point() else one.element_size())
         for name, one in weights.items()

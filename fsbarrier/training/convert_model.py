@@ -1,4 +1,4 @@
-"""A policy version's model folder in another precision: fp32 from the trainer's own weights, bf16 from what is served."""
+"""Converts a policy version to another precision: fp32 from the trainer state, bf16 from the served weights."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ def convert(
         if dtype is torch.float32 and trained and torch.bfloat16 in map(source.dtype, names):
             if trainer is None:
                 raise UsageError(
-                    "--dtype fp32: this policy is served in bf16, and no trainer state in the run directory has its exact weights "
-                    "(checkpoint.trainer_every says how often there is one); export another version, or in bf16"
+                    "--dtype fp32: this policy is served in bf16, and the run directory contains no trainer state with its fp32 weights "
+                    "(see checkpoint.trainer_every); export another version, or use --dtype bf16"
                 )
             layout = StateLayout.read(trainer)
             source = stack.enter_context(StoredTensors(trainer, layout.shapes, layout.parts))
             names = {key.partition("/")[2]: key for key in layout.parts if key.startswith(f"{WEIGHT}/")}
             architecture = policy.architecture(model)
-            # A tied weight has the name under which it comes first.
+            # A tied weight is stored under the first of its names.
             if lacking := {name for name, _ in architecture.named_parameters()} - set(names):
                 raise UsageError(
-                    f"--dtype fp32: its trainer state has not all weights in fp32 (none of {min(lacking)}); export bf16"
+                    f"--dtype fp32: its trainer state does not contain all weights in fp32 ({min(lacking)} is missing); use --dtype bf16"
                 )
         sizes = {name: prod(source.shapes[key]) * dtype.itemsize for name, key in names.items()}
         weights: dict[str, str] = {}
-        # One file after the other, so that no more than one is in memory.
+        # Write one file at a time, to keep only one in memory.
         for _, file, chosen in checkpoint_write.plan_files(sizes, world=1):
             tensors = {name: source.read(names[name], dtype) for name in chosen}
             if architecture is not None:
@@ -71,7 +71,7 @@ def convert(
     files.write_atomic(out / "config.json", json.dumps(config, indent=2).encode(), durable=True)
     checkpoint_write.copy_beside(model, out, None)
     if (adapter := model / ADAPTER).is_dir():
-        # Adapters are stored in float32 already.
+        # Adapters are already stored in float32.
         files.make_dirs(out / ADAPTER)
         for path in filter(Path.is_file, sorted(adapter.iterdir())):
             copy_hashed(path, out / ADAPTER / path.name)
@@ -109,9 +109,11 @@ def pinned(folder: Path, listed: Mapping[str, FileDigest | None], root: Path) ->
             now, digest = os.fstat(fd), listed[name]
             if digest is not None and FileDigest(now.st_size, files.sha256_open(fd)) != digest:
                 raise checkpoints.differs(folder / name)
-            # Somebody else who may write to it cannot set this back.
+            # Unlike other timestamps, other writers cannot reset this one.
             if now.st_mtime_ns != before.st_mtime_ns:
-                raise ProgramFailed(f"{folder / name} was written to while it was read; nothing was exported")
+                raise ProgramFailed(
+                    f"{folder / name} was modified during the export; nothing was exported, try again"
+                )
 
         try:
             yield here

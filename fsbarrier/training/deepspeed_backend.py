@@ -1,8 +1,8 @@
-"""One policy and its AdamW under DeepSpeed's ZeRO-1, 2 or 3, in torch_backend's place (`trainer.backend=deepspeed`).
+"""A policy with AdamW under DeepSpeed's ZeRO-1, 2 or 3; alternative to torch_backend (`trainer.backend=deepspeed`).
 
-DeepSpeed averages gradients where the losses here are parts of a sum, so a loss is multiplied by the number of processes. What ZeRO
-cuts into flat partitions is found again by the parameter's name, so a trainer state of it is like any other: whichever processes and
-whichever backend wrote it, any can go on from it.
+DeepSpeed averages gradients, but our losses are parts of a sum, so the loss is multiplied by the number of processes. ZeRO's flat
+partitions are mapped back to parameter names, so the trainer state has the same format as that of the torch backend: any backend on
+any number of processes can continue from it.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def configuration(settings: Settings, processes: Processes) -> dict[str, Any]:
-    """What DeepSpeed gets. Every process must call this. Raises UsageError."""
+    """The configuration for DeepSpeed. Every process must call this. Raises UsageError."""
     file = settings.trainer.deepspeed
     given = deepspeed_config.read(file)
     if any(other != given for other in gather_objects(given)):
-        raise UsageError(f"trainer.deepspeed={file}: says something else on another node")
+        raise UsageError(f"trainer.deepspeed={file}: differs between nodes; use the same file on all nodes")
     return deepspeed_config.filled(given, settings, str(processes.dtype).removeprefix("torch."))
 
 
 def layout_of(config: Mapping[str, Any], settings: Settings, processes: Processes) -> Layout:
-    """Every stage shards the optimizer's state over all processes."""
+    """Every ZeRO stage shards the optimizer state over all processes."""
     return Layout(processes.world, settings.trainer.offload, config[deepspeed_config.ZERO]["stage"])
 
 
 @dataclass(frozen=True, slots=True)
 class _Fragment:
-    """Where this process has a part of a parameter: numbers of one flat partition, from `offset` on."""
+    """This process's part of a parameter: a range of a flat partition, from `offset` on."""
 
     flat: Parameter
     offset: int
@@ -59,13 +59,13 @@ class _Fragment:
 
 @dataclass
 class _FlatMoments:
-    """Stands for the optimizer, which knows flat partitions only: by part of a parameter the same part of its moments."""
+    """Adapter for the optimizer, which only has flat partitions: maps a part of a parameter to the same part of its moments."""
 
     state: dict[FlatPart, dict[str, Any]] = field(default_factory=dict)
 
 
 class DeepSpeedBackend:
-    """See TorchBackend. `model` is DeepSpeed's engine around the policy. `folder`: where the policy's weights are."""
+    """See TorchBackend. `model`: DeepSpeed's engine around the policy. `folder`: the policy's weights."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class DeepSpeedBackend:
         deepspeed = _deepspeed()
         self._policy, self._processes = model, processes
         self._stage = config[deepspeed_config.ZERO]["stage"]
-        # DeepSpeed asks the environment of torchrun, which one process alone does not have.
+        # DeepSpeed reads torchrun's environment variables, which a single process does not have.
         for name in ("LOCAL_RANK", "RANK"):
             os.environ.setdefault(name, "0")
         if any(one.is_meta for one in model.parameters()):
@@ -98,7 +98,7 @@ class DeepSpeedBackend:
                 model=model, optimizer=self._adamw, config=config, dist_init_required=False
             )
         except (ValueError, AssertionError) as error:
-            # pydantic, for one, says what is wrong in several lines.
+            # Validation errors, for example from pydantic, may have several lines.
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise UsageError(
                 f"trainer.deepspeed={settings.trainer.deepspeed}: {' '.join(lines[:3])}"

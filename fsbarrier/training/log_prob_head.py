@@ -1,8 +1,7 @@
-"""Log-probabilities straight from the hidden states: the output head in slices of the vocabulary, so that its logits never exist at once.
+"""Computes log-probabilities directly from hidden states, in slices of the vocabulary, without materializing all logits.
 
-Products are in the head's own precision, of which no copy is made, and everything after them in float32. The backward pass computes each
-slice again, and with it this slice's gradient, whole and once. Nothing is added up over slices but what is as small as the hidden
-states.
+Matrix products use the head's precision without copying it; everything after them is in float32. The backward pass recomputes each slice
+and its complete gradient. Only tensors of the size of the hidden states are accumulated over slices.
 """
 
 from __future__ import annotations

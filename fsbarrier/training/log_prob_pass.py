@@ -1,4 +1,4 @@
-"""What a policy gives the tokens of a batch, without a gradient: the trainer's own log-probabilities, and a reference policy's."""
+"""Forward passes without gradients: the trainer's own log-probabilities of a batch, and those of a reference policy."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from fsbarrier.training.trainer import Trainer
 
 
 def with_old(trainer: Trainer, batch: TrainingBatch, settings: Settings) -> TrainingBatch:
-    """The batch with what the ratio is to (`algorithm.old_logprobs`). Every process must call this.
+    """Add the denominator of the ratio to the batch (`algorithm.old_logprobs`). Every process must call this.
 
-    What another policy sampled stays as the engine gave it: the ratio is to that policy.
+    Sequences sampled by another policy keep the engine's log-probabilities, because their ratio refers to that policy.
     """
     if not batch.steps or not recomputes(settings, trainer.processes):
         return batch
@@ -33,7 +33,7 @@ def with_old(trainer: Trainer, batch: TrainingBatch, settings: Settings) -> Trai
 
 
 def recomputes(settings: Settings, processes: Processes) -> bool:
-    """Whether the ratio is to the trainer's own log-probabilities."""
+    """Whether the denominator of the ratio is computed by the trainer."""
     algorithm = settings.algorithm
     if algorithm.old_logprobs != "auto" or algorithm.loss == "rft":
         return algorithm.old_logprobs == "trainer"
@@ -43,7 +43,7 @@ def recomputes(settings: Settings, processes: Processes) -> bool:
 def with_reference(
     folder: Path, layout: Layout, processes: Processes, batch: TrainingBatch, settings: Settings
 ) -> TrainingBatch:
-    """The batch with the log-probabilities of the policy in `folder`, which is let go again. Every process must call this."""
+    """Add the log-probabilities of the policy in `folder`, which is loaded temporarily. Every process must call this."""
     if not batch.steps:
         return batch
     model = loaded_for_reading(folder, layout, processes, settings)
@@ -51,7 +51,7 @@ def with_reference(
 
 
 def loaded_for_reading(folder: Path, layout: Layout, processes: Processes, settings: Settings) -> PolicyModel:
-    """A policy without gradients, laid out as the trained one is."""
+    """A policy without gradients, sharded like the trained one."""
     empty = policy.without_weights(folder, settings.trainer) if layout.shards > 1 else None
     causal = empty or policy.load(folder, settings.trainer, processes.dtype)
     model = PolicyModel(causal.requires_grad_(False), settings.trainer.max_logits_mb << 20)
@@ -68,7 +68,7 @@ def loaded_for_reading(folder: Path, layout: Layout, processes: Processes, setti
 
 @torch.no_grad()
 def log_probs(model: PolicyModel, batch: TrainingBatch, settings: Settings, processes: Processes) -> Tensor:
-    """float32, like `batch.logprobs`: of every sampled token, the same on every process."""
+    """The log-probabilities of all sampled tokens, float32 like `batch.logprobs`, the same on every process."""
     packed = packs(model.causal)
     indices = list(range(len(batch.weights)))
     mine = plan(
@@ -81,7 +81,7 @@ def log_probs(model: PolicyModel, batch: TrainingBatch, settings: Settings, proc
     )[processes.rank]
     found = torch.zeros(len(batch.token_ids), device=processes.device)
     for chosen in mine:
-        # Whoever has no sequence left takes part in gathering a sharded policy all the same.
+        # A process without sequences must still take part in the all-gathers of a sharded policy.
         micro = MicroBatch.of(batch, chosen or indices[:1], processes.device, packed=packed)
         placed = micro.placed(model(micro.inputs, micro.wanted, settings.rollout.temperature)[0])
         for row, index in enumerate(chosen):

@@ -1,7 +1,7 @@
-"""Does the engine serve the weights that are trained? Its log-probabilities of the sampled tokens must be the trainer's.
+"""Checks that the engine serves the weights being trained, by comparing its log-probabilities with the trainer's.
 
-Checked on the first minibatch, before the weights change. A gap means that the engine kept old weights, or that it computes
-differently; training on would learn from another policy's rollouts without saying so.
+The check uses the first minibatch, before the weights change. A gap means that the engine kept old weights or computes differently;
+training would then silently use another policy's rollouts.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.micro_batch import MicroBatch
 from fsbarrier.training.processes import Processes
 
-# The largest mean difference that the precision explains: where both compute in float32, and where one of them does not.
+# Maximum mean difference explained by precision: if both compute in float32, and otherwise.
 LIMITS = {True: 2e-3, False: 0.05}
-# An engine that sampled fewer tokens of the minibatch is not judged alone: a few unlucky ones would be taken for a fault.
+# Minimum number of tokens to judge a single engine, because a few outliers could look like a fault.
 ENOUGH_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class EngineGap:
-    """The differences in what one engine sampled; `replica` is -1 where the node's engines cannot be told apart."""
+    """The differences for one engine; `replica`: -1 if the node's engines cannot be distinguished."""
 
     node_rank: int
     replica: int
@@ -41,7 +41,7 @@ class EngineGap:
 
 @dataclass(frozen=True, slots=True)
 class LogprobGap:
-    """The difference per token, mean and maximum; None where the policy to be trained has sampled nothing of the minibatch."""
+    """Mean and maximum difference per token; None if the current policy sampled nothing in the minibatch."""
 
     mean: float | None = None
     maximum: float | None = None
@@ -49,7 +49,7 @@ class LogprobGap:
 
 
 class EnginesDiffer(ProgramFailed):
-    """`engines`: node rank and replica of those that differ, where others do not."""
+    """`engines`: (node rank, replica) of the engines that differ, if others do not."""
 
     def __init__(self, message: str, engines: list[tuple[int, int]]) -> None:
         super().__init__(message)
@@ -57,7 +57,7 @@ class EnginesDiffer(ProgramFailed):
 
 
 class GapSums:
-    """The differences in one process's micro-batches, added up for each engine."""
+    """Accumulates the differences of one process's micro-batches, by engine."""
 
     def __init__(self, batch: TrainingBatch, device: torch.device) -> None:
         self._engines, self._engine_of = torch.unique(batch.engines, dim=0, return_inverse=True)
@@ -91,13 +91,13 @@ class GapSums:
 
 
 def check(gap: LogprobGap, settings: Settings, processes: Processes, model: Path) -> None:
-    """Raises EnginesDiffer where the gap is more than the precision explains, of all engines or of one."""
-    # With top_p or top_k the engine samples from another distribution than the model's own.
+    """Raises EnginesDiffer if the gap of all engines, or of one, exceeds the limit."""
+    # With top_p or top_k the engine samples from a truncated distribution, so log-probabilities differ.
     if settings.rollout.top_p < 1 or settings.rollout.top_k not in (-1, 0):
         return
     limit = settings.algorithm.max_logprob_gap or limit_of(settings, processes)
     judged = [one for one in gap.engines if one.tokens >= ENOUGH_TOKENS]
-    # Written so that a mean that is no number fails too.
+    # The comparison is negated so that NaN counts as bad.
     bad = [one for one in judged if not one.mean <= limit]
     some = bad if len(bad) < len(judged) else []
     if gap.mean is None or (not bad and gap.mean <= limit):
@@ -106,9 +106,9 @@ def check(gap: LogprobGap, settings: Settings, processes: Processes, model: Path
     worst = max(bad, key=lambda one: one.mean, default=None)
     mean, maximum = (gap.mean, gap.maximum) if worst is None else (worst.mean, worst.maximum)
     advice = (
-        f"; the other {len(judged) - len(bad)} do not: started again once, and the next try does without its rollouts"
+        f"; the other {len(judged) - len(bad)} engines agree: restarting it once, and dropping its rollouts in the next try"
         if some
-        else "; its log says more, a setting engine.dtype=float32 leaves no difference in precision"
+        else "; check its log, or set engine.dtype=float32 to exclude a precision difference"
     )
     raise EnginesDiffer(
         f"the sampled tokens' log-probabilities differ by {mean:.4f} on average (at most {maximum:.3f}) between "
@@ -123,7 +123,7 @@ def limit_of(settings: Settings, processes: Processes) -> float:
 
 
 def both_exact(settings: Settings, processes: Processes) -> bool:
-    """Whether trainer and engine compute in float32. The engine's `auto` is that on a CPU, else bfloat16."""
+    """Whether trainer and engine both compute in float32. The engine's `auto` is float32 on a CPU, otherwise bfloat16."""
     engine = settings.engine.dtype
     exact = engine == "float32" or (engine == "auto" and processes.device.type == "cpu")
     return exact and processes.dtype is torch.float32

@@ -1,6 +1,6 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021), which peft puts into the policy: they are trained in its place.
+"""Low-rank adapters (LoRA, Hu et al. 2021), added to the policy by peft and trained instead of it.
 
-What is served is merged, so an engine needs to know nothing of them. The frozen policy stays in the precision that it computes in, the
+The adapters are merged into the served weights, so engines do not need LoRA support. The frozen policy stays in its compute precision; the
 adapters are in float32.
 """
 
@@ -36,12 +36,12 @@ class Adapters:
 
     @classmethod
     def put_into(cls, causal: PreTrainedModel, settings: LoraSettings, folder: Path) -> Self:
-        """Put adapters that change nothing yet into the model of `folder`, and freeze the rest of it. Raises UsageError."""
+        """Add freshly initialised adapters to the model of `folder`, and freeze the rest. Raises UsageError."""
         try:
             import peft
         except ImportError:
             raise UsageError(
-                f"lora.rank={settings.rank}: needs the package peft, which is not installed here"
+                f"lora.rank={settings.rank}: needs the package peft, which is not installed on this node"
             ) from None
         config = peft.LoraConfig(
             r=settings.rank,
@@ -68,7 +68,7 @@ class Adapters:
         for name, module in chosen.items():
             module.lora_A.float(), module.lora_B.float()
             layers[f"{name}.weight"] = module
-        # peft is content with one that is there.
+        # peft only requires that one of the targets exists.
         for target in settings.targets:
             if not any(name.endswith(f"{target}.weight") for name in layers):
                 raise UsageError(
@@ -77,7 +77,7 @@ class Adapters:
         return cls(config, layers)
 
     def weights(self, causal: PreTrainedModel) -> dict[str, Tensor]:
-        """The model's own weights, under the names that they have without adapters."""
+        """The model's weights under their names without adapters."""
         return {
             name.replace(".base_layer.", "."): value
             for name, value in distinct(causal.state_dict(keep_vars=True)).items()
@@ -85,7 +85,7 @@ class Adapters:
         }
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """What is served of one of the `weights`. Every process must call this in the same order."""
+        """One of the `weights` with its adapter merged. Every process must call this in the same order."""
         layer = self.layers.get(name)
         if layer is None:
             return weight
@@ -95,7 +95,7 @@ class Adapters:
         return whole_tensor(weight, torch.float32) + layer.scaling[ADAPTER] * (up @ down)
 
     def stored(self, causal: PreTrainedModel) -> dict[str, Tensor]:
-        """The adapters under the names that peft's files have."""
+        """The adapters under their names in peft's files."""
         return {
             PREFIX + name.replace(f".{ADAPTER}.", "."): value
             for name, value in causal.state_dict().items()
@@ -135,7 +135,7 @@ def _refuse_other_layers(chosen: Mapping[str, Any], settings: LoraSettings, name
     if other is None:
         return
     if settings.targets:
-        raise UsageError(f"lora.targets: {other} is no linear layer; name layers like {nameable}")
+        raise UsageError(f"lora.targets: {other} is not a linear layer; name layers like {nameable}")
     raise UsageError(
         f"lora.rank={settings.rank}: without lora.targets every layer but the output head gets adapters, and {other} of this model is no "
         f"linear layer (a mixture of experts has such); name the layers, like {nameable}"

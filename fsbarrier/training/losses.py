@@ -1,16 +1,16 @@
-"""The losses of the update: tensors in, tensors out; no model, no files. What a trajectory weighs is in advantages.py.
+"""The losses of the update, as functions of tensors. advantages.py computes the weights of trajectories.
 
-`minibatch_loss` puts one loss together from the settings `algorithm.*`:
+`minibatch_loss` combines one loss from the settings `algorithm.*`:
 
     ratio        token: new / old                        sequence (gspo): the geometric mean of its tokens' ratios
     objective    grpo, gspo: clipped    cispo: clipped and detached    sapo: gated softly    rft: likelihood
-    mismatch     its weight for what the engine computed otherwise than the trainer: none, token_tis, icepop, sequence_mask
-    + kl_coef * distance to a reference policy (k1, k2, k3)          - entropy_coef * entropy
-    aggregation  the sum over tokens, divided in one of four ways
+    mismatch     importance weight for the difference between engine and trainer: none, token_tis, icepop, sequence_mask
+    + kl_coef * KL divergence from a reference policy (k1, k2, k3)   - entropy_coef * entropy
+    aggregation  the sum over tokens, normalised in one of four ways
 
-Everything is [sequences, length] and holds log-probabilities in nats, but for advantages [sequences]. Sources:
+All tensors are [sequences, length], with log-probabilities in nats, except advantages [sequences]. Sources:
 
-    clip             Schulman et al. 2017 (arXiv 1707.06347); a bound of its own above: Yu et al. 2025 (DAPO, 2503.14476)
+    clip             Schulman et al. 2017 (arXiv 1707.06347); separate upper bound: Yu et al. 2025 (DAPO, 2503.14476)
     dual clip        Ye et al. 2020 (1912.09729)             gspo    Zheng et al. 2025 (2507.18071)
     cispo            MiniMax 2025 (2506.13585)               sapo    Gao et al. 2025 (2511.20347)
     rft              Yuan et al. 2023 (2308.01825)           k1-k3   Schulman 2020 (joschu.net/blog/kl-approx.html)
@@ -29,12 +29,12 @@ from torch import Tensor
 
 from fsbarrier.settings.sections import AlgorithmSettings
 
-# A log-ratio beyond this says no more than that the two policies have nothing in common; its exponential stays finite.
+# Clamp log-ratios to this range to keep the exponential finite; a larger ratio carries no more information.
 MOST_LOG_RATIO = 20.0
-# How sharply SAPO's gate closes, by the sign of the advantage: its paper's values.
+# SAPO's gate temperatures for positive and negative advantages, from its paper.
 SAPO_TEMPERATURES = (1.0, 1.05)
 
-# What people are shown of an update: sums over tokens, each divided by their number in the end.
+# Metrics of an update: sums over tokens, divided by their number at the end.
 TOKEN_SUMS = (
     "clipped_low",
     "clipped_high",
@@ -49,21 +49,21 @@ TOKEN_SUMS = (
 
 @dataclass(frozen=True, slots=True)
 class TokenValues:
-    """What is known of each token. `new` (and `entropy`, where it counts) have a gradient, the others have none."""
+    """Values per token. Only `new` (and `entropy`, if it is used) have a gradient."""
 
     new: Tensor
-    # Log-probabilities under the policy that the ratio is to.
+    # Log-probabilities in the denominator of the ratio.
     old: Tensor
-    # As the engine had them when it sampled.
+    # Log-probabilities from the engine at sampling time.
     engine: Tensor
     entropy: Tensor
-    # Under the reference policy; None where the loss has no such term.
+    # Log-probabilities of the reference policy; None without a KL term.
     reference: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Divisor:
-    """Of the whole minibatch, over all processes: tokens that count, sequences with any, and the constant that stands for a length."""
+    """Normalisers of the whole minibatch, over all processes: masked tokens, sequences with any, and the constant length."""
 
     tokens: int
     sequences: int
@@ -72,7 +72,7 @@ class Divisor:
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """`loss`: this micro-batch's part of the minibatch's loss, so that any split adds up to the same. `sums`: of TOKEN_SUMS, detached."""
+    """`loss`: this micro-batch's contribution to the minibatch loss, independent of the split. `sums`: the TOKEN_SUMS, detached."""
 
     loss: Tensor
     sums: Tensor
@@ -81,7 +81,7 @@ class LossSums:
 def minibatch_loss(
     algorithm: AlgorithmSettings, values: TokenValues, advantages: Tensor, mask: Tensor, divisor: Divisor
 ) -> LossSums:
-    """A micro-batch's part of the loss that the settings name. `mask`: the tokens that count."""
+    """A micro-batch's contribution to the loss. `mask`: the tokens to train on."""
     new, old, engine = (torch.where(mask, one, 0.0) for one in (values.new, values.old, values.engine))
     log_ratio = sequence_log_ratio(new - old, mask) if algorithm.loss == "gspo" else new - old
     ratio = bounded_exp(log_ratio)
@@ -115,7 +115,7 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     return (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
-# --- what is minimised, for each token ----------------------------------------------------------------------------------
+# --- objective per token ------------------------------------------------------------------------------------------------
 
 
 def policy_objective(algorithm: AlgorithmSettings, new: Tensor, ratio: Tensor, weight: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def policy_objective(algorithm: AlgorithmSettings, new: Tensor, ratio: Tensor, w
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
     match algorithm.loss:
         case "grpo" | "gspo":
-            # Worse than expected and much likelier than before: without a bound it would count without limit.
+            # Dual clip: a negative advantage with a large ratio would otherwise be unbounded.
             bounded = ratio if algorithm.dual_clip is None else ratio.clamp(max=algorithm.dual_clip)
             return (-torch.minimum(bounded * weight, ratio.clamp(low, high) * weight)).expand_as(new)
         case "cispo":
@@ -136,7 +136,7 @@ def policy_objective(algorithm: AlgorithmSettings, new: Tensor, ratio: Tensor, w
 
 
 def clipped(algorithm: AlgorithmSettings, ratio: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Which tokens' ratios a bound holds back, below and above."""
+    """The tokens whose ratio is clipped, at the lower and upper bound."""
     below, above = ratio < 1 - algorithm.clip_low, ratio > 1 + algorithm.clip_high
     match algorithm.loss:
         case "grpo" | "gspo":
@@ -151,8 +151,7 @@ def clipped(algorithm: AlgorithmSettings, ratio: Tensor, weight: Tensor) -> tupl
 
 
 def mismatch_weight(algorithm: AlgorithmSettings, log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """What a token weighs because the engine sampled it with another probability than the trainer gives it (`log_ratio`: trainer's
-    over engine's)."""
+    """The importance weight of each token for the difference between trainer and engine (`log_ratio`: trainer over engine)."""
     log_ratio = log_ratio.detach()
     low, high = algorithm.mismatch_low, algorithm.mismatch_high
     match algorithm.mismatch:
@@ -169,7 +168,7 @@ def mismatch_weight(algorithm: AlgorithmSettings, log_ratio: Tensor, mask: Tenso
 
 
 def kl_estimate(estimator: str, new: Tensor, other: Tensor) -> Tensor:
-    """How far `new` is from `other`, from tokens that the former sampled."""
+    """The KL divergence of `new` from `other`, estimated from tokens sampled by `new`."""
     apart = (other - new).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
     match estimator:
         case "k1":
@@ -180,11 +179,11 @@ def kl_estimate(estimator: str, new: Tensor, other: Tensor) -> Tensor:
             return apart.exp() - apart - 1
 
 
-# --- from tokens to one number ------------------------------------------------------------------------------------------
+# --- aggregation --------------------------------------------------------------------------------------------------------
 
 
 def aggregated(aggregation: str, token_loss: Tensor, mask: Tensor, divisor: Divisor) -> Tensor:
-    """A micro-batch's part of the minibatch's loss. The names are verl's."""
+    """A micro-batch's contribution to the minibatch loss. The names are verl's."""
     of_sequences = torch.where(mask, token_loss, 0.0).sum(1)
     match aggregation:
         case "token-mean":
@@ -197,7 +196,7 @@ def aggregated(aggregation: str, token_loss: Tensor, mask: Tensor, divisor: Divi
             return of_sequences.sum() / (divisor.sequences * divisor.constant)
 
 
-# --- from logits, where they are all there ------------------------------------------------------------------------------
+# --- from full logits ---------------------------------------------------------------------------------------------------
 
 
 def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from fsbarrier.training.batch import TrainingBatch
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What the model is run over, and what the loss needs of it.
+    """The inputs of a forward pass, and the values that the loss needs.
 
     `inputs` are the model's arguments. Their input_ids hold the sequences below each other, padded on the right, or *packed*: one after
     the other in a single row, which only an attention that keeps them apart may get. `wanted` (bool, like input_ids) are the tokens that
@@ -39,14 +39,14 @@ class MicroBatch:
         tokens = [batch.token_ids[span].long() for span in spans]
         sampled = [batch.loss_mask[span].bool() for span in spans]
         mask = pad_sequence(sampled, batch_first=True)
-        # Nothing predicts the first token.
+        # The first token has no prediction.
         mask[:, 0] = False
 
         def padded(values: Tensor) -> Tensor:
             return pad_sequence([values[span] for span in spans], batch_first=True)
 
         if packed:
-            # Positions that begin anew tell the attention where the next sequence begins.
+            # Restarting positions mark the sequence boundaries for the attention.
             positions = torch.cat([torch.arange(len(one)) for one in tokens])
             inputs = {"input_ids": torch.cat(tokens)[None], "position_ids": positions[None]}
             wanted = torch.cat([row[: len(one)] for row, one in zip(mask, tokens, strict=True)])[None]

@@ -1,4 +1,4 @@
-"""This node's copy of the new weights, as its processes of the update write it: each a part of the files, for its own engines."""
+"""This node's local copy of the new weights for its engines; each process of the update writes some of the files."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fsbarrier.training import safetensors_file
 
 @dataclass(frozen=True, slots=True)
 class NodeCopy:
-    """`ranks`: of this node's processes; the first of them does what only one may do."""
+    """`ranks`: the ranks of this node's processes; the first one does the work that only one process may do."""
 
     place: WeightsCopy
     ranks: range
 
     def writer(self, number: int, owner: int) -> int:
-        """Which of this node's processes copies file `number`, which `owner` writes to the shared directory: the same, if it is here."""
+        """The process of this node that copies file `number`: `owner`, which writes it to the shared directory, if it is on this node."""
         return owner if owner in self.ranks else self.ranks[number % len(self.ranks)]
 
     def write(self, version: str, file: str, tensors: Mapping[str, Tensor]) -> None:
-        """One file of the copy. Where that fails there is no copy, and the update goes on."""
+        """Write one file of the copy. A failure only means that there is no copy; the update continues."""
         path = self.place.unchecked(version) / file
         try:
             safetensors_file.write_unhashed(path, tensors)

@@ -1,8 +1,8 @@
-"""The trainer's state between two updates on the nodes themselves: written without the shared directory, and gone with the node.
+"""The trainer state on the nodes' local disks between two writes to the shared directory. It is lost with the node.
 
-Only every so-many-th policy version has its trainer state in the shared directory (`checkpoint.trainer_every`). After the updates in
-between each node keeps what its own processes hold, in the same format, below `checkpoint.local_dir`. If a node is lost and its part
-with it, the run goes back to the newest version whose state is in the shared directory.
+Only every N-th policy version has its trainer state in the shared directory (`checkpoint.trainer_every`). After the other updates each node
+stores its processes' parts, in the same format, below `checkpoint.local_dir`. If a node and its part are lost, the run falls back to the
+newest version whose state is in the shared directory.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fsbarrier.settings.sections import CheckpointSettings
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.trainer_state import Pace
 
-# A state that is written faster than this goes to the shared directory after each update; a slower one takes at most this part of the
-# time that updates take.
+# Write to the shared directory after every update if that takes less than CHEAP_S; otherwise spend at most the share WORTH of the update
+# time on it.
 CHEAP_S, WORTH = 2.0, 0.1
 
 
@@ -45,11 +45,11 @@ class NodeState:
         return cls(folder, range(first, first + here))
 
     def of_version(self, name: str) -> Path:
-        """The folder of a policy version, by the name of its folder in the shared directory."""
+        """The local folder of a policy version, given the name of its folder in the shared directory."""
         return self.folder / name
 
     def has_room(self, size: int) -> bool:
-        """Whether this user can write so many bytes here, and nobody else."""
+        """Whether the folder is private to this user and has room for this many bytes."""
         try:
             files.make_dirs(self.folder)
             ours = self.folder.stat().st_uid == os.getuid() and not self.folder.is_symlink()
@@ -58,7 +58,7 @@ class NodeState:
             return False
 
     def forget_before(self, policy_version: int) -> None:
-        """Remove the states of older versions; an update that fails begins again from the version before its own."""
+        """Remove the states of older versions, except the one from which a failed update would restart."""
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
                 made = POLICY_FOLDER.parse(path.name)
@@ -67,7 +67,7 @@ class NodeState:
 
 
 def is_due(every: int, policy_version: int, pace: Pace, *, last: bool) -> bool:
-    """Whether this version's trainer state goes to the shared directory. `last`: the run ends after it."""
+    """Whether to write this version's trainer state to the shared directory. `last`: the run ends after it."""
     if last:
         return True
     if every:

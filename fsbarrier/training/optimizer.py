@@ -21,10 +21,7 @@ from fsbarrier.settings.sections import OptimizerSettings
 
 
 def make_optimizer(parameters: Iterable[Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """An optimizer of the parameters that are trained.
-
-    Vectors get no weight decay: they are norms and biases, and pulling those to zero does not make the model simpler.
-    """
+    """An optimizer for the trainable parameters. Vectors, i.e. norms and biases, get no weight decay."""
     trained = [one for one in parameters if one.requires_grad]
     matrices = {"params": [one for one in trained if _dimensions(one) > 1]}
     vectors = {"params": [one for one in trained if _dimensions(one) <= 1], "weight_decay": 0.0}
@@ -42,18 +39,18 @@ def step(optimizer: torch.optim.Optimizer, lr: float, device: torch.device) -> N
     """Apply the gradients at this learning rate."""
     compiled = False
     for group in optimizer.param_groups:
-        # torchao keeps it in a tensor, for it compiles its step.
+        # torchao stores it in a tensor because it compiles its step.
         compiled = isinstance(group["lr"], Tensor)
         group["lr"] = group["lr"].fill_(lr) if compiled else lr
-    # On a CPU compiling takes a C++ compiler and a minute.
+    # On a CPU, compiling needs a C++ compiler and takes a minute.
     eager = compiled and device.type == "cpu"
     with torch.compiler.set_stance("force_eager") if eager else nullcontext():
         optimizer.step()
 
 
 def as_kept(optimizer: object, parameter: Parameter, name: str, moment: Tensor) -> Tensor:
-    """A moment of `parameter` that was read in float32, as this optimizer keeps it."""
-    # torchao's own way to make an empty moment, which also knows sharded parameters.
+    """Convert a float32 moment of `parameter` to the form this optimizer uses."""
+    # torchao's internal function for an empty moment, which supports sharded parameters.
     empty = getattr(optimizer, "_new_buffer", None)
     if empty is None:
         return moment
@@ -62,12 +59,12 @@ def as_kept(optimizer: object, parameter: Parameter, name: str, moment: Tensor) 
 
 
 def in_eight_bits(moment: object) -> bool:
-    """Whether a moment, sharded or not, is kept in eight bits."""
+    """Whether a moment, sharded or not, is stored in eight bits."""
     return hasattr(moment.to_local() if isinstance(moment, DTensor) else moment, "codes")
 
 
 def read_back(optimizer: torch.optim.Optimizer) -> None:
-    """Keep moments of eight bits as they will be kept once they have been written and read."""
+    """Round 8-bit moments to the values they will have after a save and load."""
     for state in optimizer.state.values():
         for moment in state.values():
             held = moment.to_local() if isinstance(moment, DTensor) else moment
@@ -76,7 +73,7 @@ def read_back(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _dimensions(parameter: Parameter) -> int:
-    # DeepSpeed's ZeRO-3 keeps no more of a parameter itself than its name and, here, its shape.
+    # Under DeepSpeed's ZeRO-3 the parameter itself is empty; its shape is stored here.
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 

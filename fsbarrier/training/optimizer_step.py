@@ -23,17 +23,17 @@ from fsbarrier.training.trainer import Trainer
 
 @dataclass
 class Sums:
-    """Sums over one or several optimizer steps, the same on every process."""
+    """Sums over optimizer steps, the same on every process."""
 
-    # The steps' losses, and the norms of their gradients before they were clipped.
+    # Losses, and gradient norms before clipping.
     loss: float = 0.0
     grad_norm: float = 0.0
     tokens: int = 0
-    # Sums over the tokens, by name (losses.TOKEN_SUMS).
+    # Sums over tokens, by name (losses.TOKEN_SUMS).
     of_tokens: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(TOKEN_SUMS, 0.0))
-    # Measured in the first step alone, before the weights change.
+    # Measured only in the first step, before the weights change.
     gap: LogprobGap = field(default_factory=LogprobGap)
-    # In the last step; None where no step was taken.
+    # In the last step; None if there was no step.
     learning_rate: float | None = None
 
 
@@ -44,10 +44,10 @@ def train(
     model_folder: Path,
     show: Callable[[int], None] = lambda done: None,
 ) -> Sums:
-    """All optimizer steps of a batch; `show` is called with how many are done. Raises ProgramFailed, and nothing is saved then."""
+    """Do all optimizer steps of a batch; `show` receives the number of finished ones. Raises ProgramFailed; then nothing is saved."""
     totals = Sums()
     for number, indices in enumerate(batch.steps, start=1):
-        # The gap is the engine's as long as the weights are: before the first step.
+        # The log-probability gap is only meaningful before the first step changes the weights.
         gap_sums = GapSums(batch, trainer.processes.device) if number == 1 else None
         step = accumulate(trainer, batch, indices, settings, gap_sums)
         if gap_sums is not None:
@@ -58,7 +58,7 @@ def train(
         if not math.isfinite(step.loss) or not math.isfinite(grad_norm):
             raise ProgramFailed(
                 f"optimizer step {number}: loss {step.loss}, gradient norm {grad_norm}; "
-                f"nothing was saved (a smaller optimizer.lr may help)"
+                f"nothing was saved; try a smaller optimizer.lr"
             )
         trainer.optimizer_steps += 1
         totals.loss += step.loss

@@ -1,4 +1,4 @@
-"""Loading a policy for training from a plain Hugging Face folder. It stays what it came as: a tied output head stays tied."""
+"""Loads a policy for training from a Hugging Face folder. A tied output head stays tied."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fsbarrier.training.stored_tensors import StoredTensors
 
 
 def load(folder: Path, settings: TrainerSettings, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The causal model in `folder`, in `dtype` and without dropout. Raises UsageError for one that cannot be loaded whole."""
-    # The bar for loading weights would fill the log.
+    """Load the causal model in `folder`, in `dtype` and without dropout. Raises UsageError if it is incomplete."""
+    # Its progress bar would fill the log.
     transformers.utils.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -33,7 +33,7 @@ def load(folder: Path, settings: TrainerSettings, dtype: torch.dtype = torch.flo
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"the model in {folder} cannot be loaded: {str(error).splitlines()[0]}") from None
-    # transformers would make these up and only warn.
+    # transformers would initialise missing weights randomly and only warn.
     if found["missing_keys"]:
         missing = ", ".join(sorted(found["missing_keys"])[:3])
         raise UsageError(f"the model in {folder} cannot be loaded: it lacks {missing}")
@@ -108,8 +108,8 @@ def attention_for(config: transformers.PretrainedConfig, settings: TrainerSettin
     """Which of transformers' attentions computes what the model's does. Raises UsageError for flash-attention where it is not there."""
     if settings.attention == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
         raise UsageError(
-            "trainer.attention=flash_attention_2: the package flash-attn, or a GPU for it, is not here; "
-            "install it, or choose trainer.attention=sdpa"
+            "trainer.attention=flash_attention_2: needs the package flash-attn and a supported GPU on this node; "
+            "install it, or use trainer.attention=sdpa"
         )
     # PyTorch's scaled_dot_product_attention knows no cap on attention's scores, and transformers would leave it out.
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None

@@ -1,6 +1,6 @@
-"""The processes of an update, which torchrun has started: this one's place among them, its device, and what all of them add up.
+"""The process group of an update, started by torchrun: rank, device and collectives.
 
-They talk over gloo on CPUs and over NCCL on accelerators; there gloo stays at hand for tensors in the host's memory.
+Uses gloo on CPUs and NCCL on accelerators, where gloo is also available for tensors in host memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Processes:
         if "MASTER_ADDR" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:
-            # Started alone, without torchrun: there is nobody to meet.
+            # Started without torchrun: a single process.
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
     def _processes_by_node(self) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""Which groups a batch is made of: this iteration's, or drawn from the last ones, the later the likelier (`update.recency`).
+"""Selects the groups of a batch: this iteration's, or drawn from recent iterations with a preference for newer ones (`update.recency`).
 
-Weighted drawing without replacement in one pass: each group gets the key u ** (1 / weight), u uniform, and the largest keys are taken
-(Efraimidis and Spirakis 2006). What is not taken is let go at once, so that memory holds one batch, however far back the files go.
+Weighted sampling without replacement in one pass: each group gets the key u ** (1 / weight), u uniform, and the largest keys win
+(Efraimidis and Spirakis 2006). Other groups are discarded immediately, so memory holds only one batch.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ T = TypeVar("T")
 
 
 def draws(settings: UpdateSettings) -> bool:
-    """Whether anything is drawn at all, or the batch is simply what there is."""
+    """Whether groups are drawn; otherwise the batch contains all groups."""
     return settings.recency > 1 or settings.groups is not None
 
 
 def age_weight(settings: UpdateSettings, age: int) -> float:
-    """How likely a group of so many iterations before the newest is drawn, beside one of the newest: 1 to nearly 0."""
+    """The relative weight of a group of this age, in iterations: from 1 for the newest to nearly 0."""
     iterations = settings.recency
     return float(max(0.0, (iterations - age) / iterations) ** settings.recency_power)
 
 
 class Draw(Generic[T]):
-    """Takes offers, the newest iteration's first, and keeps the chosen ones."""
+    """Selects from offered groups, the newest iteration first."""
 
     def __init__(self, settings: UpdateSettings, *, seed: str) -> None:
         self._settings = settings

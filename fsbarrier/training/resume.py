@@ -1,4 +1,4 @@
-"""What an update begins with: the policy that made the rollouts, or, where the state that belongs to it is gone, an earlier one."""
+"""The starting point of an update: the policy that sampled the rollouts, or an earlier one if its trainer state is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Before an update trains: where its result will go, and whether there is room for it."""
+"""Decides before training where the result will be stored, and checks that there is room."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def choose(
     last: bool,
     rollouts_follow: bool = False,
 ) -> NodeState | None:
-    """Where the nodes keep the trainer's state of the new version; None: it goes to the shared directory with the weights.
+    """Where the nodes keep the trainer state of the new version; None: in the shared directory, with the weights.
 
-    The same on every process, which must all call this. Raises ProgramFailed where `out` lacks room, with the figures.
+    Every process must call this and gets the same result. Raises ProgramFailed if `out` has not enough room.
     """
     processes, parameters = trainer.processes, trainer.backend.trained
     exact = processes.serving_dtype.itemsize == 4 and trainer.adapters is None
-    # Two moments, and the weights where what is served does not hold them to the last bit; all in fp32.
+    # Two moments in fp32, plus fp32 weights unless the served weights are exact.
     per_number = 4 * (2 if exact else 3)
     held = sum(local_part(one, processes.rank, processes.world).data.numel() for one in parameters.values())
     on_this_node = held * per_number * (len(node.ranks) if trainer.layout.shards > 1 else 1)
     due = is_due(settings.trainer_every, policy_version, trainer.pace, last=last)
-    # The trainer is not held for a save that takes long, unless nothing would be done in the meantime.
+    # Do not block the trainer for a slow save if rollouts follow, which can overlap with it.
     follows = due and rollouts_follow and not last and trainer.pace.saved_s >= CHEAP_S
     shared = any(gather_objects((due and not follows) or not node.has_room(on_this_node)))
     weights = sum(sizes_on_disk(trainer.backend.weights(), processes.serving_dtype).values())
@@ -60,6 +60,6 @@ def _lack_of_room(out: Path, weights: int, state: int, policy_version: int) -> s
         return ""
     parts = f"{weights / GB:.1f} GB of weights" + (f", {state / GB:.1f} GB of trainer state" if state else "")
     return (
-        f"policy version {policy_version} takes {(weights + state) / GB:.1f} GB ({parts}) and {out.parent} has {free / GB:.1f} GB "
-        "free; nothing was trained. Make room, or lower checkpoint.keep, or raise checkpoint.trainer_every"
+        f"policy version {policy_version} needs {(weights + state) / GB:.1f} GB ({parts}), but {out.parent} has only {free / GB:.1f} GB "
+        "free; nothing was trained. Free disk space, lower checkpoint.keep, or raise checkpoint.trainer_every"
     )

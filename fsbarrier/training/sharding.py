@@ -1,8 +1,7 @@
-"""How the policy lies on the processes of an update: a copy on each of them, on each node, or one over all (`trainer.shard`).
+"""Shards the policy over the processes of an update: not at all, within each node, or over all processes (`trainer.shard`).
 
-PyTorch's fully_shard does it, in one way wherever the processes run. A *unit* is what it gathers for computing and frees again: each
-transformer block, the embedding and the head. What a unit keeps, and its gradients and moments, are shards in float32; it is
-gathered in the type that it computes in, and gradients are added up in float32.
+Uses PyTorch's fully_shard. A *unit* is gathered for computing and freed again: each transformer block, the embedding and the head. A unit's
+shards, gradients and moments are in float32; it is gathered in the compute dtype, and gradients are reduced in float32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors that several processes hold in parts: which part this process has, which it writes, and the whole of one."""
+"""Distributed tensors: the local part of this process, the parts it writes, and gathering a whole tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, read in parts: a process reads the rows that it holds, and checks each block that it reads."""
+"""Reads parts of tensors from safetensors files: a process reads only its rows, and verifies each block."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class StoredTensors:
                     wanted.of(data, own.start).copy_(wanted.of(block, box.start))
                     missing -= prod(wanted.shape)
         if missing:
-            raise ProgramFailed(f"{self.folder}: {missing} numbers of {name} are not there")
+            raise ProgramFailed(f"{self.folder}: {missing} values of {name} are missing")
 
     def _blocks(self, part: StoredPart, name: str, common: Box) -> Iterator[tuple[Box, Tensor]]:
         """The blocks of a part that have something of `common`, each with its place in the whole tensor.
@@ -141,7 +141,7 @@ class StoredTensors:
     def _checked(self, part: StoredPart, name: str, number: int, block: Tensor) -> Tensor:
         if part.checks and zlib.crc32(bytes_of(block)) != part.checks[number]:
             raise ProgramFailed(
-                f"{self.folder / part.file}: {name} is not what was written: the file was changed or damaged"
+                f"{self.folder / part.file}: checksum mismatch in {name}: the file was modified or damaged"
             )
         return block
 
@@ -157,4 +157,4 @@ def naming_the_file(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, LookupError, ValueError) as error:
-        raise ProgramFailed(f"{path} cannot be read: {first_line(error)}") from None
+        raise ProgramFailed(f"{path}: cannot read the file: {first_line(error)}") from None

@@ -1,4 +1,4 @@
-"""Reads torch files that somebody else may have written: plain tensors and containers, nothing that runs code."""
+"""Safely reads torch files of unknown origin: only plain tensors and containers, no code execution."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fsbarrier.errors import ProgramFailed, first_line
 
 
 def load_tensors(path: Path, what: str) -> dict[str, Any]:
-    """The dict in a torch file. Raises ProgramFailed naming `what` it should have been."""
+    """The dict in a torch file. `what`: the expected kind of file, for messages. Raises ProgramFailed."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise ProgramFailed(f"{path} is no {what}: {error.strerror or error}") from None
+        raise ProgramFailed(f"{path} is not a {what}: {error.strerror or error}") from None
     except Exception as error:
-        # On damaged bytes the unpickler fails in every way there is.
-        raise ProgramFailed(f"{path} is no {what}: {first_line(error)}") from None
+        # On damaged data the unpickler may raise anything.
+        raise ProgramFailed(f"{path} is not a {what}: {first_line(error)}") from None
     if not isinstance(content, dict):
-        raise ProgramFailed(f"{path} is no {what}: it holds a {type(content).__name__}")
+        raise ProgramFailed(f"{path} is not a {what}: it contains a {type(content).__name__}")
     return content
