@@ -546,7 +546,7 @@ def test_it_ends_at_once_without_signal_handlers_or_logs(
             await endpoint.close()
             assert time.monotonic() - begin < 5
             answer = await reader.read()
-            assert answer.startswith(b"HTTP/1.1 503") and b"the rollout ends" in answer
+            assert answer.startswith(b"HTTP/1.1 503") and b"the rollout is ending" in answer
             for each in (idle, writer):
                 each.close()
 

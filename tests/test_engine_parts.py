@@ -150,9 +150,9 @@ def test_a_damaged_model_folder_is_named_before_the_engine_sees_it(tmp_path: Pat
     file = folder / "model.safetensors"
     whole = file.read_bytes()
     for content, message in (
-        (whole[:-1], r"model\.safetensors: is damaged: \d+ bytes instead of \d+"),
+        (whole[:-1], r"model\.safetensors: damaged: \d+ bytes instead of \d+"),
         (b"", "is damaged: no header"),
-        (whole[:8] + b"x" * (len(whole) - 8), "is damaged"),
+        (whole[:8] + b"x" * (len(whole) - 8), ": damaged"),
     ):
         file.write_bytes(content)
         with pytest.raises(ProgramFailed, match=message):
@@ -226,7 +226,7 @@ def test_a_silent_server_cannot_hold_a_call() -> None:
         cancel.set()
         with pytest.raises(CalledOff):
             EngineClient(url).call("GET", "/x", timeout_s=600, cancel=cancel)
-        with pytest.raises(Unreachable, match="the server ended"):
+        with pytest.raises(Unreachable, match="the server exited"):
             EngineClient(url, ended=lambda: True).call("GET", "/x", timeout_s=600)
 
 

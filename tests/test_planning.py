@@ -493,7 +493,7 @@ def test_seventy_two_billion_on_eight_nodes() -> None:
             QWEN_7B,
             7,
             7,
-            "28 heads of attention, 4 of keys and a width of 18,944 cannot be split so; .*size=1",
+            "28 attention heads, 4 KV heads and a width of 18,944 cannot be split so; .*size=1",
         ),
         (QWEN_7B, 3, 3, "cannot be split so; the nearest that works: engine.tensor_parallel_size=1"),
         (QWEN_7B, 8, 8, "cannot be split so; the nearest that works: engine.tensor_parallel_size=1"),
@@ -532,7 +532,7 @@ def test_more_than_the_host_has_is_refused_with_what_fits() -> None:
     # 8 bytes a parameter of the node together; sharded over the node it fits without.
     (problem,) = on_host(32, QWEN_7B, 80, **moments)
     assert problem == (
-        "trainer.offload=optimizer: needs 56.7 GiB of each node's memory, there are 32.0 GiB; the nearest that works: trainer.offload=none "
+        "trainer.offload=optimizer: needs 56.7 GiB of each node's memory, but only 32.0 GiB are available; the nearest that works: trainer.offload=none "
         "or 2 nodes"
     )
     assert on_host(57, QWEN_7B, 80, **moments) == ()

@@ -520,7 +520,7 @@ def test_a_group_whose_agent_failed_or_whose_part_is_gone_is_sampled_again(
     [
         ({"sampling": {"temperature": 0}}, "at temperature 0 would be identical"),
         ({"reward.kind": "numeric"}, "task 0: reward.kind=numeric, but the answer contains no number: 'ab'"),
-        ({"reward.kind": "none.py:f"}, "there is no file none.py"),
+        ({"reward.kind": "none.py:f"}, "no such file: none.py"),
         ({"tasks": [0, 5], "shares": {"2": [0, 5]}}, "train.jsonl: has 1 tasks, so none with index 5"),
     ],
 )

@@ -210,7 +210,7 @@ def test_accelerate_itself_takes_what_it_is_told(tmp_path: Path) -> None:
         "config = type('Config', (), {'update': lambda self, *a, **k: None})()\n"
     )
     spec = {"log_path": str(log_path), "names": ["trackio"], "names_like": "verl", "project": "p"}
-    code = f"from fsbarrier.workers.track import Tracking; Tracking({spec}, print).bring(2)"
+    code = f"from fsbarrier.workers.track import Trackers; Trackers({spec}, print).bring(2)"
     env = {**os.environ, "PYTHONPATH": f"{REPO}:{tmp_path}", "HEARD": str(tmp_path / "heard")}
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=False

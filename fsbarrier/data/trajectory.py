@@ -1,4 +1,4 @@
-"""What a trajectory is: its fields with their types and units. Only those of `REQUIRED` must be there.
+"""The fields of a trajectory, with types and units. Only those of `REQUIRED` are mandatory.
 
 On disk a trajectory is a plain dict. Programs of the user's own may leave out the other fields and add their own, which are kept.
 A trajectory of N tokens has three arrays of length N side by side: `token_ids`, `loss_mask`, `logprobs`.
@@ -16,16 +16,16 @@ REQUIRED = ("task_id", "sample", "reward", "policy_version", "node_rank")
 
 
 class Sampled(TypedDict, total=False):
-    """The fields that sampling gives."""
+    """The fields determined by sampling."""
 
-    # --- what people read ---
+    # --- for display ---
 
-    #: every turn, the prompt's included
+    #: all turns, including the prompt
     messages: list[JsonObject]
     #: the last answer
     text: str
 
-    # --- what is trained on ---
+    # --- for training ---
 
     #: int32[N]: the tokens of prompt and answers in order
     token_ids: array[int]
@@ -33,7 +33,7 @@ class Sampled(TypedDict, total=False):
     loss_mask: array[int]
     #: float32[N]: log-probability (nats) of each sampled token when it was sampled; 0.0 for the others
     logprobs: array[float]
-    #: how many of the tokens are the first prompt
+    #: number of tokens of the first prompt
     prompt_tokens: int
 
     # --- of an agent's episode ---
@@ -47,40 +47,40 @@ class Sampled(TypedDict, total=False):
 
 
 class Trajectory(Sampled, total=False):
-    """One recorded interaction: what was sampled for a task, how it was judged, and where it comes from.
+    """One recorded interaction: samples, score and origin.
 
     (What an agent's `run` returns has this name too: rollouts/episode.py.)
     """
 
-    # --- which task, and which of its group ---
+    # --- task ---
 
     task_id: Required[str]
-    #: the task's line in its file, from 0. Several sets of held-out tasks are numbered on, in the order of their names, as if all their
-    #: lines stood in one file.
+    #: the task's line in its file, from 0. With several evaluation sets, the numbering continues over the sets, in the order of their
+    #: names.
     task_index: int
-    #: the name of its set of held-out tasks; absent where the run has a single set
+    #: the name of its evaluation set; absent if there is only one set
     eval_set: str
     #: text, or chat messages
     prompt: str | list[dict[str, str]]
     #: from 0, within the group: all trajectories of one task
     sample: Required[int]
 
-    # --- how it was judged ---
+    # --- score ---
 
     reward: Required[float]
-    #: what the reward was made from, by name
+    #: the parts of the reward, by name
     reward_parts: dict[str, float]
-    #: False if the trajectory failed or could not be judged: then it never counts as a success
+    #: False if the trajectory failed or could not be scored; then it never counts as a success
     valid: bool
     #: "stop", "length" (cut off) or "error"
     finish_reason: str
 
-    # --- where it comes from ---
+    # --- origin ---
 
-    #: how many updates the weights that sampled it had had; -1: not known
+    #: number of updates of the weights that sampled it; -1: unknown
     policy_version: Required[int]
     node_rank: Required[int]
-    #: which of that node's engines sampled it, from 0; absent if not known
+    #: the node's engine that sampled it, from 0; absent if unknown
     replica: int
     generation: int
     iteration: int
@@ -91,18 +91,18 @@ class Trajectory(Sampled, total=False):
 
     #: seconds: generate_s, episode_s, reward_s
     timings: dict[str, float]
-    #: the task's other fields and its `answer`; where something went wrong `agent_error`, `reward_error` or `error`
+    #: the task's other fields and its `answer`; after a failure also `agent_error`, `reward_error` or `error`
     metadata: JsonObject
 
 
 def is_judged(trajectory: Mapping[str, Any]) -> bool:
-    """Whether its reward says anything: neither the reward function nor the agent failed."""
+    """Whether its reward is valid, i.e. neither the reward function nor the agent failed."""
     metadata = trajectory.get("metadata")
     return not (isinstance(metadata, Mapping) and {"reward_error", "agent_error"} & metadata.keys())
 
 
 class TrajectoryFile(TypedDict):
-    """What `torch.load` and `load` give of a finished or merged file."""
+    """The result of `torch.load` and `load` for a finished or merged file."""
 
     trajectories: list[Trajectory]
     metadata: JsonObject

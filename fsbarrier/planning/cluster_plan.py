@@ -1,6 +1,6 @@
-"""How much a run with given settings needs on given machines, and whether they suffice: the arithmetic of `fsbarrier plan`. Pure.
+"""The computations of `fsbarrier plan`: the resources a run needs on given machines, and whether it fits. Pure.
 
-If they do not suffice, each problem is one line: what is needed, what there is, and the nearest settings that would work.
+If it does not fit, each problem is one line with the required and available amounts, and the nearest settings that work.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fsbarrier.protocol.wording import gib
 from fsbarrier.reading import GIB
 from fsbarrier.settings.sections import Settings, TrainerSettings
 
-# What an engine needs beside weights and cache: activations of one step, graphs, its context.
+# Memory of an engine other than weights and cache: activations of one step, graphs, context.
 ENGINE_BYTES = 2 * GIB
-# How far the search for enough nodes goes.
+# Upper limit of the search for a sufficient number of nodes.
 MOST_NODES = 1024
 
 
@@ -31,9 +31,9 @@ Change = Callable[[TrainerSettings], TrainerSettings]
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The machines. `accelerators`: of each node, 0 on CPUs; `memory_bytes`: of each accelerator, on CPUs of the host.
+    """The machines. `accelerators`: per node, 0 for CPUs; `memory_bytes`: per accelerator, or of the host for CPUs.
 
-    `host_bytes`: of each node; 0: not known.
+    `host_bytes`: per node; 0: unknown.
     """
 
     nodes: int
@@ -44,7 +44,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """The figures of one run. Bytes are of one accelerator where nothing else is said."""
+    """The numbers of one run. Bytes are per accelerator unless noted otherwise."""
 
     cluster: Cluster
     parameters: int
@@ -53,13 +53,13 @@ class ClusterPlan:
     tensor_parallel_size: int
     groups_in_flight: int
     sequences_in_flight: int
-    # Engines of all nodes that have no group, for a group is never split over several.
+    # Engines without a group, because groups are not split.
     idle_engines: int
     engine: Mapping[str, int]
     cache_tokens: int
     # --- the update ---
     world: int
-    # Processes that have no trajectory of a minibatch.
+    # Processes without a trajectory in a minibatch.
     idle_processes: int
     shard: Shard
     shards: int
@@ -85,7 +85,7 @@ class ClusterPlan:
 
     @property
     def copies(self) -> int:
-        """How many copies of the policy there are in an update."""
+        """The number of copies of the policy during an update."""
         return self.world // (self.shards if self.zero_stage not in (1, 2) else 1)
 
     @property
@@ -94,7 +94,7 @@ class ClusterPlan:
 
 
 def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> ClusterPlan:
-    """The plan. Machines that do not suffice are no error: the plan's `problems` say so."""
+    """Compute the plan. If the run does not fit, the plan's `problems` say why."""
     trainer, rollout = settings.trainer, settings.rollout
     engine, cache_tokens, count, problems = _engine(shape, settings, cluster)
     per_node = processes_per_node(trainer, cluster)
@@ -107,7 +107,7 @@ def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Cluste
     longest = settings.engine.max_model_len
     in_one = max(1, load.tokens // longest)
     serving = EXACT if load.element == EXACT else 2
-    # What is served does not hold adapters, since they are merged into it.
+    # The served weights do not contain the adapters separately.
     exact_copy = 0 if serving == EXACT and not settings.lora.rank else EXACT
     model = shape.parameters * serving
     drawn = math.ceil(rollout.tasks * rollout.oversample)
@@ -149,23 +149,23 @@ def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Cluste
 
 
 def _versions_on_disk(settings: Settings) -> int:
-    """How many policy versions are there at most, while one of them is written (retention.py says which stay)."""
+    """The maximum number of policy versions on disk while one is being written (see retention.py)."""
     kept, iterations = settings.checkpoint, settings.iterations
     for_good = (iterations or 0) // kept.keep_every if kept.keep_every else 0
     best = kept.keep_best and settings.eval_interval > 0
-    # The newest and the one before it always stay.
+    # The newest version and the one before it are always kept.
     at_most = max(kept.keep, 2) + 1 + best + for_good
     return min(at_most, iterations) if iterations else at_most
 
 
 def processes_per_node(trainer: TrainerSettings, cluster: Cluster) -> int:
-    """The training processes of a node."""
+    """The number of training processes per node."""
     return trainer.processes_per_node or max(1, cluster.accelerators)
 
 
 def copies_weights(settings: Settings, cluster: Cluster) -> bool:
-    """Whether a node has a copy of the new weights in its memory (`checkpoint.weights_dir`). Several nodes share a directory over the
-    network, and then there is one by default."""
+    """Whether a node keeps a copy of the new weights in memory (`checkpoint.weights_dir`), which is the default for several nodes, because
+    they share a directory over the network."""
     place = settings.checkpoint.weights_dir
     if place == "auto":
         return settings.manages_engine and cluster.nodes > 1
@@ -173,14 +173,14 @@ def copies_weights(settings: Settings, cluster: Cluster) -> bool:
 
 
 def update_load(shape: ModelShape, settings: Settings, cluster: Cluster) -> tuple[Shard, UpdateLoad]:
-    """How the update is sharded, and what one process of it takes then."""
+    """The sharding of the update, and the load of one process."""
     trainer, on_cpu = settings.trainer, not cluster.accelerators
     dtype = trainer.dtype if trainer.dtype != "auto" else "float32" if on_cpu else "bfloat16"
     element = EXACT if dtype == "float32" else 2
     load = UpdateLoad.whole(shape, settings, element=element, accelerated=not on_cpu)
     per_node, chosen = processes_per_node(trainer, cluster), trainer.shard
     if load.zero:
-        # Whatever its stage, it shards something over all processes.
+        # Every ZeRO stage shards something over all processes.
         chosen = "all"
     if chosen == "auto":
         available = _available(cluster, per_node)
@@ -191,7 +191,7 @@ def update_load(shape: ModelShape, settings: Settings, cluster: Cluster) -> tupl
 
 
 def _available(cluster: Cluster, per_node: int) -> int:
-    """What one training process may take."""
+    """The memory available to one training process."""
     if cluster.accelerators:
         return cluster.memory_bytes - ASLEEP_BYTES
     return cluster.memory_bytes // per_node
@@ -203,7 +203,7 @@ def _available(cluster: Cluster, per_node: int) -> int:
 def _engine(
     shape: ModelShape, settings: Settings, cluster: Cluster
 ) -> tuple[dict[str, int], int, int, list[str]]:
-    """(bytes of each of its accelerators by part, tokens that its cache holds, replicas a node, problems)."""
+    """(bytes per accelerator by part, tokens in the cache, replicas per node, problems)."""
     engine = settings.engine
     try:
         check_arguments(engine)
@@ -216,7 +216,7 @@ def _engine(
     parts, tokens = _engine_parts(shape, settings, cluster, size)
     if parts and tokens >= engine.max_model_len:
         return parts, tokens, count, []
-    # Sizes that leave no accelerator idle come first.
+    # Prefer sizes that leave no accelerator idle.
     sizes = sorted(range(1, cluster.accelerators + 1), key=lambda one: (cluster.accelerators % one > 0, one))
     fits = [one for one in sizes if _engine_parts(shape, settings, cluster, one)[1] >= engine.max_model_len]
     nearest = (
@@ -225,12 +225,12 @@ def _engine(
         else "a smaller model, or accelerators with more memory"
     )
     if not parts:
-        why = f"{shape.heads} heads of attention, {shape.key_value_heads} of keys and a width of {shape.feed_forward:,} cannot be split so"
+        why = f"{shape.heads} attention heads, {shape.key_value_heads} KV heads and a width of {shape.feed_forward:,} cannot be split so"
     else:
         budget = int(cluster.memory_bytes * engine.gpu_memory_utilization)
         why = (
-            f"weights of {gib(parts['weights'])} leave room for {tokens:,} tokens in the {gib(budget)} that an engine may take, one "
-            f"sequence has {engine.max_model_len:,} (engine.max_model_len)"
+            f"weights of {gib(parts['weights'])} leave room for only {tokens:,} tokens in the {gib(budget)} of an engine, but one "
+            f"sequence may have {engine.max_model_len:,} (engine.max_model_len)"
         )
     return (
         parts,
@@ -241,7 +241,7 @@ def _engine(
 
 
 def _splits(shape: ModelShape, size: int) -> bool:
-    """Whether vLLM can split the model over `size` accelerators: heads and widths evenly, heads of keys too or each over several."""
+    """Whether vLLM can split the model over `size` accelerators: heads and widths must divide evenly; KV heads may be replicated."""
     keys = shape.key_value_heads
     return not (shape.heads % size or shape.feed_forward % size) and (keys % size == 0 or size % keys == 0)
 
@@ -249,7 +249,7 @@ def _splits(shape: ModelShape, size: int) -> bool:
 def _engine_parts(
     shape: ModelShape, settings: Settings, cluster: Cluster, size: int
 ) -> tuple[dict[str, int], int]:
-    """What an engine over `size` accelerators takes of each, and how many tokens its cache holds; ({}, 0) where none can be."""
+    """The memory per accelerator of an engine over `size` accelerators, and the tokens in its cache; ({}, 0) if impossible."""
     engine = settings.engine
     if not _splits(shape, size):
         return {}, 0
@@ -259,7 +259,7 @@ def _engine_parts(
     cache = budget - weights - ENGINE_BYTES
     if engine.kv_cache_mb is not None:
         cache = min(cache, engine.kv_cache_mb << 20)
-    # A head of keys that several accelerators need is there on each of them.
+    # A KV head needed by several accelerators is replicated.
     a_token = element * shape.layers * max(shape.cached // size, shape.cached // shape.key_value_heads)
     parts = {"weights": weights, "key-value cache": max(0, cache), "overhead": ENGINE_BYTES}
     return parts, max(0, cache) // a_token
@@ -281,11 +281,11 @@ def _update_problems(
         parts = ", ".join(f"{name} {gib(amount)}" for name, amount in load.parts.items() if amount)
         each = "accelerator" if cluster.accelerators else "process"
         why.append(
-            f"{how}: the update needs {gib(load.total)} of each {each} ({parts}), there are {gib(available)}"
+            f"{how}: the update needs {gib(load.total)} of each {each} ({parts}), but only {gib(available)} are available"
         )
     if _exceeds_host(load, per_node, cluster):
         why.append(
-            f"trainer.offload={load.offload}: needs {gib(host)} of each node's memory, there are {gib(cluster.host_bytes)}"
+            f"trainer.offload={load.offload}: needs {gib(host)} of each node's memory, but only {gib(cluster.host_bytes)} are available"
         )
     nearest = " or ".join(_nearest(settings, shape, cluster)) or "none on machines like these"
     return [f"{'; '.join(why)}; the nearest that works: {nearest}"]
@@ -301,7 +301,7 @@ def _exceeds_host(load: UpdateLoad, per_node: int, cluster: Cluster) -> bool:
 
 
 def _nearest(settings: Settings, shape: ModelShape, cluster: Cluster) -> Iterator[str]:
-    """What would make the update fit: settings, each kept as the next is added, and a number of nodes."""
+    """Changes that would make the update fit: a cumulative list of settings, and a number of nodes."""
     trainer, said = settings.trainer, dict[str, str]()
     per_node = processes_per_node(trainer, cluster)
 
@@ -318,7 +318,7 @@ def _nearest(settings: Settings, shape: ModelShape, cluster: Cluster) -> Iterato
         if change is None:
             break
         changed = load_with(change(trainer), cluster)
-        # A remedy may be in effect already, or need more memory than the host has.
+        # Skip changes that are already in effect or exceed the host's memory.
         if changed.total < load.total and not _exceeds_host(changed, per_node, cluster):
             trainer, load, said[name] = change(trainer), changed, words
     else:
@@ -336,12 +336,12 @@ def _nearest(settings: Settings, shape: ModelShape, cluster: Cluster) -> Iterato
 
 
 def _changes(settings: Settings) -> Iterator[tuple[str, str, Change]]:
-    """What takes less memory, the cheapest first: the setting's name, how it is given, and the change."""
+    """Changes that save memory, the cheapest first: the setting's name, its text form, and the change."""
     trainer, longest = settings.trainer, settings.engine.max_model_len
     if trainer.backend == "torch":
         yield "shard", "trainer.shard=all", lambda t: replace(t, shard="all")
     elif trainer.deepspeed:
-        # Without a configuration file DeepSpeed uses stage 3.
+        # Without a configuration file stage 3 is already the default.
         stage = f"zero_optimization.stage=3 in {trainer.deepspeed}"
         yield "stage", stage, lambda t: replace(t, deepspeed=None)
     checkpointing = "trainer.gradient_checkpointing=true"

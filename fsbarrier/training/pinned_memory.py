@@ -1,8 +1,7 @@
-"""A trainer that stays between two updates, beside an engine that needs the accelerator's memory.
+"""Moves a kept trainer to pinned host memory while the engine needs the accelerator.
 
-What of the trainer lies on the accelerator goes into pinned memory of the host, one storage after the other, and comes back into the same
-storages. Only the memory behind the tensors changes, so nothing that refers to them has to know: tied weights, the shards of
-fully_shard, the optimizer's moments.
+Each storage on the accelerator is copied to pinned host memory, and later back into the same storage. Only the memory behind the tensors
+changes, so all references remain valid: tied weights, fully_shard's shards, the optimizer's moments.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from fsbarrier.settings.sections import Settings
 
 @dataclass(frozen=True, slots=True)
 class OnHost:
-    """Storages of `device`, each with a copy of its bytes on the host."""
+    """Storages of `device`, each with a host copy of its bytes."""
 
     device: torch.device
     copies: tuple[tuple[UntypedStorage, Tensor], ...]
 
     @classmethod
     def copied(cls, model: Module, optimizer: Optimizer, device: torch.device) -> Self:
-        """All that the parameters, the buffers and the optimizer's state have on `device`. The gradients must be gone.
+        """Copy all storages of parameters, buffers and optimizer state on `device`. Gradients must have been freed.
 
-        Raises RuntimeError where the host has no room.
+        Raises RuntimeError if the host has not enough memory.
         """
         for module in model.modules():
-            # A forward pass without a backward pass leaves the last units gathered, outside of the storages that are seen here.
+            # After a forward pass without a backward pass the last units are still gathered, in storages not visible here.
             if isinstance(module, FSDPModule):
                 module.reshard()
         state = (value for values in optimizer.state.values() for value in values.values())
-        # Several tensors may lie in one storage.
+        # Several tensors may share a storage.
         storages = {
             storage._cdata: storage
             for one in _with_memory((*model.parameters(), *model.buffers(), *state))
@@ -49,7 +48,7 @@ class OnHost:
         return cls(device, copies)
 
     def free(self) -> None:
-        """Give the accelerator's memory back."""
+        """Free the accelerator's memory."""
         for storage, _ in self.copies:
             storage.resize_(0)
 
@@ -62,7 +61,7 @@ class OnHost:
 
 
 def bytes_for_engine(settings: Settings, total: int) -> int:
-    """What the engine takes of an accelerator with `total` bytes when it wakes; 0 where it has kept that, or is not the daemon's."""
+    """The memory that the engine allocates on an accelerator with `total` bytes when it wakes; 0 if it kept it, or is external."""
     engine = settings.engine
     if not settings.manages_engine or settings.rl_phase == "update" or engine.release == "keep":
         return 0
@@ -70,7 +69,7 @@ def bytes_for_engine(settings: Settings, total: int) -> int:
 
 
 def _with_memory(tensors: Iterable[object]) -> Iterator[Tensor]:
-    """The tensors inside those that only wrap others: DTensors, and torchao's moments of eight bits."""
+    """The inner tensors of wrappers: DTensors, and torchao's 8-bit moments."""
     for one in tensors:
         inner = getattr(one, "__tensor_flatten__", None)
         if inner is not None:
@@ -89,6 +88,6 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 
 def _finish(device: torch.device) -> None:
-    """Wait for the copies under way."""
+    """Wait for pending copies."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

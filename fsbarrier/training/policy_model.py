@@ -1,4 +1,4 @@
-"""The policy as the update runs it: tokens in, log-probabilities of the tokens that are asked for out, and entropies."""
+"""The policy during an update: computes log-probabilities and entropies of the requested tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fsbarrier.training.losses import token_log_probs
 
 
 class PolicyModel(nn.Module):
-    """A causal language model of transformers, whose logits are never whole.
+    """A causal language model of transformers that does not materialize all logits.
 
-    `causal` is that model, which is loaded, named and saved as ever; `head` computes with its output head, or is None where this
-    architecture does something else around its head than is known here: then the model's own forward computes all logits at once.
+    `causal`: the unchanged model, for loading, naming and saving; `head`: computes with its output head, or None if this architecture
+    processes its logits in an unknown way: then the model's own forward computes all logits at once.
     """
 
     def __init__(self, causal: PreTrainedModel, max_logits_bytes: int) -> None:
@@ -33,8 +33,8 @@ class PolicyModel(nn.Module):
         )
         if self.head is None:
             print(
-                f"{type(causal).__name__}: what it does around its output head is not known, so its logits are computed whole; "
-                "a lower trainer.max_tokens_per_micro_batch keeps them small",
+                f"{type(causal).__name__}: unsupported output head, so all logits are computed at once; "
+                "lower trainer.max_tokens_per_micro_batch to save memory",
                 file=sys.stderr,
             )
 
@@ -61,16 +61,16 @@ class PolicyModel(nn.Module):
 
 
 def packs(causal: PreTrainedModel) -> bool:
-    """Whether several sequences may lie in one row. Another attention than this would compute what it then masks; a state that
-    goes from token to token, which some architectures have in attention's place, would go on into the next sequence."""
+    """Whether several sequences can be packed into one row. Other attention implementations would compute the masked part too, and
+    recurrent architectures would carry their state into the next sequence."""
     return causal.config._attn_implementation == "flash_attention_2" and not causal._is_stateful
 
 
 def scaling_of(causal: PreTrainedModel) -> LogitScaling | None:
-    """What a model does to the logits of its head; None where its forward does anything that is not known here.
+    """How a model scales the logits of its head; None if its forward does something unknown.
 
-    Its forward is tried with stand-ins for its body and its head: it must hand the hidden states over as they are, and give the
-    head's answer back scaled as the configuration says. No weight is touched.
+    Runs its forward with stand-ins for body and head: it must pass the hidden states unchanged, and return the head's output scaled
+    according to the configuration. Does not touch weights.
     """
     head, name = causal.get_output_embeddings(), causal.base_model_prefix
     names = [name for name, child in causal.named_children() if child is head]
@@ -88,7 +88,7 @@ def scaling_of(causal: PreTrainedModel) -> LogitScaling | None:
     try:
         given = twin.forward(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False).logits
     except Exception:
-        # A forward of another kind may fail in any way there is.
+        # Another kind of forward may raise anything.
         return None
     scaling = _configured(causal.config.get_text_config())
     known = torch.allclose(given, scaling.apply_(logits.clone()), rtol=1e-5)
@@ -102,7 +102,7 @@ def _configured(config: Any) -> LogitScaling:
 
 
 class _BodyOutput:
-    """Stands in for what a model's body gives: hidden states, and none of the rest."""
+    """Stand-in for the output of a model's body: only hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden

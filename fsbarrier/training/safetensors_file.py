@@ -1,7 +1,6 @@
-"""Writes a safetensors file tensor by tensor, hashed on the way. The library's own writer wants all of them in memory, and hashes nothing.
+"""Writes a safetensors file tensor by tensor and hashes it. The library's writer needs all tensors in memory and does not hash.
 
-Each tensor is a sequence of blocks of whole rows, and each block has a CRC-32, so that a process that reads only some rows can tell
-whether they are what was written.
+Each tensor is divided into blocks of whole rows with a CRC-32 each, so that a process can verify the rows it reads.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from fsbarrier.training.optimizer import in_eight_bits
 
 BLOCK_BYTES = 16 << 20
 
-# The format's names of the types that weights and moments have.
+# The dtype names of the format.
 TYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -41,7 +40,7 @@ TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[FileDigest, dict[str, list[int]]]:
-    """Write and flush a new file; gives its digest, and of each tensor the checksums of its blocks. Raises OSError."""
+    """Write and fsync a new file; returns its digest, and the checksums of each tensor's blocks. Raises OSError."""
     checks: dict[str, list[int]] = {}
     with HashedFile(path) as file:
         file.write(_header(tensors))
@@ -55,7 +54,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[FileDigest, dict[s
 
 
 def write_unhashed(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the same file without flushing it, for whoever compares it with another one's digest. Raises OSError."""
+    """Write the same file without fsync, for comparison with another file's digest. Raises OSError."""
     with os.fdopen(files.open_new(path), "wb") as file:
         file.write(_header(tensors))
         for tensor in tensors.values():
@@ -64,7 +63,7 @@ def write_unhashed(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    """What the file says of its tensors, which lie one after the other behind it."""
+    """The file's header; the tensors follow it consecutively."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -72,13 +71,13 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
         place = {"shape": list(tensor.shape), "data_offsets": [begin, end]}
         header[name] = {"dtype": TYPE_NAMES[tensor.dtype], **place}
     encoded = json.dumps(header, separators=(",", ":")).encode()
-    # The tensors begin at a multiple of eight.
+    # Align the tensors to eight bytes.
     encoded += b" " * (-len(encoded) % 8)
     return len(encoded).to_bytes(8, "little") + encoded
 
 
 def rows_of_a_block(shape: tuple[int, ...], element_size: int) -> int:
-    """How many rows of a tensor one block has; a tensor without dimensions is one row."""
+    """The number of rows of a tensor in one block; a scalar has one row."""
     return max(1, BLOCK_BYTES // max(1, element_size * prod(shape[1:])))
 
 
@@ -91,6 +90,6 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's bytes, wherever it lies."""
+    """A tensor's bytes, from any device."""
     flat = tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())

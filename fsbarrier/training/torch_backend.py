@@ -1,7 +1,7 @@
-"""One policy and its AdamW on PyTorch alone: gradients added up over the processes, clipped and applied.
+"""A policy with AdamW using only PyTorch: gradients are all-reduced, clipped and applied.
 
-A policy that every process holds whole, in float32, stays as it came, and its gradients are added up here, once a step. Any other is
-sharded by fully_shard (sharding.py), over a single process where only the mixed precision is wanted of it.
+An unsharded float32 policy is not wrapped, and its gradients are all-reduced here once per step. Otherwise fully_shard is used
+(sharding.py), even on a single process if only mixed precision is needed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout
 from fsbarrier.training.slices import distinct
 
-# What is added up over the processes at once, where fully_shard does not do it.
+# Bucket size of our own all-reduce.
 BUCKET_BYTES = 64 << 20
 
 
 class TorchBackend:
-    """`model` is what is called; its parameters are DTensors where it is sharded, plain tensors else.
+    """`model` is the module to call; its parameters are DTensors if it is sharded, otherwise plain tensors.
 
-    `trained`: the parameters that the optimizer changes, by name, in float32, and `optimizer` has the moments of each.
+    `trained`: the trainable parameters by name, in float32; `optimizer` has the moments of each.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TorchBackend:
         self.trained = {name: one for name, one in model.causal.named_parameters() if one.requires_grad}
 
     def weights(self) -> dict[str, Tensor]:
-        """All of the model, by the names that transformers has for it."""
+        """All weights of the model, under transformers' names."""
         return distinct(self.model.causal.state_dict(keep_vars=True))
 
     def restore(self, folders: Sequence[Path], policy_version: int) -> trainer_state.StateLayout:
@@ -54,11 +54,11 @@ class TorchBackend:
         return trainer_state.restore_first(folders, self.trained, self.optimizer, policy_version)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add a micro-batch's gradients to those of the step; after the `last` one they are the same on every process."""
+        """Accumulate a micro-batch's gradients; after the `last` one they are the same on every process."""
         if self._sharded and self._layout.shards == 1:
             self.model.set_requires_gradient_sync(last)
         elif self._sharded:
-            # Whole gradients would not fit: each process keeps its shard's, and the copies are added up at the end.
+            # Full gradients would not fit: each process keeps its shard, and copies are all-reduced at the end.
             self.model.set_requires_all_reduce(last)
         loss.backward()
         if last and not self._sharded:
@@ -73,7 +73,7 @@ class TorchBackend:
             torch._foreach_copy_(bucket, [part.view_as(one) for part, one in zip(parts, bucket, strict=True)])
 
     def step(self, lr: float, largest_norm: float) -> float:
-        """Apply the step's gradients, and forget them; gives their norm before it was clipped. One that is not finite changes nothing."""
+        """Apply and reset the gradients; returns their norm before clipping. A non-finite norm changes nothing."""
         norm = float(whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), largest_norm)))
         if math.isfinite(norm):
             self._move_moments(self._device)
@@ -85,7 +85,7 @@ class TorchBackend:
 
     @property
     def _device(self) -> torch.device:
-        """Where the optimizer computes."""
+        """The device of the optimizer state."""
         return torch.device("cpu") if self._layout.offload == "all" else self._processes.device
 
     def _move_moments(self, device: torch.device) -> None:
@@ -96,7 +96,7 @@ class TorchBackend:
 
 
 def _gradients(parameters: Iterable[Parameter]) -> Iterator[Tensor]:
-    """Every trained parameter's; zeros where this process's tokens did not use it, for others' may have."""
+    """The gradient of every trained parameter; zeros if this process's tokens did not use it, because others' may have."""
     for one in parameters:
         if one.requires_grad:
             if one.grad is None:
@@ -105,7 +105,7 @@ def _gradients(parameters: Iterable[Parameter]) -> Iterator[Tensor]:
 
 
 def buckets(tensors: Iterable[Tensor], most_bytes: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
-    """Consecutive tensors, in groups of at most so many bytes (always at least one)."""
+    """Group consecutive tensors into buckets of at most this many bytes (at least one tensor each)."""
     bucket: list[Tensor] = []
     held = 0
     for one in tensors:
@@ -119,5 +119,5 @@ def buckets(tensors: Iterable[Tensor], most_bytes: int = BUCKET_BYTES) -> Iterat
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A DTensor put together from its shards, which every process must ask for; any other tensor as it is."""
+    """A DTensor gathered from its shards, which every process must call; any other tensor unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

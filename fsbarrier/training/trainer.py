@@ -1,6 +1,6 @@
-"""The policy and its optimizer as one process holds them: loaded, resumed, and saved as a new policy version.
+"""The policy and its optimizer in one process: loading, resuming, and saving as a new policy version.
 
-A Trainer knows nothing of a batch, so it may outlive one; optimizer_step.py trains it.
+A Trainer is independent of batches, so it can be kept between updates; optimizer_step.py trains it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Trainer:
     model: PolicyModel
     backend: TorchBackend | DeepSpeedBackend
     optimizer_steps: int
-    # Whether a micro-batch may be packed: policy_model.packs.
+    # Whether micro-batches may be packed: policy_model.packs.
     packs: bool
-    # The adapters that are trained in the policy's place; None: the policy itself is trained.
+    # The adapters that are trained instead of the policy; None: the full policy is trained.
     adapters: Adapters | None
     pace: Pace
-    # Where it is while the engine has the accelerator, if it had to leave it.
+    # Its tensors in host memory, while the engine uses the accelerator.
     on_host: OnHost | None = None
 
     @classmethod
@@ -74,10 +74,10 @@ class Trainer:
             )
         )
         lora = settings.lora
-        # A process that holds a part of each weight reads that part, and never has the model whole.
+        # A sharded process reads only its part of each weight.
         in_parts = not layout.has_it_whole and not lora.rank
         empty = policy.without_weights(model_folder, settings.trainer) if in_parts else None
-        # Frozen weights need not be more exact than the computation.
+        # Frozen weights do not need more precision than the computation.
         exact = processes.dtype if lora.rank else torch.float32
         causal = empty or policy.load(model_folder, settings.trainer, exact)
         adapters = Adapters.put_into(causal, lora, model_folder) if lora.rank else None
@@ -119,7 +119,7 @@ class Trainer:
             self.backend.trained,
             self.backend.optimizer,
             self.optimizer_steps,
-            # Weights that are served in less precision must not lose it from one update to the next. Adapters are not served at all.
+            # Store fp32 weights if the served ones are less precise. Adapters are not served separately.
             without_weights=dtype is torch.float32 and adapters is None,
             pace=self.pace,
         )
@@ -142,7 +142,8 @@ class Trainer:
         return checkpoints.identity(out.name, digest)
 
     def leave_room(self, settings: Settings) -> bool:
-        """Whether the engine finds the memory that it needs while this process stays. What is in its way is moved to the host's memory."""
+        """Make room for the engine while this process stays alive, by moving tensors to host memory if necessary; returns whether that
+        succeeded."""
 
         def there_is_room() -> bool:
             memory = self.processes.accelerator_memory()
@@ -151,25 +152,25 @@ class Trainer:
         if there_is_room():
             return True
         if isinstance(self.backend, DeepSpeedBackend):
-            # It has buffers of its own, which refer to the parameters' memory.
+            # DeepSpeed has internal buffers that refer to the parameters' memory.
             return False
         try:
             self.on_host = OnHost.copied(self.model, self.backend.optimizer, self.processes.device)
         except RuntimeError:
-            # The host has no room either.
+            # The host has not enough memory.
             return False
         self.on_host.free()
         return there_is_room()
 
     def come_back(self) -> None:
-        """Be as before `leave_room`. Raises torch.OutOfMemoryError."""
+        """Undo `leave_room`. Raises torch.OutOfMemoryError."""
         if self.on_host is not None:
             self.on_host.move_back()
             self.on_host = None
 
 
 def update_load(model_folder: Path, settings: Settings, processes: Processes) -> UpdateLoad:
-    """What one process of this update takes of its memory, were it not sharded. Raises UsageError for an unknown kind of model."""
+    """The memory of one process of this update without sharding. Raises UsageError for an unknown model type."""
     accelerated = processes.device.type != "cpu"
     shape = ModelShape.of_folder(model_folder)
     return UpdateLoad.whole(shape, settings, element=processes.dtype.itemsize, accelerated=accelerated)

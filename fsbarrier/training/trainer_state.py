@@ -1,7 +1,7 @@
-"""What an update goes on from beside the served weights: fp32 weights, the optimizer's moments, and how many steps were made.
+"""The trainer state: fp32 weights, the optimizer's moments, and the step count.
 
-On disk it is the folder "trainer" of a policy version: safetensors files, and layout.json, which says which part of which tensor
-lies where. Nothing in it depends on how many processes wrote it.
+On disk it is the folder "trainer" of a policy version: safetensors files, and layout.json with the position of each part in its tensor. It
+does not depend on the number of processes that wrote it.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from fsbarrier.training.stored_tensors import StoredPart, StoredTensors
 
 LAYOUT = "layout.json"
 FORMAT = "fsbarrier-trainer/1"
-# What versions of fsbarrier before this format left: one pickle.
+# The state file of older versions of fsbarrier: a pickle.
 OLD_STATE = "state.pt"
-# The first part of the name under which a parameter itself is stored; its moments are stored under the optimizer's names for them.
+# Prefix of a parameter's own name; its moments have the optimizer's names as prefixes.
 WEIGHT = "weight"
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long the last save of a state to the shared directory took, and for how long updates have worked since."""
+    """Duration of the last save to the shared directory, and working time of updates since then."""
 
     saved_s: float = 0.0
     worked_s: float = 0.0
 
 
 class Moments(Protocol):
-    """An optimizer, or what stands for one: by parameter what it has noted of it, by the optimizer's own names."""
+    """An optimizer or an adapter for one: its state by parameter."""
 
     state: Any
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """As one process holds it. `tensors`: "exp_avg/model.norm.weight" and the like; `scalars`: what the optimizer counts."""
+    """One process's part. `tensors`: names like "exp_avg/model.norm.weight"; `scalars`: the optimizer's counters."""
 
     optimizer_steps: int
     tensors: Mapping[str, Tensor]
@@ -63,7 +63,7 @@ class TrainerState:
         without_weights: bool,
         pace: Pace | None = None,
     ) -> Self:
-        """`parameters`: those that are trained, by name. `without_weights`: what is served holds them to the last bit."""
+        """`parameters`: the trained parameters by name. `without_weights`: the served weights are already exact."""
         tensors = {} if without_weights else {f"{WEIGHT}/{name}": one for name, one in parameters.items()}
         scalars = {}
         for name, parameter in parameters.items():
@@ -77,7 +77,7 @@ class TrainerState:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """What layout.json says."""
+    """The contents of layout.json."""
 
     policy_version: int
     optimizer_steps: int
@@ -97,12 +97,12 @@ class StateLayout:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Raises ProgramFailed where it is not there, or is not what the policy version's manifest says."""
+        """Raises ProgramFailed if it is missing, or differs from the policy version's manifest."""
         path = folder / LAYOUT
         if (folder / OLD_STATE).exists() and not path.exists():
             raise ProgramFailed(
-                f"{folder / OLD_STATE} is the trainer state of an older fsbarrier, which this one does not read: go on with that "
-                "version, or begin a new run from this policy's model folder (its optimizer begins anew)"
+                f"{folder / OLD_STATE} is a trainer state of an older version of fsbarrier, which is not supported: continue with that "
+                "version, or start a new run from this policy's model folder (with a fresh optimizer)"
             )
         data = checkpoints.read_listed(folder.parent, f"{folder.name}/{LAYOUT}")
         try:
@@ -117,11 +117,11 @@ class StateLayout:
             counts = int(found["policy_version"]), int(found["optimizer_steps"])
             return cls(*counts, scalars, shapes, parts, pace)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise ProgramFailed(f"{path} is no layout of a trainer state: {error}") from None
+            raise ProgramFailed(f"{path} is not a valid trainer state layout: {error}") from None
 
 
 class StateGone(Exception):
-    """No trainer state of this policy version is left that all processes can read."""
+    """No trainer state of this policy version is readable by all processes."""
 
 
 def restore_first(
@@ -162,17 +162,19 @@ def restore(
     layout = StateLayout.read(folder)
     if layout.policy_version != policy_version:
         raise ProgramFailed(
-            f"{folder}: the trainer cannot go on from it: it belongs to policy version {layout.policy_version}, "
-            f"the model is version {policy_version}"
+            f"{folder}: cannot resume the trainer: this state belongs to policy version {layout.policy_version}, but the model is "
+            f"version {policy_version}"
         )
     known = set(parameters)
     foreign = sorted({name.partition("/")[2] for name in (*layout.parts, *layout.scalars)} - known)
     if foreign:
-        raise ProgramFailed(f"{folder}: it holds {foreign[0]}, which is no trained parameter of this model")
+        raise ProgramFailed(
+            f"{folder}: contains {foreign[0]}, which is not a trained parameter of this model"
+        )
     weights = {name: one for name, one in parameters.items() if f"{WEIGHT}/{name}" in layout.parts}
     if weights and len(weights) < len(parameters):
         lacking = min(known - set(weights))
-        raise ProgramFailed(f"{folder}: the trainer cannot go on from it: it lacks the weights of {lacking}")
+        raise ProgramFailed(f"{folder}: cannot resume the trainer: the weights of {lacking} are missing")
     entries: dict[str, list[str]] = {name: [] for name in parameters}
     for one in (*layout.scalars, *layout.parts):
         entries[one.partition("/")[2]].append(one.partition("/")[0])

@@ -1,4 +1,4 @@
-"""Where the trajectories of a batch come from: merged files of this run's iterations, of other runs, or made by torch.save."""
+"""The sources of a batch's trajectories: merged files of this run or other runs, or files made with torch.save."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsbarrier.trajectories import NotOurs, iter_trajectories, scan_shard
 
 
 def merged_files(named: Sequence[Path], iteration: int, iterations: int) -> list[Path]:
-    """The files to read, newest first. A run directory stands for its own files of `iteration` and those before, `iterations` in all."""
+    """The files to read, newest first. For a run directory: its last `iterations` files up to `iteration`."""
     if len(named) != 1 or not named[0].is_dir():
         return list(named)
     numbers = range(iteration, max(0, iteration - iterations), -1)
@@ -21,7 +21,7 @@ def merged_files(named: Sequence[Path], iteration: int, iterations: int) -> list
 
 
 def run_of(path: Path) -> str | None:
-    """The run that made a merged file; None where it does not say."""
+    """The run that made a merged file; None if unknown."""
     try:
         found = scan_shard(path, verify=False).header.get("run_id")
     except NotOurs:
@@ -30,7 +30,7 @@ def run_of(path: Path) -> str | None:
 
 
 def read_groups(path: Path) -> Iterator[list[Trajectory]]:
-    """The groups of a merged file, one in memory at a time. Raises UsageError and ProgramFailed where it is none."""
+    """The groups of a merged file, with one in memory at a time. Raises UsageError and ProgramFailed for other files."""
     return _groups_of(_trajectories_in(path))
 
 
@@ -38,20 +38,20 @@ def _trajectories_in(path: Path) -> Iterator[Trajectory]:
     try:
         scan = scan_shard(path, verify=False)
     except NotOurs:
-        # Made by torch.save, maybe of scripts of the user's own.
+        # Made with torch.save, possibly by the user's own scripts.
         found = load_tensors(path, "file of trajectories").get("trajectories")
         if not isinstance(found, list):
-            raise UsageError(f"{path} is no file of trajectories: it has no list of that name") from None
+            raise UsageError(f'{path} is not a trajectory file: it has no list "trajectories"') from None
         yield from found
         return
-    # A file that is still growing holds a part of the rollouts, which would look like all of them.
+    # A growing file contains only a part of the rollouts.
     if not scan.finished:
-        raise UsageError(f"{path} is not a whole file of trajectories; merge it again (fsbarrier.aggregate)")
+        raise UsageError(f"{path} is an incomplete trajectory file; merge it again (fsbarrier aggregate)")
     yield from iter_trajectories(path)
 
 
 def _groups_of(trajectories: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
-    """Consecutive trajectories of one task and policy version; a merged file holds each group together."""
+    """Group consecutive trajectories by task and policy version; in a merged file groups are contiguous."""
     group: list[Trajectory] = []
     for trajectory in trajectories:
         if group and _origin(trajectory) != _origin(group[0]):
