@@ -532,8 +532,8 @@ def test_more_than_the_host_has_is_refused_with_what_fits() -> None:
     # 8 bytes a parameter of the node together; sharded over the node it fits without.
     (problem,) = on_host(32, QWEN_7B, 80, **moments)
     assert problem == (
-        "trainer.offload=optimizer: needs 56.7 GiB of each node's memory, but only 32.0 GiB are available; the nearest that works: trainer.offload=none "
-        "or 2 nodes"
+        "trainer.offload=optimizer: needs 56.7 GiB of each node's memory, but only 32.0 GiB are available; "
+        "the nearest that works: trainer.offload=none or 2 nodes"
     )
     assert on_host(57, QWEN_7B, 80, **moments) == ()
     # What the accelerators lack is not looked for where there is none either: 30 billion take 227 and 455 GiB.
