@@ -194,6 +194,13 @@ def test_of_a_task_in_two_parts_the_first_wins(tmp_path: Path, three: list[Path]
         assert {item["node_rank"] for item in found if item["task_index"] == 0} == {rank}
 
 
+def test_what_was_merged_of_other_content_is_merged_anew(tmp_path: Path) -> None:
+    for rank in (0, 7):
+        merge([write_part(tmp_path / f"rank_{rank}", (0, 1), rank=rank, prefix="same")], tmp_path / "merged")
+        found = load(tmp_path / "merged")["trajectories"]
+        assert {item["node_rank"] for item in found} == {rank}
+
+
 def test_filters_by_task_limit_and_expectation(tmp_path: Path, three: list[Path]) -> None:
     entries = scan_shard(three[1]).groups
     parts = [

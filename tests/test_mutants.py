@@ -90,14 +90,17 @@ def test_every_fault_can_be_put_in() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "how"),
+    ("name", "tests", "how"),
     [
-        ("retry: what does not pass", "tests: test_retry"),
-        ("machine/<module>: a node that the newest generation", "tests: test_machine"),
-        ("SimWork._taken: I4", "schedules: I4"),
+        ("retry: what does not pass", "retry", "tests: test_retry"),
+        ("machine/<module>: a node that the newest generation", "machine", "tests: test_machine"),
+        ("machine/<module>: a node that the newest generation", "lost | machine", "schedules: "),
     ],
 )
-def test_what_finds_a_fault_is_told(tmp_path: Path, name: str, how: str) -> None:
+def test_what_finds_a_fault_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, tests: str, how: str
+) -> None:
+    monkeypatch.setattr(mutants, "TESTS", (("", tests),))
     [mutant] = [mutant for mutant in mutation.read_tables() if name in mutant.name]
     verdict = mutants.Copy(tmp_path, seeds=100).judge(mutant)
     assert verdict.line.partition("\n    ")[2].startswith(how)
