@@ -26,7 +26,7 @@ HEAD = """# Settings
 
 <!-- Made by scripts/settings_doc.py from fsbarrier/settings/sections.py. Do not edit by hand. -->
 
-Each setting can be given on the command line as `name=value`, and in a file for `--config`:
+Give a setting on the command line as `name=value`, or in a file with `--config`:
 
 ```bash
 ./run.sh --master --config mine.toml rollout.temperature=0.8 optimizer.betas=0.9,0.99
@@ -38,19 +38,25 @@ num_nodes = 3                 # mine.toml
 temperature = 0.9
 ```
 
-Later wins: the defaults below, the file, flags, `name=value`. Values are written as in TOML; a bare word is text, a list may go
-without its brackets, and `none` is "not set". An unknown name, a value of the wrong type or out of its range, and settings that
-contradict each other are refused before anything starts (exit code 2).
+**Precedence.** Later sources override earlier ones: the defaults below, the file, flags, `name=value`. With neither `data_path` nor
+`model`, the built-in task runs; its settings (`fsbarrier/data/demo_tasks.py`) override the defaults, and yours override both.
 
-Node 0 writes the resolved settings into the run's `run.json` when the run is made, and every start of every node takes them from there.
-The column *changes* says what a later start of node 0 (`--master`) may change by naming another value: *next iteration*, from the next
-iteration that begins; *at once*, from the moment that node 0 is taken in; *each start*: each start chooses it anew. The others stay as the
-run began with them, and a start that names another value is refused with both and the reason. Give a change to node 0; the other nodes
-follow it, also those that were down, and refuse to start where their own command line says otherwise
-([how](protocol.md#settings-that-change)). A change holds until the next one, whether later starts repeat it or not.
+**Syntax.** Values are written as in TOML. A bare word is text, a list may omit its brackets, and `none` means "not set". Before
+anything starts, unknown names, values of the wrong type or out of range, and contradictory settings are refused (exit code 2).
 
-With neither `data_path` nor `model` the built-in task is run, and its settings (`fsbarrier/data/demo_tasks.py`) lie between the
-defaults and yours.
+**Changing a setting later.** Node 0 writes the resolved settings into `run.json` when the run is created, and every later start of
+every node reads them there. To change one, start node 0 (`--master`) again and name another value. The column *changes* says when
+the change takes effect:
+
+| changes | meaning |
+| --- | --- |
+| *next iteration* | from the next iteration that begins |
+| *at once* | from the moment when node 0 is admitted |
+| *each start* | each start chooses the value anew |
+| empty | the setting cannot change: a start that names another value is refused with both values and the reason |
+
+Change settings on node 0 only. The other nodes follow, including those that were down, and refuse to start if their own command line
+says otherwise ([how](protocol.md#settings-that-change)). A change holds until the next one, whether later starts repeat it or not.
 """
 
 

@@ -27,8 +27,8 @@ HEAD = """# The state machine
 
 <!-- Made by scripts/state_diagram.py from fsbarrier/protocol/machine.py. Do not edit by hand. -->
 
-What a node does next: it looks, and the rules of its stage are asked in this order; the first that answers wins. Where none
-does, the node stays as it is and looks again. What the words mean is [the protocol](protocol.md)'s.
+At every look a node evaluates the rules of its stage in this order. The first rule that applies decides what the node does next. If
+none applies, the node stays as it is and looks again. [The protocol](protocol.md) defines the terms.
 """
 
 ACTIONS = {action.__name__ for action in get_args(Action)}
