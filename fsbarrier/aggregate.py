@@ -19,7 +19,7 @@ from typing import cast
 
 from fsbarrier import files, run_command
 from fsbarrier.data import rankfiles
-from fsbarrier.data.merge import AggregateReport, MergeProgress, OnProgress, merge
+from fsbarrier.data.merge import AggregateReport, OnProgress, Progress, merge
 from fsbarrier.data.mergeplan import MergeRequest, Part, missing_text
 from fsbarrier.data.mergeranks import RanksMerged, RanksRequest, merge_ranks
 from fsbarrier.data.rankfiles import FoundFile
@@ -35,7 +35,7 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision import worker_contract
 
-__all__ = ["AggregateReport", "MergeProgress", "Part", "aggregate", "iter_trajectories", "load"]
+__all__ = ["AggregateReport", "Part", "Progress", "aggregate", "iter_trajectories", "load"]
 
 SUMMARY = "Merge the trajectory files that the ranks wrote in one iteration, finished or not, into one file."
 EXAMPLE = "fsbarrier aggregate --log-path runs/default --iteration 5 --dry-run"
@@ -156,7 +156,7 @@ def _bar(name: str) -> Iterator[OnProgress]:
     bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
     task = bar.add_task(name, total=None)
 
-    def show(done: MergeProgress) -> None:
+    def show(done: Progress) -> None:
         # The total is not known earlier.
         if done.bytes_total >= BAR_FROM:
             bar.start()
@@ -223,7 +223,7 @@ def work(spec: JsonObject, settings: Settings, progress: worker_contract.Progres
 def _shown_in(shown: worker_contract.ProgressWriter) -> OnProgress:
     """A callback that reports the progress of the merge."""
 
-    def show(progress: MergeProgress) -> None:
+    def show(progress: Progress) -> None:
         shown.show(
             progress.trajectories,
             progress.trajectories_total,

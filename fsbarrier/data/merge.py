@@ -75,7 +75,7 @@ class AggregateReport:
 
 
 @dataclass(frozen=True, slots=True)
-class MergeProgress:
+class Progress:
     """Progress of a merge."""
 
     trajectories: int
@@ -84,7 +84,7 @@ class MergeProgress:
     bytes_total: int
 
 
-OnProgress = Callable[[MergeProgress], None]
+OnProgress = Callable[[Progress], None]
 
 
 def merge(request: MergeRequest, on_progress: OnProgress | None = None) -> AggregateReport:
@@ -262,12 +262,12 @@ class _Merge:
     def _copy(self, fd: int) -> set[GroupPlace]:
         counts = {(position, group.key): group.trajectories for position, group in self.plan.taken.values()}
         total = sum(piece.size for pieces in self.pieces for piece in pieces)
-        progress = MergeProgress(0, sum(counts.values()), 0, total)
+        progress = Progress(0, sum(counts.values()), 0, total)
         bad: set[GroupPlace] = set()
         for part, pieces in zip(self.parts, self.pieces, strict=True):
             for done in copy_pieces(part.path, fd, pieces, bad):
                 finished = sum(counts.pop(piece.group, 0) for piece in done if not piece.header)
-                progress = MergeProgress(
+                progress = Progress(
                     progress.trajectories + finished,
                     progress.trajectories_total,
                     progress.bytes + sum(piece.size for piece in done),

@@ -20,7 +20,7 @@ _FIRST_IS_DENSE = ("glm4_moe_lite",)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayerPart:
     """A part of a layer. `linear`: the input and output width of each linear layer, by the last part of its name. `others`: the
     parameters beside their weights: biases, norms, experts and what chooses among them."""
 
@@ -43,7 +43,7 @@ class Attention:
     `cached`: the numbers that the engine keeps of a token, `cached_heads`: over how many of its accelerators it may split them.
     """
 
-    part: Part
+    part: LayerPart
     heads: int
     width: int
     key_value: int
@@ -56,7 +56,7 @@ class FeedForward:
     """`width`: that one token passes through, of all its experts together. `experts`: the parameters of the largest tensor of
     experts, 0 where there are none."""
 
-    part: Part
+    part: LayerPart
     width: int
     experts: int = 0
 
@@ -83,7 +83,7 @@ def _attention(text: Config, hidden: int) -> Attention:
         "v_proj": (hidden, key_value),
         "o_proj": (width, hidden),
     }
-    return Attention(Part(linear, others), heads, width, key_value, 2 * key_value, key_value_heads)
+    return Attention(LayerPart(linear, others), heads, width, key_value, 2 * key_value, key_value_heads)
 
 
 def _latent_attention(text: Config, hidden: int) -> Attention:
@@ -105,21 +105,21 @@ def _latent_attention(text: Config, hidden: int) -> Attention:
     if text.get("attention_bias"):
         others += query_latent + latent + rotated + hidden
     width, key_value = max(query, heads * value), (query + heads * value) // 2
-    return Attention(Part(linear, others), heads, width, key_value, latent + rotated, 1)
+    return Attention(LayerPart(linear, others), heads, width, key_value, latent + rotated, 1)
 
 
-def indexer(text: Config, hidden: int, layers: int) -> tuple[Part, int]:
+def indexer(text: Config, hidden: int, layers: int) -> tuple[LayerPart, int]:
     """What chooses the tokens that a layer attends to (DeepSeek-V3.2, GLM-5), and how many of the layers have one."""
     heads, width = number(text, "index_n_heads", 0), number(text, "index_head_dim", 0)
     if not heads or not width:
-        return Part(), 0
+        return LayerPart(), 0
     linear = {
         "wq_b": (number(text, "q_lora_rank", 0), heads * width),
         "wk": (hidden, width),
         "weights_proj": (hidden, heads),
     }
     said = text.get("indexer_types")
-    return Part(linear, 2 * width), said.count("full") if isinstance(said, list) else layers
+    return LayerPart(linear, 2 * width), said.count("full") if isinstance(said, list) else layers
 
 
 def feed_forwards(text: Config, hidden: int, layers: int) -> list[tuple[FeedForward, int]]:
@@ -131,7 +131,9 @@ def feed_forwards(text: Config, hidden: int, layers: int) -> list[tuple[FeedForw
 
 def _dense(text: Config, hidden: int) -> FeedForward:
     wide = number(text, "intermediate_size", 4 * hidden)
-    return FeedForward(Part(_gated(hidden, wide), 2 * wide + hidden if text.get("mlp_bias") else 0), wide)
+    return FeedForward(
+        LayerPart(_gated(hidden, wide), 2 * wide + hidden if text.get("mlp_bias") else 0), wide
+    )
 
 
 def _with_experts(text: Config, hidden: int) -> FeedForward:
@@ -148,7 +150,7 @@ def _with_experts(text: Config, hidden: int) -> FeedForward:
         others += 2 * common + hidden if common and text.get("mlp_bias") else 0
     width = number(text, "num_experts_per_tok", 1) * one + common
     # transformers has the gates and the ups of all experts in one tensor.
-    return FeedForward(Part(linear, others), width, 2 * hidden * experts * one)
+    return FeedForward(LayerPart(linear, others), width, 2 * hidden * experts * one)
 
 
 def _gated(hidden: int, wide: int) -> dict[str, tuple[int, int]]:

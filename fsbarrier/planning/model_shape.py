@@ -12,7 +12,7 @@ from typing import Self
 from fsbarrier import reading
 from fsbarrier.engine.model import Config, inspect, number, text_config
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.planning.model_layers import Part, attention, feed_forwards, indexer
+from fsbarrier.planning.model_layers import LayerPart, attention, feed_forwards, indexer
 
 # Without these nothing can be computed.
 _NEEDED = ("hidden_size", "num_hidden_layers", "vocab_size")
@@ -45,7 +45,7 @@ class ModelShape:
     block: int
     tied: bool
     parameters: int
-    parts: tuple[tuple[Part, int], ...]
+    parts: tuple[tuple[LayerPart, int], ...]
 
     @property
     def embedding(self) -> int:
@@ -72,7 +72,7 @@ class ModelShape:
         hidden, layers = number(text, "hidden_size", 1), number(text, "num_hidden_layers", 1)
         attends, (chooses, choosing) = attention(text, hidden), indexer(text, hidden, layers)
         forwards = feed_forwards(text, hidden, layers)
-        norms = Part(others=hidden * (4 if kind in _FOUR_NORMS else 2))
+        norms = LayerPart(others=hidden * (4 if kind in _FOUR_NORMS else 2))
         parts = [(attends.part, layers), (norms, layers), (chooses, choosing)]
         parts += [(kind.part, count) for kind, count in forwards]
         largest = max(one.part.parameters for one, _ in forwards)
