@@ -93,7 +93,10 @@ def test_without_the_node_s_part_the_policy_goes_back(work: Bench, fault: str) -
         part.write_bytes(part.read_bytes()[:-9])
     told = update(work, 4)
     assert told["optimizer_steps"] == 0
-    assert "policy version 3 is gone with a node" in told["note"] and "is version 2 again" in told["note"]
+    assert (
+        "policy version 3 was lost with a node" in told["note"]
+        and "falling back to version 2" in told["note"]
+    )
     assert same(weights(work, 4), weights(work, 2))
     # From there it goes on as if versions 3 and 4 had not been.
     update(work, 5)

@@ -1,4 +1,4 @@
-"""Writes the pickled part of a torch file, without torch and with only the opcodes of torch's weights-only unpickler."""
+"""Writes the pickled part of a torch file without torch, using only opcodes that torch's weights-only unpickler accepts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from fsbarrier.errors import UsageError
 
-#: bytes; storages start on it and fill it, as torch.load(mmap=True) and plain copying of groups need
+#: alignment and padding of storages in bytes, required for torch.load(mmap=True) and for copying groups
 ALIGNMENT = 64
-#: nested containers of one value
+#: maximum nesting of containers in one value
 MAX_DEPTH = 200
 
 STORAGE_CLASSES = {
@@ -27,7 +27,7 @@ ORDERED_DICT = ("collections", "OrderedDict")
 
 
 class FormatError(UsageError):
-    """The bytes are not a file of this format, or are damaged; the message says where."""
+    """Not a file of this format, or damaged; the message contains the position."""
 
 
 class GroupPickler:

@@ -1,4 +1,4 @@
-"""Reads the pickled part of a torch file, without torch, and with nothing in reach that the bytes could run.
+"""Safely reads the pickled part of a torch file, without torch and without any code execution.
 
 This is the standard library's unpickler with all but a few opcodes taken out. Plain trajectories need values, containers, and
 calls of one function, the one that makes a tensor; here that call gives a flat array.
@@ -35,19 +35,19 @@ _SCALARS = frozenset((str, int, float, bool, type(None)))
 
 
 class ForeignObject(FormatError):
-    """The pickle names a Python class or function that plain trajectories do not have; nothing of it was run."""
+    """The pickle refers to a Python class or function that plain trajectories do not contain; nothing was executed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StorageClass:
-    """What `torch.IntStorage` and its like stand for here: a type code of `array`."""
+    """Replacement for `torch.IntStorage` and similar: a type code of `array`."""
 
     code: str
 
 
 @dataclass(slots=True)
 class _Storage:
-    """The bytes of one storage, and how many of them no array has taken yet."""
+    """The bytes of one storage, and how many of them no array uses yet."""
 
     code: str
     data: bytes
@@ -55,7 +55,7 @@ class _Storage:
 
 
 def _make_array(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> array[Any]:
-    """What `torch._utils._rebuild_tensor_v2` stands for here."""
+    """Replacement for `torch._utils._rebuild_tensor_v2`."""
     if not isinstance(storage, _Storage) or type(offset) is not int or offset < 0:
         raise FormatError("not a tensor")
     if len(size) != 1 or type(size[0]) is not int or size[0] < 0 or (size[0] > 1 and stride != (1,)):
@@ -64,7 +64,7 @@ def _make_array(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> a
     start, length = offset * values.itemsize, size[0] * values.itemsize
     if start + length > len(storage.data):
         raise FormatError("a tensor that reaches beyond its storage")
-    # A hostile file of a few bytes could otherwise name the whole storage again and again.
+    # Otherwise a small hostile file could refer to the whole storage repeatedly.
     storage.left -= length
     if storage.left < 0:
         raise FormatError("tensors that overlap in their storage")
@@ -75,7 +75,7 @@ def _make_array(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> a
 
 
 def _empty_dict() -> dict[str, Any]:
-    """What `collections.OrderedDict` stands for here: torch puts an empty one into every tensor."""
+    """Replacement for `collections.OrderedDict`: torch stores an empty one with every tensor."""
     return {}
 
 
@@ -183,7 +183,7 @@ class Unpickler(pickle._Unpickler):
         if len(module) + len(name) > 512 or not (module + name).isascii() or not name:
             # The message below carries only what can be a name.
             raise FormatError(f"no name before byte {self.position}")
-        raise ForeignObject(f"it holds Python objects ({module}.{name})")
+        raise ForeignObject(f"it contains Python objects ({module}.{name})")
 
     def persistent_load(self, identity: Any) -> _Storage:
         kind, storage_class, key, _device, count = identity

@@ -1,8 +1,8 @@
-"""The zip container that torch.load opens, written by appending and read with suspicion; without torch.
+"""Reads and writes the zip container of torch files, without torch: append-only writing, defensive reading.
 
-Every entry is stored uncompressed, with its size and CRC-32 in the header before the data, so a file that ends anywhere can
-be read up to its last whole entry; the central directory comes last. Data starts on 64 bytes. Sizes, offsets and counts that
-the classic fields cannot hold go into zip64 fields.
+Every entry is stored uncompressed, with its size and CRC-32 in the header before the data, so a truncated file can be read up
+to its last complete entry; the central directory comes last. Data is aligned to 64 bytes. Sizes, offsets and counts that
+exceed the classic fields use zip64 fields.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsbarrier.reading import PIECE_BYTES
 from fsbarrier.retry import FAILING, retry
 
 ROOT = "archive/"
-#: bytes; a longer header is none of ours
+#: maximum size of our headers, in bytes
 HEADER_MAX = 1024
 
 _FULL32, _FULL16 = 0xFFFFFFFF, 0xFFFF
@@ -34,9 +34,9 @@ _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR64 = struct.Struct("<4sIQI")
-# 1980-01-01: the same bytes whenever they are written.
+# 1980-01-01, so that the output is deterministic.
 _DOS_DATE = (1 << 5) | 1
-# The extra field that torch pads with, too.
+# The padding field that torch uses too.
 _PADDING_ID = struct.unpack("<H", b"FB")[0]
 
 
@@ -60,7 +60,7 @@ class Entry(NamedTuple):
 
 
 def make_entry(name: str, size: int, crc: int, offset: int, *, align_end: bool = False) -> Entry:
-    """Lay out an entry whose header starts at `offset`: its data (or its end) comes to lie on 64 bytes."""
+    """Lay out an entry with its header at `offset`, so that its data (or its end) is aligned to 64 bytes."""
     header_size = _LOCAL.size + len(name.encode()) + (20 if size >= ZIP64_SIZE_FROM else 0) + 4
     header_size += -(offset + header_size + (size if align_end else 0)) % ALIGNMENT
     return Entry(name, offset, header_size, size, crc)
@@ -79,9 +79,9 @@ def header_bytes(entry: Entry) -> bytes:
 
 
 def parse_header(data: bytes, offset: int) -> Entry:
-    """Read the local header that `data` begins with. Raises FormatError where it is not one that `header_bytes` wrote."""
+    """Parse the local header at the start of `data`. Raises FormatError if it was not written by `header_bytes`."""
     if len(data) < _LOCAL.size:
-        raise FormatError(f"no whole entry header at byte {offset}")
+        raise FormatError(f"no complete entry header at byte {offset}")
     magic, _version, flags, method, _time, _date, crc, packed, size, name_size, extra_size = (
         _LOCAL.unpack_from(data)
     )
@@ -104,7 +104,7 @@ def _ascii(raw: bytes) -> str:
 
 
 def first_entries(contents: Mapping[str, bytes]) -> tuple[list[Entry], bytes]:
-    """The entries with which a file begins, and their bytes; what comes behind them lies on 64 bytes."""
+    """The initial entries of a file, and their bytes, padded to 64 bytes."""
     entries, data = [], b""
     for name, content in contents.items():
         entry = make_entry(name, len(content), zlib.crc32(content), len(data), align_end=True)
@@ -168,17 +168,17 @@ def read_directory(fd: int, size: int) -> list[Entry]:
     Reads what torch.save writes as well. Entries that overlap, are compressed or reach outside the file are refused: nothing
     that is built from them can be larger than the file. Raises FormatError, OSError.
     """
-    # zipfile looks for the end record in the last 64 KB. In a file that still grows the text of a trajectory may look like
-    # one, so here it must be the very end.
+    # zipfile searches the last 64 KB for the end record. In a growing file the text of a trajectory may look like one, so
+    # require it at the very end.
     end = read_at(fd, size - _END.size, _END.size) if size >= _END.size else b""
     if not (end.startswith(b"PK\5\6") and end.endswith(b"\0\0")):
-        raise FormatError("it has no directory at its end")
+        raise FormatError("it has no central directory at its end")
     _check_directory_size(fd, size, end)
     try:
         with os.fdopen(os.dup(fd), "rb") as stream, zipfile.ZipFile(stream) as archive:
             infos, directory = archive.infolist(), archive.start_dir
     except zipfile.BadZipFile as error:
-        # For zipfile a read that failed is a bad file. Not so here; EINVAL alone is its seeking to before the start.
+        # zipfile turns read errors into bad-file errors; undo that. Only EINVAL really means a bad file: a seek before its start.
         if isinstance(error.__context__, OSError) and error.__context__.errno != errno.EINVAL:
             raise error.__context__ from None
         raise FormatError(f"its directory is damaged: {error}") from None
@@ -194,7 +194,7 @@ def read_directory(fd: int, size: int) -> list[Entry]:
 
 
 def _check_directory_size(fd: int, size: int, end: bytes) -> None:
-    """zipfile reads the directory in one piece, as large as the file says. Raises FormatError, OSError."""
+    """Check the directory's size, because zipfile reads it in one piece. Raises FormatError, OSError."""
     (length,) = struct.unpack_from("<I", end, 12)
     at = size - _END.size - _LOCATOR64.size
     if at >= 0 and (locator := read_at(fd, at, _LOCATOR64.size)).startswith(b"PK\6\7"):
@@ -211,7 +211,7 @@ def _checked_entry(fd: int, info: zipfile.ZipInfo) -> Entry:
         or info.compress_size != info.file_size
     ):
         raise FormatError("an entry is compressed or encrypted")
-    # Only the entry's own header says how long it is.
+    # The length of the local header is only stored in the header itself.
     header = read_at(fd, info.header_offset, _LOCAL.size)
     if header[:4] != b"PK\3\4":
         raise FormatError(f"no entry header at byte {info.header_offset}")
@@ -221,7 +221,7 @@ def _checked_entry(fd: int, info: zipfile.ZipInfo) -> Entry:
 
 
 def pread(fd: int, count: int, offset: int) -> bytes:
-    """As `os.pread`; while the filesystem fails for a moment it is tried again. Raises OSError."""
+    """Like `os.pread`, with retries on transient filesystem errors. Raises OSError."""
     try:
         return os.pread(fd, count, offset)
     except OSError:
@@ -229,7 +229,7 @@ def pread(fd: int, count: int, offset: int) -> bytes:
 
 
 def read_at(fd: int, offset: int, count: int) -> bytes:
-    """Exactly `count` bytes from `offset`. Raises FormatError where the file ends before, OSError."""
+    """Exactly `count` bytes from `offset`. Raises FormatError if the file ends earlier, OSError."""
     if offset < 0 or offset > 2**62:
         raise FormatError(f"it points to byte {offset}")
     if count > PIECE_BYTES:
@@ -248,7 +248,7 @@ def read_at(fd: int, offset: int, count: int) -> bytes:
 
 
 def write_at(fd: int, offset: int, data: bytes | bytearray | memoryview) -> int:
-    """Write all of `data` at `offset`; the offset after it. Raises OSError."""
+    """Write all of `data` at `offset`; returns the offset after it. Raises OSError."""
     view = memoryview(data)
     while view:
         written = os.pwrite(fd, view, offset)

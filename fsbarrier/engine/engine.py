@@ -5,7 +5,7 @@
     engine.release(cancel=event)                                   # the trainer has the accelerator's memory
     engine.stop()
 
-replicas.py holds all of a node's; server.py is the vLLM process; external.py a server of the user's own.
+replicas.py manages all engines of a node; server.py is the vLLM process; external.py is for a user's own server.
 """
 
 from __future__ import annotations

@@ -171,7 +171,9 @@ class Assignment:
         def last_look() -> None:
             newest = max(GENERATION.parse_all(PosixStore().names(self.generations)), default=0)
             if newest > self.origin.generation:
-                raise ProgramFailed(f"generation {self.origin.generation} has ended; {newest} is there")
+                raise ProgramFailed(
+                    f"generation {self.origin.generation} has ended; the run is in generation {newest}"
+                )
 
         files.link_or_copy(self.part, self.checkpoint, last_look)
 

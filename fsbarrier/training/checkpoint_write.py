@@ -210,10 +210,7 @@ def sizes_on_disk(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str
 
 
 def plan_files(sizes: Mapping[str, int], world: int) -> list[tuple[int, str, list[str]]]:
-    """The files of weights, in the order of the layers: which process writes each, its name, and the tensors in it.
-
-    A layer is never cut in two.
-    """
+    """The weight files in layer order: (writing process, file name, tensors). A layer is never split over two files."""
     limit = min(LARGEST_FILE, max(SMALLEST_FILE, sum(sizes.values()) // world))
     contents: list[list[str]] = []
     filled = 0
@@ -233,15 +230,15 @@ def plan_files(sizes: Mapping[str, int], world: int) -> list[tuple[int, str, lis
 
 
 def _layer(name: str) -> str:
-    """What a weight belongs to that is not cut in two: its transformer block, else itself."""
+    """The unit that must stay in one file: the weight's transformer block, else the weight itself."""
     block = re.match(r".*?\.\d+\.", name)
     return block.group() if block else name
 
 
 def _write_beside(out: Path, version: NewVersion, written: Written) -> None:
-    """The configuration, and what the policy before had beside its weights."""
+    """Write the configuration, and copy the other small files of the previous policy."""
     model = out / "model"
-    # The model itself may go on, in the precision that it has.
+    # Copy the configuration, because the model in memory keeps its own dtype.
     config = deepcopy(version.model.config)
     config.dtype = version.dtype
     config.save_pretrained(model)
@@ -254,19 +251,19 @@ def _write_beside(out: Path, version: NewVersion, written: Written) -> None:
 
 
 def _made_below(beside: Path, out: Path) -> Path | None:
-    """The folder of the run below which the run itself made the model folder `beside`; None: it is the user's own, wherever it lies."""
+    """The run's folder that contains the model folder `beside`; None if `beside` is the user's own folder."""
     if beside.parent.parent == out.parent:
-        # The checkpoints folder, which may be a link to a larger disk.
+        # The checkpoints folder, which may be a symbolic link to a larger disk.
         return out.parent
     log_path = out.parent.parent
     return log_path if beside.is_relative_to(RunPaths(log_path).first_policy) else None
 
 
 def copy_beside(source: Path, out: Path, root: Path | None) -> dict[str, FileDigest]:
-    """Copy what is no weight and not written anew from one model folder to another; gives what was copied.
+    """Copy the files of a model folder other than weights and rewritten files; returns the copied ones.
 
-    `root`: of the run in which `source` lies; of a policy version there, what its manifest lists is copied and nothing else. None: a
-    folder of the user's own, which may hold links, as the hub's cache does. Raises OSError, ProgramFailed.
+    `root`: the folder of the run that contains `source`; for a policy version there, only files in its manifest are copied. None: a user's
+    own folder, which may contain links, as the Hugging Face cache does. Raises OSError, ProgramFailed.
     """
     listed: Mapping[str, FileDigest] | None = None
     if root is not None and (source.parent / checkpoints.MANIFEST).exists():
@@ -301,7 +298,7 @@ def _write_layout(folder: Path, version: NewVersion, pace: Pace, written: Iterab
     parts: dict[str, list[StoredPart]] = {}
     for one in written:
         for name, part in one.parts.items():
-            # Nodes that keep the same each wrote it.
+            # With replicas, several nodes wrote the same part.
             if all(part.box != other.box for other in parts.setdefault(name, [])):
                 parts[name].append(part)
     state = version.trainer
@@ -311,7 +308,7 @@ def _write_layout(folder: Path, version: NewVersion, pace: Pace, written: Iterab
 
 
 def _commit_on_node(out: Path, version: NewVersion, rank: int, written: list[Written]) -> None:
-    """The node's own manifest, of what its processes wrote of the trainer's state."""
+    """Write the node's own manifest of its processes' parts of the trainer state."""
     node = version.on_node
     if node is None or rank != node.ranks[0]:
         return
@@ -329,7 +326,7 @@ def _pace(written: Iterable[Written]) -> Pace:
 
 
 def _commit(out: Path, version: NewVersion, written: list[Written]) -> str:
-    """Write what lists the files of all processes: the layout, the index of weights, and last the manifest. Gives its digest."""
+    """Write the layout, the index of weights, and last the manifest with the files of all processes; returns its digest."""
     state = () if version.on_node else ("trainer/",)
     digests: dict[str, FileDigest] = {}
     weights: dict[str, str] = {}
@@ -351,7 +348,7 @@ def _commit(out: Path, version: NewVersion, written: list[Written]) -> str:
 
 
 def _following(out: Path, version: NewVersion, written: list[Written]) -> dict[str, FileDigest]:
-    """The files that the nodes will bring: those of the layout, each part from the first process that wrote it."""
+    """The files that the nodes will copy to the shared directory: each part from the first process that wrote it."""
     if version.on_node is None or not version.on_node.follows:
         return {}
     files.make_dirs(out / "trainer")
@@ -366,7 +363,7 @@ def _following(out: Path, version: NewVersion, written: list[Written]) -> dict[s
 
 
 def write_index(model: Path, weights: Mapping[str, str], total: int) -> dict[str, FileDigest]:
-    """Say which weight is in which file, where there are several, of `total` bytes; gives what was written. Raises OSError."""
+    """Write the index of weights, if there are several files, of `total` bytes; returns the written file. Raises OSError."""
     if len(set(weights.values())) < 2:
         return {}
     index = {"metadata": {"total_size": total}, "weight_map": dict(weights)}

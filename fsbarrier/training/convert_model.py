@@ -30,10 +30,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def convert(
     model: Path, trainer: Path | None, out: Path, dtype: torch.dtype, *, trained: bool = True
 ) -> None:
-    """Write the folder `model` anew with its weights in `dtype`. `trainer`: the state that belongs to it; None: there is none.
-    `trained`: whether its trainer had more exact weights than it serves.
+    """Write a copy of the folder `model` with its weights in `dtype`. `trainer`: its trainer state; None: there is none.
+    `trained`: whether a trainer had more precise weights than the served ones.
 
-    Raises OSError, ProgramFailed (a damaged file), UsageError (no exact weights of the whole model are there).
+    Raises OSError, ProgramFailed (damaged file), UsageError (fp32 weights not available).
     """
     files.make_dirs(out)
     with ExitStack() as stack:

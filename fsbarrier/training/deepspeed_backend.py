@@ -143,13 +143,13 @@ class DeepSpeedBackend:
         )
 
     def weights(self) -> dict[str, Any]:
-        """All of the model, by the names that transformers has for it."""
+        """All weights of the model, under transformers' names."""
         held = distinct(self._policy.causal.state_dict(keep_vars=True))
         return {name: self._served(one) for name, one in held.items()}
 
     @property
     def optimizer(self) -> _FlatMoments:
-        """The moments of `trained`, as views of what the real optimizer has; none before the first step."""
+        """The moments of `trained`, as views of the real optimizer's tensors; none before the first step."""
         found = _FlatMoments()
         for one in self._fragments.values():
             state = self._adamw.state.get(one.flat, {})
@@ -177,14 +177,14 @@ class DeepSpeedBackend:
         yield from {id(one.flat): one.flat for one in self._fragments.values()}.values()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add a micro-batch's gradients to those of the step."""
+        """Accumulate a micro-batch's gradients."""
         self.model.set_gradient_accumulation_boundary(last)
         self.model.backward(loss * self._processes.world)
 
     def step(self, lr: float, largest_norm: float) -> float:
-        """Apply the step's gradients, and forget them; gives their norm before it was clipped, to what the configuration says.
+        """Apply and reset the gradients, clipped according to the configuration; returns their norm before clipping.
 
-        One that is not finite changes nothing.
+        A non-finite norm changes nothing.
         """
         for group in self._adamw.param_groups:
             group["lr"] = lr

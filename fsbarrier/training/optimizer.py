@@ -1,8 +1,8 @@
-"""The optimizer and its learning rate: AdamW, whose weight decay leaves norms and biases alone.
+"""The optimizer and its learning rate: AdamW without weight decay on norms and biases.
 
-`optimizer.kind=adamw_8bit` is torchao's (Dettmers et al. 2021, arXiv 2110.02861): moments of 4096 numbers and more are kept in eight bits,
-in blocks of 256 that share a scale. On disk they are in float32 like any others, so that other processes, and the other kind, go on
-from them. What is read back need not be the same eight bits; so whoever writes moments goes on with what is read back, too.
+`optimizer.kind=adamw_8bit` uses torchao (Dettmers et al. 2021, arXiv 2110.02861): moments of at least 4096 numbers are stored in eight
+bits, in blocks of 256 with a common scale. On disk they are float32, so that any number of processes and either kind can resume. Loading
+may not reproduce the same eight bits, so after a save the trainer continues with the values that a load would give.
 """
 
 from __future__ import annotations

@@ -72,10 +72,10 @@ def train(
 def accumulate(
     trainer: Trainer, batch: TrainingBatch, indices: Tensor, settings: Settings, gap_sums: GapSums | None
 ) -> Sums:
-    """The gradient of one minibatch's loss; gives the sums over all processes.
+    """Compute the gradient of one minibatch's loss; returns the sums over all processes.
 
-    Every process runs the same number of micro-batches, for all of them take part in gathering a sharded policy; one without a
-    sequence left runs the minibatch's first one with weight zero. `gap_sums`: where to add up the log-probability gap, if at all.
+    Every process runs the same number of micro-batches, because all must take part in the all-gathers of a sharded policy; a process
+    without sequences runs the minibatch's first one with weight zero. `gap_sums`: accumulates the log-probability gap, if given.
     """
     processes = trainer.processes
     mine = plan(
@@ -97,7 +97,7 @@ def accumulate(
         new, entropy = (micro.placed(one) for one in found)
         values = TokenValues(new, micro.old, micro.engine, entropy, micro.reference)
         part = minibatch_loss(settings.algorithm, values, micro.weights, mask, divisor)
-        # Gradients are added up over micro-batches and processes, to that of the whole minibatch's loss.
+        # Gradients are summed over micro-batches and processes, which gives the gradient of the whole minibatch's loss.
         trainer.backend.backward(part.loss, last=number == len(mine))
         sums += torch.cat([part.loss.detach()[None], part.sums])
         if gap_sums is not None:

@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 
 class Processes:
-    """All processes of the update, as one of them sees them. It joins the process group, and finds it joined the second time.
+    """The process group of the update. The first instance initializes it; later instances reuse it.
 
-    `processes_by_node`: how many each node has, in the order of their ranks; a node's processes have consecutive ranks.
+    `processes_by_node`: the number of processes of each node, in rank order; a node's processes have consecutive ranks.
     """
 
     def __init__(self, settings: TrainerSettings) -> None:
@@ -56,27 +56,27 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one process that does what only one may do."""
+        """Whether this process does the work that only one process may do."""
         return self.rank == 0
 
     @property
     def speaks_for_its_node(self) -> bool:
-        """Whether this is the one process of its node that shows progress and leaves a result."""
+        """Whether this process reports progress and the result for its node."""
         return self.local_rank == 0
 
     @property
     def serving_dtype(self) -> torch.dtype:
-        """The precision in which weights are written for the engine."""
+        """The precision of the served weights."""
         return torch.float32 if self.dtype is torch.float32 else torch.bfloat16
 
     def sum(self, values: Tensor) -> Tensor:
-        """`values` added up over all processes, in place. Every process must call this, as all that follow here."""
+        """All-reduce `values` in place. This and the following methods are collectives, which every process must call."""
         if self.world > 1:
             dist.all_reduce(values)
         return values
 
     def gather(self, values: Tensor) -> Tensor:
-        """Every process's `values`, [world, ...], the same on all of them."""
+        """All-gather `values`: [world, ...]."""
         everyone = [torch.empty_like(values) for _ in range(self.world)]
         if self.world == 1:
             return values[None]
@@ -84,25 +84,25 @@ class Processes:
         return torch.stack(everyone)
 
     def peak_memory_bytes(self) -> int:
-        """The most that any process has taken so far, of its accelerator's memory or of the host's."""
+        """The peak memory of any process so far, on its accelerator or on the host."""
         if self.device.type == "cuda":
             here = torch.cuda.max_memory_allocated(self.device)
         else:
-            # Linux counts it in KiB.
+            # Linux reports KiB.
             here = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         return int(self.gather(torch.tensor([here], device=self.device)).max())
 
     def accelerator_memory(self) -> tuple[int, int] | None:
-        """(free, all) bytes of this process's accelerator, whoever has the rest; None on a CPU."""
+        """(free, total) bytes of this process's accelerator; None on a CPU."""
         if self.device.type == "cpu":
             return None
-        # What PyTorch keeps for later is not free for others.
+        # Release PyTorch's cache, which is not free for other processes.
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         return int(free), int(total)
 
     def memory_bytes(self) -> int:
-        """What one process may take at most: its accelerator's memory, or its part of the host's. The least of any process."""
+        """The memory available to one process: its accelerator's, or its share of the host's; the minimum over all processes."""
         if self.device.type == "cuda":
             here = int(torch.cuda.get_device_properties(self.device).total_memory)
         else:

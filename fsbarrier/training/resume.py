@@ -17,7 +17,7 @@ from fsbarrier.training.trainer_state import StateGone
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """`model`: the folder that the weights are from. `state_in`: see Manifest. `went_back`: why it is an earlier policy, or ""."""
+    """`model`: the folder of the weights. `state_in`: see Manifest. `went_back`: the reason for an earlier policy, or ""."""
 
     trainer: Trainer
     model: Path
@@ -27,16 +27,16 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True)
 class KeptTrainer:
-    """A trainer that is still in memory after an update, which policy it is, as `checkpoints.identity` names it, and the settings that
-    it was made with."""
+    """A trainer kept in memory after an update, with the identity of its policy (`checkpoints.identity`) and the settings it was created
+    with."""
 
     trainer: Trainer
     policy: str
     settings: Settings
 
     def serves(self, policy: str, settings: Settings) -> bool:
-        """Whether it is what would be loaded. Some settings (weight decay; DeepSpeed's largest norm) are read only when a trainer is
-        made, so under changed ones it is made anew."""
+        """Whether it equals the trainer that would be loaded. Some settings (weight decay; DeepSpeed's maximum norm) are read only when a
+        trainer is created, so a change requires a new one."""
         before, now = ((one.trainer, one.optimizer, one.lora) for one in (self.settings, settings))
         return self.policy == policy and before == now
 
@@ -44,7 +44,7 @@ class KeptTrainer:
 def go_on(
     held: KeptTrainer | None, policy: str, settings: Settings, model: Path, trainer_state: Path | None
 ) -> Beginning | None:
-    """Go on with what is held, if every process holds exactly the policy to be trained; every process must call this."""
+    """Reuse the kept trainer, if every process holds exactly the policy to train; every process must call this."""
     agreed = all(gather_objects(held is not None and held.serves(policy, settings)))
     if not agreed or held is None or trainer_state is None:
         return None
@@ -66,15 +66,14 @@ def begin(
 ) -> Beginning:
     """Load the policy in `model` with its trainer state, from the nodes or from the shared directory.
 
-    Without any state to go on from, what was learned since the last one cannot be trained further as it was: the policy goes back to
-    the version that has one. Raises what Trainer.load raises.
+    If the trainer state of this version is lost, falls back to the newest version that has one. Raises the errors of Trainer.load.
     """
-    # With init_optimizer the first model has a trainer state beside it, and the model that its adapters were put into.
+    # With init_optimizer the initial model has a trainer state and the base model of its adapters beside it.
     base = first_model.with_name("base") if settings.init_optimizer else first_model
     first_states = [first_model.with_name("trainer")] if settings.init_optimizer else []
 
     def load(weights: Path, states: Sequence[Path], number: int) -> Trainer:
-        # Adapters are put into the first model, and the state holds them.
+        # The adapters are added to the initial model; the trainer state contains them.
         folder = base if settings.lora.rank else weights
         return Trainer.load(
             processes, settings, model_folder=folder, state_folders=states, policy_version=number
@@ -96,7 +95,7 @@ def begin(
         origin, states = before / "model", [before / "trainer"]
         number = checkpoints.read_manifest(before).policy_version
     why = (
-        f"the trainer state of policy version {policy_version} is gone with a node that kept a part of it; this version is version "
-        f"{number} again, the newest whose state is in the shared directory"
+        f"the trainer state of policy version {policy_version} was lost with a node that kept a part of it; falling back to version "
+        f"{number}, the newest one whose state is in the shared directory"
     )
     return Beginning(load(origin, states, number), origin, state_in, why)

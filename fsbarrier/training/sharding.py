@@ -24,8 +24,8 @@ from fsbarrier.training.processes import Processes
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`shards`: over how many processes one copy of the policy is sharded; 1: each process holds it whole. `zero_stage`: with DeepSpeed,
-    which of its stages this is; the first two shard only the optimizer's state, and gradients, and not the policy itself."""
+    """`shards`: number of processes that share one copy of the policy; 1: not sharded. `zero_stage`: DeepSpeed's ZeRO stage; stages 1 and 2
+    shard only the optimizer state and gradients, not the policy."""
 
     shards: int
     offload: Offload
@@ -33,11 +33,11 @@ class Layout:
 
     @property
     def has_it_whole(self) -> bool:
-        """Whether each process computes with weights that it holds."""
+        """Whether each process holds all weights."""
         return self.shards == 1 or self.zero_stage in (1, 2)
 
     def described(self, processes: Processes) -> str:
-        """What people see of it."""
+        """A description of the layout."""
         copies, dtype = processes.world // self.shards, str(processes.dtype).removeprefix("torch.")
         how = f"replicated on {copies}" if self.shards == 1 else f"sharded over {self.shards}"
         if self.shards > 1 and copies > 1:
@@ -49,7 +49,7 @@ class Layout:
 
 
 def choose_layout(settings: TrainerSettings, processes: Processes, load: Callable[[], UpdateLoad]) -> Layout:
-    """What the settings ask for, on these processes. Raises UsageError where that cannot be in effect."""
+    """The layout for the settings on these processes. Raises UsageError if it is impossible."""
     wanted: Shard = settings.shard if settings.shard != "auto" else _fitting(processes, load)
     by_node = processes.processes_by_node
     uneven = len(set(by_node)) > 1
@@ -68,7 +68,7 @@ def choose_layout(settings: TrainerSettings, processes: Processes, load: Callabl
 
 
 def _fitting(processes: Processes, load: Callable[[], UpdateLoad]) -> Shard:
-    """The least sharding that fits. Nodes of different sizes can only shard over all."""
+    """The least sharding that fits into memory. Nodes with different numbers of processes can only shard over all."""
     if processes.world == 1:
         return "none"
     by_node, available = processes.processes_by_node, processes.memory_bytes()
@@ -78,7 +78,7 @@ def _fitting(processes: Processes, load: Callable[[], UpdateLoad]) -> Shard:
 
 
 def shard(model: PolicyModel, layout: Layout, processes: Processes) -> None:
-    """Shard `model` in place. Parameters on the device "meta" get the memory of their shards, with nothing in it yet."""
+    """Shard `model` in place. Parameters on the "meta" device get uninitialised memory for their shards."""
     options: dict[str, Any] = {"mesh": mesh_of(layout, processes)}
     if processes.dtype is not torch.float32:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=processes.dtype, reduce_dtype=torch.float32)
@@ -86,17 +86,17 @@ def shard(model: PolicyModel, layout: Layout, processes: Processes) -> None:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=processes.device.type == "cuda")
     inner = inner_units(model)
     for unit in inner:
-        # The head is needed again right after the forward pass.
+        # The head is needed again right after the forward pass, so do not free it.
         fully_shard(unit, reshard_after_forward=unit is not model.head, **options)
     sharded = {parameter for unit in inner for parameter in unit.parameters()}
     # The output head belongs to two modules, of which one is a unit.
     fully_shard(model, ignored_params=sharded, **options)
     for unit in (*inner, model):
-        # Gradients are added up, not averaged: the loss is a part of the mean over all processes' tokens.
+        # Sum gradients instead of averaging: each loss is already normalised over all processes' tokens.
         unit.set_gradient_divide_factor(1.0)
-        # gloo knows no other way to add them up.
+        # gloo supports only sum reductions.
         unit.set_force_sum_reduction_for_comms(True)
-    # Every process must take part in every reduction, whichever of the experts its tokens have used.
+    # Every process must take part in every reduction, even for experts that its tokens did not use.
     model.set_reduce_scatter_unused_params(True)
     _materialise(model, torch.device("cpu") if layout.offload == "all" else processes.device)
 
@@ -116,7 +116,7 @@ def _materialise(model: PolicyModel, device: torch.device) -> None:
 
 
 def mesh_of(layout: Layout, processes: Processes) -> DeviceMesh:
-    """One dimension where the processes hold one copy between them, else copies by shards: a node's processes share one copy."""
+    """The device mesh: one dimension for a single copy, else (copies, shards), where a node's processes share a copy."""
     copies, shards = processes.world // layout.shards, layout.shards
     if copies == 1:
         return init_device_mesh(processes.device.type, (shards,), mesh_dim_names=("shard",))
@@ -124,14 +124,14 @@ def mesh_of(layout: Layout, processes: Processes) -> DeviceMesh:
 
 
 def inner_units(model: PolicyModel) -> list[Module]:
-    """The units below the outermost, innermost first. A tied head and its embedding are left to the outermost, as one."""
+    """The inner units, innermost first. A tied head and its embedding stay together in the outermost unit."""
     causal = model.causal
     names = set(causal._no_split_modules or ())
     blocks = [module for module in causal.modules() if type(module).__name__ in names]
     if not blocks:
         raise ProgramFailed(
-            f"{type(causal).__name__} does not say what its transformer blocks are (_no_split_modules), so it cannot be sharded "
-            "block by block; set trainer.shard=none"
+            f"{type(causal).__name__} does not declare its transformer blocks (_no_split_modules), so it cannot be sharded; "
+            "set trainer.shard=none"
         )
     embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
     ends = [] if head.weight is embedding.weight else [embedding, model.head or head]

@@ -16,37 +16,37 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor: where it begins in the whole, and its shape."""
+    """A part of a tensor: its offset in the whole tensor, and its shape."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
     def overlap(self, other: Box) -> Box | None:
-        """What both cover; None where that is nothing."""
+        """The intersection; None if it is empty."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         ends = zip(self.start, self.shape, other.start, other.shape, strict=True)
         shape = tuple(min(a + n, b + m) - s for (a, n, b, m), s in zip(ends, start, strict=True))
         return Box(start, shape) if all(size > 0 for size in shape) else None
 
     def of(self, tensor: Tensor, start: tuple[int, ...]) -> Tensor:
-        """This part of `tensor`, which begins at `start` in the whole."""
+        """The view of this part in `tensor`, whose own offset is `start`."""
         places = zip(self.start, self.shape, start, strict=True)
         return tensor[tuple(slice(own - begin, own - begin + size) for own, size, begin in places)]
 
     def flat(self, shape: tuple[int, ...]) -> Box:
-        """The same part of the flattened tensor; `shape`: the whole tensor's. A part of several dimensions must be of whole rows."""
+        """The same part in the flattened tensor; `shape`: of the whole tensor. A multi-dimensional part must consist of whole rows."""
         if len(self.shape) == 1:
             return self
         if any(self.start[1:]) or self.shape[1:] != shape[1:]:
-            raise ValueError(f"{self} does not lie in one piece in a tensor of the shape {shape}")
+            raise ValueError(f"{self} is not contiguous in a tensor of shape {shape}")
         row = prod(shape[1:])
         return Box((self.start[0] * row if shape else 0,), (prod(self.shape),))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatPart:
-    """What this process holds of a tensor of `shape` that is cut anywhere, not between rows, as DeepSpeed does: the numbers from `start`
-    on of the flattened tensor, one-dimensional, and nobody else holds them."""
+    """This process's exclusive part of a tensor of `shape` that is split at arbitrary positions, as DeepSpeed does: a range of the
+    flattened tensor, from `start` on."""
 
     shape: tuple[int, ...]
     start: int
@@ -57,7 +57,7 @@ class FlatPart:
         return self.data.dtype
 
     def numel(self) -> int:
-        """How many numbers the whole tensor has."""
+        """The number of elements of the whole tensor."""
         return prod(self.shape)
 
     def element_size(self) -> int:
@@ -67,7 +67,7 @@ class FlatPart:
         return bool(self.data.is_floating_point())
 
     def whole(self, dtype: torch.dtype) -> Tensor:
-        """The tensor, of which each process must hold as many numbers as any other, but for what the last ones lack."""
+        """Gather the whole tensor. All processes must have parts of equal size, except that the last ones may be shorter."""
         world = torch.distributed.get_world_size()
         own = torch.zeros(-(-self.numel() // world), dtype=dtype, device=self.data.device)
         own[: len(self.data)] = self.data
@@ -78,7 +78,7 @@ class FlatPart:
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """What this process holds of a tensor. `replicas` processes hold the same; this one is number `replica` of them."""
+    """This process's part of a tensor. `replicas` processes hold the same part; this one is number `replica`."""
 
     data: Tensor
     box: Box
@@ -87,7 +87,7 @@ class LocalPart:
 
 
 def local_part(tensor: Tensor | FlatPart, rank: int, world: int) -> LocalPart:
-    """This process's part of a DTensor, a FlatPart, or a plain tensor that all processes hold whole. It shares the tensor's memory."""
+    """This process's part of a DTensor, a FlatPart, or a replicated plain tensor. Shares the tensor's memory."""
     if isinstance(tensor, FlatPart):
         return LocalPart(tensor.data, Box((tensor.start,), (len(tensor.data),)), 0, 1)
     whole = tensor.detach()
@@ -103,7 +103,7 @@ def local_part(tensor: Tensor | FlatPart, rank: int, world: int) -> LocalPart:
 
 
 def whole_tensor(tensor: Tensor | FlatPart, dtype: torch.dtype) -> Tensor:
-    """All of a tensor, in `dtype` where it holds fractions. Every process must call this in the same order."""
+    """Gather a whole tensor; floating-point tensors are converted to `dtype`. Every process must call this in the same order."""
     if isinstance(tensor, FlatPart):
         return tensor.whole(dtype if tensor.is_floating_point() else tensor.dtype)
     found = tensor.detach()
@@ -113,9 +113,9 @@ def whole_tensor(tensor: Tensor | FlatPart, dtype: torch.dtype) -> Tensor:
 
 
 def distinct(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Each tensor once, under the first of its names: a tied head and its embedding are one parameter.
+    """Each tensor once, under the first of its names, because a tied head and its embedding are one parameter.
 
-    All processes come to the same answer. By its memory a process could not recognise a tensor of which it has nothing.
+    The result is the same on all processes. It does not compare memory addresses, because a process may hold nothing of a tensor.
     """
     names: dict[int, str] = {}
     for name, one in tensors.items():
@@ -125,7 +125,7 @@ def distinct(tensors: Mapping[str, T]) -> dict[str, T]:
 
 @dataclass
 class Shares:
-    """Deals out what one of several processes is to do, to whoever has least of it so far. All processes come to the same answer."""
+    """Assigns work to the least loaded process, deterministically and identically on all processes."""
 
     loads: dict[int, list[int]] = field(default_factory=dict)
 
@@ -137,9 +137,9 @@ class Shares:
 
 
 def parts_to_write(tensors: Mapping[str, Tensor], rank: int, world: int, here: range) -> dict[str, LocalPart]:
-    """The parts that this process writes: of the processes `here`, exactly one writes each part that any of them holds.
+    """The parts that this process writes: each part held by any process in `here` is written by exactly one of them.
 
-    `here`: all processes, or those of this node. A node's hold the same only where all processes do; else each has its own.
+    `here`: all processes, or those of this node.
     """
     shares, mine = Shares(), {}
     for name, tensor in tensors.items():

@@ -21,9 +21,9 @@ from fsbarrier.training.slices import Box, FlatPart, local_part
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part of a tensor in a file, where it has the tensor's name. `checks`: its blocks' CRC-32; none where nobody noted any.
+    """A part of a tensor, stored in a file under the tensor's name. `checks`: the CRC-32 of its blocks; empty if not recorded.
 
-    A box of one dimension is a part of the flattened tensor, however many dimensions that has.
+    A one-dimensional box is a part of the flattened tensor.
     """
 
     file: str
@@ -46,7 +46,7 @@ class StoredPart:
 
 @dataclass
 class StoredTensors:
-    """The tensors of one folder, by name. Used in a `with`: files are opened when they are first needed, and closed at its end."""
+    """The tensors of one folder, by name. A context manager that opens files on demand and closes them at the end."""
 
     folder: Path
     shapes: Mapping[str, tuple[int, ...]]
@@ -80,14 +80,14 @@ class StoredTensors:
             return TYPES[self._file(part.file).get_slice(name).get_dtype()]
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """All of a tensor, in `dtype` where it holds fractions. Raises ProgramFailed."""
+        """Read a whole tensor; floating-point tensors are converted to `dtype`. Raises ProgramFailed."""
         stored = self.dtype(name)
         found = torch.empty(self.shapes[name], dtype=dtype if stored.is_floating_point else stored)
         self.fill(name, found)
         return found
 
     def fill(self, name: str, target: Tensor | FlatPart) -> None:
-        """Read into `target` what this process holds of it (all of a plain tensor). Raises ProgramFailed."""
+        """Fill `target` with this process's part (all of a plain tensor). Raises ProgramFailed."""
         stored = self.parts.get(name, [])
         part = local_part(target, rank=0, world=1)
         shape = self.shapes.get(name)
@@ -153,7 +153,7 @@ class StoredTensors:
 
 @contextmanager
 def naming_the_file(path: Path) -> Iterator[None]:
-    """What goes wrong with a safetensors file names the file. Raises ProgramFailed."""
+    """Convert errors of a safetensors file to ProgramFailed with its path."""
     try:
         yield
     except (OSError, SafetensorError, LookupError, ValueError) as error:

@@ -58,11 +58,10 @@ class Trainer:
         state_folders: Sequence[Path],
         policy_version: int,
     ) -> Self:
-        """The policy in `model_folder`, with the trainer state that belongs to it, of the first folder that has it; none: a new optimizer.
-        With adapters (`lora.rank`) it is the policy that they were put into, and the trainer state holds them.
+        """Load the policy in `model_folder`, with its trainer state from the first folder that has it; no folders: a fresh optimizer.
+        With adapters (`lora.rank`) this is the base model, and the trainer state contains the adapters.
 
-        Raises UsageError (no whole model, or settings that cannot be in effect), ProgramFailed (a state that is damaged, or
-        another version's), StateGone.
+        Raises UsageError (incomplete model, or impossible settings), ProgramFailed (damaged state, or of another version), StateGone.
         """
         deepspeed = settings.trainer.backend == "deepspeed"
         config = configuration(settings, processes) if deepspeed else {}
@@ -108,10 +107,10 @@ class Trainer:
         state_in: str | None = None,
         copy: NodeCopy | None = None,
     ) -> str:
-        """Leave the new policy version in `out`, and be as one that is loaded from there; gives what tells it from any other policy.
+        """Save the new policy version to `out`, and continue as if it had been loaded from there; returns its identity.
 
-        Every process must call this, and writes its part; all fail together. What the model's folder has beside its weights is copied.
-        For the rest see NewVersion. Raises ProgramFailed.
+        Every process must call this and writes its part; if one fails, all fail. Also copies the model folder's other files. See NewVersion
+        for the parameters. Raises ProgramFailed.
         """
         model, adapters = self.model.causal, self.adapters
         dtype = self.processes.serving_dtype

@@ -1,8 +1,8 @@
-"""The demonstration's model: a tiny policy with a tokenizer of single characters, and its warm start.
+"""The demo model: a tiny policy with a single-character tokenizer, and its warm start.
 
-Qwen2 architecture, 0.5 M parameters, output head untied. The *warm start* is supervised fine-tuning on demonstrations of which 60 %
-are wrong (fsbarrier.data.demo_tasks.demonstration), until the model answers a quarter of fresh prompts right when sampled. It thereby
-learns the form of an answer and to spread its bets; reinforcement does the rest.
+Qwen2 architecture, 0.5 M parameters, untied output head. The *warm start* is supervised fine-tuning on demonstrations of which 60 % are
+wrong (fsbarrier.data.demo_tasks.demonstration), until sampling solves a quarter of fresh prompts. The model then knows the answer format
+and still explores; reinforcement learning does the rest.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ def demonstrations(source: Iterator[str], recipe: WarmStart, rng: random.Random)
 
 
 def warm_start(model: transformers.Qwen2ForCausalLM, seed: int, recipe: WarmStart, progress: Progress) -> int:
-    """Fine-tune `model` in place until it is as good as the recipe wants; gives the steps it took.
+    """Fine-tune `model` in place until it reaches the target accuracy; returns the number of steps.
 
-    The looks use fresh prompts of the training side: the held-out ones play no part in making the model.
+    The accuracy is measured on fresh training prompts; held-out prompts are never used.
     """
     rng = random.Random(f"{demo_tasks.RECIPE}/{seed}/warm-start")
     source = demo_tasks.prompts(rng, held_out=False)
