@@ -318,6 +318,15 @@ def test_a_model_folder_without_all_its_weights_is_refused(tmp_path: Path) -> No
     (tmp_path / "model" / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(UsageError, match="cannot be loaded"):
         work.update("v1")
+    config = tmp_path / "model" / "config.json"
+    known = json.loads(config.read_text())
+    for wrong, said in (
+        ({"dtype": "bfloat61"}, "bfloat61"),
+        ({"num_hidden_layers": 32}, r"\(32\) must be equal"),
+    ):
+        config.write_text(json.dumps(known | wrong))
+        with pytest.raises(UsageError, match=f"cannot be loaded: .*{said}"):
+            work.update("v1")
 
 
 def test_leftovers_of_an_attempt_go_and_a_complete_version_stays(tmp_path: Path) -> None:

@@ -8,12 +8,19 @@ from pathlib import Path
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.sections import TrainerSettings
 from fsbarrier.training.stored_tensors import StoredTensors
+
+# What transformers raises where a folder is no model, or its configuration has a wrong value.
+_UNLOADABLE = (
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError),
+    *(SafetensorError, StrictDataclassError),
+)
 
 
 def load(folder: Path, settings: TrainerSettings, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -31,8 +38,8 @@ def load(folder: Path, settings: TrainerSettings, dtype: torch.dtype = torch.flo
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise UsageError(f"the model in {folder} cannot be loaded: {str(error).splitlines()[0]}") from None
+    except _UNLOADABLE as error:
+        raise UsageError(f"the model in {folder} cannot be loaded: {_first_sentence(error)}") from None
     # transformers would initialise missing weights randomly and only warn.
     if found["missing_keys"]:
         missing = ", ".join(sorted(found["missing_keys"])[:3])
@@ -54,8 +61,8 @@ def without_weights(folder: Path, settings: TrainerSettings) -> PreTrainedModel 
             model = transformers.AutoModelForCausalLM.from_config(
                 config, attn_implementation=attention, dtype=torch.float32
             )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UsageError(f"the model in {folder} cannot be loaded: {str(error).splitlines()[0]}") from None
+    except _UNLOADABLE as error:
+        raise UsageError(f"the model in {folder} cannot be loaded: {_first_sentence(error)}") from None
     stored = StoredTensors.of_model(folder)
     known = all(stored.shapes.get(name) == tuple(one.shape) for name, one in model.named_parameters())
     return _for_training(model, settings) if known else None
@@ -67,6 +74,12 @@ def architecture(folder: Path) -> PreTrainedModel:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         found: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
     return found
+
+
+def _first_sentence(error: Exception) -> str:
+    """Its first line, and the next one too if the first only announces it."""
+    first, *more = str(error).splitlines() or [type(error).__name__]
+    return f"{first} {more[0].strip()}" if first.endswith(":") and more else first
 
 
 @contextmanager
