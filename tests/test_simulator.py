@@ -192,9 +192,9 @@ def test_the_watchers_read_all_heartbeats_and_each_of_the_others_one_of_theirs(
         count[0] += "/beats/" in path
         return read(self, path, cls)
 
-    def looking(self: Observer, node: Node, now: float, joining: bool) -> None:
+    def looking(self: Observer, node: Node, now: float) -> None:
         before = count[0]
-        look(self, node, now, joining)
+        look(self, node, now)
         if node.generation is not None:
             looks.setdefault(node.host, set()).add(count[0] - before)
 
