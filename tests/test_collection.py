@@ -9,14 +9,16 @@ import pytest
 from core_builders import CLOSE, MERGE, OPEN, PROBE, RULES, generation
 
 from fsbarrier import files
-from fsbarrier.group.collective import CollectiveWork
+from fsbarrier.group.collective import Collective, CollectiveWork
+from fsbarrier.group.group import make_member
 from fsbarrier.node.collection import AT_ONCE, Collection
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.paces import Paces
 from fsbarrier.node.resume import LastGeneration
 from fsbarrier.program import PHASE_NAMES, Phase, Program
-from fsbarrier.protocol.facts import SEALED, Fact, Join, Position
+from fsbarrier.protocol.facts import SEALED, Fact, Join, Position, Record
+from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Rules
 from fsbarrier.rundir.names import FACT
 from fsbarrier.rundir.paths import RunPaths
@@ -54,6 +56,35 @@ def test_a_long_run_leaves_no_more_than_a_short_one(tmp_path: Path) -> None:
     row = sorted(Path(name).name for name in long if "p05-" in name and "iter-" in name)
     # Of the leader the facts about the first iteration stay, too.
     assert row == ["iter-000001.node-0000.done", "iter-000009.node-0000.done", "iter-000009.node-0001.done"]
+
+
+def test_a_member_gives_its_part_before_it_cleans_up(tmp_path: Path) -> None:
+    """The others wait for the one, and nobody for the other."""
+    done: list[str] = []
+
+    class Noting(PosixStore):
+        def mark(self, path: Path, record: Record) -> None:
+            super().mark(path, record)
+            done.append(f"made {path.name[:11]}")
+
+        def remove(self, path: Path) -> None:
+            super().remove(path)
+            done.append(f"removed {path.name[:11]}")
+
+    here = Join(0, 0, "host0", 1, "boot")
+    member = make_member(Noting(), RunPaths(tmp_path), here, 1, Limits(6.0, 15.0, 4.0), 2.0)
+    assert member.begin(0.0) and member.look(0.1)
+    generation = member.snapshot.node.generation
+    assert generation is not None
+    for number in range(1, 5):
+        member.work.asked = Collective(generation, Position(number, 0), "barrier", None, ())
+        member.look(float(number))
+        assert member.snapshot.outcome is not None and member.snapshot.outcome.of is member.work.asked
+    assert done == [f"made iter-{n:06d}" for n in (1, 2, 3)] + [
+        "removed iter-000001",
+        "made iter-000004",
+        "removed iter-000002",
+    ]
 
 
 def test_a_run_goes_on_from_what_is_left(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from fsbarrier.retry import Backoff
 from fsbarrier.rundir.record_store import PosixStore
 
 #: the first pause while a caller waits, for each member: members on one host compete for CPU time
-PAUSE_FOR_EACH_S = 0.0001
+PAUSE_FOR_EACH_S = 0.0003
 LONGEST_PAUSE_S = 0.05
 #: the largest number of nodes that use hints: members on one host wake each other, N x N times a barrier
 HINTED_NODES = 16
@@ -113,7 +113,7 @@ class MemberThreads:
     def _look_on(self) -> None:
         # While the caller does not wait, the row does not matter: look once more, then rarely.
         idle = Backoff(FIRST_PAUSE_S, self.beat_s / 4, factor=1000.0)
-        waiting = Backoff(PAUSE_FOR_EACH_S * self.rules.num_nodes, LONGEST_PAUSE_S)
+        waiting = Backoff(PAUSE_FOR_EACH_S * max(1, self.rules.num_nodes - 2), LONGEST_PAUSE_S)
         polling = Polling(self.member.loop, self._wake, self.member.look)
         try:
             while not self._over():

@@ -125,8 +125,7 @@ class NodeLoop:
         If an action fails, the next tick begins with it and those after it, since the state machine will not ask for them again.
         Actions that it does ask for again (`ASKED_AGAIN`) are dropped.
         """
-        # Not when the row is passed: no member should wait for the clean-up.
-        self._rows.collect(self.node.rank)
+        passed = self._rows.take_passed()
         busy = bool(self._pending)
         self._act(now)
         while self.exit is None:
@@ -136,6 +135,8 @@ class NodeLoop:
             if actions:
                 self._pending.extend(actions)
                 outlook = self._act(now)
+                # Not in the tick that passed a row, nor before this node has published: no member should wait for the clean-up.
+                self._rows.collect(self.node.rank, passed)
                 busy = outlook is not Outlook.BEHIND
                 if outlook is not Outlook.NEWS:
                     break
@@ -143,6 +144,7 @@ class NodeLoop:
             self.write_event(event, self.node, fields)
         if self.exit is None:
             self._publication.repeat(self.node, now, self._note_long_wait)
+        self._rows.collect(self.node.rank, passed)
         return busy
 
     def _decide(self, now: float) -> Sequence[Action] | None:

@@ -14,7 +14,7 @@ from fsbarrier.rundir.record_store import Store
 
 @dataclass
 class RowTrail:
-    """Makes the folder of each row that the node enters, and remembers the rows that it has passed until `collect` cleans up."""
+    """Makes the folder of each row that the node enters, and cleans up after those that it has passed."""
 
     store: Store
     observer: Observer
@@ -23,7 +23,7 @@ class RowTrail:
     _made: set[int] = field(default_factory=set)
     #: the row that this node is in
     _row: Position | None = None
-    #: the rows passed since the last `collect`, with the names that their folders showed
+    #: the rows passed since the last `take_passed`, with the names that their folders showed
     _passed: list[tuple[Generation, Position, list[str]]] = field(default_factory=list)
 
     def enter(self, row: Entered) -> None:
@@ -41,9 +41,14 @@ class RowTrail:
                 self._passed.append((row.generation, self._row, names))
             self._row = row.position
 
-    def collect(self, rank: int) -> None:
-        """Remove the facts that nobody needs any more. What cannot be removed now is removed an iteration later."""
+    def take_passed(self) -> list[tuple[Generation, Position, list[str]]]:
+        """What `collect` is to clean up."""
         passed, self._passed = self._passed, []
+        return passed
+
+    def collect(self, rank: int, passed: list[tuple[Generation, Position, list[str]]]) -> None:
+        """Remove the facts that nobody needs any more, and empty `passed`. What is not removed now is removed an iteration later."""
         for generation, position, names in passed:
             with contextlib.suppress(OSError):
                 self.collection.collect(rank, generation, position, names)
+        passed.clear()
