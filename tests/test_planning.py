@@ -309,7 +309,7 @@ def test_seven_billion_on_three_nodes() -> None:
 def test_seventy_two_billion_fits_only_on_several_accelerators() -> None:
     (problem,) = plan(QWEN_72B, 32).problems
     assert problem.startswith(
-        "engine.tensor_parallel_size=1: weights of 135.4 GiB leave room for 0 tokens in the 68.0 GiB"
+        "engine.tensor_parallel_size=1: weights of 135.4 GiB leave room for only 0 tokens in the 68.0 GiB"
     )
     assert problem.endswith("the nearest that works: engine.tensor_parallel_size=4")
     made = plan(QWEN_72B, 32, **{"engine.tensor_parallel_size": 4})
@@ -331,7 +331,7 @@ def test_what_cannot_be_is_told_with_the_nearest_that_works(
     sizes = {"engine.tensor_parallel_size": 8}
     problems = plan(config, nodes, memory * GIB, **sizes, **chosen).problems
     (problem,) = [each for each in problems if each.startswith("trainer.shard=")]
-    assert f"there are {memory - 2}.0 GiB; the nearest that works: {nearest}" in problem
+    assert f"only {memory - 2}.0 GiB are available; the nearest that works: {nearest}" in problem
 
 
 @pytest.mark.parametrize("way", ["offload", "nodes"])

@@ -211,7 +211,7 @@ def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
     work = bench(tmp_path)
     work.prepare()
     work.update("v1")
-    with pytest.raises(ProgramFailed, match="belongs to policy version 1, the model is version 4"):
+    with pytest.raises(ProgramFailed, match="belongs to policy version 1, but the model is version 4"):
         work.update("v5", version=5, before="v1")
     (tmp_path / "v1" / "trainer" / "part-00000.safetensors").write_bytes(b"torn")
     with pytest.raises(ProgramFailed, match=r"part-00000\.safetensors cannot be read"):
