@@ -214,7 +214,7 @@ def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ProgramFailed, match="belongs to policy version 1, but the model is version 4"):
         work.update("v5", version=5, before="v1")
     (tmp_path / "v1" / "trainer" / "part-00000.safetensors").write_bytes(b"torn")
-    with pytest.raises(ProgramFailed, match=r"part-00000\.safetensors cannot be read"):
+    with pytest.raises(ProgramFailed, match=r"part-00000\.safetensors: cannot read the file"):
         work.update("v2", version=2, before="v1")
     (tmp_path / "v1" / "trainer" / "layout.json").unlink()
     with pytest.raises(ProgramFailed, match=r"layout\.json, listed in MANIFEST\.json, cannot be read"):
