@@ -151,7 +151,7 @@ def test_a_damaged_model_folder_is_named_before_the_engine_sees_it(tmp_path: Pat
     whole = file.read_bytes()
     for content, message in (
         (whole[:-1], r"model\.safetensors: damaged: \d+ bytes instead of \d+"),
-        (b"", "is damaged: no header"),
+        (b"", ": damaged: no header"),
         (whole[:8] + b"x" * (len(whole) - 8), ": damaged"),
     ):
         file.write_bytes(content)

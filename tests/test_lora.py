@@ -149,7 +149,7 @@ def test_what_cannot_have_adapters_is_refused_at_the_start(tmp_path: Path) -> No
     mixture("qwen3_moe").save_pretrained(tmp_path)
     for chosen, refused in (
         ([], "without lora.targets"),
-        (["q_proj", "gate"], "gate is no linear layer"),
+        (["q_proj", "gate"], "gate is not a linear layer"),
         (["q_proj"], ""),
     ):
         settings = resolve([], {"lora.rank": 4, "lora.targets": chosen}, cross_checks=False)

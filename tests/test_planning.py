@@ -488,7 +488,7 @@ def test_seventy_two_billion_on_eight_nodes() -> None:
 @pytest.mark.parametrize(
     ("config", "accelerators", "size", "said"),
     [
-        # 28 heads are 4 on each of 7, but 4 heads of keys are not a whole number there.
+        # 28 attention heads are 4 on each of 7, but 4 heads of keys are not a whole number there.
         (
             QWEN_7B,
             7,
@@ -559,7 +559,7 @@ def test_impossible_engines_are_told() -> None:
     (problem, *_) = plan(QWEN_7B, 1, **{"engine.tensor_parallel_size": 16}).problems
     assert "cannot span several" in problem
     (problem, *_) = plan(QWEN_7B, 1, **{"engine.tensor_parallel_size": 8}).problems
-    assert "engine.tensor_parallel_size=8" in problem and "28 heads" in problem
+    assert "engine.tensor_parallel_size=8" in problem and "28 attention heads" in problem
 
 
 def test_a_dry_run_begins_with_the_plan_where_there_is_one(

@@ -144,7 +144,7 @@ def test_room_is_checked_before_anything_is_trained(work: Bench, monkeypatch: py
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 90, 10))
     with pytest.raises(
-        ProgramFailed, match=r"policy version 1 takes 0\.0 GB .*has 0\.0 GB free; nothing was trained"
+        ProgramFailed, match=r"policy version 1 needs 0\.0 GB .*has only 0\.0 GB free; nothing was trained"
     ):
         update(work, 1)
     assert not (work.folder / POLICY_FOLDER.build(1, 1)).exists()
