@@ -181,7 +181,8 @@ def test_a_program_without_progress_is_a_failed_attempt(tmp_path: Path) -> None:
             stream = tar.extractfile(member)
             assert (
                 stream is not None
-                and f"--- {worker}\n(it did not write its stacks: it is stopped" in stream.read().decode()
+                and f"--- {worker}\n(the process did not write its stacks: it is stopped"
+                in stream.read().decode()
             )
             assert sum(".node-" in m.name and m.name.endswith(".txt") for m in tar.getmembers()) == 3
         assert not [e for e in cluster.events() if e["event"] == "node_lost"]

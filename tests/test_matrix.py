@@ -117,7 +117,7 @@ def assert_the_zombie_says_so(cluster: Cluster, rank: int) -> None:
     assert left["newest"] == 2 and f"node {rank}" in left["reason"]
     assert not [e for e in mine[mine.index(left) + 1 :] if e["generation"] in (1, 2)]
     assert [e["state"] for e in mine if e["event"] == "node_ended"] == ["finished"]
-    assert "it joins again" in cluster.said(rank)
+    assert "it rejoins" in cluster.said(rank)
 
 
 def assert_the_loss_is_named(cluster: Cluster, rank: int, phase: int, others: list[int]) -> None:

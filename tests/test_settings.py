@@ -326,11 +326,11 @@ def test_a_dry_run_shows_what_a_preset_means() -> None:
 
     lines = preset_lines(resolve("algorithm.preset=dr_grpo", "algorithm.clip_high=0.3"))
     assert lines[0] == "algorithm.preset=dr_grpo: Understanding R1-Zero-like training, arXiv 2503.20783"
-    assert "  algorithm.clip_high = 0.2 (this run has 0.3)" in lines
+    assert "  algorithm.clip_high = 0.2 (this run uses 0.3)" in lines
     assert '  algorithm.aggregation = "seq-mean-token-sum-norm"' in lines
     assert preset_lines(resolve()) == []
     refills = preset_lines(resolve("algorithm.preset=dapo", "rollout.max_refills=2"))
-    assert "  rollout.max_refills = 9 (this run has 2)" in refills
+    assert "  rollout.max_refills = 9 (this run uses 2)" in refills
 
 
 def test_what_a_chat_template_is_told() -> None:

@@ -169,7 +169,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from fsbarrier import files
-from fsbarrier.node.job import Job
+from fsbarrier.node.job import RowJob
 from fsbarrier.node.state_upload import StateUpload
 version, kept, dies_at = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 files.READ_BYTES, made = 1000, 0
@@ -183,7 +183,7 @@ for name in ("open", "write", "fsync", "replace"):
     setattr(os, name, call)
 upload = StateUpload()
 upload.begin(version, kept)
-upload.wait(Job())
+upload.wait(RowJob())
 os.write(1, str(made).encode())
 """
 

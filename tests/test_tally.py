@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fsbarrier.aggregate import RewardPart as PartFile
+from fsbarrier.aggregate import Part as PartFile
 from fsbarrier.aggregate import aggregate
 from fsbarrier.data.tally import MOST_PARTS, RewardPart, Tally, figures
 from fsbarrier.trajectories import ShardWriter, scan_shard

@@ -106,7 +106,7 @@ def test_without_the_node_s_part_the_policy_goes_back(work: Bench, fault: str) -
 def test_before_the_first_save_it_begins_with_the_first_model(work: Bench) -> None:
     update(work, 1)
     shutil.rmtree(kept_on_node(work))
-    assert "is version 0 again" in update(work, 2)["note"]
+    assert "falling back to version 0" in update(work, 2)["note"]
     first = Bench(work.folder, work.nested).weights("")
     assert same(weights(work, 2), first) and manifest(work, 2).state_in == ""
 
@@ -204,7 +204,7 @@ def test_what_did_not_follow_is_gone_and_what_is_damaged_is_refused(behind: Benc
         with pytest.raises(ProgramFailed, match=r"part-00000\.safetensors"):
             update(behind, 3)
     else:
-        assert "is version 1 again" in update(behind, 3)["note"]
+        assert "falling back to version 1" in update(behind, 3)["note"]
         assert same(weights(behind, 3), weights(behind, 1))
 
 

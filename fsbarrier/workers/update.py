@@ -329,6 +329,6 @@ if __name__ == "__main__":
     updates = Updates()
     code = run_worker(updates.main, updates.stay)
     leave()
-    # A thread of PyTorch's, which still lets go of a tensor, asks for the interpreter. Python ends whoever asks while it takes itself
-    # apart, C++ ends the process for that (SIGABRT), and an update that had done all its work would count as failed.
+    # A thread of PyTorch may still release a tensor now, and needs the interpreter's lock for it. If it asks for the lock while Python
+    # finalizes, the process is aborted (SIGABRT), and an update that had done all its work would count as failed.
     end(code)
