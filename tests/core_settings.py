@@ -7,7 +7,9 @@ from typing import Any
 
 from core_builders import (
     ASSIGN,
+    NOW,
     OPEN,
+    ROLL_OUT,
     RULES,
     at_row,
     done,
@@ -19,7 +21,7 @@ from core_builders import (
     started,
     waiting,
 )
-from core_cases import ENDED, Case, ends, entered, goes_along, proposes
+from core_cases import ENDED, Case, ends, entered, goes_along, is_lost, proposes
 
 from fsbarrier.protocol import machine
 from fsbarrier.protocol.facts import Join, Revision
@@ -222,6 +224,44 @@ SETTINGS_ROWS = [
         rules=KNOWN,
     ),
     Case(
+        "with `wait` a lost node comes back and asks for what a waiting node 0 asks for: both are taken in",
+        at_row(1, ROLL_OUT, generation=generation(ranks=(1, 2)), trouble_since=NOW - 20.0),
+        sees(
+            generation(ranks=(1, 2)),
+            joins=started(1) | asks(0, 1, optimizer__lr=3.0) | asks(2, 2, optimizer__lr=3.0),
+            ledger=heard(seen(0, state=JOINING), seen(2, incarnation=2, state=JOINING)),
+        ),
+        machine.wait_for_the_lost,
+        proposes(
+            2,
+            start=(1, ASSIGN),
+            restarted={2: 2},
+            reason=is_lost(2, "restarted as incarnation 2"),
+            created_by=1,
+            revisions=(CHANGE,),
+        ),
+        rules=replace(KNOWN, on_node_failure="wait"),
+    ),
+    Case(
+        "a node 0 that asks for nothing waits until an iteration starts, also with `wait`",
+        at_row(1, ROLL_OUT, generation=generation(ranks=(1, 2)), trouble_since=NOW - 20.0),
+        sees(
+            generation(ranks=(1, 2)),
+            joins=started(0, 1) | asks(2, 2, optimizer__lr=1.0),
+            ledger=heard(seen(0, state=JOINING), seen(2, incarnation=2, state=JOINING)),
+        ),
+        machine.wait_for_the_lost,
+        proposes(
+            2,
+            (1, 2),
+            start=(1, ASSIGN),
+            restarted={2: 2},
+            reason=is_lost(2, "restarted as incarnation 2"),
+            created_by=1,
+        ),
+        rules=replace(KNOWN, on_node_failure="wait"),
+    ),
+    Case(
         "a session begins in the middle of an iteration, which ends with the settings that it began with",
         second(0),
         sees(
@@ -310,6 +350,25 @@ SETTINGS_ROWS = [
         ends(2, "left", "node 0 was started for 2 nodes, so the run has no node 2 any more"),
         ENDED,
         rules=KNOWN,
+    ),
+    Case(
+        "with `wait` nobody waits for a lost node for which the new number leaves no place",
+        at_row(1, ROLL_OUT, trouble_since=NOW - 20.0),
+        sees(
+            joins=started(1, 2) | asks(0, 2, num_nodes=2),
+            ledger=heard(seen(0, incarnation=2, state=JOINING), seen(2, ago=30.0)),
+        ),
+        machine.wait_for_the_lost,
+        proposes(
+            2,
+            (0, 1),
+            start=(1, ASSIGN),
+            restarted={0: 2},
+            reason=f"{is_lost(0, 'restarted as incarnation 2')}; {is_lost(2, 'no heartbeat for 30.0 s')}",
+            created_by=1,
+            revisions=(Revision(2, 2, {"num_nodes": 2}, {"num_nodes": 3}, "ann@host9", "noon"),),
+        ),
+        rules=replace(KNOWN, on_node_failure="wait"),
     ),
     Case(
         "members beyond the new number are left behind when node 0 is admitted",

@@ -510,13 +510,21 @@ def abort_after_a_loss(at: Situation) -> Step | None:
 
 
 def wait_for_the_lost(at: Situation) -> Step | None:
-    """A member is lost, and with `--on-node-failure wait` the others wait at the barrier until it is back."""
+    """A member is lost, and with `--on-node-failure wait` the others wait at the barrier until it is back.
+
+    If node 0 waits to join and asks for other settings, the generation that takes the lost back admits it too. Example: nodes 1 and 2
+    run, node 0 comes and asks for a lower learning rate, and node 2 is restarted with the same flag. `at.joiners` has node 2 only
+    because node 0 asks for that. A lost rank for which node 0 leaves no place is not waited for.
+    """
     if at.rules.on_node_failure != "wait" or not at.gone:
         return None
-    lost = {loss.member.rank for loss in at.gone}
-    if lost <= at.joiners.keys():
-        back = [at.joiners[m.rank] if m.rank in lost else m for m in at.generation.members]
-        return _answer_the_loss(at, back)
+    awaited = {loss.member.rank for loss in at.gone if loss.member.rank < at.places}
+    if at.to_be != at.changed:
+        awaited.add(MASTER)
+    if awaited <= at.joiners.keys():
+        members = {member.rank: member for member in at.generation.members}
+        members |= {rank: at.joiners[rank] for rank in awaited}
+        return _answer_the_loss(at, [*members.values()])
     if at.node.trouble_since is None:
         fields = {"lost": lost_as_fields(at, at.gone), "waiting": True}
         return replace(at.node, trouble_since=at.now), (Note("node_lost", fields),)

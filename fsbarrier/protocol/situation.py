@@ -90,6 +90,11 @@ class Situation:
         taken_in = newest is not None and newest.incarnation_of(MASTER) == own.incarnation
         return {**self.changed, **own.stated} if comes and not taken_in else self.changed
 
+    @cached_property
+    def places(self) -> int:
+        """The number of nodes after the next generation."""
+        return self.rules.under(self.to_be).num_nodes
+
     def contradiction(self, join: Join, changed: Payload) -> str:
         """The first setting in which a start contradicts the run after `changed`; "" if there is none."""
         if not join.stated or join.rank == MASTER:
@@ -123,11 +128,10 @@ class Situation:
     @cached_property
     def joiners(self) -> Mapping[int, Member]:
         """The starts that may become members: they wait, run the same code as this node, and do not contradict the run's settings."""
-        num_nodes = self.rules.under(self.to_be).num_nodes
         return {
             rank: Member(rank, join.incarnation, join.host)
             for rank, join in self.waiting.items()
-            if rank < num_nodes and not self.differs(join) and not self.contradiction(join, self.to_be)
+            if rank < self.places and not self.differs(join) and not self.contradiction(join, self.to_be)
         }
 
     def differs(self, join: Join) -> bool:
