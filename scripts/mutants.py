@@ -49,7 +49,7 @@ TESTS = (
     ("fsbarrier/protocol/codec", "heartbeats runrecord | membership unreadable fuzz"),
     (
         "fsbarrier/protocol/",
-        "machine succession lost assign | heartbeats resume collection group unreadable restarts",
+        "machine succession lost assign | heartbeats resume fact_removal group unreadable restarts",
     ),
     ("fsbarrier/node/rank_lock", "rank_lock"),
     ("fsbarrier/node/free_ranks", "free_ranks"),
@@ -63,12 +63,12 @@ TESTS = (
     ("fsbarrier/node/daemon", "heartbeats membership detection restarts supervisor"),
     (
         "fsbarrier/node/",
-        "resume heartbeats durability collection | unreadable revisions membership group_edges group detection restarts",
+        "resume heartbeats durability fact_removal | unreadable revisions membership group_edges group detection restarts",
     ),
     ("fsbarrier/group/", "group_edges group | group_simulator"),
     ("fsbarrier/files", "files durability node_work aggregate trajectories"),
     ("fsbarrier/retry", "retry files"),
-    ("fsbarrier/rundir/record_store", "files durability heartbeats collection group_edges unreadable"),
+    ("fsbarrier/rundir/record_store", "files durability heartbeats fact_removal group_edges unreadable"),
     ("fsbarrier/rundir/heart", "heartbeats membership rank_lock detection"),
     ("fsbarrier/rundir/stop", "membership restarts policies"),
     ("fsbarrier/rundir/runrecord", "runrecord fuzz"),

@@ -638,7 +638,7 @@ JOINING_ROWS = [
         "where two of three may begin, a last call begins when the second is here",
         waiting(0, for_s=30.0, starting_nodes=1, starting_since=NOW - 20.0),
         sees(None, **waiters(0, 1), resume_point=left_off()),
-        machine.note_who_came,
+        machine.restart_the_last_call,
         becomes={"starting_nodes": 2, "starting_since": NOW},
         rules=TWO_TO_THREE,
     ),

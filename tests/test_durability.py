@@ -16,7 +16,7 @@ from fsbarrier import files
 from fsbarrier.data import mergeplan
 from fsbarrier.data.merge import merge
 from fsbarrier.data.mergeplan import MergeRequest
-from fsbarrier.node.collection import Collection
+from fsbarrier.node.fact_removal import FactRemoval
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.paces import Paces
@@ -254,7 +254,7 @@ def test_the_folder_of_an_iteration_is_flushed_before_anybody_comes_there(tmp_pa
     paths, record = RunPaths(tmp_path), generation(1)
     PosixStore().make_dir(paths.facts_of(1))
     with recording(tmp_path) as seen:
-        Collection(PosixStore(), paths, RULES).open(record, 2)
+        FactRemoval(PosixStore(), paths, RULES).open(record, 2)
     made = seen.one("mkdir", str(paths.open(1, 2).relative_to(tmp_path)))
     parent = str(paths.facts_of(1).relative_to(tmp_path))
     assert any(at > made and seen.done[at].path == parent for at in seen.all("flush-dir")), seen.done

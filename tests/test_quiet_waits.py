@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 from core_builders import generation
-from test_collection import PING
+from test_fact_removal import PING
 
 from fsbarrier.doctor.findings import Report
 from fsbarrier.group.collective import CollectiveWork

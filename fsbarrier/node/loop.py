@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fsbarrier.errors import Fenced
 from fsbarrier.node.announcement import Announcement
-from fsbarrier.node.collection import Collection
+from fsbarrier.node.fact_removal import FactRemoval
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.publication import Publication
 from fsbarrier.node.resume import LastGeneration
@@ -93,12 +93,12 @@ class NodeLoop:
     _pulse: Path | None = None
 
     def __post_init__(self) -> None:
-        paths, collection = self.observer.paths, Collection(self.store, self.observer.paths, self.rules)
+        paths, fact_removal = self.observer.paths, FactRemoval(self.store, self.observer.paths, self.rules)
         self.last_generation = LastGeneration(self.observer)
         self._silence = Silence(self.observer)
         self._announcement = Announcement(self.store, paths)
-        self._publication = Publication(self.store, self.observer, self.rules, collection)
-        self._rows = RowTrail(self.store, self.observer, collection)
+        self._publication = Publication(self.store, self.observer, self.rules, fact_removal)
+        self._rows = RowTrail(self.store, self.observer, fact_removal)
 
     def start(self, now: float, claimed: int | None = None) -> None:
         """Join the run as the next incarnation of this rank; the observer must be prepared. Raises OSError.
@@ -136,7 +136,7 @@ class NodeLoop:
                 self._pending.extend(actions)
                 outlook = self._act(now)
                 # Not in the tick that passed a row, nor before this node has published: no member should wait for the clean-up.
-                self._rows.collect(self.node.rank, passed)
+                self._rows.remove_old_facts(self.node.rank, passed)
                 busy = outlook is not Outlook.BEHIND
                 if outlook is not Outlook.NEWS:
                     break
@@ -144,7 +144,7 @@ class NodeLoop:
             self.write_event(event, self.node, fields)
         if self.exit is None:
             self._publication.repeat(self.node, now, self._note_long_wait)
-        self._rows.collect(self.node.rank, passed)
+        self._rows.remove_old_facts(self.node.rank, passed)
         return busy
 
     def _decide(self, now: float) -> Sequence[Action] | None:

@@ -7,7 +7,7 @@ again while nodes 0 and 1 pass it with another decision: a split brain.
 So node 2 creates the leader's fact of row 7 itself, as a seal. Only one of the two can create that name. If the seal is first, node 0
 cannot publish, and no member ever passes row 7. If node 0 was first, node 2 reads its decision and tries the next row.
 
-Facts of old iterations are removed (node/collection.py). If the listings are that stale, node 2 looks again until they are newer.
+Facts of old iterations are removed (node/fact_removal.py). If the listings are that stale, node 2 looks again until they are newer.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field
 
-from fsbarrier.node.collection import Collection
+from fsbarrier.node.fact_removal import FactRemoval
 from fsbarrier.node.observer import Observer
 from fsbarrier.protocol.facts import Generation, Position
 from fsbarrier.protocol.state import Entered
@@ -18,7 +18,7 @@ class RowTrail:
 
     store: Store
     observer: Observer
-    collection: Collection
+    fact_removal: FactRemoval
     #: the rows of this generation whose folder is there
     _made: set[int] = field(default_factory=set)
     #: the row that this node is in
@@ -31,7 +31,7 @@ class RowTrail:
         if row.begins:
             self._made.clear()
             self._row = None
-            self.collection.begin(row.generation)
+            self.fact_removal.begin(row.generation)
         if row.position.phase not in self._made:
             self.store.make_dir(self.observer.row_dir(row.generation.number, row.position))
             self._made.add(row.position.phase)
@@ -42,13 +42,13 @@ class RowTrail:
             self._row = row.position
 
     def take_passed(self) -> list[tuple[Generation, Position, list[str]]]:
-        """What `collect` is to clean up."""
+        """What `remove_old_facts` is to clean up."""
         passed, self._passed = self._passed, []
         return passed
 
-    def collect(self, rank: int, passed: list[tuple[Generation, Position, list[str]]]) -> None:
+    def remove_old_facts(self, rank: int, passed: list[tuple[Generation, Position, list[str]]]) -> None:
         """Remove the facts that nobody needs any more, and empty `passed`. What is not removed now is removed an iteration later."""
         for generation, position, names in passed:
             with contextlib.suppress(OSError):
-                self.collection.collect(rank, generation, position, names)
+                self.fact_removal.remove_old(rank, generation, position, names)
         passed.clear()

@@ -218,17 +218,17 @@ def end_when_its_settings_differ(at: Situation) -> Step | None:
     at_work = any(view.ledger.moved(m) and view.ledger.state(m) not in GONE for m in at.others)
     if not (named or at_work or MASTER in at.joiners):
         return None
-    return _end_for_its_settings(at, at.changed if named else at.to_be)
+    return _end_for_its_settings(at, at.changes if named else at.next_changes)
 
 
 def end_when_nobody_asks_for_the_same(at: Situation) -> Step | None:
     """The waiting is over, and node 0 did not ask for the settings on this node's command line: the node ends."""
-    return _end_for_its_settings(at, at.to_be)
+    return _end_for_its_settings(at, at.next_changes)
 
 
-def _end_for_its_settings(at: Situation, changed: Payload) -> Step | None:
+def _end_for_its_settings(at: Situation, changes: Payload) -> Step | None:
     own = at.view.joins.get(at.node.rank)
-    found = at.contradiction(own, changed) if own is not None else ""
+    found = at.contradiction(own, changes) if own is not None else ""
     why = f"node {at.node.rank}: {found}; drop it, or start node 0 (--master) with it"
     return _end(at, UsageError.exit_code, "left", why) if found else None
 
@@ -302,7 +302,7 @@ def end_when_all_is_done(at: Situation) -> Step | None:
     return _nothing_to_do(at, asked.until) if all_done(start, asked.until) else None
 
 
-def note_who_came(at: Situation) -> Step | None:
+def restart_the_last_call(at: Situation) -> Step | None:
     """If the run may begin with fewer nodes than it has places, each arrival restarts the last call (`last_call_s`)."""
     here = len(at.starting)
     if at.rules.limits.last_call_s is None or at.node.starting_nodes == here:
@@ -519,7 +519,7 @@ def wait_for_the_lost(at: Situation) -> Step | None:
     if at.rules.on_node_failure != "wait" or not at.gone:
         return None
     awaited = {loss.member.rank for loss in at.gone if loss.member.rank < at.places}
-    if at.to_be != at.changed:
+    if at.next_changes != at.changes:
         awaited.add(MASTER)
     if awaited <= at.joiners.keys():
         members = {member.rank: member for member in at.generation.members}
@@ -663,7 +663,7 @@ RULES: dict[Stage, tuple[Rule, ...]] = {
         end_with_a_stopped_start,
         look_where_the_run_was_left,
         end_when_all_is_done,
-        note_who_came,
+        restart_the_last_call,
         wait_for_all_nodes,
         give_up_waiting,
         end_when_nobody_asks_for_the_same,

@@ -26,7 +26,7 @@ class Situation:
     rules: Rules
 
     def __post_init__(self) -> None:
-        self.rules = self.rules.under(self.changed if self.node.generation is not None else self.to_be)
+        self.rules = self.rules.under(self.changes if self.node.generation is not None else self.next_changes)
 
     @property
     def generation(self) -> Generation:
@@ -74,32 +74,32 @@ class Situation:
     # --- changed settings ---
 
     @property
-    def changed(self) -> Payload:
+    def changes(self) -> Payload:
         """The changes in this node's generation; while it joins, in the newest one."""
         generation = self.node.generation or self.view.newest
         return in_force({}, generation.revisions) if generation is not None else {}
 
     @cached_property
-    def to_be(self) -> Payload:
+    def next_changes(self) -> Payload:
         """The changes after the next generation: those that node 0 asks for are added, if it is this node, or waits to join and runs the
         same code."""
         newest, own = self.view.newest, self.view.joins.get(MASTER)
         if own is None or not own.stated:
-            return self.changed
+            return self.changes
         comes = self.node.rank == MASTER or (MASTER in self.waiting and not self.differs(own))
         taken_in = newest is not None and newest.incarnation_of(MASTER) == own.incarnation
-        return {**self.changed, **own.stated} if comes and not taken_in else self.changed
+        return {**self.changes, **own.stated} if comes and not taken_in else self.changes
 
     @cached_property
     def places(self) -> int:
         """The number of nodes after the next generation."""
-        return self.rules.under(self.to_be).num_nodes
+        return self.rules.under(self.next_changes).num_nodes
 
-    def contradiction(self, join: Join, changed: Payload) -> str:
-        """The first setting in which a start contradicts the run after `changed`; "" if there is none."""
+    def contradiction(self, join: Join, changes: Payload) -> str:
+        """The first setting in which a start contradicts the run after `changes`; "" if there is none."""
         if not join.stated or join.rank == MASTER:
             return ""
-        return contradiction(join.stated, {**self.rules.settings, **changed})
+        return contradiction(join.stated, {**self.rules.settings, **changes})
 
     # --- who is alive ---
 
@@ -131,7 +131,7 @@ class Situation:
         return {
             rank: Member(rank, join.incarnation, join.host)
             for rank, join in self.waiting.items()
-            if rank < self.places and not self.differs(join) and not self.contradiction(join, self.to_be)
+            if rank < self.places and not self.differs(join) and not self.contradiction(join, self.next_changes)
         }
 
     def differs(self, join: Join) -> bool:

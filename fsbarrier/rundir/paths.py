@@ -79,7 +79,7 @@ class RunPaths:
         return self.facts_of(generation) / names.PHASE_FOLDER.build(index, name)
 
     def open(self, generation: int, iteration: int) -> Path:
-        """An empty folder: while it exists, the leader has removed none of its facts about this iteration (node/collection.py)."""
+        """An empty folder: while it exists, the leader has removed none of its facts about this iteration (node/fact_removal.py)."""
         return self.facts_of(generation) / names.OPEN_FOLDER.build(iteration)
 
     def claims(self, generation: int, iteration: int, split: str) -> Path:

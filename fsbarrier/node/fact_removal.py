@@ -32,7 +32,7 @@ KEPT_GENERATIONS = 2
 
 
 @dataclass
-class Collection:
+class FactRemoval:
     """What one node removes in its generation."""
 
     store: Store
@@ -56,7 +56,7 @@ class Collection:
             self.store.make_dir(self.paths.open(generation.number, iteration), durable=True)
             self._open.add(iteration)
 
-    def collect(self, rank: int, generation: Generation, passed: Position, names: Sequence[str]) -> None:
+    def remove_old(self, rank: int, generation: Generation, passed: Position, names: Sequence[str]) -> None:
         """Node `rank` has passed a row: remove what is not needed any more. `names`: the last listing of the row. Raises OSError."""
         leads = generation.leader == rank
         lasting = self._lasting(generation)

@@ -11,7 +11,7 @@ from core_builders import CLOSE, MERGE, OPEN, PROBE, RULES, generation
 from fsbarrier import files
 from fsbarrier.group.collective import Collective, CollectiveWork
 from fsbarrier.group.group import make_member
-from fsbarrier.node.collection import AT_ONCE, Collection
+from fsbarrier.node.fact_removal import AT_ONCE, FactRemoval
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.paces import Paces
@@ -153,9 +153,9 @@ def test_a_seal_that_comes_iterations_too_late_ends_nothing(row: str) -> None:
     assert max(record.start for _, record in history.generations.values()).iteration > 4
 
 
-def collection(folder: Path, number: int, **more: Any) -> tuple[Collection, Any]:
-    """What node 0, the leader, collects in generation `number` of three nodes, which begins in iteration 1."""
-    made = Collection(PosixStore(), RunPaths(folder), RULES)
+def removal(folder: Path, number: int, **more: Any) -> tuple[FactRemoval, Any]:
+    """What node 0, the leader, removes in generation `number` of three nodes, which begins in iteration 1."""
+    made = FactRemoval(PosixStore(), RunPaths(folder), RULES)
     record = generation(number, **more)
     made.begin(record)
     return made, record
@@ -177,7 +177,7 @@ def left(folder: Path) -> set[str]:
 def test_the_leader_removes_no_fact_before_the_folder_that_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leader, record = collection(tmp_path, 1)
+    leader, record = removal(tmp_path, 1)
     leader.open(record, 2)
     publish(tmp_path, 1, 2, MERGE, 0)
     names = publish(tmp_path, 1, 3, MERGE, 0)
@@ -187,21 +187,21 @@ def test_the_leader_removes_no_fact_before_the_folder_that_says_so(
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="away"):
         patch.setattr(PosixStore, "remove_dir", fails)
-        leader.collect(0, record, Position(3, MERGE), names)
+        leader.remove_old(0, record, Position(3, MERGE), names)
     assert left(tmp_path) == {"iter-000002.node-0000.done", "iter-000003.node-0000.done"}
-    leader.collect(0, record, Position(3, MERGE), names)
+    leader.remove_old(0, record, Position(3, MERGE), names)
     assert left(tmp_path) == {"iter-000003.node-0000.done"}
 
 
 def test_facts_stay_until_the_next_iteration_has_said_what_was_decided(tmp_path: Path) -> None:
     """A session of updates alone begins with a transient row. The first row after it tells what was decided before."""
-    leader, record = collection(tmp_path, 1, start=(1, PROBE), choices={"rl_phase": "update"})
+    leader, record = removal(tmp_path, 1, start=(1, PROBE), choices={"rl_phase": "update"})
     leader.open(record, 2)
     publish(tmp_path, 1, 2, PROBE, 0)
     names = publish(tmp_path, 1, 3, PROBE, 0)
-    leader.collect(0, record, Position(3, PROBE), names)
+    leader.remove_old(0, record, Position(3, PROBE), names)
     assert RunPaths(tmp_path).open(1, 2).is_dir()
-    leader.collect(0, record, Position(3, CLOSE), [])
+    leader.remove_old(0, record, Position(3, CLOSE), [])
     assert not RunPaths(tmp_path).open(1, 2).exists()
 
 
@@ -212,11 +212,11 @@ def test_what_older_generations_left_goes_too(tmp_path: Path) -> None:
         PosixStore().make_dir(lots)
         for lot in range(2 * AT_ONCE):
             (lots / f"lot-0000-{lot:06d}").touch()
-    leader, record = collection(tmp_path, 4)
-    leader.collect(0, record, Position(1, OPEN), [])
+    leader, record = removal(tmp_path, 4)
+    leader.remove_old(0, record, Position(1, OPEN), [])
     assert RunPaths(tmp_path).facts_of(1).is_dir(), "a generation that has done no iteration removes nothing"
     for phase in range(5):
-        leader.collect(0, record, Position(2, phase), [])
+        leader.remove_old(0, record, Position(2, phase), [])
     folders = {path.name for path in RunPaths(tmp_path).coordination.iterdir()}
     assert folders == {"gen-000003"}
 
@@ -224,8 +224,8 @@ def test_what_older_generations_left_goes_too(tmp_path: Path) -> None:
 def test_a_follower_removes_nothing_but_its_own(tmp_path: Path) -> None:
     publish(tmp_path, 1, 1, MERGE, 0, 1, 2)
     names = publish(tmp_path, 1, 2, MERGE, 0, 1, 2)
-    follower, record = collection(tmp_path, 1)
-    follower.collect(1, record, Position(2, MERGE), names)
+    follower, record = removal(tmp_path, 1)
+    follower.remove_old(1, record, Position(2, MERGE), names)
     assert left(tmp_path) == {
         *(f"iter-000001.node-{rank:04d}.done" for rank in (0, 2)),
         *(f"iter-000002.node-{rank:04d}.done" for rank in (0, 1, 2)),
