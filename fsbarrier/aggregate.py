@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import cast
 
 from fsbarrier import files, run_command
-from fsbarrier.data import rankfiles
+from fsbarrier.data import rank_files
 from fsbarrier.data.merge import AggregateReport, OnProgress, Progress, merge
-from fsbarrier.data.mergeplan import MergeRequest, Part, missing_text
-from fsbarrier.data.mergeranks import RanksMerged, RanksRequest, merge_ranks
-from fsbarrier.data.rankfiles import FoundFile
-from fsbarrier.data.shardreader import iter_trajectories, load
+from fsbarrier.data.merge_plan import MergeRequest, Part, missing_text
+from fsbarrier.data.merge_ranks import RanksMerged, RanksRequest, merge_ranks
+from fsbarrier.data.rank_files import FoundFile
+from fsbarrier.data.trajectory_reader import iter_trajectories, load
 from fsbarrier.errors import UsageError
 from fsbarrier.printable import printable
 from fsbarrier.protocol.facts import JsonObject
@@ -95,7 +95,7 @@ def main(args: argparse.Namespace) -> int:
     if runrecord.exists(log_path):
         files.set_shared_group(runrecord.load(log_path).settings.shared_group)
     chosen = [args.split] if args.split else list(SPLITS)
-    found = {split: rankfiles.find(log_path, split, args.iteration) for split in chosen}
+    found = {split: rank_files.find(log_path, split, args.iteration) for split in chosen}
     found = {split: items for split, items in found.items() if items}
     if not found:
         where = " or ".join(str(RunPaths(log_path).trajectories(split)) for split in chosen)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from fsbarrier.data.merge import merge
-from fsbarrier.data.mergeplan import MergeRequest
+from fsbarrier.data.merge_plan import MergeRequest
 from fsbarrier.loader import load_module
 from fsbarrier.program import Command, Context, Program, Steps, Value, Work
 from fsbarrier.workers import toy

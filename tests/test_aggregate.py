@@ -25,10 +25,10 @@ from trajectory_files import group, write_part
 
 from fsbarrier import cli
 from fsbarrier.aggregate import AggregateReport, Part, aggregate, command_line
-from fsbarrier.data import mergecopy
+from fsbarrier.data import merge_copy
 from fsbarrier.data.merge import remove_leftovers
-from fsbarrier.data.mergeplan import ranges
-from fsbarrier.data.torchpickle import FormatError
+from fsbarrier.data.merge_plan import ranges
+from fsbarrier.data.torch_pickle import FormatError
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.paths import RunPaths
@@ -283,7 +283,7 @@ def test_parts_that_cannot_be_merged(tmp_path: Path, three: list[Path]) -> None:
 
 def test_large_pieces_and_short_reads_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything in pieces smaller than a group, and a kernel that moves less than it is asked to."""
-    monkeypatch.setattr(mergecopy, "BUFFER", 1000)
+    monkeypatch.setattr(merge_copy, "BUFFER", 1000)
     preadv, pwritev = os.preadv, os.pwritev
     monkeypatch.setattr(
         "os.preadv", lambda fd, views, at: preadv(fd, [views[0][: max(1, len(views[0]) // 2)]], at)

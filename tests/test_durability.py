@@ -13,9 +13,9 @@ from operations import Recorder, recording
 from trajectory_files import write_part
 
 from fsbarrier import files
-from fsbarrier.data import mergeplan
+from fsbarrier.data import merge_plan
 from fsbarrier.data.merge import merge
-from fsbarrier.data.mergeplan import MergeRequest
+from fsbarrier.data.merge_plan import MergeRequest
 from fsbarrier.node.fact_removal import FactRemoval
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
@@ -133,7 +133,9 @@ def test_a_merged_file_is_flushed_before_its_name_and_before_its_public_name(tmp
     parts = [write_part(tmp_path / f"part-{rank}", [rank], rank=rank) for rank in range(2)]
     with recording(tmp_path) as seen:
         merge(
-            MergeRequest(tuple(mergeplan.Part(path) for path in parts), tmp_path / "merged.g0001", {}, (0, 1))
+            MergeRequest(
+                tuple(merge_plan.Part(path) for path in parts), tmp_path / "merged.g0001", {}, (0, 1)
+            )
         )
         files.link_or_copy(tmp_path / "merged.g0001", tmp_path / "merged")
     named = assert_named_when_whole(seen, "rename", "merged.g0001")

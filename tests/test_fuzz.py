@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 from trajectory_files import group, write_part
 
 from fsbarrier import aggregate, cli
-from fsbarrier.data import rankfiles
+from fsbarrier.data import rank_files
 from fsbarrier.data.tasks import read_tasks
-from fsbarrier.data.torchunpickle import Unpickler
+from fsbarrier.data.torch_unpickle import Unpickler
 from fsbarrier.errors import EXIT_INTERNAL, ProgramFailed, StoreError, UsageError
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import PHASE_NAMES, Phase, Program
@@ -486,7 +486,7 @@ def test_a_trajectory_file(shards: dict[str, bytes], tmp_path: Path, kind: str) 
             found = value["trajectories"] if isinstance(value, dict) else value
             if isinstance(found, list):
                 assert {repr(one) for one in found} <= written
-        rankfiles.find(tmp_path, "train", 5)
+        rank_files.find(tmp_path, "train", 5)
 
     read()
 
@@ -532,7 +532,7 @@ import resource, struct, sys
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 sys.path.insert(0, {repo!r})
-from fsbarrier.data.shardscan import scan_shard
+from fsbarrier.data.trajectory_scan import scan_shard
 from fsbarrier.errors import FsbarrierError
 from fsbarrier.trajectories import FormatError, iter_trajectories, load
 for path in sorted(Path({folder!r}).iterdir()):

@@ -196,7 +196,7 @@ def test_a_sparse_trajectory_file_costs_no_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("opcodes", [b"}a", b"(", b"\x85"], ids=["dicts", "marks", "tuples"])
 def test_a_small_pickle_cannot_take_much_memory(opcodes: bytes) -> None:
-    from fsbarrier.data.torchunpickle import Unpickler
+    from fsbarrier.data.torch_unpickle import Unpickler
 
     data = b"]" + opcodes * (100_000 // len(opcodes)) + b"."
     with pytest.raises(FormatError, match="more lists, dicts and tuples"):

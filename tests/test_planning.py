@@ -15,7 +15,7 @@ from fsbarrier.cli import main
 from fsbarrier.errors import UsageError
 from fsbarrier.planning import plan_text
 from fsbarrier.planning.cluster_plan import Cluster, ClusterPlan, make_plan
-from fsbarrier.planning.memory import GIB, STEP_EAGER, UpdateLoad, Zero, choose_shard
+from fsbarrier.planning.memory import GIB, STEP_EAGER, UpdateLoad, Zero, choose_sharding
 from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.settings.resolve import resolve
 
@@ -266,7 +266,7 @@ def test_auto_shards_no_more_than_it_must() -> None:
     room = 76 * GIB
 
     def auto(config: dict[str, Any], nodes: int, per_node: int = 8) -> str:
-        return choose_shard(load(config), nodes=nodes, per_node=per_node, available=room)
+        return choose_sharding(load(config), nodes=nodes, per_node=per_node, available=room)
 
     one_billion = GEMMA3_1B
     assert auto(one_billion, 3) == "none"

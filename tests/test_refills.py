@@ -11,7 +11,7 @@ from cluster import FAST, Cluster, rolled_out_twice
 from test_rollout import SAMPLES, Fake, finish, make_spec, run, start
 from waiting import until
 
-from fsbarrier.data import rankfiles
+from fsbarrier.data import rank_files
 from fsbarrier.errors import StoreError
 from fsbarrier.protocol.assign import refill_tasks, sample_tasks
 from fsbarrier.rollouts.claims import remove_old
@@ -185,7 +185,7 @@ def test_by_hand_the_rounds_that_were_not_begun_are_not_missing(tmp_path: Path, 
     files = {"part": str(part), "checkpoint": str(part).removesuffix(".g0003i0001.part")}
     spec = in_rounds(tmp_path, fake.url, 1, **files, tasks=[*range(12)], shares={"1": [*range(12)]})
     assert run(spec).code == 0
-    assert rankfiles.expected_tasks(rankfiles.find(tmp_path, "train", 5)) == tuple(range(8))
+    assert rank_files.expected_tasks(rank_files.find(tmp_path, "train", 5)) == tuple(range(8))
 
 
 # --- a whole run --------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trajectory_files import group, trajectory, write_part
 
-from fsbarrier.data.torchpickle import FormatError
+from fsbarrier.data.torch_pickle import FormatError
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import FsbarrierError, StoreError, UsageError
 from fsbarrier.rollouts.shared_flush import SharedFlush

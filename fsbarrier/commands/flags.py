@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fsbarrier import files
 from fsbarrier.errors import UsageError
+from fsbarrier.protocol.timing import REJOIN_TIMEOUT_S
 from fsbarrier.rundir.runrecord import RunRecord, load
 from fsbarrier.settings.hidden import shown_word
 from fsbarrier.settings.sources import FLAGS, ChosenValue, with_range_of_nodes
@@ -50,7 +51,7 @@ _HELP = {
     ),
     "--rejoin-timeout": (
         "S",
-        "with --on-node-failure wait: seconds to wait before the run ends (default 1800)",
+        f"with --on-node-failure wait: seconds to wait before the run ends (default {REJOIN_TIMEOUT_S:g})",
     ),
     "--iterations": ("N", "stop after iteration N (default: run until stopped)"),
     "--debug-mode": ("", "do not start or stop vLLM; use the server that is already running (engine.url)"),

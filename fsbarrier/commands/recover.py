@@ -8,9 +8,9 @@ from pathlib import Path
 
 from fsbarrier.aggregate import merge_with_bar
 from fsbarrier.commands import flags
-from fsbarrier.data import rankfiles
-from fsbarrier.data.mergeranks import RanksRequest
-from fsbarrier.data.rankfiles import FoundFile
+from fsbarrier.data import rank_files
+from fsbarrier.data.merge_ranks import RanksRequest
+from fsbarrier.data.rank_files import FoundFile
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.maintenance import recovery
 from fsbarrier.maintenance.superseding import needed, record_generation
@@ -107,10 +107,10 @@ def merge(
     outcome: JsonObject = {"split": split, "gone": [str(path) for path in gone]}
     usable = {item.path for item in found if not item.state.in_the_way}
     # List the files again, because quarantined ones must not be merged.
-    ranks = [item for item in rankfiles.find(log_path, split, args.iteration) if item.path in usable]
+    ranks = [item for item in rank_files.find(log_path, split, args.iteration) if item.path in usable]
     if not ranks:
         return outcome
-    expected = rankfiles.expected_tasks(ranks)
+    expected = rank_files.expected_tasks(ranks)
     there = {group.task_index for item in ranks if item.scan for group in item.scan.groups}
     outcome["expected"] = None if expected is None else len(expected)
     outcome["missing"] = [task for task in expected or () if task not in there]

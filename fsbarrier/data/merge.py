@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fsbarrier.data.mergecopy import Piece, copy_pieces
-from fsbarrier.data.mergeplan import (
+from fsbarrier.data.merge_copy import Piece, copy_pieces
+from fsbarrier.data.merge_plan import (
     GroupPlace,
     MergePlan,
     MergeRequest,
@@ -26,7 +26,9 @@ from fsbarrier.data.mergeplan import (
     merged_metadata,
     missing_text,
 )
-from fsbarrier.data.shardscan import (
+from fsbarrier.data.torch_pickle import ALIGNMENT, FormatError
+from fsbarrier.data.torch_zip import Entry, first_entries, header_bytes, make_entry, write_at, write_directory
+from fsbarrier.data.trajectory_scan import (
     DATA,
     MERGE_JSON,
     TORCH_FILES,
@@ -35,9 +37,7 @@ from fsbarrier.data.shardscan import (
     mean_reward,
     scan_shard,
 )
-from fsbarrier.data.shardwriter import pickle_entry
-from fsbarrier.data.torchpickle import ALIGNMENT, FormatError
-from fsbarrier.data.torchzip import Entry, first_entries, header_bytes, make_entry, write_at, write_directory
+from fsbarrier.data.trajectory_writer import pickle_entry
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.files import fsync_dir, make_dirs, open_new, rename
 from fsbarrier.host.identity import host_name

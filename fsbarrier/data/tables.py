@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Protocol
 
 from fsbarrier import files
-from fsbarrier.data import rankfiles
-from fsbarrier.data.rankfiles import FileState
-from fsbarrier.data.shardreader import read_trajectories
-from fsbarrier.data.shardscan import NotOurs, opened, scan_shard
+from fsbarrier.data import rank_files
+from fsbarrier.data.rank_files import FileState
+from fsbarrier.data.trajectory_reader import read_trajectories
+from fsbarrier.data.trajectory_scan import NotOurs, opened, scan_shard
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.rundir.names import SPLITS, parse_trajectories
 from fsbarrier.rundir.paths import RunPaths
@@ -73,7 +73,7 @@ def sources(log_path: Path, split: str, iterations: Sequence[int] | None) -> tup
         if merged.is_file():
             found.append(merged)
             continue
-        for item in rankfiles.find(log_path, split, iteration):
+        for item in rank_files.find(log_path, split, iteration):
             if item.state in (FileState.FOREIGN, FileState.UNREADABLE):
                 raise UsageError(
                     f"{item.path.name}: {item.note}; move it away, or merge by hand (fsbarrier aggregate)"

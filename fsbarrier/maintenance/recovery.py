@@ -13,9 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fsbarrier import files, reading
-from fsbarrier.data import rankfiles
-from fsbarrier.data.rankfiles import FileState, FoundFile
-from fsbarrier.data.shardscan import scan_shard
+from fsbarrier.data import rank_files
+from fsbarrier.data.rank_files import FileState, FoundFile
+from fsbarrier.data.trajectory_scan import scan_shard
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.protocol.facts import Fact
 from fsbarrier.rundir import runrecord
@@ -44,7 +44,7 @@ def inspect(log_path: Path, iteration: int) -> list[FoundFile]:
     found: list[FoundFile] = []
     for split in SPLITS:
         merged = RunPaths(log_path).merged(split, iteration)
-        found += [_described(item) for item in rankfiles.find(log_path, split, iteration)]
+        found += [_described(item) for item in rank_files.find(log_path, split, iteration)]
         # Temporary files of the merged file or of a rank's file. The suffix after the number distinguishes iteration 1 from 12.
         unfinished = (f".{merged.name}.", f".{merged.name}_rank_")
         for path in sorted(merged.parent.iterdir()) if merged.parent.is_dir() else ():

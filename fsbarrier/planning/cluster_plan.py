@@ -14,7 +14,7 @@ from fsbarrier.engine.placement import check_arguments, replicas
 from fsbarrier.engine.server import ASLEEP_BYTES
 from fsbarrier.errors import UsageError
 from fsbarrier.host.memory import SHARED_MEMORY
-from fsbarrier.planning.memory import EXACT, Shard, UpdateLoad, choose_shard, shards_of
+from fsbarrier.planning.memory import EXACT, Sharding, UpdateLoad, choose_sharding, shards_of
 from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.protocol.wording import gib
 from fsbarrier.reading import GIB
@@ -61,7 +61,7 @@ class ClusterPlan:
     world: int
     # Processes without a trajectory in a minibatch.
     idle_processes: int
-    shard: Shard
+    shard: Sharding
     shards: int
     # DeepSpeed's ZeRO stage; None: without DeepSpeed.
     zero_stage: int | None
@@ -172,7 +172,7 @@ def copies_weights(settings: Settings, cluster: Cluster) -> bool:
     return settings.manages_engine and Path(place).is_relative_to(SHARED_MEMORY)
 
 
-def update_load(shape: ModelShape, settings: Settings, cluster: Cluster) -> tuple[Shard, UpdateLoad]:
+def update_load(shape: ModelShape, settings: Settings, cluster: Cluster) -> tuple[Sharding, UpdateLoad]:
     """The sharding of the update, and the load of one process."""
     trainer, on_cpu = settings.trainer, not cluster.accelerators
     dtype = trainer.dtype if trainer.dtype != "auto" else "float32" if on_cpu else "bfloat16"
@@ -184,7 +184,7 @@ def update_load(shape: ModelShape, settings: Settings, cluster: Cluster) -> tupl
         chosen = "all"
     if chosen == "auto":
         available = _available(cluster, per_node)
-        chosen = choose_shard(
+        chosen = choose_sharding(
             load, nodes=cluster.nodes, per_node=per_node, available=available, host=cluster.host_bytes
         )
     return chosen, replace(load, shards=shards_of(chosen, cluster.nodes, per_node))
@@ -269,7 +269,7 @@ def _engine_parts(
 
 
 def _update_problems(
-    shape: ModelShape, settings: Settings, cluster: Cluster, load: UpdateLoad, shard: Shard
+    shape: ModelShape, settings: Settings, cluster: Cluster, load: UpdateLoad, shard: Sharding
 ) -> list[str]:
     if settings.trainer.command is not None or _fits(load, settings, cluster):
         return []

@@ -14,7 +14,7 @@ from fsbarrier.reading import GIB
 from fsbarrier.settings import deepspeed_config
 from fsbarrier.settings.sections import Settings
 
-Shard = Literal["none", "node", "all"]
+Sharding = Literal["none", "node", "all"]
 Offload = Literal["none", "optimizer", "all"]
 
 # The context, the communication buffers and the gaps of the allocator on each accelerator.
@@ -223,7 +223,9 @@ def layer_bytes(shape: ModelShape, tokens: int, element: int) -> int:
     return tokens * (widths * element + 2 * shape.hidden * EXACT)
 
 
-def choose_shard(load: UpdateLoad, *, nodes: int, per_node: int, available: int, host: int = 0) -> Shard:
+def choose_sharding(
+    load: UpdateLoad, *, nodes: int, per_node: int, available: int, host: int = 0
+) -> Sharding:
     """What `trainer.shard=auto` means: the least sharding with which an update fits into `available` bytes a process, and what it
     offloads into `host` bytes of a node (0: not looked at).
 
@@ -237,13 +239,13 @@ def choose_shard(load: UpdateLoad, *, nodes: int, per_node: int, available: int,
     return ways(nodes, per_node)[-1]
 
 
-def ways(nodes: int, per_node: int) -> tuple[Shard, ...]:
+def ways(nodes: int, per_node: int) -> tuple[Sharding, ...]:
     """The ways to shard that differ, the least sharded first: within a node only where it has several processes, and over all
     only where there are several nodes."""
-    node: tuple[Shard, ...] = ("node",) if per_node > 1 else ()
+    node: tuple[Sharding, ...] = ("node",) if per_node > 1 else ()
     return ("none", *node, *(("all",) if nodes > 1 else ()))
 
 
-def shards_of(shard: Shard, nodes: int, per_node: int) -> int:
+def shards_of(shard: Sharding, nodes: int, per_node: int) -> int:
     """Over how many processes one copy of the model is sharded."""
     return {"none": 1, "node": per_node, "all": nodes * per_node}[shard]

@@ -131,7 +131,9 @@ class Situation:
         return {
             rank: Member(rank, join.incarnation, join.host)
             for rank, join in self.waiting.items()
-            if rank < self.places and not self.differs(join) and not self.contradiction(join, self.next_changes)
+            if rank < self.places
+            and not self.differs(join)
+            and not self.contradiction(join, self.next_changes)
         }
 
     def differs(self, join: Join) -> bool:

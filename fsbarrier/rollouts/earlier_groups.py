@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsbarrier.data.shardreader import read_trajectories
-from fsbarrier.data.shardscan import GroupEntry, opened, scan_shard
 from fsbarrier.data.trajectory import Trajectory
+from fsbarrier.data.trajectory_reader import read_trajectories
+from fsbarrier.data.trajectory_scan import GroupEntry, opened, scan_shard
 from fsbarrier.errors import FsbarrierError
 from fsbarrier.protocol.facts import Payload
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from fsbarrier import files
-from fsbarrier.data.shardwriter import ShardInfo
+from fsbarrier.data.trajectory_writer import ShardInfo
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.protocol.assign import LOTS
 from fsbarrier.protocol.facts import Payload

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn import Module
 
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.planning.memory import Offload, Shard, UpdateLoad, choose_shard
+from fsbarrier.planning.memory import Offload, Sharding, UpdateLoad, choose_sharding
 from fsbarrier.settings.sections import TrainerSettings
 from fsbarrier.training.policy_model import PolicyModel
 from fsbarrier.training.processes import Processes
@@ -50,7 +50,7 @@ class Layout:
 
 def choose_layout(settings: TrainerSettings, processes: Processes, load: Callable[[], UpdateLoad]) -> Layout:
     """The layout for the settings on these processes. Raises UsageError if it is impossible."""
-    wanted: Shard = settings.shard if settings.shard != "auto" else _fitting(processes, load)
+    wanted: Sharding = settings.shard if settings.shard != "auto" else _fitting(processes, load)
     by_node = processes.processes_by_node
     uneven = len(set(by_node)) > 1
     if wanted == "node" and uneven:
@@ -67,14 +67,14 @@ def choose_layout(settings: TrainerSettings, processes: Processes, load: Callabl
     return Layout(shards, settings.offload)
 
 
-def _fitting(processes: Processes, load: Callable[[], UpdateLoad]) -> Shard:
+def _fitting(processes: Processes, load: Callable[[], UpdateLoad]) -> Sharding:
     """The least sharding that fits into memory. Nodes with different numbers of processes can only shard over all."""
     if processes.world == 1:
         return "none"
     by_node, available = processes.processes_by_node, processes.memory_bytes()
     if len(set(by_node)) > 1:
-        return choose_shard(load(), nodes=processes.world, per_node=1, available=available)
-    return choose_shard(load(), nodes=len(by_node), per_node=by_node[0], available=available)
+        return choose_sharding(load(), nodes=processes.world, per_node=1, available=available)
+    return choose_sharding(load(), nodes=len(by_node), per_node=by_node[0], available=available)
 
 
 def shard(model: PolicyModel, layout: Layout, processes: Processes) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from fsbarrier.data.shardreader import read_trajectories
-from fsbarrier.data.shardscan import GroupEntry, opened, scan_shard
-from fsbarrier.data.torchpickle import FormatError
+from fsbarrier.data.torch_pickle import FormatError
 from fsbarrier.data.trajectory import Trajectory
+from fsbarrier.data.trajectory_reader import read_trajectories
+from fsbarrier.data.trajectory_scan import GroupEntry, opened, scan_shard
 from fsbarrier.errors import StoreError
 from fsbarrier.printable import printable
 from fsbarrier.rundir.names import SPLITS

@@ -13,18 +13,18 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fsbarrier.data import rankfiles
+from fsbarrier.data import rank_files
 from fsbarrier.data.merge import AggregateReport, OnProgress, merge, scan_merged
-from fsbarrier.data.mergeplan import MergeRequest, make_plan, missing_text
-from fsbarrier.data.rankfiles import FileState, FoundFile
-from fsbarrier.data.shardscan import scan_shard
+from fsbarrier.data.merge_plan import MergeRequest, make_plan, missing_text
+from fsbarrier.data.rank_files import FileState, FoundFile
+from fsbarrier.data.trajectory_scan import scan_shard
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.rundir.paths import RunPaths
 
 
 @dataclass(frozen=True, slots=True)
 class RanksRequest:
-    """A merge of one iteration and split; `files`: from `rankfiles.find`."""
+    """A merge of one iteration and split; `files`: from `rank_files.find`."""
 
     log_path: Path
     split: str
@@ -61,12 +61,12 @@ def merge_ranks(request: RanksRequest, on_progress: OnProgress | None = None) ->
     _refuse_unusable(request)
     with _with_converted(request) as files:
         wanted = MergeRequest(
-            rankfiles.parts(files),
+            rank_files.parts(files),
             request.out,
-            rankfiles.common_metadata(files, request.split, request.iteration)
+            rank_files.common_metadata(files, request.split, request.iteration)
             | {"allow_partial": request.allow_partial},
-            rankfiles.expected_tasks(files),
-            rankfiles.groups_to_keep(files),
+            rank_files.expected_tasks(files),
+            rank_files.groups_to_keep(files),
             request.allow_partial,
         )
         plan = make_plan(wanted)

@@ -8,8 +8,8 @@ from enum import Enum
 from itertools import accumulate
 from pathlib import Path
 
-from fsbarrier.data.mergeplan import Part
-from fsbarrier.data.shardscan import NotOurs, ShardScan, scan_shard
+from fsbarrier.data.merge_plan import Part
+from fsbarrier.data.trajectory_scan import NotOurs, ShardScan, scan_shard
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rundir import runrecord

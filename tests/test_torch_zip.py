@@ -21,10 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trajectory_files import trajectory, write_part
 
-from fsbarrier.data import torchunpickle, torchzip
-from fsbarrier.data.torchpickle import MAX_DEPTH, FormatError, GroupPickler, file_pickle
-from fsbarrier.data.torchunpickle import ForeignObject, Unpickler
-from fsbarrier.data.torchzip import (
+from fsbarrier.data import torch_unpickle, torch_zip
+from fsbarrier.data.torch_pickle import MAX_DEPTH, FormatError, GroupPickler, file_pickle
+from fsbarrier.data.torch_unpickle import ForeignObject, Unpickler
+from fsbarrier.data.torch_zip import (
     Entry,
     crc32_combine,
     directory_bytes,
@@ -282,7 +282,7 @@ def test_an_extension_that_a_library_registered_is_out_of_reach() -> None:
 
 def test_only_the_opcodes_that_are_written_exist() -> None:
     known = {opcode.code.encode("latin-1")[0]: opcode.name for opcode in pickletools.opcodes}
-    refused = {name for code, name in known.items() if Unpickler.dispatch[code] is torchunpickle._refuse}
+    refused = {name for code, name in known.items() if Unpickler.dispatch[code] is torch_unpickle._refuse}
     assert {known[code] for code in known} - refused == WRITTEN_OPCODES | {"TUPLE2", "TUPLE3"}
     assert sorted(Unpickler.dispatch) == list(range(256))
 
@@ -365,9 +365,9 @@ def test_zipfile_reads_what_is_written(
 ) -> None:
     """Lowered limits bring out the zip64 fields that files beyond 4 GB or 65535 entries have."""
     if limits[0]:
-        monkeypatch.setattr(torchzip, "ZIP64_SIZE_FROM", limits[0])
+        monkeypatch.setattr(torch_zip, "ZIP64_SIZE_FROM", limits[0])
     if limits[1]:
-        monkeypatch.setattr(torchzip, "ZIP64_COUNT_FROM", limits[1])
+        monkeypatch.setattr(torch_zip, "ZIP64_COUNT_FROM", limits[1])
     make_zip(tmp_path / "z", CONTENTS)
     with zipfile.ZipFile(tmp_path / "z") as archive:
         assert {name: archive.read(name) for name in archive.namelist()} == CONTENTS
@@ -376,7 +376,7 @@ def test_zipfile_reads_what_is_written(
     for entry in opened(tmp_path / "z"):
         assert data[entry.data_offset : entry.end] == CONTENTS[entry.name]
         assert entry.data_offset % 64 == 0
-        header = torchzip.parse_header(data[entry.offset : entry.offset + 1024], entry.offset)
+        header = torch_zip.parse_header(data[entry.offset : entry.offset + 1024], entry.offset)
         assert header == entry
 
 
@@ -450,8 +450,8 @@ def test_plain_files_of_torch_save_are_read(tmp_path: Path) -> None:
 def test_torch_opens_zip64_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    monkeypatch.setattr(torchzip, "ZIP64_SIZE_FROM", 1)
-    monkeypatch.setattr(torchzip, "ZIP64_COUNT_FROM", 1)
+    monkeypatch.setattr(torch_zip, "ZIP64_SIZE_FROM", 1)
+    monkeypatch.setattr(torch_zip, "ZIP64_COUNT_FROM", 1)
     path = write_part(tmp_path / "part", range(3), finished=True)
     loaded = torch.load(path, weights_only=True)
     assert [item["task_index"] for item in loaded["trajectories"]] == [0, 0, 1, 1, 2, 2]

@@ -1,6 +1,6 @@
 """Lists the groups of a growing, finished or merged trajectory file, without unpickling.
 
-Layout of a rank's file (all entries stored, see torchzip): `shard.json` (who writes it), `version`, `byteorder`, then for each
+Layout of a rank's file (all entries stored, see torch_zip): `shard.json` (who writes it), `version`, `byteorder`, then for each
 group its storages `data/<key>-<type>` and, last, `groups/<key>`: the group's pickled body, a JSON description and 8 bytes
 (the description's size and CRC-32). That last entry commits the group: a group without it was never acknowledged. A finished
 file ends with `data.pkl` and the central directory. A merged file has no `groups/`; its `merge.json` says where they are.
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fsbarrier.data.tally import Tally
-from fsbarrier.data.torchpickle import FormatError
-from fsbarrier.data.torchzip import HEADER_MAX, ROOT, Entry, parse_header, pread, read_at, read_directory
+from fsbarrier.data.torch_pickle import FormatError
+from fsbarrier.data.torch_zip import HEADER_MAX, ROOT, Entry, parse_header, pread, read_at, read_directory
 from fsbarrier.errors import StoreError
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.reading import open_plain

@@ -1,4 +1,4 @@
-"""`ShardWriter`: writes the growing trajectory file of one rank. shardscan.py describes the layout.
+"""`ShardWriter`: writes the growing trajectory file of one rank. trajectory_scan.py describes the layout.
 
 A group (all samples of one task) is appended as complete zip entries and fsynced before `append_group` returns; several groups can share an
 fsync. Existing contents are never rewritten, not even by `finish`.
@@ -17,7 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsbarrier import __version__
-from fsbarrier.data.shardscan import (
+from fsbarrier.data.tally import Tally
+from fsbarrier.data.torch_pickle import GroupPickler, file_pickle
+from fsbarrier.data.torch_zip import (
+    Entry,
+    crc32_combine,
+    first_entries,
+    header_bytes,
+    make_entry,
+    read_at,
+    write_at,
+    write_directory,
+)
+from fsbarrier.data.trajectory import REQUIRED, is_judged
+from fsbarrier.data.trajectory_scan import (
     CHUNK,
     DATA,
     DATA_PKL,
@@ -31,19 +44,6 @@ from fsbarrier.data.shardscan import (
     parse_header_at,
     scan_shard,
 )
-from fsbarrier.data.tally import Tally
-from fsbarrier.data.torchpickle import GroupPickler, file_pickle
-from fsbarrier.data.torchzip import (
-    Entry,
-    crc32_combine,
-    first_entries,
-    header_bytes,
-    make_entry,
-    read_at,
-    write_at,
-    write_directory,
-)
-from fsbarrier.data.trajectory import REQUIRED, is_judged
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.files import fsync_dir, open_new, open_own
 from fsbarrier.protocol.facts import Payload

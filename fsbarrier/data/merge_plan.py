@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fsbarrier import __version__
 from fsbarrier.data import tally
-from fsbarrier.data.shardscan import GroupEntry, ShardScan, mean_reward, scan_shard
+from fsbarrier.data.trajectory_scan import GroupEntry, ShardScan, mean_reward, scan_shard
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.protocol.facts import JsonObject
 

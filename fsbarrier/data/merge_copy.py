@@ -10,10 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from fsbarrier.data.mergeplan import GroupPlace
-from fsbarrier.data.shardscan import opened
-from fsbarrier.data.torchpickle import FormatError
-from fsbarrier.data.torchzip import read_at, write_at
+from fsbarrier.data.merge_plan import GroupPlace
+from fsbarrier.data.torch_pickle import FormatError
+from fsbarrier.data.torch_zip import read_at, write_at
+from fsbarrier.data.trajectory_scan import opened
 from fsbarrier.retry import FAILING, retry
 
 #: Buffer size: large enough for a disk, small enough for a processor cache.

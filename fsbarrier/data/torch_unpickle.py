@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fsbarrier.data.torchpickle import MAX_DEPTH, ORDERED_DICT, REBUILD, STORAGE_CLASSES, FormatError
+from fsbarrier.data.torch_pickle import MAX_DEPTH, ORDERED_DICT, REBUILD, STORAGE_CLASSES, FormatError
 
 FetchStorage = Callable[[str], bytes]
 

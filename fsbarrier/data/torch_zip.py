@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from fsbarrier.data.torchpickle import ALIGNMENT, FormatError
+from fsbarrier.data.torch_pickle import ALIGNMENT, FormatError
 from fsbarrier.reading import PIECE_BYTES
 from fsbarrier.retry import FAILING, retry
 

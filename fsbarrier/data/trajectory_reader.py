@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import cast
 
-from fsbarrier.data.shardscan import DATA, GroupEntry, opened, read_checked, scan_shard
-from fsbarrier.data.torchpickle import FormatError
-from fsbarrier.data.torchunpickle import FetchStorage, Unpickler
-from fsbarrier.data.torchzip import Entry, read_directory
+from fsbarrier.data.torch_pickle import FormatError
+from fsbarrier.data.torch_unpickle import FetchStorage, Unpickler
+from fsbarrier.data.torch_zip import Entry, read_directory
 from fsbarrier.data.trajectory import Trajectory, TrajectoryFile
+from fsbarrier.data.trajectory_scan import DATA, GroupEntry, opened, read_checked, scan_shard
 from fsbarrier.retry import FAILING, retry
 
 
