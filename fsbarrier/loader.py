@@ -51,7 +51,7 @@ def load_module(name: str) -> ModuleType:
     except UsageError:
         raise
     # Report any exception from the user's file as one line.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"--program {name}: cannot load {path}: {type(error).__name__}: {error}") from None
 
 

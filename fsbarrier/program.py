@@ -403,6 +403,16 @@ class Context:
 Builder = Callable[[Context], Work]
 
 
+def build_work(build: Builder, context: Context) -> Work:
+    """The work that a row's function describes. Raises TypeError if it describes none, and whatever the function raises."""
+    work: object = build(context)
+    if not isinstance(work, Work):
+        raise TypeError(
+            f"{build.__name__} returned {type(work).__name__}, which is no work (Value, Command, ...)"
+        )
+    return work
+
+
 class Phase(Row[Builder]):
     """One row of a program; `each` and `leader` are functions that build the work."""
 

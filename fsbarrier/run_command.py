@@ -115,7 +115,10 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(re.sub(r"^argument (-[^:/]*?)(/[^:]*)?: ", r"\1: ", message))
+        message = re.sub(r"^argument (-[^:/]*?)(/[^:]*)?: ", r"\1: ", message)
+        for kind, meaning in (("int", "a whole number"), ("float", "a number")):
+            message = message.replace(f"invalid {kind} value: ", f"must be {meaning}, got ")
+        raise UsageError(message)
 
     def _with_values_joined(self, arguments: Sequence[str]) -> list[str]:
         """Rewrite `--flag -1,2` as `--flag=-1,2`, because argparse would take the value for a flag."""

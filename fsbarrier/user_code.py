@@ -52,7 +52,7 @@ def load_named(setting: str, value: str) -> object:
     try:
         module = load_file(file, f"fsbarrier_user_{setting.replace('.', '_')}")
     # The user's code may raise anything.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"{said}: cannot load {file}: {described_failure(error, str(file))}") from None
     found = getattr(module, name, None)
     if found is None:

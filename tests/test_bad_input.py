@@ -55,6 +55,17 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "tied" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (tmp_path / "raises.py").write_text("raise RuntimeError('no')\n")
     (tmp_path / "nothing.py").write_text("x = 1\n")
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
+    own = """
+from dataclasses import replace
+from fsbarrier.loader import load_module
+toy = load_module("toy").PROGRAM
+def mine(ctx):
+    BODY
+PROGRAM = replace(toy, rows=tuple(replace(row, each=mine) if row.name == "train_rollout" else row for row in toy.rows))
+"""
+    (tmp_path / "fails.py").write_text(own.replace("BODY", "raise KeyError('mine')"))
+    (tmp_path / "returns_nothing.py").write_text(own.replace("BODY", "pass"))
     (tmp_path / "ds.json").write_text('{"gradient_clipping": 3}')
     (tmp_path / "bad.toml").write_text("[rollout\n")
     (tmp_path / "typo.toml").write_text("[rollout]\ntemperatur = 1\n")
@@ -177,7 +188,7 @@ CASES = {
     "infinite weight": (PING + "--master --num-nodes 2 --rank-weights 1,inf", ["--rank-weights", "finite"]),
     "weight that is a word": (
         PING + "--master --num-nodes 2 --rank-weights 1,x",
-        ["--rank-weights", '"1,x"'],
+        ["--rank-weights: must be a number (number 2 of the list)", '"x"'],
     ),
     "master and worker": (PING + "--master --worker 1", ["--master and --worker 1"]),
     "rank out of range": (PING + "--worker 3 --num-nodes 3", ["--worker 3", "ranks 0 to 2"]),
@@ -231,6 +242,15 @@ CASES = {
     "program file is no Python": ("run --program ./broken.py", ["broken.py", "SyntaxError"]),
     "program file raises": ("run --program ./raises.py", ["raises.py", "RuntimeError: no"]),
     "program file without a program": ("run --program ./nothing.py", ["nothing.py", "PROGRAM"]),
+    "program file that ends the program": ("run --program ./leaves.py", ["leaves.py", "SystemExit: 3"]),
+    "program whose function fails": (
+        "run --program ./fails.py --dry-run",
+        ["fails.py: phase train_rollout: KeyError: 'mine'"],
+    ),
+    "program whose function returns nothing": (
+        "run --program ./returns_nothing.py --dry-run",
+        ["phase train_rollout: TypeError: mine returned NoneType, which is no work"],
+    ),
     "data without a model": ("run --data-path data", ["--data-path without --model"]),
     "model without data": ("run --model model", ["--model without --data-path"]),
     "data path is missing": (
@@ -370,6 +390,9 @@ CASES = {
     "launch with a bad number": ("launch local --nodes x --program ping", ["--nodes", '"x"']),
     "stop of no run": ("stop", ["--log-path", "no run"]),
     "logs of no run": ("logs --log-path empty", ["--log-path empty", "no run"]),
+    "recovery of no number": ("recover --iteration x", ["--iteration: must be a whole number, got 'x'"]),
+    "merge of no number": ("aggregate --iteration x", ["--iteration: must be a whole number, got 'x'"]),
+    "status of a file": ("status --log-path file", ["file: not a directory"]),
     "logs of a negative node": ("logs --node -1", ["--node", "0 or more"]),
 }
 

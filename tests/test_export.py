@@ -117,6 +117,11 @@ def test_what_is_wrong(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     checkpoint(run, 3, 1, "three, half", complete=False)
     assert export(run, tmp_path / "out", "--policy-version", "3") == 2
     assert "--policy-version 3: not on disk; available: 0, 1, 2 (" in capsys.readouterr().err
+    # As the toy program leaves it.
+    (checkpoint(run, 4, 1, "") / "model" / "model.safetensors").unlink()
+    checkpoints.write_manifest(RunPaths(run).checkpoint(4, 1), 4)
+    assert export(run, tmp_path / "out", "--policy-version", "4") == 2
+    assert "this run has no policy to export (program rl)" in capsys.readouterr().err
     (RunPaths(run).checkpoint(1, 1) / "model" / "model.safetensors").write_bytes(weights("eno"))
     assert export(run, tmp_path / "out") == 4
     assert "model.safetensors differs" in capsys.readouterr().err

@@ -34,6 +34,15 @@ PLANTED: dict[str, Callable[[Path], None]] = {
 }
 
 
+def test_a_file_below_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, out = long_run(tmp_path / "run", 1).log_path, tmp_path / "file" / "out"
+    out.parent.write_text("theirs")
+    for name, command in COMMANDS.items():
+        assert main(command.format(out=out, run=run).split()) == 2, name
+        assert f"{out}: " in (said := capsys.readouterr().err) and len(said.splitlines()) == 1, said
+    assert out.parent.read_text() == "theirs"
+
+
 @pytest.mark.parametrize("kind", ["fifo", "link", pytest.param("device", marks=needs_root)])
 def test_what_is_no_plain_file_is_refused(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

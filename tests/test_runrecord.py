@@ -127,6 +127,12 @@ def test_an_edited_or_newer_record_is_one_line(tmp_path: Path, change: dict[str,
     assert "\n" not in str(caught.value)
 
 
+def test_a_folder_in_place_of_the_record_is_one_line(tmp_path: Path) -> None:
+    RunPaths(tmp_path).record.mkdir()
+    with pytest.raises(UsageError, match="not a run's record: it is a folder; use another --log-path"):
+        runrecord.load(tmp_path)
+
+
 def test_no_run_there(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere", tmp_path / "file"):
         (tmp_path / "file").write_text("")

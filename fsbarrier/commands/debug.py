@@ -25,9 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     record = flags.find_run(args)
     paths = record.paths
+    out = preflight.absolute(args.out) if args.out else None
+    if out is not None and not out.parent.is_dir():
+        raise UsageError(f"--out {args.out}: {out.parent} is not an existing directory")
     try:
         key = debug_requests.request(paths)
-        out = preflight.absolute(args.out) if args.out else paths.debug_archive(key)
+        out = out or paths.debug_archive(key)
         if out.is_dir():
             raise UsageError(f"--out {args.out}: is a directory; name a file")
         reading.check_may_replace(out)

@@ -13,6 +13,7 @@ from fsbarrier.commands import flags
 from fsbarrier.data import tables
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.printable import printable
+from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.runrecord import load
 from fsbarrier.start import policy_export, preflight
@@ -104,6 +105,7 @@ def main(args: argparse.Namespace) -> int:
     if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
         raise UsageError(f"{target}: already exists; name a new folder")
     chosen = policy_export.find(record, args.policy_version)
+    make_parents(target)
     try:
         policy_export.export(chosen, target, args.dtype)
     except OSError as error:
@@ -129,9 +131,13 @@ def export_table(args: argparse.Namespace, log_path: Path, target: Path) -> int:
             raise UsageError(f"{flag}: only for exporting a policy; name a folder as the target")
     aside: list[str] = []
     if args.file:
+        for path in args.file:
+            if not path.is_file():
+                raise UsageError(f"--file {path}: {'is not a file' if path.exists() else 'no such file'}")
         found = [preflight.absolute(path).resolve() for path in args.file]
     else:
         found, aside = tables.sources(log_path, args.split, args.iteration)
+    make_parents(target)
     done = tables.export(found, target, tokens=not args.no_tokens)
     if args.json:
         sources = [str(path) for path in done.files]
@@ -143,5 +149,14 @@ def export_table(args: argparse.Namespace, log_path: Path, target: Path) -> int:
     else:
         for note in aside:
             print(f"skipped: {printable(note)}")
-        print(f"exported {done.trajectories} trajectories from {len(done.files)} files to {target}")
+        read = f"{done.trajectories} trajectories from {counted(len(done.files), 'file')}"
+        print(f"exported {read} to {target}")
     return 0
+
+
+def make_parents(target: Path) -> None:
+    """Create the folder that the target goes into. Raises UsageError."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{target}: cannot create its folder: {error.strerror or error}") from None

@@ -26,7 +26,9 @@ WATCHED_BEATS = 2.5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_log_path(parser)
-    parser.add_argument("--iteration", type=int, required=True, help="the iteration to check")
+    parser.add_argument(
+        "--iteration", metavar="N", type=flags.whole_number, required=True, help="the iteration to check"
+    )
     parser.add_argument("--aggregate", action="store_true", help="merge the valid files")
     parser.add_argument(
         "--allow-partial",

@@ -112,7 +112,6 @@ def export(found: Iterable[Path], out: Path, *, tokens: bool = True) -> Exported
         raise UsageError(f"{out}: must end in {' or '.join(SUFFIXES)}")
     if out.exists():
         raise UsageError(f"{out}: already exists; name a new file")
-    out.parent.mkdir(parents=True, exist_ok=True)
     temporary = files.temporary_beside(out)
     open_writer: Callable[[Path], _Writer] = _JsonLines if out.suffix == ".jsonl" else _Parquet
     used, count, seen = [], 0, set[tuple[object, ...]]()

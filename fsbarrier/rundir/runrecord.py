@@ -260,6 +260,8 @@ def _read_bytes(path: Path) -> bytes:
         return reading.read_bytes(path, reading.RUN_RECORD_BYTES)
     except reading.NotPlain as error:
         raise _Torn(f"not a run's record: {error.strerror}") from None
+    except IsADirectoryError:
+        raise _Torn("not a run's record: it is a folder") from None
     except FileNotFoundError:
         raise _NotWholeYet("it was listed, but it is not there") from None
 

@@ -97,6 +97,9 @@ def parse_text(text: str, kind: Kind | None) -> object:
         return tomllib.loads(f"value = {stripped}")["value"] if "\n" not in stripped else text
     except (ValueError, RecursionError):
         # Not TOML, nested too deeply, or a number with thousands of digits.
+        if shape == "list" and text.strip()[:1] != "[":
+            # The validation can then name the item that is wrong.
+            return [parse_text(item, Kind("value")) for item in text.split(",")]
         return text
 
 

@@ -178,7 +178,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     _check_slice(settings, program)
     _check_own(settings, program, request.environ)
     _check_packages(request, settings, program)
-    tasks, model = _inputs(settings, program, request.environ, is_demo)
+    tasks, model = _inputs(settings, program, asked, is_demo)
     if not request.dry_run:
         # Determines the permissions of everything written from here on.
         files.set_shared_group(settings.shared_group)
@@ -284,7 +284,7 @@ def _check_packages(request: Request, settings: Settings, program: Program) -> N
 
 
 def _inputs(
-    settings: Settings, program: Program, environ: Mapping[str, str], is_demo: bool
+    settings: Settings, program: Program, asked: _Asked, is_demo: bool
 ) -> tuple[dict[str, TaskSource], str | None]:
     """The validated task files and model folder. Those of the built-in task do not exist yet."""
     named = task_files.needed_files(settings) if "data" in program.needs else {}
@@ -296,10 +296,11 @@ def _inputs(
     if data_path and named:
         # Check this first, because the model may be inside it.
         task_files.check_folder(data_path)
+    environ = asked.request.environ
     model = model_folder.find_model(settings.model, data_path, environ) if settings.model else None
     if model is not None:
         model_folder.check_lengths(model, settings)
-        model_folder.check_adapters(model, settings)
+        model_folder.check_adapters(model, settings, asked.say)
     tasks: dict[str, TaskSource] = {}
     if data_path and named:
         tasks = task_files.read_tasks(data_path, named, settings.reward.kind, model=model)

@@ -13,7 +13,7 @@ from pathlib import Path
 from fsbarrier.engine import model
 from fsbarrier.engine.command import ServerPlan, argv
 from fsbarrier.engine.placement import replicas
-from fsbarrier.errors import UsageError
+from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.host import accelerators
 from fsbarrier.loader import load_program
 from fsbarrier.planning import plan_text
@@ -21,6 +21,7 @@ from fsbarrier.planning.cluster_plan import make_plan
 from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.printable import printable, without_passwords
 from fsbarrier.program import (
+    Builder,
     Command,
     Context,
     OpenRendezvous,
@@ -32,6 +33,7 @@ from fsbarrier.program import (
     Steps,
     Value,
     Work,
+    build_work,
 )
 from fsbarrier.protocol.facts import Join, Member, Payload
 from fsbarrier.rundir.runrecord import RunRecord
@@ -134,11 +136,13 @@ def describe(record: RunRecord, settings: Settings) -> Iterator[tuple[int, int, 
     )
     for row in program.rows[first : last + 1]:
         context = replace(context, phase=row)
-        works = {rank: [row.each(replace(context, node_rank=rank))] if row.each else [] for rank in ranks}
+        works = {
+            rank: [_work(row.each, replace(context, node_rank=rank))] if row.each else [] for rank in ranks
+        }
         reports = {rank: expected(work) for rank, own in works.items() for work in own}
         if row.leader:
             # As in a run, the leader works after the others and sees their results.
-            work = row.leader(replace(context, reports=partial(_the_same, reports)))
+            work = _work(row.leader, replace(context, reports=partial(_the_same, reports)))
             works[0].append(work)
             reports[0] = {**reports.get(0, {}), **expected(work)}
         for rank, own in works.items():
@@ -147,6 +151,17 @@ def describe(record: RunRecord, settings: Settings) -> Iterator[tuple[int, int, 
         if reports.get(0):
             decided = {row.name: {"iteration": 1, "value": reports[0]}}
             context = replace(context, decisions={**context.decisions, **decided})
+
+
+def _work(build: Builder, context: Context) -> Work:
+    """The work that a row's function describes. Raises UsageError if the function, which may be the user's, fails."""
+    try:
+        return build_work(build, context)
+    except FsbarrierError:
+        raise
+    except (Exception, SystemExit) as error:
+        where = f"--program {context.settings.program}: phase {context.phase.name}"
+        raise UsageError(f"{where}: {type(error).__name__}: {error}") from None
 
 
 def _the_same(reports: Mapping[int, Payload], phase_name: str) -> Mapping[int, Payload]:

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,7 +94,7 @@ def check_lengths(folder: Path, settings: Settings) -> None:
             )
 
 
-def check_adapters(folder: Path, settings: Settings) -> None:
+def check_adapters(folder: Path, settings: Settings, say: Callable[[str], None]) -> None:
     """Check that the adapters that are asked for can be put into the model. Raises UsageError."""
     from fsbarrier.engine.model import inspect
 
@@ -107,6 +107,9 @@ def check_adapters(folder: Path, settings: Settings) -> None:
         if tied:
             raise UsageError(tied_head(lora.targets))
     if lora.rank and settings.trainer.command is None and importlib.util.find_spec("torch") is not None:
+        say(
+            f"trying adapters of rank {lora.rank} on the model (this loads PyTorch and takes up to half a minute)"
+        )
         _try_adapters(folder, lora)
 
 

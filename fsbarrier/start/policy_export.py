@@ -55,6 +55,8 @@ def find(record: RunRecord, wanted: int | None) -> VersionToExport:
             for name, digest in manifest.files.items()
             if name.startswith("model/")
         }
+        if not any(name.endswith((".safetensors", ".bin")) for name in digests):
+            raise _no_policy(record)
         # The manifest may list parts of the trainer state that the nodes have not copied yet.
         listed = any(name.startswith("trainer/") for name in manifest.files)
         state = listed and checkpoints.newest_state(folder) == folder.name
@@ -63,13 +65,17 @@ def find(record: RunRecord, wanted: int | None) -> VersionToExport:
     if not wanted and (first := first_model(record)) is not None:
         return first
     if wanted is None:
-        raise UsageError(
-            f"--log-path {record.log_path}: this run has no policy to export (program {record.settings.program})"
-        )
+        raise _no_policy(record)
     whole = (version for version, folder in there if (folder / checkpoints.MANIFEST).is_file())
     kept = ", ".join(str(version) for version in sorted({0, *whole}))
     raise UsageError(
         f"--policy-version {wanted}: not on disk; available: {kept} (checkpoint.keep limits how many are kept)"
+    )
+
+
+def _no_policy(record: RunRecord) -> UsageError:
+    return UsageError(
+        f"--log-path {record.log_path}: this run has no policy to export (program {record.settings.program})"
     )
 
 

@@ -298,6 +298,12 @@ def load_record(log_path: Path) -> runrecord.RunRecord:
     except OSError as error:
         raise UsageError(f"no run at {log_path}: {error.strerror or error}") from None
     if not there:
-        why = "no run.json" if log_path.is_dir() else "no such directory"
+        why = (
+            "no run.json"
+            if log_path.is_dir()
+            else "not a directory"
+            if log_path.exists()
+            else "no such directory"
+        )
         raise UsageError(f"no run at {log_path}: {why}; select a run directory with --log-path")
     return runrecord.load(log_path)
