@@ -124,6 +124,22 @@ def test_a_program_that_fails_once_does_no_harm(tmp_path: Path, rank: int, row: 
             assert "ended with exit code 3" in cluster.said(node), "all hear why there is another try"
 
 
+@pytest.mark.parametrize(
+    ("does", "says"),
+    [
+        ("returns_nothing", "TypeError: build returned NoneType, which is no work"),
+        ("returns_a_set", "TypeError: Object of type set is not JSON serializable"),
+        ("leaves", "SystemExit: enough"),
+    ],
+)
+def test_a_function_without_usable_work_is_a_failed_program(tmp_path: Path, does: str, says: str) -> None:
+    flags = (*FAST, f"custom.does={does}", "coordination.retries=0")
+    with Cluster(tmp_path, 1, *flags, program=str(PROGRAMS / "no_work.py")) as cluster:
+        cluster.start()
+        assert cluster.wait() == {0: 4}, cluster.said(0)
+        assert f"phase 2 train_rollout: {says}" in cluster.said(0)
+
+
 def test_stop_ends_a_run_from_elsewhere(tmp_path: Path) -> None:
     """At the next start of an iteration; at once; and a later start knows nothing of it."""
 

@@ -138,6 +138,9 @@ def raises(prompt, response, answer, metadata):
 def stops(prompt, response, answer, metadata):
     return next(iter(()))
 
+def leaves(prompt, response, answer, metadata):
+    raise SystemExit("enough")
+
 def nothing(prompt, response, answer, metadata):
     pass
 
@@ -173,6 +176,7 @@ def test_a_function_of_ones_own_may_be_plain_or_async_and_give_parts(file: Path)
     [
         ("raises", "raises: KeyError: 'colour'"),
         ("stops", "stops: RuntimeError: StopIteration"),
+        ("leaves", "leaves: RuntimeError: SystemExit: enough"),
         ("nothing", "nothing: gave None, not a finite number"),
         ("nan", "nan: gave nan, not a finite number"),
     ],

@@ -5,6 +5,7 @@ The loop launches and cancels jobs and reads their reports; a job never changes 
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from fsbarrier.errors import FsbarrierError, NodesRefused, StoreError
 from fsbarrier.node.admission import objections
 from fsbarrier.node.job import Cancelled, NodeUnfit, RowJob, Workplace
 from fsbarrier.node.work_kinds import carry_out
-from fsbarrier.program import Context
+from fsbarrier.program import Context, build_work
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node, RowPart, WorkReport
 from fsbarrier.protocol.succession import STARTS
@@ -103,7 +104,7 @@ class JobRunner:
             value, ok = {**failure(str(error)), "refused": True}, False
         except FsbarrierError as error:
             value, ok = failure(str(error)), False
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # A bug in a user's program file, or in ours, is a failure like any other: the others learn of it and may retry.
             value, ok = failure(f"{type(error).__name__}: {error}"), False
         if not job.cancel.is_set():
@@ -121,11 +122,13 @@ class JobRunner:
                 build = context.phase.each if part is RowPart.EACH else context.phase.leader
                 assert build is not None
                 warned = self._admit(context, node)
-                work = job.patiently(partial(build, context))
+                work = job.patiently(partial(build_work, build, context))
         except OSError as error:
             # Another host may be able to read it, and no program has failed.
             raise NodeUnfit(f"node {node.rank}: this node cannot begin its work: {error}") from None
         value = carry_out(work, context, job, self.workplace)
+        # Raises TypeError for a value of the user's that no fact can hold.
+        json.dumps(value)
         return {**value, "events": [*warned, *value.get("events", ())]} if warned else value
 
     def _admit(self, context: Context, node: Node) -> list[Payload]:

@@ -165,9 +165,9 @@ async def _in_thread(call: Callable[[], T]) -> T:
     def run() -> None:
         try:
             future.set_result(call())
-        except StopIteration as error:
-            # StopIteration cannot be raised into a coroutine.
-            future.set_exception(RuntimeError(f"StopIteration: {error}"))
+        except (StopIteration, SystemExit) as error:
+            # The first cannot be raised into a coroutine, and the second would end its event loop.
+            future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
         except Exception as error:
             future.set_exception(error)
 
