@@ -40,7 +40,7 @@ class Outcome:
     @property
     def over_ideal(self) -> float:
         """How many times as long as if these nodes, as fast as each was, had all ended at the same moment."""
-        rates = sum(result["groups"] / result["seconds"] for result in self.results)
+        rates = sum(float(result["groups"] / result["seconds"]) for result in self.results)
         return self.seconds * rates / len(self.tasks)
 
 

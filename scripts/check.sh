@@ -37,7 +37,7 @@ printf '== ruff\n'
 "$python" -m ruff check fsbarrier phases scripts tests
 "$python" -m ruff format --check fsbarrier phases scripts tests
 printf '== mypy --strict\n'
-"$python" -m mypy --strict fsbarrier phases
+"$python" -m mypy --strict fsbarrier phases scripts
 printf '== the order of the rooms (pyproject.toml, [tool.importlinter])\n'
 "$(dirname -- "$python")/lint-imports" --no-cache
 printf '== pytest\n'

@@ -37,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import transformers
 
-from fsbarrier.planning.memory import GIB
 from fsbarrier.planning.model_shape import ModelShape
+from fsbarrier.reading import GIB
 from fsbarrier.settings.sections import EngineSettings, LoraSettings, Settings, TrainerSettings
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.optimizer_step import train
@@ -65,8 +65,8 @@ PEAKS |= {"H100": 989, "A100": 312, "A10": 125, "L40S": 362, "L4": 121, "MI300X"
 # What a launcher tells its processes; each one here is alone.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
 MEMORY_WORDS = ("out of memory", "can't allocate memory", "alloc_failed")
-COLUMNS = ("tokens/s", "s/step", "MFU", "peak GiB", "reserved", "plan", "gradient", "left GiB", "move MB/s")
-COLUMNS += ("write MB/s", "read MB/s")
+COLUMNS: tuple[str, ...] = ("tokens/s", "s/step", "MFU", "peak GiB", "reserved", "plan", "gradient")
+COLUMNS += ("left GiB", "move MB/s", "write MB/s", "read MB/s")
 
 Show = Callable[[str], None]
 

@@ -265,7 +265,7 @@ class Fuzz:
                 self.go_on(rank)
                 self.start(rank)
             (self.folder / "stop").touch()
-            self.wrong += [end for rank in range(self.nodes) if (end := self.end_of(rank))]
+            self.wrong += [wrong for rank in range(self.nodes) if (wrong := self.end_of(rank))]
         finally:
             for process in self.processes.values():
                 process.kill()

@@ -86,7 +86,8 @@ def _read_block(path: Path, block: Sequence[tuple[int, str]]) -> Mutant:
             promise = promise or said
             edits.append((where, [], []))
         elif mark in "-+" and edits:
-            edits[-1][1 if mark == "-" else 2].append(text)
+            _, old, new = edits[-1]
+            (old if mark == "-" else new).append(text)
         elif mark == "=":
             harmless = text.removeprefix("harmless: ")
         else:

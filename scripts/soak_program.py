@@ -13,16 +13,10 @@ from fsbarrier.data.merge import merge
 from fsbarrier.data.merge_plan import MergeRequest
 from fsbarrier.loader import load_module
 from fsbarrier.program import Command, Context, Program, Steps, Value, Work
+from fsbarrier.supervision.worker_contract import ProgressWriter
 from fsbarrier.workers import toy
 
 PROCESSES_EVERY = 50
-
-
-class NoProgress:
-    """In place of the file in which a process shows how far it is."""
-
-    def show(self, *_: object, **__: object) -> None:
-        pass
 
 
 def without_processes(work: Work) -> Work:
@@ -33,18 +27,22 @@ def without_processes(work: Work) -> Work:
         return work
     if "do" in work.spec:
         do = {"rollout": toy.rollout, "update": toy.update, "wait": toy.wait}[work.spec["do"]]
-        result = do({**work.spec, "seconds": 0.0}, NoProgress())
+        result = do({**work.spec, "seconds": 0.0}, ProgressWriter(None))
     else:
-        result = asdict(merge(MergeRequest.from_spec(work.spec)))
+        result = asdict(merge(MergeRequest.from_spec(dict(work.spec))))
     return Value({**work.extra, **result})
 
 
 def quickly(build: Callable[[Context], Work] | None) -> Callable[[Context], Work] | None:
+    """The same row, mostly without its processes."""
+    if build is None:
+        return None
+
     def quick(ctx: Context) -> Work:
         work = build(ctx)
         return work if ctx.iteration % PROCESSES_EVERY == 1 else without_processes(work)
 
-    return quick if build else None
+    return quick
 
 
 def quick_program(slow: Program) -> Program:
