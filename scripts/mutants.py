@@ -4,6 +4,7 @@
     python scripts/mutants.py --area group           one table of scripts/mutant_tables/
     python scripts/mutants.py Situation.joiners ...  those with one of these words in their names
     python scripts/mutants.py --results F --minutes 9    those that F does not know yet, for nine minutes; F knows their verdicts then
+    python scripts/mutants.py --quick --results F    without the slow tests: a fault that only they could find stays unjudged
 
 For each fault: the quick tests of what was changed, then schedules of the simulator and the stories of tests/scenarios, then its
 other tests, until something finds it. What a story prints does not count, only the invariants that it breaks, and a test counts only if
@@ -31,6 +32,7 @@ from itertools import takewhile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from forked import Forks
 from mutation import ROOT, Mutant, mutate, read_tables
 
 PAGE = ROOT / "docs" / "proof.md"
@@ -42,6 +44,8 @@ SCHEDULES_CPU_S, TESTS_S = 240, 1800.0
 TEST_S = 120
 # pytest's exit code where all tests were passed over
 NO_TESTS_LEFT = 5
+# Pytest would like to rewrite the assertions of its plugins, which forked.py has imported.
+IMPORTED_EARLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
 
 #: Which tests are about a file, by the beginning of its name: the first line that fits counts. Those before the bar take seconds, and
 #: come before the schedules; the others come after them.
@@ -114,6 +118,10 @@ LATER = (
 )
 
 
+#: what is said of a fault that quick tests and schedules do not find, where the slow tests are left out
+LEFT_OUT = "left to the slow tests"
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What became of a mutant: `how` it was found ("schedules", "tests"), and `by` what; `how` "" where nothing found it."""
@@ -124,7 +132,11 @@ class Verdict:
 
     @property
     def wrong(self) -> bool:
-        return (self.how == "") != bool(self.mutant.harmless)
+        return self.judged and (self.how == "") != bool(self.mutant.harmless)
+
+    @property
+    def judged(self) -> bool:
+        return self.by != LEFT_OUT
 
     @property
     def line(self) -> str:
@@ -138,14 +150,17 @@ class Verdict:
 class Copy:
     """A copy of the tree, in which one fault after the other is put in and taken out again."""
 
-    def __init__(self, folder: Path, seeds: int) -> None:
-        self.folder, self.seeds = folder, seeds
+    def __init__(self, folder: Path, seeds: int, *, quick: bool = False) -> None:
+        self.folder, self.seeds, self.quick, self._forks = folder, seeds, quick, Forks(folder)
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
                 shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(source, folder / name)
+
+    def close(self) -> None:
+        self._forks.close()
 
     def judge(self, mutant: Mutant) -> Verdict:
         changed = {path.relative_to(ROOT): text for path, text in mutate(mutant).items()}
@@ -157,6 +172,8 @@ class Copy:
                 return Verdict(mutant, "tests", by)
             if by := self._schedules([path.as_posix() for path in changed]):
                 return Verdict(mutant, "schedules", by)
+            if self.quick and slow:
+                return Verdict(mutant, "", LEFT_OUT)
             if by := self._tests(slow.split(), changed):
                 return Verdict(mutant, "tests", by)
             return Verdict(mutant, "", "nothing finds it")
@@ -187,12 +204,12 @@ class Copy:
             "--seeds",
             str(self.seeds),
         ]
-        done = self._run(words, None)
+        done = self._forks.run(words, None)
         if done.returncode == 0:
             return ""
         if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
             return "a schedule does not end"
-        said = (done.stdout + done.stderr).strip().splitlines() or ["no word"]
+        said = done.stdout.strip().splitlines() or ["no word"]
         return said[-1]
 
     def _tests(self, about: Sequence[str], changed: Mapping[Path, str]) -> str:
@@ -208,7 +225,7 @@ class Copy:
             if done.returncode in (0, NO_TESTS_LEFT):
                 return ""
             failed = self._failed()
-            if done is TIMED_OUT or not failed:
+            if done.returncode == -signal.SIGKILL or not failed:
                 return "its tests do not end"
             self._take_out(changed)
             alone = self._pytest(*failed)
@@ -220,35 +237,21 @@ class Copy:
 
     def _pytest(self, *words: str) -> subprocess.CompletedProcess[str]:
         shutil.rmtree(self.folder / ".pytest_cache", ignore_errors=True)
-        options = ("-x", "-q", "--tb=no", f"--timeout={TEST_S}", "-o", "cache_dir=.pytest_cache")
-        return self._run(["-m", "pytest", *options, *words], TESTS_S)
+        options = (
+            "-x",
+            "-q",
+            "--tb=no",
+            f"--timeout={TEST_S}",
+            "-o",
+            "cache_dir=.pytest_cache",
+            *IMPORTED_EARLY,
+        )
+        return self._forks.run(["-m", "pytest", *options, *words], TESTS_S)
 
     def _failed(self) -> list[str]:
         """The tests that failed in the last run."""
         noted = self.folder / ".pytest_cache" / "v" / "cache" / "lastfailed"
         return [*json.loads(noted.read_text())] if noted.exists() else []
-
-    def _run(self, words: list[str], within_s: float | None) -> subprocess.CompletedProcess[str]:
-        child = subprocess.Popen(
-            [sys.executable, *words],
-            cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            out, err = child.communicate(timeout=within_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.communicate()
-            return TIMED_OUT
-        return subprocess.CompletedProcess(words, child.returncode, out, err)
-
-
-TIMED_OUT: subprocess.CompletedProcess[str] = subprocess.CompletedProcess([], -1, "", "")
 
 
 # --- schedules, in a process of the copy ------------------------------------------------------------------------------------------
@@ -297,7 +300,9 @@ def schedules(kinds: Sequence[str], seeds: int) -> str:
 # --- all of them --------------------------------------------------------------------------------------------------------------------
 
 
-def judge_all(mutants: Sequence[Mutant], jobs: int, seeds: int, until: float) -> Iterator[Verdict]:
+def judge_all(
+    mutants: Sequence[Mutant], jobs: int, seeds: int, until: float, *, quick: bool = False
+) -> Iterator[Verdict]:
     """The verdicts, as they come; none is begun after `until`. Raises DoesNotApply before anything is run."""
     for mutant in mutants:
         mutate(mutant)
@@ -305,7 +310,7 @@ def judge_all(mutants: Sequence[Mutant], jobs: int, seeds: int, until: float) ->
         copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         for number in range(jobs):
             (Path(folder) / str(number)).mkdir()
-            copies.put(Copy(Path(folder) / str(number), seeds))
+            copies.put(Copy(Path(folder) / str(number), seeds, quick=quick))
 
         def work(mutant: Mutant) -> Verdict | None:
             copy = copies.get()
@@ -314,9 +319,13 @@ def judge_all(mutants: Sequence[Mutant], jobs: int, seeds: int, until: float) ->
             finally:
                 copies.put(copy)
 
-        for verdict in takewhile(lambda verdict: verdict is not None, threads.map(work, mutants)):
-            assert verdict is not None
-            yield verdict
+        try:
+            for verdict in takewhile(lambda verdict: verdict is not None, threads.map(work, mutants)):
+                assert verdict is not None
+                yield verdict
+        finally:
+            for _ in range(jobs):
+                copies.get().close()
 
 
 def read_results(path: Path) -> dict[str, Verdict]:
@@ -370,6 +379,9 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="begin no further fault after so many"
     )
+    parser.add_argument(
+        "--quick", action="store_true", help="leave faults unjudged that only the slow tests could find"
+    )
     parser.add_argument("--keep-page", action="store_true", help="do not write docs/proof.md")
     parser.add_argument("--schedules", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
@@ -389,11 +401,12 @@ def main(words: Sequence[str]) -> int:
         )
     ]
     verdicts = []
-    for verdict in judge_all(
-        mutants, arguments.jobs, arguments.seeds, time.monotonic() + arguments.minutes * 60
-    ):
-        verdicts.append(verdict)
+    until = time.monotonic() + arguments.minutes * 60
+    for verdict in judge_all(mutants, arguments.jobs, arguments.seeds, until, quick=arguments.quick):
         print(verdict.line, flush=True)
+        if not verdict.judged:
+            continue
+        verdicts.append(verdict)
         if arguments.results:
             with arguments.results.open("a") as file:
                 print(

@@ -760,6 +760,14 @@ RUNNING_ROWS = [
         rules=rules(num_nodes=5),
     ),
     Case(
+        "where a generation starts in the middle of an iteration, nobody is taken in",
+        at_row(0, ASSIGN, RowPart.NONE, generation=generation(start=(1, ASSIGN))),
+        sees(joins=started(3, 2, 1, 0), ledger=heard(seen(3, state=JOINING))),
+        machine.begin_the_row,
+        becomes={"part": RowPart.GATHER},
+        rules=rules(num_nodes=4),
+    ),
+    Case(
         "nobody else does",
         at_row(1, OPEN, RowPart.NONE),
         sees(joins=started(3), ledger=heard(seen(3, state=JOINING))),

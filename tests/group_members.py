@@ -125,6 +125,14 @@ class Members:
             self.all.append(member)
         return self
 
+    def restart(self, rank: int) -> Members:
+        """Kill one, and let a process join in its place that has loaded what it needs: before `dead_s`, however busy the machine is."""
+        again = Member(self.path, rank, self.num_nodes, **self.arguments).ready()
+        self.all.append(again)
+        self[rank].kill()
+        self.by_rank[rank] = again.join()
+        return self
+
     def joined(self, *ranks: int) -> Members:
         """Wait until these (all that were started, if none is named) are in."""
         for rank in ranks or tuple(self.by_rank):

@@ -177,8 +177,7 @@ def test_killed_rank_0_and_a_member_that_was_busy_meanwhile(tmp_path: Path) -> N
 def test_a_restarted_rank_is_taken_in(tmp_path: Path) -> None:
     with Members(tmp_path, 3) as group:
         group.start().joined()
-        group[1].kill()
-        group.start(1)
+        group.restart(1)
         for lost in group.ask("barrier", 0, 2):
             assert (lost.kind, lost.rank) == ("PeerLost", 1)
         assert group.ask("regroup", 0, 2) == [[2, [0, 1, 2]]] * 2

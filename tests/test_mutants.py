@@ -102,7 +102,9 @@ def test_what_finds_a_fault_is_told(
 ) -> None:
     monkeypatch.setattr(mutants, "TESTS", (("", tests),))
     [mutant] = [mutant for mutant in mutation.read_tables() if name in mutant.name]
-    verdict = mutants.Copy(tmp_path, seeds=100).judge(mutant)
+    copy = mutants.Copy(tmp_path, seeds=100)
+    verdict = copy.judge(mutant)
+    copy.close()
     assert verdict.line.partition("\n    ")[2].startswith(how)
 
 
