@@ -44,12 +44,13 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. Never raises, except for a second Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(overview(), end="", file=sys.stdout if arguments else sys.stderr)
-        return 0 if arguments else UsageError.exit_code
+    if not arguments:
+        print(overview(), end="", file=sys.stderr)
+        return UsageError.exit_code
+    if arguments[0] in ("-h", "--help", "help"):
+        return run_command.show(overview())
     if arguments[0] == "--version":
-        print(f"fsbarrier {fsbarrier.__version__}")
-        return 0
+        return run_command.show(f"fsbarrier {fsbarrier.__version__}\n")
     if arguments[0] == "run" and arguments[1:2] and arguments[1] in COMMANDS:
         # A user typed `./run.sh COMMAND`, but run.sh only supports `run`.
         other = f"fsbarrier {arguments[1]}"

@@ -53,10 +53,16 @@ def run(name: str, arguments: Sequence[str], find_command: Callable[[str], Comma
     except KeyboardInterrupt:
         return EXIT_SIGINT
     except BrokenPipeError:
-        # The reader of our output (head, less) has exited.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return reader_left()
+    except SystemExit as error:
+        # rich ends the program like this when the reader of our output has exited, and argparse after --help.
+        if isinstance(error.__context__, BrokenPipeError):
+            return reader_left()
+        raise
     except Exception as error:
+        if isinstance(error, PermissionError):
+            print(error_text(UsageError(f"{error.filename}: {error.strerror}")), file=sys.stderr)
+            return UsageError.exit_code
         if isinstance(error, OSError) and error.errno in (*FAILING, errno.ENOSPC, errno.EDQUOT):
             print(error_text(StoreError(f"the filesystem failed: {error}")), file=sys.stderr)
             return StoreError.exit_code
@@ -64,6 +70,21 @@ def run(name: str, arguments: Sequence[str], find_command: Callable[[str], Comma
         what = one_line(f"{type(error).__name__}: {error}")
         print(f"fsbarrier: internal error: {what} (traceback: {where})", file=sys.stderr)
         return EXIT_INTERNAL
+
+
+def show(text: str) -> int:
+    """Print what the user asked for, and return the exit code."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        return reader_left()
+    return 0
+
+
+def reader_left() -> int:
+    """The exit code when the reader of our output (head, less) has exited. Nothing more is written to it, at the exit either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
 
 
 def _open_missing_streams() -> None:

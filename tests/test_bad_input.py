@@ -48,6 +48,8 @@ def place(tmp_path: Path) -> Path:
     messages = {"prompt": [{"role": "user", "content": "2+2="}], "answer": "4"}
     for split in ("train", "test"):
         (chat / f"{split}.jsonl").write_text(json.dumps(TASK) + "\n" + json.dumps(messages) + "\n")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text("{")
     shutil.copytree(model, tmp_path / "short")
     (tmp_path / "short" / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 64}')
     shutil.copytree(model, tmp_path / "tied")
@@ -388,6 +390,25 @@ CASES = {
     "launch with two numbers": ("launch local --nodes 2 --num-nodes 3", ["--nodes 2", "--num-nodes 3"]),
     "launch with a bad setting": ("launch local --nodes 2 --program ping toy.tasks=x", ["toy.tasks", '"x"']),
     "launch with a bad number": ("launch local --nodes x --program ping", ["--nodes", '"x"']),
+    "launch with an ssh that is not there": (
+        "launch ssh --hosts a --program ping --ssh none-such",
+        ["--ssh none-such: no such program on this machine"],
+    ),
+    "launch with a folder of hosts": (
+        "launch ssh --hosts-file empty --program ping",
+        ["--hosts-file empty: cannot be read: Is a directory"],
+    ),
+    "pool where no files can be": ("daemon /proc/pool", ["daemon /proc/pool: /proc is a kernel filesystem"]),
+    "pool below a file": ("daemon file/pool", ["daemon", "file is not a directory"]),
+    "plan without memory": (
+        "plan --model model --accelerators 1 --accelerator-memory-gb nan",
+        ["--accelerator-memory-gb nan: must be greater than 0"],
+    ),
+    "plan of a model that is not described": (
+        "plan --model model --accelerators 1 --accelerator-memory-gb 1",
+        ["model/config.json lacks hidden_size"],
+    ),
+    "plan of a damaged description": ("plan --model damaged", ["damaged/config.json: is not JSON"]),
     "stop of no run": ("stop", ["--log-path", "no run"]),
     "logs of no run": ("logs --log-path empty", ["--log-path empty", "no run"]),
     "recovery of no number": ("recover --iteration x", ["--iteration: must be a whole number, got 'x'"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.util
 import json
 import os
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fake_run import long_run
 
 from fsbarrier import errors
 from fsbarrier.cli import COMMANDS, main
@@ -143,7 +145,7 @@ def test_a_value_may_begin_with_a_minus() -> None:
         (["--rank-weigths=1"], "unknown flag --rank-weigths; did you mean --rank-weights?"),
         (["--rank"], "unknown flag --rank"),
         (["--rank-weights"], "--rank-weights: expected one argument"),
-        (["--lines", "x"], "-n: invalid int value: 'x'"),
+        (["--lines", "x"], "-n: must be a whole number, got 'x'"),
     ],
 )
 def test_wrong_flags(words: list[str], message: str) -> None:
@@ -248,6 +250,27 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     assert "Traceback" not in done.stderr
     assert "error" not in done.stderr
     assert int(done.stdout) in (0, 128 + signal.SIGPIPE)
+
+
+@pytest.mark.parametrize("words", [("--help",), ("status", "--no-watch", "--log-path", "run")])
+def test_a_reader_that_has_left_is_a_signal_and_no_error(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """`status` prints through rich, which ends the program itself then."""
+    long_run(tmp_path / "run", 1)
+    reader, writer = os.pipe()
+    os.close(reader)
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-m", "fsbarrier", *words]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=env, cwd=tmp_path)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_what_may_not_be_opened_is_the_users_to_mend(
+    command: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(raising(PermissionError(errno.EACCES, "Permission denied", "/theirs")))
+    assert main(["fake"]) == 2
+    assert capsys.readouterr().err == "fsbarrier: error: /theirs: Permission denied\n"
 
 
 # --- dry run ------------------------------------------------------------------------------------------------------------

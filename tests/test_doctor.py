@@ -344,12 +344,16 @@ def test_a_start_records_what_it_found_and_fits_the_timeouts(
 def test_a_mount_without_any_exclusive_create_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    error = OSError(errno.EOPNOTSUPP, "Operation not supported")
+
     def refuse(*args: object, **kwargs: object) -> None:
-        raise OSError(95, "Operation not supported")
+        raise error
 
     monkeypatch.setattr("fsbarrier.files.create_exclusive", refuse)
     report = examine.short(tmp_path)
     assert [check.name for check in report.refused] == ["exclusive create"]
+    error = OSError(errno.ENOSPC, "No space left on device")
+    assert [check.advice for check in examine.short(tmp_path).refused] == ["make room"]
 
 
 def test_a_slow_filesystem_is_asked_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

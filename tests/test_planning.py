@@ -580,7 +580,7 @@ def test_a_dry_run_begins_with_the_plan_where_there_is_one(
     ]
     words += ["--log-path", str(tmp_path / "run"), "engine.replicas=2"]
     assert main(words) == 0
-    assert capsys.readouterr().out.startswith("# no plan: config.json lacks vocab_size\n")
+    assert capsys.readouterr().out.startswith(f"# no plan: {folder}/config.json lacks vocab_size\n")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 1000}))
     assert main(words) == 0

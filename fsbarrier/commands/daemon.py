@@ -37,4 +37,6 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"--dead {args.dead:g}: must be between 0.5 and 86400 seconds")
     from fsbarrier.pool.daemon import serve
 
-    return serve(preflight.absolute(args.pool), args.dead, args.shared_group, flags.say)
+    root = preflight.absolute(args.pool)
+    preflight.check_log_path(root, named="daemon")
+    return serve(root, args.dead, args.shared_group, flags.say)

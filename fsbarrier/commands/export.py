@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from fsbarrier.commands import flags
@@ -160,3 +161,5 @@ def make_parents(target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{target}: cannot create its folder: {error.strerror or error}") from None
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{target}: you have no write permission for {target.parent}")

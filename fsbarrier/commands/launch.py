@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -171,6 +172,8 @@ def _ssh(args: argparse.Namespace) -> int:
         for command in ssh.commands(job, hosts, words):
             print(shlex.join(command))
         return 0
+    if shutil.which(words[0]) is None:
+        raise UsageError(f"--ssh {words[0]}: no such program on this machine")
     logs = Path(args.logs or f"launch-logs/{datetime.now(UTC):%Y%m%dT%H%M%SZ}").absolute()
     return ssh.run_all(job, hosts, words, logs, flags.say)
 

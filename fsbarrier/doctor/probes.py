@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -68,7 +69,8 @@ def exclusive_create(scratch: Path, racers: int = RACERS, rounds: int = RACES) -
             return Check(name, REFUSED, hung, "check the file server, and dmesg for messages about the mount")
     lasting = [error for error in failures if error.errno not in FAILING]
     if lasting:
-        return Check(name, REFUSED, str(lasting[0]), NEEDED)
+        full = lasting[0].errno in (errno.ENOSPC, errno.EDQUOT)
+        return Check(name, REFUSED, str(lasting[0]), "make room" if full else NEEDED)
     if failures and not any(map(sum, wins)):
         raise failures[0]
     rounds = min(map(len, wins))

@@ -60,8 +60,10 @@ def read_hosts(text: str | None, file: Path | None) -> tuple[str, ...]:
     if file is not None:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--hosts-file {file}: cannot read the file: {error}") from None
+        except OSError as error:
+            raise UsageError(f"--hosts-file {file}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise UsageError(f"--hosts-file {file}: is not text in UTF-8") from None
         hosts = [line.partition("#")[0].strip() for line in lines]
     else:
         hosts = [host.strip() for host in (text or "").split(",")]

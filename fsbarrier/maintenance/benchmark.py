@@ -108,7 +108,8 @@ def barriers_of(command: Sequence[str], kind: str, folder: Path, nodes: int, rou
         for process in processes:
             out, err = process.communicate(timeout=START_S + nodes + rounds * ROUND_S)
             if process.returncode:
-                raise ProgramFailed(f"bench: a {kind} process failed\n{err.strip()}")
+                said = (err.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+                raise ProgramFailed(f"bench: a {kind} process failed: {said}")
             times.append(json.loads(out))
     except subprocess.TimeoutExpired:
         raise ProgramFailed(f"bench: the {kind} processes did not end in time") from None

@@ -11,7 +11,7 @@ from typing import Self
 
 from fsbarrier import reading
 from fsbarrier.engine.model import Config, inspect, number, text_config
-from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.errors import UsageError
 from fsbarrier.planning.model_layers import LayerPart, attention, feed_forwards, indexer
 
 # Without these nothing can be computed.
@@ -62,12 +62,12 @@ class ModelShape:
         return max(self.hidden * max(self.vocabulary, self.feed_forward), self.experts)
 
     @classmethod
-    def of_config(cls, config: Config) -> Self:
-        """Raises UsageError naming what the configuration lacks."""
+    def of_config(cls, config: Config, called: str = "config.json") -> Self:
+        """Raises UsageError naming what the configuration lacks. `called`: its name in the message."""
         text = text_config(config)
         missing = [name for name in _NEEDED if not number(text, name, 0)]
         if missing:
-            raise UsageError(f"config.json lacks {', '.join(missing)}")
+            raise UsageError(f"{called} lacks {', '.join(missing)}")
         kind = str(text.get("model_type", ""))
         hidden, layers = number(text, "hidden_size", 1), number(text, "num_hidden_layers", 1)
         attends, (chooses, choosing) = attention(text, hidden), indexer(text, hidden, layers)
@@ -99,10 +99,11 @@ class ModelShape:
 
     @classmethod
     def of_folder(cls, folder: Path) -> Self:
-        """Of a model folder, whose weights may be missing. Raises UsageError, and ProgramFailed for a file that is damaged."""
+        """Of a model folder, whose weights may be missing. Raises UsageError, and ProgramFailed for damaged weights."""
         if not (folder / "config.json").is_file():
             raise UsageError(f"{folder} has no config.json; give a Hugging Face model folder")
-        shape = cls.of_config(reading.json_object(folder / "config.json", ProgramFailed))
+        config = folder / "config.json"
+        shape = cls.of_config(reading.json_object(config, UsageError), str(config))
         if not any(folder.glob("*.safetensors")):
             return shape
         model = inspect(folder)

@@ -51,7 +51,7 @@ def lines(plan: ClusterPlan) -> list[str]:
         f"  {plan.trajectories:,} trajectories, {_count(plan.optimizer_steps, 'step')} of {plan.minibatch:,}; a process takes "
         f"{_count(plan.micro_batches, 'micro-batch')} of {plan.micro_batch_tokens:,} tokens a step, {plan.update_tokens:,} tokens an "
         "update, at most",
-        f"  {each}: {_parts(plan.update)}; {_size(plan.update_bytes)} of {_size(plan.available)}",
+        f"  {each}: {_parts(plan.update)}; {_size(plan.update_bytes)} of {_size(max(0, plan.available))}",
         f"checkpoint    model {_size(plan.model_bytes)}, trainer state {_size(plan.trainer_state_bytes)}; "
         f"{_size(plan.kept_bytes)} on disk with those that are kept",
     ]

@@ -20,6 +20,9 @@ def planned(
     host_gb: float | None = None,
 ) -> Cluster:
     """`settings.num_nodes` nodes with the given resources, or those of this machine. Raises UsageError."""
+    for flag, given in (("--accelerator-memory-gb", memory_gb), ("--host-memory-gb", host_gb)):
+        if given is not None and not 0 < given < 1e9:
+            raise UsageError(f"{flag} {given:g}: must be greater than 0, in GB")
     here = devices.detect()
     count = len(here) if accelerators is None else accelerators
     if memory_gb is not None:

@@ -101,30 +101,28 @@ def _with_absolute_file(named: str) -> str:
 # --- run directory ------------------------------------------------------------------------------------------------------
 
 
-def check_log_path(path: Path) -> None:
-    """Check that the run directory exists or can be created, is writable, and has free space."""
+def check_log_path(path: Path, named: str = "--log-path") -> None:
+    """Check that a directory to write to (`named` by this flag or command) exists or can be created, is writable, and has free space."""
     there = path
     while not there.exists() and there.parent != there:
         if there.is_symlink():
-            raise UsageError(f"--log-path {path}: {there} is a broken symbolic link")
+            raise UsageError(f"{named} {path}: {there} is a broken symbolic link")
         there = there.parent
     if not there.is_dir():
-        raise UsageError(f"--log-path {path}: {there} is not a directory")
+        raise UsageError(f"{named} {path}: {there} is not a directory")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"--log-path {path}: you have no write permission for {there}")
+        raise UsageError(f"{named} {path}: you have no write permission for {there}")
     try:
         kind, status = mount_of(there).kind, os.statvfs(there)
     except OSError as error:
-        raise UsageError(f"--log-path {path}: {there}: {error.strerror}") from None
+        raise UsageError(f"{named} {path}: {there}: {error.strerror}") from None
     if kind in NO_FILES:
-        raise UsageError(
-            f"--log-path {path}: {there} is a kernel filesystem ({kind}), which cannot store files"
-        )
+        raise UsageError(f"{named} {path}: {there} is a kernel filesystem ({kind}), which cannot store files")
     free = status.f_bavail * status.f_frsize
     if status.f_flag & os.ST_RDONLY:
-        raise UsageError(f"--log-path {path}: its filesystem is mounted read-only")
+        raise UsageError(f"{named} {path}: its filesystem is mounted read-only")
     if status.f_blocks and free < FREE_BYTES:
-        raise UsageError(f"--log-path {path}: its filesystem is full ({free / 1e6:.0f} MB free)")
+        raise UsageError(f"{named} {path}: its filesystem is full ({free / 1e6:.0f} MB free)")
 
 
 # --- reward, engine, trainer -------------------------------------------------------------------------------------------------
