@@ -543,7 +543,7 @@ def test_a_directory_that_fails_for_a_moment_is_asked_again(place: Workplace) ->
     assert report is not None and report.value == {"a": 1}
 
 
-def test_a_cancelled_job_stops_asking() -> None:
+def test_a_cancelled_job_stops_asking(place: Workplace) -> None:
     job = RowJob()
     job.cancel.set()
 
@@ -551,18 +551,19 @@ def test_a_cancelled_job_stops_asking() -> None:
         raise OSError("stale")
 
     with pytest.raises(Cancelled):
-        job.patiently(ask)
+        place.patiently(job, ask)
 
 
-def test_a_job_asks_a_failing_mount_as_long_as_its_node_bears_an_outage() -> None:
+def test_a_job_asks_a_failing_mount_as_long_as_its_node_bears_an_outage(place: Workplace) -> None:
     asked: list[None] = []
+    place.outage_s = 0.0
 
     def ask() -> None:
         asked.append(None)
         raise OSError("stale")
 
     with pytest.raises(OSError, match="stale"):
-        RowJob(outage_s=0.0).patiently(ask)
+        place.patiently(RowJob(), ask)
     assert len(asked) == 1
 
 

@@ -199,9 +199,9 @@ def test_a_mount_that_fails_for_a_while_is_waited_for(
     else:
         assert checked_weights(model, RowJob(), place, published)[0] == model
     assert next(failures, None) is None
-    failures, place.checked_model = iter(range(10**6)), None
+    failures, place.checked_model, place.outage_s = iter(range(10**6)), None, 0.1
     with pytest.raises(checkpoints.PolicyUnreadable, match="not now"):
-        checked_weights(model, RowJob(outage_s=0.1), place, published)
+        checked_weights(model, RowJob(), place, published)
 
 
 @pytest.mark.parametrize("policy", ["", "start", f"{VERSION}:"])

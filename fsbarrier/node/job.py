@@ -44,8 +44,6 @@ class Cancelled(Exception):
 class RowJob:
     """One launch of a row's work. The node's loop may cancel it and read its progress; a thread does the rest."""
 
-    # How long it retries reads of the shared directory while that fails.
-    outage_s: float = OUTAGE_S
     cancel: threading.Event = field(default_factory=threading.Event)
     progress: Payload = field(default_factory=dict)
     # The running program's progress file.
@@ -77,18 +75,6 @@ class RowJob:
         """Read the running program's progress file, if there is one."""
         if self.progress_file is not None:
             self.progress = read_progress(self.progress_file) or self.progress
-
-    def patiently(self, ask: Callable[[], T]) -> T:
-        """The result of `ask`, which reads the shared directory, retried for `outage_s` while that fails.
-
-        Raises OSError, PolicyUnreadable, Cancelled, and immediately whatever else `ask` raises.
-        """
-        failures = (OSError, PolicyUnreadable)
-        try:
-            return retry(ask, within_s=self.outage_s, cancel=self.cancel, passing=failures)
-        except failures:
-            self.stop_if_cancelled()
-            raise
 
 
 @dataclass
@@ -133,6 +119,18 @@ class Workplace:
         if self.engines is None:
             raise StoreError("this program has no engine")
         return self.engines
+
+    def patiently(self, job: RowJob, ask: Callable[[], T]) -> T:
+        """The result of `ask`, which reads the shared directory, retried for `outage_s` while that fails.
+
+        Raises OSError, PolicyUnreadable, Cancelled, and immediately whatever else `ask` raises.
+        """
+        failures = (OSError, PolicyUnreadable)
+        try:
+            return retry(ask, within_s=self.outage_s, cancel=job.cancel, passing=failures)
+        except failures:
+            job.stop_if_cancelled()
+            raise
 
     def kept_in(self, generation: int) -> str:
         """The name of the kept program, if it is of this generation and alive. Any other is ended. Raises StillRunning."""

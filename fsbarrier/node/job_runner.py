@@ -46,7 +46,7 @@ class JobRunner:
     def launch(self, node: Node, part: RowPart) -> None:
         """Start `part` of the work in the node's row."""
         self.cancel()
-        self._report, self._job = None, RowJob(self.workplace.outage_s)
+        self._report, self._job = None, RowJob()
         self._thread = threading.Thread(
             target=self._run, args=(node, part, self._job), name="work", daemon=True
         )
@@ -118,11 +118,11 @@ class JobRunner:
         """
         try:
             with job.using_directory("reading what the phase needs"):
-                context = job.patiently(partial(self.make_context, node))
+                context = self.workplace.patiently(job, partial(self.make_context, node))
                 build = context.phase.each if part is RowPart.EACH else context.phase.leader
                 assert build is not None
                 warned = self._admit(context, node)
-                work = job.patiently(partial(build_work, build, context))
+                work = self.workplace.patiently(job, partial(build_work, build, context))
         except OSError as error:
             # Another host may be able to read it, and no program has failed.
             raise NodeUnfit(f"node {node.rank}: this node cannot begin its work: {error}") from None

@@ -49,7 +49,7 @@ class Polling:
         try:
             busy = self._look_once(now)
         except OSError as error:
-            outage_s = self._loop.rules.limits.outage_s
+            outage_s = self._loop.observer.paces.outage_s
             self._failing_since = now if self._failing_since is None else self._failing_since
             failing_s = now - self._failing_since
             if failing_s < outage_s:

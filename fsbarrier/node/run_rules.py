@@ -25,7 +25,6 @@ def make_rules(settings: Settings, program: Program) -> Rules:
             stagger_s=2 * coordination.beat_s,
             join_timeout_s=coordination.join_timeout_s,
             rejoin_timeout_s=coordination.rejoin_timeout_s,
-            outage_s=coordination.outage_s,
             last_call_s=coordination.last_call_s,
         ),
         settings={name: look_up(recorded, name) for name in names_that_change(settings)},

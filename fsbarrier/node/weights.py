@@ -24,20 +24,20 @@ def checked_weights(
     """
     copies, version = workplace.weights, model.parent.name
     with job.using_directory(f"checking {version}"):
-        job.patiently(partial(checkpoints.check_identity, model.parent, policy))
+        workplace.patiently(job, partial(checkpoints.check_identity, model.parent, policy))
     if copies is not None and (here := copies.nearest(model)) != model:
         return here, []
     if model == workplace.checked_model:
         return model, []
     began, why_not = time.monotonic(), ""
     with job.using_directory(f"checking {version}"):
-        if not job.patiently((model.parent / checkpoints.MANIFEST).exists):
+        if not workplace.patiently(job, (model.parent / checkpoints.MANIFEST).exists):
             return model, []
         if copies is not None:
-            why_not = job.patiently(partial(copies.confirm, model, job.live_on))
+            why_not = workplace.patiently(job, partial(copies.confirm, model, job.live_on))
         if copies is None or why_not:
             # The engines will then find it in the page cache.
-            job.patiently(partial(_check_all, model, job))
+            workplace.patiently(job, partial(_check_all, model, job))
             workplace.checked_model = model
     folder = model if copies is None else copies.nearest(model)
     fields = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from pathlib import Path
 
 from fsbarrier import files
 from fsbarrier.decisions import PublishDecision
@@ -54,10 +53,11 @@ def carry_out(work: Work, context: Context, job: RowJob, workplace: Workplace) -
             return {"reached": reachable(addresses, port)}
         case PublishWeights():
             with job.using_directory(f"publishing {work.folder.name}"):
-                return _publish_weights(work, context, job, workplace.log_path)
+                return _publish_weights(work, context, job, workplace)
         case PublishFile(source, name):
             with job.using_directory(f"publishing {name.name}"):
-                files.link_or_copy(source, name, partial(_refuse_if_outdated, context, job), job.live_on)
+                last_look = partial(_refuse_if_outdated, context, job, workplace)
+                files.link_or_copy(source, name, last_look, job.live_on)
             return {}
         case Command():
             return run_program(work, context, job, workplace)
@@ -105,7 +105,7 @@ def _serve_weights(work: ServeWeights, context: Context, job: RowJob, workplace:
     ]
     kept = checkpoints.kept_on_node(context.settings.checkpoint.local_dir, context.run_id, context.node_rank)
     version = work.folder.parent
-    job.patiently(partial(workplace.state_upload.begin, version, kept / version.name))
+    workplace.patiently(job, partial(workplace.state_upload.begin, version, kept / version.name))
     return {
         "engines": len(infos),
         "engine_s": round(max(waited_s), 3),
@@ -113,23 +113,23 @@ def _serve_weights(work: ServeWeights, context: Context, job: RowJob, workplace:
     }
 
 
-def _refuse_if_outdated(context: Context, job: RowJob) -> None:
+def _refuse_if_outdated(context: Context, job: RowJob, workplace: Workplace) -> None:
     """Check, right before a step that publishes a result, that this generation is still the newest.
 
     Example: the leader's host is suspended for a minute, and the others go on as the next generation and publish new weights. When
     the old leader wakes up, it must not replace them with its own. Nobody reads its failure, which is fine.
     """
-    if job.patiently(context.newest) > context.generation:
+    if workplace.patiently(job, context.newest) > context.generation:
         raise ProgramFailed(f"generation {context.generation} has ended; nothing of it is published any more")
 
 
-def _publish_weights(work: PublishWeights, context: Context, job: RowJob, log_path: Path) -> Result:
+def _publish_weights(work: PublishWeights, context: Context, job: RowJob, workplace: Workplace) -> Result:
     """Check that the new policy version is complete, publish it, then remove old versions.
 
     Each node that serves it verifies its content before an engine loads it.
     """
-    last_look = partial(_refuse_if_outdated, context, job)
-    manifest = job.patiently(partial(checkpoints.check_sizes, work.folder))
+    log_path, last_look = workplace.log_path, partial(_refuse_if_outdated, context, job, workplace)
+    manifest = workplace.patiently(job, partial(checkpoints.check_sizes, work.folder))
     checkpoints.publish_link(log_path, work.folder, last_look)
     decision = PublishDecision(work.policy_version, str(work.folder), manifest.digest, work.needed)
     value = decision.as_json()

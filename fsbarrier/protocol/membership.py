@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from fsbarrier.protocol.facts import Beat, Generation, Join, Member
-from fsbarrier.protocol.timing import DEAD_S, JOIN_TIMEOUT_S, OUTAGE_S, REJOIN_TIMEOUT_S, STAGGER_S, SUSPECT_S
+from fsbarrier.protocol.timing import DEAD_S, JOIN_TIMEOUT_S, REJOIN_TIMEOUT_S, STAGGER_S, SUSPECT_S
 
 #: the heartbeat's state of a node that waits to join
 JOINING = "joining"
@@ -134,8 +134,6 @@ class Limits:
     stagger_s: float = STAGGER_S
     join_timeout_s: float = JOIN_TIMEOUT_S
     rejoin_timeout_s: float = REJOIN_TIMEOUT_S
-    #: how long a node retries while its own filesystem fails
-    outage_s: float = OUTAGE_S
     #: how long `min_nodes` nodes wait for one more; None: they wait for all nodes, up to `join_timeout_s`
     last_call_s: float | None = None
 

@@ -240,7 +240,7 @@ class Process:
                 self.world.end(self, 3, how)
             else:
                 self.wake(now + HELD_BACK_S)
-        elif now - self.failing_since >= self.world.rules.limits.outage_s:
+        elif now - self.failing_since >= self.world.paces.outage_s:
             self.loop.exit = Exit(3, "left", how)
 
     # --- heartbeats and the journal ---

@@ -47,10 +47,9 @@ class Setup:
     watchers: int | None = None
     # seconds between a node's heartbeats
     beat_s: float | None = None
-    # Some outages are longer than `outage_s`.
-    limits: Limits = field(
-        default_factory=lambda: Limits(join_timeout_s=60.0, rejoin_timeout_s=40.0, outage_s=25.0)
-    )
+    limits: Limits = field(default_factory=lambda: Limits(join_timeout_s=60.0, rejoin_timeout_s=40.0))
+    # Some outages are longer.
+    outage_s: float = 25.0
     # durations of a working phase in seconds, of which one is drawn each time
     lengths: tuple[float, ...] | None = None
     habits: Habits | None = None

@@ -143,7 +143,7 @@ class SimWork:
 
     def _retry(self, error: OSError, since: float) -> float:
         """The pause before the next retry of a shared directory that has failed since `since`. Raises ProgramFailed after `outage_s`."""
-        if self.world.now > since + self.world.rules.limits.outage_s:
+        if self.world.now > since + self.world.paces.outage_s:
             raise ProgramFailed(f"the shared directory fails: {error}") from None
         return RETRY_S
 

@@ -49,7 +49,7 @@ class World:
         self.now = 0.0
         self._draw_rules(seed, dice)
         self._draw_disk(seed, dice)
-        self.paces = usual_paces(self.settings, self.beat_s, self.watchers, setup.limits.outage_s)
+        self.paces = usual_paces(self.settings, self.beat_s, self.watchers, setup.outage_s)
         self.artifacts = Artifacts()
         if self.rules.slice == "update":
             self.artifacts.given = {str(PATHS.merged("train", i + 1)) for i in range(setup.iterations)}
