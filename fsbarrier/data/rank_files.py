@@ -156,7 +156,7 @@ def _mark_copies(found: list[FoundFile]) -> list[FoundFile]:
     for item in found:
         if item.mergeable and item.scan and item.scan.prefix:
             other = best.setdefault(item.scan.prefix, item)
-            if other.scan is not None and _worth(item.scan) > _worth(other.scan):
+            if other.scan is not None and _completeness(item.scan) > _completeness(other.scan):
                 best[item.scan.prefix] = item
     marked = []
     for item in found:
@@ -166,7 +166,7 @@ def _mark_copies(found: list[FoundFile]) -> list[FoundFile]:
     return marked
 
 
-def _worth(scan: ShardScan) -> tuple[bool, int]:
+def _completeness(scan: ShardScan) -> tuple[bool, int]:
     return scan.finished, scan.valid_bytes
 
 
@@ -220,14 +220,14 @@ def expected_tasks(found: Iterable[FoundFile]) -> tuple[int, ...] | None:
     in_rounds = any("rounds" in item.header for item in usable)
     # A node's assigned tasks include those of rounds that never started.
     names = ("expected",) if in_rounds else ("expected", "assigned")
-    lists = [_of_rounds_begun(item.header, name, there) for name in names for item in usable]
+    lists = [_tasks_of_begun_rounds(item.header, name, there) for name in names for item in usable]
     known = [tasks for tasks in lists if isinstance(tasks, list)]
     if not known:
         return None
     return tuple(dict.fromkeys(task for tasks in known for task in tasks if isinstance(task, int)))
 
 
-def _of_rounds_begun(header: JsonObject, name: str, there: Collection[int]) -> object:
+def _tasks_of_begun_rounds(header: JsonObject, name: str, there: Collection[int]) -> object:
     """The tasks in a header; with rounds, only those up to the last round with a group."""
     tasks, counts = header.get(name), header.get("rounds")
     if not isinstance(tasks, list) or not isinstance(counts, list):

@@ -152,7 +152,7 @@ class _JsonLines:
         self._stream = os.fdopen(files.open_new(path), "w", encoding="utf-8")
 
     def add(self, row: Row) -> None:
-        self._stream.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+        self._stream.write(json.dumps(row, ensure_ascii=False, default=_json_value) + "\n")
 
     def close(self) -> None:
         self._stream.flush()
@@ -208,9 +208,9 @@ def _cell(value: object, kind: str) -> object:
     if value is None:
         return None
     if kind == "json":
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_json_value)
     return value.tolist() if isinstance(value, array) else value
 
 
-def _plain(value: object) -> object:
+def _json_value(value: object) -> object:
     return value.tolist() if isinstance(value, array) else str(value)

@@ -72,7 +72,7 @@ def read_tasks(path: Path, indices: Collection[int] | None = None) -> TaskFile:
     """
     wanted = None if indices is None else frozenset(indices)
     count, tasks = 0, {}
-    for index, task in _checked(path, wanted):
+    for index, task in _checked_tasks(path, wanted):
         count = index + 1
         if task is not None:
             tasks[index] = task
@@ -81,7 +81,7 @@ def read_tasks(path: Path, indices: Collection[int] | None = None) -> TaskFile:
     return TaskFile(path, count, tasks)
 
 
-def _checked(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, Task | None]]:
+def _checked_tasks(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, Task | None]]:
     seen: dict[str, int] = {}
     for index, row in _rows(path, wanted):
         if row is None:
@@ -91,13 +91,13 @@ def _checked(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, T
             task = _task(path, index, row)
             "".join((task.task_id, *(message["content"] for message in task.messages))).encode()
         except RecursionError:
-            raise _wrong(path, index, "is nested too deeply") from None
+            raise _task_error(path, index, "is nested too deeply") from None
         except UnicodeEncodeError:
-            raise _wrong(path, index, "contains an unpaired surrogate (\\ud800 to \\udfff)") from None
+            raise _task_error(path, index, "contains an unpaired surrogate (\\ud800 to \\udfff)") from None
         first = seen.setdefault(task.task_id, index)
         if first != index:
             already = f"task_id {_shown(task.task_id)} is already used by {_place(path, first)}"
-            raise _wrong(path, index, already)
+            raise _task_error(path, index, already)
         yield index, task
 
 
@@ -125,7 +125,7 @@ def _json_rows(
                 continue
             # Empty lines are only allowed at the end of a file, because they would shift the indices.
             if empty is not None:
-                raise _wrong(path, empty, "is empty")
+                raise _task_error(path, empty, "is empty")
             yield index, None if wanted is not None and index not in wanted else _parsed(path, index, line)
 
 
@@ -133,16 +133,16 @@ def _parsed(path: Path, index: int, line: bytes) -> Mapping[str, object]:
     try:
         row = json.loads(line)
     except UnicodeDecodeError:
-        raise _wrong(path, index, "is not UTF-8") from None
+        raise _task_error(path, index, "is not UTF-8") from None
     except ValueError as error:
         reason = (
             f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         )
-        raise _wrong(path, index, f"is not JSON: {reason}") from None
+        raise _task_error(path, index, f"is not JSON: {reason}") from None
     except RecursionError:
-        raise _wrong(path, index, "is not JSON: nested too deeply") from None
+        raise _task_error(path, index, "is not JSON: nested too deeply") from None
     if not isinstance(row, dict):
-        raise _wrong(path, index, f"must be a JSON object, got {_shown(row)}")
+        raise _task_error(path, index, f"must be a JSON object, got {_shown(row)}")
     return row
 
 
@@ -180,13 +180,13 @@ def _task(path: Path, index: int, row: Mapping[str, object]) -> Task:
     rest = dict(row)
     if rest.get("prompt") is None:
         known = ", ".join(map(str, row)) or "none"
-        raise _wrong(path, index, f"has no field prompt (its fields: {known})")
+        raise _task_error(path, index, f"has no field prompt (its fields: {known})")
     prompt = _prompt(path, index, rest.pop("prompt"))
     task_id = rest.pop("task_id", None)
     if task_id is None:
         task_id = f"{path.stem}-{index}"
     if isinstance(task_id, bool) or not isinstance(task_id, str | int) or task_id == "":
-        raise _wrong(path, index, f"task_id must be text or a whole number, got {_shown(task_id)}")
+        raise _task_error(path, index, f"task_id must be text or a whole number, got {_shown(task_id)}")
     answer = _answer(path, index, rest)
     metadata = {str(name): plain(value) for name, value in rest.items()}
     return Task(index, str(task_id), prompt, plain(answer), metadata)
@@ -195,21 +195,25 @@ def _task(path: Path, index: int, row: Mapping[str, object]) -> Task:
 def _prompt(path: Path, index: int, value: object) -> str | tuple[Message, ...]:
     if isinstance(value, str):
         if not value:
-            raise _wrong(path, index, "prompt is empty")
+            raise _task_error(path, index, "prompt is empty")
         return value
     if not isinstance(value, list):
-        raise _wrong(path, index, f"prompt must be text or a list of chat messages, got {_shown(value)}")
+        raise _task_error(path, index, f"prompt must be text or a list of chat messages, got {_shown(value)}")
     if not value:
-        raise _wrong(path, index, "prompt is an empty list")
+        raise _task_error(path, index, "prompt is an empty list")
     messages = []
     for number, message in enumerate(value, start=1):
         if not isinstance(message, Mapping):
-            raise _wrong(path, index, f"prompt: message {number} must be an object, got {_shown(message)}")
+            raise _task_error(
+                path, index, f"prompt: message {number} must be an object, got {_shown(message)}"
+            )
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not role:
-            raise _wrong(path, index, f"prompt: message {number} needs a role (text), got {_shown(role)}")
+            raise _task_error(
+                path, index, f"prompt: message {number} needs a role (text), got {_shown(role)}"
+            )
         if not isinstance(content, str):
-            raise _wrong(
+            raise _task_error(
                 path, index, f"prompt: message {number} needs a content (text), got {_shown(content)}"
             )
         messages.append({"role": role, "content": content})
@@ -223,7 +227,9 @@ def _answer(path: Path, index: int, rest: dict[str, object]) -> object:
     if own is not _MISSING:
         return own
     known = ", ".join(["prompt", *map(str, rest)])
-    raise _wrong(path, index, f"has no field answer, nor reward_model.ground_truth (its fields: {known})")
+    raise _task_error(
+        path, index, f"has no field answer, nor reward_model.ground_truth (its fields: {known})"
+    )
 
 
 def plain(value: object, depth: int = 0) -> object:
@@ -246,7 +252,7 @@ def plain(value: object, depth: int = 0) -> object:
     return str(value)
 
 
-def _wrong(path: Path, index: int, what: str) -> UsageError:
+def _task_error(path: Path, index: int, what: str) -> UsageError:
     return UsageError(f"{_place(path, index)}: {_printable(what)}")
 
 

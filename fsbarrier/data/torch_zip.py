@@ -93,10 +93,10 @@ def parse_header(data: bytes, offset: int) -> Entry:
         if len(extra) < 20 or struct.unpack_from("<2H", extra) != (1, 16):
             raise FormatError(f"no size in the entry header at byte {offset}")
         (size,) = struct.unpack_from("<Q", extra, 4)
-    return Entry(_ascii(name), offset, end, size, crc)
+    return Entry(_ascii_name(name), offset, end, size, crc)
 
 
-def _ascii(raw: bytes) -> str:
+def _ascii_name(raw: bytes) -> str:
     try:
         return raw.decode("ascii")
     except UnicodeDecodeError:
@@ -216,7 +216,7 @@ def _checked_entry(fd: int, info: zipfile.ZipInfo) -> Entry:
     if header[:4] != b"PK\3\4":
         raise FormatError(f"no entry header at byte {info.header_offset}")
     header_size = _LOCAL.size + sum(struct.unpack_from("<2H", header, 26))
-    name = _ascii(info.orig_filename.encode())
+    name = _ascii_name(info.orig_filename.encode())
     return Entry(name, info.header_offset, header_size, info.file_size, info.CRC)
 
 

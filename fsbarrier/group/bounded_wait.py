@@ -66,20 +66,20 @@ class BoundedWait:
         if threads.snapshot.failure is not None:
             return
         if self._unseen_s > threads.rules.limits.dead_s:
-            raise self._unanswered()
+            raise self._directory_error()
         if self._left_s <= 0:
             # In a long wait, looks are a heartbeat apart, so one heartbeat without a look proves nothing.
             unseen = self._unseen_s >= min(2 * threads.beat_s, self._timeout_s)
-            raise self._unanswered() if unseen else self._timed_out()
+            raise self._directory_error() if unseen else self._timeout_error()
 
-    def _unanswered(self) -> StoreError:
+    def _directory_error(self) -> StoreError:
         here, root, trouble = self._threads.here, self._threads.root, self._threads.snapshot.trouble
         failing = f"has failed for {self._unseen_s:.3g} s: {trouble}"
         silent = f"has not answered for {self._unseen_s:.3g} s while {self._threads.doing()}"
         message = f"node {here.rank}: {self._what}: {root} {failing if trouble else silent}"
         return StoreError(message, here.rank, here.host, self._unseen_s)
 
-    def _timed_out(self) -> BarrierTimeout:
+    def _timeout_error(self) -> BarrierTimeout:
         snapshot, here = self._threads.snapshot, self._threads.here
         awaited = self._not_joined() if snapshot.node.generation is None else self._not_arrived()
         awaited = awaited or [Awaited(here.rank, here.host, 0.0, f"{here.host}, this node")]

@@ -153,7 +153,7 @@ class GroupMember:
             return None
         here = node.generation.number == asked.generation.number
         if here and node.position is not None and node.position > asked.position:
-            return self._with_objects(asked, now)
+            return self._success(asked, now)
         lost: Loss | None = None
         if here:
             row = self._listing()
@@ -170,7 +170,7 @@ class GroupMember:
         if odd is not None:
             return odd
         if self._was_passed(asked, names):
-            return self._with_objects(asked, now)
+            return self._success(asked, now)
         error = (
             self._peer_lost(asked, lost)
             if lost is not None
@@ -245,7 +245,7 @@ class GroupMember:
                     return True
         return False
 
-    def _with_objects(self, asked: Collective, now: float) -> Outcome | None:
+    def _success(self, asked: Collective, now: float) -> Outcome | None:
         """The successful outcome, if all objects can be read. They all exist, but a mount may show them late."""
         objects = []
         for rank in asked.objects_of:
@@ -256,12 +256,12 @@ class GroupMember:
                 try:
                     text = must_read(self.loop.observer.store, path, Fact).value["json"]
                 except OSError as error:
-                    return self._not_read(asked, rank, f"{path}: {error}", now)
+                    return self._unreadable_object(asked, rank, f"{path}: {error}", now)
             objects.append(json.loads(text or "null"))
         self.work.passed = asked.generation.number, asked.position.iteration
         return Outcome(asked, tuple(objects))
 
-    def _not_read(self, asked: Collective, rank: int, why: str, now: float) -> Outcome | None:
+    def _unreadable_object(self, asked: Collective, rank: int, why: str, now: float) -> Outcome | None:
         if self._unread is None or self._unread[0] is not asked:
             self._unread = asked, now
         unread_s = now - self._unread[1]

@@ -46,7 +46,7 @@ class MemberThreads:
         self._caller_waits = True
         self._looking, self._beating = (
             threading.Thread(target=target, name=f"fsbarrier-{name}", daemon=True)
-            for name, target in (("look", self._look), ("beat", self._beat))
+            for name, target in (("look", self._run_looks), ("beat", self._write_heartbeats))
         )
 
     # --- what the caller asks for ---
@@ -90,19 +90,19 @@ class MemberThreads:
 
     # --- the looking thread ---
 
-    def _look(self) -> None:
+    def _run_looks(self) -> None:
         try:
             if os.path.lexists(self.member.loop.observer.paths.record):
                 self.member.fail(
                     ValueError(f"{self.root} is the directory of a run; give the group one of its own")
                 )
                 self._show()
-            while not self._over() and not self.member.begin(time.monotonic()):
+            while not self._has_ended() and not self.member.begin(time.monotonic()):
                 self._show()
                 self._leaving.wait(BEGIN_AGAIN_S)
             if self.member.begun:
                 self._beating.start()
-                self._look_on()
+                self._look_until_the_end()
         except Exception as error:
             # A bug of ours: pass it to the caller, who would otherwise wait for ever.
             failure = FsbarrierError(f"node {self.here.rank}: internal error: {error!r}")
@@ -110,13 +110,13 @@ class MemberThreads:
             self.member.fail(failure)
         self._show()
 
-    def _look_on(self) -> None:
+    def _look_until_the_end(self) -> None:
         # While the caller does not wait, the row does not matter: look once more, then rarely.
         idle = Backoff(FIRST_PAUSE_S, self.beat_s / 4, factor=1000.0)
         waiting = Backoff(PAUSE_FOR_EACH_S * max(1, self.rules.num_nodes - 2), LONGEST_PAUSE_S)
         polling = Polling(self.member.loop, self._wake, self.member.look)
         try:
-            while not self._over():
+            while not self._has_ended():
                 busy = polling.look(time.monotonic())
                 self._show()
                 hints = self._caller_waits and self.rules.num_nodes <= HINTED_NODES
@@ -124,7 +124,7 @@ class MemberThreads:
         finally:
             polling.close()
 
-    def _over(self) -> bool:
+    def _has_ended(self) -> bool:
         return self._leaving.is_set() or self.snapshot.failure is not None
 
     def _show(self) -> None:
@@ -144,7 +144,7 @@ class MemberThreads:
 
     # --- the beating thread ---
 
-    def _beat(self) -> None:
+    def _write_heartbeats(self) -> None:
         loop, store = self.member.loop, PosixStore()
         while True:
             failure = self.snapshot.failure

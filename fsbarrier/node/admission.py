@@ -59,7 +59,7 @@ def examine(
     nodes: Nodes, hosts: Mapping[int, str], settings: Settings, shape: ModelShape | None
 ) -> list[Objection]:
     """The objections, the worst first. `shape`: that of the run's model; None if there is none, or it is unknown."""
-    found = [*_expected(nodes, hosts, settings)]
+    found = [*_missing_accelerators(nodes, hosts, settings)]
     updates = shape is not None and settings.rl_phase != "rollout"
     used = {
         "deepspeed": settings.trainer.backend == "deepspeed",
@@ -74,14 +74,14 @@ def examine(
     return sorted(found, key=lambda one: not one.refused)
 
 
-def _expected(nodes: Nodes, hosts: Mapping[int, str], settings: Settings) -> Iterator[Objection]:
+def _missing_accelerators(nodes: Nodes, hosts: Mapping[int, str], settings: Settings) -> Iterator[Objection]:
     """`--expect-gpus`: the nodes that lack some, if all should have equally many."""
     wanted, there = settings.expect_gpus, sum(len(one.accelerators) for one in nodes.values())
     if wanted is None or there >= wanted:
         return
     each = -(-wanted // settings.num_nodes)
     lacking = [
-        f"{_name(rank, hosts)} has {len(nodes[rank].accelerators)} of {each}"
+        f"{_node_and_host(rank, hosts)} has {len(nodes[rank].accelerators)} of {each}"
         if rank in nodes
         else f"node {rank} is not there"
         for rank in range(settings.num_nodes)
@@ -110,14 +110,16 @@ def _differences(
     yield from differ("Python", {rank: one.python for rank, one in nodes.items()})
     yield from differ("driver", {rank: one.driver or "none" for rank, one in nodes.items()})
     if len(set(kinds.values())) == 1:
-        yield from differ("accelerators", {rank: _accelerators(one) for rank, one in nodes.items()})
+        yield from differ("accelerators", {rank: _accelerators_as_text(one) for rank, one in nodes.items()})
 
 
 def _shortages(nodes: Nodes, hosts: Mapping[int, str]) -> Iterator[Objection]:
     def short(what: str, free: Mapping[int, int], least: int) -> Iterator[Objection]:
         lacking = {rank: amount for rank, amount in free.items() if 0 < amount < least}
         if lacking:
-            text = ", ".join(f"{_name(rank, hosts)}: {gib(amount)} free" for rank, amount in lacking.items())
+            text = ", ".join(
+                f"{_node_and_host(rank, hosts)}: {gib(amount)} free" for rank, amount in lacking.items()
+            )
             yield Objection(False, what, text)
 
     yield from short("little memory", {rank: one.memory_free for rank, one in nodes.items()}, LITTLE_MEMORY)
@@ -125,7 +127,7 @@ def _shortages(nodes: Nodes, hosts: Mapping[int, str]) -> Iterator[Objection]:
         "little local disk", {rank: one.local_disk_free for rank, one in nodes.items()}, LITTLE_DISK
     )
     used = [
-        f"{_name(rank, hosts)}: {gib(int(taken))} of accelerator {number}"
+        f"{_node_and_host(rank, hosts)}: {gib(int(taken))} of accelerator {number}"
         for rank, one in nodes.items()
         for number, (_, _, taken) in enumerate(one.accelerators)
         if int(taken) > IN_USE_BY_NOBODY
@@ -134,7 +136,9 @@ def _shortages(nodes: Nodes, hosts: Mapping[int, str]) -> Iterator[Objection]:
         yield Objection(False, "in use by others", ", ".join(used))
     ahead = {rank: one.clock_ahead_s for rank, one in nodes.items()}
     if ahead and max(ahead.values()) - min(ahead.values()) > CLOCKS_APART_S:
-        text = ", ".join(f"{_name(rank, hosts)}: {seconds:+.1f} s" for rank, seconds in ahead.items())
+        text = ", ".join(
+            f"{_node_and_host(rank, hosts)}: {seconds:+.1f} s" for rank, seconds in ahead.items()
+        )
         yield Objection(False, "clocks are apart", text)
 
 
@@ -156,7 +160,7 @@ def _checkpoint_room(nodes: Nodes, hosts: Mapping[int, str], plan: ClusterPlan) 
     rank, least = min(free.items(), key=lambda item: item[1])
     one = plan.model_bytes + plan.trainer_state_bytes
     if least < plan.kept_bytes:
-        text = f"{gib(least)} free as {_name(rank, hosts)} sees it; a checkpoint is {gib(one)}, those kept {gib(plan.kept_bytes)}"
+        text = f"{gib(least)} free as {_node_and_host(rank, hosts)} sees it; a checkpoint is {gib(one)}, those kept {gib(plan.kept_bytes)}"
         yield Objection(least < one, "room for checkpoints", text)
 
 
@@ -176,14 +180,14 @@ def _by_value(values: Mapping[int, str], hosts: Mapping[int, str]) -> str:
     for rank, value in sorted(values.items()):
         ranks.setdefault(value, []).append(rank)
     *rare, (common, _) = sorted(ranks.items(), key=lambda item: len(item[1]))
-    named = [f"{', '.join(_name(rank, hosts) for rank in some)}: {value}" for value, some in rare]
+    named = [f"{', '.join(_node_and_host(rank, hosts) for rank in some)}: {value}" for value, some in rare]
     return "; ".join([*named, f"the others: {common}"])
 
 
-def _accelerators(one: Fingerprint) -> str:
+def _accelerators_as_text(one: Fingerprint) -> str:
     kinds = [f"{name} ({gib(int(size))})" for name, size, _ in one.accelerators]
     return ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)) or "none"
 
 
-def _name(rank: int, hosts: Mapping[int, str]) -> str:
+def _node_and_host(rank: int, hosts: Mapping[int, str]) -> str:
     return f"node {rank} ({hosts.get(rank, '?')})"

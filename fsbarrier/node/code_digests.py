@@ -60,11 +60,11 @@ def one_digest(code: Mapping[str, str]) -> str:
 def _digest(files: Mapping[str, Path]) -> str:
     digest = hashlib.sha256()
     for name in sorted(files):
-        digest.update(os.fsencode(name) + b"\0" + _content(files[name]))
+        digest.update(os.fsencode(name) + b"\0" + _content_digest(files[name]))
     return digest.hexdigest()
 
 
-def _content(path: Path) -> bytes:
+def _content_digest(path: Path) -> bytes:
     """The digest of a file; of a long one, of its length, its beginning and 64 samples spread evenly over the rest.
 
     In a safetensors file the beginning includes the whole header: names, shapes, types and offsets of the tensors.

@@ -184,7 +184,7 @@ class Daemon:
             with starting(self.record):
                 self.events.write("code_changed", self.loop.node, {"what": self._changed_code})
         self._say_what_it_waits_for()
-        beats = threading.Thread(target=self._beat, name="beat", daemon=True)
+        beats = threading.Thread(target=self._write_heartbeats, name="beat", daemon=True)
         beats.start()
         try:
             self._loop()
@@ -280,7 +280,7 @@ class Daemon:
             self.events.write("node_ended", self.loop.node, fields)
         self.loop.exit = Exit(code, "left", reason)
 
-    def _beat(self) -> None:
+    def _write_heartbeats(self) -> None:
         """Write heartbeats, in a thread, until this node has ended, and one last time then.
 
         A node whose loop hangs must not look alive, or the others would wait for it for ever. So the heartbeats stop when the loop has

@@ -29,11 +29,11 @@ def free_ranks(paths: RunPaths, num_nodes: int, dead_s: float) -> Iterator[Start
     """
     newest = _newest_starts(paths, num_nodes)
     yield from (
-        _next(start)
+        _next_start(start)
         for start in newest.values()
         if start.incarnation and _host_of(paths, start) == host_name() and _has_beaten(paths, start)
     )
-    yield from (_next(start) for start in newest.values() if not start.incarnation)
+    yield from (_next_start(start) for start in newest.values() if not start.incarnation)
     beats = read_beats(paths.root)
     ended = {
         rank: start
@@ -42,9 +42,9 @@ def free_ranks(paths: RunPaths, num_nodes: int, dead_s: float) -> Iterator[Start
         and beat.incarnation == start.incarnation
         and beat.state in GONE
     }
-    yield from map(_next, ended.values())
+    yield from map(_next_start, ended.values())
     others = {rank for rank, start in newest.items() if start.incarnation and rank not in ended}
-    yield from (_next(newest[rank]) for rank in _silent(paths, others, dead_s))
+    yield from (_next_start(newest[rank]) for rank in _silent_ranks(paths, others, dead_s))
 
 
 def _newest_starts(paths: RunPaths, num_nodes: int) -> Mapping[int, StartName]:
@@ -56,7 +56,7 @@ def _newest_starts(paths: RunPaths, num_nodes: int) -> Mapping[int, StartName]:
     return found
 
 
-def _next(start: StartName) -> StartName:
+def _next_start(start: StartName) -> StartName:
     return StartName(start.rank, start.incarnation + 1)
 
 
@@ -71,7 +71,7 @@ def _has_beaten(paths: RunPaths, start: StartName) -> bool:
     return beat is not None and beat.incarnation == start.incarnation
 
 
-def _silent(paths: RunPaths, ranks: Collection[int], watch_s: float) -> list[int]:
+def _silent_ranks(paths: RunPaths, ranks: Collection[int], watch_s: float) -> list[int]:
     """The ranks whose heartbeat does not change for `watch_s`."""
     first, silent = read_beats(paths.root), set(ranks)
     pause, deadline = threading.Event(), time.monotonic() + watch_s

@@ -192,7 +192,7 @@ class NodeLoop:
         if self._announcement.announced != node.incarnation and state == JOINING:
             # It is about to rejoin. Nobody may admit the incarnation that was in the old generation.
             state = "leaving"
-        here, where = self.join, _place(node, node.position, self.rules)
+        here, where = self.join, _place_values(node, node.position, self.rules)
         about = self._announcement.announced, self.counter, here.host, here.pid, state
         return Beat(node.rank, *about, *where, self.work.progress())
 
@@ -335,10 +335,10 @@ class NodeLoop:
 def place(node: Node, position: Position | None, rules: Rules) -> dict[str, object]:
     """A node's position, in the fields that heartbeats and the journal share."""
     fields = ("generation", "iteration", "phase", "phase_name")
-    return dict(zip(fields, _place(node, position, rules), strict=True))
+    return dict(zip(fields, _place_values(node, position, rules), strict=True))
 
 
-def _place(node: Node, position: Position | None, rules: Rules) -> tuple[int, int, int, str]:
+def _place_values(node: Node, position: Position | None, rules: Rules) -> tuple[int, int, int, str]:
     if node.generation is None or position is None:
         return (node.generation.number if node.generation is not None else 0), 0, 0, ""
     return node.generation.number, position.iteration, position.phase, rules.row_name(position)

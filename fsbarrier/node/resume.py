@@ -46,33 +46,33 @@ class LastGeneration:
         generation = self.observer.newest
         if generation is None:
             return ResumePoint(Position(1, rules.span({})[0]), at=now, sealed=True)
-        trail = _Trail(self.observer, rules, generation, *rules.span(generation.choices), self._facts)
+        past = _PastGeneration(self.observer, rules, generation, *rules.span(generation.choices), self._facts)
         try:
-            return self._follow(trail, now, seal)
+            return self._where_it_was_left(past, now, seal)
         except _Behind:
             return None
 
-    def _follow(self, trail: _Trail, now: float, seal: Fact | None) -> ResumePoint:
-        reached = trail.furthest()
+    def _where_it_was_left(self, past: _PastGeneration, now: float, seal: Fact | None) -> ResumePoint:
+        reached = past.furthest()
         if seal is not None:
-            reached = trail.end(reached, seal)
-        decisions = trail.decisions(reached)
-        while trail.all_done(reached):
-            row = trail.row(reached)
-            value = trail.fact(reached).value if row.decides else None
+            reached = past.end(reached, seal)
+        decisions = past.decisions(reached)
+        while past.all_done(reached):
+            row = past.row(reached)
+            value = past.fact(reached).value if row.decides else None
             if value:
                 decisions = with_decision(decisions, row.name, reached.iteration, value)
-            reached = trail.after(reached)
-            if reached.phase == trail.first:
+            reached = past.after(reached)
+            if reached.phase == past.first:
                 break
-        resumed = max(trail.first, trail.rules.table.resume_index(trail.row(reached)))
+        resumed = max(past.first, past.rules.table.resume_index(past.row(reached)))
         position = Position(reached.iteration, resumed)
-        span = trail.first, trail.last
-        return ResumePoint(position, decisions, trail.generation.number, now, span, sealed=seal is not None)
+        span = past.first, past.last
+        return ResumePoint(position, decisions, past.generation.number, now, span, sealed=seal is not None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Trail:
+class _PastGeneration:
     """The facts of one generation, which runs the rows `first` to `last`."""
 
     observer: Observer
@@ -125,7 +125,7 @@ class _Trail:
             return reached
         until = self.generation.until
         while until is None or reached.iteration <= until:
-            if not self.row(reached).transient and self._sealed(reached, seal):
+            if not self.row(reached).transient and self._seal(reached, seal):
                 break
             reached = self.after(reached)
         heard = self.heard()
@@ -135,10 +135,11 @@ class _Trail:
                 break
         return reached
 
-    def _sealed(self, position: Position, seal: Fact) -> bool:
+    def _seal(self, position: Position, seal: Fact) -> bool:
+        """Create the seal in a row; False if the leader has published there. Raises _Behind."""
         observer = self.observer
         observer.store.make_dir(observer.row_dir(self.generation.number, position))
-        created = observer.store.create(self._leaders(position), seal)
+        created = observer.store.create(self._leaders_path(position), seal)
         if not created and self.fact(position).status != SEALED:
             return False
         if not self._was_kept(position):
@@ -156,7 +157,7 @@ class _Trail:
 
     def decisions(self, reached: Position) -> Mapping[str, Payload]:
         """All decisions before `reached`."""
-        decisions, position = self._opening(reached)
+        decisions, position = self._last_snapshot(reached)
         while position < reached:
             row = self.row(position)
             value = self.fact(position).value if row.decides else None
@@ -165,7 +166,7 @@ class _Trail:
             position = self.after(position)
         return decisions
 
-    def _opening(self, reached: Position) -> tuple[Mapping[str, Payload], Position]:
+    def _last_snapshot(self, reached: Position) -> tuple[Mapping[str, Payload], Position]:
         """The last snapshot of all decisions before `reached`, and its position."""
         start = self.generation.start
         for iteration in (reached.iteration, reached.iteration - 1):
@@ -177,7 +178,7 @@ class _Trail:
     def lasting(self) -> int | None:
         return self.observer.table.first_lasting((self.first, self.last))
 
-    def _leaders(self, position: Position) -> Path:
+    def _leaders_path(self, position: Position) -> Path:
         """The path of the leader's fact about a row."""
         directory = self.observer.row_dir(self.generation.number, position)
         return directory / FACT.build(position.iteration, self.generation.leader, "done")
@@ -187,7 +188,7 @@ class _Trail:
         key = self.generation.number, position
         if key not in self.known:
             try:
-                self.known[key] = must_read(self.observer.store, self._leaders(position), Fact)
+                self.known[key] = must_read(self.observer.store, self._leaders_path(position), Fact)
             except OSError:
                 if not self._was_kept(position):
                     raise _Behind from None

@@ -40,21 +40,23 @@ class Schedule:
         changed = node is not self._node
         if changed:
             self._node, self._unchanged_since = node, now
-        if self._alert(node):
+        if self._in_trouble(node):
             self.beats_due = min(self.beats_due, now + self.paces.beats_s / ALERT)
         return changed
 
     def records_seen(self, node: Node, now: float) -> None:
         """The node has just looked at generations, joins and requests."""
         joining = node.stage is Stage.JOINING
-        quiet_s = 0.0 if joining or self._alert(node) else now - self._unchanged_since
+        quiet_s = 0.0 if joining or self._in_trouble(node) else now - self._unchanged_since
         pause_s = max(self.paces.members_s, min(LATENESS * quiet_s, 2 * self.paces.beats_s))
         self.records_due = now + pause_s / (4 if joining else 1)
 
     def beats_seen(self, node: Node, now: float) -> None:
         """The node has just read heartbeats."""
-        hurried = self.paces.eager if node.stage is Stage.JOINING else ALERT if self._alert(node) else 1.0
+        hurried = (
+            self.paces.eager if node.stage is Stage.JOINING else ALERT if self._in_trouble(node) else 1.0
+        )
         self.beats_due = now + self.paces.beats_s / hurried
 
-    def _alert(self, node: Node) -> bool:
+    def _in_trouble(self, node: Node) -> bool:
         return self.suspecting or node.failed_since is not None or node.trouble_since is not None

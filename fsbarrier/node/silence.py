@@ -31,10 +31,10 @@ class Silence:
             return
         self._looked_at = self.observer.ledger.looked_at
         if node.generation is not None and node.stage is Stage.RUNNING:
-            yield from self._suspects(node, node.generation.members, now, limits.suspect_s)
-        yield from self._hidden(now, limits.suspect_s)
+            yield from self._suspicions(node, node.generation.members, now, limits.suspect_s)
+        yield from self._hidden_heartbeats(now, limits.suspect_s)
 
-    def _suspects(
+    def _suspicions(
         self, node: Node, members: tuple[Member, ...], now: float, suspect_s: float
     ) -> Iterator[tuple[str, Payload]]:
         known, ledger = self._suspected, self.observer.ledger
@@ -50,7 +50,7 @@ class Silence:
                 known.discard(member)
                 yield "node_recovered", suspect
 
-    def _hidden(self, now: float, suspect_s: float) -> Iterator[tuple[str, Payload]]:
+    def _hidden_heartbeats(self, now: float, suspect_s: float) -> Iterator[tuple[str, Payload]]:
         """Say once why the run does not go on: other nodes' heartbeats exist, and this mount does not show them."""
         hidden = {rank: now - since for rank, since in self.observer.hidden_beats.items()}
         silent = [rank for rank, hidden_s in hidden.items() if hidden_s >= suspect_s]

@@ -45,7 +45,7 @@ class StateUpload:
         if self._thread is None and mine:
             self._version, self._failed, self._began = version, "", time.monotonic()
             self._thread = threading.Thread(
-                target=self._bring, args=(version, kept, mine), name="state", daemon=True
+                target=self._copy_all, args=(version, kept, mine), name="state", daemon=True
             )
             self._thread.start()
 
@@ -70,7 +70,7 @@ class StateUpload:
         if self._thread is not None:
             self._thread.join(LOOK_S)
 
-    def _bring(self, version: Path, kept: Path, mine: dict[str, FileDigest]) -> None:
+    def _copy_all(self, version: Path, kept: Path, mine: dict[str, FileDigest]) -> None:
         try:
             for name, digest in mine.items():
                 self._copy(kept / name, version / name, digest)

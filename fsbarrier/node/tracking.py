@@ -47,7 +47,7 @@ class TrackerProgram:
         self._thread: threading.Thread | None = None
         self._child: Child | None = None
         self._running: TrackerSettings | None = None
-        self._ended = self._iteration = 0
+        self._ends = self._iteration = 0
         self._last_s = LAST_S
         self._troubles: queue.SimpleQueue[Payload] = queue.SimpleQueue()
 
@@ -62,11 +62,11 @@ class TrackerProgram:
             settings = present(self._record.settings, generation.revisions)
             wanted = settings if generation.leader == node.rank and settings.tracker.names else None
             if wanted is not None and self._thread is None:
-                self._thread = threading.Thread(target=self._follow, name="trackers", daemon=True)
+                self._thread = threading.Thread(target=self._carry_out_orders, name="trackers", daemon=True)
                 self._thread.start()
-            self._order(partial(self._run, wanted))
+            self._order(partial(self._run_with, wanted))
         elif event == "iteration_finished" and node.position is not None:
-            self._order(partial(self._bring, node.position.iteration))
+            self._order(partial(self._bring_up_to, node.position.iteration))
 
     def troubles(self) -> Iterator[Payload]:
         """The failures since the last call, for the journal."""
@@ -85,7 +85,7 @@ class TrackerProgram:
 
     # --- in the thread ---
 
-    def _follow(self) -> None:
+    def _carry_out_orders(self) -> None:
         while True:
             order = self._orders.get()
             # A failure here must not end the run.
@@ -96,20 +96,20 @@ class TrackerProgram:
             if order is None:
                 return
 
-    def _run(self, settings: Settings | None) -> None:
+    def _run_with(self, settings: Settings | None) -> None:
         """Start or restart the program with these settings; None: end it."""
         wanted = settings.tracker if settings is not None else None
         if wanted == self._running and (self._child is None) == (wanted is None):
             return
         self._stop()
-        self._running, self._ended = wanted, 0
+        self._running, self._ends = wanted, 0
         if settings is not None:
             self._start(settings)
 
     def _start(self, settings: Settings) -> None:
         spec = {"log_path": str(self._record.log_path), **settings.tracker.as_json()}
         self._spec.write_text(json.dumps(spec))
-        self._say("")
+        self._tell_the_program("")
         words = [self._spec, self._wanted, self._problems]
         named = (settings.judge.api_key_env, settings.engine.api_key_env, *NOT_FOR_IT)
         env = without_variables(os.environ, named) | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -121,21 +121,21 @@ class TrackerProgram:
         )
         self._settings = settings
 
-    def _bring(self, iteration: int) -> None:
+    def _bring_up_to(self, iteration: int) -> None:
         self._iteration = iteration
         self._tell_troubles()
         if self._child is None or self._running is None:
             return
         if (code := self._child.poll()) is not None:
-            self._troubles.put({"tracker": "", "why": _ended(self._child, code)})
-            self._ended += 1
-            if self._ended > RESTARTS:
+            self._troubles.put({"tracker": "", "why": _end_in_words(self._child, code)})
+            self._ends += 1
+            if self._ends > RESTARTS:
                 self._child = None
                 return
             self._start(self._settings)
-        self._say("")
+        self._tell_the_program("")
 
-    def _say(self, word: str) -> None:
+    def _tell_the_program(self, word: str) -> None:
         files.write_atomic(self._wanted, f"{self._iteration} {word}\n".encode())
 
     def _stop(self) -> None:
@@ -143,7 +143,7 @@ class TrackerProgram:
         if child is None:
             return
         with contextlib.suppress(OSError):
-            self._say("end")
+            self._tell_the_program("end")
         try:
             code = child.wait(self._last_s)
             if code is None:
@@ -151,7 +151,7 @@ class TrackerProgram:
                 why = f"had not told everything after {self._last_s:.0f} s, and was ended; {rest}"
                 self._troubles.put({"tracker": "", "why": why})
             elif code != 0:
-                self._troubles.put({"tracker": "", "why": _ended(child, code)})
+                self._troubles.put({"tracker": "", "why": _end_in_words(child, code)})
         finally:
             child.stop(grace_s=1.0)
             self._tell_troubles()
@@ -171,5 +171,5 @@ class TrackerProgram:
                 self._troubles.put({"tracker": str(found.get("tracker")), "why": str(found.get("why"))})
 
 
-def _ended(child: Child, code: int) -> str:
+def _end_in_words(child: Child, code: int) -> str:
     return f"the program ended with exit code {code}: {' | '.join(child.last_log_lines(2))}"

@@ -67,17 +67,17 @@ _NAMES = {cls: name for name, cls in _KINDS.items()}
 _DECODER = json.JSONDecoder()
 
 
-def _plain(item: object) -> dict[str, object]:
+def _fields(item: object) -> dict[str, object]:
     """The fields of a record, or of one nested in it."""
     return {name: getattr(item, name) for name in _SHAPES[type(item)].types}
 
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"), default=_plain)
+_ENCODER = json.JSONEncoder(separators=(",", ":"), default=_fields)
 
 
 def encode(item: Record) -> bytes:
     """The bytes of a record's file."""
-    body = _ENCODER.encode(_plain(item)).encode() + b"\n"
+    body = _ENCODER.encode(_fields(item)).encode() + b"\n"
     return _header(_NAMES[type(item)], body) + body
 
 
@@ -99,14 +99,14 @@ def _decode(data: bytes, expected: str) -> Record | Fault:
     """The record, or the fault."""
     header, _, body = data.partition(b"\n")
     if header + b"\n" != _header(expected, body):
-        return _fault(header, expected)
+        return _fault_of_header(header, expected)
     try:
         return _build(_KINDS[expected], _DECODER.raw_decode(body.decode())[0])
-    except (_Misfit, ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
+    except (_NotARecord, ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
         return Fault(f"not a record: {error}")
 
 
-def _fault(header: bytes, expected: str) -> Fault:
+def _fault_of_header(header: bytes, expected: str) -> Fault:
     """Why the header does not match the body."""
     if not header:
         return Fault("empty, or torn at its beginning")
@@ -128,7 +128,7 @@ _decode_small = lru_cache(maxsize=1024)(_decode)
 # --- from JSON to records ---------------------------------------------------------------------------------------------------
 
 
-class _Misfit(Exception):
+class _NotARecord(Exception):
     """JSON that is not a record."""
 
 
@@ -146,7 +146,7 @@ def _types(annotation: str) -> tuple[type, ...]:
 def _decisions(value: JsonObject) -> JsonObject:
     for entry in value.values():
         if type(entry["iteration"]) is not int or not isinstance(entry["value"], dict):
-            raise _Misfit("not a decision")
+            raise _NotARecord("not a decision")
     return value
 
 
@@ -160,7 +160,7 @@ def _revisions(value: list[object]) -> tuple[Revision, ...]:
 
 def _texts(value: list[object]) -> tuple[object, ...]:
     if not all(type(item) is str for item in value):
-        raise _Misfit("texts expected")
+        raise _NotARecord("texts expected")
     return tuple(value)
 
 
@@ -205,12 +205,12 @@ _SHAPES: dict[type, _Shape] = {
 def _build(cls: type[T], body: object) -> T:
     types, needed, converts = _SHAPES[cls]
     if not isinstance(body, dict) or not needed <= body.keys():
-        raise _Misfit("not an object, or a field is missing")
+        raise _NotARecord("not an object, or a field is missing")
     if body.keys() != types.keys():
         body = {name: value for name, value in body.items() if name in types}
     for name, value in body.items():
         if type(value) not in types[name] or (type(value) is int and not -_LIMIT < value < _LIMIT):
-            raise _Misfit(f"{name} is no {types[name][0].__name__}, or out of range")
+            raise _NotARecord(f"{name} is no {types[name][0].__name__}, or out of range")
     for name, convert in converts.items():
         if name in body:
             body[name] = convert(body[name])
@@ -224,6 +224,6 @@ def _check_generation(found: Generation) -> None:
     """Refuse a record that breaks what the state machine relies on without checking."""
     ranks = [member.rank for member in found.members]
     if len(set(ranks)) != len(ranks) or (found.leader not in ranks and found.verdict is None):
-        raise _Misfit("its leader is no member, or a rank is there twice")
+        raise _NotARecord("its leader is no member, or a rank is there twice")
     if found.number < 1 or found.start.iteration < 1 or found.start.phase < 0:
-        raise _Misfit("it starts nowhere")
+        raise _NotARecord("it starts nowhere")

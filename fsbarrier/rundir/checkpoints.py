@@ -57,9 +57,9 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The content of its file."""
-        body = {"policy_version": self.policy_version, "files": _listed(self.files)}
+        body = {"policy_version": self.policy_version, "files": _digests_as_json(self.files)}
         elsewhere = {} if self.state_in == "" else {"state_in": self.state_in}
-        later = {"following": _listed(self.following)} if self.following else {}
+        later = {"following": _digests_as_json(self.following)} if self.following else {}
         return json.dumps(body | elsewhere | later, indent=1).encode()
 
     @property
@@ -116,7 +116,7 @@ def read_manifest(folder: Path) -> Manifest:
         state_in = body.get("state_in", "")
         if state_in and POLICY_FOLDER.parse(state_in) is None:
             raise ValueError(f"{state_in!r} is no folder of a policy version")
-        here, later = _digests(body["files"]), _digests(body.get("following", {}))
+        here, later = _digests_from_json(body["files"]), _digests_from_json(body.get("following", {}))
         return Manifest(int(body["policy_version"]), here, state_in, later)
     except FileNotFoundError:
         raise ProgramFailed(f"{folder} is no complete policy version: it has no {MANIFEST}") from None
@@ -129,19 +129,19 @@ def read_manifest(folder: Path) -> Manifest:
         ArithmeticError,
         RecursionError,
     ) as error:
-        raise _unread(error, f"{folder / MANIFEST} cannot be read: {error}") from None
+        raise _unreadable(error, f"{folder / MANIFEST} cannot be read: {error}") from None
 
 
-def _unread(error: Exception, said: str) -> ProgramFailed:
+def _unreadable(error: Exception, said: str) -> ProgramFailed:
     failing = isinstance(error, OSError) and error.errno in FAILING
     return PolicyUnreadable(said) if failing else ProgramFailed(said)
 
 
-def _listed(digests: Mapping[str, FileDigest]) -> dict[str, dict[str, object]]:
+def _digests_as_json(digests: Mapping[str, FileDigest]) -> dict[str, dict[str, object]]:
     return {name: {"bytes": one.size, "sha256": one.sha256} for name, one in digests.items()}
 
 
-def _digests(listed: Mapping[str, Any]) -> dict[str, FileDigest]:
+def _digests_from_json(listed: Mapping[str, Any]) -> dict[str, FileDigest]:
     return {
         _inner_name(name): FileDigest(int(item["bytes"]), str(item["sha256"]))
         for name, item in listed.items()
@@ -249,7 +249,7 @@ def read_listed(folder: Path, name: str) -> bytes:
     try:
         data = retry(lambda: _read_below(folder, name), errnos=FAILING)
     except OSError as error:
-        raise _unread(error, f"{path}, listed in {MANIFEST}, cannot be read: {error}") from None
+        raise _unreadable(error, f"{path}, listed in {MANIFEST}, cannot be read: {error}") from None
     if hashlib.sha256(data).hexdigest() != digest.sha256:
         raise differs(path)
     return data
@@ -266,7 +266,7 @@ def _opened(folder: Path, name: str) -> Iterator[int]:
         finally:
             os.close(fd)
     except OSError as error:
-        raise _unread(error, f"{path}, listed in {MANIFEST}, cannot be read: {error}") from None
+        raise _unreadable(error, f"{path}, listed in {MANIFEST}, cannot be read: {error}") from None
 
 
 def publish_link(log_path: Path, folder: Path, last_look: Callable[[], None] = lambda: None) -> Path:

@@ -87,9 +87,9 @@ def write_archive(paths: RunPaths, key: str, out: Path, summary: str) -> None:
             os.fchmod(stream.fileno(), 0o600)
             with tarfile.open(fileobj=stream, mode="w:gz") as archive:
                 _add(archive, f"debug-{key}/nodes.txt", summary)
-                for path in _wanted(paths, key):
+                for path in _files_for_archive(paths, key):
                     name = f"debug-{key}/{path.relative_to(paths.root)}"
-                    _add(archive, name, _text(paths, path))
+                    _add(archive, name, _text_of(paths, path))
         files.rename(temporary, out)
     finally:
         temporary.unlink(missing_ok=True)
@@ -102,7 +102,7 @@ def _add(archive: tarfile.TarFile, name: str, text: str) -> None:
     archive.addfile(member, io.BytesIO(data))
 
 
-def _wanted(paths: RunPaths, key: str) -> Iterator[Path]:
+def _files_for_archive(paths: RunPaths, key: str) -> Iterator[Path]:
     """The files for the archive; of each node the logs, journals and heartbeats of its newest start."""
     names = PosixStore().names
     for rank in sorted(answered(paths, key)):
@@ -119,7 +119,7 @@ def _wanted(paths: RunPaths, key: str) -> Iterator[Path]:
         yield from (folder / kind.build(start.rank, start.incarnation) for start in starts.values())
 
 
-def _text(paths: RunPaths, path: Path) -> str:
+def _text_of(paths: RunPaths, path: Path) -> str:
     """The end of a file (the beginning of an answer), or why it cannot be read."""
     try:
         with os.fdopen(reading.open_below(paths.root, path), "rb") as stream:

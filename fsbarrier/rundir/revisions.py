@@ -25,13 +25,13 @@ def settings_in(settings: Settings, revisions: Sequence[Revision], iteration: in
     """A run's settings in one iteration. `settings`: those that it began with."""
     for revision in revisions:
         kinds = MAY_CHANGE if iteration >= revision.iteration else (AT_ONCE,)
-        settings = _with(settings, revision.values, kinds)
+        settings = _with_changes(settings, revision.values, kinds)
     return settings
 
 
 def present(settings: Settings, revisions: Sequence[Revision]) -> Settings:
     """A run's settings after all changes, including those that take effect in a later iteration."""
-    return _with(settings, in_force({}, revisions), MAY_CHANGE)
+    return _with_changes(settings, in_force({}, revisions), MAY_CHANGE)
 
 
 def can_hold(settings: Settings, record: Join | Generation) -> bool:
@@ -40,13 +40,13 @@ def can_hold(settings: Settings, record: Join | Generation) -> bool:
 
     values = record.stated if isinstance(record, Join) else in_force({}, record.revisions)
     try:
-        checked(replace(_with(settings, values, MAY_CHANGE), **record.choices))
+        checked(replace(_with_changes(settings, values, MAY_CHANGE), **record.choices))
     except (UsageError, TypeError):
         return False
     return True
 
 
-def _with(settings: Settings, values: Payload, kinds: Sequence[Changes]) -> Settings:
+def _with_changes(settings: Settings, values: Payload, kinds: Sequence[Changes]) -> Settings:
     if not values:
         return settings
     there = set(names_that_change(settings))
