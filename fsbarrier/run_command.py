@@ -61,7 +61,8 @@ def run(name: str, arguments: Sequence[str], find_command: Callable[[str], Comma
         raise
     except Exception as error:
         if isinstance(error, PermissionError):
-            print(error_text(UsageError(f"{error.filename}: {error.strerror}")), file=sys.stderr)
+            said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            print(error_text(UsageError(said)), file=sys.stderr)
             return UsageError.exit_code
         if isinstance(error, OSError) and error.errno in (*FAILING, errno.ENOSPC, errno.EDQUOT):
             print(error_text(StoreError(f"the filesystem failed: {error}")), file=sys.stderr)

@@ -271,6 +271,11 @@ def test_what_may_not_be_opened_is_the_users_to_mend(
     command(raising(PermissionError(errno.EACCES, "Permission denied", "/theirs")))
     assert main(["fake"]) == 2
     assert capsys.readouterr().err == "fsbarrier: error: /theirs: Permission denied\n"
+    command(raising(PermissionError("cannot create a private folder: /tmp/x belongs to eve")))
+    assert main(["fake"]) == 2
+    assert (
+        capsys.readouterr().err == "fsbarrier: error: cannot create a private folder: /tmp/x belongs to eve\n"
+    )
 
 
 # --- dry run ------------------------------------------------------------------------------------------------------------

@@ -118,6 +118,15 @@ def test_fields_of_ones_own_are_kept_and_tokens_may_be_left_out(tmp_path: Path) 
     assert "token_ids" not in json.loads((tmp_path / "a.jsonl").read_text())
 
 
+def test_a_file_may_be_named_from_home(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No shell replaces the ~ in `--file=~/run/...`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    merged = RunPaths(run).merged("train", 1).relative_to(tmp_path)
+    assert export(run, tmp_path / "a.jsonl", f"--file=~/{merged}") == 0, capsys.readouterr().err
+
+
 def memory(path: Path, out: Path) -> int:
     """The most that writing `out` takes, in bytes."""
     tracemalloc.start()

@@ -132,10 +132,10 @@ def export_table(args: argparse.Namespace, log_path: Path, target: Path) -> int:
             raise UsageError(f"{flag}: only for exporting a policy; name a folder as the target")
     aside: list[str] = []
     if args.file:
-        for path in args.file:
+        found = [preflight.absolute(path).resolve() for path in args.file]
+        for path in found:
             if not path.is_file():
                 raise UsageError(f"--file {path}: {'is not a file' if path.exists() else 'no such file'}")
-        found = [preflight.absolute(path).resolve() for path in args.file]
     else:
         found, aside = tables.sources(log_path, args.split, args.iteration)
     make_parents(target)
