@@ -194,14 +194,14 @@ def test_what_is_held_is_told_only_of_the_processes_asked_for(play: Play) -> Non
     assert [each.bytes for each in held_by(os.getpid())] == [None]
 
 
-def test_ours_is_free_whatever_others_hold(play: Play) -> None:
+def test_memory_of_other_programs_does_not_delay_a_release(play: Play) -> None:
     nvml = play(70 * GIB)
     nvml.processes = [{12: 70 * GIB}]
     outcome = wait_released([OURS], before=[Accelerator(0, "nvidia", "NVIDIA Play", 80 * GIB, 0)])
     assert isinstance(outcome, Released) and outcome.how == "processes"
 
 
-def test_it_waits_until_the_driver_has_freed_it(play: Play) -> None:
+def test_a_release_waits_until_the_driver_has_freed_the_memory(play: Play) -> None:
     nvml = play(10 * GIB)
     nvml.processes = [{OURS: 10 * GIB}]
 
@@ -217,7 +217,7 @@ def test_it_waits_until_the_driver_has_freed_it(play: Play) -> None:
     assert nvml.looks == 5 and nvml.open == 0
 
 
-def test_at_the_deadline_it_says_what_is_held_by_whom(play: Play) -> None:
+def test_a_release_names_at_its_deadline_who_still_holds_memory(play: Play) -> None:
     nvml = play(10 * GIB, 0)
     nvml.processes = [{os.getpid(): 10 * GIB}, {}]
     outcome = wait_released([os.getpid()], deadline_s=0.05)
@@ -228,7 +228,7 @@ def test_at_the_deadline_it_says_what_is_held_by_whom(play: Play) -> None:
     assert "nvidia 0 (NVIDIA Play): 10240 MiB held by " in str(outcome) and str(os.getpid()) in str(outcome)
 
 
-def test_it_can_be_cancelled(play: Play) -> None:
+def test_a_wait_for_a_release_can_be_cancelled(play: Play) -> None:
     nvml = play(10 * GIB)
     nvml.processes = [{OURS: 10 * GIB}]
     cancel = threading.Event()
@@ -259,7 +259,7 @@ def test_without_processes_the_level_decides(play: Play, case: str) -> None:
     assert isinstance(outcome, Released) and outcome.how == "level"
 
 
-def test_without_processes_and_level_it_says_that_it_did_not_see(play: Play) -> None:
+def test_a_release_that_no_driver_shows_is_unverified(play: Play) -> None:
     play(9 * GIB, container=True)
     outcome = wait_released([OURS])
     assert isinstance(outcome, Released) and outcome.how == "unverified"

@@ -419,13 +419,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_refused(place: Path, quick: Call, case: str) -> None:
+def test_wrong_input_is_refused(place: Path, quick: Call, case: str) -> None:
     words, says = CASES[case]
     refused(quick, words, place=place, says=says)
 
 
 @pytest.mark.parametrize("case", list(CASES)[::13])
-def test_refused_by_the_real_command(place: Path, real: Call, case: str) -> None:
+def test_wrong_input_is_refused_by_the_real_command(place: Path, real: Call, case: str) -> None:
     words, says = CASES[case]
     refused(real, words, place=place, says=says)
 

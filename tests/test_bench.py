@@ -14,7 +14,7 @@ from fsbarrier.maintenance import benchmark
 from fsbarrier.maintenance.benchmark import Latency, scripts
 
 
-def test_figures() -> None:
+def test_latencies_are_summarised() -> None:
     figures = Latency.of([0.004, 0.001, 0.003, 0.002, 0.100])
     assert figures == Latency(5, 0.003, 0.004, 0.100)
     with pytest.raises(ProgramFailed):
@@ -28,7 +28,7 @@ def test_each_round_but_the_first_is_measured(tmp_path: Path, kind: str) -> None
     assert 0 < figures.median_s <= figures.p99_s <= figures.max_s
 
 
-def test_all_side_by_side(
+def test_the_benchmark_measures_all_kinds_side_by_side(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repo = str(Path(__file__).resolve().parent.parent)
@@ -49,7 +49,7 @@ def took(milliseconds: float) -> Latency:
 
 
 @pytest.mark.parametrize(("after_ms", "disturbed"), [(1.4, False), (3.0, True), (0.5, True)])
-def test_each_is_compared_with_the_scans_before_and_after_it(
+def test_each_kind_is_compared_with_the_scans_before_and_after_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, after_ms: float, disturbed: bool
 ) -> None:
     known = {"bare": took(1.0), "group": took(6.0), "bare-after": took(after_ms)}

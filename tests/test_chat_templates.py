@@ -123,7 +123,7 @@ def test_a_template_that_forgets_reasoning_does_not_change_what_was_said() -> No
 
 
 @pytest.mark.parametrize("template", [STRICT, SILENT], ids=["refuses", "leaves answers out"])
-def test_where_nothing_can_be_known_each_turn_is_a_segment(template: str) -> None:
+def test_with_a_template_that_cannot_be_continued_each_turn_is_a_segment(template: str) -> None:
     if template is STRICT:
         template = CHATML + STRICT.replace("loop.index0 == 1", "m.content in ('A', 'B')")
     client, engine = turns(template, "")

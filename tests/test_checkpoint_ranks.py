@@ -53,7 +53,7 @@ def test_a_process_killed_at_each_stage_of_a_save(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(4))
-def test_the_same_many_times(tmp_path: Path, seed: int) -> None:
+def test_saves_and_loads_of_any_processes_many_times(tmp_path: Path, seed: int) -> None:
     run_script(
         "checkpoint_ranks.py",
         tmp_path,

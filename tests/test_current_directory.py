@@ -25,7 +25,7 @@ def here(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_whole_run_begins_there(here: Path, tmp_path: Path) -> None:
+def test_a_whole_run_begins_in_a_folder_with_a_random_py(here: Path, tmp_path: Path) -> None:
     words = ("launch", "local", "--nodes", "1", "--program", "toy", "--iterations", "1", "--log-path")
     done = subprocess.run(
         own_program("fsbarrier", *words, str(tmp_path / "run")),

@@ -96,7 +96,7 @@ def test_a_mount_that_remembers_nothing_is_not_told_to_remember_less() -> None:
     assert Mount("fuse.new", "x", ()).fresher == mounts.OTHER.fresher
 
 
-def test_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filesystems_have_their_class_by_their_type(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {
         "ext4": "local",
         "nfs4": "close-to-open",
@@ -248,7 +248,7 @@ def test_lines_that_all_nodes_say_become_one() -> None:
     assert lines[1] == Check("free space", Level.WARNING, "node 0: 0.1 GiB\nnode 1: 9 GiB", "make room")
 
 
-def test_figures() -> None:
+def test_measured_times_are_summarised() -> None:
     times = Times.of([0.001 * n for n in range(1, 101)])
     assert times is not None and times.most == 0.1 and not times.open and "median" in str(times)
     given_up = Times.of([0.001], unfinished=9.0)

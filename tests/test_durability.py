@@ -62,7 +62,9 @@ def test_a_record_is_flushed_before_its_name_and_its_name_before_anybody_relies_
     assert_named_when_whole(seen, "link", "record")
 
 
-def test_without_hard_links_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_hard_links_a_record_is_flushed_before_its_name_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "link", refuse(errno.EOPNOTSUPP))
     with recording(tmp_path) as seen:
         assert PosixStore().create(tmp_path / "record", RECORDS["generation"])

@@ -48,7 +48,7 @@ def moments_of(trainer: Any) -> dict[str, int]:
 
 
 @pytest.mark.torch
-def test_it_trains_as_the_other_kind_does_but_for_its_rounding(work: Bench) -> None:
+def test_adamw_8bit_trains_as_adamw_does_but_for_its_rounding(work: Bench) -> None:
     exact, rounded = three(work, "adamw", "exact"), three(work, "adamw_8bit", "rounded")
     moved = largest_difference(first_weights(work.folder), exact)
     assert 0 < largest_difference(exact, rounded) < 0.2 * moved

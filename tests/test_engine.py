@@ -173,7 +173,9 @@ def test_a_server_that_does_not_start_is_told_with_its_reason_and_its_log(tmp_pa
     assert not engine.alive()
 
 
-def test_it_is_reached_through_a_socket_that_nobody_else_can_reach(tmp_path: Path, make: Make) -> None:
+def test_the_server_is_reached_through_a_socket_that_nobody_else_can_reach(
+    tmp_path: Path, make: Make
+) -> None:
     engine = make()
     info = engine.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
     path = Path(info.url.removeprefix("unix:"))

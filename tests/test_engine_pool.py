@@ -64,13 +64,15 @@ def test_work_is_spread_and_a_group_stays_where_it_is(tmp_path: Path, fakes: lis
     assert [(one["replica"], one["up"]) for one in shown["engines"]] == [(0, True), (1, True)]
 
 
-def test_the_last_prompts_are_not_all_sent_to_one(tmp_path: Path, fakes: list[Fake]) -> None:
+def test_the_last_prompts_are_spread_over_the_engines(tmp_path: Path, fakes: list[Fake]) -> None:
     done = run(spec_for(tmp_path, fakes, ["ba=", "dc="]))
     assert done.code == 0 and [len(prompts_at(fake)) for fake in fakes] == [1, 1]
 
 
 @pytest.mark.parametrize("agent", [False, True])
-def test_what_one_had_begun_is_done_by_the_others(tmp_path: Path, fakes: list[Fake], agent: bool) -> None:
+def test_the_other_engines_finish_what_a_dead_one_had_begun(
+    tmp_path: Path, fakes: list[Fake], agent: bool
+) -> None:
     changes: dict[str, Any] = {"rollout.prompts_per_request": 1, "engine.start_timeout_s": 60.0}
     if agent:
         (tmp_path / "mine.py").write_text(AGENT)

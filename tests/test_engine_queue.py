@@ -37,12 +37,12 @@ class Engine:
         return asyncio.run(work())
 
 
-def test_the_first_requests_go_out_without_a_look() -> None:
+def test_the_first_requests_are_sent_without_reading_the_queue() -> None:
     engine = Engine()
     assert engine.send([128, 128], 0) == 256 and engine.looks == 0
 
 
-def test_then_one_step_a_look_that_is_not_too_early_and_finds_hardly_any_waiting() -> None:
+def test_each_further_step_needs_a_look_at_a_settled_and_nearly_empty_queue() -> None:
     engine = Engine(65, 300, 64, 0)
     begin = engine.now
     assert engine.send([128, 128], 256) == 512 and engine.looks == 4
@@ -51,7 +51,7 @@ def test_then_one_step_a_look_that_is_not_too_early_and_finds_hardly_any_waiting
     assert small.send([16] * 8, 256) == 384 and small.looks == 1  # a step, in pieces
 
 
-def test_an_engine_that_does_not_say_gets_everything() -> None:
+def test_an_engine_that_does_not_tell_its_queue_gets_all_requests() -> None:
     engine = Engine(None)
     assert engine.send([128] * 10, 256) == 1536 and engine.looks == 1
 

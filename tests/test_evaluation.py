@@ -26,7 +26,7 @@ def test_pass_at_k_is_the_share_of_all_choices_with_a_success(solved: list[bool]
     assert pass_at(k, len(solved), sum(solved)) == pytest.approx(statistics.fmean(choices))
 
 
-def test_the_most_frequent_answer_decides() -> None:
+def test_majority_takes_the_most_frequent_answer() -> None:
     assert majority([3, 3, 4], [True, True, False]) == 1
     assert majority([3, 4, 4], [True, False, False]) == 0
     assert majority([3, 4], [True, False]) == 0.5
@@ -80,7 +80,7 @@ def test_a_reward_function_says_what_it_read() -> None:
     )
 
 
-def test_a_merged_evaluation_has_them_in_its_result(tmp_path: Path) -> None:
+def test_a_merged_evaluation_has_its_figures_in_its_result(tmp_path: Path) -> None:
     from trainer_bench import trajectory as sampled
     from trainer_bench import write_groups
 

@@ -107,7 +107,9 @@ def test_a_trainer_state_counts_once_the_nodes_have_brought_all_of_it(run: Path)
     assert policy_export.find(record, 2).trainer == folder / "trainer"
 
 
-def test_what_is_wrong(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_export_is_refused_and_says_what_there_is(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("x")
     assert export(run, tmp_path / "full") == 2

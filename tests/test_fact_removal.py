@@ -95,7 +95,7 @@ def test_a_run_goes_on_from_what_is_left(tmp_path: Path) -> None:
     assert found is not None and found.position == Position(6, 0)
 
 
-def test_whoever_is_far_behind_looks_again(tmp_path: Path) -> None:
+def test_a_start_with_listings_far_behind_looks_again(tmp_path: Path) -> None:
     """Old listings end in iteration 3, whose facts were removed. No seal is of use there, and none of what could be read."""
 
     class Old(PosixStore):

@@ -27,7 +27,7 @@ def assert_evaluated(cluster: Cluster, iteration: int) -> None:
     assert {one["policy_version"] for one in merged["trajectories"]} == {iteration}
 
 
-def test_it_is_done_although_the_leader_dies_in_it(tmp_path: Path) -> None:
+def test_the_final_evaluation_is_done_although_the_leader_dies_in_it(tmp_path: Path) -> None:
     flags = (*FAST, "--iterations", "1", "toy.phase_s=0.01", "custom.hold_s=60")
     with Cluster(tmp_path, 2, *flags, program=str(PROGRAM)) as cluster:
         cluster.start()
@@ -42,7 +42,7 @@ def test_it_is_done_although_the_leader_dies_in_it(tmp_path: Path) -> None:
         assert len(final_evaluations(cluster)) == 1
 
 
-def test_a_run_whose_iterations_are_done_makes_up_for_it(tmp_path: Path) -> None:
+def test_a_run_whose_iterations_are_done_makes_up_for_a_missing_evaluation(tmp_path: Path) -> None:
     """Its program did not evaluate at the end when it did them."""
     program = tmp_path / "mine.py"
     program.write_text('from fsbarrier.loader import load_module\nPROGRAM = load_module("toy").PROGRAM\n')

@@ -493,7 +493,7 @@ def test_a_trajectory_file(shards: dict[str, bytes], tmp_path: Path, kind: str) 
 
 @fuzz
 @given(st.data())
-def test_whoever_goes_on_writing_never_writes_behind_damage(
+def test_a_writer_that_goes_on_never_writes_behind_damage(
     shards: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     path = tmp_path_factory.mktemp("shard") / "a.part"

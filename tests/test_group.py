@@ -78,7 +78,7 @@ def test_nobody_passes_before_the_last_one_came(tmp_path: Path) -> None:
         assert all(left >= last[0][0] for _, left in times)
 
 
-def test_ten_megabytes(tmp_path: Path) -> None:
+def test_an_object_of_ten_megabytes_reaches_all(tmp_path: Path) -> None:
     with Members(tmp_path, 3) as group:
         group.start().joined()
         assert group.ask("big", size=10_000_000, src=0) == [[10_000_000, 10_000_000]] * 3
@@ -381,7 +381,7 @@ def test_wrong_arguments(tmp_path: Path, wrong: dict[str, Any]) -> None:
     assert not (tmp_path / "group").exists()
 
 
-def test_paths_that_cannot_be_one(tmp_path: Path) -> None:
+def test_paths_that_cannot_be_a_group_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(fsbarrier.StoreError, match="node 0: cannot join") as caught:
         fsbarrier.join(tmp_path / "file" / "group", node_rank=0, num_nodes=1)

@@ -92,7 +92,7 @@ def scores(kind: str, settings: JudgeSettings, *responses: str, timeout_s: float
     return asyncio.run(run())
 
 
-def test_its_grade_is_the_reward(judge: StandIn) -> None:
+def test_the_judges_grade_is_the_reward(judge: StandIn) -> None:
     right, half = scores("judge", judge.settings(), "say 1", "say 0.5")
     assert (right.reward, half.reward, right.parts) == (1.0, 0.5, {"judge": 1.0})
     assert right.info == {"judge": "Well.\n1"} and right.error is None
@@ -101,19 +101,19 @@ def test_its_grade_is_the_reward(judge: StandIn) -> None:
     assert all(part in question["messages"][0]["content"] for part in ("how much?", "4", "say "))
 
 
-def test_what_it_does_not_say_clearly_is_no_reward(judge: StandIn) -> None:
+def test_an_unclear_grade_is_no_reward(judge: StandIn) -> None:
     for score in scores("judge", judge.settings(), "say perhaps", "say 7"):
         assert score.reward == 0.0 and score.error is not None and "no number from 0 to 1" in score.error
 
 
-def test_it_is_asked_again_where_that_may_help(judge: StandIn) -> None:
+def test_the_judge_is_asked_again_where_that_may_help(judge: StandIn) -> None:
     busy, refused = scores("judge", judge.settings(), "busy, say 1", "refuse")
     assert (busy.reward, busy.error) == (1.0, None)
     assert refused.error == "the judge refuses: HTTP 400: not now"
     assert len(judge.asked) == 3
 
 
-def test_it_has_a_time_limit_and_a_key(judge: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_judge_has_a_time_limit_and_a_key(judge: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     (late,) = scores("judge", judge.settings(timeout_s=0.1), "hang")
     assert late.error is not None and "does not answer" in late.error and len(judge.asked) == 2
     monkeypatch.delenv("JUDGE_KEY")

@@ -120,7 +120,7 @@ def test_the_same_processes_do_one_job_after_the_other(place: Workplace, do: Do)
     assert second["start_s"] < DEADLINE_S
 
 
-def test_none_is_kept_from_one_generation_to_the_next(place: Workplace, do: Do) -> None:
+def test_no_process_is_kept_from_one_generation_to_the_next(place: Workplace, do: Do) -> None:
     first = do(1)
     old = tree(place)
     assert place.kept_in(1) == "1.1" and place.kept_in(2) == ""
@@ -190,7 +190,7 @@ def test_what_is_killed_while_it_waits_is_not_kept(place: Workplace, do: Do) -> 
     assert do(3)["done"] == [3]
 
 
-def test_who_does_not_want_to_stay_has_done_its_job(place: Workplace, do: Do) -> None:
+def test_a_process_that_does_not_stay_has_done_its_job(place: Workplace, do: Do) -> None:
     do(1)
     assert do("the last")["done"] == [1, "the last"]
     assert place.kept_in(1) == ""

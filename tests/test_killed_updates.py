@@ -24,7 +24,7 @@ def test_a_process_that_is_killed_in_an_update_costs_that_update_alone(tmp_path:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("case", ["2x1:none:4", "2x1:all:4:bf16", "2x1:auto:4:zero3"])
-def test_under_torchrun_at_each_stage(tmp_path: Path, case: str) -> None:
+def test_a_process_under_torchrun_is_killed_at_each_stage(tmp_path: Path, case: str) -> None:
     stages = [f"{stage}:{rank}" for stage, rank in zip(EITHER, cycle((1, 0)), strict=False)]
     run_script("killed_updates.py", tmp_path, "torchrun", case, *stages, *(f"{stage}:0" for stage in FIRST))
 
@@ -36,7 +36,7 @@ def test_under_torchrun_at_each_stage(tmp_path: Path, case: str) -> None:
     ["2x1:none:4", "2x1:all:4", "2x1:all:4:bf16", "1x2:node:4", "2x1:all:4:lora"]
     + [f"2x1:auto:4:zero{stage}" for stage in (1, 2, 3)],
 )
-def test_each_process_at_each_stage(tmp_path: Path, case: str) -> None:
+def test_each_process_is_killed_at_each_stage(tmp_path: Path, case: str) -> None:
     stages = [f"{stage}:{rank}" for stage in EITHER for rank in (0, 1)]
     if case.startswith("1x2"):
         # The first process of a node writes its state's manifest; each node has one of its own above.
@@ -46,6 +46,6 @@ def test_each_process_at_each_stage(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_each_of_four_processes_of_two_nodes(tmp_path: Path) -> None:
+def test_each_of_four_processes_of_two_nodes_is_killed(tmp_path: Path) -> None:
     stages = [f"{stage}:{rank}" for stage in ("backward", "step", "gather", "part") for rank in range(4)]
     run_script("killed_updates.py", tmp_path, "forked", "2x2:node:4", *stages)

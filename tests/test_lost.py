@@ -107,13 +107,13 @@ def test_a_loss_that_others_found_is_told_with_what_this_node_knows() -> None:
     assert loss == Loss(member(2), "found by node 1", seen(2, at=(1, MERGE)).beat, 4.0)
 
 
-def test_one_that_others_watch_is_told_in_their_words() -> None:
+def test_a_member_that_others_watch_is_lost_in_their_words() -> None:
     newest = generation(2, (0, 1), created_by=1, reason="node 2 is lost")
     (loss,) = found_by_others(situation(at_row(0, MERGE), ledger=heard(unwatched={2: NOW})), newest)
     assert loss == Loss(member(2), "found by node 1, which says: node 2 is lost")
 
 
-def test_one_that_this_node_could_have_noticed_is_told_as_noticed() -> None:
+def test_a_loss_that_this_node_could_have_noticed_has_its_own_reason() -> None:
     newest = generation(2, (0,), created_by=0)
     ledger = heard(seen(1, ago=3.0), seen(2, ago=15.0))
     found = found_by_others(situation(at_row(0, MERGE), ledger=ledger), newest)
@@ -134,7 +134,7 @@ def test_a_member_that_came_back_as_another_start_was_lost_too() -> None:
         (waiting(0), generation(2, (0, 1))),  # it was in no generation
     ],
 )
-def test_nothing_else_is_told(node: Node, newest: Any) -> None:
+def test_no_loss_is_found_by_others_where_none_was_or_it_is_known_here(node: Node, newest: Any) -> None:
     assert found_by_others(situation(node), newest) == []
 
 

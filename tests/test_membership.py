@@ -41,12 +41,12 @@ def joiners(states: list[str], *, incarnation: int = 2, seconds_ago: float = 0.0
     return {rank: Member(rank, join.incarnation, join.host) for rank, join in live.items()}
 
 
-def test_one_that_waits_and_beats_is_taken_in() -> None:
+def test_a_start_that_waits_and_beats_is_taken_in() -> None:
     assert joiners([JOINING, JOINING]) == {0: Member(0, 2, "a")}
 
 
 @pytest.mark.parametrize("state", ["running", "leaving", "left", "finished", "stopped", "broken"])
-def test_one_in_another_state_is_not(state: str) -> None:
+def test_a_start_that_beats_in_another_state_is_not_taken_in(state: str) -> None:
     """A stopped node that wakes beats as the member it was, until it learns that the others went on: it comes back anew."""
     assert joiners([JOINING, state]) == {}
 

@@ -90,7 +90,7 @@ def test_the_lowest_rank_that_is_left_speaks(tmp_path: Path) -> None:
     ]
 
 
-def test_it_is_told_no_password(tmp_path: Path) -> None:
+def test_the_command_is_told_no_password(tmp_path: Path) -> None:
     notifier = Notifier(listener(tmp_path), tmp_path / "notify.log", ABOUT)
     notifier.tell(
         "node_ended", node(0), {"state": "broken", "reason": "no answer from https://me:hunter2@host/v1"}

@@ -48,7 +48,7 @@ def bystander(fifo: Fifo, run: Callable[..., Daemon]) -> int:
     return fifo.pids(1)[0]
 
 
-def test_the_next_start_ends_it(
+def test_the_next_start_kills_what_guards_left_behind(
     tmp_path: Path, folder: Path, run: Callable[..., Daemon], fifo: Fifo, watched: Watched
 ) -> None:
     first = run(fifo.command(*ALL))

@@ -17,7 +17,7 @@ from fsbarrier.host.own_folder import PREFIX, own_folder, remove_abandoned
 from fsbarrier.rundir.record_store import PosixStore
 
 
-def test_one_that_is_removed_before_it_is_locked_is_made_again(
+def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, made = tempfile.mkdtemp, list[str]()
@@ -79,7 +79,7 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
     assert (outside / "inside").is_dir()
 
 
-def test_one_that_is_nested_too_deep_stops_nobody(tmp_path: Path) -> None:
+def test_an_abandoned_folder_that_is_nested_too_deep_stops_no_start(tmp_path: Path) -> None:
     with nested(tmp_path / f"{PREFIX}old-x"), own_folder(tmp_path, "mine") as folder:
         assert folder.is_dir()
 

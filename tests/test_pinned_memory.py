@@ -73,7 +73,7 @@ def bytes_left(trainer: Any) -> int:
     ],
     ids=lambda changes: "-".join(changes) or "whole",
 )
-def test_all_of_it_leaves_and_comes_back(
+def test_the_trainers_memory_leaves_the_accelerator_and_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     import torch

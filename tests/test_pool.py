@@ -189,7 +189,7 @@ def test_what_is_submitted_is_open_to_whom_the_pool_is(tmp_path: Path) -> None:
         assert stat.S_IMODE((root / "jobs" / JOB.build(number)).stat().st_mode) == mode
 
 
-def test_of_two_that_decide_one_does(pool: PoolDirectory) -> None:
+def test_of_two_decisions_at_once_one_counts(pool: PoolDirectory) -> None:
     assert [pool.submit(job(2)), pool.submit(replace(job(), log_path=""))] == [1, 2]
     other = PoolDirectory(pool.root)
     seen, also = pool.read(), other.read()
@@ -379,7 +379,7 @@ def test_logs_behind_a_link_are_not_the_pools(
 
 
 @pytest.mark.parametrize("name", [".", "decisions", "stops", "ended", "logs", "runs"])
-def test_so_is_one_in_which_others_may_write_one_folder(
+def test_a_pool_in_which_others_may_write_one_folder_is_refused(
     pool: PoolDirectory, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     (pool.root / name).chmod(0o777)
@@ -387,7 +387,7 @@ def test_so_is_one_in_which_others_may_write_one_folder(
     assert "writable by everybody" in capsys.readouterr().err
 
 
-def test_so_is_one_whose_folder_is_a_link(
+def test_a_pool_with_a_link_as_a_folder_is_refused(
     pool: PoolDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (pool.root / "runs").rmdir()
@@ -421,7 +421,7 @@ def test_a_pool_that_others_may_write_is_refused(
         (("daemon", "POOL", "--dead", "0"), "--dead 0"),
     ],
 )
-def test_mistakes(
+def test_wrong_command_lines_say_what_to_do(
     pool: PoolDirectory, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str
 ) -> None:
     assert main([str(pool.root) if word == "POOL" else word for word in words]) == 2

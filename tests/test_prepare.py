@@ -42,7 +42,7 @@ def test_groups_without_signal_are_left_out(tmp_path: Path) -> None:
     assert batch["offsets"].tolist() == [0, 4, 8, 12]
 
 
-def test_they_stay_where_the_setting_says_so(tmp_path: Path) -> None:
+def test_groups_without_signal_stay_with_drop_zero_signal_false(tmp_path: Path) -> None:
     result, batch = prepared(
         Bench(tmp_path, settings(algorithm__drop_zero_signal=False)), [group(0, [1, 1, 1])]
     )

@@ -28,7 +28,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return temporary
 
 
-def test_it_is_in_the_temporary_directory_and_this_users_alone(temporary: Path) -> None:
+def test_the_folder_is_in_the_temporary_directory_and_this_users_alone(temporary: Path) -> None:
     before = os.umask(0)
     try:
         folder = private_folder()

@@ -225,7 +225,7 @@ def test_of_a_disk_that_is_not_mounted_now_nothing_is_removed(
 
 
 @pytest.mark.parametrize("note", ["[]", "run 1 /tmp/run", '{"run_id": 1}', "[" * 50_000, "\udcff"])
-def test_a_note_that_is_none_proves_nothing(record: RunRecord, note: str) -> None:
+def test_an_invalid_note_proves_nothing(record: RunRecord, note: str) -> None:
     started(record, 2, 7)
     with hold_rank(record.log_path, record.run_id, 2, FOREVER_S) as lock:
         lock.note.write_text(note, errors="surrogateescape")
@@ -234,7 +234,7 @@ def test_a_note_that_is_none_proves_nothing(record: RunRecord, note: str) -> Non
     assert left(record) == 1
 
 
-def test_what_is_planted_there_is_neither_followed_nor_waited_for(
+def test_links_and_pipes_among_the_locks_are_neither_followed_nor_waited_for(
     record: RunRecord, gone: RunRecord, tmp_path: Path
 ) -> None:
     outside = tmp_path / "outside"

@@ -18,7 +18,7 @@ def rank(
     return None if choice is None else (choice.value, choice.source)
 
 
-def test_nobody_says() -> None:
+def test_without_a_variable_there_is_no_rank() -> None:
     assert rank({}) is None
     assert rank({"NODE_RANK": " ", "RANK": ""}) is None
 
@@ -91,7 +91,7 @@ def test_mpi_only_with_one_task_a_node() -> None:
         ({"DSTACK_NODE_RANK": "5", "DSTACK_NODES_NUM": "4"}, {}, "contradicts DSTACK_NODES_NUM=4"),
     ],
 )
-def test_what_cannot_be_names_who_said_it(
+def test_an_impossible_rank_is_refused_with_its_source(
     environ: dict[str, str], flags: dict[str, int], message: str
 ) -> None:
     with pytest.raises(UsageError) as caught:

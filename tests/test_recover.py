@@ -153,5 +153,5 @@ def test_a_damaged_merged_file_is_made_anew_where_the_run_counts_on_it(tmp_path:
         assert "already merged train" in recover(cluster.log_path, "--aggregate")
 
 
-def test_nothing_there_is_said(tmp_path: Path) -> None:
+def test_recover_says_that_there_is_no_run(tmp_path: Path) -> None:
     assert "no run" in recover(tmp_path / "nowhere", code=2)

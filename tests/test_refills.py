@@ -27,7 +27,7 @@ def node(folder: Path, rank: int, already: tuple[int, ...] = (0, 1, 0), enough: 
 # --- the files --------------------------------------------------------------------------------------------------------
 
 
-def test_all_answer_from_the_same_names_whenever_they_look(tmp_path: Path) -> None:
+def test_all_nodes_decide_alike_on_another_round_whenever_they_look(tmp_path: Path) -> None:
     folder = tmp_path / "claims"
     first, other, late = node(folder, 0), node(folder, 2), node(folder, 2)
     first.report(0, 3)
@@ -42,7 +42,7 @@ def test_all_answer_from_the_same_names_whenever_they_look(tmp_path: Path) -> No
     assert (first.rounds_done(), late.rounds_done()) == (2, 2)
 
 
-def test_after_the_last_round_there_is_none(tmp_path: Path) -> None:
+def test_no_round_follows_the_last(tmp_path: Path) -> None:
     alone = Refills(tmp_path / "claims", 0, ranks=[0], already=[0, 0], enough=5)
     alone.report(0, 0)
     assert alone.another_after(0) is True
@@ -50,14 +50,14 @@ def test_after_the_last_round_there_is_none(tmp_path: Path) -> None:
     assert alone.another_after(1) is False
 
 
-def test_what_was_said_stands_when_the_program_starts_again(tmp_path: Path) -> None:
+def test_the_first_report_of_a_round_stands_when_the_program_starts_again(tmp_path: Path) -> None:
     folder = tmp_path / "claims"
     node(folder, 0).report(0, 3)
     node(folder, 0).report(0, 4)
     assert [path.name for path in folder.iterdir()] == ["done-0000-0000-000003"]
 
 
-def test_each_node_removes_what_it_said(tmp_path: Path) -> None:
+def test_each_node_removes_its_own_reports(tmp_path: Path) -> None:
     folder = tmp_path / "claims"
     for rank in (0, 2):
         node(folder, rank).report(0, 1)
@@ -67,7 +67,7 @@ def test_each_node_removes_what_it_said(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_nothing_is_said_through_a_link(tmp_path: Path) -> None:
+def test_no_report_is_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "claims").symlink_to(tmp_path / "outside")
     with pytest.raises(StoreError, match="claims"):

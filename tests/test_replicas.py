@@ -143,7 +143,7 @@ def test_all_of_them_serve_the_same_weights(tmp_path: Path, make: Make) -> None:
     assert third[1].note.startswith("restarted: the server had ended") and third[1].url == infos[1].url
 
 
-def test_one_that_does_not_come_up_fails_them_all_by_its_number(tmp_path: Path, make: Make) -> None:
+def test_an_engine_that_does_not_come_up_fails_all_and_is_named(tmp_path: Path, make: Make) -> None:
     replicas = make(2)
     broken = write_model(tmp_path / "a") / "model.safetensors"
     broken.write_bytes(broken.read_bytes()[:-1])
@@ -151,7 +151,7 @@ def test_one_that_does_not_come_up_fails_them_all_by_its_number(tmp_path: Path, 
         replicas.ensure(tmp_path / "a", 0, cancel=NEVER)
 
 
-def test_one_that_dies_is_back_at_its_address_with_the_same_weights(tmp_path: Path, make: Make) -> None:
+def test_an_engine_that_dies_is_back_at_its_address_with_the_same_weights(tmp_path: Path, make: Make) -> None:
     replicas = make(2)
     replicas.ensure(write_model(tmp_path / "first"), 0, cancel=NEVER)
     infos = replicas.ensure(write_model(tmp_path / "a"), 1, cancel=NEVER)
@@ -180,7 +180,9 @@ def test_a_start_under_way_ends_with_the_program_that_needed_it(
     assert (first.action, second.action) == ("started", "kept")
 
 
-def test_one_whose_log_cannot_be_written_is_given_up_and_comes_back_later(tmp_path: Path, make: Make) -> None:
+def test_an_engine_whose_log_cannot_be_written_is_given_up_and_comes_back_later(
+    tmp_path: Path, make: Make
+) -> None:
     """A program must not wait for it: nothing else would end the wait."""
     replicas = make(1)
     (first,) = replicas.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
@@ -216,7 +218,7 @@ class Living(Dying):
         return ""
 
 
-def test_one_that_keeps_dying_is_given_up_and_the_program_only_with_the_last(
+def test_a_program_is_ended_only_when_its_last_engine_keeps_dying(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("fsbarrier.engine.replicas.LOOK_S", 0.001)

@@ -96,7 +96,7 @@ def test_a_report_has_all_its_parts(tmp_path: Path) -> None:
     assert re.search(r"[\d.]+ % of (node \d's time|the time of nodes [\d, ]+): \w+", page.text)
 
 
-def test_it_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
+def test_a_report_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
     html = report(long_run(tmp_path / "run"))
     page = Page(html)
     assert not {"script", "link", "img", "iframe", "object", "embed", "base"} & set(page.tags)
@@ -106,7 +106,7 @@ def test_it_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
     assert not re.search(r"url\(|@import|https?://", html)
 
 
-def test_it_is_private_and_beside_the_run_by_default(
+def test_a_report_is_private_and_beside_the_run_by_default(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = long_run(tmp_path / "run", 2)

@@ -26,7 +26,7 @@ def make(paths: RunPaths, iteration: int) -> list[Path]:
     return made
 
 
-def test_what_is_behind_goes_and_the_rest_stays(tmp_path: Path) -> None:
+def test_old_batches_and_trajectories_go_and_the_rest_stays(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     files = {iteration: make(paths, iteration) for iteration in (1, 2, 3, 10, 11)}
     other = paths.trajectories("train") / "train_trajectories.pt.iteration1.mine"

@@ -37,7 +37,7 @@ def test_an_error_that_passes_is_not_noticed() -> None:
     assert retry(operation, within_s=5.0) == "done" and len(tries) == 4
 
 
-def test_one_that_stays_is_raised_when_the_time_is_up() -> None:
+def test_an_error_that_stays_is_raised_when_the_time_is_up() -> None:
     operation, tries = failing(10**6)
     began = time.monotonic()
     with pytest.raises(OSError, match="not now"):
@@ -61,7 +61,7 @@ def test_whoever_is_called_off_does_not_wait() -> None:
     assert len(tries) == 1
 
 
-def test_what_is_hidden_is_waited_for_beyond_what_fails() -> None:
+def test_until_seen_also_waits_for_what_is_not_there_yet() -> None:
     """A directory that another node made shows up late, while an error that stays for so long ends the wait."""
     operation, tries = failing(5, errno.ENOENT)
     assert until_seen(operation) == "done" and len(tries) == 6

@@ -259,7 +259,7 @@ def test_after_a_broken_connection_only_what_is_missing_is_asked_for_again(
 
 
 @pytest.mark.parametrize("kind", ["!abort", "!busy"])
-def test_what_may_pass_is_tried_again(tmp_path: Path, fake: Fake, kind: str) -> None:
+def test_an_error_that_may_pass_is_tried_again(tmp_path: Path, fake: Fake, kind: str) -> None:
     done = run(make_spec(tmp_path, fake.url, [f"ba{kind}=", "dc="]))
     assert (done.code, done.stderr, done.result["reward_mean"]) == (0, "", 1.0)
     assert len(fake.requests()) == 2

@@ -54,7 +54,7 @@ def test_a_terminal_gets_nothing_that_it_obeys(text: str, seen: str) -> None:
     assert printable(text) == seen
 
 
-def test_variables_with_secrets() -> None:
+def test_variables_with_secrets_are_left_out() -> None:
     secret = (
         "HF_TOKEN",
         "OPENAI_API_KEY",

@@ -267,7 +267,7 @@ def test_the_demo_uses_settings_that_exist() -> None:
     )
 
 
-def test_frozen() -> None:
+def test_settings_cannot_be_assigned() -> None:
     with pytest.raises(FrozenInstanceError):
         Settings().rollout.tasks = 3  # type: ignore[misc]
 

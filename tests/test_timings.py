@@ -189,7 +189,7 @@ def test_rows_that_one_member_never_reported_still_count_once_another_passed() -
     assert first.coordination_s == pytest.approx(0.5) and not first.cut_short
 
 
-def test_nothing_comes_of_nothing() -> None:
+def test_no_events_give_no_times() -> None:
     assert row_times([]) == [] and iteration_times([]) == [] and together([]).phases == {}
 
 

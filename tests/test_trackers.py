@@ -93,7 +93,7 @@ def test_a_missing_package_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_one_that_there_is_not_is_a_mistake_in_a_setting(tmp_path: Path) -> None:
+def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
     chosen = from_words(["program=ping", "tracker.names=wandbb"], known_names())
     with pytest.raises(UsageError, match=r"tracker\.names: must be 'wandb', "):
         begin(Request(tuple(chosen), {}, master=True))
@@ -222,7 +222,7 @@ def test_accelerate_itself_takes_what_it_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "sparse"])
-def test_how_far_they_are_is_read_from_a_plain_file_alone(kind: str, tmp_path: Path) -> None:
+def test_the_trackers_progress_is_read_from_a_plain_file_alone(kind: str, tmp_path: Path) -> None:
     (tmp_path / "outside").write_text('{"through": {}, "ids": {}}')
     KINDS[kind](tmp_path / "progress.json")
     with pytest.raises(OSError, match=r"plain file|bytes"):
@@ -238,7 +238,7 @@ def test_how_far_they_are_is_read_from_a_plain_file_alone(kind: str, tmp_path: P
         "[]",
     ],
 )
-def test_a_file_that_does_not_say_how_far_they_are_is_named(text: str, tmp_path: Path) -> None:
+def test_an_invalid_progress_file_of_the_trackers_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "progress.json").write_text(text)
     with pytest.raises(ValueError):
         TrackerState.read(tmp_path / "progress.json")

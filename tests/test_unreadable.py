@@ -104,7 +104,7 @@ def test_a_generation_that_cannot_be_read_is_no_absent_one(
     assert snapshot(tmp_path) == before
 
 
-def test_it_is_followed_once_it_can_be_read(tmp_path: Path) -> None:
+def test_a_generation_is_followed_once_it_can_be_read(tmp_path: Path) -> None:
     loop = node_loop(tmp_path)
     paths = loop.observer.paths
     generation = Generation(1, (Member(0, 1),), 0, Position(1, 0), "start", until=1)

@@ -162,7 +162,9 @@ def test_a_folder_that_was_replaced_as_a_whole_is_never_served(model: Path, plac
         checked_weights(model, RowJob(), place, published)
 
 
-def test_nor_is_one_that_lost_its_manifest_or_was_loaded_into_a_copy(model: Path, place: Workplace) -> None:
+def test_a_copy_does_not_hide_that_the_version_was_replaced_or_lost_its_manifest(
+    model: Path, place: Workplace
+) -> None:
     published = checkpoints.identity(VERSION, checkpoints.read_manifest(model.parent).digest)
     left_by_the_trainer(place)
     assert checked_weights(model, RowJob(), place, published)[1][0]["weights_from"] == "node"
