@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError
@@ -13,8 +15,10 @@ import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 
+from fsbarrier.commands import flags
 from fsbarrier.data.demo_tasks import DEMO_SETTINGS
 from fsbarrier.errors import UsageError
+from fsbarrier.rundir.runrecord import look_up
 from fsbarrier.settings import resolve as resolving
 from fsbarrier.settings.presets import PRESETS, preset_values
 from fsbarrier.settings.sections import EvalSet, Settings
@@ -179,6 +183,19 @@ def test_what_is_wrong_is_one_line_with_its_name(words: list[str], message: str)
 def test_every_number_and_path_has_a_flag_of_its_setting() -> None:
     plain = {name for name in KNOWN if "." not in name} - {"custom", "init_from", "init_optimizer"}
     assert set(FLAGS.values()) == plain | {"coordination.rejoin_timeout_s"}  # beside --on-node-failure
+
+
+def test_help_names_the_defaults_of_the_settings() -> None:
+    """`--help` loads no settings, so the numbers stand in its text too."""
+    parser, defaults = argparse.ArgumentParser(), Settings().as_json()
+    flags.add_run_flags(parser)
+    told = {
+        one.option_strings[-1]: re.search(r"\(default (\d+)", one.help or "")
+        for one in parser._actions
+        if one.option_strings
+    }
+    numbers = {flag: int(found[1]) for flag, found in told.items() if found}
+    assert numbers == {flag: look_up(defaults, FLAGS[flag]) for flag in numbers} and len(numbers) == 4
 
 
 def test_later_sources_win_and_defaults_lie_below(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ from fsbarrier.protocol.succession import (
     kept_decisions,
     lowest_start,
     next_number,
-    opening,
+    start_of_session,
     successor,
     with_decision,
 )
@@ -295,13 +295,13 @@ def test_where_a_session_begins(
     made = {"merge": rolled_out, "publish": updated}
     decisions = {name: decided(iteration, {}) for name, iteration in made.items() if iteration}
     found = ResumePoint(Position(*left), decisions, generation=3, span=before)
-    assert opening(found, span, TABLE) == Position(*expected)
+    assert start_of_session(found, span, TABLE) == Position(*expected)
 
 
 @pytest.mark.parametrize("span", [WHOLE, ROLLOUTS, UPDATES])
 def test_a_run_without_any_generation_begins_with_iteration_1(span: tuple[int, int]) -> None:
     for before in ((0, 0), span):
-        assert opening(left_off(7, UPDATE, of=0, span=before), span, TABLE) == Position(1, span[0])
+        assert start_of_session(left_off(7, UPDATE, of=0, span=before), span, TABLE) == Position(1, span[0])
 
 
 CLOSED = {"close": decided(4, {"reward": 1})}
@@ -330,19 +330,19 @@ def test_a_last_iteration_that_was_not_closed_is_closed_once(
 ) -> None:
     table = replace(TABLE, closing=TABLE.rows[PUBLISH:])
     found = ResumePoint(Position(*left), decisions, generation=3, span=WHOLE)
-    assert opening(found, WHOLE, table, until) == Position(*expected)
-    assert opening(found, WHOLE, TABLE, until) == Position(*left)
+    assert start_of_session(found, WHOLE, table, until) == Position(*expected)
+    assert start_of_session(found, WHOLE, TABLE, until) == Position(*left)
 
 
 def test_a_slice_has_no_end_of_its_own() -> None:
     table = replace(TABLE, closing=TABLE.rows[PUBLISH:])
     found = ResumePoint(Position(5, PROBE), {}, generation=3, span=UPDATES)
-    assert opening(found, UPDATES, table, 4) == Position(5, PROBE)
+    assert start_of_session(found, UPDATES, table, 4) == Position(5, PROBE)
 
 
 def test_a_program_without_slices_tells_nothing_of_what_was_made() -> None:
     table: Table[object] = Table("plain", (Row(0, "a"), Row(1, "b")))
-    assert opening(left_off(7, 0, of=3, span=(0, 0)), (0, 1), table) == Position(1, 0)
+    assert start_of_session(left_off(7, 0, of=3, span=(0, 0)), (0, 1), table) == Position(1, 0)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,9 @@ def test_of_three_slices_the_last_with_work_waiting_comes_first(
     rows = tuple(Row(i, name, each="work") for i, name in enumerate(names))
     table: Table[object] = Table("three", rows, tuple(Slice(name, name, name, result=name) for name in names))
     decisions = {name: decided(iteration, {}) for name, iteration in zip(names, made, strict=True)}
-    assert opening(ResumePoint(Position(9, 0), decisions, 1, span=(9, 9)), span, table) == Position(*expected)
+    assert start_of_session(ResumePoint(Position(9, 0), decisions, 1, span=(9, 9)), span, table) == Position(
+        *expected
+    )
 
 
 # --- decisions ---------------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ from fsbarrier.protocol.succession import (
     failed_tries,
     first_of_session,
     lowest_start,
-    opening,
+    start_of_session,
     successor,
     with_decision,
 )
@@ -267,7 +267,7 @@ def end_when_too_late(at: Situation) -> Step | None:
     if not at.node.saw_others_at_work or at.view.newest is None:
         return None
     finished = any(at.view.ledger.state(member) == FINISHED for member in at.others)
-    return _nothing_to_do(at, at.view.newest.until) if finished else None
+    return _end_with_nothing_to_do(at, at.view.newest.until) if finished else None
 
 
 def end_with_a_stopped_start(at: Situation) -> Step | None:
@@ -298,8 +298,8 @@ def end_when_all_is_done(at: Situation) -> Step | None:
     asked = lowest_start(at.view)
     if asked is None or at.view.resume_point is None:
         return None
-    start = opening(at.view.resume_point, at.rules.span(asked.choices), at.rules.table, asked.until)
-    return _nothing_to_do(at, asked.until) if all_done(start, asked.until) else None
+    start = start_of_session(at.view.resume_point, at.rules.span(asked.choices), at.rules.table, asked.until)
+    return _end_with_nothing_to_do(at, asked.until) if all_done(start, asked.until) else None
 
 
 def restart_the_last_call(at: Situation) -> Step | None:
@@ -365,11 +365,11 @@ def form_a_generation(at: Situation) -> Step | None:
     proposal = first_of_session(at, at.view.resume_point)
     # `end_when_all_is_done` asked rank 0's start, or the lowest known. If it did not come, the lowest rank that came decides.
     if all_done(proposal.start, proposal.until):
-        return _nothing_to_do(at, proposal.until)
+        return _end_with_nothing_to_do(at, proposal.until)
     return at.node, (Propose(proposal),)
 
 
-def _nothing_to_do(at: Situation, until: int | None) -> Step:
+def _end_with_nothing_to_do(at: Situation, until: int | None) -> Step:
     assert until is not None
     done = f"the run has already done its {counted(until, 'iteration')}; a larger --iterations goes on"
     return replace(at.node, stage=Stage.ENDED), (Exit(EXIT_DONE, FINISHED, done),)

@@ -40,7 +40,7 @@ def successor(
     start = Position(position.iteration, max(at.span[0], table.resume_index(at.row)))
     number = next_number(at.view, generation.number)
     revisions = revised(generation, number, start, at.span[0], members, at.view.joins, at.rules.settings)
-    members = members if verdict is not None else within(members, at.rules, revisions)
+    members = members if verdict is not None else with_a_place(members, at.rules, revisions)
     return Generation(
         number=number,
         members=tuple(sorted(members, key=lambda m: m.rank)),
@@ -58,7 +58,7 @@ def successor(
     )
 
 
-def within(members: Sequence[Member], rules: Rules, revisions: Sequence[Revision]) -> Sequence[Member]:
+def with_a_place(members: Sequence[Member], rules: Rules, revisions: Sequence[Revision]) -> Sequence[Member]:
     """The `members` that the run still has a place for, since a revision may lower `num_nodes`."""
     num_nodes = rules.under(in_force({}, revisions)).num_nodes
     return [member for member in members if member.rank < num_nodes]
@@ -98,12 +98,12 @@ def first_of_session(at: Situation, found: ResumePoint) -> Generation:
     asked = at.view.joins.get(ranks[0])
     choices = asked.choices if asked else {}
     span = at.rules.span(choices)
-    start = opening(found, span, at.rules.table, asked.until if asked else None)
+    start = start_of_session(found, span, at.rules.table, asked.until if asked else None)
     members = [at.starting[rank] for rank in ranks]
     revisions = revised(at.view.newest, number, start, span[0], members, at.view.joins, at.rules.settings)
     return Generation(
         number=number,
-        members=tuple(within(members, at.rules, revisions)),
+        members=tuple(with_a_place(members, at.rules, revisions)),
         leader=leader_of(members),
         start=start,
         reason=STARTS[number > 1],
@@ -129,7 +129,7 @@ def all_done(start: Position, until: int | None) -> bool:
     return until is not None and start.iteration > until
 
 
-def opening(
+def start_of_session(
     found: ResumePoint, span: tuple[int, int], table: Table[object], until: int | None = None
 ) -> Position:
     """Where a session that runs the rows of `span` up to iteration `until` begins.
@@ -137,7 +137,7 @@ def opening(
     The last iteration must include its closing rows (`Table.closing`). So the session begins no later than with the first of them,
     even if the last session stopped behind it or completed the iteration without closing it.
     """
-    start = _opening(found, span, table)
+    start = _start_by_what_was_done(found, span, table)
     if not table.closing or until is None or span != table.span():
         return start
     first_closing = Position(until, table.closing[0].index)
@@ -150,7 +150,7 @@ def opening(
     return start if start.iteration - 1 != until or closed or published else first_closing
 
 
-def _opening(found: ResumePoint, span: tuple[int, int], table: Table[object]) -> Position:
+def _start_by_what_was_done(found: ResumePoint, span: tuple[int, int], table: Table[object]) -> Position:
     """Where a session that runs the rows of `span` begins: where the run was left, if the last session ran the same rows.
 
     Otherwise it begins with the first slice that lags behind the one before it. Example: there are rollouts of iteration 3, but
