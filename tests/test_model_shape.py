@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,30 @@ def test_the_parameters_are_those_of_the_real_model(tmp_path: Path, kind: str, s
     assert shape.parameters == numbers(model)
     assert shape.block == max(numbers(layer) for layer in model.model.layers)
     assert shape.largest_tensor == max(one.numel() for one in model.parameters())
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("glm4_moe_lite", {**DEEPSEEK, "mlp_layer_types": ["dense", *["sparse"] * 6]}),
+        ("glm_moe_dsa", {**SPARSE, "indexer_types": ["full", "shared"] * 3}),
+    ],
+)
+def test_a_model_may_have_fewer_layers_than_its_lists_name(
+    tmp_path: Path, kind: str, sizes: dict[str, Any]
+) -> None:
+    """A published configuration with a smaller num_hidden_layers, to try something out. transformers takes it, and does not write it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    said = (
+        SIZES | sizes | {"model_type": kind, "num_hidden_layers": 3, "head_dim": LATENT["qk_rope_head_dim"]}
+    )
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert ModelShape.of_folder(tmp_path).parameters == numbers(model)
 
 
 @pytest.mark.torch

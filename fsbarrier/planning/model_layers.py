@@ -119,7 +119,7 @@ def indexer(text: Config, hidden: int, layers: int) -> tuple[LayerPart, int]:
         "weights_proj": (hidden, heads),
     }
     said = text.get("indexer_types")
-    return LayerPart(linear, 2 * width), said.count("full") if isinstance(said, list) else layers
+    return LayerPart(linear, 2 * width), said[:layers].count("full") if isinstance(said, list) else layers
 
 
 def feed_forwards(text: Config, hidden: int, layers: int) -> list[tuple[FeedForward, int]]:
@@ -167,7 +167,7 @@ def _layers_with_experts(text: Config, layers: int) -> int:
         return 0
     kinds = text.get("mlp_layer_types")
     if isinstance(kinds, list):
-        return kinds.count("sparse")
+        return kinds[:layers].count("sparse")
     if text.get("model_type") in _FIRST_IS_DENSE:
         return layers - 1
     named = text.get("mlp_only_layers")
