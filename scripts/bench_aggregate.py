@@ -40,6 +40,8 @@ def main() -> int:
         "--dir", type=Path, default=None, help="the filesystem to measure (default: the temporary one)"
     )
     args = parser.parse_args()
+    if args.dir is not None and not args.dir.is_dir():
+        parser.error(f"--dir {args.dir}: no such folder")
     with tempfile.TemporaryDirectory(prefix="bench-aggregate-", dir=args.dir) as folder:
         measure(Path(folder), args)
     return 0

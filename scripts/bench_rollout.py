@@ -61,6 +61,8 @@ def main() -> int:
         "--profile", type=Path, default=None, help="cProfile of each rollout, into this folder"
     )
     args = parser.parse_args()
+    if args.model is not None and not (args.model / "config.json").is_file():
+        parser.error(f"--model {args.model}: no folder with a config.json")
     with tempfile.TemporaryDirectory(prefix="bench-rollout-") as name:
         measure(Path(name), args)
     return 0

@@ -316,6 +316,8 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, help="default: 9 of the demo, 30 of a real model")
     parser.add_argument("--out", type=Path, help="where the runs go; default: a new temporary folder")
     args = parser.parse_args()
+    if not args.trl_python.is_file():
+        parser.error(f"--trl-python {args.trl_python}: no such program")
     folder = args.out or Path(tempfile.mkdtemp(prefix="fsbarrier-race-"))
     settings = {**(REAL_MODEL if args.real_model else DEMO)}
     settings["iterations"] = args.iterations or settings["iterations"]

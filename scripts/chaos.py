@@ -244,6 +244,8 @@ def main() -> int:
     parser.add_argument("--phase-s", type=float, default=0.2, help="toy: seconds of a working phase")
     parser.add_argument("--path", type=Path, help="where to make the run (default: temporary); kept if given")
     arguments = parser.parse_args()
+    if not 1 <= arguments.nodes <= 64:
+        parser.error(f"--nodes {arguments.nodes}: must be 1 to 64")
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=arguments.path))
     chaos = Chaos(arguments, folder)
     # SIGTERM also ends what was started here.

@@ -22,6 +22,10 @@ from fsbarrier.rundir.journal import read_events  # noqa: E402
 START_AT_MOST, END_AT_LEAST = 0.40, 0.75
 
 
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
 def run(seed: int, nodes: int, folder: Path) -> list[float]:
     """The held-out reward of policy version 0, 1, ... of one run."""
     task, log_path = folder / f"task-seed{seed}", folder / f"run-seed{seed}"
@@ -63,12 +67,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", default="0,1,2", help="comma-separated; default 0,1,2")
+    parser.add_argument("--seeds", type=numbers, default="0,1,2", help="comma-separated; default 0,1,2")
     parser.add_argument("--nodes", type=int, default=3, help="node daemons on this machine; default 3")
     parser.add_argument("--out", type=Path, help="where the runs go; default: a new temporary folder")
     args = parser.parse_args()
     folder = args.out or Path(tempfile.mkdtemp(prefix="fsbarrier-learning-"))
-    curves = {seed: run(seed, args.nodes, folder) for seed in map(int, args.seeds.split(","))}
+    curves = {seed: run(seed, args.nodes, folder) for seed in args.seeds}
     print(f"\nheld-out reward by policy version ({args.nodes} nodes; runs in {folder})")
     passed = True
     for seed, curve in curves.items():

@@ -400,6 +400,8 @@ def main(words: Sequence[str]) -> int:
             else key(mutant) not in known
         )
     ]
+    if arguments.names and not mutants:
+        parser.error(f"no fault has {' or '.join(arguments.names)} in its name")
     verdicts = []
     until = time.monotonic() + arguments.minutes * 60
     for verdict in judge_all(mutants, arguments.jobs, arguments.seeds, until, quick=arguments.quick):

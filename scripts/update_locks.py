@@ -13,6 +13,7 @@ of that version: those of torch+cpu were taken from PyTorch's own index, and uv 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -199,7 +200,14 @@ def digests_before(target: Path) -> dict[str, list[str]]:
 
 def main() -> None:
     """Resolve and write each flavour named on the command line."""
-    for flavour in sys.argv[1:] or EXTRAS:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("flavours", nargs="*", help=f"of {', '.join(EXTRAS)}; default: all")
+    flavours = parser.parse_args().flavours or EXTRAS
+    if unknown := set(flavours) - set(EXTRAS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    for flavour in flavours:
         target = FOLDER / f"{flavour}.txt"
         found = digests(lines(flavour), digests_before(target))
         pins = [" \\\n".join([pin, *(f"    --hash=sha256:{one}" for one in of)]) for pin, of in found.items()]

@@ -594,3 +594,30 @@ def test_control_characters_from_input_do_not_reach_the_terminal(place: Path, qu
 def test_a_log_path_that_is_not_writable(place: Path, quick: Call) -> None:
     (place / "empty").chmod(0o500)
     refused(quick, PING + "--log-path empty/run", place=place, says=["--log-path", "not writable"])
+
+
+# --- the tools in scripts/ ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("terminal_picture.py nowhere out.svg", "no run at"),
+        ("bench_aggregate.py --dir nowhere", "--dir nowhere: no such folder"),
+        ("chaos.py --nodes 0", "--nodes 0: must be 1 to 64"),
+        ("learning_curve.py --seeds x", "--seeds: invalid"),
+        ("mutants.py NoSuchFault", "no fault has NoSuchFault in its name"),
+        ("bench_trl.py --trl-python nowhere", "--trl-python nowhere: no such program"),
+        ("real_model.py nowhere.gguf out", "nowhere.gguf: no such file"),
+        ("update_locks.py cup", "unknown: cup"),
+    ],
+)
+def test_a_script_refuses_what_it_cannot_use(place: Path, words: str, says: str) -> None:
+    before = listing(place)
+    name, *rest = words.split()
+    command = [sys.executable, str(REPO / "scripts" / name), *rest]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=clean_environ(place), cwd=place, timeout=120
+    )
+    assert done.returncode == 2 and says in done.stderr.splitlines()[-1], done.stderr
+    assert listing(place) == before
