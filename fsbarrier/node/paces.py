@@ -10,7 +10,7 @@ from fsbarrier.settings.sections import Settings
 
 @dataclass(frozen=True, slots=True)
 class Paces:
-    """Pauses between two looks, in seconds, how looks are shared, and how long a node bears that they or its writes fail."""
+    """Pauses between two looks, in seconds, how looks are shared, and how long a node puts up with failures."""
 
     #: for generations, joins and stop requests while something happens; up to twice `beats_s` in a long wait
     members_s: float = 0.2
@@ -26,7 +26,7 @@ class Paces:
     pulses: bool = True
     #: a request to stop that is unreadable for this long counts as a request to stop at the next safe point
     unreadable_s: float = 15.0
-    #: how long a node retries while the shared directory fails; while it cannot write its heartbeats it ignores the others' silence
+    #: how long a node retries while the shared directory fails; if it cannot write its heartbeats, it ignores the others' silence as long
     outage_s: float = OUTAGE_S
 
     def unheard(self, since: float | None, now: float) -> bool:
