@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from fsbarrier.node.announcement import Announcement
+from fsbarrier.node.fingerprint import Fingerprint
 from fsbarrier.protocol.facts import Join, Record
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 
-HERE = Join(2, 1, "here", 7, "boot")
+DEVICES = Fingerprint(accelerators=[("cuda A100", 80 << 30, 0)])
+HERE = Join(2, 1, "here", 7, "boot", fingerprint=DEVICES.as_json())
 ELSEWHERE = Join(2, 1, "elsewhere", 8, "boot")
 
 

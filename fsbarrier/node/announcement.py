@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fsbarrier.protocol.codec import decode, encode
 from fsbarrier.protocol.facts import Join
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import Store
@@ -35,7 +36,8 @@ class Announcement:
             self._ambiguous = join.incarnation
             raise
         if not mine and self._ambiguous == join.incarnation:
-            mine = self.store.read(path, Join) == join
+            # As others read it: a tuple in it is a list there.
+            mine = self.store.read(path, Join) == decode(encode(join), Join)
         if mine:
             self.announced = join.incarnation
         return mine
