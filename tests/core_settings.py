@@ -242,24 +242,30 @@ SETTINGS_ROWS = [
         ),
         rules=replace(KNOWN, on_node_failure="wait"),
     ),
-    Case(
-        "a node 0 that asks for nothing waits until an iteration starts, also with `wait`",
-        at_row(1, ROLL_OUT, generation=generation(ranks=(1, 2)), trouble_since=NOW - 20.0),
-        sees(
-            generation(ranks=(1, 2)),
-            joins=started(0, 1) | asks(2, 2, optimizer__lr=1.0),
-            ledger=heard(seen(0, state=JOINING), seen(2, incarnation=2, state=JOINING)),
-        ),
-        machine.wait_for_the_lost,
-        proposes(
-            2,
-            (1, 2),
-            start=(1, ASSIGN),
-            restarted={2: 2},
-            reason=is_lost(2, "restarted as incarnation 2"),
-            created_by=1,
-        ),
-        rules=replace(KNOWN, on_node_failure="wait"),
+    *(
+        Case(
+            f"a node 0 that {what} waits until an iteration starts, also with `wait`",
+            at_row(1, ROLL_OUT, generation=generation(ranks=(1, 2)), trouble_since=NOW - 20.0),
+            sees(
+                generation(ranks=(1, 2)),
+                joins=started(1) | asks(0, 1, **stated) | asks(2, 2, optimizer__lr=1.0),
+                ledger=heard(seen(0, state=JOINING), seen(2, incarnation=2, state=JOINING)),
+            ),
+            machine.wait_for_the_lost,
+            proposes(
+                2,
+                (1, 2),
+                start=(1, ASSIGN),
+                restarted={2: 2},
+                reason=is_lost(2, "restarted as incarnation 2"),
+                created_by=1,
+            ),
+            rules=replace(KNOWN, on_node_failure="wait"),
+        )
+        for what, stated in (
+            ("asks for nothing", {}),
+            ("asks for what the run has", {"num_nodes": 3, "optimizer__lr": 1.0}),
+        )
     ),
     Case(
         "a session begins in the middle of an iteration, which ends with the settings that it began with",

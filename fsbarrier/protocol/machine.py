@@ -519,7 +519,8 @@ def wait_for_the_lost(at: Situation) -> Step | None:
     if at.rules.on_node_failure != "wait" or not at.gone:
         return None
     awaited = {loss.member.rank for loss in at.gone if loss.member.rank < at.places}
-    if at.next_changes != at.changes:
+    settings = {**at.rules.settings, **at.changes}
+    if any(settings.get(name) != value for name, value in at.next_changes.items()):
         awaited.add(MASTER)
     if awaited <= at.joiners.keys():
         members = {member.rank: member for member in at.generation.members}
