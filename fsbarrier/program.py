@@ -53,7 +53,7 @@ RL_SLICES = (
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Nothing to do: `value` is the result."""
+    """Nothing to do: `value` is the result. Its key "events" is for lines of the journal, objects with an "event" each."""
 
     value: Payload
 
@@ -407,9 +407,9 @@ def build_work(build: Builder, context: Context) -> Work:
     """The work that a row's function describes. Raises TypeError if it describes none, and whatever the function raises."""
     work: object = build(context)
     if not isinstance(work, Work):
-        raise TypeError(
-            f"{build.__name__} returned {type(work).__name__}, which is no work (Value, Command, ...)"
-        )
+        # A callable object has no name.
+        name = getattr(build, "__name__", type(build).__name__)
+        raise TypeError(f"{name} returned {type(work).__name__}, which is no work (Value, Command, ...)")
     return work
 
 

@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -425,6 +426,26 @@ def test_a_job_reports_what_became_of_it(place: Workplace) -> None:
         assert woken.wait(30)
         report = running.report()
         assert report is not None and (report.part, report.ok, report.value) == (RowPart.EACH, ok, value)
+
+
+@pytest.mark.parametrize(
+    ("each", "says"),
+    [
+        (partial(lambda work, context: work, None), "TypeError: partial returned NoneType, which is no work"),
+        (lambda context: Value({"events": 3}), "TypeError: the key 'events' of a result"),
+        (lambda context: Value({"events": ["begun"]}), "TypeError: the key 'events' of a result"),
+        (lambda context: Value({"events": [{"name": "begun"}]}), "TypeError: the key 'events' of a result"),
+    ],
+)
+def test_a_function_of_ones_own_that_gives_no_result_has_failed(
+    place: Workplace, each: Callable[[Context], Work], says: str
+) -> None:
+    running, woken = jobs(place, each)
+    running.launch(NODE, RowPart.EACH)
+    assert woken.wait(30)
+    report = running.report()
+    assert report is not None and not report.ok
+    assert report.value["error"].startswith(says)
 
 
 def test_a_cancelled_job_leaves_nothing_and_reports_nothing(place: Workplace) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -127,8 +127,7 @@ class JobRunner:
             # Another host may be able to read it, and no program has failed.
             raise NodeUnfit(f"node {node.rank}: this node cannot begin its work: {error}") from None
         value = carry_out(work, context, job, self.workplace)
-        # Raises TypeError for a value of the user's that no fact can hold.
-        json.dumps(value)
+        _check_result(value)
         return {**value, "events": [*warned, *value.get("events", ())]} if warned else value
 
     def _admit(self, context: Context, node: Node) -> list[Payload]:
@@ -148,6 +147,17 @@ class JobRunner:
         if context.node_rank != context.leader:
             return []
         return [{"event": "nodes_differ", "what": one.what, "found": one.found} for one in found]
+
+
+def _check_result(value: Payload) -> None:
+    """Raises TypeError for a result of the user's that no fact can hold, or no journal."""
+    json.dumps(value)
+    events = value.get("events", ())
+    lines = events if isinstance(events, list | tuple) else (events,)
+    if not all(isinstance(line, Mapping) and isinstance(line.get("event"), str) for line in lines):
+        raise TypeError(
+            "the key 'events' of a result is reserved for lines of the journal, a list of objects with an \"event\" each"
+        )
 
 
 def failure(message: str) -> Payload:
