@@ -82,7 +82,7 @@ def share_out_train(ctx: Context, sampled: list[int], keep: int | None = None) -
     """
     settings = ctx.settings.rollout
     carried = carried_over(ctx) if settings.carry_over else []
-    first = [*carried, *(task for task in sampled if task not in set(carried))]
+    first = [*dict.fromkeys((*carried, *sampled))]
     there = ctx.tasks.get("train", {"count": 0})["count"]
     # A merge that keeps all groups drops none, so there is nothing to make up for.
     most = settings.max_refills if keep is not None else 0
@@ -195,6 +195,7 @@ def aggregate(ctx: Context, decision: RolloutDecision | None, rolled_out_in: str
             parts += parts_here(ctx, split, [PartGroups(report.part, None, tasks)])
     begun, wanted = rounds_begun(decision, reports)
     cut_off = tasks_cut_off(ctx, wanted, parts, reports)
+    without = set(cut_off)
     made = MergeDecision(
         merged=str(ctx.paths.merged_by(split, ctx.iteration, ctx.generation)),
         cut_off=cut_off,
@@ -216,7 +217,7 @@ def aggregate(ctx: Context, decision: RolloutDecision | None, rolled_out_in: str
             **ctx.identity(),
             "parts": [part.as_json() for part in parts],
             "out": made.merged,
-            "expected": [task for task in wanted if task not in set(cut_off)],
+            "expected": [task for task in wanted if task not in without],
             "keep": decision.keep,
             "success": success_by_set(ctx) if split == "test" else None,
             "metadata": {
