@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -336,3 +337,21 @@ def test_engines_are_told_which_policy_was_published(published: dict[str, Any], 
     decision = RolloutDecision.from_json(assigned(replace(ctx, tasks=context().tasks)))
     rollout = rl.rollout(ctx, decision, [])
     assert rollout.works[0] == wanted
+
+
+def test_many_tasks_cost_no_more_than_their_number() -> None:
+    """Where a row's function is at work, its node does nothing else for the row."""
+    cut = list(range(4000))
+    last = {"train_aggregate": {"iteration": 2, "value": {"merged": "/run/merged", "cut_off": cut}}}
+    settings: dict[str, Any] = {"rollout_tasks": 20_000, "rollout_completion_threshold": 0.5}
+    tasks = {"train": {"count": 60_000, "path": "/data/train.jsonl"}}
+    begin = time.process_time()
+    value = assigned(context(decisions=last, tasks=tasks, rollout_carry_over=True, **settings))
+    report = {"part": "part", "tasks": value["wanted"][:-6000], "ended_early": True}
+    decisions = {"train_assign": {"iteration": 3, "value": value}}
+    work = rl.aggregate_train(
+        context("train_aggregate", decisions=decisions, reports=lambda _: {0: report}, **settings)
+    )
+    assert len(work.works[0].spec["expected"]) == len(value["wanted"]) - 6000
+    # 0.2 s here. With the set made anew for each task 17 s.
+    assert time.process_time() - begin < 3
