@@ -273,6 +273,8 @@ class Twice:
         await client.chat(messages)
         if "!raise" in messages[0]["content"]:
             raise KeyError("no\\nsuch thing")
+        if "!leave" in messages[0]["content"]:
+            raise SystemExit(0)
         if "!hang" in messages[0]["content"]:
             await asyncio.Event().wait()
         if "!own" in messages[0]["content"]:
@@ -347,21 +349,23 @@ def test_an_agent_that_raises_or_hangs_is_marked_counted_and_ends_the_phase_abov
 ) -> None:
     # The others finish in time on a busy machine too.
     limits = {"rollout.task_timeout_s": 10.0, "rollout.max_error_share": 0.5}
-    done = run(agent_spec(tmp_path, fake, ["ab=", "ab!raise", "ab!hang", "dc="], f"{file}:Twice", **limits))
+    prompts = ["ab=", "ab!raise", "ab!hang", "dc=", "ab!leave", "cd="]
+    done = run(agent_spec(tmp_path, fake, prompts, f"{file}:Twice", **limits))
     assert (
         done.code == 0
-        and done.result["agent_errors"] == 2 * SAMPLES
-        and done.result["invalid"] == 2 * SAMPLES
+        and done.result["agent_errors"] == 3 * SAMPLES
+        and done.result["invalid"] == 3 * SAMPLES
     )
     groups = rolled_out(tmp_path)
     for item, said in (
         (groups[1][0], "KeyError: 'no\\nsuch thing'"),
         (groups[2][0], "not finished within 10 s"),
+        (groups[4][0], "SystemExit: 0"),
     ):
         assert (item["valid"], item["reward"], item["finish_reason"]) == (False, 0.0, "error")
         assert said in item["metadata"]["agent_error"] and sum(item["loss_mask"]) > 0
     progress = json.loads((tmp_path / "progress.json").read_text())
-    assert progress["note"] == f"{2 * SAMPLES} agent errors"
+    assert progress["note"] == f"{3 * SAMPLES} agent errors"
     more = tmp_path / "more"
     more.mkdir()
     done = run(agent_spec(more, fake, ["ab!raise", "ab="], f"{file}:Twice"))

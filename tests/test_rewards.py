@@ -141,6 +141,12 @@ def stops(prompt, response, answer, metadata):
 def leaves(prompt, response, answer, metadata):
     raise SystemExit("enough")
 
+async def leaves_later(prompt, response, answer, metadata):
+    raise SystemExit(0)
+
+def leaves_coroutine(prompt, response, answer, metadata):
+    return leaves_later(prompt, response, answer, metadata)
+
 def nothing(prompt, response, answer, metadata):
     pass
 
@@ -177,6 +183,8 @@ def test_a_function_of_ones_own_may_be_plain_or_async_and_give_parts(file: Path)
         ("raises", "raises: KeyError: 'colour'"),
         ("stops", "stops: RuntimeError: StopIteration"),
         ("leaves", "leaves: RuntimeError: SystemExit: enough"),
+        ("leaves_later", "leaves_later: RuntimeError: SystemExit: 0"),
+        ("leaves_coroutine", "leaves_coroutine: RuntimeError: SystemExit: 0"),
         ("nothing", "nothing: gave None, not a finite number"),
         ("nan", "nan: gave nan, not a finite number"),
     ],

@@ -19,7 +19,7 @@ import inspect
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
@@ -97,10 +97,12 @@ class FunctionReward:
             call = partial(self.function, prompt, response, task.answer, metadata, **more)
         async with self._turn:
             if self._is_async:
-                return await asyncio.wait_for(call(), self.timeout_s)
+                return await asyncio.wait_for(_staying(call()), self.timeout_s)
             value = await asyncio.wait_for(_in_thread(call), self.timeout_s)
         # A plain function may return a coroutine.
-        return await asyncio.wait_for(value, self.timeout_s) if inspect.isawaitable(value) else value
+        return (
+            await asyncio.wait_for(_staying(value), self.timeout_s) if inspect.isawaitable(value) else value
+        )
 
     def _read(self, value: object) -> Score:
         """The function's result as a Score."""
@@ -154,6 +156,14 @@ def _number(value: Any) -> float | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
+
+
+async def _staying(call: Awaitable[T]) -> T:
+    """The function's result. One that calls sys.exit has failed; it would end the event loop, and this program without a result."""
+    try:
+        return await call
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: {error}") from error
 
 
 async def _in_thread(call: Callable[[], T]) -> T:

@@ -104,8 +104,8 @@ class AgentSampler:
             try:
                 async with limit:
                     returned = _checked(await self.make().run(task, client))
-            # The user's code may raise anything.
-            except Exception as failure:
+            # The user's code may raise anything. SystemExit would end the event loop, and this program without a result.
+            except (Exception, SystemExit) as failure:
                 if limit.expired():
                     error = f"not finished within {self.task_timeout_s:g} s (rollout.task_timeout_s)"
                 else:
