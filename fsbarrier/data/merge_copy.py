@@ -74,7 +74,7 @@ def copy_pieces(
 
 
 def _batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """The pieces in file order, in one batch per thread."""
+    """The pieces in file order, in batches of about BATCH bytes. Each batch is the work of one thread."""
     batch: list[Piece] = []
     size = 0
     for piece in sorted(pieces):

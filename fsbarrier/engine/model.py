@@ -53,7 +53,7 @@ class ModelFolder:
 
 
 def max_positions(config: Config) -> int | None:
-    """The number of parameters; 0: unknown."""
+    """See ModelFolder."""
     text = text_config(config)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else "?"

@@ -120,7 +120,7 @@ class Sampler:
         """Sample a group for each task, in one request if the server accepts it; `emit` receives each finished group.
 
         A retry requests only groups that were not emitted yet, so no task is emitted twice. A prompt that the server rejects even alone is
-        emitted as a Group with `error`. Raises EngineGone.
+        emitted as a SampledGroup with `error`. Raises EngineGone.
         """
         pending = {task.index: task for task in tasks}
 

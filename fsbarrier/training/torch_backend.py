@@ -85,7 +85,7 @@ class TorchBackend:
 
     @property
     def _device(self) -> torch.device:
-        """The device of the optimizer state."""
+        """The device on which the optimizer computes. With offload=optimizer its state is there only during a step."""
         return torch.device("cpu") if self._layout.offload == "all" else self._processes.device
 
     def _move_moments(self, device: torch.device) -> None:
