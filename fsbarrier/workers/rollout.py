@@ -108,7 +108,7 @@ class Rollout:
             free=2 * SEQUENCES_PER_REQUEST,
             step=max(SEQUENCES_PER_REQUEST, most_samples),
         )
-        # One slot per group, from sampling until it is on disk.
+        # A group takes one of `slots` while it is sampled, and one of `unwritten` until it is on disk.
         self.slots = asyncio.Semaphore(self.concurrency * len(servers))
         self.unwritten = asyncio.Semaphore(BACKLOG * self.concurrency * len(servers))
 
