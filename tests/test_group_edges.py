@@ -279,6 +279,18 @@ def test_a_process_that_is_stopped_looks_once_more_and_gives_up(
     assert news.waits == waits
 
 
+@pytest.mark.parametrize(("stops", "found_at"), [((), 20), ((19,), 21)], ids=["not", "last"])
+def test_what_the_last_look_shows_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: Container[int], found_at: int
+) -> None:
+    threads = MemberThreads(hand_driven(tmp_path, PosixStore(), 0), NotedStore(), 0.5)
+    news = Stopped(stops)
+    threads.news = news
+    monkeypatch.setattr(bounded_wait.time, "monotonic", lambda: news.now)
+    wait = BoundedWait(threads, 10.0, "barrier()")
+    assert wait.until(lambda _: news.waits if news.waits == found_at else None) == found_at
+
+
 def test_whoever_leaves_after_a_collective_is_not_lost_to_one_with_old_listings(tmp_path: Path) -> None:
     trio = Trio(tmp_path)
     trio.call(2, 1)

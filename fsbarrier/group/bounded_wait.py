@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from fsbarrier.errors import BarrierTimeout, StoreError
+from fsbarrier.errors import BarrierTimeout, NodeError, StoreError
 from fsbarrier.group.member import Snapshot
 from fsbarrier.group.member_threads import MemberThreads
 from fsbarrier.protocol.membership import silence
@@ -26,13 +26,13 @@ class Awaited:
 
 
 class BoundedWait:
-    """A wait that ends after `timeout_s`. Of a time in which this process was stopped, at most one heartbeat counts: before it gives up, it
-    must look for what came meanwhile. A process that is stopped repeatedly still gives up."""
+    """A wait that ends after `timeout_s`. Of a time in which this process was stopped, at most one heartbeat counts. If that was the last
+    one, there is one heartbeat more, once, to look for what came meanwhile: a process that is stopped repeatedly still gives up."""
 
     def __init__(self, threads: MemberThreads, timeout_s: float, what: str) -> None:
         """`what`: the waiting call, for messages."""
         self._threads, self._timeout_s, self._what = threads, timeout_s, what
-        self._left_s = timeout_s
+        self._left_s, self._more_s = timeout_s, threads.beat_s
         #: seconds since the looking thread last finished a look without an error
         self._unseen_s = 0.0
 
@@ -42,35 +42,35 @@ class BoundedWait:
         Raises what `found` raises; the error that ended the membership; StoreError if looks fail or hang for `dead_s`, or at the
         timeout; BarrierTimeout.
         """
-        threads = self._threads
+        threads, error = self._threads, None
         with threads.news:
             while (value := found(threads.snapshot)) is None:
                 if threads.snapshot.failure is not None:
                     raise threads.snapshot.failure
-                self._wait()
+                if error is not None:
+                    raise error
+                error = self._wait()
         return value
 
-    def _wait(self) -> None:
-        """Wait for news, at most as long as a heartbeat."""
-        # Nothing is left only if this process was stopped at the end: one heartbeat more, to look for what came meanwhile.
-        threads = self._threads
-        most_s = min(threads.beat_s, self._left_s) if self._left_s > 0 else threads.beat_s
+    def _wait(self) -> NodeError | None:
+        """Wait for news, at most as long as a heartbeat. The error if the wait is over, unless the last news is what it waited for."""
+        threads, most_s = self._threads, min(self._threads.beat_s, self._left_s)
         looked_at, started = threads.snapshot.looked_at, time.monotonic()
         threads.news.wait(most_s)
         elapsed = time.monotonic() - started
-        self._left_s -= min(elapsed, most_s)
-        if elapsed > most_s + threads.beat_s and self._left_s > -threads.beat_s:
-            # This process was stopped.
-            return
-        self._unseen_s = 0.0 if threads.snapshot.looked_at > looked_at else self._unseen_s + elapsed
-        if threads.snapshot.failure is not None:
-            return
+        stopped = elapsed > most_s + threads.beat_s
+        counted = most_s if stopped else elapsed
+        self._left_s -= counted
+        if stopped and self._left_s <= 0:
+            self._left_s, self._more_s = self._more_s, 0.0
+        self._unseen_s = 0.0 if threads.snapshot.looked_at > looked_at else self._unseen_s + counted
         if self._unseen_s > threads.rules.limits.dead_s:
-            raise self._directory_error()
-        if self._left_s <= 0:
-            # In a long wait, looks are a heartbeat apart, so one heartbeat without a look proves nothing.
-            unseen = self._unseen_s >= min(2 * threads.beat_s, self._timeout_s)
-            raise self._directory_error() if unseen else self._timeout_error()
+            return self._directory_error()
+        if self._left_s > 0:
+            return None
+        # In a long wait, looks are a heartbeat apart, so one heartbeat without a look proves nothing.
+        unseen = self._unseen_s >= min(2 * threads.beat_s, self._timeout_s)
+        return self._directory_error() if unseen else self._timeout_error()
 
     def _directory_error(self) -> StoreError:
         here, root, trouble = self._threads.here, self._threads.root, self._threads.snapshot.trouble
