@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -149,6 +150,9 @@ def main() -> int:
     # little on an idle machine and costs a factor of ten on a busy one, because threads spin while waiting.
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
+    # transformers imports torchao, which warns of kernels for accelerators. A person would see that, in the middle of the bar.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     out = args.out.absolute()
     try:
         ensure(out, args.seed)
