@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +308,33 @@ def test_whoever_leaves_after_a_collective_is_not_lost_to_one_with_old_listings(
     trio.look(2)
     trio.look(2)
     assert trio.outcome(2) == [0, 1, 2]
+
+
+def test_whoever_could_not_give_its_part_until_its_generation_was_removed_is_fenced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trio = Trio(tmp_path)
+    member, paths = trio.members[0], RunPaths(tmp_path)
+    first = member.snapshot.node.generation
+    assert first is not None
+
+    def failing(store: PosixStore, path: Path, *_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, "the mount fails", str(path))
+
+    with monkeypatch.context() as outage:
+        outage.setattr(type(member.loop.store), "put", failing)
+        trio.call(0, 1)
+        member.look(trio.now)
+        assert "the mount fails" in member.snapshot.trouble
+    # Meanwhile the others have gone on without it.
+    for number in (2, 3):
+        members = tuple(one for one in first.members if one.rank != 0)
+        PosixStore().create(
+            paths.generation(number), replace(first, number=number, members=members, leader=1)
+        )
+    shutil.rmtree(paths.facts_of(1))
+    member.look(trio.now + 0.5)
+    assert isinstance(member.snapshot.failure, fsbarrier.Fenced)
 
 
 def test_whoever_leaves_before_a_collective_is_lost_all_the_same(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ class NodeLoop:
         """Look, decide and act until nothing is left to do. True if anything happened. Raises OSError when the filesystem fails.
 
         If an action fails, the next tick begins with it and those after it, since the state machine will not ask for them again.
-        Actions that it does ask for again (`ASKED_AGAIN`) are dropped.
+        Actions that it does ask for again (`ASKED_AGAIN`) are dropped, and so are facts in a generation that is over.
         """
         passed = self._rows.take_passed()
         busy = bool(self._pending)
@@ -170,12 +170,25 @@ class NodeLoop:
             self.observer.last_view = None
             try:
                 after = self._perform(pending[0], now)
-            except OSError:
-                self._pending = deque(action for action in pending if not isinstance(action, ASKED_AGAIN))
-                raise
+            except OSError as error:
+                if not (isinstance(error, FileNotFoundError) and self._is_of_the_past(pending[0])):
+                    self._pending = deque(action for action in pending if not isinstance(action, ASKED_AGAIN))
+                    raise
+                after = None
             outlook = max(outlook, after or Outlook.NEWS, key=lambda one: one.value)
             pending.popleft()
         return outlook
+
+    def _is_of_the_past(self, action: Action) -> bool:
+        """Whether an action publishes a fact in a generation that is over. Raises OSError.
+
+        Example: this process was stopped while it published, and the others have removed the folder of that generation. To try again
+        would fail for ever, and the node would never learn that it is no member any more.
+        """
+        if not isinstance(action, Publish):
+            return False
+        generation, _ = self.node.place
+        return self.observer.registry.newest_number() > generation.number
 
     def awaited(self, now: float) -> Sequence[int]:
         """The missing ranks that this node waits for, by its last view."""
