@@ -52,9 +52,8 @@ class Forks:
             return subprocess.CompletedProcess(words, int(self._child.stdout.readline()), said.read(), "")
 
     def close(self) -> None:
-        assert self._child.stdin is not None
-        self._child.stdin.close()
-        self._child.wait()
+        """End the process, and wait for it."""
+        self._child.communicate()
 
 
 def serve() -> None:

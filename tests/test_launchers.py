@@ -296,7 +296,7 @@ def test_files_for_containers(
         (["ssh", "--hosts", "a,b", "--nodes", "3"], "--nodes 3 contradicts the 2 hosts listed"),
         (["ssh", "--hosts", "a", "--nodes", "3"], "--nodes 3 contradicts the 1 host listed"),
         (["ssh", "--hosts", "a", "--ssh", "ssh 'x"], "--ssh ssh 'x: No closing quotation"),
-        (["ssh", "--hosts-file", "/nowhere/hosts"], "--hosts-file /nowhere/hosts: cannot read the file"),
+        (["ssh", "--hosts-file", "/nowhere/hosts"], "--hosts-file /nowhere/hosts: cannot be read"),
         (["kubernetes", "--nodes", "2"], "launch kubernetes: give --image"),
         (["dstack", *IN_CONTAINERS, "--log-path", "/home/run"], "must be below /shared"),
         (

@@ -280,7 +280,7 @@ def test_no_run_is_one_clear_line(
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     if there in ("nothing", "empty", "file"):
-        assert f"no run at {path}: no " in captured.err
+        assert f"no run at {path}: {'not a directory' if there == 'file' else 'no '}" in captured.err
 
 
 @pytest.mark.parametrize("seed", range(12))
