@@ -117,7 +117,7 @@ def model_moved_under_a_newer_one(history: History) -> None:
 
 
 def model_moved_back(history: History) -> None:
-    history.served.append(history.served[0]._replace(version=0))
+    history.served.append(history.served[0]._replace(folder="the first model", version=0))
 
 
 def one_task_too_few(history: History) -> None:

@@ -17,5 +17,11 @@ def published_too_late(history: History, stamps: Mapping[int, Merged]) -> Iterat
             yield f"{name} became generation {generation}'s where generation {max(newer)} was to be seen"
     for before, after in zip(history.served[:-1], history.served[1:], strict=True):
         taken_back = after.generation in history.recovered
-        if (after.version, after.generation) < (before.version, before.generation) and not taken_back:
+        # A leader of an older generation may link the same folder once more, where its mount does not show the newer one yet.
+        moved = after.folder != before.folder
+        if (
+            moved
+            and (after.version, after.generation) < (before.version, before.generation)
+            and not taken_back
+        ):
             yield f"model.pt went from {before.folder} back to {after.folder}"
