@@ -1,7 +1,8 @@
 """Crash-safe atomic writes on a shared filesystem. All other modules write files through this one.
 
 A reader sees either no file, the old file or the complete new one: data is written to a temporary file in the same directory, fsynced if it
-must survive a power loss, and then renamed or linked to its final name.
+must survive a power loss, and then renamed or linked to its final name. The file is longer than others, so that all these steps and their
+ambiguous errors are in one place.
 """
 
 from __future__ import annotations
@@ -197,6 +198,7 @@ def create_exclusive(path: Path, data: bytes, *, durable: bool = True, never_tor
     may return EEXIST for a retransmitted request of our own, and some filesystems return EPERM to the loser of a race. Without hard links,
     the final name is created with O_EXCL, and a process killed while writing leaves a torn file for good. With `never_torn`, it is created
     as a folder that contains the record, which `read_created` can read. Raises OSError for other errors.
+    `durable`: the name is flushed even if it is taken, because an earlier call may have created it and failed to flush it.
     """
     temporary = _write_temporary(path, data, durable)
     try:
@@ -206,7 +208,7 @@ def create_exclusive(path: Path, data: bytes, *, durable: bool = True, never_tor
             os.unlink(temporary)
     if won is None:
         won = (_create_as_folder if never_torn else _create_in_place)(path, data, durable)
-    if won and durable:
+    if durable:
         fsync_dir(path.parent)
     return won
 
@@ -314,12 +316,17 @@ def _write_temporary(path: Path, data: bytes, durable: bool) -> Path:
     return temporary
 
 
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all of `data`; one call may write only a part, for example on a disk that becomes full. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
 def _fill(fd: int, data: bytes, durable: bool) -> None:
     """Write all of `data` and close. Raises OSError, including errors that are only reported on close."""
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
+        write_all(fd, data)
         if durable:
             os.fsync(fd)
     finally:

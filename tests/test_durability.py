@@ -62,6 +62,29 @@ def test_a_record_is_flushed_before_its_name_and_its_name_before_anybody_relies_
     assert_named_when_whole(seen, "link", "record")
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_a_name_that_could_not_be_flushed_is_flushed_when_it_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    """The second try finds the name taken, by this very process."""
+    if not links:
+        monkeypatch.setattr(os, "link", refuse(errno.EOPNOTSUPP))
+    real, store = files.fsync_dir, PosixStore()
+
+    def fails_for_the_name(folder: Path) -> None:
+        if folder == tmp_path:
+            refuse(errno.EIO)()
+        real(folder)
+
+    monkeypatch.setattr(files, "fsync_dir", fails_for_the_name)
+    with pytest.raises(OSError, match="Input/output"):
+        store.create(tmp_path / "record", RECORDS["generation"])
+    monkeypatch.setattr(files, "fsync_dir", real)
+    with recording(tmp_path) as seen:
+        assert not store.create(tmp_path / "record", RECORDS["generation"])
+    assert "." in [seen.done[at].path for at in seen.all("flush-dir")], seen.done
+
+
 def test_without_hard_links_a_record_is_flushed_before_its_name_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

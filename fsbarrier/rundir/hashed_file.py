@@ -35,8 +35,7 @@ class HashedFile:
         view = memoryview(data).cast("B")
         self._sha256.update(view)
         self._size += len(view)
-        while view:
-            view = view[os.write(self._fd, view) :]
+        files.write_all(self._fd, view)
 
     @property
     def digest(self) -> FileDigest:
