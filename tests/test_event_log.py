@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +17,7 @@ from core_builders import MERGE, OPEN, ROLL_OUT, RULES, at_row
 from fsbarrier.node import event_log, tracking
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir import runrecord
-from fsbarrier.rundir.journal import rounded, summary
+from fsbarrier.rundir.journal import OWN, read_events, rounded, summary
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.supervision.supervisor import Child
 
@@ -71,6 +74,47 @@ def test_a_row_s_end_says_where_its_time_went(log: Log) -> None:
     assert decided == {"event": "decision", "value": {"loss": 0.333333}}, (
         "digits that say nothing are left out"
     )
+
+
+def test_fields_of_a_program_s_event_do_not_replace_those_of_every_line(log: Log) -> None:
+    log.at(100.0, "mine", at_row(1, ROLL_OUT), generation=-1, node_rank="no", run_id="x", time=3, own=1)
+    (event,) = read_events(log.record.log_path)
+    assert (event.name, event.node_rank, event.generation, event.fields["own"]) == ("mine", 1, 1, 1)
+    assert event.fields["run_id"] == log.record.run_id
+
+
+def test_a_line_that_a_full_disk_takes_only_in_part_does_not_spoil_the_next(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, write = at_row(1, ROLL_OUT), os.write
+    log.at(100.0, "first", node)
+    answers = iter([lambda fd, data: write(fd, data[:20])])
+
+    def full(fd: int, data: bytes) -> int:
+        answer = next(answers, None)
+        if answer is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return answer(fd, data)
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        log.at(101.0, "second", node)
+    monkeypatch.setattr(os, "write", write)
+    log.at(102.0, "second", node)
+    log.at(103.0, "third", node)
+    assert [line["event"] for line in log.lines()] == ["first", "second", "third"]
+
+
+def test_all_events_that_daemons_write_themselves_are_known(log: Log) -> None:
+    """A program's result may contain none of them (`_check_result`)."""
+    source = Path(event_log.__file__).parents[1]
+    calls = re.compile(r'(?:Note|write_event|events\.write|self\.write|yield )\(?\s*"(\w+)"')
+    folders = (source / "node", source / "protocol")
+    found = {
+        name for folder in folders for path in folder.glob("*.py") for name in calls.findall(path.read_text())
+    }
+    # Those that `NodeLoop._note_work` chooses from are in no call.
+    assert found | {"work_failed", "work_finished"} == OWN, found ^ OWN
 
 
 def test_a_leader_has_also_waited_between_its_two_pieces_of_work(log: Log) -> None:

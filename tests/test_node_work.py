@@ -435,6 +435,15 @@ def test_a_job_reports_what_became_of_it(place: Workplace) -> None:
         (lambda context: Value({"events": 3}), "TypeError: the key 'events' of a result"),
         (lambda context: Value({"events": ["begun"]}), "TypeError: the key 'events' of a result"),
         (lambda context: Value({"events": [{"name": "begun"}]}), "TypeError: the key 'events' of a result"),
+        (
+            lambda context: Value({"events": [{"event": "node_lost"}]}),
+            "TypeError: the event 'node_lost' of a result",
+        ),
+        (lambda context: Value({"text": "x" * (17 << 20)}), "TypeError: a result of 17825804 bytes; at most"),
+        (
+            lambda context: Value({"deep": nested(200)}),
+            "TypeError: a result with more than 100 objects in each",
+        ),
     ],
 )
 def test_a_function_of_ones_own_that_gives_no_result_has_failed(
@@ -446,6 +455,25 @@ def test_a_function_of_ones_own_that_gives_no_result_has_failed(
     report = running.report()
     assert report is not None and not report.ok
     assert report.value["error"].startswith(says)
+
+
+def nested(levels: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def test_a_failure_s_message_is_no_larger_than_a_fact_may_be(place: Workplace) -> None:
+    def fails(context: Context) -> Work:
+        raise ValueError("x" * (70 << 20))
+
+    running, woken = jobs(place, fails)
+    running.launch(NODE, RowPart.EACH)
+    assert woken.wait(30)
+    report = running.report()
+    assert report is not None and report.value["error"].startswith("ValueError: xxx")
+    assert len(str(report.value)) < 20_000
 
 
 def test_a_cancelled_job_leaves_nothing_and_reports_nothing(place: Workplace) -> None:

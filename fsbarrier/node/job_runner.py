@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from fsbarrier import reading
 from fsbarrier.errors import FsbarrierError, NodesRefused, StoreError
 from fsbarrier.node.admission import objections
 from fsbarrier.node.job import Cancelled, NodeUnfit, RowJob, Workplace
@@ -20,10 +21,15 @@ from fsbarrier.program import Context, build_work
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node, RowPart, WorkReport
 from fsbarrier.protocol.succession import STARTS
+from fsbarrier.rundir import journal
 from fsbarrier.rundir.log_tail import SHOWN_LINES
 
 # How long `cancel` waits: longer than supervisor.KILL_S, the limit for ending a program that hangs in the kernel.
 CANCEL_S = 60.0
+# How much of a line a failure's fact contains.
+SHOWN_CHARACTERS = 10_000
+# The largest result as JSON, and how deep it may be nested. A record repeats the decisions of all rows, and has a limit itself.
+RESULT_BYTES, RESULT_DEPTH = reading.RECORD_BYTES // 4, 100
 
 
 @dataclass
@@ -151,16 +157,39 @@ class JobRunner:
 
 def _check_result(value: Payload) -> None:
     """Raises TypeError for a result of the user's that no fact can hold, or no journal."""
-    json.dumps(value)
+    size = len(json.dumps(value))
+    if size > RESULT_BYTES:
+        raise TypeError(
+            f"a result of {size} bytes; at most {RESULT_BYTES} are allowed: write a file and return its path"
+        )
+    _check_depth(value)
     events = value.get("events", ())
     lines = events if isinstance(events, list | tuple) else (events,)
     if not all(isinstance(line, Mapping) and isinstance(line.get("event"), str) for line in lines):
         raise TypeError(
             "the key 'events' of a result is reserved for lines of the journal, a list of objects with an \"event\" each"
         )
+    if taken := sorted({line["event"] for line in lines} & journal.OWN):
+        raise TypeError(
+            f"the event {taken[0]!r} of a result is one that daemons write themselves; choose another name"
+        )
+
+
+def _check_depth(value: object) -> None:
+    """Records wrap a result in several more objects, and whoever reads them gives up at some depth. Raises TypeError."""
+    level = [value]
+    for _ in range(RESULT_DEPTH):
+        inner = [
+            one.values() if isinstance(one, Mapping) else one
+            for one in level
+            if isinstance(one, Mapping | list | tuple)
+        ]
+        level = [item for items in inner for item in items]
+    if level:
+        raise TypeError(f"a result with more than {RESULT_DEPTH} objects in each other")
 
 
 def failure(message: str) -> Payload:
-    """The value of a "failed" fact: the first line as the error, the last lines as the log."""
-    first, *rest = message.splitlines() or ["failed"]
+    """The value of a "failed" fact: the first line as the error, the last lines as the log, each cut to `SHOWN_CHARACTERS`."""
+    first, *rest = (line[:SHOWN_CHARACTERS] for line in message.splitlines() or ["failed"])
     return {"error": first, "log": rest[-SHOWN_LINES:]}

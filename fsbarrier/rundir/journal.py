@@ -29,6 +29,23 @@ LINE_BYTES = reading.LINE_BYTES
 
 #: frequent events, of which only the times matter, and in a long run only the newest
 FREQUENT = frozenset({"phase_started", "phase_finished", "work_finished", "iteration_finished", "decision"})
+#: the events that a daemon writes itself, with fields that it and others rely on; the result of a program contains none of them
+OWN = FREQUENT | {
+    "code_changed",
+    "generation_proposed",
+    "generation_sealed",
+    "generation_started",
+    "heartbeats_hidden",
+    "left_generation",
+    "node_ended",
+    "node_joined",
+    "node_lost",
+    "node_recovered",
+    "node_suspected",
+    "settings_changed",
+    "tracker_failed",
+    "work_failed",
+}
 _decode = json.JSONDecoder().decode
 #: the beginning of the name of a rare event in a line
 _RARE = re.compile(rb'"event": ?"(?!(?:%s)")' % "|".join(sorted(FREQUENT)).encode())
@@ -265,7 +282,7 @@ def read_events(log_path: Path) -> list[Event]:
 
 
 class Journal:
-    """Appends the events of one daemon. Each line is one write, which is not flushed to the disk.
+    """Appends the events of one daemon, without flushing them to the disk. Only the last line may be torn.
 
     `incarnation`: the one in the file's name. Frequent events include theirs only if it is a later one.
     """
@@ -274,25 +291,36 @@ class Journal:
         files.try_to_make_dirs(path.parent)
         self._fd = files.open_append(path)
         self._run_id, self._node_rank, self._incarnation = run_id, node_rank, incarnation
+        # The end of the last whole line, and whether the beginning of another may stand behind it.
+        self._end, self._torn = os.fstat(self._fd).st_size, False
 
     def write(self, name: str, mono_s: float, place: Payload, fields: Payload) -> Event:
         """Write an event and return it. `place` has incarnation, generation, iteration, phase and phase_name."""
         now = datetime.now(UTC)
-        line = {
+        standard = {
             "time": f"{now:%Y-%m-%dT%H:%M:%S}.{now.microsecond // 1000:03d}Z",
             "mono_s": round(mono_s, 4),
             "run_id": self._run_id,
             "node_rank": self._node_rank,
             **place,
             "event": name,
-            **{name: rounded(value) for name, value in fields.items()},
         }
+        # Last again, because the fields may come from a user's program.
+        line = {**standard, **{key: rounded(value) for key, value in fields.items()}, **standard}
         if name in FREQUENT and line["incarnation"] == self._incarnation:
             del line["incarnation"]
         told = without_passwords(json.dumps(line, separators=(",", ":"), default=str))
-        os.write(self._fd, told.encode() + b"\n")
+        self._append(told.encode() + b"\n")
         row = place["generation"], place["iteration"], place["phase"], place["phase_name"]
         return Event(name, now.timestamp(), mono_s, self._node_rank, *row, fields=line)
+
+    def _append(self, line: bytes) -> None:
+        """Raises OSError. A disk that becomes full takes the beginning of a line. It is removed before the next line is written."""
+        if self._torn:
+            os.ftruncate(self._fd, self._end)
+        self._torn = True
+        files.write_all(self._fd, line)
+        self._end, self._torn = self._end + len(line), False
 
     def close(self) -> None:
         os.close(self._fd)
