@@ -32,7 +32,7 @@ from core_cases import ENDED, NOBODY, Case, ends, entered, goes_along, lost, ove
 from fsbarrier.protocol import machine
 from fsbarrier.protocol.codec import Fault
 from fsbarrier.protocol.facts import Member, Verdict
-from fsbarrier.protocol.membership import JOINING
+from fsbarrier.protocol.membership import JOINING, Ledger
 from fsbarrier.protocol.state import Action, Exit, FindResumePoint, Node, Note, RowPart, Unreadable, View
 
 TWO_TO_THREE = rules(min_nodes=2, limits=replace(LIMITS, last_call_s=10.0))
@@ -447,6 +447,12 @@ JOINING_ROWS = [
         "members never seen may live, until this node has looked for them for dead_s",
         back(1, for_s=14.9),
         sees(ledger=NOBODY),
+        machine.wait_to_be_admitted,
+    ),
+    Case(
+        "time in which it could not look does not count",
+        back(1, for_s=32.9, missed_s=5.0),
+        sees(ledger=Ledger(looked_at=NOW, missed_s=23.0)),
         machine.wait_to_be_admitted,
     ),
     Case(

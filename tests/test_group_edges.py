@@ -249,6 +249,23 @@ class Trio:
         return outcome.error or list(outcome.objects)
 
 
+def test_a_member_that_was_stopped_counts_that_time_as_nobodys_silence(tmp_path: Path) -> None:
+    """I7, for members of whom it has never read a heartbeat."""
+    trio = Trio(tmp_path)
+    observer = trio.members[2].loop.observer
+    observer.ledger = replace(observer.ledger, seen={})
+    for rank in (0, 1):
+        observer.paths.beat(rank, 1).write_bytes(b"unreadable")
+    trio.call(2, 1)
+    trio.now += 40.0
+    for _ in range(6):
+        trio.look(2)
+        assert trio.members[2].snapshot.outcome is None
+    while trio.members[2].snapshot.outcome is None and trio.now < 80.0:
+        trio.look(2)
+    assert isinstance(trio.outcome(2), fsbarrier.PeerLost)
+
+
 class Stopped(threading.Condition):
     """What a caller waits at, in a process that is stopped for ten seconds in each wait of which there is a number in `stops`."""
 

@@ -25,6 +25,7 @@ from core_builders import (
 
 from fsbarrier.protocol.facts import Position
 from fsbarrier.protocol.lost import found_by_others, last_news, last_place, lost_as_fields, lost_as_text
+from fsbarrier.protocol.machine import step
 from fsbarrier.protocol.membership import Ledger, Loss
 from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.state import Node
@@ -118,6 +119,27 @@ def test_a_loss_that_this_node_could_have_noticed_has_its_own_reason() -> None:
     ledger = heard(seen(1, ago=3.0), seen(2, ago=15.0))
     found = found_by_others(situation(at_row(0, MERGE), ledger=ledger), newest)
     assert [loss.why for loss in found] == ["found by node 0", "no heartbeat for 15.0 s"]
+
+
+ENTERS_2 = step(waiting(0), sees(generation(2), ledger=Ledger(looked_at=NOW, missed_s=7.0)), NOW, rules())[0]
+LEAVES_1 = step(at_row(0, MERGE), sees(generation(2, (1, 2)), ledger=heard(missed_s=7.0)), NOW, rules())[0]
+
+
+@pytest.mark.parametrize(("blind_s", "lost"), [(1.5, []), (18.0, [1, 2])])
+def test_time_in_which_this_node_was_stopped_is_no_silence_of_members_that_it_never_heard(
+    blind_s: float, lost: list[int]
+) -> None:
+    """I7: it entered its generation, was stopped before its next look, and then could not read their heartbeats."""
+    ledger = Ledger(looked_at=NOW, missed_s=7.0).observe({}, NOW + 18.0, NOW + 18.0, blind_s)
+    at = Situation(ENTERS_2, sees(ENTERS_2.generation, ledger=ledger), NOW + 18.0, rules())
+    assert [loss.member.rank for loss in at.gone] == lost
+    left_out = found_by_others(at, generation(3, (0,), created_by=3))
+    assert [loss.why.startswith("no heartbeat") for loss in left_out] == [bool(lost)] * 2
+
+
+def test_what_a_node_missed_before_it_entered_is_no_reason_to_wait_longer() -> None:
+    for node in (ENTERS_2, LEAVES_1):
+        assert node.watches_since(Ledger(missed_s=7.0)) == node.since == NOW
 
 
 def test_a_member_that_came_back_as_another_start_was_lost_too() -> None:

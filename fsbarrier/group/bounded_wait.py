@@ -95,7 +95,7 @@ class BoundedWait:
         node = snapshot.node
         for member in node.generation.members if node.generation is not None else ():
             if member.rank != self._threads.here.rank and member.rank not in snapshot.arrived:
-                silent_s = silence(member, snapshot.ledger, node.since, now)
+                silent_s = silence(member, snapshot.ledger, node.watches_since(snapshot.ledger), now)
                 known = f"{member.host}, last heartbeat {silent_s:.1f} s ago"
                 found.append(Awaited(member.rank, member.host, silent_s, known))
         return found

@@ -223,9 +223,10 @@ class GroupMember:
         """The first lost one of these members."""
         loop = self.loop
         observer, node = loop.observer, loop.node
-        looked_at = node.since if observer.ledger.looked_at is None else observer.ledger.looked_at
-        limits = loop.rules.limits
-        found = losses(members, node.rank, observer.joins, observer.ledger, node.since, looked_at, limits)
+        ledger, limits = observer.ledger, loop.rules.limits
+        since = node.watches_since(ledger)
+        looked_at = since if ledger.looked_at is None else ledger.looked_at
+        found = losses(members, node.rank, observer.joins, ledger, since, looked_at, limits)
         return found[0] if found else None
 
     def _was_passed(self, asked: Collective, names: Iterable[str]) -> bool:

@@ -38,7 +38,7 @@ class Silence:
         self, node: Node, members: tuple[Member, ...], now: float, suspect_s: float
     ) -> Iterator[tuple[str, Payload]]:
         known, ledger = self._suspected, self.observer.ledger
-        silent = silent_members(members, node.rank, ledger, node.since, now, suspect_s)
+        silent = silent_members(members, node.rank, ledger, node.watches_since(ledger), now, suspect_s)
         self.observer.schedule.suspecting = bool(silent)
         for member in members if silent or known else ():
             suspect = {"suspect": member.rank, "host": member.host}

@@ -60,7 +60,8 @@ def found_by_others(at: Situation, newest: Generation) -> list[Loss]:
     if node.generation is None or node.trouble_since is not None:
         return []
     gone = [m for m in node.generation.members if newest.incarnation_of(m.rank) != m.incarnation]
-    known = losses(gone, node.rank, view.joins, view.ledger, node.since, at.now, at.rules.limits)
+    since = node.watches_since(view.ledger)
+    known = losses(gone, node.rank, view.joins, view.ledger, since, at.now, at.rules.limits)
     noticed = {loss.member: loss for loss in known}
     return [noticed.get(member) or _loss_from_record(at, member, newest) for member in gone]
 

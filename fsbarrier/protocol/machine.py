@@ -155,6 +155,7 @@ def _enter(at: Situation, generation: Generation) -> Step:
         generation=generation,
         position=generation.start,
         decisions=generation.decisions,
+        missed_s=at.view.ledger.missed_s,
     )
     about = {"members": list(generation.ranks), "leader": generation.leader, "reason": generation.reason}
     started = Note("generation_started", {"number": generation.number, **about})
@@ -256,7 +257,8 @@ def stop_before_the_start(at: Situation) -> Step | None:
 def wait_to_be_admitted(at: Situation) -> Step | None:
     """A member of the newest generation may be alive: that generation goes on, and admits this node when an iteration starts."""
     node, view = at.node, at.view
-    if not occupied(view.newest, node.rank, view.joins, view.ledger, node.since, at.now, at.rules.limits):
+    since = node.watches_since(view.ledger)
+    if not occupied(view.newest, node.rank, view.joins, view.ledger, since, at.now, at.rules.limits):
         return None
     seen_at_work = not node.saw_others_at_work and any(view.ledger.moved(member) for member in at.others)
     return replace(node, saw_others_at_work=True) if seen_at_work else node, NOTHING
@@ -391,6 +393,7 @@ def rejoin_when_left_behind(at: Situation) -> Step | None:
         started_as=node.started_as,
         baseline=newest.number,
         saw_others_at_work=True,
+        missed_s=at.view.ledger.missed_s,
     )
     left = Note("left_generation", {"newest": newest.number, "reason": newest.reason})
     return renewed, (CancelWork(), left, Announce(renewed.incarnation))

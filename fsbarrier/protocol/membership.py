@@ -51,6 +51,8 @@ class Ledger:
     unsure: Mapping[int, float] = field(default_factory=dict)
     #: rank -> when this node last left that heartbeat to the watchers
     unwatched: Mapping[int, float] = field(default_factory=dict)
+    #: all the time so far that did not count as anybody's silence
+    missed_s: float = 0.0
 
     def observe(
         self,
@@ -81,7 +83,7 @@ class Ledger:
         """
         gap = after - before if self.looked_at is None else max(before - self.looked_at, after - before)
         blind = gap > blind_s
-        seen, unwatched = {**self.seen}, {**self.unwatched}
+        seen, unwatched, pause = {**self.seen}, {**self.unwatched}, 0.0
         if blind or unheard:
             pause = gap - blind_s if self.blind and not unheard else gap
             seen = {rank: item.at(min(item.since + pause, after)) for rank, item in seen.items()}
@@ -97,7 +99,7 @@ class Ledger:
         unsure = {rank: self.unsure.get(rank, after + blind_s) for rank in unread} if unread else {}
         if left_out:
             unwatched.update(dict.fromkeys(left_out, after))
-        return Ledger(seen, after, blind, unsure, unwatched)
+        return Ledger(seen, after, blind, unsure, unwatched, self.missed_s + pause)
 
     def news(self, member: Member) -> Seen | None:
         """The last heartbeat seen of this incarnation; None if there is none, or if this node leaves it to the watchers."""
@@ -157,7 +159,7 @@ def losses(
     now: float,
     limits: Limits,
 ) -> Sequence[Loss]:
-    """The lost members. `since`: when this node entered the generation; a member never seen is silent since then."""
+    """The lost members. `since`: from when the silence of a member never seen counts (`Node.watches_since`)."""
     found = []
     for member in members:
         if member.rank != me:
@@ -190,7 +192,7 @@ def _loss(
 
 
 def _silent_since(member: Member, news: Seen | None, ledger: Ledger, since: float) -> float:
-    """When the silence of a member began. One never seen is silent since this node entered the generation, or began to watch it."""
+    """When the silence of a member began. One never seen is silent `since` then, or since this node began to watch it."""
     return news.since if news is not None else max(since, ledger.unwatched.get(member.rank, since))
 
 

@@ -111,8 +111,8 @@ class Situation:
         """
         node, view = self.node, self.view
         looked_at = self.now if view.ledger.looked_at is None else view.ledger.looked_at
-        members = self.generation.members
-        return losses(members, node.rank, view.joins, view.ledger, node.since, looked_at, self.rules.limits)
+        members, since = self.generation.members, node.watches_since(view.ledger)
+        return losses(members, node.rank, view.joins, view.ledger, since, looked_at, self.rules.limits)
 
     @cached_property
     def living(self) -> Sequence[Member]:

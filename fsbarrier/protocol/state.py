@@ -114,12 +114,19 @@ class Node:
     starting_since: float = 0.0
     #: the first incarnation of this process
     started_as: int = 0
+    #: `Ledger.missed_s` at `since`
+    missed_s: float = 0.0
 
     @property
     def place(self) -> tuple[Generation, Position]:
         """The generation and position of a node that is RUNNING."""
         assert self.generation is not None and self.position is not None
         return self.generation, self.position
+
+    def watches_since(self, ledger: Ledger) -> float:
+        """From when the silence of a member counts that this node has never heard: `since`, but time in which it could not look is
+        nobody's silence. Example: this node entered a generation and was stopped for 18 s before its next look."""
+        return self.since + ledger.missed_s - self.missed_s
 
 
 @dataclass(frozen=True, slots=True)
