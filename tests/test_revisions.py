@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -11,12 +12,12 @@ from cluster import FAST, Cluster
 
 from fsbarrier.errors import Fenced, UsageError
 from fsbarrier.loader import load_program
-from fsbarrier.node.loop import NodeLoop
+from fsbarrier.node.loop import NodeLoop, Outlook
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.run_rules import make_rules
 from fsbarrier.node.work_runner import WorkRunner
 from fsbarrier.protocol.facts import Generation, Join, Member, Position, Revision
-from fsbarrier.protocol.state import Announce, Node, Rules
+from fsbarrier.protocol.state import Announce, Node, Propose, Rules
 from fsbarrier.rundir import revisions
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
@@ -291,6 +292,22 @@ def test_a_node_that_comes_back_and_finds_its_next_start_taken_ends(tmp_path: Pa
     store.create(paths.join(2, 2), Join(2, 2, "elsewhere", 1, "boot"))
     with pytest.raises(Fenced, match="another process took this rank"):
         node._perform(Announce(2), 0.0)
+
+
+def test_whoever_finds_its_generation_recorded_by_another_follows_no_impossible_one(tmp_path: Path) -> None:
+    """It may be recorded between a node's look and its own proposal."""
+    store, paths, program = PosixStore(), RunPaths(tmp_path), load_program("ping")
+    observer = Observer(store, paths, program, can_hold=partial(revisions.can_hold, Settings(num_nodes=3)))
+    observer.prepare()
+    work = cast(WorkRunner, None)
+    here = Join(2, 0, "host", 1, "boot")
+    node = NodeLoop(store, observer, Rules(program, 3), work, here, lambda event, node, fields: None)
+    mine = Generation(1, (Member(2, 1),), 2, Position(1, 0), "start")
+    record(tmp_path, 1, Revision(1, 1, {"rollout.tasks": -5}, {}))
+    assert node._perform(Propose(mine), 0.0) is Outlook.NO_NEWS and observer.newest is None
+    record(tmp_path, 2, FIRST)
+    assert node._perform(Propose(replace(mine, number=2)), 0.0) is Outlook.NEWS
+    assert observer.newest is not None and observer.newest.number == 2
 
 
 # --- three daemons --------------------------------------------------------------------------------------------------------------

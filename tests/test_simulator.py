@@ -16,16 +16,17 @@ from fsbarrier.node import observer
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.codec import CorruptRecord, decode, encode
-from fsbarrier.protocol.facts import R
+from fsbarrier.protocol.facts import Generation, Join, R
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.heartbeats import HeartbeatReader
 from fsbarrier.sim.campaign import campaign
-from fsbarrier.sim.damage import DAMAGES
+from fsbarrier.sim.damage import DAMAGES, WRONG_SETTINGS
 from fsbarrier.sim.disk import SimPath
 from fsbarrier.sim.faults import USUAL, parse_mix
 from fsbarrier.sim.invariants import budget, check, i12_operations
 from fsbarrier.sim.scenario import prepare
+from fsbarrier.sim.settings import can_hold
 from fsbarrier.sim.setup import Setup
 from fsbarrier.sim.store import Habits, MountClient
 from fsbarrier.sim.transcript import transcript
@@ -111,6 +112,31 @@ def test_what_is_damaged_is_never_taken_for_a_record(said: str) -> None:
         with pytest.raises(CorruptRecord) as caught:
             decode(DAMAGES[said](encode(write.record), rng), type(write.record))  # type: ignore[type-var]
         assert caught.value.fault.foreign or said != "{} is written in record format 3"
+
+
+@pytest.mark.parametrize("said", [*WRONG_SETTINGS])
+def test_a_record_with_a_wrong_setting_is_whole_and_followed_by_nobody(said: str) -> None:
+    world = World(1, Setup(mix=frozenset()))
+    written = [write.record for write in world.run().writes]
+    records = [record for record in written if isinstance(record, Join | Generation)]
+    for record in records:
+        spoilt = decode(WRONG_SETTINGS[said](encode(record), Random(said)), type(record))
+        assert can_hold(world.settings, record)
+        assert not can_hold(world.settings, spoilt)
+    assert {type(record) for record in records} == {Join, Generation}
+
+
+def test_heartbeats_have_mishaps_and_whoever_is_alive_is_heard() -> None:
+    """A pulse that was renamed with an error has another name than its node believes."""
+    setup, struck = Setup(mix=parse_mix("lost,errors"), policy="shrink"), set[str]()
+    for seed in range(12):
+        world = World(seed, setup)
+        world.mishap_rate, world.beat_mishaps, world.strikes = 0.0, ["lost", "error"], []
+        history = world.run()
+        assert check(world) == [], seed
+        assert not any(event.event == "node_lost" for event in history.events), seed
+        struck |= history.faults
+    assert struck >= {"lost", "error"}
 
 
 def test_a_person_may_take_a_run_back_and_there_are_two_policies_of_one_version() -> None:

@@ -217,18 +217,16 @@ class NodeLoop:
         with contextlib.suppress(OSError):
             store.put(observer.paths.beat(beat.rank, beat.incarnation), beat)
             with contextlib.suppress(OSError):
-                self.show_pulse(beat, store.rename, store.mark)
+                self._show_pulse(beat, store)
             observer.unheard_since = None
 
-    def show_pulse(
-        self, beat: Beat, rename: Callable[[Path, Path], bool], mark: Callable[[Path, Beat], None]
-    ) -> None:
+    def _show_pulse(self, beat: Beat, store: Store) -> None:
         """Rename this node's pulse after the heartbeat that was just written. If that fails, the others open the heartbeat itself."""
         if beat.state != Stage.RUNNING or not self.observer.paces.pulses:
             return
         pulse = self.observer.paths.pulse(beat.rank, beat.incarnation, beat.generation, beat.counter)
-        if self._pulse is None or not rename(self._pulse, pulse):
-            mark(pulse, beat)
+        if self._pulse is None or not store.rename(self._pulse, pulse):
+            store.mark(pulse, beat)
         self._pulse = pulse
 
     def _announce(self, incarnation: int) -> bool:
@@ -324,9 +322,8 @@ class NodeLoop:
             )
         else:
             # Another node was first, and all follow its record.
-            record = self.store.read(path, Generation)
-            self.observer.registry.learn(record)
-            outlook = outlook if record is not None else Outlook.NO_NEWS
+            read = self.observer.registry.read_generation(generation.number)
+            outlook = outlook if read else Outlook.NO_NEWS
         self.observer.hurry()
         return outlook
 

@@ -9,6 +9,7 @@ from random import Random
 
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import JsonObject, Record, StopRequest
+from fsbarrier.sim.setup import CHANGED
 
 
 def written(record: Record, *, later: bool) -> bytes:
@@ -46,13 +47,20 @@ def _led_by_nobody(body: JsonObject) -> JsonObject:
     return {**body, "leader": 99, "incarnation": None, "now": 1}
 
 
+def _with_a_wrong_setting(body: JsonObject) -> JsonObject:
+    wrong = {CHANGED: -1.0}
+    revision = {"generation": 1, "iteration": 1, "values": wrong, "before": {}, "by": "", "time": ""}
+    return {**body, "stated": wrong, "revisions": [revision]}
+
+
 def _without_an_iteration(body: JsonObject) -> JsonObject:
     broken = {name: {"iteration": "one", "value": {}} for name in ("train_assign", "update")}
     return {**body, "decisions": broken, "addresses": [1], "now": "at once"}
 
 
-#: what the transcript says about the damage -> a function that makes the damaged bytes
-DAMAGES: dict[str, Callable[[bytes, Random], bytes]] = {
+Damage = Callable[[bytes, Random], bytes]
+#: what the transcript says about the damage -> a function that makes the damaged bytes, which are no record any more
+DAMAGES: dict[str, Damage] = {
     "a bit flips in {}": flip_a_bit,
     "{} is emptied": lambda data, rng: b"",
     "{} is cut off": lambda data, rng: data[: rng.randrange(1, len(data))],
@@ -64,4 +72,8 @@ DAMAGES: dict[str, Callable[[bytes, Random], bytes]] = {
     "{} has values that cannot be": lambda data, rng: changed(data, _nowhere),
     "{} names a leader who is no member": lambda data, rng: changed(data, _led_by_nobody),
     "{} has decisions that are none": lambda data, rng: changed(data, _without_an_iteration),
+}
+#: of joins and generations: whole records, which no node can follow
+WRONG_SETTINGS: dict[str, Damage] = {
+    "{} has a setting that no start could choose": lambda data, rng: changed(data, _with_a_wrong_setting)
 }

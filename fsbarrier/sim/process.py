@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from fsbarrier.errors import Fenced
@@ -16,10 +18,11 @@ from fsbarrier.retry import PASSING_S
 from fsbarrier.rundir.record_store import Store
 from fsbarrier.settings.sections import Settings
 from fsbarrier.sim import strikes
-from fsbarrier.sim.disk import Directory, SimPath
+from fsbarrier.sim.disk import Directory, File, SimPath
 from fsbarrier.sim.faults import Crash, Livelock, Mishap, Trouble
 from fsbarrier.sim.history import JournalLine
 from fsbarrier.sim.interruptible import InterruptibleCall
+from fsbarrier.sim.settings import can_hold
 from fsbarrier.sim.setup import PATHS
 from fsbarrier.sim.store import MountClient
 from fsbarrier.sim.work import SimWork
@@ -48,6 +51,36 @@ def usual_paces(settings: Settings, beat_s: float, watchers: int, outage_s: floa
     return replace(usual, members_s=RARELY * beat_s, beats_s=RARELY * beat_s, watchers=watchers)
 
 
+class _BeatStore:
+    """What a process writes its heartbeats through. An outage loses them, and they have mishaps of their own: others strike the loop."""
+
+    def __init__(self, world: World, client: MountClient, trouble: Trouble) -> None:
+        self._world, self._client, self._trouble = world, client, trouble
+        # the last heartbeat that was written, until it is taken note of
+        self.written: File | None = None
+
+    def put(self, path: SimPath, beat: Beat) -> None:
+        if self._trouble.outage is not None:
+            raise OSError(self._trouble.outage, "outage", path)
+        mishap = strikes.mishap_of_a_beat(self._world)
+        if mishap != "error":
+            self.written = self._client.replace(path, beat)
+        self._raise(mishap, path)
+
+    def rename(self, path: SimPath, new: SimPath) -> bool:
+        mishap = strikes.mishap_of_a_beat(self._world)
+        there = mishap != "error" and self._client.move(path, new)
+        self._raise(mishap, path)
+        return there
+
+    def mark(self, path: SimPath, beat: Beat) -> None:
+        self._client.replace(path, beat)
+
+    def _raise(self, mishap: str, path: SimPath) -> None:
+        if mishap:
+            raise OSError(errno.EIO, mishap, path)
+
+
 class Process:
     """One start of one node."""
 
@@ -61,6 +94,7 @@ class Process:
         # The whole host is stopped, with its programs.
         self.frozen = False
         self.deferred: list[Callable[[], None]] = []
+        self._beats = _BeatStore(world, client, trouble)
         self.started = self.ticked_at = world.now
         # when it looks next
         self.due: list[float] = []
@@ -76,12 +110,10 @@ class Process:
         # when it can first see new records outside its row
         self.news_at: float | None = None
         clocks = world.setup.clocks
-        # the incarnation in its heartbeats
-        self._beats_as = -1
-        self._beat_path, self._beats = SimPath(), list[float]()
         self.offset = world.clocks.uniform(0, 1e6) if clocks else 0.0
         self.rate = world.clocks.choice((1.0, 1.0001, 0.9999)) if clocks else 1.0
-        self.observer: Observer = Observer(cast(Store, client), PATHS, world.program, world.paces)
+        valid = partial(can_hold, world.settings)
+        self.observer: Observer = Observer(cast(Store, client), PATHS, world.program, world.paces, valid)
         self.work = SimWork(world, self)
         join = Join(
             rank,
@@ -266,28 +298,26 @@ class Process:
         if self.loop.node.stage is JOINING:
             age_s = now - self.started
             pause_s = 0.2 if age_s < 1.0 else 0.8 if age_s < 5.0 else pause_s
+            if age_s >= 5.0:
+                # As the daemon does, which names them to people.
+                assert self.rank not in self.loop.awaited(self.clock)
         world.at(now + pause_s, self.beat)
 
     def next_beat(self) -> Beat:
         return self.loop.beat()
 
     def put_beat(self) -> None:
-        """Write a heartbeat. An outage loses it; other mishaps strike only the loop's operations."""
-        beat, world = self.next_beat(), self.world
-        if self.trouble.outage is not None:
-            self.observer.unheard_since = self.observer.unheard_since or self.clock
+        """Write a heartbeat."""
+        beat, beats, world = self.next_beat(), self._beats, self.world
+        self.loop.write_beat(beat, cast(Store, beats), self.clock)
+        file, beats.written = beats.written, None
+        if file is None:
             return
-        self.observer.unheard_since = None
-        if beat.incarnation != self._beats_as:
-            self._beats_as = beat.incarnation
-            self._beat_path = cast(SimPath, PATHS.beat(self.rank, beat.incarnation))
-            self._beats = world.history.beats.setdefault((self.rank, beat.incarnation), [])
-        file = self.client.replace(self._beat_path, beat)
-        self.loop.show_pulse(beat, self.client.move, self.client.replace)  # type: ignore[arg-type]
-        self._beats.append(world.now)
+        times = world.history.beats.setdefault((self.rank, beat.incarnation), [])
+        times.append(world.now)
         # The second heartbeat shows the others that it is alive; later ones are no news.
-        if len(self._beats) <= 2:
-            world.first_beat(self._beat_path, file)
+        if len(times) <= 2:
+            world.first_beat(cast(SimPath, PATHS.beat(self.rank, beat.incarnation)), file)
 
     def _record(self, event: str, node: Node, fields: Payload) -> None:
         world = self.world

@@ -30,7 +30,7 @@ from fsbarrier.sim.faults import Mishap, Strike, StrikeOnEntry
 from fsbarrier.sim.history import History
 from fsbarrier.sim.invariants import Violation, check
 from fsbarrier.sim.process import Process
-from fsbarrier.sim.setup import Setup
+from fsbarrier.sim.setup import FailurePolicy, Setup
 from fsbarrier.sim.store import Habits
 from fsbarrier.sim.world import World
 
@@ -80,7 +80,7 @@ def _world(settings: dict[str, str]) -> World:
         nodes=int(settings.get("nodes", "3")),
         iterations=int(settings.get("iterations", "1")),
         mix=frozenset(),
-        policy=settings.get("policy", "shrink"),
+        policy=cast(FailurePolicy, settings.get("policy", "shrink")),
         min_nodes=int(settings.get("min-nodes", "1")),
         phases=cast(RlPhase, settings.get("phases", "both")),
         beat_s=BEAT_S,

@@ -7,8 +7,23 @@ from random import Random
 
 from fsbarrier.protocol.facts import Generation, Join, Payload, Revision
 from fsbarrier.protocol.revisions import MASTER, in_force
+from fsbarrier.rundir import revisions
+from fsbarrier.settings.sections import Settings
 from fsbarrier.sim.history import History
-from fsbarrier.sim.setup import CHANGED, START_SETTINGS
+from fsbarrier.sim.setup import CHANGED, FIRST_LR, START_SETTINGS
+
+#: what no start of node 0 asks for
+OTHERS: tuple[Payload, ...] = ({"tracker.names": ["tensorboard"]}, {"rollout.carry_over": True})
+_valid: dict[str, bool] = {}
+
+
+def can_hold(settings: Settings, record: Join | Generation) -> bool:
+    """Whether a record's settings are valid, as the daemon checks it. Remembered for all schedules, since a check takes milliseconds."""
+    values = record.stated if isinstance(record, Join) else [revision.values for revision in record.revisions]
+    key = repr((settings.num_nodes, settings.rl_phase, record.choices, values))
+    if key not in _valid:
+        _valid[key] = revisions.can_hold(settings, record)
+    return _valid[key]
 
 
 class CommandLines:
@@ -17,7 +32,7 @@ class CommandLines:
 
     def __init__(self, seed: int, history: History) -> None:
         self._dice, self._history = Random(f"settings {seed}"), history
-        self._typed = [START_SETTINGS[CHANGED]]
+        self._typed = [FIRST_LR]
 
     def of(self, rank: int, *, again: bool) -> Payload:
         """The settings of a node's next start."""
@@ -28,7 +43,8 @@ class CommandLines:
             return {CHANGED: self._typed[-1]}
         if rank != MASTER and self._dice.random() < 0.1:
             self._history.faults.add("settings")
-            return {CHANGED: self._dice.choice(self._typed)}
+            typed = self._dice.choice(self._typed)
+            return self._dice.choice(({CHANGED: typed}, {CHANGED: typed}, *OTHERS))
         return {}
 
 

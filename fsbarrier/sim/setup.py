@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from random import Random
-from typing import cast
+from typing import Literal, cast
 
 from fsbarrier.loader import load_program
+from fsbarrier.node.run_rules import make_rules
 from fsbarrier.program import Program
 from fsbarrier.protocol.codec import encode
-from fsbarrier.protocol.facts import Join
+from fsbarrier.protocol.facts import Join, Payload
 from fsbarrier.protocol.membership import Limits
+from fsbarrier.protocol.state import Rules
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import (
     EvalSettings,
@@ -25,13 +28,16 @@ from fsbarrier.sim import faults
 from fsbarrier.sim.disk import Disk, SimPath
 from fsbarrier.sim.store import Habits
 
-#: the setting that later starts change, and its first value
+#: the setting that later starts change; its first value, and those of settings that nobody may change
 CHANGED = "optimizer.lr"
-START_SETTINGS = {CHANGED: 0.5}
+FIRST_LR = 0.5
+START_SETTINGS: Payload = {CHANGED: FIRST_LR, "tracker.names": [], "rollout.carry_over": False}
 ROOT = SimPath("/run")
 PATHS = RunPaths(cast(Path, ROOT))
 # the shortest time that starting nodes wait for each other
 HASTY_S = 4.0
+
+FailurePolicy = Literal["shrink", "wait", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,7 @@ class Setup:
     nodes: int = 3
     iterations: int = 1
     mix: frozenset[str] = faults.USUAL
-    policy: str | None = None
+    policy: FailurePolicy | None = None
     min_nodes: int | None = None
     phases: RlPhase | None = None
     watchers: int | None = None
@@ -59,20 +65,21 @@ class Setup:
     groups: bool = False
 
 
-_loaded: list[Program] = []
-
-
+@cache
 def program() -> Program:
-    if not _loaded:
-        _loaded.append(load_program("rl"))
-    return _loaded[0]
+    return load_program("rl")
 
 
-def settings(nodes: int, phases: RlPhase) -> Settings:
-    """The settings of a small run that evaluates and learns from earlier iterations."""
-    return Settings(
+@cache
+def settings_and_rules(
+    nodes: int, phases: RlPhase, policy: FailurePolicy, min_nodes: int
+) -> tuple[Settings, Rules]:
+    """The settings of a small run that evaluates and learns from earlier iterations, and the rules that follow from them."""
+    settings = Settings(
         num_nodes=nodes,
+        min_nodes=min_nodes,
         rank_weights=(1.0,) * nodes,
+        on_node_failure=policy,
         rl_phase=phases,
         eval_interval=2,
         rollout=RolloutSettings(tasks=6, samples=1),
@@ -80,6 +87,7 @@ def settings(nodes: int, phases: RlPhase) -> Settings:
         trainer=TrainerSettings(processes_per_node=1),
         update=UpdateSettings(recency=2),
     ).with_values(START_SETTINGS)
+    return settings, make_rules(settings, program())
 
 
 def draw_limits(setup: Setup, dice: Random, calls: Random) -> Limits:
@@ -102,3 +110,5 @@ def litter(disk: Disk, rng: Random) -> None:
     disk.junk(coordination / "beats", "node-0001.inc-0001.json~", b"x")
     disk.junk(coordination / "beats", "node-0000.inc-0099.json", rng.randbytes(32))
     disk.junk(coordination / "stops", "000001.json", b"")
+    # A request to report, which asks nobody to stop.
+    disk.junk(coordination / "stops", "debug-000001.json", b"{}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position, StopRequest, Verdict
 from fsbarrier.protocol.state import Exit
-from fsbarrier.sim.damage import DAMAGES
+from fsbarrier.sim.damage import DAMAGES, WRONG_SETTINGS
 from fsbarrier.sim.disk import SimPath
 from fsbarrier.sim.faults import Mishap, Strike, draw_mishap, draw_mishap_of_a_start, draw_old_view
 from fsbarrier.sim.setup import HASTY_S, PATHS
@@ -216,8 +216,9 @@ def spoil_a_record(world: World, name: str = "") -> None:
         if generations and Random(f"which {world.now}").random() < 0.3:
             write = generations[-1]
         dice = Random(f"damage {write.path} {world.now}")
-        said = next(iter(DAMAGES)) if name else dice.choice([*DAMAGES])
-        world.disk.spoilt[write.path] = DAMAGES[said](encode(write.record), dice)
+        damages = DAMAGES | WRONG_SETTINGS if isinstance(write.record, Join | Generation) else DAMAGES
+        said = next(iter(damages)) if name else dice.choice([*damages])
+        world.disk.spoilt[write.path] = damages[said](encode(write.record), dice)
         world.say(said.format(write.path))
 
 
@@ -294,6 +295,15 @@ def mishap_of_a_start(world: World) -> Mishap | None:
     mishap = None if world.healed else draw_mishap_of_a_start(world.announcing, world.setup.mix)
     if mishap is not None:
         world.history.faults.add(mishap.how)
+    return mishap
+
+
+def mishap_of_a_beat(world: World) -> str:
+    """ "error" if a heartbeat is not written, "lost" if it is and an error is returned; mostly ""."""
+    if not world.beat_mishaps or world.healed or world.beating.random() >= 0.05:
+        return ""
+    mishap = world.beating.choice(world.beat_mishaps)
+    world.history.faults.add(mishap)
     return mishap
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from random import Random
 
 from fsbarrier.protocol.facts import Record
-from fsbarrier.protocol.state import Node, RowPart, Rules
+from fsbarrier.protocol.state import Node, RowPart
 from fsbarrier.protocol.timing import BEAT_S
 from fsbarrier.settings.value_types import RlPhase
 from fsbarrier.sim import faults, strikes
@@ -23,7 +23,7 @@ from fsbarrier.sim.faults import StrikeOnEntry, Trouble
 from fsbarrier.sim.history import Asked, History, ProcessEnd, Removed, Said, Write, row_of
 from fsbarrier.sim.process import BLIND, JOINING, POLL_S, Process, usual_paces
 from fsbarrier.sim.settings import CommandLines
-from fsbarrier.sim.setup import PATHS, START_SETTINGS, Setup, draw_limits, litter, program, settings
+from fsbarrier.sim.setup import PATHS, FailurePolicy, Setup, draw_limits, litter, program, settings_and_rules
 from fsbarrier.sim.store import Habits, MountClient
 
 # the limit for each node and iteration, a hundred times the usual number; more is a livelock
@@ -36,8 +36,9 @@ NEVER_S = float("inf")
 Action = Callable[[], None]
 
 
-#: what a schedule draws its phases from
+#: what a schedule draws its phases and its policy from
 PHASES: tuple[RlPhase, ...] = ("both", "both", "both", "rollout", "update")
+POLICIES: tuple[FailurePolicy, ...] = ("shrink", "shrink", "shrink", "shrink", "wait", "wait", "abort")
 
 
 class World:
@@ -78,22 +79,16 @@ class World:
     def _draw_rules(self, seed: int, dice: Random) -> None:
         """Draw the run's settings and rules."""
         rng, setup = self.rng, self.setup
-        policy = setup.policy or rng.choice(("shrink", "shrink", "shrink", "shrink", "wait", "wait", "abort"))
+        policy = rng.choice(POLICIES) if setup.policy is None else setup.policy
         phases: RlPhase = rng.choice(PHASES) if setup.phases is None else setup.phases
         self.program = program()
         self.watchers = setup.watchers or (1, 2, 8, 8)[seed % 4]
         self.beat_s = setup.beat_s or (BEAT_S, 3.0, 4.0)[seed % 3]
         limits = draw_limits(setup, dice, Random(f"last call {seed}"))
-        self.rules = Rules(
-            self.program,
-            setup.nodes,
-            phases,
-            setup.min_nodes or rng.choice((1, 1, 1, min(2, setup.nodes))),
-            policy,
-            limits=replace(limits, stagger_s=limits.stagger_s * self.beat_s / BEAT_S),
-            settings=START_SETTINGS,
-        )
-        self.settings = settings(setup.nodes, phases)
+        limits = replace(limits, stagger_s=limits.stagger_s * self.beat_s / BEAT_S)
+        min_nodes = setup.min_nodes or rng.choice((1, 1, 1, min(2, setup.nodes)))
+        self.settings, rules = settings_and_rules(setup.nodes, phases, policy, min_nodes)
+        self.rules = replace(rules, limits=limits)
 
     def _draw_disk(self, seed: int, dice: Random) -> None:
         """Draw the shared directory and the staleness of its mounts."""
@@ -121,6 +116,10 @@ class World:
         rng, setup, mix = self.rng, self.setup, self.setup.mix
         self.strikes = faults.draw_strikes(rng, mix, setup.nodes, setup.iterations)
         self.announcing = Random(f"announcing {seed}")
+        self.beating = Random(f"beating {seed}")
+        errors = [how for how, kind in (("lost", "lost"), ("error", "errors")) if kind in mix]
+        # what happens to some heartbeats; in most schedules nothing
+        self.beat_mishaps = errors if self.beating.random() < 0.25 else []
         self.mishap_rate = rng.choice((0.0, 0.0, 0.01, 0.05)) if mix else 0.0
         self.garbling = faults.Garbling(seed, mix, self.history.faults)
         self.stale_handles = faults.StaleHandles(seed, mix, self.history.faults)
