@@ -21,11 +21,21 @@ from fsbarrier import reading
 from fsbarrier.retry import FAILING, retry, until_seen
 
 _modes = {"file": 0o600, "dir": 0o700}
+# The record of the run that this process works for.
+_run_records: set[Path] = set()
 
 
 def set_shared_group(on: bool) -> None:
     """Set the permissions of all files written from now on: owner only (default), or owner and group."""
     _modes["file"], _modes["dir"] = (0o660, 0o770) if on else (0o600, 0o700)
+
+
+def make_dirs_only_beside(record: Path) -> None:
+    """From now on this process makes folders in the directory of a run only while the run's `record` is there.
+
+    Example: the run directory was renamed, or its disk unmounted. Without this, nodes would make it again at its old place and work there.
+    """
+    _run_records.add(record)
 
 
 def make_dirs(path: Path) -> None:
@@ -54,6 +64,9 @@ def try_to_make_dirs(path: Path) -> None:
         if current.parent == current:
             break
         current = current.parent
+    for record in _run_records if missing else ():
+        if record.parent in (path, *path.parents):
+            _check_is_there(record)
     for directory in reversed(missing):
         try:
             os.mkdir(directory, _modes["dir"])
@@ -70,6 +83,16 @@ def try_to_make_dirs(path: Path) -> None:
                 ) from None
             if there is None or not stat.S_ISDIR(there.st_mode):
                 raise
+
+
+def _check_is_there(record: Path) -> None:
+    """Raises OSError, and not FileNotFoundError: callers wait for directories that are only late."""
+    try:
+        names = os.listdir(record.parent)
+    except FileNotFoundError:
+        names = []
+    if record.name not in names:
+        raise OSError(errno.ESTALE, "the run was moved, removed or unmounted", str(record.parent))
 
 
 def _open_to_group(directory: Path) -> None:

@@ -210,6 +210,24 @@ def lose_replies(monkeypatch: pytest.MonkeyPatch, name: str, count: int = 1) -> 
     monkeypatch.setattr(os, name, call)
 
 
+@pytest.mark.parametrize("mount_point_stays", [True, False])
+def test_the_directory_of_a_run_that_is_gone_is_not_made_again(
+    tmp_path: Path, mount_point_stays: bool
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").touch()
+    files.make_dirs_only_beside(run / "run.json")
+    files.try_to_make_dirs(run / "coordination" / "gen-000001")
+    run.rename(tmp_path / "away")
+    if mount_point_stays:
+        run.mkdir()
+    with pytest.raises(OSError, match="the run was moved, removed or unmounted"):
+        files.try_to_make_dirs(run / "coordination" / "gen-000001")
+    assert not mount_point_stays or os.listdir(run) == []
+    files.try_to_make_dirs(tmp_path / "elsewhere")
+
+
 def test_a_lost_reply_is_recognised_as_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         lose_replies(patch, "mkdir", 2)

@@ -439,10 +439,13 @@ def test_a_job_reports_what_became_of_it(place: Workplace) -> None:
             lambda context: Value({"events": [{"event": "node_lost"}]}),
             "TypeError: the event 'node_lost' of a result",
         ),
-        (lambda context: Value({"text": "x" * (17 << 20)}), "TypeError: a result of 17825804 bytes; at most"),
+        (
+            lambda context: Value({"text": "x" * (17 << 20)}),
+            "TypeError: a result of 17825804 bytes; write it",
+        ),
         (
             lambda context: Value({"deep": nested(200)}),
-            "TypeError: a result with more than 100 objects in each",
+            "TypeError: a result that is nested more than 100 deep",
         ),
     ],
 )

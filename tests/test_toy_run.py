@@ -41,6 +41,16 @@ def test_a_killed_node_comes_back_at_the_next_iteration(tmp_path: Path) -> None:
         assert_exactly_once(cluster.log_path, 3)
 
 
+def test_a_run_that_is_moved_away_is_not_begun_again_in_its_old_place(tmp_path: Path) -> None:
+    """As when a disk is unmounted: nothing must be written into the mount point, and the run can be moved back."""
+    with Cluster(tmp_path, 2, *FAST, "coordination.outage_s=2") as cluster:
+        cluster.start()
+        cluster.in_phase(0, 1, iteration=2)
+        cluster.log_path.rename(tmp_path / "away")
+        assert cluster.wait() == {0: 3, 1: 3}, cluster.said(0)
+        assert not cluster.log_path.exists(), [*cluster.log_path.rglob("*")]
+
+
 def test_two_runs_on_the_same_nodes_do_not_disturb_each_other(tmp_path: Path) -> None:
     """Each has its own accelerators. One of them is killed as a whole and started again meanwhile."""
     flags, patient = ("--iterations", "3", *FAST), ("coordination.suspect_s=20", "coordination.dead_s=40")

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from fsbarrier import reading
 from fsbarrier.errors import FsbarrierError, NodesRefused, StoreError
 from fsbarrier.node.admission import objections
 from fsbarrier.node.job import Cancelled, NodeUnfit, RowJob, Workplace
@@ -23,13 +22,12 @@ from fsbarrier.protocol.state import Node, RowPart, WorkReport
 from fsbarrier.protocol.succession import STARTS
 from fsbarrier.rundir import journal
 from fsbarrier.rundir.log_tail import SHOWN_LINES
+from fsbarrier.supervision.worker_contract import MAX_NESTING, MAX_RESULT_BYTES, nesting
 
 # How long `cancel` waits: longer than supervisor.KILL_S, the limit for ending a program that hangs in the kernel.
 CANCEL_S = 60.0
 # How much of a line a failure's fact contains.
 SHOWN_CHARACTERS = 10_000
-# The largest result as JSON, and how deep it may be nested. A record repeats the decisions of all rows, and has a limit itself.
-RESULT_BYTES, RESULT_DEPTH = reading.RECORD_BYTES // 4, 100
 
 
 @dataclass
@@ -158,11 +156,10 @@ class JobRunner:
 def _check_result(value: Payload) -> None:
     """Raises TypeError for a result of the user's that no fact can hold, or no journal."""
     size = len(json.dumps(value))
-    if size > RESULT_BYTES:
-        raise TypeError(
-            f"a result of {size} bytes; at most {RESULT_BYTES} are allowed: write a file and return its path"
-        )
-    _check_depth(value)
+    if size > MAX_RESULT_BYTES:
+        raise TypeError(f"a result of {size} bytes; write it to a file, and return the file's path")
+    if nesting(value) > MAX_NESTING:
+        raise TypeError(f"a result that is nested more than {MAX_NESTING} deep")
     events = value.get("events", ())
     lines = events if isinstance(events, list | tuple) else (events,)
     if not all(isinstance(line, Mapping) and isinstance(line.get("event"), str) for line in lines):
@@ -173,20 +170,6 @@ def _check_result(value: Payload) -> None:
         raise TypeError(
             f"the event {taken[0]!r} of a result is one that daemons write themselves; choose another name"
         )
-
-
-def _check_depth(value: object) -> None:
-    """Records wrap a result in several more objects, and whoever reads them gives up at some depth. Raises TypeError."""
-    level = [value]
-    for _ in range(RESULT_DEPTH):
-        inner = [
-            one.values() if isinstance(one, Mapping) else one
-            for one in level
-            if isinstance(one, Mapping | list | tuple)
-        ]
-        level = [item for items in inner for item in items]
-    if level:
-        raise TypeError(f"a result with more than {RESULT_DEPTH} objects in each other")
 
 
 def failure(message: str) -> Payload:

@@ -38,6 +38,7 @@ def run_node(
     `joined` is called with the rank once this node has it. Raises UsageError (the rank is taken), StoreError.
     """
     files.set_shared_group(settings.shared_group)
+    files.make_dirs_only_beside(record.paths.record)
     stack_signal.register()
     if node_rank is not None:
         return _run_as(record, settings, stated, node_rank, None, until, joined)

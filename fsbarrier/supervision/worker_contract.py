@@ -29,15 +29,16 @@ from typing import Any, TypeVar
 from fsbarrier import files
 from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.protocol.facts import JsonObject, Payload
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision import signals
 from fsbarrier.supervision.kept_program import JOBS, Jobs
 
 # Every heartbeat contains the progress.
 MAX_PROGRESS_BYTES = 64 * 1024
-# Every node reads the result as part of a decision. A record may be four times as large.
+# Every node reads a result as part of a decision, also that of a function. A record may be four times as large.
 MAX_RESULT_BYTES = 16 * 1024 * 1024
-# The daemon embeds the result in a record a few levels deeper, and the JSON library has a nesting limit.
+# The daemon embeds a result in a record a few levels deeper, and the JSON library has a nesting limit.
 MAX_NESTING = 100
 # Minimum interval between progress updates.
 SHOW_S = 0.2
@@ -109,19 +110,19 @@ def _read_object(path: Path, max_bytes: int) -> JsonObject:
         raise ValueError("nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
-    if _nesting(value) > MAX_NESTING:
+    if nesting(value) > MAX_NESTING:
         raise ValueError(f"nested more than {MAX_NESTING} deep")
     return value
 
 
-def _nesting(value: JsonObject) -> int:
+def nesting(value: Payload) -> int:
     """The nesting depth, computed level by level so that no input can exhaust the stack."""
     depth = 0
     level: list[Any] = [value]
     while level:
         depth += 1
-        inner = [one.values() if isinstance(one, dict) else one for one in level]
-        level = [one for group in inner for one in group if isinstance(one, dict | list)]
+        inner = [one.values() if isinstance(one, Mapping) else one for one in level]
+        level = [one for group in inner for one in group if isinstance(one, Mapping | list | tuple)]
     return depth
 
 
@@ -181,6 +182,8 @@ def _do(main: Main[Spec], spec_file: Path) -> int:
     signal.signal(signal.SIGTERM, signals.end)
     settings = Settings.from_json(spec["settings"])
     files.set_shared_group(settings.shared_group)
+    if "log_path" in spec:
+        files.make_dirs_only_beside(RunPaths(Path(spec["log_path"])).record)
     # Files written by libraries must get the run's permissions too.
     os.umask(0o007 if settings.shared_group else 0o077)
     try:
