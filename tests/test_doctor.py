@@ -356,6 +356,36 @@ def test_a_mount_without_any_exclusive_create_is_refused(
     assert [check.advice for check in examine.short(tmp_path).refused] == ["make room"]
 
 
+def test_lost_replies_without_hard_links_refuse_no_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The races use the operation that records use, which recognises its own creation."""
+    rename, calls = os.rename, iter(range(10**6))
+
+    def lost(source: Path, target: Path) -> None:
+        rename(source, target)
+        if next(calls) % 3 == 0:
+            raise OSError(errno.EIO, "the answer is lost")
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no hard links")
+
+    opened, before = os.open, iter(range(10**6))
+
+    def lost_open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        fd = opened(path, flags, *args, **kwargs)
+        if flags & os.O_EXCL and "race-" in Path(path).name and next(before) % 3 == 0:
+            os.close(fd)
+            raise OSError(errno.EIO, "the answer is lost")
+        return fd
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "rename", lost)
+    monkeypatch.setattr(os, "open", lost_open)
+    check = probes.exclusive_create(tmp_path)
+    assert check.level != "refused", check
+
+
 def test_a_slow_filesystem_is_asked_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "ENOUGH_S", 0.0)
     assert "1 races of 4 threads" in probes.exclusive_create(tmp_path).finding

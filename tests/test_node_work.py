@@ -530,6 +530,31 @@ def test_a_last_look_that_fails_for_a_moment_is_no_failure(
     assert (tmp_path / "model.pt" / "weights").read_bytes() == b"6" and not fails
 
 
+@pytest.mark.parametrize("name", ["model.pt", "public"])
+def test_a_mount_that_fails_while_something_is_made_public_costs_no_attempt(
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As a server that is restarted: for longer than a moment each try fails, and then one succeeds."""
+    replace, tries = os.replace, []
+
+    def failing(source: Path, target: Path) -> None:
+        if Path(target).name == name:
+            tries.append(target)
+            if len(tries) < 4:
+                raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    (tmp_path / "merged").write_text("new")
+    of_name: dict[str, Work] = {
+        "model.pt": PublishWeights(made(tmp_path, 6, 1), 6, keep=0),
+        "public": PublishFile(tmp_path / "merged", tmp_path / "public"),
+    }
+    work_kinds.carry_out(of_name[name], context(), RowJob(), place)
+    assert len(tries) == 4 and (tmp_path / name).exists()
+    assert not [left for left in os.listdir(tmp_path) if left.startswith(".")]
+
+
 def test_no_work_begins_for_a_cancelled_job(place: Workplace) -> None:
     job = RowJob()
     job.cancel.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,27 @@ def test_the_newest_every_so_many_and_the_best_stay(tmp_path: Path) -> None:
     assert kept(2, best="policy-000003.g0001") == [3, 10, 11, 12]
 
 
+def test_while_a_kept_version_does_not_say_which_state_it_needs_none_is_removed(tmp_path: Path) -> None:
+    """Its manifest may name any of them: unreadable is never absent."""
+    for version in range(1, 6):
+        folder = RunPaths(tmp_path).checkpoint(version, 1)
+        (folder / "model").mkdir(parents=True)
+        (folder / "model" / "weights").write_bytes(b"w")
+        state_in = "policy-000001.g0001" if version == 4 else ""
+        checkpoints.commit(folder, replace(checkpoints.write_manifest(folder, version), state_in=state_in))
+    current, manifest = (
+        RunPaths(tmp_path).checkpoint(5, 1),
+        RunPaths(tmp_path).checkpoint(4, 1) / "MANIFEST.json",
+    )
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole[:-9])
+    assert retention.remove_old_versions(tmp_path, 2, current) == []
+    assert [version for version, _ in checkpoints.versions(tmp_path)] == [1, 2, 3, 4, 5]
+    manifest.write_bytes(whole)
+    retention.remove_old_versions(tmp_path, 2, current)
+    assert [version for version, _ in checkpoints.versions(tmp_path)] == [1, 4, 5]
+
+
 def test_the_best_evaluated_is_handed_on(tmp_path: Path) -> None:
     from fsbarrier.program import Context, Phase
     from fsbarrier.settings.sections import Settings
@@ -113,8 +135,6 @@ def test_the_best_evaluated_is_handed_on(tmp_path: Path) -> None:
 
 
 def test_the_reference_policy_moves_every_so_often_and_is_kept(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     from fsbarrier.program import Context, Phase
     from fsbarrier.settings.sections import AlgorithmSettings, Settings
 
@@ -138,8 +158,6 @@ def test_the_reference_policy_moves_every_so_often_and_is_kept(tmp_path: Path) -
 
 
 def test_an_update_draws_from_the_iterations_that_are_set(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     from fsbarrier.program import Context, Phase
     from fsbarrier.settings.sections import Settings, UpdateSettings
 

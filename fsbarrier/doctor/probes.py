@@ -54,7 +54,8 @@ def exclusive_create(scratch: Path, racers: int = RACERS, rounds: int = RACES) -
             pause.wait(max(0.0, begin + TICK_S * number - time.monotonic()))
             won = False
             try:
-                won = files.create_exclusive(scratch / f"race-{number}", b"%d" % me, durable=False)
+                path = scratch / f"race-{number}"
+                won = files.create_exclusive(path, b"%d" % me, durable=False, never_torn=True)
             except OSError as error:
                 failures.append(error)
             wins[me].append(int(won))

@@ -56,8 +56,8 @@ def carry_out(work: Work, context: Context, job: RowJob, workplace: Workplace) -
                 return _publish_weights(work, context, job, workplace)
         case PublishFile(source, name):
             with job.using_directory(f"publishing {name.name}"):
-                last_look = partial(_refuse_if_outdated, context, job, workplace)
-                files.link_or_copy(source, name, last_look, job.live_on)
+                last_look = partial(_refuse_if_outdated, context)
+                workplace.patiently(job, partial(files.link_or_copy, source, name, last_look, job.live_on))
             return {}
         case Command():
             return run_program(work, context, job, workplace)
@@ -113,13 +113,13 @@ def _serve_weights(work: ServeWeights, context: Context, job: RowJob, workplace:
     }
 
 
-def _refuse_if_outdated(context: Context, job: RowJob, workplace: Workplace) -> None:
-    """Check, right before a step that publishes a result, that this generation is still the newest.
+def _refuse_if_outdated(context: Context) -> None:
+    """Check, right before a step that publishes a result, that this generation is still the newest. Raises ProgramFailed, OSError.
 
     Example: the leader's host is suspended for a minute, and the others go on as the next generation and publish new weights. When
     the old leader wakes up, it must not replace them with its own. Nobody reads its failure, which is fine.
     """
-    if workplace.patiently(job, context.newest) > context.generation:
+    if context.newest() > context.generation:
         raise ProgramFailed(f"generation {context.generation} has ended; nothing of it is published any more")
 
 
@@ -128,16 +128,17 @@ def _publish_weights(work: PublishWeights, context: Context, job: RowJob, workpl
 
     Each node that serves it verifies its content before an engine loads it.
     """
-    log_path, last_look = workplace.log_path, partial(_refuse_if_outdated, context, job, workplace)
-    manifest = workplace.patiently(job, partial(checkpoints.check_sizes, work.folder))
-    checkpoints.publish_link(log_path, work.folder, last_look)
+    log_path, last_look = workplace.log_path, partial(_refuse_if_outdated, context)
+    patiently = partial(workplace.patiently, job)
+    manifest = patiently(partial(checkpoints.check_sizes, work.folder))
+    patiently(partial(checkpoints.publish_link, log_path, work.folder, last_look))
     decision = PublishDecision(work.policy_version, str(work.folder), manifest.digest, work.needed)
     value = decision.as_json()
     events = [journal_line("weights_published", value)]
-    last_look()
+    patiently(last_look)
     needed = (*work.needed.folders, manifest.state_in)
     retention.remove_old_versions(log_path, work.keep, work.folder, work.keep_every, needed, job.live_on)
-    last_look()
+    patiently(last_look)
     removed = retention.remove_old(
         log_path,
         work.trained_on,

@@ -13,6 +13,7 @@ from fsbarrier.data.trajectory_writer import ShardInfo
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.protocol.assign import LOTS
 from fsbarrier.protocol.facts import Payload
+from fsbarrier.retry import FAILING, retry
 from fsbarrier.rollouts.claims import Claims, remove_old
 from fsbarrier.rollouts.early_end import EarlyEnd
 from fsbarrier.rollouts.refills import Refills
@@ -175,7 +176,7 @@ class Assignment:
                     f"generation {self.origin.generation} has ended; the run is in generation {newest}"
                 )
 
-        files.link_or_copy(self.part, self.checkpoint, last_look)
+        retry(lambda: files.link_or_copy(self.part, self.checkpoint, last_look), errnos=FAILING)
 
     def result(
         self, info: ShardInfo, tasks: Sequence[int], claims: Sequence[Claims], *, ended_early: bool

@@ -73,15 +73,22 @@ def remove_old_versions(
     """Remove all but the newest `keep` policy versions (0: keep all), every `every`-th (0: none) and the folders `named`.
 
     `current`, the version before it, which a node may still be loading, and versions with a trainer state that a kept version needs always
-    stay. Returns the removed folders. `between` is called before each removal, and may raise.
+    stay. Returns the removed folders. While the mount fails, or a kept version's manifest cannot be read, all stay until the next time.
+    `between` is called before each removal, and may raise.
     """
     if keep <= 0:
         return []
-    folders = checkpoints.versions(log_path)
+    try:
+        folders = checkpoints.versions(log_path)
+    except OSError:
+        return []
     newest = [version for version, _ in folders if version <= _version(current)]
     spared = set(sorted(set(newest), reverse=True)[: max(keep, 2)])
     others = [folder for version, folder in folders if version in spared and folder != current]
-    needed = {*named, *map(_state_in, others)}
+    try:
+        needed = {*named, *map(_state_in, others)}
+    except (OSError, ProgramFailed):
+        return []
     removed = []
     for version, folder in folders:
         wanted = version in spared or folder.name in needed or (every and version % every == 0)
@@ -103,11 +110,10 @@ def _remove_version(folder: Path) -> None:
 
 
 def _state_in(folder: Path) -> str | None:
-    try:
-        return checkpoints.read_manifest(folder).state_in
-    except ProgramFailed:
-        # The version is incomplete, or another node is removing it.
-        return None
+    """The version with the trainer state that a version needs. Raises OSError, ProgramFailed if its manifest is there and unreadable:
+    it may name any other version."""
+    listed = os.listdir(folder)
+    return checkpoints.read_manifest(folder).state_in if checkpoints.MANIFEST in listed else None
 
 
 def _version(folder: Path) -> int:
