@@ -86,6 +86,7 @@ def run(scale: int) -> int:
         (Setup(mix=parse_mix("unreadable,pause,crash,stale"), iterations=3), 150),
         (Setup(mix=parse_mix("program"), policy="shrink"), 100),
         (Setup(mix=parse_mix("old,crash,unreadable"), iterations=2), 200),
+        (Setup(mix=parse_mix("old,crash,version"), iterations=10), 30),
     )
     return sum(
         bool(verdict.violations)

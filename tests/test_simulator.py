@@ -13,20 +13,21 @@ from random import Random
 import pytest
 
 from fsbarrier.node import observer
+from fsbarrier.node.loop import NodeLoop, Outlook
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.codec import CorruptRecord, decode, encode
-from fsbarrier.protocol.facts import Generation, Join, R
+from fsbarrier.protocol.facts import Generation, Join, Payload, R, StopRequest
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.heartbeats import HeartbeatReader
 from fsbarrier.sim.campaign import campaign
 from fsbarrier.sim.damage import DAMAGES, WRONG_SETTINGS
-from fsbarrier.sim.disk import SimPath
+from fsbarrier.sim.disk import Disk, SimPath
 from fsbarrier.sim.faults import USUAL, parse_mix
 from fsbarrier.sim.invariants import budget, check, i12_operations
 from fsbarrier.sim.scenario import prepare
-from fsbarrier.sim.settings import can_hold
+from fsbarrier.sim.settings import CommandLines, can_hold
 from fsbarrier.sim.setup import Setup
 from fsbarrier.sim.store import Habits, MountClient
 from fsbarrier.sim.transcript import transcript
@@ -120,7 +121,7 @@ def test_a_record_with_a_wrong_setting_is_whole_and_followed_by_nobody(said: str
     written = [write.record for write in world.run().writes]
     records = [record for record in written if isinstance(record, Join | Generation)]
     for record in records:
-        spoilt = decode(WRONG_SETTINGS[said](encode(record), Random(said)), type(record))
+        spoilt = decode(WRONG_SETTINGS[said](encode(record), Random(said)), type(record))  # type: ignore[type-var]
         assert can_hold(world.settings, record)
         assert not can_hold(world.settings, spoilt)
     assert {type(record) for record in records} == {Join, Generation}
@@ -137,6 +138,79 @@ def test_heartbeats_have_mishaps_and_whoever_is_alive_is_heard() -> None:
         assert not any(event.event == "node_lost" for event in history.events), seed
         struck |= history.faults
     assert struck >= {"lost", "error"}
+
+
+STRANGERS = Setup(mix=parse_mix("old,version,crash"), iterations=10)
+
+
+@pytest.mark.parametrize(
+    ("rank", "asked", "why"),
+    [
+        (0, {"num_nodes": 2, "rank_weights": [1.0, 1.0]}, "so the run has no node 2 any more"),
+        (1, {"tracker.names": ["tensorboard"]}, "tracker.names=tensorboard contradicts this run's settings"),
+        (1, {"rollout.carry_over": True}, "rollout.carry_over=true contradicts this run's settings (false)"),
+    ],
+    ids=["a smaller run", "a list", "a switch"],
+)
+def test_a_later_start_asks_for_other_settings(
+    monkeypatch: pytest.MonkeyPatch, rank: int, asked: Payload, why: str
+) -> None:
+    def stated(lines: CommandLines, of: int, *, again: bool) -> Payload:
+        return asked if again and of == rank else {}
+
+    monkeypatch.setattr(CommandLines, "of", stated)
+    kill = f"when any enters train_rollout: kill node {rank}"
+    world = prepare(f"nodes 3\niterations 2\nlength 5\n{kill}\nat 25 s: start node {rank}")
+    world.history.faults.add("settings")
+    history = world.run()
+    assert check(world) == []
+    assert any(why in ended.why for ended in history.ended.values())
+
+
+def test_two_starts_claim_one_rank_and_one_of_them_gets_it() -> None:
+    ends = [
+        end for seed in range(60) for end in World(seed, Setup(mix=parse_mix("twin"))).run().ended.values()
+    ]
+    assert any("was taken by another process" in end.why for end in ends)
+
+
+def test_a_node_finds_that_what_it_saw_is_long_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mount shows nothing newer, the others do not take it in, and they have removed the facts that it wants to go on from."""
+    found, find = list[Outlook](), NodeLoop._find_resume_point
+
+    def noted(loop: NodeLoop, seal: bool, now: float) -> Outlook:
+        found.append(find(loop, seal, now))
+        return found[-1]
+
+    monkeypatch.setattr(NodeLoop, "_find_resume_point", noted)
+    for seed in range(6):
+        world = World(seed, STRANGERS)
+        world.run()
+        assert check(world) == [], seed
+    assert Outlook.BEHIND in found
+
+
+def test_an_old_mount_shows_its_host_what_the_host_itself_does() -> None:
+    disk, folder = Disk(), SimPath("/run/beats")
+    here, there = MountClient(disk, "here", Habits()), MountClient(disk, "there", Habits())
+    disk.make_dir(folder)
+    here.put(folder / "a", StopRequest(now=True, who="a"))
+    here.show_nothing_newer(60.0)
+    assert here.names(folder) == ["a"]
+    there.put(folder / "b", StopRequest(now=True, who="b"))
+    here.put(folder / "c", StopRequest(now=True, who="c"))
+    assert here.names(folder) == ["a", "c"]
+    here.rename(folder / "c", folder / "d")
+    here.remove(folder / "a")
+    assert here.names(folder) == ["d"]
+    here.show_all()
+    assert sorted(here.names(folder)) == ["b", "d"]
+
+
+def test_refills_are_rolled_out_adopted_and_merged() -> None:
+    merged = [one for seed in range(100) for one in World(seed, ALL).run().merges if one.split == "train"]
+    assert {one.rounds for one in merged} == {1, 2, 3}
+    assert any(one.rounds > 1 and one.adopted for one in merged)
 
 
 def test_a_person_may_take_a_run_back_and_there_are_two_policies_of_one_version() -> None:

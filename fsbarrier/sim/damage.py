@@ -11,11 +11,21 @@ from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import JsonObject, Record, StopRequest
 from fsbarrier.sim.setup import CHANGED
 
+VERSIONS = ("this", "later", "earlier")
+#: fields that some records of earlier versions do not have
+NEW_FIELDS = ("addresses", "decisions", "ended", "revisions")
 
-def written(record: Record, *, later: bool) -> bytes:
-    """A record's bytes. `later`: with a field of a later version, which this one must ignore."""
+
+def written(record: Record, *, version: str) -> bytes:
+    """A record's bytes, as a `version` of the code writes them. A later one adds a field; an earlier one does not know all fields."""
     data = encode(record)
-    return changed(data, lambda body: {**body, "later": {"than": "this"}}) if later else data
+    if version == "later":
+        return changed(data, lambda body: {**body, "later": {"than": "this"}})
+    return changed(data, _without_new_fields) if version == "earlier" else data
+
+
+def _without_new_fields(body: JsonObject) -> JsonObject:
+    return {name: value for name, value in body.items() if value or name not in NEW_FIELDS}
 
 
 def changed(data: bytes, change: Callable[[JsonObject], JsonObject]) -> bytes:

@@ -223,13 +223,10 @@ def draw_mishap(rng: Random, mix: Collection[str], rate: float) -> Mishap | None
     return Mishap(rng.choice(hows), rng.randint(1, 10), rng.choice(_ERRORS)) if hows else None
 
 
-def draw_mishap_of_a_start(dice: Random, mix: Collection[str]) -> Mishap | None:
-    """A mishap in the create of a join record, the operation whose error may be ambiguous.
-
-    A later rejoin draws from the same `dice`.
-    """
+def draw_mishap_of_a_start(dice: Random, mix: Collection[str], rate: float) -> Mishap | None:
+    """A mishap in the create of a join record, the operation whose error may be ambiguous."""
     kinds = [how for how, kind in (("lost", "lost"), ("error", "errors")) if kind in mix]
-    if not kinds or dice.random() >= 0.03:
+    if not kinds or dice.random() >= rate:
         return None
     return Mishap(dice.choice(kinds), 1, dice.choice(_ERRORS), verb="create", inside="/joins/")
 

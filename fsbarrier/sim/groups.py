@@ -128,6 +128,9 @@ class GroupProcess(Process):
             self.group_world.diary.unexpected.append(f"node {self.rank}: {failure!r}")
         self.world.end(self, code, str(failure))
 
+    def _write_journal(self) -> None:
+        """A group has none."""
+
     def next_beat(self) -> Beat:
         return self.member.beat(self.clock)
 

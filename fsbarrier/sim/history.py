@@ -67,6 +67,8 @@ class Merged:
     adopted: tuple[Payload, ...]
     entries: tuple[MergedGroup, ...]
     final: bool = False
+    # how many rounds of tasks the nodes rolled out
+    rounds: int = 1
 
 
 class Used(NamedTuple):
@@ -150,6 +152,8 @@ class History:
     hidden_s: float = 0.0
     # whether this schedule's mounts cache anything
     caches: bool = False
+    # what the run began with, of the settings that later starts name
+    settings: Payload = field(default_factory=dict)
     # split -> number of tasks of an iteration
     tasks: Mapping[str, int] = field(default_factory=dict)
     events: list[JournalLine] = field(default_factory=list)

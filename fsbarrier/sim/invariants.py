@@ -232,21 +232,25 @@ def i5_exactly_once(history: History) -> Iterator[str]:
         tasks, assigned = sorted(entry.task for entry in merged.entries), _assigned(history, merged)
         if tasks != sorted(assigned):
             yield f"{merged.out} holds tasks {tasks}; assigned were {sorted(assigned)}"
-        if len(set(assigned)) != len(assigned) or len(assigned) != history.tasks[merged.split]:
-            yield f"{merged.out}: assigned were {sorted(assigned)} instead of {history.tasks[merged.split]} tasks"
+        most = history.tasks[merged.split] * merged.rounds
+        if len(set(assigned)) != len(assigned) or len(assigned) != most:
+            yield f"{merged.out}: assigned were {sorted(assigned)} instead of {most} tasks"
 
 
 def _assigned(history: History, merged: Merged) -> list[int]:
-    """The tasks of a merge, by the decision in force in its generation."""
+    """The tasks of a merge, by the decision in force in its generation; with refills only those of the rounds that took place."""
     name = "train_assign" if merged.split == "train" else "engine_start" if merged.final else "eval_decide"
     # The final evaluation's file has the number of the next iteration.
     iteration = merged.iteration - merged.final
     record = history.generations[merged.generation][1]
     entry = record.decisions.get(name)
     if entry is not None and entry["iteration"] == iteration:
-        return list(entry["value"]["wanted"])
-    place = merged.generation, iteration, PHASE_NAMES.index(name)
-    return list(history.facts[place][record.leader][1].value["wanted"])
+        decision = entry["value"]
+    else:
+        place = merged.generation, iteration, PHASE_NAMES.index(name)
+        decision = history.facts[place][record.leader][1].value
+    sizes = decision.get("rounds")
+    return list(decision["wanted"][: None if sizes is None else sum(sizes[: merged.rounds])])
 
 
 def i6_every_wait_ends(history: History) -> Iterator[str]:

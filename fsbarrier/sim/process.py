@@ -319,13 +319,18 @@ class Process:
         if len(times) <= 2:
             world.first_beat(cast(SimPath, PATHS.beat(self.rank, beat.incarnation)), file)
 
+    def _write_journal(self) -> None:
+        """The journal is on the shared directory, too. Raises OSError: then the line is written later, or never."""
+        self.client.append()
+
     def _record(self, event: str, node: Node, fields: Payload) -> None:
         world = self.world
+        self._write_journal()
         world.history.events.append(JournalLine(world.now, self.number, event, node, fields, self.ticked_at))
         # In this look the node rejoins or proposes a generation.
         mishap = None
         if event == "left_generation":
-            mishap = strikes.mishap_of_a_start(world)
+            mishap = strikes.mishap_of_a_start(world, 0.2)
         elif event == "generation_sealed":
             mishap = strikes.mishap_after_a_seal(world, self.rank)
         if mishap is not None:

@@ -10,7 +10,7 @@ from fsbarrier.protocol.revisions import MASTER, in_force
 from fsbarrier.rundir import revisions
 from fsbarrier.settings.sections import Settings
 from fsbarrier.sim.history import History
-from fsbarrier.sim.setup import CHANGED, FIRST_LR, START_SETTINGS
+from fsbarrier.sim.setup import CHANGED, FIRST_LR
 
 #: what no start of node 0 asks for
 OTHERS: tuple[Payload, ...] = ({"tracker.names": ["tensorboard"]}, {"rollout.carry_over": True})
@@ -30,8 +30,8 @@ class CommandLines:
     """The settings on command lines. Every second later start of node 0 changes one; sometimes another node's start names a value,
     right or wrong."""
 
-    def __init__(self, seed: int, history: History) -> None:
-        self._dice, self._history = Random(f"settings {seed}"), history
+    def __init__(self, seed: int, history: History, settings: Settings) -> None:
+        self._dice, self._history, self._settings = Random(f"settings {seed}"), history, settings
         self._typed = [FIRST_LR]
 
     def of(self, rank: int, *, again: bool) -> Payload:
@@ -39,6 +39,8 @@ class CommandLines:
         if not again:
             return {}
         if rank == MASTER and self._dice.random() < 0.5:
+            if self._dice.random() < 0.3:
+                return self._other_size()
             self._typed.append(float(len(self._typed)))
             return {CHANGED: self._typed[-1]}
         if rank != MASTER and self._dice.random() < 0.1:
@@ -46,6 +48,13 @@ class CommandLines:
             typed = self._dice.choice(self._typed)
             return self._dice.choice(({CHANGED: typed}, {CHANGED: typed}, *OTHERS))
         return {}
+
+    def _other_size(self) -> Payload:
+        """A run with one node less, or with all that it began with. The last node ends then, or may come again."""
+        self._history.faults.add("settings")
+        most = self._settings.num_nodes
+        size = max(self._settings.min_nodes, self._dice.choice((most - 1, most - 1, most)), 1)
+        return {"num_nodes": size, "rank_weights": [1.0] * size}
 
 
 def i16_the_same_settings(history: History) -> Iterator[str]:
@@ -65,7 +74,7 @@ def i16_the_same_settings(history: History) -> Iterator[str]:
 def _changes(
     history: History, record: Generation, before: Generation | None, new: tuple[Revision, ...]
 ) -> Iterator[str]:
-    now = in_force(START_SETTINGS, record.revisions)
+    now = in_force(history.settings, record.revisions)
     asked: dict[int, Join] = {}
     for member in record.members:
         join = history.joins[member.rank, member.incarnation].record

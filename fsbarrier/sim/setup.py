@@ -15,6 +15,7 @@ from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Join, Payload
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Rules
+from fsbarrier.protocol.timing import BEAT_S
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import (
     EvalSettings,
@@ -38,6 +39,10 @@ PATHS = RunPaths(cast(Path, ROOT))
 HASTY_S = 4.0
 
 FailurePolicy = Literal["shrink", "wait", "abort"]
+#: what a schedule draws its phases, its policy and its refills from
+PHASES: tuple[RlPhase, ...] = ("both", "both", "both", "rollout", "update")
+POLICIES: tuple[FailurePolicy, ...] = ("shrink", "shrink", "shrink", "shrink", "wait", "wait", "abort")
+REFILLS = (0, 0, 0, 0, 0, 1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ def program() -> Program:
 
 @cache
 def settings_and_rules(
-    nodes: int, phases: RlPhase, policy: FailurePolicy, min_nodes: int
+    nodes: int, phases: RlPhase, policy: FailurePolicy, min_nodes: int, refills: int
 ) -> tuple[Settings, Rules]:
     """The settings of a small run that evaluates and learns from earlier iterations, and the rules that follow from them."""
     settings = Settings(
@@ -82,7 +87,7 @@ def settings_and_rules(
         on_node_failure=policy,
         rl_phase=phases,
         eval_interval=2,
-        rollout=RolloutSettings(tasks=6, samples=1),
+        rollout=RolloutSettings(tasks=6, samples=1, max_refills=refills),
         eval=EvalSettings(tasks=3),
         trainer=TrainerSettings(processes_per_node=1),
         update=UpdateSettings(recency=2),
@@ -90,7 +95,19 @@ def settings_and_rules(
     return settings, make_rules(settings, program())
 
 
-def draw_limits(setup: Setup, dice: Random, calls: Random) -> Limits:
+def draw_rules(seed: int, setup: Setup, rng: Random, dice: Random, beat_s: float) -> tuple[Settings, Rules]:
+    """Draw the settings and the rules of one schedule."""
+    policy = rng.choice(POLICIES) if setup.policy is None else setup.policy
+    phases = rng.choice(PHASES) if setup.phases is None else setup.phases
+    limits = _draw_limits(setup, dice, Random(f"last call {seed}"))
+    limits = replace(limits, stagger_s=limits.stagger_s * beat_s / BEAT_S)
+    min_nodes = setup.min_nodes or rng.choice((1, 1, 1, min(2, setup.nodes)))
+    refills = Random(f"refills {seed}").choice(REFILLS) if setup.mix else 0
+    settings, rules = settings_and_rules(setup.nodes, phases, policy, min_nodes, refills)
+    return settings, replace(rules, limits=limits)
+
+
+def _draw_limits(setup: Setup, dice: Random, calls: Random) -> Limits:
     """The timeouts of one schedule. With faults, sessions sometimes begin before all nodes are there."""
     # A session may begin while members of the last one are still suspended.
     join_s = HASTY_S if setup.mix and dice.random() < 0.15 else setup.limits.join_timeout_s
@@ -110,5 +127,6 @@ def litter(disk: Disk, rng: Random) -> None:
     disk.junk(coordination / "beats", "node-0001.inc-0001.json~", b"x")
     disk.junk(coordination / "beats", "node-0000.inc-0099.json", rng.randbytes(32))
     disk.junk(coordination / "stops", "000001.json", b"")
+    disk.junk(coordination / "gen-000001" / "p99-somebodys", "notes", b"x")
     # A request to report, which asks nobody to stop.
     disk.junk(coordination / "stops", "debug-000001.json", b"{}")

@@ -207,6 +207,12 @@ class MountClient:
         if after is not None:
             raise after()
 
+    def append(self) -> None:
+        """Write a line of a journal, which the simulated directory does not hold. An error means that it was not written."""
+        self.done += 1
+        if self.done >= self.alarm_at and (after := self.alarm("append", "")) is not None:
+            raise after()
+
     def replace(self, path: SimPath, record: Record, durable: bool = False) -> File:
         """As `put`, but without mishaps, and without a call of `Disk.watch`."""
         file = self.disk.write(path, record, self.host, durable)
@@ -276,8 +282,12 @@ class MountClient:
     # --- caches ---
 
     def _forget(self, path: SimPath, file: File) -> None:
-        """Drop the cache of a file that this host changes, since a client sees its own changes."""
-        self._lists.pop(file.directory, None)
+        """Drop the cache of a file that this host changes, since a client sees its own changes; of an old listing only that name."""
+        known = self._lists.pop(file.directory, None)
+        if known is not None and self.disk.now < self.old_until:
+            name = path.rpartition("/")[2]
+            others = [other for other in known[0] if other != name]
+            self._lists[file.directory] = [*others, name] if path in self.disk.files else others, *known[1:]
         self._contents.pop(path, None)
         self._absent.pop(path, None)
 

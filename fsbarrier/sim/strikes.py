@@ -13,11 +13,19 @@ from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.state import Exit
 from fsbarrier.sim.damage import DAMAGES, WRONG_SETTINGS
 from fsbarrier.sim.disk import SimPath
-from fsbarrier.sim.faults import Mishap, Strike, draw_mishap, draw_mishap_of_a_start, draw_old_view
+from fsbarrier.sim.faults import (
+    Mishap,
+    Strike,
+    StrikeOnEntry,
+    draw_mishap,
+    draw_mishap_of_a_start,
+    draw_old_view,
+)
 from fsbarrier.sim.setup import HASTY_S, PATHS
 
 if TYPE_CHECKING:
     from fsbarrier.sim.process import Process
+    from fsbarrier.sim.store import MountClient
     from fsbarrier.sim.world import World
 
 
@@ -120,7 +128,7 @@ def strike_now(world: World, strike: Strike, process: Process) -> None:
         case "outage":
             fail_disk(world, strike)
         case "old":
-            show_nothing_newer(world, process, strike.seconds)
+            show_nothing_newer(world, process.rank, process.client, strike.seconds)
             maybe_kill(world, process)
         case "unreadable":
             hide(world, process.rank)
@@ -137,11 +145,11 @@ def start_with_other_code(world: World, rank: int, delay: float = 0.0) -> None:
     world.start(rank, delay)
 
 
-def show_nothing_newer(world: World, process: Process, seconds: float) -> None:
+def show_nothing_newer(world: World, rank: int, client: MountClient, seconds: float) -> None:
     """Freeze what the mount of a node's host shows, at this time or at its first look."""
-    world.say(f"node {process.rank}'s host sees nothing newer for {seconds:g} s")
-    process.client.show_nothing_newer(world.now + seconds)
-    world.history.old_views[process.host] = world.now, world.now + seconds
+    world.say(f"node {rank}'s host sees nothing newer for {seconds:g} s")
+    client.show_nothing_newer(world.now + seconds)
+    world.history.old_views[client.host] = world.now, world.now + seconds
 
 
 def hide(world: World, rank: int) -> None:
@@ -239,6 +247,14 @@ def start_elsewhere(world: World, rank: int) -> None:
     world.start(rank, 0.0)
 
 
+def race_for_a_rank(world: World, process: Process) -> None:
+    """Sometimes hold up a start that claims its rank, in the create of its join record, while another start of the rank joins."""
+    if not world.healed and Random(f"race {world.now}").random() < 0.3:
+        process.mishap = Mishap("block", 1, seconds=1.0, verb="create", inside="/joins/")
+        world.hosts[process.rank] += "b"
+        world.start(process.rank, 0.3)
+
+
 def fail_disk(world: World, strike: Strike) -> None:
     """Make a node's operations fail for a while: all of them, or only those that need space."""
     world.history.faults.add("outage")
@@ -282,6 +298,35 @@ def plan_an_old_view(world: World, seed: int) -> None:
         world.rules = replace(world.rules, limits=replace(world.rules.limits, join_timeout_s=HASTY_S))
 
 
+def plan_a_stranger(world: World, seed: int) -> None:
+    """In a long run, sometimes plan a node that the others do not take in, on a mount that shows nothing newer. It waits while they go on
+    and remove old facts, and then goes on where it believes that they died."""
+    setup, dice = world.setup, Random(f"stranger {seed}")
+    if not {"old", "version"} <= setup.mix or setup.iterations < 8 or dice.random() < 0.4:
+        return
+    rank = dice.randrange(1, setup.nodes)
+    limits = replace(world.rules.limits, join_timeout_s=40.0, last_call_s=None)
+    world.rules = replace(world.rules, on_node_failure="shrink", min_nodes=1, limits=limits)
+    world.lengths = (0.5, 1.0)
+
+    def come() -> None:
+        client = next(
+            (client for host, (client, _) in world.clients.items() if host == world.hosts[rank]), None
+        )
+        if not world.healed and client is not None and not lives(world, rank):
+            world.history.faults.add("old")
+            show_nothing_newer(world, rank, client, 60.0)
+            start_with_other_code(world, rank)
+
+    def die() -> None:
+        for process in [process for process in world.processes if process.rank == rank]:
+            world.history.faults.add("crash")
+            world.kill(process, "killed")
+
+    world.strikes = []
+    world.awaited = [StrikeOnEntry(rank, 1, dice.randint(2, 12), 0.0, die), StrikeOnEntry(0, 2, 5, 0.0, come)]
+
+
 def small_mishap(world: World) -> Mishap | None:
     """The mishap of the look that begins now."""
     mishap = draw_mishap(world.rng, world.setup.mix, world.mishap_rate)
@@ -290,9 +335,9 @@ def small_mishap(world: World) -> Mishap | None:
     return mishap
 
 
-def mishap_of_a_start(world: World) -> Mishap | None:
+def mishap_of_a_start(world: World, rate: float = 0.03) -> Mishap | None:
     """The mishap of a join or rejoin."""
-    mishap = None if world.healed else draw_mishap_of_a_start(world.announcing, world.setup.mix)
+    mishap = None if world.healed else draw_mishap_of_a_start(world.announcing, world.setup.mix, rate)
     if mishap is not None:
         world.history.faults.add(mishap.how)
     return mishap

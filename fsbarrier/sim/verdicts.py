@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fsbarrier.protocol.facts import Fact, Generation, StopRequest
+from fsbarrier.protocol.revisions import in_force
 from fsbarrier.sim.history import History, row_of
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ def i15_only_for_a_reason(world: World) -> Iterator[str]:
             continue
         if record.verdict is None:
             elastic = rules.on_node_failure == "shrink" or rules.limits.last_call_s is not None
-            least = rules.min_nodes if elastic else rules.num_nodes
+            # Node 0 may have asked for another size.
+            size = in_force(history.settings, record.revisions)["num_nodes"]
+            least = rules.min_nodes if elastic else size
             if len(record.members) < least:
                 yield f"generation {number} has {len(record.members)} members, at least {least} are asked for"
             continue

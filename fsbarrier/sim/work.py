@@ -47,7 +47,7 @@ GROUP_BYTES = 100
 # the pause before a retry after a filesystem error
 RETRY_S = 0.5
 TASKS: dict[str, TaskSource] = {
-    split: {"path": f"/data/{split}", "count": 6, "sha256": ""} for split in SPLITS
+    split: {"path": f"/data/{split}", "count": 18, "sha256": ""} for split in SPLITS
 }
 
 
@@ -213,14 +213,27 @@ class SimWork:
         part = PartFile(context.generation, spec["iteration"], spec["split"], spec["policy"], self.serving)
         self._only_writer(self.artifacts.parts, spec["part"])
         self.artifacts.parts[spec["part"]] = part
-        for task, wait in zip(spec["tasks"], self._busy(piece, len(spec["tasks"])), strict=True):
+        tasks, rounds = self._tasks_of_rounds(spec, context)
+        for task, wait in zip(tasks, self._busy(piece, len(tasks)), strict=True):
             yield wait
             part.groups.append((task, self.world.now))
-        return {"part": spec["part"], "groups": len(part.groups)}
+        return {"part": spec["part"], "groups": len(part.groups), "tasks": tasks, "rounds": rounds}
+
+    def _tasks_of_rounds(self, spec: Payload, context: Context) -> tuple[list[int], int | None]:
+        """This node's tasks of the rounds that take place, and how many those are; None without refills.
+
+        The real programs see by the claims whether a round is needed. All of a generation's nodes see the same.
+        """
+        if spec["refills"] is None:
+            return spec["tasks"], None
+        sizes = spec["refills"]["rounds"]
+        rounds = 1 + (context.generation + context.iteration) % len(sizes)
+        wanted = spec["expected"][: sum(sizes[:rounds])]
+        return [task for task in spec["tasks"] if task in wanted], rounds
 
     def _aggregate(self, work: Command, context: Context, piece: WorkPiece) -> Waiting:
         spec = work.spec
-        entries = self._taken(spec["parts"])
+        entries = self._taken(spec["parts"], spec["expected"])
         absent = set(spec["expected"]) ^ {entry.task for entry in entries}
         if absent:
             raise ProgramFailed(f"tasks {sorted(absent)} are in no part, or not expected")
@@ -238,6 +251,7 @@ class SimWork:
             tuple(adopted),
             tuple(entries),
             final=meta.get("final", False),
+            rounds=work.extra.get("rounds", 1),
         )
         self._only_writer(self.artifacts.merged, spec["out"])
         self.artifacts.merged[spec["out"]] = merged
@@ -248,13 +262,13 @@ class SimWork:
         )
         return {"stamp": merged.stamp, "groups": len(entries)}
 
-    def _taken(self, sources: list[JsonObject]) -> list[MergedGroup]:
-        """For each task, its first group in a source that lists the task."""
+    def _taken(self, sources: list[JsonObject], expected: Container[int]) -> list[MergedGroup]:
+        """For each expected task, its first group in a source that lists the task."""
         taken: dict[int, MergedGroup] = {}
         for source in sources:
             part, valid = self.artifacts.parts[source["path"]], source["valid_bytes"]
             for index, (task, _) in enumerate(part.groups[: None if valid is None else valid // GROUP_BYTES]):
-                if task in source["tasks"]:
+                if task in source["tasks"] and task in expected:
                     entry = MergedGroup(task, source["path"], index, part.generation, part.made_by)
                     taken.setdefault(task, entry)
         return [*taken.values()]

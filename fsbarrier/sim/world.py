@@ -14,16 +14,15 @@ from random import Random
 from fsbarrier.protocol.facts import Record
 from fsbarrier.protocol.state import Node, RowPart
 from fsbarrier.protocol.timing import BEAT_S
-from fsbarrier.settings.value_types import RlPhase
 from fsbarrier.sim import faults, strikes
 from fsbarrier.sim.artifacts import Artifacts
-from fsbarrier.sim.damage import written
+from fsbarrier.sim.damage import VERSIONS, written
 from fsbarrier.sim.disk import Disk, File, SimPath
 from fsbarrier.sim.faults import StrikeOnEntry, Trouble
 from fsbarrier.sim.history import Asked, History, ProcessEnd, Removed, Said, Write, row_of
 from fsbarrier.sim.process import BLIND, JOINING, POLL_S, Process, usual_paces
 from fsbarrier.sim.settings import CommandLines
-from fsbarrier.sim.setup import PATHS, FailurePolicy, Setup, draw_limits, litter, program, settings_and_rules
+from fsbarrier.sim.setup import PATHS, START_SETTINGS, Setup, draw_rules, litter, program
 from fsbarrier.sim.store import Habits, MountClient
 
 # the limit for each node and iteration, a hundred times the usual number; more is a livelock
@@ -36,11 +35,6 @@ NEVER_S = float("inf")
 Action = Callable[[], None]
 
 
-#: what a schedule draws its phases and its policy from
-PHASES: tuple[RlPhase, ...] = ("both", "both", "both", "rollout", "update")
-POLICIES: tuple[FailurePolicy, ...] = ("shrink", "shrink", "shrink", "shrink", "wait", "wait", "abort")
-
-
 class World:
     """One schedule."""
 
@@ -48,13 +42,16 @@ class World:
         self.setup, self.rng, self.healed = setup, Random(seed), not setup.mix
         self.clocks, dice = Random(f"clocks {seed}"), Random(f"world {seed}")
         self.now = 0.0
-        self._draw_rules(seed, dice)
+        self.program = program()
+        self.watchers = setup.watchers or (1, 2, 8, 8)[seed % 4]
+        self.beat_s = setup.beat_s or (BEAT_S, 3.0, 4.0)[seed % 3]
+        self.settings, self.rules = draw_rules(seed, setup, self.rng, dice, self.beat_s)
         self._draw_disk(seed, dice)
         self.paces = usual_paces(self.settings, self.beat_s, self.watchers, setup.outage_s)
         self.artifacts = Artifacts()
         if self.rules.slice == "update":
             self.artifacts.given = {str(PATHS.merged("train", i + 1)) for i in range(setup.iterations)}
-        self.command_lines = CommandLines(seed, self.history)
+        self.command_lines = CommandLines(seed, self.history, self.settings)
         self.processes: list[Process] = []
         self.clients: dict[str, tuple[MountClient, Trouble]] = {}
         # the host of each rank
@@ -76,20 +73,6 @@ class World:
         self._agenda: list[tuple[float, int, Action]] = []
         self._order = 0
 
-    def _draw_rules(self, seed: int, dice: Random) -> None:
-        """Draw the run's settings and rules."""
-        rng, setup = self.rng, self.setup
-        policy = rng.choice(POLICIES) if setup.policy is None else setup.policy
-        phases: RlPhase = rng.choice(PHASES) if setup.phases is None else setup.phases
-        self.program = program()
-        self.watchers = setup.watchers or (1, 2, 8, 8)[seed % 4]
-        self.beat_s = setup.beat_s or (BEAT_S, 3.0, 4.0)[seed % 3]
-        limits = draw_limits(setup, dice, Random(f"last call {seed}"))
-        limits = replace(limits, stagger_s=limits.stagger_s * self.beat_s / BEAT_S)
-        min_nodes = setup.min_nodes or rng.choice((1, 1, 1, min(2, setup.nodes)))
-        self.settings, rules = settings_and_rules(setup.nodes, phases, policy, min_nodes)
-        self.rules = replace(rules, limits=limits)
-
     def _draw_disk(self, seed: int, dice: Random) -> None:
         """Draw the shared directory and the staleness of its mounts."""
         rng, setup, mix = self.rng, self.setup, self.setup.mix
@@ -98,8 +81,8 @@ class World:
         if drawn.listing_s == OLD_S and Random(f"listings {seed}").random() < 0.2:
             drawn = replace(drawn, listing_s=VERY_OLD_S)
         self.habits = setup.habits or drawn
-        # Some schedules store bytes, half of them with fields of a later version.
-        in_bytes = partial(written, later=dice.random() < 0.5) if dice.random() < 0.15 else None
+        # Some schedules store bytes, as this or another version of the code writes them.
+        in_bytes = partial(written, version=dice.choice(VERSIONS)) if dice.random() < 0.15 else None
         exclusive, order = "winners" not in mix, rng.randrange(3)
         self.disk = Disk(coarse_s=coarse, order=order, exclusive=exclusive, links=links, encode=in_bytes)
         self.disk.watch = self._written
@@ -109,6 +92,8 @@ class World:
         caches = self.habits != Habits() or bool(coarse)
         first, last = self.program.span(self.rules.slice)
         self.history = History(first, last, setup.limits.dead_s, blind_s, hidden_s, caches)
+        size = {"num_nodes": setup.nodes, "rank_weights": [1.0] * setup.nodes}
+        self.history.settings = {**START_SETTINGS, **size}
         self.history.tasks = {"train": self.settings.rollout.tasks, "test": self.settings.eval.tasks}
 
     def _draw_faults(self, seed: int, dice: Random) -> None:
@@ -144,6 +129,7 @@ class World:
             for s in self.strikes
             if s.iteration
         ]
+        strikes.plan_a_stranger(self, seed)
 
     # --- time ---
 
@@ -276,6 +262,8 @@ class World:
         process = self.new_process(rank, *self.clients[host])
         process.claims = rank in self.claiming
         self.claiming.discard(rank)
+        if process.claims:
+            strikes.race_for_a_rank(self, process)
         self.processes.append(process)
         self.history.starts[process.number] = (self.now, rank)
         with_code = f" with code {self.codes[rank]}" if self.codes[rank] else ""
