@@ -120,6 +120,7 @@ ESTALE = " ".join(
     f"--fault {request}:ESTALE:0.02" for request in ("read", "open", "lookup", "getattr", "opendir")
 )
 LOST = " ".join(f"--fault {request}:EIO:0.1:after" for request in ("mkdir", "link", "rename2", "create"))
+WRITES = " ".join(f"--fault {request}:EIO:0.01" for request in ("write", "fsync", "fsyncdir", "readdir"))
 #: what each mount does, and what a run's timeouts must be there
 ADVERSARIAL = {
     "others' directories appear 5 s late": ("--dirs-late-s 5", 0.0),
@@ -127,6 +128,8 @@ ADVERSARIAL = {
     "each name has an identity of its own": ("--path-inodes", 0.0),
     "one read in fifty is stale": (ESTALE, 0.5),
     "one reply in ten is lost": (LOST, 0.5),
+    "one write in a hundred fails": (WRITES, 0.5),
+    "one reply in ten is lost, without hard links": (f"--no-links --no-exchange {LOST}", 0.5),
 }
 
 
@@ -145,6 +148,29 @@ def test_a_hostile_mount_makes_a_run_slow_and_never_wrong(tmp_path: Path, name: 
         ]
         assert not unusual, unusual
         assert_exactly_once(cluster.log_path, 1)
+
+
+@needs_fuse
+@needs_root
+@pytest.mark.slow
+def test_an_outage_in_any_phase_uses_up_no_attempt(tmp_path: Path) -> None:
+    """Programs that the outage ends are started again; their logs lie on the same mount."""
+    dead, phases = tmp_path / "dead", (2, 4, 6, 10, 11)
+    flags = ("--iterations", str(len(phases)), "toy.phase_s=0.5")
+    with fuse_cluster(tmp_path, f"--dead-while {dead}", *flags) as cluster:
+        cluster.start()
+        for iteration, phase in enumerate(phases, 1):
+            cluster.in_phase(0, phase, iteration=iteration)
+            dead.touch()
+            begin = time.monotonic()
+            seconds_until(lambda begin=begin: time.monotonic() > begin + 4)  # type: ignore[misc]
+            dead.unlink()
+        assert cluster.wait(deadline_s=250) == {0: 0, 1: 0, 2: 0}, "".join(map(cluster.said, range(3)))
+        unusual = [
+            e for e in cluster.events() if e["event"] in ("node_lost", "work_failed", "left_generation")
+        ]
+        assert not unusual, unusual
+        assert_exactly_once(cluster.log_path, len(phases))
 
 
 @needs_fuse

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from waiting import until
 from fsbarrier import files, reading
 from fsbarrier.engine.replicas import Keeper
 from fsbarrier.errors import ProgramFailed, StoreError
-from fsbarrier.node import work_kinds
+from fsbarrier.node import work_kinds, worker_program
 from fsbarrier.node.job import Cancelled, NodeUnfit, RowJob, Workplace
 from fsbarrier.node.job_runner import JobRunner, failure
 from fsbarrier.node.worker_program import program_name
@@ -35,9 +36,11 @@ from fsbarrier.program import (
     Work,
 )
 from fsbarrier.protocol.state import Node, RowPart, WorkReport
+from fsbarrier.retry import Backoff
 from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.template import Template
+from fsbarrier.supervision.worker_contract import WorkerFiles
 
 WRITES_RESULT = "import json, sys; spec = json.load(open(sys.argv[1])); json.dump({'got': spec['n']}, open(spec['result'], 'w'))"
 
@@ -553,6 +556,106 @@ def test_a_mount_that_fails_while_something_is_made_public_costs_no_attempt(
     work_kinds.carry_out(of_name[name], context(), RowJob(), place)
     assert len(tries) == 4 and (tmp_path / name).exists()
     assert not [left for left in os.listdir(tmp_path) if left.startswith(".")]
+
+
+def of_ours(place: Workplace, monkeypatch: pytest.MonkeyPatch, fails_times: int) -> Command:
+    """A program of fsbarrier's own: the shared directory fails at its first starts."""
+    monkeypatch.setattr(worker_program, "program_name", lambda argv: "fsbarrier.workers.some")
+    monkeypatch.setattr(worker_program, "AGAIN", Backoff(0.01, 0.01))
+    code = f"""
+import json, pathlib, sys
+starts = pathlib.Path({str(place.log_path / "starts")!r})
+starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
+if len(starts.read_text()) <= {fails_times}:
+    print("part: No space left on device", file=sys.stderr)
+    sys.exit(3)
+spec = json.load(open(sys.argv[1]))
+json.dump({{"got": 1}}, open(spec["result"], "w"))
+"""
+    return python(code)
+
+
+def test_a_program_is_started_again_while_the_shared_directory_fails(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No program has failed, so no attempt is used up."""
+    done = work_kinds.carry_out(of_ours(place, monkeypatch, 2), context(), RowJob(), place)
+    assert done["got"] == 1
+    why = "part: No space left on device"
+    assert done["events"] == [{"event": "program_restarted", "times": 2, "why": why}]
+
+
+def test_where_the_shared_directory_goes_on_failing_the_node_is_unfit_and_not_the_program(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.outage_s = 0.2
+    with pytest.raises(NodeUnfit, match=r"(?s)node 3: update: .* exit code 3.*No space left on device"):
+        work_kinds.carry_out(of_ours(place, monkeypatch, 10**6), context(), RowJob(), place)
+
+
+def test_a_program_that_waits_to_be_started_again_can_be_cancelled(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, work = RowJob(), of_ours(place, monkeypatch, 10**6)
+    monkeypatch.setattr(worker_program, "AGAIN", Backoff(60.0, 60.0))
+    threading.Thread(target=lambda: until((place.log_path / "starts").exists) and job.cancel.set()).start()
+    with pytest.raises(Cancelled):
+        work_kinds.carry_out(work, context(), job, place)
+
+
+def test_a_log_that_cannot_be_opened_is_no_failure_of_the_program(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, fails = files.open_append, [OSError(errno.EIO, "for a moment")]
+
+    def open_append(path: Path) -> int:
+        if fails:
+            raise fails.pop()
+        return append(path)
+
+    monkeypatch.setattr(files, "open_append", open_append)
+    done = work_kinds.carry_out(of_ours(place, monkeypatch, 0), context(), RowJob(), place)
+    assert done["got"] == 1 and not fails
+
+
+def test_a_program_of_the_user_s_own_has_failed_whatever_its_exit_code(place: Workplace) -> None:
+    with pytest.raises(ProgramFailed, match=r"python.* ended with exit code 3"):
+        work_kinds.carry_out(python("import sys; sys.exit(3)"), context(), RowJob(), place)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        ("OSError(errno.ENOSPC, 'full')", 3),
+        ("OSError(errno.ENOTCONN, 'gone', '/shared/part')", 3),
+        ("OSError(errno.ENOTCONN, 'a socket')", 1),
+        ("FileNotFoundError(errno.ENOENT, 'none', '/shared/part')", 1),
+        ("caused(StoreError('part'), OSError(errno.EIO, 'fails'))", 3),
+        ("caused(StoreError('part'), PermissionError(errno.EACCES, 'no'))", 1),
+        ("StoreError('part: only 3 of 5 acknowledged bytes are valid')", 1),
+        ("UsageError('no')", 2),
+    ],
+)
+def test_a_program_says_by_its_exit_code_that_the_mount_failed(
+    tmp_path: Path, raised: str, code: int
+) -> None:
+    """Also where its log lies on that mount, so that it cannot say anything else."""
+    program = f"""
+import errno, os, sys
+from fsbarrier.errors import StoreError, UsageError
+from fsbarrier.supervision.worker_contract import run_worker
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+def main(spec, settings, progress):
+    raise {raised}
+sys.exit(run_worker(main))
+"""
+    spec = WorkerFiles(tmp_path)
+    spec.write_spec({"settings": Settings().as_json()})
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run([sys.executable, "-c", program, "--spec", str(spec.spec)], stderr=full)
+    assert ended.returncode == code
 
 
 def test_no_work_begins_for_a_cancelled_job(place: Workplace) -> None:

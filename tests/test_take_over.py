@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -117,6 +118,29 @@ def test_an_answer_that_is_lost_on_its_way_is_no_lost_claim(
     monkeypatch.setattr(files, "create_exclusive", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "gone")))
     with pytest.raises(StoreError, match=r"lot-0000-000001: cannot be claimed: gone"):
         node.take()
+
+
+def test_without_hard_links_a_lost_answer_is_no_lost_claim_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim is made and the answer lost: a node that took it for another's would leave its task to nobody."""
+    opened, failed = os.open, set[str]()
+
+    def lost(path: Any, flags: int, *more: Any, **others: Any) -> int:
+        fd, name = opened(path, flags, *more, **others), Path(path).name
+        if flags & os.O_EXCL and name.startswith("lot-") and name not in failed:
+            failed.add(name)
+            os.close(fd)
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return fd
+
+    monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EOPNOTSUPP, "none")))
+    monkeypatch.setattr(os, "open", lost)
+    node = claims(tmp_path, [[0, 1]], 0)
+    assert [node.take() for _ in range(3)] == [(0,), (1,), ()] and node.lost == 0
+    assert claims(tmp_path, [[0, 1]], 0).take() == (0, 1), "an interrupted start finds its claims"
+    remove_old(tmp_path, 0)
+    assert not tmp_path.exists()
 
 
 def test_old_claims_are_removed_by_those_whose_shares_they_were(tmp_path: Path) -> None:

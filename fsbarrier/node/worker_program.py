@@ -10,9 +10,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsbarrier.errors import ProgramFailed
+from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.node.job import Cancelled, NodeUnfit, Result, RowJob, Workplace, journal_line
 from fsbarrier.program import Command, Context, Keep
+from fsbarrier.retry import Backoff
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.kept_program import KeptProgram
 from fsbarrier.supervision.secret_variables import without_secrets, without_trackers_keys
@@ -25,11 +27,45 @@ if TYPE_CHECKING:
 # How often to check for cancellation and for a sign of life.
 WATCH_S = 0.25
 UPDATE = "fsbarrier.workers.update"
+# The pauses before a program is started again while the shared directory fails.
+AGAIN = Backoff(0.5, 10.0, factor=2.0)
 NO_SECRETS = ("fsbarrier.aggregate", "fsbarrier.workers.prepare", UPDATE)
 
 
+class DirectoryFailed(ProgramFailed):
+    """The program ended, or could not be started, because the shared directory fails."""
+
+
 def run_program(work: Command, context: Context, job: RowJob, workplace: Workplace) -> Result:
-    """Run the program to its end; returns its result. Raises ProgramFailed, StartFailed, NodeUnfit, StoreError, Cancelled."""
+    """Run the program to its end; returns its result. Raises ProgramFailed, StartFailed, NodeUnfit, Cancelled.
+
+    While the shared directory fails, the program is started again, and continues where it was, for `outage_s`. Then this node is unfit,
+    and not the program. The programs of an update belong together, so their failure is one of the attempt.
+    """
+    pauses, failing_since, again, why = iter(AGAIN), 0.0, 0, ""
+    while True:
+        began = time.monotonic()
+        try:
+            value = _run_once(work, context, job, workplace)
+            break
+        except DirectoryFailed as error:
+            now, why = time.monotonic(), str(error)
+            if not again or now - began > workplace.outage_s:
+                pauses, failing_since = iter(AGAIN), now
+            left_s = failing_since + workplace.outage_s - now
+            if left_s <= 0:
+                raise NodeUnfit(f"node {context.node_rank}: {context.phase.name}: {why}") from None
+            again += 1
+            if job.cancel.wait(min(next(pauses), left_s)):
+                raise Cancelled from None
+    if not again:
+        return value
+    line = {"event": "program_restarted", "times": again, "why": why.splitlines()[1 if "\n" in why else 0]}
+    return {**value, "events": [line, *value.get("events", ())]}
+
+
+def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace) -> Result:
+    """Raises DirectoryFailed, and as `run_program`."""
     # The program may be torchrun, which takes over the port that OpenRendezvous has held.
     workplace.close_rendezvous()
     workplace.programs_started += 1
@@ -48,7 +84,8 @@ def run_program(work: Command, context: Context, job: RowJob, workplace: Workpla
             key: known.get(value, value) if isinstance(value, str) else value
             for key, value in work.spec.items()
         }
-        own.write_spec({"settings": context.settings.as_json(), **spec})
+        record = RunPaths(workplace.log_path).record
+        own.write_spec({"settings": context.settings.as_json(), "run_record": str(record), **spec})
     except OSError as error:
         raise NodeUnfit(
             f"node {context.node_rank}: its temporary folder {workplace.work_dir} cannot be written to: {error.strerror}"
@@ -59,14 +96,20 @@ def run_program(work: Command, context: Context, job: RowJob, workplace: Workpla
     log_file, name = workplace.log_dir / work.log, context.phase.name
     program: Child | KeptProgram
     if work.keep is None:
-        program = Child.start(argv, env=env, log_file=log_file, name=name, template=workplace.template)
+        try:
+            program = Child.start(argv, env=env, log_file=log_file, name=name, template=workplace.template)
+        except StoreError as error:
+            raise DirectoryFailed(str(error)) from None
     else:
         program = _start_kept(work.keep, own.spec, argv, env, log_file, context, workplace)
     with workplace.own_engines.kept_alive() if uses_engines else nullcontext() as keeper:
         code = _watch(program, context, job, workplace, keeper)
     if code != 0:
         _distrust_engines(own.result, context, workplace)
-        raise ProgramFailed(f"{program_name(argv)} {_how_it_ended(code)}{_end_of_log(program)}")
+        said = f"{program_name(argv)} {_how_it_ended(code)}{_end_of_log(program)}"
+        if code == StoreError.exit_code and work.keep is None and program_name(argv).startswith("fsbarrier."):
+            raise DirectoryFailed(said)
+        raise ProgramFailed(said)
     result = read_result(own.result, program_name(argv)) if work.result else {}
     shutil.rmtree(own.folder, ignore_errors=True)
     value = {**work.extra, **result}

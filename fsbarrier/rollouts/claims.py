@@ -23,9 +23,9 @@ from typing import TypeVar
 from fsbarrier import files
 from fsbarrier.errors import StoreError
 from fsbarrier.protocol.assign import lots
-from fsbarrier.reading import RECORD_BYTES, read_bytes
 from fsbarrier.retry import until_seen
 from fsbarrier.rundir.names import CUT, DURABLE_COUNT, LOT, ROUND_DONE
+from fsbarrier.rundir.record_store import PosixStore
 
 T = TypeVar("T")
 
@@ -151,9 +151,9 @@ class Claims:
             nonlocal tries
             tries += 1
             # No fsync: after a power loss the affected nodes are lost, and the next generation redistributes the tasks.
-            won = files.create_exclusive(path, self._owner, durable=False)
+            won = files.create_exclusive(path, self._owner, durable=False, never_torn=True)
             # The response to an earlier, successful attempt may have been lost.
-            return won or (tries > 1 and read_bytes(path, RECORD_BYTES) == self._owner)
+            return won or (tries > 1 and files.read_created(path) == self._owner)
 
         won = _retry(create, path, "claimed")
         self.made, self.lost = self.made + won, self.lost + (not won)
@@ -174,10 +174,7 @@ class Claims:
         tasks: list[int] = []
         for lot in everything:
             path = folder / lot.name
-            if (
-                lot.name in names
-                and _retry(partial(read_bytes, path, RECORD_BYTES), path, "read") == self._owner
-            ):
+            if lot.name in names and _retry(partial(files.read_created, path), path, "read") == self._owner:
                 tasks += lot.tasks
                 self.taken_over += lot.tasks if lot.rank != self.rank else ()
         return tuple(tasks)
@@ -186,12 +183,13 @@ class Claims:
 def remove_old(folder: Path, rank: int) -> None:
     """Clean up after all nodes have left the phase: each node removes the claims on its own share, the last one the folder."""
     # If this fails, the folder is already gone, or it stays; it is not read any more.
+    store = PosixStore()
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             owned = LOT.parse(name) or ROUND_DONE.parse(name)
             mine = owned is not None and owned.rank == rank
             if mine or name in (DURABLE_COUNT.build(rank), CUT):
-                (folder / name).unlink(missing_ok=True)
+                store.remove(folder / name)
         folder.rmdir()
 
 

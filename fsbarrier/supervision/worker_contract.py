@@ -1,13 +1,15 @@
 """The interface between a daemon and a worker program: three JSON files in a private folder.
 
     spec.json      Written by the daemon before it starts `PROGRAM --spec spec.json`: the job, the resolved settings, the paths
-                   of the other two files ("progress", "result"), and the host's monotonic clock ("launched_at").
+                   of the other two files ("progress", "result") and of the run's record ("run_record"), and the host's monotonic
+                   clock ("launched_at").
     progress.json  Rewritten by the program while it works, at most five times a second. The daemon includes it in every
                    heartbeat, so it must be small. Its changes also show that the program is not stalled.
     result.json    Written by the program once, at the end. The daemon reads it after exit code 0, or when a kept program reports
                    that it is done. "start_s" is the time from the launch to the start of the work.
 
-A program that fails prints a one-line message and exits with 1, or with 2 if a setting or an input file is wrong.
+A program that fails prints a one-line message and exits with 1, or with 2 if a setting or an input file is wrong, or with 3 if a
+filesystem failed. In the last case the daemon starts it again, so it must be able to continue, or to begin anew.
 
 The upper half of this module is the daemon's side. It validates size and structure of everything it reads, because the
 program may be the user's own. The lower half is for our own programs.
@@ -16,6 +18,8 @@ program may be the user's own. The lower half is for our own programs.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import json
 import os
 import signal
@@ -27,9 +31,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fsbarrier import files
-from fsbarrier.errors import FsbarrierError, ProgramFailed
+from fsbarrier.errors import FsbarrierError, ProgramFailed, StoreError
 from fsbarrier.protocol.facts import JsonObject, Payload
-from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.retry import FAILING
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision import signals
 from fsbarrier.supervision.kept_program import JOBS, Jobs
@@ -175,6 +179,21 @@ def run_worker(main: Main[Spec], stays: Callable[[], bool] = lambda: False) -> i
     return code
 
 
+def _say(message: str) -> None:
+    """The log is in the shared directory too."""
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr, flush=True)
+
+
+def is_of_the_mount(error: BaseException | None) -> bool:
+    """Whether a filesystem failed or is full, which may pass. Sockets have some of these error codes too, but no file name."""
+    if not isinstance(error, OSError):
+        return False
+    return error.errno in (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT) or (
+        error.errno in FAILING and error.filename is not None
+    )
+
+
 def _do(main: Main[Spec], spec_file: Path) -> int:
     """Do one job; returns the exit code."""
     spec = json.loads(spec_file.read_text())
@@ -182,21 +201,23 @@ def _do(main: Main[Spec], spec_file: Path) -> int:
     signal.signal(signal.SIGTERM, signals.end)
     settings = Settings.from_json(spec["settings"])
     files.set_shared_group(settings.shared_group)
-    if "log_path" in spec:
-        files.make_dirs_only_beside(RunPaths(Path(spec["log_path"])).record)
+    if "run_record" in spec:
+        files.make_dirs_only_beside(Path(spec["run_record"]))
     # Files written by libraries must get the run's permissions too.
     os.umask(0o007 if settings.shared_group else 0o077)
     try:
         result = main(spec, settings, ProgressWriter(Path(spec["progress"])))
     except FsbarrierError as error:
-        print(error, file=sys.stderr, flush=True)
+        _say(str(error))
+        if is_of_the_mount(error.__cause__):
+            return StoreError.exit_code
         return error.exit_code if error.exit_code == 2 else 1
     except OSError as error:
         # Libraries also raise OSError without an errno for their own errors; those need a traceback.
         if error.errno is None:
             raise
-        print(f"{error.filename or 'a file'}: {error.strerror}", file=sys.stderr, flush=True)
-        return 1
+        _say(f"{error.filename or 'a file'}: {error.strerror}")
+        return StoreError.exit_code if is_of_the_mount(error) else 1
     if result is not None:
         timed = {**result, "start_s": round(started_s, 3)}
         files.write_atomic(Path(spec["result"]), json.dumps(timed).encode())

@@ -208,6 +208,11 @@ def _state_saved(event: Event) -> str | None:
     return f"node {event.node_rank}: {what}: {error}" if error else None
 
 
+def _restarted(event: Event) -> str:
+    times = counted(event.integer("times") or 0, "time")
+    return f"node {event.node_rank}: {event.phase_name} was started again {times}: {event.text('why')}"
+
+
 def _phase_started(event: Event) -> str | None:
     if event.phase_name not in LONG:
         return None
@@ -276,6 +281,7 @@ WORDING: dict[str, Callable[[Event], str | None]] = {
     "weights_checked": _noting("note", "; its engines read the run directory"),
     "trainer_state_saved": _state_saved,
     "engine_ready": _noting("engine_note"),
+    "program_restarted": _restarted,
     "engine_restarted": _noting("engine_note"),
     "phase_started": _phase_started,
     "phase_finished": _phase_finished,
