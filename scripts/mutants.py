@@ -66,6 +66,10 @@ TESTS = (
     ("fsbarrier/node/polling", "polling quiet_waits heartbeats detection"),
     ("fsbarrier/node/daemon", "heartbeats membership detection restarts supervisor"),
     (
+        "fsbarrier/node/loop",
+        "heartbeats resume group_edges announcement durability fact_removal revisions | unreadable membership group detection restarts",
+    ),
+    (
         "fsbarrier/node/",
         "resume heartbeats durability fact_removal | unreadable revisions membership group_edges group detection restarts",
     ),
@@ -89,6 +93,7 @@ TESTS = (
     ("fsbarrier/maintenance/", "unreadable recover revisions"),
     ("fsbarrier/training/", "trainer_state checkpoint_ranks"),
     ("fsbarrier/sim/", ""),
+    ("fsbarrier/host/own_folder", "own_folder weights_copy"),
     ("phases/rl", "assign program_rows | refills take_over"),
     ("fsbarrier/sharing", "assign program_rows | refills take_over"),
     ("fsbarrier/decisions", "assign program_rows retention | unreadable"),

@@ -354,6 +354,26 @@ def test_whoever_could_not_give_its_part_until_its_generation_was_removed_is_fen
     assert isinstance(member.snapshot.failure, fsbarrier.Fenced)
 
 
+def test_a_part_whose_folder_was_not_shown_for_a_moment_is_given_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trio = Trio(tmp_path)
+
+    def hidden(store: PosixStore, path: Path, *_: Any, **__: Any) -> None:
+        raise FileNotFoundError(errno.ENOENT, "not shown yet", str(path))
+
+    with monkeypatch.context() as hiding:
+        hiding.setattr(PosixStore, "put", hidden)
+        trio.call(0, 1)
+        trio.members[0].look(trio.now)
+    assert "not shown yet" in trio.members[0].snapshot.trouble
+    trio.call(1, 1)
+    trio.call(2, 1)
+    trio.look()
+    trio.look()
+    assert trio.outcome(0) == trio.outcome(1) == [0, 1, 2]
+
+
 def test_whoever_leaves_before_a_collective_is_lost_all_the_same(tmp_path: Path) -> None:
     trio = Trio(tmp_path)
     for number in (1, 2):

@@ -18,7 +18,7 @@ from fsbarrier.node.paces import Paces
 from fsbarrier.program import Phase, Program, Value
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, R, Record
-from fsbarrier.protocol.state import Node, RowPart, Rules, Stage
+from fsbarrier.protocol.state import Exit, Node, RowPart, Rules, Stage
 from fsbarrier.rundir.heartbeats import HeartbeatReader, live_nodes, read_beats
 from fsbarrier.rundir.names import StartName, fact_name
 from fsbarrier.rundir.paths import RunPaths
@@ -113,6 +113,31 @@ def test_a_pulse_that_does_not_tell_all_is_not_believed(
             paths.pulse(0, 1, now.generation, counter).touch()
         PosixStore().put(paths.beat(0, 1), beats)
         assert dict(reader.read()) == {StartName(0, 1): beats}
+
+
+def test_a_pulse_that_moved_before_the_last_listing_is_no_news(tmp_path: Path) -> None:
+    paths = written(tmp_path, running(1))
+    reader = HeartbeatReader(PosixStore(), paths.beats, pulses=True)
+    pulse = paths.pulse(0, 1, 1, 1)
+    pulse.touch()
+    assert dict(reader.read()) == {StartName(0, 1): running(1)}
+    pulse.rename(paths.pulse(0, 1, 1, 2))
+    # It leaves this rank to the watchers at first, and reads it once the node has left.
+    assert dict(reader.read(lambda newest: False)) == {}
+    PosixStore().put(paths.beat(0, 1), running(3, state="left"))
+    assert dict(reader.read()) == {StartName(0, 1): running(3, state="left")}
+
+
+@pytest.mark.parametrize("state", ["finished", "left"])
+def test_how_a_node_ended_is_read_and_no_pulse_hides_it(tmp_path: Path, state: str) -> None:
+    loop, *_ = started(tmp_path, PosixStore(), [])
+    reader = HeartbeatReader(PosixStore(), RunPaths(tmp_path).beats, pulses=True)
+    loop.node = replace(loop.node, stage=Stage.RUNNING)
+    for ended in (None, None, Exit(0, state, "it ended")):
+        loop.exit = ended
+        loop.write_beat(loop.beat(), PosixStore(), 0.0)
+        ((_, read),) = reader.read()
+        assert read is not None and read.state == (state if ended else Stage.RUNNING)
 
 
 @pytest.mark.parametrize("renamed", [True, False], ids=["done all the same", "not done"])

@@ -88,7 +88,8 @@ def test_each_file_is_flushed_before_its_name_and_the_names_are_flushed(here: Ru
 
 
 def test_each_node_brings_its_own_and_the_last_one_completes_it(tmp_path: Path) -> None:
-    first, second = PARTS
+    # The file that another node owes comes first in the list.
+    second, first = PARTS
     run = Run(tmp_path, [first])
     upload = StateUpload()
     upload.begin(run.version, run.kept)
