@@ -336,3 +336,34 @@ def test_without_hard_links_a_name_that_is_taken_in_this_moment_is_lost(
     monkeypatch.setattr(files, "open_new", other_is_first)
     assert not files.create_exclusive(path, b"ours", durable=False)
     assert path.read_bytes() == b"theirs"
+
+
+def test_a_copy_that_is_cancelled_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "merged").write_bytes(b"content")
+
+    def fail(*args: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no hard links")
+
+    def cancel() -> None:
+        raise InterruptedError("cancelled")
+
+    monkeypatch.setattr(os, "link", fail)
+    with pytest.raises(InterruptedError):
+        files.link_or_copy(tmp_path / "merged", tmp_path / "public", between_reads=cancel)
+    assert os.listdir(tmp_path) == ["merged"]
+
+
+def test_a_directory_that_cannot_be_listed_is_not_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = PosixStore()
+    assert store.names(tmp_path / "not there") == []
+    for number in (errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOTDIR):
+        with monkeypatch.context() as patched:
+
+            def fail(path: Path, number: int = number) -> list[str]:
+                raise OSError(number, os.strerror(number), str(path))
+
+            patched.setattr(os, "listdir", fail)
+            with pytest.raises(OSError, match=str(tmp_path)):
+                store.names(tmp_path)
