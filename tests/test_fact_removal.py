@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -242,3 +243,13 @@ def test_the_store_asks_the_server_and_removes_what_killed_processes_left(tmp_pa
     store.remove_dir(folder)
     store.remove(folder / "record")
     assert not folder.exists()
+
+
+def test_a_folder_is_there_if_the_server_says_so_and_no_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed, remembered = tmp_path / "open-000003", os.stat(tmp_path)
+    with monkeypatch.context() as patched:
+        for lookup in ("stat", "lstat"):
+            patched.setattr(os, lookup, lambda *_, **__: remembered)
+        assert not PosixStore().is_there_now(removed)

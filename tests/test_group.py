@@ -149,6 +149,25 @@ def test_two_groups_in_one_process(tmp_path: Path) -> None:
         assert (one.broadcast("one"), two.broadcast("two")) == ("one", "two")
 
 
+def test_what_the_others_pass_to_a_broadcast_is_ignored(tmp_path: Path) -> None:
+    passed = ["from 0", b"no JSON"]
+
+    def member(rank: int) -> object:
+        with fsbarrier.join(tmp_path / "group", node_rank=rank, num_nodes=2, **FAST) as group:
+            return group.broadcast(passed[rank], src=0)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(member, range(2))] == ["from 0", "from 0"]
+
+
+def test_a_directory_that_a_group_has_left_can_be_used_again_with_other_arguments(tmp_path: Path) -> None:
+    with fsbarrier.join(tmp_path, node_rank=0, num_nodes=1, **FAST) as alone:
+        alone.barrier()
+    # It waits for node 0, and does not compare what that node said in the group before.
+    with pytest.raises(fsbarrier.BarrierTimeout, match="node 0"):
+        fsbarrier.join(tmp_path, node_rank=1, num_nodes=2, **{**FAST, "timeout_s": 0.5})
+
+
 # --- losses -------------------------------------------------------------------------------------------------------------------
 
 

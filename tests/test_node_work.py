@@ -228,6 +228,23 @@ def test_the_model_never_goes_back_to_an_older_version(
     assert sorted(os.listdir(tmp_path)) == ["checkpoints", "model.pt"]
 
 
+def test_a_copied_model_is_replaced_as_a_whole(
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "symlink", lambda *_: (_ for _ in ()).throw(PermissionError(1, "none here")))
+    seen, remove = list[bytes](), files.remove_tree
+
+    def removing(folder: Path) -> None:
+        seen.append((tmp_path / "model.pt" / "weights").read_bytes())
+        remove(folder)
+
+    monkeypatch.setattr(files, "remove_tree", removing)
+    for version in (6, 7):
+        publish = PublishWeights(made(tmp_path, version, 2), version, keep=0)
+        work_kinds.carry_out(publish, context(), RowJob(), place)
+    assert seen == [b"7"], "a file of the old copy is removed only once the new one has its name"
+
+
 def test_a_lost_reply_to_the_publication_is_no_failure(
     place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

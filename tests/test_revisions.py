@@ -12,6 +12,7 @@ from cluster import FAST, Cluster
 
 from fsbarrier.errors import Fenced, UsageError
 from fsbarrier.loader import load_program
+from fsbarrier.node.context_maker import ContextMaker
 from fsbarrier.node.loop import NodeLoop, Outlook
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.run_rules import make_rules
@@ -23,6 +24,7 @@ from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.revisions import newest_revisions, present, settings_in
+from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.rundir.stop_requests import request_stop
 from fsbarrier.settings.resolve import known_names
 from fsbarrier.settings.section import Changes
@@ -74,6 +76,24 @@ def test_an_iteration_has_the_settings_of_its_beginning(
 ) -> None:
     found = settings_in(Settings(), revisions, iteration)
     assert (found.optimizer.lr, found.rollout.concurrency) == (lr, concurrency)
+
+
+def test_work_has_the_settings_and_the_choices_of_its_own_generation(tmp_path: Path) -> None:
+    """Not of the newest one, which this node may have read while its work began."""
+    made = RunRecord("run", "", "", "", Settings(program="ping"), "")
+    program, nothing = load_program("ping"), lambda *_: ""
+    observer = Observer(PosixStore(), made.paths, program)
+    context = ContextMaker(
+        made, program, observer, lambda *_: (), nothing, accelerators=0, cpus=1, kept_in=nothing
+    )
+    observer.registry.learn_join(Join(0, 1, "host", 1, "boot"))
+    old = Generation(
+        1, (Member(0, 1),), 0, Position(3, 0), "start", revisions=(FIRST,), choices={"rl_phase": "update"}
+    )
+    observer.registry.learn(replace(old, number=2, revisions=(FIRST, SECOND)))
+    node = Node(0, 1, 0.0, generation=old, position=Position(3, 0))
+    found = context(node).settings
+    assert (found.optimizer.lr, found.rl_phase) == (2e-6, "update")
 
 
 def test_a_record_names_no_program_and_no_setting_that_there_is_not(tmp_path: Path) -> None:
