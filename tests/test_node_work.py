@@ -345,16 +345,19 @@ def engine_that_serves(place: Workplace) -> list[Path]:
     return served
 
 
+@pytest.mark.parametrize("name", ["weights", "config.json"])
 def test_a_damaged_policy_version_is_never_served(
-    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     folder, served = policy(tmp_path).folder, engine_that_serves(place)
-    weights, serve = folder / "model" / "weights", ServeWeights(folder / "model", 1)
-    weights.write_bytes(b"w" * 99 + b"v")
-    with pytest.raises(ProgramFailed, match=r"weights differs from what MANIFEST\.json says"):
+    path, serve = folder / "model" / name, ServeWeights(folder / "model", 1)
+    path.write_bytes(b"w" * 100)
+    checkpoints.write_manifest(folder, 1)
+    path.write_bytes(b"w" * 99 + b"v")
+    with pytest.raises(ProgramFailed, match=rf"{name} differs from what MANIFEST\.json says"):
         work_kinds.carry_out(serve, context(), RowJob(), place)
     assert not served
-    weights.write_bytes(b"w" * 100)
+    path.write_bytes(b"w" * 100)
     work_kinds.carry_out(serve, context(), RowJob(), place)
     # Read once, and not before every rollout.
     monkeypatch.setattr(checkpoints, "verify", None)
@@ -377,10 +380,13 @@ def test_no_engine_loads_another_policy_than_the_one_that_was_published(
     assert served == [folder / "model"]
 
 
-def test_a_policy_version_that_is_not_all_there_is_not_published(place: Workplace, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [0, 99, 101])
+def test_a_policy_version_of_another_size_is_not_published(
+    place: Workplace, tmp_path: Path, size: int
+) -> None:
     publish = policy(tmp_path)
-    (publish.folder / "model" / "weights").write_bytes(b"w" * 99)
-    with pytest.raises(ProgramFailed, match=r"weights has 99 bytes; MANIFEST\.json says 100"):
+    (publish.folder / "model" / "weights").write_bytes(b"w" * size)
+    with pytest.raises(ProgramFailed, match=rf"weights has {size} bytes; MANIFEST\.json says 100"):
         work_kinds.carry_out(publish, context(), RowJob(), place)
     assert not (tmp_path / "model.pt").is_symlink()
 
