@@ -367,3 +367,22 @@ def test_a_directory_that_cannot_be_listed_is_not_empty(
             patched.setattr(os, "listdir", fail)
             with pytest.raises(OSError, match=str(tmp_path)):
                 store.names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EIO, errno.ESTALE, errno.ENOSPC, errno.ETIMEDOUT, errno.EACCES, errno.ENOENT]
+)
+def test_an_error_of_the_mount_is_not_one_of_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The one is waited out for `outage_s`, the other for `dead_s`."""
+
+    def fail(path: Path) -> bytes:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(files, "read_created", fail)
+    if number in (errno.ESTALE, errno.EACCES, errno.ENOENT):
+        assert PosixStore().read(tmp_path / "record", Fact) is None
+        return
+    with pytest.raises(OSError, match=os.strerror(number)):
+        PosixStore().read(tmp_path / "record", Fact)
