@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from fsbarrier.protocol.facts import Fact, Generation, Position, StopRequest, Verdict
+from fsbarrier.settings.value_types import RlPhase
+from fsbarrier.sim import sessions
 from fsbarrier.sim.false_death import i7_no_false_death
 from fsbarrier.sim.history import History, JournalLine, MergedGroup, Missing, ProcessEnd, Published, Used
 from fsbarrier.sim.invariants import budget, check, i12_operations
 from fsbarrier.sim.scenario import prepare
+from fsbarrier.sim.setup import Setup
 from fsbarrier.sim.world import World
 
 STORY = Path(__file__).parent / "scenarios" / "leader_dies_in_phase_4.txt"
@@ -265,3 +269,35 @@ def test_more_operations_than_the_budget_are_noticed() -> None:
     assert i12_operations(world.history) <= budget(3)
     world.history.operations["read"] += 2 * len(world.history.passed)
     assert i12_operations(world.history) > budget(3)
+
+
+@pytest.mark.parametrize(
+    ("stood_still", "holds"),
+    [((26.5, 31.0), True), ((29.0, 31.0), False)],
+    ids=["nearly all of it", "some of it"],
+)
+def test_a_node_that_stands_still_looks_at_nothing(
+    world: World, stood_still: tuple[float, float], holds: bool
+) -> None:
+    """It could not read the heartbeat up to 25 s and from 32.5 s on."""
+    history, unread = world.history, [20.0, 22.5, 25.0, 32.5, 35.0, 37.5, 40.0]
+    history.stood_still["host1"] = [stood_still]
+    test_a_heartbeat_that_could_not_be_read_was_not_visible(world, unread, holds)
+
+
+@pytest.mark.parametrize("phases", ["both", "rollout", "update"])
+def test_a_session_that_starts_in_the_wrong_row_is_noticed(phases: RlPhase) -> None:
+    """The run has rolled out two iterations, and has learned from none of them."""
+    world = World(1, Setup(mix=frozenset(), iterations=2, phases="rollout", policy="shrink"))
+    world.sessions_left, world.later = 1, Random(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sessions, "OTHERS", (phases,))
+        history = world.run()
+    assert check(world) == []
+    assert [session.phases for session in world.sessions] == ["rollout", phases]
+    last = max(history.generations)
+    begins = history.generations[last][1].start
+    assert begins == (Position(3, 0) if phases == "rollout" else Position(1, 7))
+    if phases != "rollout":
+        generation(history, last, lambda record: replace(record, start=Position(2, 7)))
+        assert "I3" in {v.number for v in check(world)}

@@ -42,12 +42,23 @@ def i7_no_false_death(history: History) -> Iterator[str]:
 
 
 def _last_whole_look(history: History, event: JournalLine, rank: int, incarnation: int) -> float:
-    """When the node of an event last read a heartbeat. Failed reads do not count; two looks are at most `blind_s` apart."""
-    looked = event.began
+    """When the node of an event last read a heartbeat. Failed reads do not count; two looks are at most `blind_s` apart, if the
+    node does not stand still and none of them fails as a whole."""
+    looked, apart_s = event.began, history.blind_s * (2 if history.faults & {"lost", "error"} else 1)
     for time in reversed(history.unread.get((event.node.host, str(PATHS.beat(rank, incarnation))), ())):
-        if time <= event.time and looked - time <= history.blind_s:
+        if (
+            time <= event.time
+            and looked - time - _stood_still(history, event.node.host, time, looked) <= apart_s
+        ):
             looked = min(looked, time)
     return looked
+
+
+def _stood_still(history: History, host: str, since: float, until: float) -> float:
+    """For how long the node of a host was stopped, or hung in an operation, in this time."""
+    return sum(
+        max(0.0, min(until, end) - max(since, begin)) for begin, end in history.stood_still.get(host, ())
+    )
 
 
 def _process_of(rank: int, incarnation: int, history: History) -> int:

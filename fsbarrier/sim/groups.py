@@ -246,7 +246,7 @@ class GroupWorld(World):
             for strike in self.strikes
             if strike.kind not in ("stop", "program")
         ]
-        self.taken_back_to = None
+        self.taken_back_to, self.sessions_left = None, 0
         self.odd_rate = self.rng.choice((0.0, 0.0, 0.0, 0.02)) if setup.mix else 0.0
 
     def collective_of(self, row: tuple[int, int], generation: Generation, dice: Random) -> str:

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from fsbarrier.protocol.facts import Fact, Generation, Join, Payload, Record
+from fsbarrier.protocol.rows import SLICE_CHOICE
 from fsbarrier.protocol.state import Node
 from fsbarrier.protocol.timing import DEAD_S
 
@@ -154,6 +155,9 @@ class History:
     caches: bool = False
     # what the run began with, of the settings that later starts name
     settings: Payload = field(default_factory=dict)
+    # what the first session runs, and the rows of each choice
+    phases: str = "both"
+    spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     # split -> number of tasks of an iteration
     tasks: Mapping[str, int] = field(default_factory=dict)
     events: list[JournalLine] = field(default_factory=list)
@@ -182,6 +186,8 @@ class History:
     misses: dict[str, int] = field(default_factory=dict)
     # host -> the times in which its mount showed nothing newer
     old_views: dict[str, tuple[float, float]] = field(default_factory=dict)
+    # host -> the times in which its node was stopped, or hung in an operation
+    stood_still: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     # (host, path) -> the times of failed reads: garbled, or with a stale handle
     unread: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     operations: dict[str, int] = field(default_factory=dict)
@@ -206,6 +212,19 @@ class History:
                 found.setdefault(row_of(write.path), {}).setdefault(fact.rank, (write.time, fact))
         return found
 
+    def phases_of(self, record: Generation) -> str:
+        """What a generation's session was started for."""
+        return str(record.choices.get(SLICE_CHOICE, self.phases))
+
+    def span(self, record: Generation) -> tuple[int, int]:
+        """The first and the last row of an iteration in a generation."""
+        return self.spans.get(self.phases_of(record), (self.first, self.last))
+
+    def all_done(self, place: Place, generation: Generation) -> bool:
+        """Whether all members have published that they are done with a row."""
+        done = self.facts.get(place, {})
+        return all(member.rank in done for member in generation.members)
+
     @cached_property
     def openings(self) -> dict[Place, float]:
         """When the leader's first fact of each iteration was published, except in the iteration in which a generation starts."""
@@ -213,7 +232,7 @@ class History:
         for place, done in self.facts.items():
             record = self.generations[place[0]][1]
             start = record.start.iteration, record.start.phase
-            if place[2] == self.first and place[1:] > start and record.leader in done:
+            if place[2] == self.span(record)[0] and place[1:] > start and record.leader in done:
                 found[place] = done[record.leader][0]
         return found
 

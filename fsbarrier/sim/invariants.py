@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from fsbarrier.program import PHASE_NAMES
-from fsbarrier.protocol.facts import Generation, Join, Payload, Position, Record
+from fsbarrier.protocol.facts import Generation, Join, Payload, Record
 from fsbarrier.sim import fact_removal
 from fsbarrier.sim.false_death import i7_no_false_death
 from fsbarrier.sim.history import Done, History, Merged, Place
 from fsbarrier.sim.publication import published_too_late
+from fsbarrier.sim.sessions import finished, nothing_was_left, start_positions
 from fsbarrier.sim.settings import i16_the_same_settings
 from fsbarrier.sim.verdicts import i15_only_for_a_reason
 
 if TYPE_CHECKING:
-    from fsbarrier.protocol.state import Rules
     from fsbarrier.sim.world import World
 
 NOTHING: Payload = {}
@@ -96,10 +96,17 @@ def _adopted(history: History, read: Mapping[Place, Payload], times: Mapping[Pla
     latest: dict[str, tuple[int, Payload]] = {}
     for number, (write, record) in sorted(history.generations.items()):
         start = number - 1, record.start.iteration, record.start.phase
+        other = number > 1 and history.span(record) != history.span(history.generations[number - 1][1])
+        newest = {PHASE_NAMES[place[2]]: place[1] for place in sorted(read) if place[0] < number}
         for place in sorted(place for place in read if place[0] == number - 1 and place < start):
             if read[place] and times[place] <= write.time:
                 latest[PHASE_NAMES[place[2]]] = (place[1], read[place])
         for name, (iteration, value) in latest.items():
+            if other and (
+                (number - 1, iteration, PHASE_NAMES.index(name)) >= start or newest[name] > iteration + 1
+            ):
+                # A session with other phases may begin some iterations earlier. Only the last two decisions of a row are known then.
+                continue
             entry = record.decisions.get(name)
             if number in history.recovered:
                 # An operator's recovery decided what holds from here.
@@ -116,7 +123,7 @@ def _published(history: History, number: int, name: str, entry: Payload, after: 
     """Whether `entry` is a later decision, published by a leader that died before anybody read it."""
     place = number, entry["iteration"], PHASE_NAMES.index(name)
     previous = history.generations.get(number)
-    if previous is None or entry["iteration"] <= after or not _all_done(place, previous[1], history):
+    if previous is None or entry["iteration"] <= after or not history.all_done(place, previous[1]):
         return False
     return bool(history.facts[place][previous[1].leader][1].value == entry["value"])
 
@@ -144,47 +151,6 @@ def i3_only_forward(history: History) -> Iterator[str]:
             yield f"{write.path} holds generation {record.number}"
 
 
-def start_positions(history: History, rules: Rules) -> Iterator[str]:
-    """A generation resumes where the one before it was, at most one row back, and then at that row's `resume`."""
-    for number, (write, record) in sorted(history.generations.items()):
-        if number == 1 or number in history.recovered:
-            continue
-        previous = history.generations.get(number - 1)
-        if previous is None:
-            yield f"generation {number} follows none"
-            continue
-        start = previous[1].start
-        reached = [
-            (iteration, phase)
-            for event, (older, iteration, phase) in history.entered
-            if older == number - 1 and event.time <= write.time
-        ]
-        most = max(reached, default=(start.iteration, start.phase))
-        before = Position(*_before(most, history, (start.iteration, start.phase)))
-        resumed = rules.table.resume_index(rules.row(before, previous[1]))
-        floor = before.iteration, max(history.first, resumed)
-        ceiling = _after(most, history) if _all_done((number - 1, *most), previous[1], history) else most
-        if not floor <= (record.start.iteration, record.start.phase) <= ceiling:
-            now = (record.start.iteration, record.start.phase)
-            yield f"generation {number} starts at {now}; generation {number - 1} had reached {most}"
-
-
-def _before(place: tuple[int, int], history: History, start: tuple[int, int]) -> tuple[int, int]:
-    iteration, phase = place
-    row = (iteration, phase - 1) if phase > history.first else (iteration - 1, history.last)
-    return max(row, start)
-
-
-def _after(place: tuple[int, int], history: History) -> tuple[int, int]:
-    iteration, phase = place
-    return (iteration + 1, history.first) if phase == history.last else (iteration, phase + 1)
-
-
-def _all_done(place: Place, generation: Generation, history: History) -> bool:
-    done = history.facts.get(place, {})
-    return all(member.rank in done for member in generation.members)
-
-
 def i4_nothing_old_is_merged(history: History) -> Iterator[str]:
     """A merged file contains groups of its own generation, and of older ones only groups that its generation adopted."""
     for merged in history.merges:
@@ -201,7 +167,11 @@ def i4_nothing_old_is_merged(history: History) -> Iterator[str]:
     for used in history.used:
         found, generation = stamps[used.stamp], used.node.generation
         assert generation is not None
-        if used.stamp != _decided_merge(history, generation.number, found.iteration):
+        decided = _decided_merge(history, generation.number, found.iteration)
+        # A session that only updates begins before what was merged last, and reads all that was published.
+        if decided is None and history.phases_of(generation) == "update":
+            decided = next((put.stamp for put in history.published if put.stamp == used.stamp), None)
+        if used.stamp != decided:
             yield f"node {used.node.rank} made a batch of {found.out}, not of the merge that was decided"
     yield from published_too_late(history, stamps)
 
@@ -284,30 +254,24 @@ def outcomes(world: World) -> Iterator[str]:
         allowed |= {6}
     if "leave" in struck:
         allowed |= {143}
-    if not struck and not hasty and not history.caches and len(history.generations) > 1:
+    if not struck and not hasty and not history.caches and len(history.generations) > len(world.sessions):
         yield f"{len(history.generations)} generations although nothing went wrong"
     for ended in history.ended.values():
         if ended.code not in allowed:
             yield f"node {ended.rank} ended with code {ended.code} ({ended.why})"
-    last = world.setup.iterations + 1
-    evaluated = any(one.final and one.iteration == last for one in history.merges)
-    if world.settings.rl_phase == "both" and _finished(world) and not evaluated:
-        yield "the run was finished and its last policy was not evaluated"
+    evaluated = {one.iteration - 1 for one in history.merges if one.final}
+    for session in world.sessions:
+        if session.phases == "both" and finished(history, session) and session.until not in evaluated:
+            yield f"{session} was finished and its last policy was not evaluated"
+    now = world.sessions[-1]
     if (
         not codes & {4, 5}
         and not struck & {"refused", "settings"}
         and history.stopped_at is None
-        and not _finished(world)
+        and not finished(history, now)
+        and not nothing_was_left(history, now)
     ):
         yield "the run was not finished although nothing hinders it"
-
-
-def _finished(world: World) -> bool:
-    """Whether all members of some generation are done with the last row, even if nobody lived to see it."""
-    end, history = (world.setup.iterations, world.history.last), world.history
-    return any(
-        _all_done((number, *end), record, history) for number, (_, record) in history.generations.items()
-    )
 
 
 def i8_only_whole_records(history: History) -> Iterator[str]:

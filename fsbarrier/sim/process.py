@@ -13,6 +13,7 @@ from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.paces import Paces, make_paces
 from fsbarrier.protocol.facts import Beat, Join, Payload
+from fsbarrier.protocol.rows import SLICE_CHOICE
 from fsbarrier.protocol.state import Exit, Node, Stage
 from fsbarrier.retry import PASSING_S
 from fsbarrier.rundir.record_store import Store
@@ -115,6 +116,7 @@ class Process:
         valid = partial(can_hold, world.settings)
         self.observer: Observer = Observer(cast(Store, client), PATHS, world.program, world.paces, valid)
         self.work = SimWork(world, self)
+        session = world.sessions[-1]
         join = Join(
             rank,
             0,
@@ -122,7 +124,8 @@ class Process:
             number,
             self.host,
             (f"10.0.0.{rank}",),
-            world.setup.iterations,
+            until=session.until,
+            choices={SLICE_CHOICE: session.phases} if len(world.sessions) > 1 else {},
             digest=world.codes[rank],
             # An earlier version did not list the digests of its code.
             fingerprint={"code": {"program": world.codes[rank]}} if number % 4 else {},

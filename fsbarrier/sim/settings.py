@@ -86,7 +86,7 @@ def _changes(
         if any(now[name] != value for name, value in join.stated.items()):
             yield f"generation {record.number} takes in node {rank}, which asks for {dict(join.stated)}, and has {dict(now)}"
     for revision in new:
-        begun = record.start.phase > history.first
+        begun = record.start.phase > history.span(record)[0]
         if MASTER not in asked or dict(revision.values) != dict(asked[MASTER].stated):
             yield f"generation {record.number} has {dict(revision.values)}, for which no start of node 0 asked"
         if revision.iteration != record.start.iteration + begun:

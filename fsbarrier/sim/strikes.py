@@ -40,12 +40,21 @@ def heal(world: World) -> None:
     world.healed = True
     world.end_s = world.now + world.settle_s
     world.say("all faults stop")
-    world.mishap_rate = world.garbling.rate = world.stale_handles.rate = 0.0
     # After a recovery the operator restarts nodes when their mounts show it. Before that they would see the damaged record as the newest.
     taken_back = take_back(world)
     shown_s = world.habits.listing_s if taken_back else 0.0
     if not taken_back:
         mend(world)
+    _end_all_faults(world)
+    down = [rank for rank in range(world.setup.nodes) if not lives(world, rank) and may_return(world, rank)]
+    for rank in down:
+        lonely = not world.starting and not any(lives(world, other) for other in range(world.setup.nodes))
+        if world.rules.on_node_failure == "wait" or lonely or world.rng.random() < 0.7:
+            world.start(rank, shown_s + world.rng.random() * 5)
+
+
+def _end_all_faults(world: World) -> None:
+    world.mishap_rate = world.garbling.rate = world.stale_handles.rate = 0.0
     world.codes = [""] * world.setup.nodes
     world.awaited.clear()
     for process in world.processes:
@@ -56,11 +65,21 @@ def heal(world: World) -> None:
         client.show_all()
         client.garbled = client.stale_handle = None
         trouble.set_outage(None)
-    down = [rank for rank in range(world.setup.nodes) if not lives(world, rank) and may_return(world, rank)]
-    for rank in down:
-        lonely = not world.starting and not any(lives(world, other) for other in range(world.setup.nodes))
-        if world.rules.on_node_failure == "wait" or lonely or world.rng.random() < 0.7:
-            world.start(rank, shown_s + world.rng.random() * 5)
+
+
+def start_again(world: World) -> None:
+    """The run has ended: start all nodes for the next session, without faults. Some come late."""
+    session = world.sessions[-1]
+    world.say(f"the run is started again: {session.phases}, up to iteration {session.until}")
+    world.healed = True
+    # What was written while a mount was old is seen by those who start now.
+    world.end_s = (
+        max(world.now, *(client.old_until for client, _ in world.clients.values())) + 2 * world.settle_s
+    )
+    mend(world)
+    _end_all_faults(world)
+    for rank in range(world.setup.nodes):
+        world.start(rank, world.later.random() * world.later.choice((1.0, 1.0, 25.0)))
 
 
 def lives(world: World, rank: int) -> bool:
@@ -116,9 +135,10 @@ def strike_now(world: World, strike: Strike, process: Process) -> None:
         case "pause":
             world.pause(process, strike.seconds, frozen=strike.whole)
         case "slow":
-            # Half of them block while they end their work.
-            verb = "cancel" if strike.whole else ""
-            process.mishap = Mishap("block", 1, seconds=strike.seconds, verb=verb)
+            # Half of them block while they end their work, or in a group while they give something.
+            verb = "" if not strike.whole else "put" if world.setup.groups else "cancel"
+            inside = "/gen-" if verb == "put" else ""
+            process.mishap = Mishap("block", 1, seconds=strike.seconds, verb=verb, inside=inside)
         case "leave":
             if process.joined and process.held_look is None and not process.paused:
                 process.loop.exit = Exit(143, "left", "stopped by SIGTERM")

@@ -38,7 +38,7 @@ def _asked_to_stop(history: History, rules: Rules, record: Generation, time: flo
     """Whether there was a request to stop at once; or at the next safe point, and nobody is beyond the row after it."""
     asked = [w.record for w in history.writes if isinstance(w.record, StopRequest) and w.time <= time]
     begun = any(
-        place[:2] == (record.number - 1, record.start.iteration) and place[2] > history.first + 1
+        place[:2] == (record.number - 1, record.start.iteration) and place[2] > history.span(record)[0] + 1
         for place in history.facts
     )
     return any(request.now for request in asked) or (bool(asked) and not begun)

@@ -21,6 +21,7 @@ from fsbarrier.sim.disk import Disk, File, SimPath
 from fsbarrier.sim.faults import StrikeOnEntry, Trouble
 from fsbarrier.sim.history import Asked, History, ProcessEnd, Removed, Said, Write, row_of
 from fsbarrier.sim.process import BLIND, JOINING, POLL_S, Process, usual_paces
+from fsbarrier.sim.sessions import OTHERS, Session, another
 from fsbarrier.sim.settings import CommandLines
 from fsbarrier.sim.setup import PATHS, START_SETTINGS, Setup, draw_rules, litter, program
 from fsbarrier.sim.store import Habits, MountClient
@@ -50,7 +51,11 @@ class World:
         self.paces = usual_paces(self.settings, self.beat_s, self.watchers, setup.outage_s)
         self.artifacts = Artifacts()
         if self.rules.slice == "update":
-            self.artifacts.given = {str(PATHS.merged("train", i + 1)) for i in range(setup.iterations)}
+            self.artifacts.given = {str(PATHS.merged("train", i + 1)) for i in range(setup.iterations + 1)}
+        # what the nodes were started for, and how often they will be again after the run has ended
+        self.sessions = [Session(0.0, self.settings.rl_phase, setup.iterations)]
+        self.later = Random(f"later {seed}")
+        self.sessions_left = int(bool(setup.mix) and self.later.random() < 0.12)
         self.command_lines = CommandLines(seed, self.history, self.settings)
         self.processes: list[Process] = []
         self.clients: dict[str, tuple[MountClient, Trouble]] = {}
@@ -93,6 +98,8 @@ class World:
         first, last = self.program.span(self.rules.slice)
         self.history = History(first, last, setup.limits.dead_s, blind_s, hidden_s, caches)
         size = {"num_nodes": setup.nodes, "rank_weights": [1.0] * setup.nodes}
+        self.history.phases = self.settings.rl_phase
+        self.history.spans = {phases: self.program.span(phases) for phases in OTHERS}
         self.history.settings = {**START_SETTINGS, **size}
         self.history.tasks = {"train": self.settings.rollout.tasks, "test": self.settings.eval.tasks}
 
@@ -187,9 +194,14 @@ class World:
         self.ending = False
         if any(process.up for process in self.processes):
             return False
-        if self.healed or self.over():
+        if not self.healed and not self.over():
+            strikes.heal(self)
+            return False
+        if not self.sessions_left:
             return True
-        strikes.heal(self)
+        self.sessions_left -= 1
+        self.sessions.append(another(self))
+        strikes.start_again(self)
         return False
 
     def _begin(self) -> None:
@@ -283,6 +295,7 @@ class World:
             self.pause(process, seconds, frozen=True)
             process.deferred.append(process.go_on)
         else:
+            self.history.stood_still.setdefault(process.host, []).append((self.now, self.now + seconds))
             self.say(f"node {process.rank}: an operation hangs for {seconds:g} s")
             self.after(seconds, process.go_on)
         look.park()
@@ -321,6 +334,7 @@ class World:
     def pause(self, process: Process, seconds: float, *, frozen: bool) -> None:
         if process.up and not process.paused:
             process.paused, process.frozen = True, frozen
+            self.history.stood_still.setdefault(process.host, []).append((self.now, self.now + seconds))
             self.say(f"node {process.rank} is stopped for {seconds:g} s{' with its host' if frozen else ''}")
             self.after(seconds, lambda: self.resume(process))
 

@@ -1,0 +1,143 @@
+"""Later sessions of a run: all nodes are started again after it has ended, perhaps with other phases or for one iteration more.
+
+Also where each generation must start (I3), by what the ones before it published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
+
+from fsbarrier.program import PHASE_NAMES
+from fsbarrier.protocol.facts import Generation, Position
+from fsbarrier.settings.value_types import RlPhase
+from fsbarrier.sim.history import History
+
+if TYPE_CHECKING:
+    from fsbarrier.protocol.state import Rules
+    from fsbarrier.sim.world import World
+
+# the first row of the slice that updates, and the first closing row
+UPDATE, CLOSING = PHASE_NAMES.index("engine_stop"), PHASE_NAMES.index("engine_start")
+OTHERS: tuple[RlPhase, ...] = ("both", "rollout", "update")
+
+
+class Session(NamedTuple):
+    """What the nodes are started for, from `time` on."""
+
+    time: float
+    phases: RlPhase
+    until: int
+
+
+def another(world: World) -> Session:
+    """The next session: what is left of the last one, or if that is finished, perhaps other phases, and perhaps an iteration more."""
+    last, dice = world.sessions[-1], world.later
+    # A copy, because a history that is asked remembers its answers.
+    if not finished(replace(world.history), last):
+        return last._replace(time=world.now)
+    phases = dice.choice(OTHERS)
+    # An iteration that nobody rolled out cannot be learned from. A run that only updates learns from another run.
+    learns = phases == "update" and last.phases != "update"
+    more = 0 if learns else dice.choice((0, 1, 1))
+    return Session(world.now, phases, last.until + more)
+
+
+def finished(history: History, session: Session) -> bool:
+    """Whether all members of some generation are done with the session's last row, even if nobody lived to see it."""
+    end = session.until, history.spans[session.phases][1]
+    return any(
+        record.until == session.until
+        and history.phases_of(record) == session.phases
+        and history.all_done((number, *end), record)
+        for number, (_, record) in history.generations.items()
+    )
+
+
+def nothing_was_left(history: History, session: Session) -> bool:
+    """Whether a node ended because an earlier session had done all that this one was started for."""
+    return any(
+        ended.code == 0 and "has already done" in ended.why and ended.time > session.time
+        for ended in history.ended.values()
+    )
+
+
+def start_positions(history: History, rules: Rules) -> Iterator[str]:
+    """A generation resumes where the one before it was, at most one row back, and then at that row's `resume`."""
+    for number, (write, record) in sorted(history.generations.items()):
+        if number == 1 or number in history.recovered:
+            continue
+        previous = history.generations.get(number - 1)
+        if previous is None:
+            yield f"generation {number} follows none"
+            continue
+        before, now = previous[1], (record.start.iteration, record.start.phase)
+        if history.span(record) != history.span(before):
+            right = _of_other_phases(history, number)
+            if now not in right:
+                yield f"generation {number} runs other phases than the one before and starts at {now} instead of {right}"
+            continue
+        start = before.start
+        reached = [
+            (iteration, phase)
+            for event, (older, iteration, phase) in history.entered
+            if older == number - 1 and event.time <= write.time
+        ]
+        most = max(reached, default=(start.iteration, start.phase))
+        row = Position(*_before(most, history.span(before), (start.iteration, start.phase)))
+        resumed = rules.table.resume_index(rules.row(row, before))
+        floor = row.iteration, max(history.span(before)[0], resumed)
+        if record.until != before.until and record.until is not None:
+            # Only now an iteration is the last one, or it was not closed.
+            floor = min(floor, (record.until, CLOSING))
+        ceiling = (
+            _after(most, history.span(before)) if history.all_done((number - 1, *most), before) else most
+        )
+        if not floor <= now <= ceiling:
+            yield f"generation {number} starts at {now}; generation {number - 1} had reached {most}"
+
+
+def _before(place: tuple[int, int], span: tuple[int, int], start: tuple[int, int]) -> tuple[int, int]:
+    iteration, phase = place
+    return max((iteration, phase - 1) if phase > span[0] else (iteration - 1, span[1]), start)
+
+
+def _after(place: tuple[int, int], span: tuple[int, int]) -> tuple[int, int]:
+    iteration, phase = place
+    return (iteration + 1, span[0]) if phase == span[1] else (iteration, phase + 1)
+
+
+def _of_other_phases(history: History, number: int) -> set[tuple[int, int]]:
+    """Where a generation may start that runs other phases than the one before: with the first update that no policy was made of, else
+    with the next iteration. What a leader published and nobody read counts or not."""
+    record = history.generations[number][1]
+    (first, last), full = history.span(record), history.span(record) == history.spans["both"]
+    right = set()
+    for rolled_out, updated in product(
+        *(_done(history, number, name) for name in ("train_aggregate", "weights_publish"))
+    ):
+        done = max(rolled_out, updated)
+        if first == UPDATE or (last > UPDATE and rolled_out > updated):
+            right.add((updated + 1, UPDATE))
+        else:
+            right.add((done + 1, first))
+            if full and done == record.until:
+                right.add((done, CLOSING))
+    return right
+
+
+def _done(history: History, number: int, name: str) -> set[int]:
+    """The last iterations in which a row was decided before generation `number`: surely, and perhaps."""
+    before: Generation = history.generations[number - 1][1]
+    entry = before.decisions.get(name)
+    phase = PHASE_NAMES.index(name)
+    published = [
+        iteration
+        for (older, iteration, row), done in history.facts.items()
+        if (older, row) == (number - 1, phase) and before.leader in done and done[before.leader][1].value
+    ]
+    read = [place[1] for _, place in history.passed if (place[0], place[2]) == (number - 1, phase)]
+    known = entry["iteration"] if entry is not None else 0
+    return {max([known, *read]), max([known, *published])}
