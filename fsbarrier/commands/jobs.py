@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from fsbarrier.commands import flags
 from fsbarrier.errors import UsageError
+from fsbarrier.protocol.wording import counted
 from fsbarrier.start import preflight
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
     number = int(rest[1]) if rest[1].isdecimal() else -1
     if number not in facts.jobs:
         raise UsageError(
-            f"{rest[1]}: the pool has no such job; `fsbarrier jobs {rest[0]}` lists its {len(facts.jobs)} jobs"
+            f"{rest[1]}: the pool has no such job; `fsbarrier jobs {rest[0]}` lists its {counted(len(facts.jobs), 'job')}"
         )
     return _logs(pool, facts, number, args) if action == "logs" else _stop(pool, facts, number)
 
