@@ -28,6 +28,7 @@ from fsbarrier.group.bounded_wait import BoundedWait
 from fsbarrier.group.collective import Collective
 from fsbarrier.group.member_threads import MemberThreads
 from fsbarrier.group.noted_store import NotedStore
+from fsbarrier.node.beat_pace import BeatPace
 from fsbarrier.protocol.facts import Join, Position
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Exit
@@ -423,3 +424,13 @@ def test_a_group_whose_record_cannot_be_read_is_a_typed_error(
     with pytest.raises(fsbarrier.StoreError, match=why) as told:
         fsbarrier.join(tmp_path, node_rank=0, num_nodes=1, **QUICK)
     assert (told.value.rank, bool(told.value.host)) == (0, True)
+
+
+def test_whoever_cannot_read_heartbeats_writes_its_own_less_often() -> None:
+    pace = BeatPace(suspect_s=6.0)
+    assert pace.pause_s(0.2, {}, 10.0) == 0.2
+    assert pace.pause_s(0.2, {1: 10.0}, 10.5) == 0.2, "it is just being replaced"
+    assert pace.pause_s(0.2, {1: 10.0, 2: 11.0}, 12.0) == 2.0
+    assert pace.pause_s(0.2, {1: 10.0}, 30.0) == 3.0, "half of what makes it a suspect"
+    assert pace.pause_s(0.2, {}, 31.0) == 3.0, "it would be hidden again"
+    assert pace.pause_s(4.0, {}, 31.0) == 4.0

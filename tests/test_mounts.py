@@ -150,6 +150,37 @@ def test_a_hostile_mount_makes_a_run_slow_and_never_wrong(tmp_path: Path, name: 
         assert_exactly_once(cluster.log_path, 1)
 
 
+MEMBER = """
+import sys, fsbarrier
+rank = int(sys.argv[1])
+with fsbarrier.join(sys.argv[2], node_rank=rank, num_nodes=3, timeout_s=60) as group:
+    assert group.all_gather(rank) == [0, 1, 2]
+    assert group.broadcast(rank, src=1) == 1
+"""
+
+
+@needs_fuse
+@pytest.mark.slow
+def test_a_group_meets_where_data_can_be_read_only_late(tmp_path: Path) -> None:
+    """Heartbeats that are replaced before anybody can read them would never be seen."""
+    with mounting.nodes(tmp_path, 3, ["--data-late-s", "2"]) as mounts:
+        env = {**os.environ, "PYTHONPATH": str(REPO)}
+        members = [
+            subprocess.Popen([sys.executable, "-c", MEMBER, str(rank), str(mount / "group")], env=env)
+            for rank, mount in enumerate(mounts)
+        ]
+        assert [member.wait(150) for member in members] == [0, 0, 0]
+
+
+@needs_fuse
+@pytest.mark.slow
+def test_doctors_meet_where_data_can_be_read_only_late(tmp_path: Path) -> None:
+    with mounting.nodes(tmp_path, 2, ["--data-late-s", "2"]) as mounts:
+        codes, report = doctors(mounts)
+        assert codes == {0} and report["fit"] and report["staleness_s"] >= 2, report
+    assert os.listdir(tmp_path / "shared") == []
+
+
 @needs_fuse
 @needs_root
 @pytest.mark.slow

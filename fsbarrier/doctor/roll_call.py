@@ -23,11 +23,12 @@ from fsbarrier import files
 from fsbarrier.doctor.messages import pack, read, wait_for
 from fsbarrier.errors import TooFewNodes, UsageError
 from fsbarrier.host.identity import boot_id, host_name
-from fsbarrier.retry import retry
+from fsbarrier.retry import Backoff, retry
 
 TELL_AFTER_S = 2.0
-#: how often a doctor rewrites its record: some mounts list new files only after a local change in the folder
-RENEW_S = 0.5
+#: When a doctor rewrites its record: some mounts list new files only after a local change in the folder, others show new content only
+#: seconds later, and never if it is replaced before.
+RENEWALS = Backoff(0.5, 8.0, factor=2.0)
 #: a doctor that gives up stays visible for this long, so that the others reach the same result instead of waiting for it
 LINGER_S = 1.0
 
@@ -53,6 +54,8 @@ class Lobby:
         #: all doctors seen so far
         self._came = {self.me.token: self.me}
         self._written_at = 0.0
+        self._renewals = iter(RENEWALS)
+        self._renew_after_s = 0.0
 
     def gather(
         self, wait_s: float, say: Callable[[str], None], heed_signals: Callable[[], None]
@@ -93,7 +96,8 @@ class Lobby:
 
     def _look(self) -> dict[str, Visitor]:
         """The doctors present now: token -> record. Raises UsageError if their flags contradict each other, OSError."""
-        if time.monotonic() - self._written_at > RENEW_S:
+        if time.monotonic() - self._written_at > self._renew_after_s:
+            self._renew_after_s = next(self._renewals)
             # The last doctor of an earlier visit may remove the empty folder between our two steps.
             retry(self._write, errnos={errno.ENOENT})
         found = [visitor_of(self.folder / name) for name in self.present() - {self.me.token}]

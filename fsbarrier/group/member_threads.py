@@ -14,6 +14,7 @@ from fsbarrier.errors import Fenced, FsbarrierError
 from fsbarrier.group.collective import Collective
 from fsbarrier.group.member import GroupMember, Snapshot
 from fsbarrier.group.noted_store import NotedStore
+from fsbarrier.node.beat_pace import BeatPace
 from fsbarrier.node.polling import FIRST_PAUSE_S, Polling
 from fsbarrier.protocol.state import Exit, Stage
 from fsbarrier.retry import Backoff
@@ -145,7 +146,7 @@ class MemberThreads:
     # --- the beating thread ---
 
     def _write_heartbeats(self) -> None:
-        loop, store = self.member.loop, PosixStore()
+        loop, store, pace = self.member.loop, PosixStore(), BeatPace(self.rules.limits.suspect_s)
         while True:
             failure = self.snapshot.failure
             last = self._leaving.is_set() or failure is not None
@@ -159,4 +160,5 @@ class MemberThreads:
             if last:
                 return
             joining = loop.node.stage is Stage.JOINING
-            self._leaving.wait(self.beat_s / loop.observer.paces.eager if joining else self.beat_s)
+            usual_s = self.beat_s / loop.observer.paces.eager if joining else self.beat_s
+            self._leaving.wait(pace.pause_s(usual_s, loop.observer.hidden_beats, time.monotonic()))

@@ -34,6 +34,7 @@ from fsbarrier.host.addresses import candidate_addresses
 from fsbarrier.host.identity import boot_id, host_name, user_at_host
 from fsbarrier.host.mounts import claims_unsafe
 from fsbarrier.loader import load_program
+from fsbarrier.node.beat_pace import BeatPace
 from fsbarrier.node.code_digests import code_digests, one_digest
 from fsbarrier.node.context_maker import ContextMaker, parts_on_disk
 from fsbarrier.node.debug_report import DebugReports
@@ -66,8 +67,6 @@ if TYPE_CHECKING:
 
 # Between two heartbeats of a joining node, which the others wait for.
 JOINING_BEAT_S = 0.2
-# A heartbeat that is unreadable for longer is not just being replaced.
-HIDDEN_S = 1.0
 # How long the last heartbeat and the last console lines may take if a filesystem or a terminal hangs.
 LAST_WORDS_S = 1.0
 # A start that waits for other nodes names them after this time, and then every minute.
@@ -285,11 +284,9 @@ class Daemon:
 
         A node whose loop hangs must not look alive, or the others would wait for it for ever. So the heartbeats stop when the loop has
         not looked for `suspect_s` / 2. Half, because the others count its silence only from the last heartbeat.
-
-        Some mounts show a write only seconds later. If each heartbeat is replaced before anybody sees it, nobody ever sees one. So a
-        node that cannot read the others' heartbeats writes its own less often, since they read through the same kind of mount.
         """
-        coordination, noted, slowest_s = self.settings.coordination, 0, 0.0
+        coordination, noted = self.settings.coordination, 0
+        pace = BeatPace(coordination.suspect_s)
         while True:
             last = self._ended.is_set()
             silent_s = time.monotonic() - self._looked_at
@@ -303,11 +300,9 @@ class Daemon:
             if last:
                 return
             joining = self.loop.node.stage is Stage.JOINING
-            hidden_since = min(self.loop.observer.hidden_beats.values(), default=time.monotonic())
-            slowest_s = max(slowest_s, min(time.monotonic() - hidden_since, coordination.suspect_s / 2))
             # If the loop was only paused, the others should see that at once when it looks again.
-            pause_s = JOINING_BEAT_S if joining or held_back else coordination.beat_s
-            self._ended.wait(pause_s if slowest_s < HIDDEN_S else max(pause_s, slowest_s))
+            usual_s = JOINING_BEAT_S if joining or held_back else coordination.beat_s
+            self._ended.wait(pace.pause_s(usual_s, self.loop.observer.hidden_beats, time.monotonic()))
 
     @contextmanager
     def signals(self) -> Iterator[None]:
