@@ -33,11 +33,11 @@ IMPORTED = (
 class Forks:
     """Runs commands in `folder`, one at a time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **environ: str) -> None:
         self._child = subprocess.Popen(
             [sys.executable, __file__],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

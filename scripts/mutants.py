@@ -7,9 +7,9 @@
     python scripts/mutants.py --quick --results F    without the slow tests: a fault that only they could find stays unjudged
 
 For each fault: the quick tests of what was changed, then schedules of the simulator and the stories of tests/scenarios, then its
-other tests, until something finds it. What a story prints does not count, only the invariants that it breaks, and a test counts only if
-it passes without the fault. Exit code 1 where a fault that breaks a promise survives, where one that was recorded as harmless does
-not, or where one cannot be put in. (The file is longer than others because of its list of tests.)
+other tests, until something finds it. Tests that take little time come first. What a story prints does not count, only the invariants
+that it breaks, and a test counts only if it passes without the fault. Exit code 1 where a fault that breaks a promise survives, where
+one that was recorded as harmless does not, or where one cannot be put in. (The file is longer than others because of its list of tests.)
 """
 
 from __future__ import annotations
@@ -156,8 +156,9 @@ class Verdict:
 class Copy:
     """A copy of the tree, in which one fault after the other is put in and taken out again."""
 
-    def __init__(self, folder: Path, seeds: int, *, quick: bool = False) -> None:
-        self.folder, self.seeds, self.quick, self._forks = folder, seeds, quick, Forks(folder)
+    def __init__(self, folder: Path, seeds: int, times: Path | None = None, *, quick: bool = False) -> None:
+        self.folder, self.seeds, self.quick = folder, seeds, quick
+        self._forks = Forks(folder, TEST_TIMES=str(times or folder / "times"))
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
@@ -251,6 +252,8 @@ class Copy:
             "-o",
             "cache_dir=.pytest_cache",
             *IMPORTED_EARLY,
+            "-p",
+            "scripts.fastest_first",
         )
         return self._forks.run(["-m", "pytest", *options, *words], TESTS_S)
 
@@ -307,16 +310,25 @@ def schedules(kinds: Sequence[str], seeds: int) -> str:
 
 
 def judge_all(
-    mutants: Sequence[Mutant], jobs: int, seeds: int, until: float, *, quick: bool = False
+    mutants: Sequence[Mutant],
+    jobs: int,
+    seeds: int,
+    until: float,
+    times: Path | None = None,
+    *,
+    quick: bool = False,
 ) -> Iterator[Verdict]:
-    """The verdicts, as they come; none is begun after `until`. Raises DoesNotApply before anything is run."""
+    """The verdicts, as they come; none is begun after `until`. `times`: how long tests take, of which it takes note.
+
+    Raises DoesNotApply before anything is run.
+    """
     for mutant in mutants:
         mutate(mutant)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as threads:
         copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         for number in range(jobs):
             (Path(folder) / str(number)).mkdir()
-            copies.put(Copy(Path(folder) / str(number), seeds, quick=quick))
+            copies.put(Copy(Path(folder) / str(number), seeds, times, quick=quick))
 
         def work(mutant: Mutant) -> Verdict | None:
             copy = copies.get()
@@ -410,7 +422,8 @@ def main(words: Sequence[str]) -> int:
         parser.error(f"no fault has {' or '.join(arguments.names)} in its name")
     verdicts = []
     until = time.monotonic() + arguments.minutes * 60
-    for verdict in judge_all(mutants, arguments.jobs, arguments.seeds, until, quick=arguments.quick):
+    times = arguments.results.absolute().with_suffix(".times") if arguments.results else None
+    for verdict in judge_all(mutants, arguments.jobs, arguments.seeds, until, times, quick=arguments.quick):
         print(verdict.line, flush=True)
         if not verdict.judged:
             continue
