@@ -64,6 +64,7 @@ TESTS = (
     ("fsbarrier/node/state_upload", "state_upload"),
     ("fsbarrier/node/weights", "weights_copy node_work"),
     ("fsbarrier/node/polling", "polling quiet_waits heartbeats detection"),
+    ("fsbarrier/node/beat_pace", "group_edges heartbeats"),
     ("fsbarrier/node/daemon", "heartbeats membership detection restarts supervisor"),
     (
         "fsbarrier/node/loop",
