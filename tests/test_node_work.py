@@ -650,6 +650,7 @@ def test_a_program_of_the_user_s_own_has_failed_whatever_its_exit_code(place: Wo
     ("raised", "code"),
     [
         ("OSError(errno.ENOSPC, 'full')", 3),
+        ("OSError(errno.EROFS, 'read-only for a while')", 3),
         ("OSError(errno.ENOTCONN, 'gone', '/shared/part')", 3),
         ("OSError(errno.ENOTCONN, 'a socket')", 1),
         ("FileNotFoundError(errno.ENOENT, 'none', '/shared/part')", 1),

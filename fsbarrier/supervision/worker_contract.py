@@ -189,7 +189,7 @@ def is_of_the_mount(error: BaseException | None) -> bool:
     """Whether a filesystem failed or is full, which may pass. Sockets have some of these error codes too, but no file name."""
     if not isinstance(error, OSError):
         return False
-    return error.errno in (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT) or (
+    return error.errno in (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS) or (
         error.errno in FAILING and error.filename is not None
     )
 
