@@ -106,10 +106,11 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
         code = _watch(program, context, job, workplace, keeper)
     if code != 0:
         _distrust_engines(own.result, context, workplace)
-        said = f"{program_name(argv)} {_how_it_ended(code)}{_end_of_log(program)}"
+        said, log = f"{program_name(argv)} {_how_it_ended(code)}", _end_of_log(program)
         if code == StoreError.exit_code and work.keep is None and program_name(argv).startswith("fsbarrier."):
-            raise DirectoryFailed(said)
-        raise ProgramFailed(said)
+            # Perhaps not even its log could be written.
+            raise DirectoryFailed(f"{said}, because {workplace.log_path} fails or is full{log}")
+        raise ProgramFailed(f"{said}{log}")
     result = read_result(own.result, program_name(argv)) if work.result else {}
     shutil.rmtree(own.folder, ignore_errors=True)
     value = {**work.extra, **result}
