@@ -88,6 +88,7 @@ def run(scale: int) -> int:
         (Setup(mix=parse_mix("old,crash,unreadable"), iterations=2), 200),
         (Setup(mix=parse_mix("old,crash,version"), iterations=10), 30),
         (Setup(mix=parse_mix("slow,stale,twin,errors"), groups=True), 200),
+        (Setup(mix=parse_mix("slow"), groups=True), 200),
     )
     return sum(
         bool(verdict.violations)

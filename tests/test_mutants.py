@@ -94,7 +94,7 @@ def test_every_fault_can_be_put_in() -> None:
     [
         ("retry: what does not pass", "retry", "tests: test_retry"),
         ("machine/<module>: a node that the newest generation", "machine", "tests: test_machine"),
-        ("machine/<module>: a node that the newest generation", "lost | machine", "schedules: "),
+        ("machine/<module>: a node that the newest generation", "assign | machine", "schedules: "),
     ],
 )
 def test_what_finds_a_fault_is_told(
