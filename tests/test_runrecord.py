@@ -111,6 +111,7 @@ def test_what_lies_in_a_folder_without_a_record(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"schema": 2}, "format 2, made by fsbarrier 0.1.0"),
+        ({"format": 99}, "its nodes write record format 99, as fsbarrier 0.1.0 does"),
         ({"schema": "1"}, "no schema number"),
         ({"model": "/other"}, "torn or edited"),
         ({"settings": []}, "torn or edited"),
