@@ -27,7 +27,7 @@ from fsbarrier import cli
 from fsbarrier.aggregate import AggregateReport, Part, aggregate, command_line
 from fsbarrier.data import merge_copy
 from fsbarrier.data.merge import remove_leftovers
-from fsbarrier.data.merge_plan import ranges
+from fsbarrier.data.merge_plan import MergePlan, make_plan, ranges
 from fsbarrier.data.torch_pickle import FormatError
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.rundir import runrecord
@@ -224,9 +224,12 @@ def test_acknowledged_bytes_that_are_gone_are_missed(tmp_path: Path, three: list
 
 
 @pytest.mark.parametrize("body", [False, True])
+@pytest.mark.parametrize("buffer", [merge_copy.BUFFER, 40], ids=["small", "large"])
 def test_a_damaged_group_is_replaced_from_another_part_or_missed(
-    tmp_path: Path, three: list[Path], body: bool
+    tmp_path: Path, three: list[Path], monkeypatch: pytest.MonkeyPatch, body: bool, buffer: int
 ) -> None:
+    """In pieces smaller than the buffer, and in larger ones."""
+    monkeypatch.setattr(merge_copy, "BUFFER", buffer)
     out = tmp_path / "merged"
     for path, task in ((three[0], 0), (three[1], 3)):
         damage(path, task, body=body)
@@ -239,6 +242,27 @@ def test_a_damaged_group_is_replaced_from_another_part_or_missed(
     assert (report.groups, report.missing, len(report.damaged)) == (9, (), 2)
     rank_of = {0: 7, 3: 7}
     assert load(out)["trajectories"] == concatenated(range(9), lambda task: rank_of.get(task, task // 3))
+
+
+@pytest.mark.parametrize("buffer", [merge_copy.BUFFER, 40], ids=["small", "large"])
+def test_a_part_that_is_cut_after_the_plan_gives_no_foreign_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer: int
+) -> None:
+    monkeypatch.setattr(merge_copy, "BUFFER", buffer)
+    path, other = write_part(tmp_path / "part", (0, 1)), write_part(tmp_path / "other", (0, 1), rank=7)
+    last = scan_shard(path).groups[-1]
+
+    def plan_and_cut(*given: Any) -> MergePlan:
+        plan = make_plan(*given)
+        os.truncate(path, last.body_offset + 5)
+        return plan
+
+    monkeypatch.setattr("fsbarrier.data.merge.make_plan", plan_and_cut)
+    report = merge([path, other], tmp_path / "merged", range(2))
+    assert report.missing == () and any("-000001 of part" in what for what in report.damaged)
+    found = load(tmp_path / "merged")["trajectories"]
+    assert found == concatenated(range(2), lambda task: found[2 * task]["node_rank"])
+    assert found[2]["node_rank"] == 7
 
 
 def test_damage_in_every_copy_and_no_expectation(tmp_path: Path) -> None:

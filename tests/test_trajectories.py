@@ -171,6 +171,21 @@ def test_damage_between_whole_groups_costs_only_its_group(tmp_path: Path) -> Non
             assert [item["task_index"] for item in iter_trajectories(path)] == [0, 2]
 
 
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_storage_under_another_name_costs_its_group(tmp_path: Path, finished: bool) -> None:
+    """The bytes match their checksums, so only the group's description tells that its storage is not there."""
+    path = small_part(tmp_path / "part", finished=finished)
+    hit = scan_shard(path).groups[1]
+    content = path.read_bytes()
+    name = hit.storages[0].name.encode()
+    place = content.index(name, hit.storages[0].offset)
+    path.write_bytes(content[:place] + name[:-1] + b"?" + content[place + len(name) :])
+    for verify in (False, True):
+        found = scan_shard(path, verify=verify)
+        assert [entry.task_index for entry in found.groups] == [0, 2]
+        assert found.damaged == (f"group {hit.key} has other storages than it was written with",)
+
+
 @given(st.binary(max_size=2000))
 @settings(max_examples=200, deadline=None)
 def test_random_bytes_are_no_shard(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
