@@ -363,26 +363,23 @@ def key(mutant: Mutant) -> str:
     return f"{mutant.area}: {mutant.promise} -> {mutant.edits[0].new}"
 
 
-def table(verdicts: Sequence[Verdict]) -> str:
-    """What docs/proof.md says: counts by table, and which faults are harmless or survive."""
+def table(verdicts: Sequence[Verdict], left: Sequence[Mutant] = ()) -> str:
+    """What docs/proof.md says: counts by table, which faults are harmless or survive, and which of those `left` to run are harmless."""
     rows = ["| faults in | put in | found | harmless |", "| --- | --- | --- | --- |"]
     for area in dict.fromkeys(verdict.mutant.area for verdict in verdicts):
         ours = [verdict for verdict in verdicts if verdict.mutant.area == area]
         found, harmless = sum(bool(one.how) for one in ours), sum(bool(one.mutant.harmless) for one in ours)
         rows.append(f"| {area} | {len(ours)} | {found} | {harmless} |")
+    judged = [one.mutant for one in verdicts if one.mutant.harmless]
+    survivors = [one.mutant for one in verdicts if one.wrong and not one.how]
     for title, chosen in (
-        (
-            "Nothing finds these, and nothing is lost by them:",
-            [one for one in verdicts if one.mutant.harmless],
-        ),
-        ("Nothing finds these:", [one for one in verdicts if one.wrong and not one.how]),
+        ("Nothing finds these, and nothing is lost by them:", judged),
+        ("These are harmless too, and were not run again:", [one for one in left if one.harmless]),
+        ("Nothing finds these:", survivors),
     ):
         if chosen:
             rows += ["", title, ""]
-            rows += [
-                f"* `{one.mutant.edits[0].where}`: {one.mutant.harmless or one.mutant.promise}"
-                for one in chosen
-            ]
+            rows += [f"* `{one.edits[0].where}`: {one.harmless or one.promise}" for one in chosen]
     return "\n".join(rows)
 
 
@@ -440,9 +437,11 @@ def main(words: Sequence[str]) -> int:
     print("\n".join(verdict.line for verdict in wrong))
     if not (arguments.names or arguments.area or arguments.keep_page):
         known |= {key(verdict.mutant): verdict for verdict in verdicts}
-        judged = [known[key(mutant)] for mutant in read_tables() if key(mutant) in known]
+        faults = read_tables()
+        judged = [known[key(mutant)] for mutant in faults if key(mutant) in known]
+        left = [mutant for mutant in faults if key(mutant) not in known]
         head, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{head}{BEGIN}\n{table(judged)}\n{END}{rest.partition(END)[2]}")
+        PAGE.write_text(f"{head}{BEGIN}\n{table(judged, left)}\n{END}{rest.partition(END)[2]}")
     return 1 if wrong else 0
 
 
