@@ -83,7 +83,7 @@ DAMAGES: dict[str, Damage] = {
     "{} names a leader who is no member": lambda data, rng: changed(data, _led_by_nobody),
     "{} has decisions that are none": lambda data, rng: changed(data, _without_an_iteration),
 }
-#: of joins and generations: whole records, which no node can follow
+#: of a run's joins and generations: whole records, which no node can follow
 WRONG_SETTINGS: dict[str, Damage] = {
     "{} has a setting that no start could choose": lambda data, rng: changed(data, _with_a_wrong_setting)
 }

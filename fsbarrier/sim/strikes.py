@@ -244,7 +244,9 @@ def spoil_a_record(world: World, name: str = "") -> None:
         if generations and Random(f"which {world.now}").random() < 0.3:
             write = generations[-1]
         dice = Random(f"damage {write.path} {world.now}")
-        damages = DAMAGES | WRONG_SETTINGS if isinstance(write.record, Join | Generation) else DAMAGES
+        # A group has no settings, so its members follow such a record.
+        may_ask = isinstance(write.record, Join | Generation) and not world.setup.groups
+        damages = DAMAGES | WRONG_SETTINGS if may_ask else DAMAGES
         said = next(iter(damages)) if name else dice.choice([*damages])
         world.disk.spoilt[write.path] = damages[said](encode(write.record), dice)
         world.say(said.format(write.path))
