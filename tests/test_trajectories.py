@@ -268,8 +268,9 @@ def test_a_finished_file_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_anothers_file_is_refused(tmp_path: Path) -> None:
     path = write_part(tmp_path / "part", [1])
-    with pytest.raises(UsageError, match="another rollout"):
-        ShardWriter(path, prefix="p", header=HEADER)
+    for prefix in ("p", scan_shard(path).prefix):
+        with pytest.raises(UsageError, match="another rollout"):
+            ShardWriter(path, prefix=prefix, header=HEADER)
     (tmp_path / "other").write_bytes(b"something else entirely" * 100)
     with pytest.raises(NotOurs):
         ShardWriter(tmp_path / "other", prefix="p", header=HEADER)
@@ -411,6 +412,8 @@ def test_a_full_disk_leaves_a_valid_file(tmp_path: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (first.end + 1000, hard))
             with pytest.raises(StoreError, match="cannot append task 1"):
                 writer.append_group(1, group(1))
+            # What is left behind a shorter finish would hide the directory at the file's end.
+            assert path.stat().st_size == writer.valid_bytes == first.end
             with pytest.raises(StoreError, match="cannot finish"):
                 writer.finish({})
         finally:
