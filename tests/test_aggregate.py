@@ -23,8 +23,9 @@ from unittest import mock
 import pytest
 from trajectory_files import group, write_part
 
-from fsbarrier import cli
+from fsbarrier import cli, files
 from fsbarrier.aggregate import AggregateReport, Part, aggregate, command_line
+from fsbarrier.data import merge as merge_module
 from fsbarrier.data import merge_copy
 from fsbarrier.data.merge import remove_leftovers
 from fsbarrier.data.merge_plan import MergePlan, make_plan, ranges
@@ -88,6 +89,25 @@ def test_a_read_that_fails_for_a_moment_is_tried_again(
     merge(three, tmp_path / "troubled", range(9))
     monkeypatch.undo()
     assert load(tmp_path / "calm")["trajectories"] == load(tmp_path / "troubled")["trajectories"]
+
+
+def test_a_merge_whose_file_was_made_although_its_mount_says_otherwise_is_made_again(
+    tmp_path: Path, three: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client repeats a create whose answer was stale, and finds the file there."""
+    made: list[Path] = []
+
+    def ambiguous(path: Path) -> int:
+        made.append(path)
+        if len(made) == 1:
+            path.touch()
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        return files.open_new(path)
+
+    monkeypatch.setattr(merge_module, "open_new", ambiguous)
+    merge(three, tmp_path / "merged", range(9))
+    assert len(set(made)) == 2 and not made[0].exists()
+    assert load(tmp_path / "merged")["trajectories"] == concatenated(range(9))
 
 
 def test_three_parts_merge_into_their_concatenation(tmp_path: Path, three: list[Path]) -> None:

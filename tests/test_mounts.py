@@ -381,9 +381,9 @@ def test_listings_that_never_change_are_refused(tmp_path: Path) -> None:
         # The other's last word may never be seen on such a mount.
         assert 3 in codes and codes <= {3, 5}, report
         refused = [check for check in report["checks"] if check["level"] == "refused"]
-        assert [check["name"] for check in refused] == ["new name listed after"] and "time-outs" in refused[
-            0
-        ]["advice"]
+        assert [check["name"] for check in refused] == ["new name listed after"] and "timeouts" in refused[0][
+            "advice"
+        ]
 
 
 @needs_fuse

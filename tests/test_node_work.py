@@ -435,7 +435,7 @@ def jobs(place: Workplace, each: Callable[[Context], Work]) -> tuple[JobRunner, 
     return JobRunner(lambda node: cast(Context, seen), place, woken.set), woken
 
 
-NODE = cast(Node, SimpleNamespace(generation=None))
+NODE = cast(Node, SimpleNamespace(rank=0, generation=None))
 
 
 def test_a_job_reports_what_became_of_it(place: Workplace) -> None:
@@ -731,12 +731,13 @@ def test_a_job_that_was_about_to_report_when_it_was_cancelled_reports_nothing(
     assert running.report() is None
 
 
-def test_a_directory_that_fails_for_a_moment_is_asked_again(place: Workplace) -> None:
-    answers = iter([OSError("stale"), Value({"a": 1})])
+@pytest.mark.parametrize("error", [OSError("stale"), StoreError("p.part: cannot read it: stale")], ids=repr)
+def test_a_directory_that_fails_for_a_moment_is_asked_again(place: Workplace, error: Exception) -> None:
+    answers = iter([error, Value({"a": 1})])
 
     def each(context: Context) -> Work:
         answer = next(answers)
-        if isinstance(answer, OSError):
+        if isinstance(answer, Exception):
             raise answer
         return answer
 
@@ -745,6 +746,21 @@ def test_a_directory_that_fails_for_a_moment_is_asked_again(place: Workplace) ->
     assert woken.wait(30)
     report = running.report()
     assert report is not None and report.value == {"a": 1}
+
+
+@pytest.mark.parametrize("error", [OSError("stale"), StoreError("p.part: cannot read it: stale")], ids=repr)
+def test_a_directory_that_goes_on_failing_is_the_nodes_fault_and_no_programs(
+    place: Workplace, error: Exception
+) -> None:
+    place.outage_s = 0.0
+
+    def each(context: Context) -> Work:
+        raise error
+
+    running, woken = jobs(place, each)
+    running.launch(NODE, RowPart.EACH)
+    assert woken.wait(30)
+    assert "cannot begin its work" in str(running.unfit) and running.report() is None
 
 
 def test_a_cancelled_job_stops_asking(place: Workplace) -> None:

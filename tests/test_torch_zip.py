@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import errno
 import io
 import os
 import pickle
@@ -357,6 +358,24 @@ CONTENTS = {
     "archive/empty": b"",
     "archive/data/b": b"y" * 64,
 }
+
+
+def test_a_directory_is_read_again_when_the_mount_fails_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_zip(tmp_path / "z", CONTENTS)
+    failures = [errno.ESTALE, errno.EIO, errno.ESTALE]
+
+    class Unsteady(io.FileIO):
+        """What zipfile reads through."""
+
+        def read(self, size: int | None = -1, /) -> bytes:
+            if failures:
+                raise OSError(failures[-1], os.strerror(failures.pop()))
+            return super().read(size)
+
+    monkeypatch.setattr(os, "fdopen", Unsteady)
+    assert [entry.name for entry in opened(tmp_path / "z")] == list(CONTENTS) and not failures
 
 
 @pytest.mark.parametrize("limits", [(None, None), (1, 1), (50, None), (None, 2)], ids=str)

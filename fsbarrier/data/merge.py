@@ -8,6 +8,7 @@ not depend on timing. `aggregate.py` is the command.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -94,8 +95,9 @@ def merge(request: MergeRequest, on_progress: OnProgress | None = None) -> Aggre
     Raises UsageError (missing tasks, incompatible parts, a foreign file at `out`), StoreError.
     """
     try:
-        # The rename is the last step, so the whole merge can be retried.
-        return retry(lambda: _merge(request, on_progress), errnos=FAILING)
+        # The rename is the last step, so the whole merge can be retried. A temporary file with a random name exists only because this
+        # process made it although its mount said otherwise.
+        return retry(lambda: _merge(request, on_progress), errnos=FAILING | {errno.EEXIST})
     except OSError as error:
         raise StoreError(f"{request.out}: cannot merge: {error.strerror or error}") from error
 

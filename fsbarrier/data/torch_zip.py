@@ -174,16 +174,7 @@ def read_directory(fd: int, size: int) -> list[Entry]:
     if not (end.startswith(b"PK\5\6") and end.endswith(b"\0\0")):
         raise FormatError("it has no central directory at its end")
     _check_directory_size(fd, size, end)
-    try:
-        with os.fdopen(os.dup(fd), "rb") as stream, zipfile.ZipFile(stream) as archive:
-            infos, directory = archive.infolist(), archive.start_dir
-    except zipfile.BadZipFile as error:
-        # zipfile turns read errors into bad-file errors; undo that. Only EINVAL really means a bad file: a seek before its start.
-        if isinstance(error.__context__, OSError) and error.__context__.errno != errno.EINVAL:
-            raise error.__context__ from None
-        raise FormatError(f"its directory is damaged: {error}") from None
-    except (NotImplementedError, ValueError, OverflowError, LookupError, struct.error) as error:
-        raise FormatError(f"its directory is damaged: {error}") from None
+    infos, directory = retry(lambda: _list_archive(fd), errnos=FAILING)
     entries = sorted((_checked_entry(fd, info) for info in infos), key=lambda entry: entry.offset)
     last = 0
     for entry in entries:
@@ -191,6 +182,20 @@ def read_directory(fd: int, size: int) -> list[Entry]:
             raise FormatError("its entries overlap")
         last = entry.end
     return entries
+
+
+def _list_archive(fd: int) -> tuple[list[zipfile.ZipInfo], int]:
+    """The entries of the directory, and where it begins. Raises FormatError, OSError."""
+    try:
+        with os.fdopen(os.dup(fd), "rb") as stream, zipfile.ZipFile(stream) as archive:
+            return archive.infolist(), archive.start_dir
+    except zipfile.BadZipFile as error:
+        # zipfile turns read errors into bad-file errors; undo that. Only EINVAL really means a bad file: a seek before its start.
+        if isinstance(error.__context__, OSError) and error.__context__.errno != errno.EINVAL:
+            raise error.__context__ from None
+        raise FormatError(f"its directory is damaged: {error}") from None
+    except (NotImplementedError, ValueError, OverflowError, LookupError, struct.error) as error:
+        raise FormatError(f"its directory is damaged: {error}") from None
 
 
 def _check_directory_size(fd: int, size: int, end: bytes) -> None:

@@ -123,9 +123,9 @@ class Workplace:
     def patiently(self, job: RowJob, ask: Callable[[], T]) -> T:
         """The result of `ask`, which reads the shared directory, retried for `outage_s` while that fails.
 
-        Raises OSError, PolicyUnreadable, Cancelled, and immediately whatever else `ask` raises.
+        Raises OSError, StoreError, PolicyUnreadable, Cancelled, and immediately whatever else `ask` raises.
         """
-        failures = (OSError, PolicyUnreadable)
+        failures = (OSError, StoreError, PolicyUnreadable)
         try:
             return retry(ask, within_s=self.outage_s, cancel=job.cancel, passing=failures)
         except failures:

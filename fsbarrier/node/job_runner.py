@@ -127,7 +127,7 @@ class JobRunner:
                 assert build is not None
                 warned = self._admit(context, node)
                 work = self.workplace.patiently(job, partial(build_work, build, context))
-        except OSError as error:
+        except (OSError, StoreError) as error:
             # Another host may be able to read it, and no program has failed.
             raise NodeUnfit(f"node {node.rank}: this node cannot begin its work: {error}") from None
         value = carry_out(work, context, job, self.workplace)
