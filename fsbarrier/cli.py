@@ -29,7 +29,7 @@ COMMANDS = {
     "runs": "list the runs in a folder",
     "top": "watch a run live",
     "logs": "show or follow the nodes' logs",
-    "debug": "collect stacks, memory and logs of all nodes in one archive",
+    "debug": "collect the logs of all nodes, with the stacks of this host's programs, in one archive",
     "stop": "end a run on all its nodes",
     "recover": "after a disaster: check what each rank left, and repair the run",
     "aggregate": "merge the ranks' trajectory files by hand",

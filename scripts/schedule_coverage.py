@@ -27,7 +27,6 @@ ROOMS = ("protocol", "node", "group")
 EDGES = (
     "node/admission.py",
     "node/code_digests.py",
-    "node/debug_report.py",
     "node/context_maker.py",
     "node/daemon.py",
     "node/directory_watch.py",

@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -173,18 +172,6 @@ def test_a_program_without_progress_is_a_failed_attempt(tmp_path: Path) -> None:
             assert f"| node {VICTIM} (" in cluster.said(other) and "no progress for 5 s" in cluster.said(
                 other
             )
-        # What all nodes did then was collected before the program was ended.
-        (archive,) = cluster.log_path.glob("debug-stall_*.tar.gz")
-        assert str(archive) in failed["error"]
-        with tarfile.open(archive) as tar:
-            member = next(m for m in tar.getmembers() if m.name.endswith(f".node-{VICTIM:04d}.txt"))
-            stream = tar.extractfile(member)
-            assert (
-                stream is not None
-                and f"--- {worker}\n(the process did not write its stacks: it is stopped"
-                in stream.read().decode()
-            )
-            assert sum(".node-" in m.name and m.name.endswith(".txt") for m in tar.getmembers()) == 3
         assert not [e for e in cluster.events() if e["event"] == "node_lost"]
         assert_exactly_once(cluster.log_path, 1, tasks=96)
         assert leftovers(cluster.log_path) == {}

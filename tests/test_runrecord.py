@@ -320,7 +320,6 @@ def test_a_run_has_a_name_that_folders_may_have(tmp_path: Path, run_id: str) -> 
     ("words", "written"),
     [
         (["stop"], "coordination/stops/000001.json"),
-        (["debug"], "coordination/stops/debug-000001.json"),
         (["report", "--no-samples"], "report.html"),
         (["recover", "--iteration", "1"], "quarantine"),
     ],

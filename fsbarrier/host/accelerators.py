@@ -22,7 +22,7 @@ from fsbarrier.host.accelerator_drivers import devices, initialised_nvml
 from fsbarrier.reading import MIB
 from fsbarrier.retry import Backoff
 
-__all__ = ["Accelerator", "HeldMemory", "Released", "StillHeld", "detect", "in_use", "wait_released"]
+__all__ = ["Accelerator", "HeldMemory", "Released", "StillHeld", "detect", "wait_released"]
 
 #: how the release was verified, from the weakest evidence to the strongest
 Evidence = Literal["unverified", "level", "processes", "no accelerator"]
@@ -79,20 +79,6 @@ def detect(environ: Mapping[str, str] | None = None) -> list[Accelerator]:
     """The devices visible with `environ` (None: ours); [] without devices or a working driver."""
     with initialised_nvml() as nvml:
         return [device.now for device in devices(nvml, os.environ if environ is None else environ)]
-
-
-def in_use() -> list[str]:
-    """One line per visible device, and one per process that holds its memory."""
-    lines = []
-    with initialised_nvml() as nvml:
-        for device in devices(nvml, os.environ):
-            now = device.now
-            used = f"{now.memory_used_bytes / MIB:.0f} of {now.memory_total_bytes / MIB:.0f} MiB in use"
-            lines.append(f"{now.kind} {now.index} ({now.name}): {used}")
-            for pid, amount in (device.by_pid or {}).items():
-                held = "" if amount is None else f": {amount / MIB:.0f} MiB"
-                lines.append(f"  {_process_name(pid)} ({pid}){held}")
-    return lines
 
 
 def wait_released(

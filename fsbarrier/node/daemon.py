@@ -37,13 +37,12 @@ from fsbarrier.loader import load_program
 from fsbarrier.node.beat_pace import BeatPace
 from fsbarrier.node.code_digests import code_digests, one_digest
 from fsbarrier.node.context_maker import ContextMaker, parts_on_disk
-from fsbarrier.node.debug_report import DebugReports
 from fsbarrier.node.engines_ahead import begin_ahead
 from fsbarrier.node.event_log import EventLog
 from fsbarrier.node.fingerprint import Fingerprint
 from fsbarrier.node.job import Workplace
 from fsbarrier.node.job_runner import JobRunner
-from fsbarrier.node.loop import NodeLoop, place
+from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.paces import crowding, make_paces
 from fsbarrier.node.polling import FIRST_PAUSE_S, Polling
@@ -125,9 +124,6 @@ class Daemon:
         self._changed_code = last.other_code(join) if last else []
         self.loop = NodeLoop(observer.store, observer, rules, self.jobs, join, self.events.write)
         self._polling = Polling(self.loop, wake)
-        suspect_s, known = settings.coordination.suspect_s, observer.stops.debug_requests
-        self._debug = DebugReports(record.paths, rank, suspect_s, known, self._state_in_words)
-        self.workplace.program_hangs = self._debug.program_hangs
 
     def _make_workplace(
         self,
@@ -163,10 +159,6 @@ class Daemon:
             cpus=len(os.sched_getaffinity(0)),
             kept_in=self.workplace.kept_in,
         )
-
-    def _state_in_words(self) -> str:
-        node = self.loop.node
-        return str({"state": node.stage.value, **place(node, node.position, self.loop.rules)})
 
     def join(self, incarnation: int | None) -> None:
         """Join the run as the next incarnation of this rank, or as exactly `incarnation`. Raises StoreError; Fenced if that is taken."""
@@ -237,7 +229,6 @@ class Daemon:
             self._looked_at = time.monotonic()
             busy = self._polling.look(self._looked_at)
             self._name_missing_nodes(self._looked_at)
-            self._debug.look(self.loop.observer.stops.debug_requests)
             if self.jobs.unfit is not None:
                 raise self.jobs.unfit
             self._polling.pause(pauses, busy=busy, ended=lambda: self._signal is not None)
@@ -306,13 +297,14 @@ class Daemon:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """In this block SIGINT, SIGTERM and SIGHUP end the node gracefully."""
+        """In this block SIGINT, SIGTERM and SIGHUP end the node gracefully, and `fsbarrier debug` makes it write its stacks."""
 
         def note(number: int, frame: FrameType | None) -> None:
             # Above all do not set the loop's event here. If the signal interrupts the loop's wait, which holds the event's lock,
             # setting the event would deadlock.
             self._signal = number
 
+        self.events.write_stacks_on_signal()
         with ending_signals_handled(note):
             yield
 

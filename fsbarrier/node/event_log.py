@@ -21,6 +21,7 @@ from fsbarrier.rundir.journal import Journal
 from fsbarrier.rundir.log_tail import last_lines_of_node
 from fsbarrier.rundir.phase_time import DIGITS, PhaseTime
 from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.stack_signal import register_daemon
 from fsbarrier.view.event_wording import log_lines
 
 
@@ -41,6 +42,10 @@ class EventLog:
         self._tracking = TrackerProgram(record, work_dir, log_file.with_name("trackers.log"))
         about = {"run_id": record.run_id, "log_path": str(record.log_path)}
         self._notifier = Notifier(command, log_file.with_name("notify.log"), about) if command else None
+
+    def write_stacks_on_signal(self) -> None:
+        """On the signal of `fsbarrier debug`, the stacks of all threads of this process go to the log file."""
+        register_daemon(self._log)
 
     def write(self, event: str, node: Node, fields: Payload) -> None:
         """Record an event of `node`. Raises OSError if the journal cannot be written."""

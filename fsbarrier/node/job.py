@@ -108,8 +108,6 @@ class Workplace:
     # Copies this node's part of the trainer state to the shared directory.
     state_upload: StateUpload = field(default_factory=StateUpload)
     programs_started: int = 0
-    # Called before a hanging program is ended, with the generation and the job's cancel event; returns a note for the error message.
-    program_hangs: Callable[[int, threading.Event], str] = lambda generation, cancel: ""
     # The kept program, whose processes wait for another job.
     kept: KeptProgram | None = None
 

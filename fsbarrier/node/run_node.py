@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from fsbarrier import files, stack_signal
+from fsbarrier import files
 from fsbarrier.errors import Fenced, StoreError, UsageError
 from fsbarrier.host.memory import SHARED_MEMORY
 from fsbarrier.host.mounts import LOCAL, mount_of
@@ -39,7 +39,6 @@ def run_node(
     """
     files.set_shared_group(settings.shared_group)
     files.make_dirs_only_beside(record.paths.record)
-    stack_signal.register()
     if node_rank is not None:
         return _run_as(record, settings, stated, node_rank, None, until, joined)
     with starting(record):

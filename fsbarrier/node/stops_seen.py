@@ -1,4 +1,4 @@
-"""What operators have asked of a run: to stop, or to say what its processes do."""
+"""The operators' requests to stop a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fsbarrier.protocol.facts import Join, Member, StopRequest
 from fsbarrier.protocol.state import Node
-from fsbarrier.rundir.names import DEBUG_REQUEST, STOP_REQUEST
+from fsbarrier.rundir.names import STOP_REQUEST
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import Store
 
@@ -23,8 +23,6 @@ class StopsSeen:
     store: Store
     paths: RunPaths
     patience_s: float
-    #: the keys of all debug requests, which the daemon answers
-    debug_requests: set[str] = field(default_factory=set)
     _requests: dict[str, StopRequest] = field(default_factory=dict)
     #: since when a request cannot be read; None: since before this node joined
     _unreadable_since: dict[str, float | None] = field(default_factory=dict)
@@ -32,8 +30,6 @@ class StopsSeen:
     def look(self, now: float | None, joins: Iterable[Join]) -> None:
         """Take note of new requests. `now`: None before this node has joined. Raises OSError."""
         for name in self.store.names(self.paths.stops):
-            if (key := DEBUG_REQUEST.parse(name)) is not None:
-                self.debug_requests.add(key)
             if name not in self._requests and STOP_REQUEST.parse(name) is not None:
                 self._look_at(name, now, joins)
 

@@ -18,6 +18,7 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.kept_program import KeptProgram
 from fsbarrier.supervision.secret_variables import without_secrets, without_trackers_keys
+from fsbarrier.supervision.stacks import write_stacks
 from fsbarrier.supervision.supervisor import Child, with_this_package
 from fsbarrier.supervision.worker_contract import WorkerFiles, read_result
 
@@ -196,11 +197,12 @@ def _watch(
         if stamp != last_stamp:
             last_stamp, changed_at = stamp, time.monotonic()
         elif time.monotonic() - changed_at > workplace.stall_timeout_s:
-            collected = workplace.program_hangs(context.generation, job.cancel)
+            # Where it hangs is then among the last lines of its log.
+            write_stacks(child.tree())
             child.stop(workplace.grace_s)
             raise ProgramFailed(
                 f"no progress for {workplace.stall_timeout_s:g} s (coordination.stall_timeout_s); "
-                f"{context.phase.name} was ended{collected}{_end_of_log(child)}"
+                f"{context.phase.name} was ended{_end_of_log(child)}"
             )
     return code
 

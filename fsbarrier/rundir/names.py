@@ -115,8 +115,6 @@ NODES_FACTS = Name(".node-{:04d}.", int)
 #: there while the leader's facts about that iteration are
 OPEN_FOLDER = Name("open-{:06d}", int)
 STOP_REQUEST = Name("{:06d}.json", int)
-#: in the same folder, which daemons list anyway; the key is a number, or tells what broke
-DEBUG_REQUEST = Name("debug-{:s}.json", str)
 FILESYSTEM_REPORT = Name("node-{:04d}.json", int)
 
 
@@ -206,17 +204,8 @@ class MadeBy:
     generation: int
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class DebugAnswerName:
-    """The answer of node `rank` to the debug request with this key."""
-
-    key: str
-    rank: int
-
-
 POLICY_FOLDER = Name("policy-{:06d}.g{:04d}", MadeBy)
 BATCH = Name("batch-{:06d}.g{:04d}.pt", MadeBy)
 ATTEMPT_FOLDER = Name("attempt_{:d}", int)
 NODE_FOLDER = Name("node_{:d}", int)
-DEBUG_ANSWER = Name("{:s}.node-{:04d}.txt", DebugAnswerName)
 JOURNAL = Name("node_{:d}.inc-{:04d}.jsonl", StartName)

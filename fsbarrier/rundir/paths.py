@@ -62,10 +62,6 @@ class RunPaths:
     def stop(self, number: int) -> Path:
         return self.stops / names.STOP_REQUEST.build(number)
 
-    def debug_request(self, key: str) -> Path:
-        """A request to all daemons for a debug report (rundir/debug_requests.py)."""
-        return self.stops / names.DEBUG_REQUEST.build(key)
-
     def filesystem(self, rank: int) -> Path:
         """A node's findings about the filesystem at its last start."""
         return self.coordination / "filesystem" / names.FILESYSTEM_REPORT.build(rank)
@@ -151,17 +147,6 @@ class RunPaths:
     def node_logs(self, attempt: int, rank: int) -> Path:
         """The logs of one start (`attempt`, the node's incarnation) of one node."""
         return self.logs / names.ATTEMPT_FOLDER.build(attempt) / names.NODE_FOLDER.build(rank)
-
-    @property
-    def debug(self) -> Path:
-        """The daemons' answers to `fsbarrier debug`."""
-        return self.logs / "debug"
-
-    def debug_answer(self, key: str, rank: int) -> Path:
-        return self.debug / names.DEBUG_ANSWER.build(key, rank)
-
-    def debug_archive(self, key: str) -> Path:
-        return self.root / f"debug-{key}.tar.gz"
 
     @property
     def trackers(self) -> Path:

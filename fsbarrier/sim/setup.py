@@ -128,5 +128,3 @@ def litter(disk: Disk, rng: Random) -> None:
     disk.junk(coordination / "beats", "node-0000.inc-0099.json", rng.randbytes(32))
     disk.junk(coordination / "stops", "000001.json", b"")
     disk.junk(coordination / "gen-000001" / "p99-somebodys", "notes", b"x")
-    # A request to report, which asks nobody to stop.
-    disk.junk(coordination / "stops", "debug-000001.json", b"{}")

@@ -72,6 +72,9 @@ class KeptProgram:
     def log_file(self) -> Path:
         return self.child.log_file
 
+    def tree(self) -> dict[int, int]:
+        return self.child.tree()
+
     def last_log_lines(self) -> list[str]:
         return self.child.last_log_lines()
 

@@ -179,11 +179,19 @@ class Child:
 
     def pids(self) -> frozenset[int]:
         """The current processes: the main program and its descendants, without the guards."""
+        return frozenset(self.tree())
+
+    def tree(self) -> dict[int, int]:
+        """The current processes as pid -> start time."""
         if self._exit_code is not None:
-            return frozenset()
+            return {}
         found = processes.scan()
         tree = processes.below(self.guard_pid, found)
-        return frozenset(p for p in tree if found[p].session != self.guard_pid and not found[p].ended)
+        return {
+            pid: start
+            for pid, start in tree.items()
+            if found[pid].session != self.guard_pid and not found[pid].ended
+        }
 
     def fileno(self) -> int:
         """For `selectors`: readable when `poll()` may have a new result. -1 after the end."""
