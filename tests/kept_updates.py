@@ -18,7 +18,7 @@ from zero_checkpoints import in_place
 from fsbarrier.supervision.kept_program import JOBS
 from fsbarrier.supervision.worker_contract import ProgressWriter
 from fsbarrier.training import safetensors_file
-from fsbarrier.training.processes import Processes, gather_objects
+from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.workers.update import Updates
 
 
@@ -32,7 +32,7 @@ def update(updates: Updates, case: Case, folder: Path, out: str, before: str = "
         spec | {"reference": str(folder / "reference")}, work.settings, ProgressWriter(None)
     )
     # Only one process of a node has a result.
-    return any(gather_objects(bool(result and result["went_on"])))
+    return any(gather_json(bool(result and result["went_on"])))
 
 
 def memory_is_short() -> list[tuple[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,40 @@ def test_the_store_listens_on_the_chosen_address_alone(tmp_path: Path) -> None:
     assert [node.returncode for node in nodes] == [0, 0]
     (line,) = [line for text in said for line in text.splitlines() if line.startswith("{")]
     assert json.loads(line) == {"sum": 2, "listens": ["127.0.0.1"]}
+
+
+EXCHANGE = """
+import os, sys
+import torch.distributed as dist
+rank = int(sys.argv[1])
+if rank and os.geteuid() == 0:
+    os.setuid(65534)
+dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)
+class Code:
+    def __reduce__(self):
+        return os.system, (f"touch {sys.argv[3]}",)
+if rank:
+    dist.all_gather_object([None, None], Code())
+else:
+    from fsbarrier.training.processes import gather_json
+    print(gather_json({"own": 1}))
+"""
+
+
+@pytest.mark.torch
+def test_whoever_reaches_an_update_can_end_it_and_runs_no_code(tmp_path: Path) -> None:
+    """The second process is another user's, and sends a pickle into the exchange of the first."""
+    with listen(loopback=True) as held:
+        address = f"tcp://127.0.0.1:{port_of(held)}"
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(HERE.parent)}
+    words = [sys.executable, "-c", EXCHANGE]
+    victim, peer = (
+        subprocess.Popen(
+            [*words, rank, address, str(tmp_path / "ran")], stderr=subprocess.PIPE, text=True, env=env
+        )
+        for rank in "01"
+    )
+    said = victim.communicate(timeout=120)[1]
+    peer.communicate(timeout=120)
+    assert not (tmp_path / "ran").exists(), "code of the other user ran"
+    assert victim.returncode != 0 and "process 1 of this update sent something that is not JSON" in said

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.checkpoint_write import sizes_on_disk
 from fsbarrier.training.convert_model import convert
-from fsbarrier.training.processes import Processes, gather_objects
+from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.training.trainer import Trainer
 
 
@@ -83,7 +83,7 @@ def write(case: Case, folder: Path) -> None:
         once = held(trainer)
         sizes = sizes_on_disk(trainer.backend.weights(), trainer.processes.serving_dtype)
         # Processes that list other weights wait for each other in vain.
-        assert all(list(other.items()) == list(sizes.items()) for other in gather_objects(sizes)), sizes
+        assert all(list(other.items()) == list(sizes.items()) for other in gather_json(sizes)), sizes
         trainer.save(folder / "v1", model_folder=folder / "model", policy_version=1)
         update(trainer, case, folder)
         twice = held(trainer)

@@ -16,10 +16,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -37,7 +37,7 @@ from fsbarrier.training import safetensors_file
 from fsbarrier.training.lora import Adapters
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.node_state import NodeState
-from fsbarrier.training.processes import gather_objects
+from fsbarrier.training.processes import gather_json
 from fsbarrier.training.slices import Box, Shares, parts_to_write, whole_tensor
 from fsbarrier.training.stored_tensors import StoredPart
 from fsbarrier.training.trainer_state import LAYOUT, Pace, StateLayout, TrainerState
@@ -90,6 +90,19 @@ class Written:
     parts: dict[str, StoredPart] = field(default_factory=dict)
     seconds: float = 0.0
 
+    def as_json(self) -> dict[str, Any]:
+        """For the other processes."""
+        digests = {name: astuple(each) for name, each in self.digests.items()}
+        parts = {name: each.as_json() for name, each in self.parts.items()}
+        return {"digests": digests, "weights": self.weights, "parts": parts, "seconds": self.seconds}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        """What another process wrote."""
+        digests = {name: FileDigest(*each) for name, each in found["digests"].items()}
+        parts = {name: StoredPart.from_json(each) for name, each in found["parts"].items()}
+        return cls(digests, dict(found["weights"]), parts, float(found["seconds"]))
+
 
 def save(out: Path, version: NewVersion, rank: int, world: int) -> tuple[str, Pace]:
     """Write a complete policy version to `out`; returns its manifest's digest, and the pace for a trainer that continues from it.
@@ -99,7 +112,10 @@ def save(out: Path, version: NewVersion, rank: int, world: int) -> tuple[str, Pa
     began = _together(out, lambda: _begin(out, version, rank))
     if version.copy is not None and not began[version.copy.ranks[0]]:
         version = replace(version, copy=None)
-    written = _together(out, lambda: _write(out, version, rank, world))
+    written = [
+        Written.from_json(each)
+        for each in _together(out, lambda: _write(out, version, rank, world).as_json())
+    ]
     if version.on_node is not None:
         _together(out, lambda: _commit_on_node(out, version, rank, written))
     digest = _together(out, lambda: _commit(out, version, written) if rank == 0 else "")[0]
@@ -107,7 +123,7 @@ def save(out: Path, version: NewVersion, rank: int, world: int) -> tuple[str, Pa
 
 
 def _together(out: Path, act: Callable[[], T]) -> list[T]:
-    """Run a step on every process and return all results. If one process fails, all raise its ProgramFailed."""
+    """Run a step on every process and return all results, which are JSON data. If one process fails, all raise its ProgramFailed."""
     done: list[T] = []
     failed = ""
     try:
@@ -117,7 +133,7 @@ def _together(out: Path, act: Callable[[], T]) -> list[T]:
     except (OSError, RuntimeError, SafetensorError) as error:
         # Each library reports a full disk in a different way.
         failed = f"{out}: cannot save: {first_line(error)}"
-    results = gather_objects((failed, done))
+    results = gather_json((failed, done))
     for reason, _ in results:
         if reason:
             raise ProgramFailed(reason)

@@ -26,7 +26,7 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.training import trainer_state
 from fsbarrier.training.optimizer import make_optimizer
 from fsbarrier.training.policy_model import PolicyModel
-from fsbarrier.training.processes import Processes, gather_objects
+from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.training.sharding import Layout
 from fsbarrier.training.slices import FlatPart, distinct
 from fsbarrier.training.stored_tensors import StoredTensors
@@ -38,7 +38,7 @@ def configuration(settings: Settings, processes: Processes) -> dict[str, Any]:
     """The configuration for DeepSpeed. Every process must call this. Raises UsageError."""
     file = settings.trainer.deepspeed
     given = deepspeed_config.read(file)
-    if any(other != given for other in gather_objects(given)):
+    if any(other != given for other in gather_json(given)):
         raise UsageError(f"trainer.deepspeed={file}: differs between nodes; use the same file on all nodes")
     return deepspeed_config.filled(given, settings, str(processes.dtype).removeprefix("torch."))
 

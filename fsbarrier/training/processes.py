@@ -5,6 +5,7 @@ Uses gloo on CPUs and NCCL on accelerators, where gloo is also available for ten
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 from datetime import timedelta
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsbarrier.errors import ProgramFailed
 from fsbarrier.host.addresses import name_interface
 from fsbarrier.settings.sections import TrainerSettings
 
@@ -117,10 +119,33 @@ def _dtype(wanted: str, on_cpu: bool) -> torch.dtype:
     return torch.float32 if wanted == "float32" else torch.bfloat16
 
 
-def gather_objects(value: T) -> list[T]:
-    """What each process gave, by rank; any object that can be pickled. Every process must call this."""
-    if not dist.is_initialized():
+#: the most that one process may send to the others in one exchange
+GATHER_BYTES = 64 << 20
+
+
+def gather_json(value: T) -> list[T]:
+    """What each process gave, by rank: JSON data, in which a tuple arrives as a list. Every process must call this.
+
+    Nothing is unpickled: `torch.distributed.all_gather_object` runs whatever code a peer sends, and whoever reaches the ports of an
+    update can be a peer. Raises ProgramFailed if a process sends more than 64 MiB, or something that is not JSON.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
-    gathered: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
+    # In host memory, where gloo carries it whatever the accelerators use.
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([own.numel()]))
+    longest = int(max(sizes))
+    if not 0 < min(sizes) <= longest <= GATHER_BYTES:
+        raise ProgramFailed(f"a process of this update sends {longest} bytes, and {GATHER_BYTES} are allowed")
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: own.numel()] = own
+    everyone = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(everyone, padded)
+    found = []
+    for rank, (sent, size) in enumerate(zip(everyone, sizes, strict=True)):
+        try:
+            found.append(json.loads(sent[: int(size)].numpy().tobytes()))
+        except (ValueError, RecursionError):
+            raise ProgramFailed(f"process {rank} of this update sent something that is not JSON") from None
+    return found

@@ -10,7 +10,7 @@ from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.node_state import NodeState
-from fsbarrier.training.processes import Processes, gather_objects
+from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.training.trainer import Trainer
 from fsbarrier.training.trainer_state import StateGone
 
@@ -45,7 +45,7 @@ def go_on(
     held: KeptTrainer | None, policy: str, settings: Settings, model: Path, trainer_state: Path | None
 ) -> Beginning | None:
     """Reuse the kept trainer, if every process holds exactly the policy to train; every process must call this."""
-    agreed = all(gather_objects(held is not None and held.serves(policy, settings)))
+    agreed = all(gather_json(held is not None and held.serves(policy, settings)))
     if not agreed or held is None or trainer_state is None:
         return None
     held.trainer.come_back()

@@ -11,7 +11,7 @@ from fsbarrier.errors import ProgramFailed
 from fsbarrier.settings.sections import CheckpointSettings
 from fsbarrier.training.checkpoint_write import sizes_on_disk
 from fsbarrier.training.node_state import CHEAP_S, NodeState, is_due
-from fsbarrier.training.processes import gather_objects
+from fsbarrier.training.processes import gather_json
 from fsbarrier.training.slices import local_part
 from fsbarrier.training.trainer import Trainer
 
@@ -41,11 +41,11 @@ def choose(
     due = is_due(settings.trainer_every, policy_version, trainer.pace, last=last)
     # Do not block the trainer for a slow save if rollouts follow, which can overlap with it.
     follows = due and rollouts_follow and not last and trainer.pace.saved_s >= CHEAP_S
-    shared = any(gather_objects((due and not follows) or not node.has_room(on_this_node)))
+    shared = any(gather_json((due and not follows) or not node.has_room(on_this_node)))
     weights = sum(sizes_on_disk(trainer.backend.weights(), processes.serving_dtype).values())
     state = per_number * sum(one.numel() for one in parameters.values()) if shared or follows else 0
     reason = _lack_of_room(out, weights, state, policy_version) if processes.is_main else ""
-    if reason := next(filter(None, gather_objects(reason)), ""):
+    if reason := next(filter(None, gather_json(reason)), ""):
         raise ProgramFailed(reason)
     return None if shared else replace(node, follows=follows)
 

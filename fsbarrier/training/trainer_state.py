@@ -18,7 +18,7 @@ from torch import Tensor
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
 from fsbarrier.training.optimizer import as_kept, in_eight_bits
-from fsbarrier.training.processes import gather_objects
+from fsbarrier.training.processes import gather_json
 from fsbarrier.training.slices import FlatPart
 from fsbarrier.training.stored_tensors import StoredPart, StoredTensors
 
@@ -142,12 +142,12 @@ def restore_first(
             layout = restore(folder, parameters, optimizer, policy_version)
         except ProgramFailed as error:
             failed = str(error)
-        failed = next(filter(None, gather_objects(failed)), "")
+        failed = next(filter(None, gather_json(failed)), "")
         if layout is not None and not failed:
             return layout
     version = folders[-1].parent
     # Two hosts may see different listings, and all must go the same way.
-    if any(gather_objects(checkpoints.newest_state(version) != version.name)):
+    if any(gather_json(checkpoints.newest_state(version) != version.name)):
         raise StateGone
     raise ProgramFailed(failed)
 

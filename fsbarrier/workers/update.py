@@ -32,7 +32,7 @@ from fsbarrier.training.logprob_gap import EnginesDiffer
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.node_state import NodeState
 from fsbarrier.training.optimizer_step import Sums, train
-from fsbarrier.training.processes import Processes, gather_objects
+from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.training.resume import Beginning, KeptTrainer, begin, go_on
 from fsbarrier.training.trainer import Trainer, update_load
 
@@ -93,7 +93,7 @@ class Updates:
             # Report the engines to each node before any process ends, because torchrun then kills the others.
             differing = {"differing_engines": error.engines}
             files.write_atomic(Path(spec["result"]), json.dumps(differing).encode())
-            gather_objects(None)
+            gather_json(None)
             tell_torchrun(error)
             raise
         except FsbarrierError as error:
@@ -129,7 +129,7 @@ class Updates:
         if JOBS in os.environ:
             # This process stays alive, so it must free accelerator memory for the engine explicitly.
             fit = fit and start.trainer.leave_room(update.settings)
-        self._fit = all(gather_objects(fit))
+        self._fit = all(gather_json(fit))
         times = {
             "load_s": loaded - update.started,
             "work_s": trained - loaded,
