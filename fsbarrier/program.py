@@ -428,5 +428,3 @@ class Program(Table[Builder]):
     #: Modules of its commands (`python -m MODULE`) that each node imports once and then forks for each start. Importing one must not
     #: start a thread, or open anything that only one process may have.
     imported: tuple[str, ...] = ()
-    #: the values of `--rl-phase` with which the first work is to serve the policy (ServeWeights); engines preload it while nodes join
-    serves_first: frozenset[str] = frozenset()

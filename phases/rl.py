@@ -534,5 +534,4 @@ PROGRAM = Program(
     ),
     needs=frozenset({"model", "data"}),
     imported=("fsbarrier.workers.rollout", "fsbarrier.workers.prepare", "fsbarrier.aggregate"),
-    serves_first=frozenset({"both", "rollout"}),
 )

@@ -30,7 +30,6 @@ EDGES = (
     "node/context_maker.py",
     "node/daemon.py",
     "node/directory_watch.py",
-    "node/engines_ahead.py",
     "node/event_log.py",
     "node/fingerprint.py",
     "node/free_ranks.py",

@@ -123,8 +123,6 @@ def assert_phases_in_order(cluster: Cluster) -> None:
         started = [(e["iteration"], e["phase"]) for e in mine if e["event"] == "phase_started"]
         assert started == [(i, p) for i in (1, 2) for p in range(len(PHASE_NAMES))]
         ready = [e for e in mine if e["event"] == "engine_ready"]
-        # It was loading before there was a phase to wait for it.
-        assert ready[0]["loaded_s"] > ready[0]["engine_s"]
         assert [e["engine_action"] for e in ready] == ["started", "reloaded", "reloaded"]
 
 

@@ -156,7 +156,7 @@ def test_a_folder_that_was_replaced_as_a_whole_is_never_served(model: Path, plac
     published = replaced_as_a_whole(model)
     with pytest.raises(ProgramFailed, match=f"{VERSION} holds another policy than was published"):
         checked_weights(model, RowJob(), place, published)
-    # It is what its own manifest says, which is all that an engine that loads ahead can know.
+    # It is what its own manifest says.
     assert checked_weights(model, RowJob(), place)[0] == model
     with pytest.raises(ProgramFailed, match="holds another policy"):
         checked_weights(model, RowJob(), place, published)

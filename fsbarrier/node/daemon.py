@@ -37,7 +37,6 @@ from fsbarrier.loader import load_program
 from fsbarrier.node.beat_pace import BeatPace
 from fsbarrier.node.code_digests import code_digests, one_digest
 from fsbarrier.node.context_maker import ContextMaker, parts_on_disk
-from fsbarrier.node.engines_ahead import begin_ahead
 from fsbarrier.node.event_log import EventLog
 from fsbarrier.node.fingerprint import Fingerprint
 from fsbarrier.node.job import Workplace
@@ -168,8 +167,6 @@ class Daemon:
 
     def run(self) -> int:
         """Run to the end; returns the exit code."""
-        # The engines load while the nodes join.
-        begin_ahead(self.workplace, self.record, self.settings, self._program, self._accelerators)
         self.workplace.template.load()
         if self._changed_code:
             with starting(self.record):
@@ -245,8 +242,6 @@ class Daemon:
             self.jobs.cancel()
             self.workplace.end_kept()
         self.workplace.state_upload.stop()
-        if self.workplace.ahead is not None:
-            self.workplace.ahead.stop()
         self.workplace.template.stop()
         if self.workplace.engines is not None:
             self.workplace.engines.stop()

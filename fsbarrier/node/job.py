@@ -24,7 +24,6 @@ from fsbarrier.supervision.worker_contract import read_progress
 
 if TYPE_CHECKING:
     from fsbarrier.engine.replicas import Replicas
-    from fsbarrier.node.engines_ahead import EnginesAhead
 
 T = TypeVar("T")
 
@@ -93,8 +92,6 @@ class Workplace:
     outage_s: float = OUTAGE_S
     # How long a program may take to end after SIGTERM, before it is killed.
     grace_s: float = 2.0
-    # The preload since the daemon's start, until a phase takes it over.
-    ahead: EnginesAhead | None = None
     # From ServeWeights, for the programs that call the engines: addresses and keys.
     engine_access: list[Payload] = field(default_factory=list)
     # From OpenRendezvous: holds the port until torchrun takes it over.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 from fsbarrier import files
 from fsbarrier.decisions import PublishDecision
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.host.rendezvous import listen, port_of, reachable
-from fsbarrier.node.engines_ahead import load_policy, take_from_ahead
 from fsbarrier.node.job import Result, RowJob, Workplace, journal_line
+from fsbarrier.node.weights import checked_weights
 from fsbarrier.node.worker_program import run_program
 from fsbarrier.program import (
     Command,
@@ -39,7 +38,6 @@ def carry_out(work: Work, context: Context, job: RowJob, workplace: Workplace) -
         case ServeWeights():
             return _serve_weights(work, context, job, workplace)
         case ReleaseEngine():
-            take_from_ahead(None, job, workplace)
             # The trainer is next, and will replace the state that this node keeps.
             saved = workplace.state_upload.wait(job)
             released = workplace.engines.release(cancel=job.cancel) if workplace.engines else {}
@@ -77,15 +75,16 @@ def _one_after_the_other(
 
 def _serve_weights(work: ServeWeights, context: Context, job: RowJob, workplace: Workplace) -> Result:
     """Make all of this node's engines serve one policy version; returns when they do."""
-    began, ahead = time.monotonic(), take_from_ahead(work, job, workplace)
-    ahead_s = time.monotonic() - began
-    # Even after a preload, since an engine may have died.
-    infos, lines = load_policy(work, job, workplace)
-    # The journal has the time that this phase waited, not the whole time of a preload that began earlier.
-    waited_s = [ahead_s + info.seconds for info in infos]
-    if ahead is not None:
-        infos = [old if new.action == "kept" else new for old, new in zip(ahead[0], infos, strict=True)]
-        lines = [*ahead[1], *lines]
+    serving = f"engine: policy version {work.policy_version}"
+    job.progress = {"note": serving}
+    folder, lines = checked_weights(work.folder, job, workplace, work.policy)
+
+    def show(ready: int) -> None:
+        job.progress = {"note": f"{serving}, {ready} ready"}
+
+    infos = workplace.own_engines.ensure(
+        folder, work.policy_version, threads=work.threads, cancel=job.cancel, show=show
+    )
     workplace.engine_access = [{"url": i.url, "api_key": i.api_key, "model": i.model} for i in infos]
     # Known only if the weights have just been verified: once after each update.
     source = {"weights_from": lines[-1]["weights_from"]} if lines else {}
@@ -95,8 +94,7 @@ def _serve_weights(work: ServeWeights, context: Context, job: RowJob, workplace:
             "replica": number,
             "serving": work.policy_version,
             "engine_action": info.action,
-            "engine_s": round(waited_s[number], 3),
-            "loaded_s": round(info.seconds, 3),
+            "engine_s": round(info.seconds, 3),
             **source,
             **({"engine_note": info.note} if info.note else {}),
         }
@@ -108,7 +106,7 @@ def _serve_weights(work: ServeWeights, context: Context, job: RowJob, workplace:
     workplace.patiently(job, partial(workplace.state_upload.begin, version, kept / version.name))
     return {
         "engines": len(infos),
-        "engine_s": round(max(waited_s), 3),
+        "engine_s": round(max(info.seconds for info in infos), 3),
         "events": [*(line for line in lines if line["note"]), *ready],
     }
 
