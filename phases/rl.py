@@ -495,7 +495,8 @@ def following(ctx: Context) -> Context:
 
 def decide_final(ctx: Context) -> Work:
     """Leader: decide which node begins with which held-out task."""
-    return decide_rollout(share_out_eval(following(ctx))) if ctx.settings.eval_interval else NOTHING
+    wanted = ctx.settings.eval_interval > 0
+    return decide_rollout(share_out_eval(following(ctx))) if wanted else Value(NO_EVALUATION)
 
 
 def rollout_final(ctx: Context) -> Work:

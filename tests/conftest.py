@@ -13,6 +13,7 @@ import pytest
 from process_tree import Fifo, Watched
 
 if TYPE_CHECKING:
+    from complete_runs import Bench
     from test_rollout import Fake
 
 # The same examples every time, however fast the machine is.
@@ -48,6 +49,15 @@ def fake(tmp_path: Path) -> Iterator[Fake]:
     yield server
     server.process.kill()
     server.process.communicate()
+
+
+@pytest.fixture(scope="session")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """Complete runs of the default program in about a second. Its imports take some."""
+    import complete_runs
+
+    complete_runs.warm_up()
+    return complete_runs.Bench(tmp_path_factory.mktemp("bench"))
 
 
 @pytest.fixture(autouse=True)

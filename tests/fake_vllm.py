@@ -6,6 +6,7 @@ Run as a script with vLLM's flags; other flags are ignored. FAKE_VLLM is a JSON 
     start     "fail" | "hang"
     reload    "error" | "warn" | "die"
     ids       false: no token ids in the answers, as other servers give
+    logprob   the log-probability of each token (otherwise a thousandth of its id, negative)
 
 What a prompt contains decides too: `!400` refused · `!500` an error in the stream · `!cut` the first time the connection breaks when
 the other prompts are done · `!abort` aborted the first time · `!long` cut off by the limit · `!gate` waits for the file `gate` ·
@@ -226,7 +227,7 @@ class Handler(BaseHTTPRequestHandler):
         if MODE.get("ids") is False:
             return chosen
         ids = None if prompt is None else [ord(letter) for letter in prompt]
-        logprobs = {"token_logprobs": [-token / 1000 for token in tokens]}
+        logprobs = {"token_logprobs": [MODE.get("logprob", -token / 1000) for token in tokens]}
         return {**chosen, "token_ids": tokens, "prompt_token_ids": ids, "logprobs": logprobs}
 
     def event(self, value: Any) -> None:

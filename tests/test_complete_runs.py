@@ -1,0 +1,67 @@
+"""Which iterations of a run evaluate, whatever part of them a session runs, and where it ends: each run to its end, then on from there."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from complete_runs import Bench
+
+pytestmark = pytest.mark.torch
+
+#: What a session runs of its iterations.
+PARTS = {
+    "both": (),
+    "rollout": ("--rl-phase", "rollout"),
+    "train-only": ("--rl-phase", "rollout", "--rollout-split", "train-only"),
+    "eval-only": ("--rl-phase", "rollout", "--rollout-split", "eval-only"),
+    "update": ("--rl-phase", "update"),
+}
+EVERY_DAY = {(0, 1), (2, 2)}
+CASES = [
+    pytest.param(*case, marks=[] if (case[0], case[2]) in EVERY_DAY else [pytest.mark.slow])
+    for case in product((0, 1, 2, 5), PARTS, (1, 2))
+    # It would do nothing, and is refused.
+    if case[:2] != (0, "eval-only")
+]
+
+
+@pytest.mark.parametrize(("interval", "part", "last"), CASES)
+def test_a_run_evaluates_when_it_says_so_and_goes_on_from_its_end(
+    bench: Bench, tmp_path: Path, interval: int, part: str, last: int
+) -> None:
+    expected: list[int] = []
+    for first, until in ((1, last), (last + 1, last + 1)):
+        how = ("--eval-interval", str(interval), "--iterations", str(until))
+        if part == "update":
+            # There is nothing to train on until somebody has rolled out.
+            bench.run(tmp_path / "run", *how, *PARTS["rollout"]).check()
+        ended = bench.run(tmp_path / "run", *how, *PARTS[part]).check()
+        expected += evaluated_policies(interval, part, range(first, until + 1))
+    events = ended.events("evaluated")
+    assert [event["policy_version"] for event in events] == expected
+    iterations = [*range(1, last + 2)]
+    trains, updates = part != "eval-only", part in ("both", "update")
+    assert numbers(ended.events("rolled_out"), "iteration") == (iterations if trains else [])
+    assert numbers(ended.events("updated"), "policy_version") == (iterations if updates else [])
+
+
+def evaluated_policies(interval: int, part: str, iterations: range) -> list[int]:
+    """The versions that one session evaluates: before the iterations that are due, and at its end what it has made."""
+    due = [i for i in iterations if interval == 1 or (interval and i % interval == 1)]
+    match part:
+        case "both":
+            return [i - 1 for i in due] + ([iterations[-1]] if interval else [])
+        case "update":
+            # Rolled out before each of the updates: by the session of the first iterations, and then by that of the last.
+            return [0 if iterations[0] == 1 else i - 1 for i in due]
+        case "train-only":
+            return []
+        case _:
+            return [0 for _ in due]
+
+
+def numbers(events: list[dict[str, Any]], name: str) -> list[int]:
+    return [event[name] for event in events]
