@@ -118,6 +118,14 @@ class Bench:
             out.seek(0)
             return Ended(codes, out.read(), log_path)
 
+    def type(self, log_path: Path, *words: str) -> Ended:
+        """Run another command of fsbarrier on a run."""
+        with tempfile.TemporaryFile("w+") as out:
+            environ = {"FSBARRIER_LOG_PATH": str(log_path)}
+            code = wait_for(in_a_fork(lambda: command(*words), out.fileno(), environ), CASE_S)
+            out.seek(0)
+            return Ended([code], out.read(), log_path)
+
     def words(self, rank: int, nodes: int, words: Sequence[str]) -> tuple[str, ...]:
         if rank:
             return ("--worker", str(rank))

@@ -65,3 +65,22 @@ def evaluated_policies(interval: int, part: str, iterations: range) -> list[int]
 
 def numbers(events: list[dict[str, Any]], name: str) -> list[int]:
     return [event[name] for event in events]
+
+
+def test_recover_finds_nothing_missing_in_a_finished_run_and_refuses_other_iterations(
+    bench: Bench, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    bench.run(run, "--iterations", "1").check()
+    # Iteration 2 has the evaluation with which the run ended.
+    for iteration in ("1", "2"):
+        shown = bench.type(run, "recover", "--iteration", iteration).check().said
+        assert "missing" not in shown and "moved" not in shown and "complete" in shown
+    refused = bench.type(run, "recover", "--iteration", "99")
+    assert refused.codes == [2] and "it has files of iterations 1, 2" in refused.said
+    (merged,) = (run / "test_trajectories").glob("*.iteration2.g*")
+    merged.unlink()
+    shown = bench.type(run, "recover", "--iteration", "2").check().said
+    assert f"{merged.name} is missing, but the run needs it" in shown
+    bench.type(run, "recover", "--iteration", "2", "--aggregate").check()
+    assert merged.exists()

@@ -18,6 +18,7 @@ from fsbarrier.printable import printable
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rundir import heartbeats
 from fsbarrier.rundir.names import SPLITS
+from fsbarrier.view.amounts import ranks
 
 SUMMARY = "After a disaster: show the files each rank left, move unusable ones to quarantine/, and merge the valid ones on request."
 EXAMPLE = "fsbarrier recover --iteration 5 --dry-run"
@@ -66,6 +67,8 @@ def main(args: argparse.Namespace) -> int:
             # Fail before changing anything.
             raise UsageError(refused[0])
         superseding = needed(record, args.iteration)
+        if not found and superseding is None and not any(split["gone"] for split in plan):
+            raise UsageError(nothing_of(log_path, args.iteration))
         if superseding is not None:
             outcome["goes_on"] = superseding.as_json()
         if not args.dry_run:
@@ -90,6 +93,13 @@ def refuse_if_live(log_path: Path, beat_s: float) -> None:
         )
 
 
+def nothing_of(log_path: Path, iteration: int) -> str:
+    """The error for an iteration of which the run has nothing."""
+    known = recovery.iterations(log_path)
+    has = f"it has files of iterations {ranks(known)}" if known else "it has none of any iteration"
+    return f"--iteration {iteration}: {log_path} has no trajectories of it; {has}"
+
+
 def _file_json(item: FoundFile) -> dict[str, object]:
     return {
         "path": str(item.path),
@@ -109,11 +119,11 @@ def merge(
     outcome: JsonObject = {"split": split, "gone": [str(path) for path in gone]}
     usable = {item.path for item in found if not item.state.in_the_way}
     # List the files again, because quarantined ones must not be merged.
-    ranks = [item for item in rank_files.find(log_path, split, args.iteration) if item.path in usable]
-    if not ranks:
+    parts = [item for item in rank_files.find(log_path, split, args.iteration) if item.path in usable]
+    if not parts:
         return outcome
-    expected = rank_files.expected_tasks(ranks)
-    there = {group.task_index for item in ranks if item.scan for group in item.scan.groups}
+    expected = rank_files.expected_tasks(parts)
+    there = {group.task_index for item in parts if item.scan for group in item.scan.groups}
     outcome["expected"] = None if expected is None else len(expected)
     outcome["missing"] = [task for task in expected or () if task not in there]
     if not args.aggregate:
@@ -122,7 +132,7 @@ def merge(
         log_path,
         split,
         args.iteration,
-        tuple(ranks),
+        tuple(parts),
         allow_partial=args.allow_partial,
         dry_run=dry_run,
     )

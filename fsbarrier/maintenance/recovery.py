@@ -87,6 +87,13 @@ def _merged(path: Path, split: str, run_id: str) -> FoundFile:
     return FoundFile(path, split, None, state, note, scan)
 
 
+def iterations(log_path: Path) -> list[int]:
+    """The iterations of which there are trajectories. Raises OSError."""
+    folders = [RunPaths(log_path).trajectories(split) for split in SPLITS]
+    names = [path.name for folder in folders if folder.is_dir() for path in folder.iterdir()]
+    return sorted({found.iteration for name in names if (found := parse_trajectories(name)) is not None})
+
+
 def gone(log_path: Path, split: str, iteration: int, found: Iterable[FoundFile]) -> list[Path]:
     """The merged files of a split that the run's decisions refer to but that are missing or damaged."""
     paths = RunPaths(log_path)
@@ -96,19 +103,21 @@ def gone(log_path: Path, split: str, iteration: int, found: Iterable[FoundFile])
 
 
 def _decided(paths: RunPaths, iteration: int) -> Iterator[str]:
-    """The names of the merged files that the run's decisions about an iteration refer to.
+    """The names of the merged files of an iteration that the run's decisions refer to.
 
-    Reads both facts and journals: facts of old iterations are removed, and journals may not survive a power loss.
+    Reads both facts and journals: facts of old iterations are removed, and journals may not survive a power loss. Also those of the
+    iteration before: if a session ended with it, its last row made this iteration's evaluation.
     """
-    events = [event for event in read_events(paths.root) if event.iteration == iteration]
+    about = (iteration - 1, iteration)
+    events = [event for event in read_events(paths.root) if event.iteration in about]
     values: list[object] = [event.fields for event in events if event.name in ("rolled_out", "evaluated")]
-    # Earlier versions stored it in this event.
-    values += [event.fields.get("value") for event in events if event.name == "decision"]
-    values += [fact.value for fact in _facts(paths, iteration)]
+    values += [fact.value for one in about for fact in _facts(paths, one)]
     for value in values:
         merged = value.get("merged") if isinstance(value, Mapping) else None
-        if isinstance(merged, str):
-            yield Path(merged).name
+        name = Path(merged).name if isinstance(merged, str) else ""
+        of = parse_trajectories(name)
+        if of is not None and of.iteration == iteration:
+            yield name
 
 
 def _facts(paths: RunPaths, iteration: int) -> Iterator[Fact]:
