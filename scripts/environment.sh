@@ -47,19 +47,15 @@ find_python() {
   fail "Python 3.11 to 3.14 is needed and none is on PATH: install it, or set FSBARRIER_PYTHON to one"
 }
 
-# Finds a finished environment whose interpreter exists on this machine, without starting Python.
+# Finds a finished environment whose interpreter exists on this machine, without starting Python. One with the tools for
+# development serves everybody; whoever needs the tools ($dev set) takes no other.
 find_ready() {
-  local ready dev
-  for ready in "$place-$flavour-$machine"-${1:-*}-"$digest"-*/.ready; do
-    environment="${ready%/.ready}"
-    if [ -f "$ready" ] && [ -x "$environment/bin/python" ]; then
-      for dev in "$environment/.dev-$dev_digest"-*/.ready; do
-        if [ -z "$dev_digest" ] || [ -f "$dev" ]; then
-          python="$environment/bin/python"
-          read -r made_for <"$ready" || true
-          return 0
-        fi
-      done
+  for environment in "$place-$flavour-$machine"-${1:-*}-"$digest"{,-dev-????????}; do
+    case "$environment" in *"$dev") ;; *) continue ;; esac
+    if [ -f "$environment/.made-for" ] && [ -x "$environment/bin/python" ]; then
+      python="$environment/bin/python"
+      read -r made_for <"$environment/.made-for" || true
+      return 0
     fi
   done
   return 1
@@ -74,7 +70,7 @@ check_own_environment() {
 }
 
 ensure_environment() {
-  local kernel machine place tag='' base='' digest dev_digest='' made_for='' environment locks dev_lock=()
+  local kernel machine place tag='' base='' digest dev='' made_for='' environment locks dev_lock=()
   read -r kernel machine < <(uname -sm)
   [ "$kernel" = Linux ] || fail "Linux is needed, this is $kernel"
   place="${FSBARRIER_VENV:-$clone/.venv}"
@@ -88,7 +84,7 @@ ensure_environment() {
     locks="${FSBARRIER_REQUIREMENTS:-$clone/scripts/requirements}"
     digest="$(sha256sum <"$locks/$flavour.txt")" && digest="${digest:0:8}"
     if [ "${1:-}" = dev ]; then
-      dev_digest="$(sha256sum <"$locks/dev.txt")" && dev_digest="${dev_digest:0:8}"
+      dev="$(sha256sum <"$locks/dev.txt")" && dev="-dev-${dev:0:8}"
       dev_lock=(--dev-lock "$locks/dev.txt")
     fi
     if [ -n "${FSBARRIER_PYTHON:-}" ]; then find_python; fi
@@ -101,9 +97,9 @@ ensure_environment() {
         printf 'fsbarrier: this environment is for the CPU; for AMD accelerators set FSBARRIER_FLAVOR=rocm (docs/accelerators.md)\n' >&2
       fi
       find_python
-      "$base" -E -s "$clone/scripts/setup_env.py" --prefix "$place-$flavour-$machine-$tag-$digest" "${link[@]}" \
+      "$base" -E -s "$clone/scripts/setup_env.py" --environment "$place-$flavour-$machine-$tag-$digest$dev" "${link[@]}" \
         --lock "$locks/$flavour.txt" --clone "$clone" "${dev_lock[@]}" </dev/null || exit $?
-      find_ready "$tag" || fail "the environment was made but cannot be found at $place-$flavour-$machine-$tag-$digest-*"
+      find_ready "$tag" || fail "the environment was made but cannot be found at $place-$flavour-$machine-$tag-$digest$dev"
     fi
   fi
   # An environment that another clone created, or a person, does not contain this clone's package.

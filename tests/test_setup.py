@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -30,7 +29,6 @@ DEADLINE_S = 120
 MAIN = "import os, sys; print('STARTED', os.getpid(), sys.argv[1:], flush=True)\n"
 
 sys.path.insert(0, str(ROOT / "scripts"))
-import build_claims as claims  # noqa: E402
 import setup_env  # noqa: E402
 import setup_machine  # noqa: E402
 
@@ -122,8 +120,8 @@ def run(clone: Path, env: dict[str, str], *flags: str, cwd: Path | None = None) 
 
 
 def environments(clone: Path) -> list[str]:
-    """The environments that are there, finished or not, without the link."""
-    return sorted(path.name for path in clone.iterdir() if re.match(r"\.venv-.*-\d+$", path.name))
+    """The environments that are there, and what was left of one, without the link."""
+    return sorted(path.name for path in clone.glob(".venv-*/"))
 
 
 # --- run.sh --------------------------------------------------------------------------------------------------------------
@@ -188,6 +186,7 @@ def test_what_only_shows_something_waits_for_no_whole_environment(
         assert code == 0 and len(output.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_program_of_ones_own_is_shown_with_all_that_it_may_import(clone: Path, env: dict[str, str]) -> None:
     code, output = run(clone, env, "--program", "./mine.py", "--dry-run")
     assert code == 0, output
@@ -195,6 +194,7 @@ def test_a_program_of_ones_own_is_shown_with_all_that_it_may_import(clone: Path,
     assert whole.startswith(".venv-cpu-")
 
 
+@pytest.mark.slow
 def test_an_environment_for_rocm_lies_on_top_of_a_python_that_has_vllm(
     clone: Path, env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -232,38 +232,79 @@ def test_two_first_starts_at_once_share_one_setup(clone: Path, env: dict[str, st
     assert all("STARTED" in output for output in outputs)
 
 
-HOLD = """
-import sys, threading, pathlib
-sys.path.insert(0, sys.argv[1])
-import build_claims as claims
-folder, mine = claims.claim(pathlib.Path(sys.argv[2]), lambda path: True, claims.Progress())
-with claims.building(folder, ""):
-    print("holding", flush=True)
-    threading.Event().wait()
-"""
-
-
-def hold(prefix: Path) -> subprocess.Popen[str]:
-    """A setup that has its claim and goes no further."""
-    argv = [sys.executable, "-c", HOLD, str(ROOT / "scripts"), str(prefix)]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "holding\n"
-    process.stdout.close()
-    return process
-
-
-def test_a_killed_setup_is_taken_over(clone: Path, env: dict[str, str]) -> None:
+def environment_path(clone: Path) -> Path:
+    """Where this clone's environment will be."""
     digest = hashlib.sha256((clone / "scripts" / "requirements" / "cpu.txt").read_bytes()).hexdigest()[:8]
     tag = f"py{sys.version_info[0]}{sys.version_info[1]}"
-    first = hold(clone / f".venv-cpu-{os.uname().machine}-{tag}-{digest}")
-    second = start(clone, env)
-    assert second.stdout is not None
-    assert next(line for line in second.stdout if "waiting for the setup" in line)
-    first.kill()
-    first.wait()
+    return clone / f".venv-cpu-{os.uname().machine}-{tag}-{digest}"
+
+
+@contextlib.contextmanager
+def setup_under_way(environment: Path) -> Iterator[Path]:
+    """What a start sees while another one makes the environment: its lock is held. Gives the lock's path."""
+    lock = environment.with_name(f"{environment.name}.lock")
+    with lock.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield lock
+
+
+def test_a_killed_setup_is_made_again_and_what_it_left_is_removed(clone: Path, env: dict[str, str]) -> None:
+    environment = environment_path(clone)
+    left = environment.with_name(f"{environment.name}.making-abc")
+    left.mkdir()
+    with setup_under_way(environment):
+        second = start(clone, env)
+        assert second.stdout is not None
+        assert next(line for line in second.stdout if "waiting for the setup" in line)
     output, _ = second.communicate(timeout=DEADLINE_S)
-    assert second.returncode == 0 and f"stopped (pid {first.pid}" in output, output
-    assert [name[-2:] for name in environments(clone)] == ["-2"], "what the dead one left is removed"
+    assert second.returncode == 0 and f"removing {left.name}" in output, output
+    assert environments(clone) == [environment.name]
+
+
+def test_who_waits_for_a_setup_that_fails_fails_with_its_reason(clone: Path, env: dict[str, str]) -> None:
+    with setup_under_way(environment_path(clone)) as lock:
+        second = start(clone, env)
+        assert second.stdout is not None
+        assert next(line for line in second.stdout if "waiting for the setup" in line)
+        lock.write_text("failed on gpu-1: no such package\n")
+    output, _ = second.communicate(timeout=DEADLINE_S)
+    assert second.returncode == 2 and "waited for failed on gpu-1: no such package" in output
+    # A later start tries again.
+    code, output = run(clone, env)
+    assert code == 0, output
+
+
+@pytest.mark.slow
+def test_waiting_ends_with_an_environment_of_ones_own(clone: Path, env: dict[str, str]) -> None:
+    with setup_under_way(environment_path(clone)):
+        code, output = run(clone, {**env, "FSBARRIER_SETUP_TIMEOUT_S": "0"})
+    assert code == 0 and "STARTED" in output, output
+
+
+def test_the_first_of_two_that_were_made_at_once_stays(clone: Path, env: dict[str, str]) -> None:
+    """As on a filesystem without locks: the second finds the name taken when it is done."""
+    environment = environment_path(clone)
+    (clone / "scripts" / "requirements" / "cpu.txt").touch()
+    with setup_under_way(environment):
+        second = start(clone, {**env, "FSBARRIER_SETUP_TIMEOUT_S": "0"})
+        assert second.stdout is not None
+        assert next(line for line in second.stdout if "this happens once" in line)
+        (environment / "bin").mkdir(parents=True)
+        (environment / "bin" / "python").symlink_to(sys.executable)
+        (environment / ".made-for").write_text("another clone\n")
+        (environment / "first").touch()
+    output, _ = second.communicate(timeout=DEADLINE_S)
+    assert second.returncode == 0, output
+    assert environments(clone) == [environment.name] and (environment / "first").exists()
+
+
+def test_an_environment_made_with_a_python_that_this_machine_lacks(clone: Path, env: dict[str, str]) -> None:
+    environment = environment_path(clone)
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "python").symlink_to("/nowhere/python3")
+    code, output = run(clone, env)
+    assert code == 2 and "/nowhere/python3, which this machine does not have" in output
+    assert output.count("\n") == 1 and "FSBARRIER_VENV" in output
 
 
 def test_an_interrupted_setup_leaves_nothing(clone: Path, env: dict[str, str]) -> None:
@@ -339,24 +380,18 @@ def test_an_environment_made_by_hand_is_used_as_it_is(clone: Path, bare_path: Pa
     assert output.count("\n") == 1 and "-m pip install -r" in output
 
 
-def test_check_adds_its_tools_to_the_same_environment(clone: Path, env: dict[str, str]) -> None:
+def test_the_environment_with_the_tools_serves_the_product_too(clone: Path, env: dict[str, str]) -> None:
     (clone / "scripts" / "requirements" / "cpu.txt").write_text("# nothing\n")
-    code, output = run(clone, env)
-    assert code == 0, output
+    check = [clone / "scripts" / "check.sh"]
+    result = subprocess.run(check, env=env, cwd="/", capture_output=True, text=True)
+    # Which this set of tools lacks: it stopped at the first check.
+    assert "No module named ruff" in result.stderr
     (name,) = environments(clone)
-    result = subprocess.run(
-        [clone / "scripts" / "check.sh"], env=env, cwd="/", capture_output=True, text=True
-    )
-    assert "installing the tools for development" in result.stderr and environments(clone) == [name], (
-        result.stderr
-    )
-    assert (
-        "No module named ruff" in result.stderr
-    )  # which this set of tools lacks: it stopped at the first check
-    assert (
-        subprocess.check_output([clone / ".venv" / "bin" / "python", "-c", "import tiny; print(tiny.ANSWER)"])
-        == b"42\n"
-    )
+    assert re.search(r"-dev-[0-9a-f]{8}$", name)
+    code, output = run(clone, env, "--demo")
+    assert code == 0 and environments(clone) == [name] and "setup" not in output
+    python = [clone / ".venv" / "bin" / "python", "-c", "import tiny; print(tiny.ANSWER)"]
+    assert subprocess.check_output(python) == b"42\n"
 
 
 def test_a_failing_installation_is_told_in_one_line(clone: Path, env: dict[str, str]) -> None:
@@ -366,6 +401,7 @@ def test_a_failing_installation_is_told_in_one_line(clone: Path, env: dict[str, 
     assert "STARTED" not in output and "Traceback" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lock", ["cpu", "dev"])
 def test_a_file_that_the_lock_does_not_name_is_not_installed(
     lock: str, clone: Path, env: dict[str, str]
@@ -386,89 +422,6 @@ def test_a_package_without_a_digest_is_not_installed(clone: Path, env: dict[str,
     (clone / "scripts" / "requirements" / "cpu.txt").write_text("tiny==1.0\n")
     code, output = run(clone, env)
     assert code == 2 and "Hashes are required" in output and "STARTED" not in output
-
-
-# --- claims --------------------------------------------------------------------------------------------------------------
-
-
-def test_a_builder_elsewhere_is_given_up_when_its_counter_stands_still(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-    folder = tmp_path / "env-1"
-    folder.mkdir()
-    watch = claims.Watch(clock=lambda: now)
-    assert watch.look(folder)[0], "its maker may not have written who it is yet"
-    monkeypatch.setattr(claims, "BEAT_S", DEADLINE_S)  # it counts when this test says so
-    monkeypatch.setattr(claims, "machine", lambda: "elsewhere")
-    owner = claims.Owner(folder)
-    monkeypatch.setattr(claims, "machine", lambda: "here")  # so that its pid says nothing
-    for _ in range(5):  # far longer than DEAD_S in all
-        now += claims.DEAD_S - 1
-        owner.beat += 1
-        owner.write()
-        alive, who = watch.look(folder)
-        assert alive and f"pid {os.getpid()} on " in who and who.endswith("last sign of life 0 s ago")
-    now += claims.DEAD_S - 1
-    assert watch.look(folder)[0]
-    now += 1
-    alive, who = watch.look(folder)
-    assert not alive and who.endswith(f"last sign of life {claims.DEAD_S:.0f} s ago")
-    owner.end()
-
-
-def test_a_builder_here_is_given_up_at_once_when_its_process_is_gone(tmp_path: Path) -> None:
-    first = hold(tmp_path / "env")
-    watch = claims.Watch(clock=lambda: 0.0)
-    assert watch.look(tmp_path / "env-1")[0]
-    first.kill()
-    first.wait()
-    assert not watch.look(tmp_path / "env-1")[0]
-
-
-def test_waiting_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "WAIT_S", 0.0)
-    folder, _ = claims.claim(tmp_path / "env", lambda path: True, claims.Progress())
-    with (
-        claims.building(folder, ""),
-        pytest.raises(claims.SetupError, match=f"gave up .* waiting for {folder}"),
-    ):
-        claims.claim(tmp_path / "env", lambda path: True, claims.Progress())
-
-
-def test_who_waits_for_a_setup_that_fails_fails_with_its_reason(tmp_path: Path) -> None:
-    prefix, told, reasons = tmp_path / "env", threading.Event(), []
-
-    class Heard(claims.Progress):
-        def step(self, what: str) -> None:
-            told.set()
-
-    def wait() -> None:
-        with pytest.raises(claims.SetupError) as caught:
-            claims.claim(prefix, lambda path: True, Heard())
-        reasons.append(str(caught.value))
-
-    folder, mine = claims.claim(prefix, lambda path: True, claims.Progress())
-    assert mine
-    other = threading.Thread(target=wait)
-    with pytest.raises(claims.SetupError), claims.building(folder, ""):
-        other.start()
-        assert told.wait(DEADLINE_S)
-        raise claims.SetupError("no such package")
-    other.join(DEADLINE_S)
-    host = socket.gethostname()
-    assert reasons == [f"the setup that this one waited for failed: on {host}: no such package"]
-    # A later start tries again, and what failed is removed once something works.
-    again, mine = claims.claim(prefix, lambda path: True, claims.Progress())
-    assert (again, mine) == (tmp_path / "env-2", True)
-    with claims.building(again, "x\n"):
-        pass
-    claims.remove_others(prefix, again, claims.Progress())
-    assert [path.name for path in claims.attempts(prefix)] == ["env-2"]
-    assert claims.claim(prefix, lambda path: True, claims.Progress()) == (again, False)
-    # One whose interpreter is not on this machine is no use here, and not removed either.
-    assert claims.claim(prefix, lambda path: False, claims.Progress()) == (tmp_path / "env-3", True)
-    assert (again / ".ready").read_text() == "x\n"
 
 
 # --- what the machine must have ------------------------------------------------------------------------------------------
