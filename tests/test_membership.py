@@ -486,9 +486,8 @@ def test_a_stop_names_the_starts_that_its_author_sees(tmp_path: Path) -> None:
         Beat(2, 3, 5, "a", 1, "running"),
     ):
         store.put(paths.beat(beat.rank, beat.incarnation), beat)
-    made = request_stop(tmp_path, now=True)
-    found = store.read(made, StopRequest)
-    assert found is not None and found.now
+    found = request_stop(tmp_path, now=True)
+    assert found == store.read(paths.stop(1), StopRequest) and found.now
     assert found.alive == (Member(0, 2), Member(2, 3)) and found.ended == (Member(1, 1),)
 
 
@@ -521,9 +520,9 @@ def test_two_requests_at_once_have_two_numbers(tmp_path: Path, monkeypatch: pyte
     """Neither listing shows the other's request."""
     RunPaths(tmp_path).record.touch()
     monkeypatch.setattr(PosixStore, "names", lambda store, directory: [])
-    first, second = request_stop(tmp_path, now=False), request_stop(tmp_path, now=True)
-    assert first != second
-    assert [PosixStore().read(path, StopRequest).now for path in (first, second)] == [False, True]  # type: ignore[union-attr]
+    made = [request_stop(tmp_path, now=False), request_stop(tmp_path, now=True)]
+    paths = RunPaths(tmp_path)
+    assert [PosixStore().read(paths.stop(number), StopRequest) for number in (1, 2)] == made
 
 
 def test_of_several_requests_the_last_one_holds(tmp_path: Path) -> None:

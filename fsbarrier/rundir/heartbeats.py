@@ -118,12 +118,12 @@ def live_nodes(log_path: Path, watch_s: float, rank: int | None = None) -> list[
     Returns as soon as every node is known to be alive or gone. An unreadable heartbeat may belong to a live node, which is just replacing
     it. Raises OSError.
     """
-    before, alive = _beats_of_newest_starts(log_path, rank), dict[int, Beat]()
+    before, alive = beats_of_newest_starts(log_path, rank), dict[int, Beat]()
     unknown = {node for node, beat in before.items() if beat is None or beat.state not in GONE}
     pause, deadline = threading.Event(), time.monotonic() + watch_s
     while unknown - alive.keys() and time.monotonic() < deadline:
         pause.wait(LOOK_S)
-        for node, beat in _beats_of_newest_starts(log_path, rank).items():
+        for node, beat in beats_of_newest_starts(log_path, rank).items():
             if beat is None:
                 continue
             if beat.state in GONE:
@@ -136,7 +136,7 @@ def live_nodes(log_path: Path, watch_s: float, rank: int | None = None) -> list[
     return [alive[node] for node in sorted(alive)]
 
 
-def _beats_of_newest_starts(log_path: Path, rank: int | None) -> dict[int, Beat | None]:
+def beats_of_newest_starts(log_path: Path, rank: int | None = None) -> dict[int, Beat | None]:
     """The heartbeat of each rank's newest start; None if it is unreadable, even if an older start's is not. Raises OSError."""
     return {
         start.rank: beat if beat is not None and beat.incarnation == start.incarnation else None

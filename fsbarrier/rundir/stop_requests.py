@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
 from fsbarrier.errors import UsageError
 from fsbarrier.host.identity import user_at_host
-from fsbarrier.protocol.facts import Member, StopRequest
+from fsbarrier.protocol.facts import Beat, Member, StopRequest
 from fsbarrier.protocol.membership import GONE
-from fsbarrier.rundir.heartbeats import read_beats
+from fsbarrier.protocol.stops import concerns
+from fsbarrier.rundir.heartbeats import LOOK_S, beats_of_newest_starts, read_beats
 from fsbarrier.rundir.names import START, STOP_REQUEST
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 
 
-def request_stop(log_path: Path, *, now: bool) -> Path:
-    """Ask all nodes of a run to stop: at the next start of an iteration, or at once. Returns the request's path.
+def request_stop(log_path: Path, *, now: bool) -> StopRequest:
+    """Ask all nodes of a run to stop: at the next start of an iteration, or at once. Returns the request.
 
     It concerns the current starts, and nodes that come late to their session. Raises UsageError if there is no run, OSError.
     """
@@ -26,12 +29,39 @@ def request_stop(log_path: Path, *, now: bool) -> Path:
     store = PosixStore()
     store.make_dir(paths.stops)
     alive, ended = _starts(store, paths)
-    time = datetime.now(UTC).isoformat(timespec="seconds")
-    request = StopRequest(now, user_at_host(), time, alive, ended)
+    made_at = datetime.now(UTC).isoformat(timespec="seconds")
+    request = StopRequest(now, user_at_host(), made_at, alive, ended)
     number = max(STOP_REQUEST.parse_all(store.names(paths.stops)), default=0) + 1
     while not store.create(paths.stop(number), request):
         number += 1
-    return paths.stop(number)
+    return request
+
+
+def stop(log_path: Path, *, now: bool, watch_s: float) -> list[Beat]:
+    """Ask all nodes of a run to stop, and return the last heartbeats of those that it reaches.
+
+    These are the nodes that beat, or end, within `watch_s` after they were asked. A node that appears only then, because it was about
+    to join, is asked too. Raises UsageError if there is no run, OSError.
+    """
+    before = beats_of_newest_starts(log_path)
+    request = request_stop(log_path, now=now)
+    silent = {rank for rank, beat in before.items() if beat is None or beat.state not in GONE}
+    reached: dict[int, Beat] = {}
+    pause, deadline = threading.Event(), time.monotonic() + watch_s
+    while (silent or not reached) and time.monotonic() < deadline:
+        pause.wait(LOOK_S)
+        for rank, beat in beats_of_newest_starts(log_path).items():
+            if beat is None or beat == before.get(rank):
+                continue
+            if rank in before and before[rank] is None and beat.state not in GONE:
+                # The first successful read, from which on a change counts.
+                before[rank] = beat
+                continue
+            if not concerns(request, rank, beat.incarnation):
+                request = request_stop(log_path, now=now)
+            reached[rank] = beat
+            silent.discard(rank)
+    return [reached[rank] for rank in sorted(reached)]
 
 
 def _starts(store: PosixStore, paths: RunPaths) -> tuple[tuple[Member, ...], tuple[Member, ...]]:
