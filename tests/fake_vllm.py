@@ -7,6 +7,7 @@ Run as a script with vLLM's flags; other flags are ignored. FAKE_VLLM is a JSON 
     reload    "error" | "warn" | "die"
     ids       false: no token ids in the answers, as other servers give
     logprob   the log-probability of each token (otherwise a thousandth of its id, negative)
+    crash     "head_dim" | "segfault" by the first prompt, "import" | "port" in the start; as vLLM's own processes tell of it
 
 What a prompt contains decides too: `!400` refused · `!500` an error in the stream · `!cut` the first time the connection breaks when
 the other prompts are done · `!abort` aborted the first time · `!long` cut off by the limit · `!gate` waits for the file `gate` ·
@@ -16,6 +17,7 @@ the other prompts are done · `!abort` aborted the first time · `!long` cut off
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import itertools
 import json
 import os
@@ -143,6 +145,7 @@ class Handler(BaseHTTPRequestHandler):
     # --- completions ---
 
     def complete(self, body: dict[str, Any]) -> None:
+        crash(at_start=False)
         prompts = [p if isinstance(p, str) else "".join(map(chr, p)) for p in body["prompt"]]
         if any("!400" in prompt for prompt in prompts):
             self.answer(400, {"error": {"message": "the prompt is\ntoo long", "code": 400}})
@@ -238,6 +241,34 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
 
+HEAD = "(EngineCore pid=7) ERROR 11-21 03:26:59 [core.py:10] "
+SERVER = "(APIServer pid=6) ERROR 11-21 03:26:59 [async_llm.py:906] "
+TRACEBACK = "Traceback (most recent call last):"
+
+
+def crash(*, at_start: bool) -> None:
+    """Die as vLLM does."""
+    match MODE.get("crash"), at_start:
+        case "head_dim", False:
+            dead = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above)."
+            error = "RuntimeError: Unsupported CPU attention configuration: head_dim=16 isa=2 kv_cache_idx=0"
+            for line in (TRACEBACK, '  File "cpu_attn.py", line 3, in forward', error):
+                print(f"{HEAD}{line}", flush=True)
+            print(f"{SERVER}{TRACEBACK}\n{SERVER}{dead}\nINFO:     Shutting down", flush=True)
+            print(
+                "\n".join(f"(APIServer pid=6) INFO 11-21 03:27:01 [x.py:7] farewell {n}" for n in range(30)),
+                flush=True,
+            )
+            os._exit(0)
+        case "segfault", False:
+            faulthandler.enable()
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "import", True:
+            raise ImportError("libcudart.so.13: cannot open shared object file: No such file or directory")
+        case "port", True:
+            raise OSError(98, "Address already in use")
+
+
 class UnixServer(ThreadingHTTPServer):
     address_family = socket.AF_UNIX
 
@@ -254,6 +285,7 @@ def main() -> int:
     options, _ = parser.parse_known_args()
     serving["model"] = options.model
     print("starting", options.model, flush=True)
+    crash(at_start=True)
     match MODE.get("start"):
         case "fail":
             head = "(APIServer pid=7) ERROR 11-21 03:26:59 [core.py:10]"

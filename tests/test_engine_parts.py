@@ -17,7 +17,6 @@ import pytest
 from engine_bench import NEVER, TINY, write_model
 
 from fsbarrier.engine import command as engine_command
-from fsbarrier.engine import log as engine_log
 from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachable, normal_url
 from fsbarrier.engine.command import ServerPlan
 from fsbarrier.engine.engine import Engine
@@ -266,22 +265,6 @@ def test_without_the_key_only_the_health_can_be_asked_for(monkeypatch: pytest.Mo
     monkeypatch.setenv("VLLM_API_KEY", "")
     with pytest.raises(ValueError, match="empty"):
         KeyGuard(app)
-
-
-def test_the_line_of_a_log_that_says_why() -> None:
-    head = "(EngineCore pid=6395) ERROR 11-21 03:26:59 [core.py:10] "
-    lines = [
-        "INFO 11-21 03:26:59 [a.py:1] all is well",
-        f"{head}Traceback (most recent call last):",
-        f"{head}ValueError: the model is odd",
-        "RuntimeError: Engine core initialization failed. See root cause above.",
-    ]
-    assert engine_log.cause(lines) == "ValueError: the model is odd"
-    assert engine_log.cause(lines[3:]) == lines[3] and engine_log.cause([]) == ""
-    assert (
-        engine_log.cause(["torch.OutOfMemoryError: CUDA out of memory"])
-        == "torch.OutOfMemoryError: CUDA out of memory"
-    )
 
 
 def test_a_server_that_stops_in_the_middle_of_an_answer_cannot_hold_a_call() -> None:

@@ -33,11 +33,11 @@ def test_a_failed_program_is_shown_with_its_log_and_its_neighbours(
     log.parent.mkdir(parents=True, exist_ok=True)
     header = "--- 2026-01-01T00:00:00+00:00 start update: torchrun"
     log.write_text("\n".join([header, "RuntimeError: of an earlier start", header, *TRACE, ""]))
-    run.fail(1, 2, 10, "torchrun ended with exit code 1", ["later", f"(from {log})"])
+    run.fail(1, 2, 10, "torchrun ended with exit code 1", [f"(from {log})", "later"])
     run.lose(2, 2, 10, after=5.0, resume=1)
     out = shown(run, capsys)
     assert "torchrun ended with exit code 1" in out.split("events around it")[0]
-    assert f"first error in {log}:" in out
+    assert f"the error in {log}:" in out
     assert "step 41" in out and "ValueError" in out and "earlier start" not in out
     assert "\x1b" not in out
     assert "node 2" in out.split("events around it")[1], "what happened next stands there, too"

@@ -101,7 +101,7 @@ def test_a_program_reads_its_spec_and_leaves_its_result(place: Workplace) -> Non
 
 def test_a_program_that_fails_is_quoted_with_the_end_of_its_log(place: Workplace) -> None:
     with pytest.raises(
-        ProgramFailed, match=r"(?s)ended with exit code 7\nthe reason\n\(from .*update\.log\)"
+        ProgramFailed, match=r"(?s)ended with exit code 7\n\(from .*update\.log\)\nthe reason"
     ):
         work_kinds.carry_out(python("print('the reason'); raise SystemExit(7)"), context(), RowJob(), place)
     with pytest.raises(ProgramFailed, match="ended well but left no result"):
@@ -604,7 +604,8 @@ def test_a_program_is_started_again_while_the_shared_directory_fails(
     """No program has failed, so no attempt is used up."""
     done = work_kinds.carry_out(of_ours(place, monkeypatch, 2), context(), RowJob(), place)
     assert done["got"] == 1
-    why = "part: No space left on device"
+    ended = "fsbarrier.workers.some ended with exit code 3: part: No space left on device"
+    why = f"{ended}; {place.log_path} fails or is full"
     assert done["events"] == [{"event": "program_restarted", "times": 2, "why": why}]
 
 
@@ -801,7 +802,8 @@ def test_names_and_failures_as_people_read_them() -> None:
     )
     assert program_name(["/usr/bin/my-trainer", "--x"]) == "my-trainer"
     assert failure("") == {"error": "failed", "log": []}
-    assert failure("\n".join(str(n) for n in range(30)))["log"] == [str(n) for n in range(10, 30)]
+    said = failure("\n".join(["why", "(from x.log)", *map(str, range(30))]))
+    assert said == {"error": "why", "log": ["(from x.log)", *map(str, range(10, 30))]}
 
 
 def test_a_job_ends_before_the_next_one_begins_and_its_report_goes(place: Workplace) -> None:

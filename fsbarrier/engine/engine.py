@@ -155,7 +155,8 @@ class Engine:
                 self._socket = self.work_dir / self._socket.name
 
     def how_it_ended(self) -> str:
-        """How our server ended by itself; "" while it is alive or if there is none."""
+        """How our server ended by itself, in several lines: how and why, the log's path, the end of the log. "" while it is alive or if
+        there is none."""
         server = self._server
         return server.how_it_ended() if server is not None and server.child.poll() is not None else ""
 
@@ -192,7 +193,7 @@ class Engine:
             if self.distrusted:
                 reason = "its log-probabilities differ from the trainer's"
             elif not server.healthy(cancel):
-                reason = f"the server had ended ({server.how_it_ended()})"
+                reason = f"the server had ended ({server.how_it_ended().splitlines()[0]})"
             elif server.serving == (model.path, policy_version) and not server.asleep:
                 return server, "kept", ""
             else:
@@ -225,7 +226,7 @@ class Engine:
         )
         problem = server.wait_until_it_answers(deadline, cancel)
         if problem:
-            message = server.failure_text(problem)
+            message = server.failure_text(f"vLLM {problem}")
             self._stop_server()
             raise ProgramFailed(message)
         server.serving = (model.path, policy_version)

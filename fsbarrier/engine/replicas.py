@@ -24,8 +24,8 @@ from fsbarrier.host.accelerator_device import Accelerator
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.settings.sections import EngineSettings
 
-# Maximum restarts of a replica during one program.
-RESTARTS = 2
+# Maximum restarts of a replica during one program. An engine that dies twice is likely to die again, and the phase is retried anyway.
+RESTARTS = 1
 # How quickly the end of a server is noticed.
 LOOK_S = 0.25
 
@@ -164,7 +164,7 @@ class Keeper:
             how = self._wait_for_end(engine)
             if not how:
                 return
-            self._note(number, f"had ended ({how}) and is being restarted")
+            self._note(number, f"had ended ({how.splitlines()[0]}) and is being restarted")
             try:
                 engine.revive(self._over)
             except (ProgramFailed, StoreError, OSError) as error:

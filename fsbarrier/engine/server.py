@@ -22,6 +22,8 @@ from fsbarrier.errors import ProgramFailed
 from fsbarrier.host import accelerators
 from fsbarrier.openai_http import UNIX
 from fsbarrier.retry import Backoff
+from fsbarrier.rundir.log_tail import SHOWN_LINES
+from fsbarrier.supervision import last_words
 from fsbarrier.supervision.supervisor import Child
 
 # Polling intervals while a server starts, or while its last requests finish.
@@ -33,8 +35,6 @@ SLEEP_TIMEOUT_S = 120.0
 IDLE_S = 30.0
 # Memory that a sleeping server may keep on a device, for its context and graphs.
 ASLEEP_BYTES = 2 << 30
-# Number of log lines to search for the cause of a failure.
-CAUSE_LINES = 400
 # vLLM only logs this as a warning, and the reload returns 200.
 NOT_LOADED = "Following weights were not loaded from checkpoint"
 
@@ -115,16 +115,19 @@ class Server:
         return self.child.poll() is None and self.client.healthy(30.0, cancel)
 
     def how_it_ended(self) -> str:
+        """How the server ended, with its own words and the end of its log; one line if it has not ended."""
         code = self.child.poll()
         if code is None:
             return "it does not answer"
-        return f"signal {-code}" if code < 0 else f"exit code {code}"
+        return self.failure_text(f"signal {-code}" if code < 0 else f"exit code {code}")
 
     def failure_text(self, what: str) -> str:
-        """A message: the problem, the end of the log, and the log's path."""
-        cause = engine_log.cause(self.child.last_log_lines(CAUSE_LINES))
-        lines = [f"vLLM {what}{f': {cause}' if cause else ''}", *self.child.last_log_lines()]
-        return "\n".join([*lines, f"(from {self.child.log_file})"])
+        """A message: the problem with the server's own words, the log's path, and the end of the log."""
+        lines = self.child.last_log_lines(last_words.SEARCHED_LINES)
+        cause = last_words.cause(lines, killed=(self.child.poll() or 0) < 0)
+        return "\n".join(
+            [f"{what}{f': {cause}' if cause else ''}", f"(from {self.child.log_file})", *lines[-SHOWN_LINES:]]
+        )
 
     def reload(self, model: ModelFolder, cancel: threading.Event) -> str:
         """Load other weights into the running server; returns "" or the reason why a restart is needed."""

@@ -173,6 +173,7 @@ def _check_result(value: Payload) -> None:
 
 
 def failure(message: str) -> Payload:
-    """The value of a "failed" fact: the first line as the error, the last lines as the log, each cut to `SHOWN_CHARACTERS`."""
+    """The value of a "failed" fact: the first line as the error, the log's path and last lines, each cut to `SHOWN_CHARACTERS`."""
     first, *rest = (line[:SHOWN_CHARACTERS] for line in message.splitlines() or ["failed"])
-    return {"error": first, "log": rest[-SHOWN_LINES:]}
+    # The first of them is the log's path.
+    return {"error": first, "log": [*rest[:1], *rest[1:][-SHOWN_LINES:]]}

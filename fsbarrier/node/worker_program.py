@@ -16,6 +16,7 @@ from fsbarrier.program import Command, Context, Keep
 from fsbarrier.retry import Backoff
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
+from fsbarrier.supervision import last_words
 from fsbarrier.supervision.kept_program import KeptProgram
 from fsbarrier.supervision.secret_variables import without_secrets, without_trackers_keys
 from fsbarrier.supervision.stacks import write_stacks
@@ -61,7 +62,7 @@ def run_program(work: Command, context: Context, job: RowJob, workplace: Workpla
                 raise Cancelled from None
     if not again:
         return value
-    line = {"event": "program_restarted", "times": again, "why": why.splitlines()[1 if "\n" in why else 0]}
+    line = {"event": "program_restarted", "times": again, "why": why.splitlines()[0]}
     return {**value, "events": [line, *value.get("events", ())]}
 
 
@@ -107,10 +108,10 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
         code = _watch(program, context, job, workplace, keeper)
     if code != 0:
         _distrust_engines(own.result, context, workplace)
-        said, log = f"{program_name(argv)} {_how_it_ended(code)}", _end_of_log(program)
+        said, log = _why_it_failed(program, argv, code), _end_of_log(program)
         if code == StoreError.exit_code and work.keep is None and program_name(argv).startswith("fsbarrier."):
             # Perhaps not even its log could be written.
-            raise DirectoryFailed(f"{said}, because {workplace.log_path} fails or is full{log}")
+            raise DirectoryFailed(f"{said}; {workplace.log_path} fails or is full{log}")
         raise ProgramFailed(f"{said}{log}")
     result = read_result(own.result, program_name(argv)) if work.result else {}
     shutil.rmtree(own.folder, ignore_errors=True)
@@ -213,12 +214,16 @@ def program_name(argv: Sequence[str]) -> str:
     return modules[-1] if modules else Path(argv[0]).name
 
 
-def _how_it_ended(code: int) -> str:
-    return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+def _why_it_failed(program: Child | KeptProgram, argv: Sequence[str], code: int) -> str:
+    """How the program ended, with the line of its log that says why."""
+    name = program_name(argv)
+    lines = program.last_log_lines(last_words.SEARCHED_LINES)
+    cause = last_words.cause(lines, killed=code < 0, speaks=name.startswith("fsbarrier."))
+    return f"{name} {last_words.how_it_ended(code)}{f': {cause}' if cause else ''}"
 
 
 def _end_of_log(child: Child | KeptProgram) -> str:
-    lines = (*child.last_log_lines(), f"(from {child.log_file})")
+    lines = (f"(from {child.log_file})", *child.last_log_lines())
     return "".join(f"\n{line}" for line in lines)
 
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fsbarrier.rundir.log_tail import SHOWN_LINES
 from fsbarrier.supervision import private_socket
 from fsbarrier.supervision.supervisor import Child
 
@@ -75,8 +76,8 @@ class KeptProgram:
     def tree(self) -> dict[int, int]:
         return self.child.tree()
 
-    def last_log_lines(self) -> list[str]:
-        return self.child.last_log_lines()
+    def last_log_lines(self, lines: int = SHOWN_LINES) -> list[str]:
+        return self.child.last_log_lines(lines)
 
     @property
     def alive(self) -> bool:

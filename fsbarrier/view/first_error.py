@@ -9,18 +9,15 @@ from pathlib import Path
 from fsbarrier import reading
 from fsbarrier.printable import printable
 from fsbarrier.rundir.journal import Event
+from fsbarrier.supervision import last_words
 from fsbarrier.view.event_wording import event_line, log_lines
 
 #: Show events of all nodes within this many seconds of the failure, and at most this many before and after it.
 AROUND_S, AROUND = 10.0, 8
-#: Lines of the program's log to show before, and from, the first line that looks like an error.
-BEFORE, AFTER = 5, 30
+#: Lines of the program's log to show: from the traceback above the line that says why, but at most so many, and some after it.
+BEFORE, AFTER = 40, 5
 #: How much of the end of a log is searched.
 SEARCHED_BYTES = 16 << 20
-# The beginning of an error: a Python traceback, an exception's last line, messages of CUDA, NCCL and the kernel.
-_ERROR = re.compile(
-    r"^Traceback |\b\w*(?:Error|Exception)\b: |\bERROR\b|\bFATAL\b|out of memory|\bKilled\b|Segmentation fault"
-)
 _LOG_NAME = re.compile(r"^\(from (.+)\)$")
 #: The header line of each start of a program in its log (supervision/supervisor.py).
 _START = re.compile(r"^--- \S+ start ")
@@ -53,7 +50,7 @@ def _indented(lines: Iterator[str] | Sequence[str]) -> Iterator[str]:
 
 
 def _in_the_log(failed: Event, logs: Path) -> list[str]:
-    """The first error in the failed program's log, if the event names a log of this run."""
+    """The error in the failed program's log, if the event names a log of this run."""
     name = next((match[1] for line in failed.lines("log") if (match := _LOG_NAME.match(line))), None)
     if name is None or logs.resolve() not in Path(name).resolve().parents:
         return []
@@ -65,9 +62,14 @@ def _in_the_log(failed: Event, logs: Path) -> list[str]:
     except OSError as error:
         return [f"cannot read {name}: {error.strerror}"]
     # Skip earlier starts of the program.
-    begin = max((number for number, line in enumerate(lines) if _START.match(line)), default=0)
-    at = next((n for n, line in enumerate(lines) if n > begin and _ERROR.search(line)), None)
+    begin = max((number for number, line in enumerate(lines) if _START.match(line)), default=-1) + 1
+    why = last_words.cause(lines[begin:])
+    at = max(
+        (number for number, line in enumerate(lines[begin:], begin) if why and why in line), default=None
+    )
     if at is None:
         return []
-    part = lines[max(begin, at - BEFORE) : at + AFTER]
-    return [f"first error in {name}:", *_indented([printable(line) for line in part])]
+    first = max(begin, at - BEFORE)
+    traceback = [number for number in range(first, at) if last_words.TRACEBACK in lines[number]]
+    part = lines[max(first, (traceback or [at])[-1] - 5) : at + AFTER]
+    return [f"the error in {name}:", *_indented([printable(line) for line in part])]

@@ -41,7 +41,7 @@ class FoundLoss:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A program that failed on a node; `log`: its last log lines."""
+    """A program that failed on a node; `log`: its log's path and last lines."""
 
     node_rank: int
     iteration: int

@@ -281,5 +281,5 @@ def _failures(reader: RunReader) -> list[str]:
         phase = f"{failure.phase} {failure.phase_name}"
         where = f"node {failure.node_rank}, iteration {failure.iteration}, phase {phase}"
         found.append(f"{where} failed{times}: {one_line(failure.error)}")
-        found += [f"  | {one_line(line)}" for line in failure.log[-5:]]
+        found += [f"  | {one_line(line)}" for line in (*failure.log[:1], *failure.log[1:][-4:])]
     return found

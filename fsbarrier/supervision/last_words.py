@@ -1,0 +1,99 @@
+"""Finds in the log of a failed program the line that says why it failed. Pure.
+
+A log ends with what came last, not with what went wrong: below the line that counts there may be torchrun's summary, errors of
+processes that only noticed the end of another one, and the farewell of a server.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator, Sequence
+
+# How many of the last lines of a log are searched, and how much of the found line is kept.
+SEARCHED_LINES = 400
+MOST_CHARACTERS = 300
+
+# vLLM writes its process, level, time and source location before a line; torch the rank of the process.
+_PREFIX = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] )?")
+_RANK = re.compile(r"^\[(?:rank|default)(\d+)\]: ?")
+TRACEBACK = "Traceback (most recent call last):"
+# The last line of a traceback. Any class may stand there; elsewhere its name must say that it is an error.
+_RAISED = re.compile(r"^(?:\w+\.)*[A-Za-z_]\w*(?:: |:?$)")
+_ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|error)(?:: \S|$)")
+# What a dying process says for itself: Python's faulthandler, and C++.
+_FATAL = re.compile(r"^(?:Fatal Python error: \S| *what\(\): +\S)")
+# Errors that only refer to another one.
+_GENERIC = re.compile(
+    r"Engine core initialization failed|WorkerProc initialization failed|EngineDeadError|ChildFailedError"
+)
+# torchrun's summary: the lines about the first failure.
+_ROOT_CAUSE = "Root Cause (first observed failure):"
+_OF_ROOT = re.compile(r"^ +(rank|traceback) +: (.*)$")
+_NO_TRACEBACK = "To enable traceback see"
+# A process whose partner on another node has gone.
+_PARTNER_GONE = re.compile(
+    r"lost contact with the trainer|connection (?:closed|reset) by peer|connection refused|broken pipe|ncclRemoteError"
+    r"|remote process exited|DistNetworkError|DistStoreError|RendezvousConnectionError|timed out waiting",
+    re.IGNORECASE,
+)
+
+
+def cause(lines: Sequence[str], *, killed: bool = False, speaks: bool = False) -> str:
+    """The line that says why the program failed; "" if there is none.
+
+    `killed`: a signal ended it, so an error in the log was perhaps handled. `speaks`: the program's last line is its message, if it
+    has left no traceback.
+    """
+    plain = [_PREFIX.sub("", line) for line in lines]
+    begin = max((i for i, line in enumerate(plain) if _ROOT_CAUSE in line), default=None)
+    if begin is not None:
+        return _of_torchrun(plain[:begin], plain[begin:])[:MOST_CHARACTERS]
+    found = [line for line in plain if _FATAL.match(line)] if killed else list(_errors(plain))
+    specific = [line for line in found if not _GENERIC.search(line)]
+    spoken = [line for line in plain if line.strip()][-1:] if speaks and not killed else []
+    return (specific or spoken or found or [""])[-1].strip()[:MOST_CHARACTERS]
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words, as after "the program "."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else ""
+    why = "; the kernel sends it when memory runs out" if -code == signal.SIGKILL else ""
+    return f"was ended by signal {-code}{f' ({name}{why})' if name else ''}"
+
+
+def only_noticed(said: str) -> bool:
+    """Whether a program failed because a partner on another node was gone, so that the reason is there."""
+    return _PARTNER_GONE.search(said) is not None
+
+
+def _of_torchrun(before: Sequence[str], summary: Sequence[str]) -> str:
+    """The last line of the failing rank's own traceback, or how it ended."""
+    root: dict[str, str] = {}
+    for line in summary:
+        if match := _OF_ROOT.match(line):
+            root.setdefault(match[1], match[2].strip())
+    said, rank = root.get("traceback", ""), root.get("rank", "").partition(" ")[0]
+    fatal = [line for line in before if _FATAL.match(line)]
+    if said.startswith("Signal "):
+        return (fatal or [said])[-1].strip()
+    if said and not said.startswith((_NO_TRACEBACK, TRACEBACK)):
+        return said
+    own = [line for line in before if (match := _RANK.match(line)) and match[1] == rank]
+    return ([*_errors(before), *_errors(own)] or [""])[-1]
+
+
+def _errors(lines: Sequence[str]) -> Iterator[str]:
+    """The last lines of tracebacks, and other lines that name an error."""
+    in_traceback = False
+    for line in (_RANK.sub("", line) for line in lines):
+        if line.startswith(TRACEBACK):
+            in_traceback = True
+        elif in_traceback and line.strip() and not line.startswith(" "):
+            in_traceback = False
+            if _RAISED.match(line):
+                yield line.strip()
+        elif _ERROR.match(line.strip()):
+            yield line.strip()

@@ -1,0 +1,101 @@
+"""Each program of a phase, and the engine, is made to crash: its own line stands in everything that a user looks at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cluster import FAST, Cluster
+from engine_bench import write_model
+
+from fsbarrier.cli import main
+
+TESTS = Path(__file__).parent
+HEAD_DIM = "RuntimeError: Unsupported CPU attention configuration: head_dim=16"
+
+
+def looked_up(log_path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a command says about the run, without its line breaks."""
+    main([*words, "--log-path", str(log_path)])
+    return " ".join(capsys.readouterr().out.split())
+
+
+def assert_said_everywhere(cluster: Cluster, line: str, log: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the node's own output (the live view and the summary), in its log, `status`, `logs --first-error` and the report."""
+    path = cluster.log_path
+    (daemon_log,) = path.glob("logs/attempt_*/node_0/daemon.log")
+    report = cluster.output / "report.html"
+    main(["report", "--log-path", str(path), "--out", str(report)])
+    places = {
+        "output": cluster.said(0),
+        "daemon.log": daemon_log.read_text(),
+        "status": looked_up(path, capsys, "status"),
+        "status --json": looked_up(path, capsys, "status", "--json"),
+        "first error": looked_up(path, capsys, "logs", "--first-error"),
+        "report": report.read_text(),
+    }
+    for place, text in places.items():
+        plain = " ".join(text.replace("&#x27;", "'").replace("\\", "").split())
+        assert line in plain, f"{place} does not say {line!r}:\n{text}"
+        assert log in plain, f"{place} does not name {log}:\n{text}"
+
+
+# --- the engine ---
+
+#: stands for vLLM: it dies of the first prompt, as vLLM does, with its real error above its farewell
+VLLM = """
+import runpy, sys
+sys.argv[0] = {script!r}
+def main():
+    runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+def plant_vllm(folder: Path, **mode: object) -> dict[str, str]:
+    """The environment of a node whose vLLM is fake_vllm.py."""
+    package = folder / "planted" / "vllm" / "entrypoints" / "launchers" / "api_server"
+    package.mkdir(parents=True)
+    for level in (package, *package.parents[:3]):
+        (level / "__init__.py").touch()
+    (package / "entry.py").write_text(VLLM.format(script=str(TESTS / "fake_vllm.py")))
+    (folder / "fake").mkdir()
+    return {
+        "PYTHONPATH": f"{TESTS.parent}:{folder / 'planted'}",
+        "FAKE_VLLM": json.dumps({"dir": str(folder / "fake"), **mode}),
+    }
+
+
+def rollouts(folder: Path, *flags: str) -> Cluster:
+    """A run that only rolls out, with a model of zeros."""
+    data = folder / "data"
+    data.mkdir()
+    for name in ("train", "test"):
+        (data / f"{name}.jsonl").write_text('{"prompt": "dcba=", "answer": "abcd"}\n' * 4)
+    model = write_model(folder / "model")
+    tokens = {letter: number for number, letter in enumerate("abcdefgh=")}
+    (model / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": tokens, "unk_token": "a"}})
+    )
+    words = ("--model", str(model), "--data-path", str(data), "--iterations", "1", "--rl-phase", "rollout")
+    cheap = ("--eval-interval", "0", "rollout.max_tokens=8", "rollout.tasks=4", "rollout.samples=2")
+    return Cluster(folder, 1, *words, *cheap, *FAST[:4], *flags, program="rl")
+
+
+@pytest.mark.parametrize(
+    ("crash", "line"),
+    [
+        ("head_dim", f"engine 0 keeps failing and is not restarted again: exit code 0: {HEAD_DIM}"),
+        ("segfault", "engine 0 keeps failing and is not restarted again: signal 11: Fatal Python error: Segmentation fault"),
+        ("import", "vLLM ended with exit code 1 during its start: ImportError: libcudart.so.13: cannot open shared object file"),
+        ("port", "vLLM ended with exit code 1 during its start: OSError: [Errno 98] Address already in use"),
+    ],
+)  # fmt: skip
+def test_an_engine_that_cannot_work_is_said_with_its_own_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], crash: str, line: str
+) -> None:
+    with rollouts(tmp_path) as cluster:
+        cluster.env[0] = plant_vllm(tmp_path, crash=crash)
+        cluster.start()
+        assert cluster.wait() == {0: 4}, cluster.said(0)
+        assert_said_everywhere(cluster, line, "logs/attempt_1/node_0/vllm.log", capsys)
