@@ -42,7 +42,7 @@ def test_a_killed_engine_costs_only_what_was_in_flight(tmp_path: Path, replicas:
         ready = [event["replica"] for event in cluster.events() if event["event"] == "engine_ready"]
         assert ready == list(range(replicas))
         (restarted,) = [event for event in cluster.events() if event["event"] == "engine_restarted"]
-        assert "had ended (signal 9) and is being restarted" in restarted["engine_note"]
+        assert "is being restarted: vLLM was ended by signal 9" in restarted["engine_note"]
         generations = [event for event in cluster.events() if event["event"] == "generation_started"]
         assert len(generations) == 1, "the phase was not tried again"
         assert len(list(paths.trajectories("train").glob("*.part"))) == 1

@@ -140,7 +140,7 @@ def test_all_of_them_serve_the_same_weights(tmp_path: Path, make: Make) -> None:
     os.kill(infos[1].pid, signal.SIGKILL)
     third = replicas.ensure(first, 3, cancel=NEVER)
     assert [info.action for info in third] == ["reloaded", "started", "reloaded"]
-    assert third[1].note.startswith("restarted: the server had ended") and third[1].url == infos[1].url
+    assert third[1].note.startswith("restarted: vLLM ") and third[1].url == infos[1].url
 
 
 def test_an_engine_that_does_not_come_up_fails_all_and_is_named(tmp_path: Path, make: Make) -> None:
@@ -161,7 +161,7 @@ def test_an_engine_that_dies_is_back_at_its_address_with_the_same_weights(tmp_pa
         until(replicas.engines[1].alive)
     assert served(infos[1]) == served(infos[0]) == str(tmp_path / "a") and keeper.problem == ""
     (event,) = keeper.events
-    assert event["engine_note"] == "engine 1 had ended (signal 9) and is being restarted"
+    assert event["engine_note"].startswith("engine 1 is being restarted: vLLM was ended by signal 9 (SIGKILL")
     assert [info.action for info in replicas.ensure(tmp_path / "a", 1, cancel=NEVER)] == ["kept", "kept"]
 
 
@@ -197,7 +197,7 @@ def test_an_engine_whose_log_cannot_be_written_is_given_up_and_comes_back_later(
     )
     (tmp_path / "logs").unlink()
     (again,) = replicas.ensure(tmp_path / "a", 0, cancel=NEVER)
-    assert (again.action, again.note) == ("started", "restarted: the server had ended (signal 9)")
+    assert again.action == "started" and again.note.startswith("restarted: vLLM ")
 
 
 class Dying:

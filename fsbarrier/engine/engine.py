@@ -193,7 +193,7 @@ class Engine:
             if self.distrusted:
                 reason = "its log-probabilities differ from the trainer's"
             elif not server.healthy(cancel):
-                reason = f"the server had ended ({server.how_it_ended().splitlines()[0]})"
+                reason = server.how_it_ended().splitlines()[0]
             elif server.serving == (model.path, policy_version) and not server.asleep:
                 return server, "kept", ""
             else:
@@ -226,7 +226,7 @@ class Engine:
         )
         problem = server.wait_until_it_answers(deadline, cancel)
         if problem:
-            message = server.failure_text(f"vLLM {problem}")
+            message = server.failure_text(problem)
             self._stop_server()
             raise ProgramFailed(message)
         server.serving = (model.path, policy_version)

@@ -164,7 +164,7 @@ class Keeper:
             how = self._wait_for_end(engine)
             if not how:
                 return
-            self._note(number, f"had ended ({how.splitlines()[0]}) and is being restarted")
+            self._note(number, f"is being restarted: {how.splitlines()[0]}")
             try:
                 engine.revive(self._over)
             except (ProgramFailed, StoreError, OSError) as error:

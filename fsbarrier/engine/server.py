@@ -98,7 +98,7 @@ class Server:
         while not self.client.healthy(cancel=cancel):
             code = self.child.poll()
             if code is not None:
-                return f"ended with {'signal' if code < 0 else 'exit code'} {abs(code)} during its start"
+                return last_words.how_it_ended(code)
             if self.stopping.is_set() or cancel.is_set():
                 return "was stopped during its start"
             left_s = deadline - time.monotonic()
@@ -118,15 +118,19 @@ class Server:
         """How the server ended, with its own words and the end of its log; one line if it has not ended."""
         code = self.child.poll()
         if code is None:
-            return "it does not answer"
-        return self.failure_text(f"signal {-code}" if code < 0 else f"exit code {code}")
+            return "vLLM does not answer"
+        return self.failure_text(last_words.how_it_ended(code))
 
     def failure_text(self, what: str) -> str:
         """A message: the problem with the server's own words, the log's path, and the end of the log."""
         lines = self.child.last_log_lines(last_words.SEARCHED_LINES)
         cause = last_words.cause(lines, killed=(self.child.poll() or 0) < 0)
         return "\n".join(
-            [f"{what}{f': {cause}' if cause else ''}", f"(from {self.child.log_file})", *lines[-SHOWN_LINES:]]
+            [
+                f"vLLM {what}{f': {cause}' if cause else ''}",
+                f"(from {self.child.log_file})",
+                *lines[-SHOWN_LINES:],
+            ]
         )
 
     def reload(self, model: ModelFolder, cancel: threading.Event) -> str:
