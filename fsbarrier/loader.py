@@ -30,6 +30,11 @@ def program_path(name: str) -> Path:
     path = program_folder() / f"{name}.py"
     if not name.isidentifier() or not path.is_file():
         known = ", ".join(sorted(p.stem for p in program_folder().glob("*.py")))
+        if not known:
+            raise UsageError(
+                f"--program {name}: fsbarrier's own programs are missing: there is no folder {path.parent}. Install fsbarrier, or copy "
+                "the whole clone with its pyproject.toml"
+            )
         raise UsageError(f"--program {name}: no such program; use {known}, or the path of a .py file")
     return path
 

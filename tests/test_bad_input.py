@@ -170,6 +170,7 @@ CASES = {
     ),
     "any rank and this rank": (PING + "--rank auto --master", ["--rank auto", "drop one"]),
     "a rank that is not auto": (PING + "--rank 2", ["--rank", "auto"]),
+    "too few accelerators": (PING + "--expect-gpus 99", ["--expect-gpus 99: this node has"]),
     "zero nodes": (PING + "--master --num-nodes 0", ["--num-nodes", "1 or more"]),
     "too few weights": (
         PING + "--master --num-nodes 3 --rank-weights 1,1",
@@ -508,6 +509,7 @@ def test_the_launchers_variables(place: Path, quick: Call, environ: dict[str, st
     ("environ", "says"),
     [
         ({"JOB_COMPLETION_INDEX": "0"}, ["JOB_COMPLETION_INDEX=0", "give --num-nodes"]),
+        ({"NODE_RANK": "1"}, ["NODE_RANK=1", "give --num-nodes", "or --worker 1"]),
         ({"RANK": "0"}, ["RANK=0", "give --num-nodes"]),
         (
             {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"},
@@ -581,6 +583,15 @@ def test_a_new_run_takes_folders_that_are_empty(place: Path, quick: Call) -> Non
     (place / "run" / "logs" / "launcher.log").write_text("started")
     done = quick((PING + "--iterations 1").split())
     assert done.returncode == 0, done.stderr
+
+
+def test_a_package_that_was_copied_without_its_programs(place: Path, real: Call) -> None:
+    shutil.copytree(
+        REPO / "fsbarrier", place / "copy" / "fsbarrier", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    says = ["--program ping: fsbarrier's own programs are missing", "copy the whole clone"]
+    environ = {"PYTHONPATH": str(place / "copy"), "PYTHONDONTWRITEBYTECODE": "1"}
+    refused(real, PING, place=place, says=says, **environ)
 
 
 def test_control_characters_from_input_do_not_reach_the_terminal(place: Path, quick: Call) -> None:

@@ -85,7 +85,7 @@ def test_nothing_begins_with_a_damaged_policy(tmp_path: Path, first: Path, data:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["init_from=FIRST@9"], "init_from=FIRST@9: --policy-version 9: not on disk; available: 0, 1, 2"),
+        (["init_from=FIRST@9"], "init_from=FIRST@9: policy version 9: not on disk; available: 0, 1, 2"),
         (["init_from=FIRST@two"], "'two' is not a policy version; write RUN_DIRECTORY@VERSION"),
         (["init_from=FIRST/nowhere@1"], "no run there (no run.json)"),
         (

@@ -138,7 +138,7 @@ def test_a_host_that_does_not_answer_ends_the_start_at_once(
 ) -> None:
     run = launched(connection, "a,down")
     code, out = run.end()
-    assert code == 255 and "node 1 on down: ssh could not connect: no route to it" in out
+    assert code == 2 and "node 1 on down: ssh could not connect: no route to it" in out
     until(lambda: not leftovers(run.log_path))
 
 
@@ -254,7 +254,7 @@ def test_a_slurm_file_is_a_shell_script_that_keeps_every_word(
 def test_files_for_containers(
     capsys: pytest.CaptureFixture[str], place: str, more: tuple[str, ...], has: list[str]
 ) -> None:
-    setting = 'reward.kind=a b.py:$$(judge) $(x) "x"\nsetup: touch x\n- &a !!python/object *a\'{{ y }} ${{ run.args }} #\t\x85'
+    setting = 'reward.kind=a b.py:$$(judge) $(x) "x"\nsetup: touch x\n- &a !!python/object *a\'{{ y }} ${{ run.args }} #\t\x85 \U0001f600'
     words = (*IN_CONTAINERS, "--log-path", "/shared/run", "--gpus-per-node", "8", *more)
     text = text_of(capsys, place, *words, setting)
     for each in has:

@@ -90,8 +90,9 @@ def check_below_mount(job: ClusterJob, machine: Machine) -> None:
 
 
 def quoted(text: str) -> str:
-    """A YAML scalar for any text: every JSON string is a YAML string."""
-    return json.dumps(text)
+    """A YAML scalar for any text: a JSON string, but with one escape for a character that JSON writes as two."""
+    whole = json.dumps(text, ensure_ascii=False)
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in whole)
 
 
 def write(path: Path, text: str) -> None:

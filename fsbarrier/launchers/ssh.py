@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsbarrier.errors import UsageError
+from fsbarrier.errors import TooFewNodes, UsageError
 from fsbarrier.launchers import open_stdin
 from fsbarrier.launchers.job import ClusterJob
 from fsbarrier.launchers.processes import Interrupted, ending_signals, failed_to_begin, outcome, stop_all
@@ -130,7 +130,7 @@ def _follow(children: Mapping[int, Child], hosts: Sequence[str], shown: Path, sa
                 child, code = children[rank], children[rank].poll()
                 if code is None:
                     continue
-                codes[rank] = code
+                codes[rank] = _exit_code(code, child.log_file)
                 if code != 0:
                     say(
                         f"node {rank} on {hosts[rank]}: {_reason(code)}: {' '.join(last_lines(child.log_file, 1))}"
@@ -145,6 +145,14 @@ def _follow(children: Mapping[int, Child], hosts: Sequence[str], shown: Path, sa
                 # Lines before this one come from ssh or the shell, not from the node.
                 connected = connected or line == CONNECTED
     return codes
+
+
+def _exit_code(code: int, log: Path) -> int:
+    """The node's exit code. Of a connection that failed: that of a wrong host, or of a lost node if it had been established."""
+    if code != NO_CONNECTION:
+        return code
+    established = CONNECTED in log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return TooFewNodes.exit_code if established else UsageError.exit_code
 
 
 def _reason(code: int) -> str:

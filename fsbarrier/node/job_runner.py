@@ -146,7 +146,9 @@ class JobRunner:
         refused = [one for one in found if one.refused]
         if refused and node.generation is not None and node.generation.reason in STARTS:
             what = "; ".join(f"{one.what}: {one.found}" for one in refused)
-            raise NodesRefused("\n".join([f"the nodes cannot carry this run: {what}", *map(str, found)]))
+            # The table says more only where there is more than the one refusal.
+            table = map(str, found) if len(found) > 1 else ()
+            raise NodesRefused("\n".join([f"the nodes cannot carry this run: {what}", *table]))
         # All nodes know the same, so that one says it.
         if context.node_rank != context.leader:
             return []

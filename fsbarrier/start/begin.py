@@ -146,6 +146,12 @@ def _find_record(asked: _Asked, rank: ranks.Choice | None) -> RunRecord | None:
         )
     if not waits or request.dry_run:
         return None
+    # --worker R says that node 0 knows the rest; a variable may be all that is left of a launcher's.
+    known = (
+        "num_nodes" in asked.chosen or rank is None or ranks.count_nodes(rank, request.environ) is not None
+    )
+    if rank is not None and rank.source in request.environ and not known:
+        raise UsageError(ranks.without_count(rank))
     return runrecord.wait(log_path, asked.typed.coordination.join_timeout_s, on_wait=asked.say)
 
 
@@ -176,6 +182,8 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     settings = resolve(chosen.values(), {**limits, **defaults, **fixed})
     asked.check_rank(rank, settings.num_nodes)
     _check_slice(settings, program)
+    if not request.dry_run:
+        preflight.check_accelerators(settings)
     _check_own(settings, program, request.environ)
     _check_packages(request, settings, program)
     tasks, model = _inputs(settings, program, asked, is_demo)
@@ -215,9 +223,7 @@ def _with_count(asked: _Asked, rank: ranks.Choice | None) -> Mapping[str, Chosen
     if rank is None and not request.dry_run:
         ranks.check_alone(request.environ)
     if rank is not None and rank.source in request.environ:
-        raise UsageError(
-            f"{rank.source}={rank.value} sets this node's rank, but the number of nodes is unknown; give --num-nodes"
-        )
+        raise UsageError(ranks.without_count(rank))
     return chosen
 
 
@@ -345,6 +351,8 @@ def _join(asked: _Asked, record: RunRecord) -> Start:
     until = typed.iterations if "iterations" in chosen else settings.iterations
     settings = _with_choices(asked, settings)
     _check_slice(settings, program)
+    if not request.dry_run:
+        preflight.check_accelerators(settings)
     if "data" in program.needs:
         task_files.check_recorded(settings, record.tasks)
     number = rank.value if rank else 0

@@ -41,7 +41,8 @@ def find(init_from: str) -> VersionToExport:
             f"init_from={init_from}: {version!r} is not a policy version; write RUN_DIRECTORY@VERSION"
         )
     try:
-        return policy_export.find(runrecord.load(Path(folder)), int(version) if version else None)
+        record = runrecord.load(Path(folder))
+        return policy_export.find(record, int(version) if version else None, "policy version")
     except (UsageError, ProgramFailed) as error:
         raise UsageError(f"init_from={init_from}: {error}") from None
 

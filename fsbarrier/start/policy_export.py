@@ -33,8 +33,8 @@ class VersionToExport:
     root: Path | None = None
 
 
-def find(record: RunRecord, wanted: int | None) -> VersionToExport:
-    """The requested policy version; `wanted=None`: the one the run serves now.
+def find(record: RunRecord, wanted: int | None, named: str = "--policy-version") -> VersionToExport:
+    """The requested policy version; `wanted=None`: the one the run serves now. `named`: how an error names the version.
 
     Raises UsageError if the run has no such version, ProgramFailed if it is incomplete.
     """
@@ -69,7 +69,7 @@ def find(record: RunRecord, wanted: int | None) -> VersionToExport:
     whole = (version for version, folder in there if (folder / checkpoints.MANIFEST).is_file())
     kept = ", ".join(str(version) for version in sorted({0, *whole}))
     raise UsageError(
-        f"--policy-version {wanted}: not on disk; available: {kept} (checkpoint.keep limits how many are kept)"
+        f"{named} {wanted}: not on disk; available: {kept} (checkpoint.keep limits how many are kept)"
     )
 
 

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsbarrier.errors import UsageError
+from fsbarrier.host import accelerators
 from fsbarrier.host.mounts import mount_of
+from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.sources import ChosenValue, nearest
 from fsbarrier.settings.value_types import reward_kinds
 from fsbarrier.supervision.supervisor import own_program, with_this_package
@@ -122,7 +124,9 @@ def check_log_path(path: Path, named: str = "--log-path") -> None:
     if status.f_flag & os.ST_RDONLY:
         raise UsageError(f"{named} {path}: its filesystem is mounted read-only")
     if status.f_blocks and free < FREE_BYTES:
-        raise UsageError(f"{named} {path}: its filesystem is full ({free / 1e6:.0f} MB free)")
+        raise UsageError(
+            f"{named} {path}: its filesystem has {free / 1e6:.0f} MB free, and at least {FREE_BYTES / 1e6:.0f} MB are needed"
+        )
 
 
 # --- reward, engine, trainer -------------------------------------------------------------------------------------------------
@@ -146,6 +150,16 @@ def check_packages(settings: Settings, needs: Collection[str], environ: Environ)
     if "model" in needs:
         check_deepspeed(settings, environ)
         check_optimizer(settings.optimizer.kind)
+
+
+def check_accelerators(settings: Settings) -> None:
+    """Check `--expect-gpus` where this node is the only one; of several, the leader counts all (node/admission.py)."""
+    wanted = settings.expect_gpus
+    if wanted is None or settings.num_nodes > 1:
+        return
+    there = len(accelerators.detect())
+    if there < wanted:
+        raise UsageError(f"--expect-gpus {wanted}: this node has {counted(there, 'accelerator')}")
 
 
 def check_reward(kinds: str) -> None:

@@ -91,6 +91,14 @@ def contradictions(rank: Choice, num_nodes: int, environ: Environ) -> list[str]:
     return found
 
 
+def without_count(rank: Choice) -> str:
+    """The error message for a rank from the environment when nothing gives the number of nodes."""
+    return (
+        f"{rank.source}={rank.value} sets this node's rank, but the number of nodes is unknown; give --num-nodes on every node"
+        + (f", or --worker {rank.value}" if rank.value else "")
+    )
+
+
 def which_node(num_nodes: int, environ: Environ) -> str:
     """The error message for an unknown rank."""
     unused = f" ({_why_unused('RANK', environ)})" if _text(environ, "RANK") else ""
