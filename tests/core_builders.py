@@ -62,6 +62,7 @@ def generation(
         "start": Position(*start),
         "reason": "start",
         "created_by": 0,
+        "era": number,
     }
     return Generation(**{**made, **fields})
 

@@ -760,6 +760,48 @@ RUNNING_ROWS = [
         rules=rules(num_nodes=5),
     ),
     Case(
+        "a generation that has lasted long enough is followed by one of the same members, in the same era",
+        at_row(0, OPEN, RowPart.NONE, iteration=4, decisions={"merge": decided(3, {"n": 3})}),
+        sees(),
+        machine.renew_a_long_generation,
+        proposes(
+            2,
+            start=(4, OPEN),
+            reason="the same nodes, after 3 iterations",
+            decisions={"merge": decided(3, {"n": 3})},
+            era=1,
+        ),
+        rules=rules(longest=3),
+    ),
+    *(
+        Case(
+            name,
+            node,
+            sees(),
+            machine.begin_the_row,
+            publishes(node.rank),
+            {"part": RowPart.ANNOUNCED},
+            limit,
+        )
+        for name, node, limit in (
+            ("not an iteration earlier", at_row(0, OPEN, RowPart.NONE, iteration=3), rules(longest=3)),
+            ("nor by another member", at_row(1, OPEN, RowPart.NONE, iteration=4), rules(longest=3)),
+            (
+                "nor in a group, whose facts are no decisions",
+                at_row(0, OPEN, RowPart.NONE, iteration=4),
+                rules(longest=3, on_node_failure="hold"),
+            ),
+        )
+    ),
+    Case(
+        "nor in the middle of an iteration",
+        at_row(0, ASSIGN, RowPart.NONE, iteration=4),
+        sees(),
+        machine.begin_the_row,
+        becomes={"part": RowPart.GATHER},
+        rules=rules(longest=3),
+    ),
+    Case(
         "where a generation starts in the middle of an iteration, nobody is taken in",
         at_row(0, ASSIGN, RowPart.NONE, generation=generation(start=(1, ASSIGN))),
         sees(joins=started(3, 2, 1, 0), ledger=heard(seen(3, state=JOINING))),

@@ -24,6 +24,7 @@ from rich.console import Console
 
 from fsbarrier import cli
 from fsbarrier.program import PHASE_NAMES
+from fsbarrier.protocol.succession import RENEWED
 from fsbarrier.rundir.journal import Event, parse
 from fsbarrier.view import event_wording
 from fsbarrier.view.amounts import amount, duration, percent, short, sparkline
@@ -71,6 +72,10 @@ TOLD = [
     (
         raw("generation_started", number=3, members=[0, 1], leader=0, reason="joined: node 1 (b)"),
         "generation 3: nodes 0, 1; leader 0 (joined: node 1 (b))",
+    ),
+    (
+        raw("generation_started", number=3, members=[0, 1], leader=0, reason=f"{RENEWED}100 iterations"),
+        None,
     ),
     (
         raw("evaluated", 6, reward_mean=0.5812, policy_version=1),

@@ -16,7 +16,6 @@ from fsbarrier import files
 from fsbarrier.data import merge_plan
 from fsbarrier.data.merge import merge
 from fsbarrier.data.merge_plan import MergeRequest
-from fsbarrier.node.fact_removal import FactRemoval
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.paces import Paces
@@ -272,16 +271,3 @@ def test_a_failed_flush_of_a_directory_is_an_error(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "fsync", refuse(errno.EIO))
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         files.fsync_dir(tmp_path)
-
-
-# --- the folder that says which facts were not removed ---------------------------------------------------------------------------
-
-
-def test_the_folder_of_an_iteration_is_flushed_before_anybody_comes_there(tmp_path: Path) -> None:
-    paths, record = RunPaths(tmp_path), generation(1)
-    PosixStore().make_dir(paths.facts_of(1))
-    with recording(tmp_path) as seen:
-        FactRemoval(PosixStore(), paths, RULES).open(record, 2)
-    made = seen.one("mkdir", str(paths.open(1, 2).relative_to(tmp_path)))
-    parent = str(paths.facts_of(1).relative_to(tmp_path))
-    assert any(at > made and seen.done[at].path == parent for at in seen.all("flush-dir")), seen.done

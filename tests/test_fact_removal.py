@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from core_builders import CLOSE, MERGE, OPEN, PROBE, RULES, generation
+from core_builders import ASSIGN, MERGE, OPEN, PROBE, PUBLISH, RULES, decided, generation
 
 from fsbarrier import files
 from fsbarrier.group.collective import Collective, CollectiveWork
@@ -29,14 +29,14 @@ from fsbarrier.sim.scenario import play
 PING = Rules(Program("ping", tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES))), 2)
 
 
-def run_two_nodes(folder: Path, iterations: int) -> list[str]:
+def run_two_nodes(folder: Path, iterations: int, rules: Rules = PING) -> list[str]:
     """All names below coordination/ after so many iterations of two nodes."""
     paths, store = RunPaths(folder), PosixStore()
 
     def start(rank: int) -> NodeLoop:
-        observer = Observer(store, paths, PING.table, Paces(0.0, 0.0))
+        observer = Observer(store, paths, rules.table, Paces(0.0, 0.0))
         join = Join(rank, 0, f"host{rank}", rank, "boot", until=iterations, time=str(rank))
-        loop = NodeLoop(store, observer, PING, CollectiveWork(), join, lambda event, node, fields: None)
+        loop = NodeLoop(store, observer, rules, CollectiveWork(), join, lambda event, node, fields: None)
         observer.prepare()
         loop.start(0.0)
         return loop
@@ -52,11 +52,15 @@ def run_two_nodes(folder: Path, iterations: int) -> list[str]:
 
 
 def test_a_long_run_leaves_no_more_than_a_short_one(tmp_path: Path) -> None:
-    short, long = (run_two_nodes(tmp_path / str(count), count) for count in (3, 9))
-    assert len(short) == len(long)
-    row = sorted(Path(name).name for name in long if "p05-" in name and "iter-" in name)
-    # Of the leader the facts about the first iteration stay, too.
-    assert row == ["iter-000001.node-0000.done", "iter-000009.node-0000.done", "iter-000009.node-0001.done"]
+    """Generations of two iterations: the leader's facts of this one and the one before, and the members' last ones."""
+    short, long = (run_two_nodes(tmp_path / str(count), count, replace(PING, longest=2)) for count in (7, 13))
+    facts = [
+        [Path(name).name for name in names if "p05-" in name and "iter-" in name] for names in (short, long)
+    ]
+    assert len(facts[0]) == len(facts[1])
+    last = {f"iter-{n:06d}.node-0000.done" for n in (11, 12, 13)} | {"iter-000013.node-0001.done"}
+    assert last <= set(facts[1]) <= last | {"iter-000012.node-0001.done"}
+    assert sum(name.startswith("generations/") for name in long) == 7
 
 
 def test_a_member_gives_its_part_before_it_cleans_up(tmp_path: Path) -> None:
@@ -96,29 +100,55 @@ def test_a_run_goes_on_from_what_is_left(tmp_path: Path) -> None:
     assert found is not None and found.position == Position(6, 0)
 
 
-def test_a_start_with_listings_far_behind_looks_again(tmp_path: Path) -> None:
-    """Old listings end in iteration 3, whose facts were removed. No seal is of use there, and none of what could be read."""
+def test_a_start_with_listings_far_behind_seals_no_row_that_was_passed(tmp_path: Path) -> None:
+    """Its listings end in iteration 3. It finds the names of the leader's facts taken, and looks again from there."""
 
     class Old(PosixStore):
         def names(self, directory: Path) -> list[str]:
             fresh = super().names(directory)
             return [name for name in fresh if "iter-00000" not in name or name[:11] <= "iter-000003"]
 
-    run_two_nodes(tmp_path, 7)
-    paths = RunPaths(tmp_path)
-    folder = paths.phase(1, 4, PHASE_NAMES[4])
-    PosixStore().put(folder / FACT.build(3, 1, "done"), Fact(1, 1, "done"))
+    run_two_nodes(tmp_path, 4)
+    paths, seal = RunPaths(tmp_path), Fact(1, 2, SEALED)
     observer = Observer(Old(), paths, PING.table)
     observer.prepare()
     for path in paths.beats.iterdir():
         path.unlink()
-    last = LastGeneration(observer)
-    assert last.resume_point(PING, 1.0, None) is None
-    assert last.resume_point(PING, 1.0, Fact(1, 2, SEALED)) is None
-    found = LastGeneration(Observer(PosixStore(), paths, PING.table))
-    found.observer.prepare()
-    now = found.resume_point(PING, 1.0, Fact(1, 2, SEALED))
-    assert now is not None and now.position == Position(8, 0)
+    last, looks = LastGeneration(observer), 1
+    while (found := last.resume_point(PING, 1.0, seal)) is None:
+        looks += 1
+    assert looks > 3 and found.position == Position(4, 13), (
+        "the last row is repeated, whose facts it does not list"
+    )
+    assert seal not in [PosixStore().read(path, Fact) for path in paths.facts_of(1).rglob("iter-*")]
+
+
+def test_of_each_row_the_last_two_decisions_are_found_however_long_ago_they_were(tmp_path: Path) -> None:
+    """A result may be empty, as that of an evaluation that was not due."""
+    paths, record = RunPaths(tmp_path), generation(1, decisions={"merge": decided(0, {"n": 0})})
+    store, observer = PosixStore(), Observer(PosixStore(), paths, RULES.table)
+    observer.prepare()
+    store.create(paths.generation(1), record)
+    values = {
+        ASSIGN: {5: {"a": 5}, 6: {"a": 6}},
+        MERGE: {2: {"n": 2}},
+        PUBLISH: {1: {"v": 1}, 3: {"v": 3}, 4: {"v": 4}},
+    }
+    for phase, row in enumerate(RULES.table.rows):
+        store.make_dir(paths.phase(1, phase, row.name))
+        for iteration in range(1, 7 if phase < PROBE else 6):
+            value = values.get(phase, {}).get(iteration, {})
+            for rank in record.ranks:
+                path = paths.phase(1, phase, row.name) / FACT.build(iteration, rank, "done")
+                store.put(path, Fact(rank, 1, "done", value if rank == 0 else {}))
+    observer.prepare()
+    found = LastGeneration(observer).resume_point(RULES, 1.0)
+    assert found is not None and found.position == Position(6, PROBE)
+    assert found.decisions == {
+        "assign": decided(6, {"a": 6}, (5, {"a": 5})),
+        "merge": decided(2, {"n": 2}, (0, {"n": 0})),
+        "publish": decided(4, {"v": 4}, (3, {"v": 3})),
+    }
 
 
 STOPPED = """
@@ -175,35 +205,17 @@ def left(folder: Path) -> set[str]:
     return {path.name for path in (folder / "coordination").rglob("iter-*")}
 
 
-def test_the_leader_removes_no_fact_before_the_folder_that_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_leader_removes_its_facts_about_transient_rows_only(tmp_path: Path) -> None:
+    """A seal may lie in the others: a start with old listings must find the name taken."""
     leader, record = removal(tmp_path, 1)
-    leader.open(record, 2)
-    publish(tmp_path, 1, 2, MERGE, 0)
-    names = publish(tmp_path, 1, 3, MERGE, 0)
-
-    def fails(store: PosixStore, path: Path) -> None:
-        raise OSError(5, "the server is away", str(path))
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="away"):
-        patch.setattr(PosixStore, "remove_dir", fails)
-        leader.remove_old(0, record, Position(3, MERGE), names)
-    assert left(tmp_path) == {"iter-000002.node-0000.done", "iter-000003.node-0000.done"}
-    leader.remove_old(0, record, Position(3, MERGE), names)
-    assert left(tmp_path) == {"iter-000003.node-0000.done"}
-
-
-def test_facts_stay_until_the_next_iteration_has_said_what_was_decided(tmp_path: Path) -> None:
-    """A session of updates alone begins with a transient row. The first row after it tells what was decided before."""
-    leader, record = removal(tmp_path, 1, start=(1, PROBE), choices={"rl_phase": "update"})
-    leader.open(record, 2)
-    publish(tmp_path, 1, 2, PROBE, 0)
-    names = publish(tmp_path, 1, 3, PROBE, 0)
-    leader.remove_old(0, record, Position(3, PROBE), names)
-    assert RunPaths(tmp_path).open(1, 2).is_dir()
-    leader.remove_old(0, record, Position(3, CLOSE), [])
-    assert not RunPaths(tmp_path).open(1, 2).exists()
+    for phase in (MERGE, PROBE):
+        publish(tmp_path, 1, 2, phase, 0)
+        leader.remove_old(0, record, Position(3, phase), publish(tmp_path, 1, 3, phase, 0))
+    assert sorted(path.name[:11] for path in RunPaths(tmp_path).facts_of(1).rglob("iter-*")) == [
+        "iter-000002",
+        "iter-000003",
+        "iter-000003",
+    ]
 
 
 def test_what_older_generations_left_goes_too(tmp_path: Path) -> None:
@@ -233,23 +245,11 @@ def test_a_follower_removes_nothing_but_its_own(tmp_path: Path) -> None:
     }
 
 
-def test_the_store_asks_the_server_and_removes_what_killed_processes_left(tmp_path: Path) -> None:
+def test_a_folder_goes_with_what_killed_processes_left(tmp_path: Path) -> None:
     store, folder = PosixStore(), tmp_path / "a" / "b"
-    assert not store.is_there_now(folder)
-    store.make_dir(folder, durable=True)
-    assert store.is_there_now(folder) and list(folder.iterdir()) == []
+    store.make_dir(folder)
     files.temporary_beside(folder / "record").touch()
     store.remove_dir(folder)
     store.remove_dir(folder)
     store.remove(folder / "record")
     assert not folder.exists()
-
-
-def test_a_folder_is_there_if_the_server_says_so_and_no_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    removed, remembered = tmp_path / "open-000003", os.stat(tmp_path)
-    with monkeypatch.context() as patched:
-        for lookup in ("stat", "lstat"):
-            patched.setattr(os, lookup, lambda *_, **__: remembered)
-        assert not PosixStore().is_there_now(removed)

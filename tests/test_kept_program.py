@@ -1,4 +1,4 @@
-"""A program whose processes stay for the next job: real processes, real kills; what is kept is of this generation and has never failed."""
+"""A program whose processes stay for the next job: real processes, real kills; what is kept is of this era and has never failed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,19 @@ import pytest
 from cluster import all_gone
 
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.loader import load_program
 from fsbarrier.node import work_kinds
+from fsbarrier.node.context_maker import ContextMaker
 from fsbarrier.node.job import Cancelled, RowJob, Workplace
+from fsbarrier.node.observer import Observer
 from fsbarrier.program import Command, Context, Keep
+from fsbarrier.protocol.facts import Generation, Join, Member, Position
+from fsbarrier.protocol.state import Node
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.sections import Settings
+from fsbarrier.sim.work import TASKS
 from fsbarrier.supervision import processes
 from fsbarrier.supervision.template import Template
 
@@ -120,7 +129,29 @@ def test_the_same_processes_do_one_job_after_the_other(place: Workplace, do: Do)
     assert second["start_s"] < DEADLINE_S
 
 
-def test_no_process_is_kept_from_one_generation_to_the_next(place: Workplace, do: Do) -> None:
+def test_a_generation_that_only_continues_another_keeps_its_processes(tmp_path: Path) -> None:
+    record = RunRecord("run", "", "", "", Settings(), "", TASKS, "")
+    program, asked = load_program("ping"), list[int]()
+    observer = Observer(PosixStore(), RunPaths(tmp_path), program)
+    make = ContextMaker(
+        record,
+        program,
+        observer,
+        parts_of=lambda split, iteration: (),
+        claims_unsafe=lambda: "",
+        accelerators=0,
+        cpus=1,
+        kept_in=lambda era: str(asked.append(era) or ""),
+    )
+    members = (Member(0, 1),)
+    observer.registry.learn_join(Join(0, 1, "host", 1, "boot"))
+    for number, era in ((3, 3), (4, 3), (5, 5)):
+        record_of = Generation(number, members, 0, Position(1, 0), "", era=era)
+        make(Node(0, 1, 0.0, generation=record_of, position=Position(1, 0)))
+    assert asked == [3, 3, 5]
+
+
+def test_no_process_is_kept_from_one_era_to_the_next(place: Workplace, do: Do) -> None:
     first = do(1)
     old = tree(place)
     assert place.kept_in(1) == "1.1" and place.kept_in(2) == ""

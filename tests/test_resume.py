@@ -54,7 +54,11 @@ class Left:
             self.observer.store.put(directory / FACT.build(1, rank, "done"), Fact(rank, 1, "done"))
 
     def resume_point(self, seal: Fact | None = SEAL) -> ResumePoint:
-        return LastGeneration(self.observer).resume_point(RULES, 1.0, seal)
+        """Where it was left, after as many looks as that takes."""
+        last = LastGeneration(self.observer)
+        while (found := last.resume_point(RULES, 1.0, seal)) is None:
+            pass
+        return found
 
     def leaders(self, phase: int) -> str:
         path = self.observer.row_dir(1, Position(1, phase)) / FACT.build(1, 0, "done")

@@ -13,7 +13,6 @@ from random import Random
 import pytest
 
 from fsbarrier.node import observer
-from fsbarrier.node.loop import NodeLoop, Outlook
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.codec import CorruptRecord, decode, encode
@@ -140,9 +139,6 @@ def test_heartbeats_have_mishaps_and_whoever_is_alive_is_heard() -> None:
     assert struck >= {"lost", "error"}
 
 
-STRANGERS = Setup(mix=parse_mix("old,version,crash"), iterations=10)
-
-
 @pytest.mark.parametrize(
     ("rank", "asked", "why"),
     [
@@ -172,22 +168,6 @@ def test_two_starts_claim_one_rank_and_one_of_them_gets_it() -> None:
         end for seed in range(60) for end in World(seed, Setup(mix=parse_mix("twin"))).run().ended.values()
     ]
     assert any("was taken by another process" in end.why for end in ends)
-
-
-def test_a_node_finds_that_what_it_saw_is_long_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its mount shows nothing newer, the others do not take it in, and they have removed the facts that it wants to go on from."""
-    found, find = list[Outlook](), NodeLoop._find_resume_point
-
-    def noted(loop: NodeLoop, seal: bool, now: float) -> Outlook:
-        found.append(find(loop, seal, now))
-        return found[-1]
-
-    monkeypatch.setattr(NodeLoop, "_find_resume_point", noted)
-    for seed in range(6):
-        world = World(seed, STRANGERS)
-        world.run()
-        assert check(world) == [], seed
-    assert Outlook.BEHIND in found
 
 
 def test_an_old_mount_shows_its_host_what_the_host_itself_does() -> None:

@@ -117,6 +117,7 @@ def test_members_stand_in_order_and_the_lowest_leads() -> None:
         choices={"rl_phase": "rollout"},
         attempt=1,
         created_by=1,
+        era=4,
     )
 
 

@@ -13,9 +13,9 @@ class NotedStore(PosixStore):
 
     doing: tuple[str, Path] | None = None
 
-    def make_dir(self, path: Path, *, durable: bool = False) -> None:
+    def make_dir(self, path: Path) -> None:
         self.doing = "making", path
-        super().make_dir(path, durable=durable)
+        super().make_dir(path)
 
     def names(self, directory: Path) -> list[str]:
         self.doing = "listing", directory

@@ -30,7 +30,7 @@ class ContextMaker:
     claims_unsafe: Callable[[], str]
     accelerators: int
     cpus: int
-    # The name of the program that this node has kept in a generation (Workplace.kept_in).
+    # The name of the program that this node has kept in an era (Workplace.kept_in).
     kept_in: Callable[[int], str]
 
     def __call__(self, node: Node) -> Context:
@@ -60,7 +60,7 @@ class ContextMaker:
             claims_unsafe=self.claims_unsafe,
             accelerators=self.accelerators,
             cpus=self.cpus,
-            kept=self.kept_in(generation.number),
+            kept=self.kept_in(generation.era),
         )
 
 

@@ -105,8 +105,9 @@ class Workplace:
     # Copies this node's part of the trainer state to the shared directory.
     state_upload: StateUpload = field(default_factory=StateUpload)
     programs_started: int = 0
-    # The kept program, whose processes wait for another job.
+    # The kept program, whose processes wait for another job, and the era (`Generation.era`) for which it is kept.
     kept: KeptProgram | None = None
+    era: int = 0
 
     @property
     def own_engines(self) -> Replicas:
@@ -127,10 +128,11 @@ class Workplace:
             job.stop_if_cancelled()
             raise
 
-    def kept_in(self, generation: int) -> str:
-        """The name of the kept program, if it is of this generation and alive. Any other is ended. Raises StillRunning."""
-        if self.kept is not None and not (self.kept.alive and self.kept.generation == generation):
+    def kept_in(self, era: int) -> str:
+        """The name of the kept program, if it is of this era and alive. Any other is ended. Raises StillRunning."""
+        if era != self.era or (self.kept is not None and not self.kept.alive):
             self.end_kept()
+        self.era = era
         return self.kept.name if self.kept else ""
 
     def end_kept(self) -> None:

@@ -42,7 +42,7 @@ class JobRunner:
     _job: RowJob | None = None
     _thread: threading.Thread | None = None
     _report: WorkReport | None = None
-    # The last generation whose nodes were checked.
+    # The last era (`Generation.era`) whose nodes were checked.
     _admitted: int = 0
 
     # --- called from the node's loop ---
@@ -135,16 +135,17 @@ class JobRunner:
         return {**value, "events": [*warned, *value.get("events", ())]} if warned else value
 
     def _admit(self, context: Context, node: Node) -> list[Payload]:
-        """Once in each generation, check whether its nodes are fit for the run; returns lines for the journal.
+        """Once in each era, check whether its nodes are fit for the run; returns lines for the journal.
 
         A starting session is refused if they are not (NodesRefused); a running one goes on with the nodes that it has.
         """
-        if context.generation == self._admitted:
+        generation, _ = node.place
+        if generation.era == self._admitted:
             return []
-        self._admitted = context.generation
+        self._admitted = generation.era
         found = objections(context)
         refused = [one for one in found if one.refused]
-        if refused and node.generation is not None and node.generation.reason in STARTS:
+        if refused and generation.reason in STARTS:
             what = "; ".join(f"{one.what}: {one.found}" for one in refused)
             # The table says more only where there is more than the one refusal.
             table = map(str, found) if len(found) > 1 else ()

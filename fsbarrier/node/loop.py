@@ -97,7 +97,7 @@ class NodeLoop:
         self.last_generation = LastGeneration(self.observer)
         self._silence = Silence(self.observer)
         self._announcement = Announcement(self.store, paths)
-        self._publication = Publication(self.store, self.observer, self.rules, fact_removal)
+        self._publication = Publication(self.store, self.observer, self.rules)
         self._rows = RowTrail(self.store, self.observer, fact_removal)
 
     def start(self, now: float, claimed: int | None = None) -> None:

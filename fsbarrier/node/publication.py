@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fsbarrier.node.fact_removal import FactRemoval
 from fsbarrier.node.observer import Observer
 from fsbarrier.protocol.codec import decode, encode
 from fsbarrier.protocol.facts import Fact
@@ -29,7 +28,6 @@ class Publication:
     store: Store
     observer: Observer
     rules: Rules
-    fact_removal: FactRemoval
     #: the fact that was published last
     _fact: Fact | None = None
     _repeat_at: float = float("inf")
@@ -61,8 +59,6 @@ class Publication:
         name = fact_name(position.iteration, node.rank, fact.status, row.call(fact.value))
         path = self.observer.row_dir(generation.number, position) / name
         leads = generation.leader == node.rank
-        if leads and position.phase == self.rules.span(generation.choices)[1]:
-            self.fact_removal.open(generation, position.iteration + 1)
         if leads and not row.transient:
             if self.store.create(path, fact):
                 # The others read it as JSON, where a tuple is a list.

@@ -7,7 +7,8 @@ again while nodes 0 and 1 pass it with another decision: a split brain.
 So node 2 creates the leader's fact of row 7 itself, as a seal. Only one of the two can create that name. If the seal is first, node 0
 cannot publish, and no member ever passes row 7. If node 0 was first, node 2 reads its decision and tries the next row.
 
-Facts of old iterations are removed (node/fact_removal.py). If the listings are that stale, node 2 looks again until they are newer.
+The leader's facts stay as long as their generation, so a row that was passed cannot be sealed. If the listings do not even show a newer
+generation, the seal is of no use, but does no harm either: the next generation's number is taken.
 """
 
 from __future__ import annotations
@@ -25,10 +26,6 @@ from fsbarrier.protocol.succession import with_decision
 from fsbarrier.rundir.names import FACT, PHASE_FOLDER
 
 
-class _Behind(Exception):
-    """This node's listings are stale: the members went on, and removed the facts that it looked for."""
-
-
 @dataclass
 class LastGeneration:
     """Reads the newest generation's facts, each of them once, since facts are immutable."""
@@ -39,23 +36,29 @@ class LastGeneration:
     def resume_point(self, rules: Rules, now: float, seal: Fact | None = None) -> ResumePoint | None:
         """Where the newest generation is, or was when it ended. `seal` fences it there, even if members are still alive.
 
-        None if this node's listings are so stale that the listed facts have been removed. A fact that exists but cannot be read is an
-        error (OSError), since treating it as absent would lose a decision. If a member has entered a later row, the leader's fact
-        about this row must exist.
+        None if a heartbeat told meanwhile of a newer generation, or if the members went on since this node looked. A fact that exists
+        but cannot be read is an error (OSError), since treating it as absent would lose a decision. If a member has entered a later
+        row, the leader's fact about this row must exist.
         """
         generation = self.observer.newest
         if generation is None:
             return ResumePoint(Position(1, rules.span({})[0]), at=now, sealed=True)
         past = _PastGeneration(self.observer, rules, generation, *rules.span(generation.choices), self._facts)
         try:
-            return self._where_it_was_left(past, now, seal)
-        except _Behind:
+            found = self._where_it_was_left(past, now, seal)
+        except OSError:
+            # The facts of older generations are removed.
+            if self.observer.newest is generation:
+                raise
             return None
+        return found if self.observer.newest is generation else None
 
-    def _where_it_was_left(self, past: _PastGeneration, now: float, seal: Fact | None) -> ResumePoint:
-        reached = past.furthest()
-        if seal is not None:
+    def _where_it_was_left(self, past: _PastGeneration, now: float, seal: Fact | None) -> ResumePoint | None:
+        reached: Position | None = past.furthest()
+        if seal is not None and reached is not None:
             reached = past.end(reached, seal)
+        if reached is None:
+            return None
         decisions = past.decisions(reached)
         while past.all_done(reached):
             row = past.row(reached)
@@ -102,7 +105,9 @@ class _PastGeneration:
     def furthest(self) -> Position:
         """The furthest row that a member has entered, by the heartbeats and the facts."""
         observer, number = self.observer, self.generation.number
-        root, furthest = observer.paths.facts_of(number), self.heard()
+        # A leader has entered the rows about which this node has read its facts, even if a stale listing does not show them.
+        read = [position for of, position in self.known if of == number]
+        root, furthest = observer.paths.facts_of(number), max([self.heard(), *read])
         if root.name not in observer.store.names(observer.paths.coordination):
             return furthest
         for row in PHASE_FOLDER.parse_all(observer.store.names(root)):
@@ -113,20 +118,26 @@ class _PastGeneration:
                 furthest = max([furthest, *(Position(fact.iteration, row.index) for fact in facts)])
         return furthest
 
-    def end(self, reached: Position, seal: Fact) -> Position:
+    def end(self, reached: Position, seal: Fact) -> Position | None:
         """Create the seal in the first row from `reached` on in which the leader has not published.
 
         Returns the furthest row that a member may have entered. If the leader has published in a row, all rows before it were passed.
         Only the facts of all members show whether that row itself was passed. If a stale listing does not show them, the run repeats
         that one row.
+
+        None if the leader has published in two rows of which this node did not know: then the members may be at work.
         """
-        if self.generation.verdict is not None or self.lasting is None:
+        if self.generation.verdict is not None or all(row.transient for row in self.rules.table.rows):
             # No seal is needed: this generation has a verdict, or no later generation uses its results.
             return reached
-        until = self.generation.until
+        until, published = self.generation.until, 0
         while until is None or reached.iteration <= until:
-            if not self.row(reached).transient and self._seal(reached, seal):
-                break
+            if not self.row(reached).transient:
+                if self._seal(reached, seal):
+                    break
+                published += 1
+                if published > 1:
+                    return None
             reached = self.after(reached)
         heard = self.heard()
         while reached > heard and not self.all_done(self.before(reached)):
@@ -136,47 +147,32 @@ class _PastGeneration:
         return reached
 
     def _seal(self, position: Position, seal: Fact) -> bool:
-        """Create the seal in a row; False if the leader has published there. Raises _Behind."""
+        """Create the seal in a row; False if the leader has published there."""
         observer = self.observer
         observer.store.make_dir(observer.row_dir(self.generation.number, position))
-        created = observer.store.create(self._leaders_path(position), seal)
-        if not created and self.fact(position).status != SEALED:
-            return False
-        if not self._was_kept(position):
-            # The leader had published here, and its fact has been removed, so this seal fences nobody.
-            self.known.pop((self.generation.number, position), None)
-            raise _Behind
-        return True
-
-    def _was_kept(self, position: Position) -> bool:
-        """Whether the leader has not yet removed any fact about this iteration, by the server's answer."""
-        number, iteration = self.generation.number, position.iteration
-        return iteration == self.generation.start.iteration or self.observer.store.is_there_now(
-            self.observer.paths.open(number, iteration)
+        return (
+            observer.store.create(self._leaders_path(position), seal) or self.fact(position).status == SEALED
         )
 
     def decisions(self, reached: Position) -> Mapping[str, Payload]:
-        """All decisions before `reached`."""
-        decisions, position = self._last_snapshot(reached)
-        while position < reached:
-            row = self.row(position)
-            value = self.fact(position).value if row.decides else None
-            if value:
-                decisions = with_decision(decisions, row.name, position.iteration, value)
-            position = self.after(position)
+        """All decisions before `reached`: of each row the newest, and the one before (`with_decision`)."""
+        decisions: Mapping[str, Payload] = self.generation.decisions
+        for index in range(self.first, self.last + 1):
+            for position, value in reversed(self._last_two(index, reached)):
+                name = self.rules.table.rows[index].name
+                decisions = with_decision(decisions, name, position.iteration, value)
         return decisions
 
-    def _last_snapshot(self, reached: Position) -> tuple[Mapping[str, Payload], Position]:
-        """The last snapshot of all decisions before `reached`, and its position."""
-        start = self.generation.start
-        for iteration in (reached.iteration, reached.iteration - 1):
-            if self.lasting is not None and start < (opening := Position(iteration, self.lasting)) < reached:
-                return self.fact(opening).decisions, opening
-        return self.generation.decisions, start
-
-    @property
-    def lasting(self) -> int | None:
-        return self.observer.table.first_lasting((self.first, self.last))
+    def _last_two(self, index: int, reached: Position) -> list[tuple[Position, Payload]]:
+        """What was decided last in the row number `index` before `reached` in this generation, the newest first. A result may be empty."""
+        found: list[tuple[Position, Payload]] = []
+        position = Position(reached.iteration if index < reached.phase else reached.iteration - 1, index)
+        while len(found) < 2 and position >= self.generation.start:
+            value = self.fact(position).value if self.row(position).decides else None
+            if value:
+                found.append((position, value))
+            position = Position(position.iteration - 1, index)
+        return found
 
     def _leaders_path(self, position: Position) -> Path:
         """The path of the leader's fact about a row."""
@@ -184,15 +180,10 @@ class _PastGeneration:
         return directory / FACT.build(position.iteration, self.generation.leader, "done")
 
     def fact(self, position: Position) -> Fact:
-        """The leader's fact about a row in which it has published. Raises OSError, and _Behind if it has been removed."""
+        """The leader's fact about a row in which it has published. Raises OSError."""
         key = self.generation.number, position
         if key not in self.known:
-            try:
-                self.known[key] = must_read(self.observer.store, self._leaders_path(position), Fact)
-            except OSError:
-                if not self._was_kept(position):
-                    raise _Behind from None
-                raise
+            self.known[key] = must_read(self.observer.store, self._leaders_path(position), Fact)
         return self.known[key]
 
     def all_done(self, position: Position) -> bool:

@@ -170,7 +170,7 @@ def _start_kept(
     # The same on every node, and unique.
     name = f"{context.generation}.{context.iteration}"
     try:
-        made = KeptProgram(name, keep.processes, context.generation, workplace.work_dir / "jobs")
+        made = KeptProgram(name, keep.processes, workplace.work_dir / "jobs")
     except OSError as error:
         raise NodeUnfit(
             f"node {context.node_rank}: no socket in its temporary folder {workplace.work_dir}: {error.strerror}"

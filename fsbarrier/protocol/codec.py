@@ -174,7 +174,6 @@ _NESTED: dict[tuple[type, str], tuple[tuple[type, ...], Convert]] = {
     (Generation, "start"): ((dict,), lambda v: _build(Position, v)),
     (Generation, "verdict"): ((dict, _NONE), lambda v: None if v is None else _build(Verdict, v)),
     (Generation, "decisions"): ((dict,), _decisions),
-    (Fact, "decisions"): ((dict,), _decisions),
     (Join, "addresses"): ((list,), _texts),
 }
 

@@ -134,6 +134,9 @@ class Generation:
     verdict: Verdict | None = None
     #: all changes of the settings so far, in order
     revisions: tuple[Revision, ...] = ()
+    #: The number of the first of the generations that follow each other only because none lasts for ever. What a node keeps between
+    #: iterations, such as its trainer's processes, lasts for an era.
+    era: int = 0
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -158,8 +161,6 @@ class Fact:
     status: str
     value: Payload = field(default_factory=dict)
     work_s: float = 0.0
-    #: in the leader's first fact of an iteration: a snapshot of all decisions so far, so that older facts can be removed
-    decisions: Mapping[str, Payload] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

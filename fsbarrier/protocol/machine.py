@@ -52,6 +52,7 @@ from fsbarrier.protocol.state import (
 )
 from fsbarrier.protocol.stops import ends
 from fsbarrier.protocol.succession import (
+    RENEWED,
     all_done,
     another_try,
     failed_tries,
@@ -577,15 +578,28 @@ def _propose_in_turn(at: Situation, proposal: Generation, since: float) -> Step 
 
 def admit_joiners(at: Situation) -> Step | None:
     """At the start of an iteration, before any work, the leader admits the nodes that wait, in a new generation."""
-    if at.node.part is not RowPart.NONE or at.position.phase != at.span[0]:
-        return None
-    if not at.leads or at.rules.on_node_failure == "hold":
+    if not _may_renew(at):
         return None
     new = [at.joiners[r] for r in sorted(at.joiners) if at.generation.incarnation_of(r) is None]
     if not new:
         return None
     names = ", ".join(f"node {member.rank} ({member.host})" for member in new)
     return at.node, (Propose(successor(at, (*at.generation.members, *new), f"joined: {names}")),)
+
+
+def renew_a_long_generation(at: Situation) -> Step | None:
+    """A generation has lasted long enough: the leader begins the next one with the same members, so that old facts can be removed."""
+    generation, position = at.generation, at.position
+    if not _may_renew(at) or position.iteration < generation.start.iteration + at.rules.longest:
+        return None
+    reason = f"{RENEWED}{counted(at.rules.longest, 'iteration')}"
+    return at.node, (Propose(successor(at, generation.members, reason, era=generation.era)),)
+
+
+def _may_renew(at: Situation) -> bool:
+    """Whether this node leads and is at the start of an iteration, where no work is lost by a new generation."""
+    begins = at.node.part is RowPart.NONE and at.position.phase == at.span[0]
+    return begins and at.leads and at.rules.on_node_failure != "hold"
 
 
 def begin_the_row(at: Situation) -> Step | None:
@@ -623,7 +637,7 @@ def finish_the_work(at: Situation) -> Step | None:
     if report.part is RowPart.EACH and at.row.leader is not None and at.leads:
         return replace(at.node, part=RowPart.GATHER, result=result, work_s=work_s), NOTHING
     announced = replace(at.node, part=RowPart.ANNOUNCED, result=result, work_s=work_s)
-    return announced, (_publish_done(at, at.row, result, work_s),)
+    return announced, (_publish_done(at, result, work_s),)
 
 
 def _begin(at: Situation, row: Row[object]) -> tuple[RowPart, Sequence[Action]]:
@@ -632,16 +646,11 @@ def _begin(at: Situation, row: Row[object]) -> tuple[RowPart, Sequence[Action]]:
         return RowPart.EACH, (Launch(RowPart.EACH),)
     if row.leader is not None and at.leads:
         return RowPart.GATHER, NOTHING
-    return RowPart.ANNOUNCED, (_publish_done(at, row),)
+    return RowPart.ANNOUNCED, (_publish_done(at),)
 
 
-def _publish_done(
-    at: Situation, row: Row[object], result: Payload = NO_RESULT, work_s: float = 0.0
-) -> Publish:
-    """Publish "done". The leader's first fact of an iteration also lists all decisions so far, so that older facts can be removed."""
-    opens = at.leads and row.index == at.rules.table.first_lasting(at.span)
-    decisions = at.node.decisions if opens else NO_RESULT
-    return Publish(Fact(at.node.rank, at.node.incarnation, "done", result, work_s, decisions))
+def _publish_done(at: Situation, result: Payload = NO_RESULT, work_s: float = 0.0) -> Publish:
+    return Publish(Fact(at.node.rank, at.node.incarnation, "done", result, work_s))
 
 
 # --- the table -------------------------------------------------------------------------------------------------------------
@@ -689,6 +698,7 @@ RULES: dict[Stage, tuple[Rule, ...]] = {
         wait_for_the_lost,
         shrink_after_a_loss,
         admit_joiners,
+        renew_a_long_generation,
         begin_the_row,
         begin_the_leaders_work,
         tell_of_a_failure,

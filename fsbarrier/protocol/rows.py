@@ -130,11 +130,6 @@ class Table(Generic[Work_co]):
         last = position.iteration == until and choice not in self._slice_names
         return (self._last_rows if last else self.rows)[position.phase]
 
-    def first_lasting(self, span: tuple[int, int]) -> int | None:
-        """The first row of `span` that is not transient; None if all are."""
-        first, last = span
-        return next((row.index for row in self.rows[first : last + 1] if not row.transient), None)
-
     def span(self, choice: str = "") -> tuple[int, int]:
         """The first and the last row of an iteration that runs the slice `choice`; of all rows if there is no such slice."""
         for part in self.slices:

@@ -58,6 +58,9 @@ class Rules:
     #: "shrink", "wait" or "abort"; in groups "hold": the caller learns of a loss, and decides
     on_node_failure: str = "shrink"
     retries: int = 2
+    #: A generation ends after so many iterations, and the same members go on in the next one. The leader's facts stay as long as their
+    #: generation, so this bounds their number.
+    longest: int = 100
     limits: Limits = field(default_factory=Limits)
     #: a group's caller wants a new generation after the one with this number
     regroup: int = 0

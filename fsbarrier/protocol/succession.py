@@ -15,6 +15,8 @@ from fsbarrier.protocol.wording import counted
 
 #: the reason of a session's first generation: in the first session, and in every later one
 STARTS = ("start", "start again")
+#: the beginning of the reason of a generation that continues one which has lasted long enough
+RENEWED = "the same nodes, after "
 
 
 def leader_of(members: Iterable[Member]) -> int:
@@ -34,8 +36,12 @@ def successor(
     *,
     verdict: Verdict | None = None,
     attempt: int = 0,
+    era: int = 0,
 ) -> Generation:
-    """The generation after this node's. The same iteration resumes at the row that the current row's `resume` names."""
+    """The generation after this node's. The same iteration resumes at the row that the current row's `resume` names.
+
+    `era`: the one that goes on; 0: a new one begins.
+    """
     table, position, generation = at.rules.table, at.position, at.generation
     start = Position(position.iteration, max(at.span[0], table.resume_index(at.row)))
     number = next_number(at.view, generation.number)
@@ -55,6 +61,7 @@ def successor(
         created_by=at.node.rank,
         verdict=verdict and replace(verdict, waiting=tuple(_newer_starts(at))),
         revisions=revisions,
+        era=era or number,
     )
 
 
@@ -112,6 +119,7 @@ def first_of_session(at: Situation, found: ResumePoint) -> Generation:
         choices=choices,
         created_by=at.node.rank,
         revisions=revisions,
+        era=number,
     )
 
 

@@ -112,8 +112,6 @@ CALL_FACT = Name(f"{FACT.template}.done", CallName)
 ITERATIONS_FACTS = Name("iter-{:06d}.", int)
 CALLS_FACTS = Name(".{:s}.done", str)
 NODES_FACTS = Name(".node-{:04d}.", int)
-#: there while the leader's facts about that iteration are
-OPEN_FOLDER = Name("open-{:06d}", int)
 STOP_REQUEST = Name("{:06d}.json", int)
 FILESYSTEM_REPORT = Name("node-{:04d}.json", int)
 

@@ -74,10 +74,6 @@ class RunPaths:
         """The folder of the facts about one row, of all iterations."""
         return self.facts_of(generation) / names.PHASE_FOLDER.build(index, name)
 
-    def open(self, generation: int, iteration: int) -> Path:
-        """An empty folder: while it exists, the leader has removed none of its facts about this iteration (node/fact_removal.py)."""
-        return self.facts_of(generation) / names.OPEN_FOLDER.build(iteration)
-
     def claims(self, generation: int, iteration: int, split: str) -> Path:
         """The nodes' claims on tasks and their progress during rollouts (rollouts/claims.py)."""
         return self.facts_of(generation) / names.CLAIMS_FOLDER.build(split, iteration)

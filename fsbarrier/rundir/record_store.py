@@ -6,7 +6,6 @@ cache absences: `names` lists directories that this node has made itself, and `r
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from pathlib import Path
@@ -24,8 +23,8 @@ OF_ONE_RECORD = frozenset({errno.ENOENT, errno.ESTALE, errno.EACCES, errno.EPERM
 class Store(Protocol):
     """The operations that the core needs. Each may raise OSError."""
 
-    def make_dir(self, path: Path, *, durable: bool = False) -> None:
-        """Make a directory, if it is not there. `durable`: it survives a power failure.
+    def make_dir(self, path: Path) -> None:
+        """Make a directory, if it is not there.
 
         FileNotFoundError: another node has made it, and this mount does not show it yet.
         """
@@ -64,17 +63,12 @@ class Store(Protocol):
     def remove_dir(self, path: Path) -> None:
         """Remove a directory and its content, if it is there."""
 
-    def is_there_now(self, directory: Path) -> bool:
-        """Whether a directory exists on the server, without this client's caches."""
-
 
 class PosixStore:
     """The store on a mounted filesystem."""
 
-    def make_dir(self, path: Path, *, durable: bool = False) -> None:
+    def make_dir(self, path: Path) -> None:
         files.try_to_make_dirs(path)
-        if durable:
-            files.fsync_dir(path.parent)
 
     def names(self, directory: Path) -> list[str]:
         try:
@@ -145,17 +139,6 @@ class PosixStore:
         except OSError:
             # The folder is not empty: a killed process has left a temporary file.
             files.remove_tree(path)
-
-    def is_there_now(self, directory: Path) -> bool:
-        # Only the server can create a file, so unlike a lookup this is never answered from a cache.
-        probe = files.temporary_beside(directory / "is-there")
-        try:
-            os.close(files.open_new(probe))
-        except FileNotFoundError:
-            return False
-        with contextlib.suppress(OSError):
-            os.unlink(probe)
-        return True
 
 
 class LenientStore(PosixStore):

@@ -65,7 +65,7 @@ def _with_a_wrong_setting(body: JsonObject) -> JsonObject:
 
 def _without_an_iteration(body: JsonObject) -> JsonObject:
     broken = {name: {"iteration": "one", "value": {}} for name in ("train_assign", "update")}
-    return {**body, "decisions": broken, "addresses": [1], "now": "at once"}
+    return {**body, "decisions": broken, "addresses": [1], "now": "at once", "work_s": "long"}
 
 
 Damage = Callable[[bytes, Random], bytes]

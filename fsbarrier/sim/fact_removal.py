@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fsbarrier.program import PHASE_NAMES
+from fsbarrier.rundir.names import FACT
 from fsbarrier.sim.history import History, row_of
+from fsbarrier.sim.setup import program
 
 
 def no_fact_is_needed_after_its_removal(history: History) -> Iterator[str]:
-    """A fact is removed only when all members have entered a later iteration, whose opening fact lists all earlier decisions.
-
-    Generations older than the newest need no facts.
+    """A fact is removed only when all members have entered a later iteration, and a leader's, whose name a seal may take, not before
+    there is a newer generation. Generations older than the newest need no facts.
     """
     for asked in history.asked:
         # A process that hung in a look, while the others formed a newer generation, may come late.
@@ -25,18 +26,15 @@ def no_fact_is_needed_after_its_removal(history: History) -> Iterator[str]:
     for event, (number, iteration, _) in history.entered:
         came.setdefault((number, event.node.rank), []).append((event.time, iteration))
     for removed in history.removed:
-        number, iteration, _ = removed.place
+        number, iteration, phase = removed.place
         record = history.generations[number][1]
         if any(
             newer > number and made.time <= removed.time for newer, (made, _) in history.generations.items()
         ):
             continue
-        if not any(
-            at[:2] > (number, iteration) and written <= removed.time
-            for at, written in history.openings.items()
-            if at[0] == number
-        ):
-            yield f"{removed.path} was removed, and no later iteration says what was decided before it"
+        fact = FACT.parse(removed.path.rpartition("/")[2])
+        if fact is not None and fact.rank == record.leader and not program().rows[phase].transient:
+            yield f"{removed.path} was removed, so that its row can be sealed although it was passed"
         for rank in record.ranks:
             if not any(
                 time <= removed.time and there > iteration for time, there in came.get((number, rank), ())
@@ -44,26 +42,10 @@ def no_fact_is_needed_after_its_removal(history: History) -> Iterator[str]:
                 yield f"{removed.path} was removed before node {rank} had left that iteration"
 
 
-def openings_tell_all(history: History) -> Iterator[str]:
-    """The leader's first fact of an iteration contains each row's last decision before it."""
-    for place in history.openings:
-        number, record = place[0], history.generations[place[0]][1]
-        recorded = history.facts[place][record.leader][1].decisions
-        latest = {name: (entry["iteration"], entry["value"]) for name, entry in record.decisions.items()}
-        start = number, record.start.iteration, record.start.phase
-        for earlier in sorted(at for at in history.facts if start <= at < place):
-            fact = history.facts[earlier].get(record.leader)
-            if fact is not None and fact[1].value:
-                latest[PHASE_NAMES[earlier[2]]] = earlier[1], fact[1].value
-        found = {name: (entry["iteration"], entry["value"]) for name, entry in recorded.items()}
-        if found != latest:
-            yield f"the leader's fact about {place} tells of other decisions than were made"
-
-
 def facts_stay_few(history: History) -> Iterator[str]:
-    """The number of facts at the end does not grow with the iterations: two for each node and row, and one more of the leader."""
+    """At the end there are at most two facts for each node and row, and the leader's of all iterations of its generation."""
     for number, count in history.left.items():
         members = len(history.generations[number][1].members)
-        most = len(PHASE_NAMES) * (2 * members + 2)
+        most = len(PHASE_NAMES) * (2 * members + 1 + history.longest)
         if count > most:
             yield f"{count} facts of generation {number} are left; {most} are enough"

@@ -153,6 +153,8 @@ class History:
     hidden_s: float = 0.0
     # whether this schedule's mounts cache anything
     caches: bool = False
+    # how many iterations a generation lasts
+    longest: int = 100
     # what the run began with, of the settings that later starts name
     settings: Payload = field(default_factory=dict)
     # what the first session runs, and the rows of each choice
@@ -224,17 +226,6 @@ class History:
         """Whether all members have published that they are done with a row."""
         done = self.facts.get(place, {})
         return all(member.rank in done for member in generation.members)
-
-    @cached_property
-    def openings(self) -> dict[Place, float]:
-        """When the leader's first fact of each iteration was published, except in the iteration in which a generation starts."""
-        found = {}
-        for place, done in self.facts.items():
-            record = self.generations[place[0]][1]
-            start = record.start.iteration, record.start.phase
-            if place[2] == self.span(record)[0] and place[1:] > start and record.leader in done:
-                found[place] = done[record.leader][0]
-        return found
 
     @cached_property
     def joins(self) -> dict[tuple[int, int], Write]:

@@ -246,7 +246,7 @@ def outcomes(world: World) -> Iterator[str]:
         allowed |= {5}
     if "unreadable" in struck:
         allowed |= {2, 3}
-    if "handles" in struck:
+    if struck & {"handles", "old"}:
         allowed |= {3}
     if struck & {"version", "refused", "settings", "twin"}:
         allowed |= {2}
@@ -254,8 +254,9 @@ def outcomes(world: World) -> Iterator[str]:
         allowed |= {6}
     if "leave" in struck:
         allowed |= {143}
-    if not struck and not hasty and not history.caches and len(history.generations) > len(world.sessions):
-        yield f"{len(history.generations)} generations although nothing went wrong"
+    eras = {record.era for _, record in history.generations.values()}
+    if not struck and not hasty and not history.caches and len(eras) > len(world.sessions):
+        yield f"{len(eras)} eras although nothing went wrong"
     for ended in history.ended.values():
         if ended.code not in allowed:
             yield f"node {ended.rank} ended with code {ended.code} ({ended.why})"
@@ -338,7 +339,6 @@ def i12_operations(history: History) -> float:
         "create": 3,
         "remove": 1,
         "remove_dir": 1,
-        "is_there_now": 2,
     }
     passages = len(history.passed)
     return sum(count * cost[verb] for verb, count in history.operations.items()) / max(1, passages)
@@ -355,7 +355,6 @@ ALL: dict[str, Callable[[History], Iterator[str]]] = {
     "I8": i8_only_whole_records,
     "I9": i9_nothing_needed_is_removed,
     "I9 facts": fact_removal.no_fact_is_needed_after_its_removal,
-    "I9 openings": fact_removal.openings_tell_all,
     "I9 few": fact_removal.facts_stay_few,
     "I11": i11_no_wait_on_a_missing_name,
     "I14": i14_the_same_code,

@@ -43,6 +43,8 @@ FailurePolicy = Literal["shrink", "wait", "abort"]
 PHASES: tuple[RlPhase, ...] = ("both", "both", "both", "rollout", "update")
 POLICIES: tuple[FailurePolicy, ...] = ("shrink", "shrink", "shrink", "shrink", "wait", "wait", "abort")
 REFILLS = (0, 0, 0, 0, 0, 1, 2)
+#: how many iterations a generation lasts
+LONGEST = (1, 1, 2, 100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,8 @@ def draw_rules(seed: int, setup: Setup, rng: Random, dice: Random, beat_s: float
     min_nodes = setup.min_nodes or rng.choice((1, 1, 1, min(2, setup.nodes)))
     refills = Random(f"refills {seed}").choice(REFILLS) if setup.mix else 0
     settings, rules = settings_and_rules(setup.nodes, phases, policy, min_nodes, refills)
-    return settings, replace(rules, limits=limits)
+    longest = Random(f"longest {seed}").choice(LONGEST) if setup.mix else rules.longest
+    return settings, replace(rules, limits=limits, longest=longest)
 
 
 def _draw_limits(setup: Setup, dice: Random, calls: Random) -> Limits:

@@ -55,7 +55,7 @@ class MountClient:
         self.alarm_at = sys.maxsize
         self.alarm: Alarm = lambda verb, path: None
         # on rows (invariant I12)
-        verbs = "make_dir", "read", "put", "mark", "create", "remove", "remove_dir", "is_there_now"
+        verbs = "make_dir", "read", "put", "mark", "create", "remove", "remove_dir"
         self.ops = dict.fromkeys(verbs, 0)
         # the directory whose files this host cannot read; "": none
         self.cannot_read = ""
@@ -83,7 +83,7 @@ class MountClient:
 
     # --- the verbs of Store ---
 
-    def make_dir(self, path: SimPath, *, durable: bool = False) -> None:
+    def make_dir(self, path: SimPath) -> None:
         after = self._trouble("make_dir", path)
         if path not in self.disk.dirs:
             directory = self.disk.make_dir(path)
@@ -271,13 +271,6 @@ class MountClient:
             self._lists.pop(directory.parent, None)
         if after is not None:
             raise after()
-
-    def is_there_now(self, directory: SimPath) -> bool:
-        after = self._trouble("is_there_now", directory)
-        there = directory in self.disk.dirs
-        if after is not None:
-            raise after()
-        return there
 
     # --- caches ---
 

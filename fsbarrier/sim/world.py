@@ -96,7 +96,9 @@ class World:
         hidden_s = self.habits.oldest_s + self.habits.absence_s + blind_s
         caches = self.habits != Habits() or bool(coarse)
         first, last = self.program.span(self.rules.slice)
-        self.history = History(first, last, setup.limits.dead_s, blind_s, hidden_s, caches)
+        self.history = History(
+            first, last, setup.limits.dead_s, blind_s, hidden_s, caches, self.rules.longest
+        )
         size = {"num_nodes": setup.nodes, "rank_weights": [1.0] * setup.nodes}
         self.history.phases = self.settings.rl_phase
         self.history.spans = {phases: self.program.span(phases) for phases in OTHERS}

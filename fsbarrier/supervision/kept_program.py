@@ -31,9 +31,9 @@ DONE = b"done\n"
 class KeptProgram:
     """The daemon's side. `name`: identifies the program across nodes. `processes`: number of processes per job."""
 
-    def __init__(self, name: str, processes: int, generation: int, path: Path) -> None:
+    def __init__(self, name: str, processes: int, path: Path) -> None:
         """`path`: path of the socket, in a private folder. Raises OSError."""
-        self.name, self.processes, self.generation, self._path = name, processes, generation, path
+        self.name, self.processes, self._path = name, processes, path
         path.unlink(missing_ok=True)
         self._listener = private_socket.listen(path)
         self._connections: list[socket.socket] = []

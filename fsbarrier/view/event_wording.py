@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from fsbarrier.printable import printable
 from fsbarrier.protocol.revisions import shown
+from fsbarrier.protocol.succession import RENEWED
 from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir.journal import Event, lost_nodes
 from fsbarrier.view.amounts import amount, clock_time, duration, one_line
@@ -65,6 +66,8 @@ def _generation(event: Event) -> str:
     members = event.fields.get("members")
     nodes = ", ".join(map(str, members)) if isinstance(members, list) else "?"
     leader, reason = event.integer("leader"), event.text("reason")
+    if reason.startswith(RENEWED):
+        return ""
     why = " (retry)" if reason.startswith(AGAIN) else f" ({reason})"
     # The lost node already has its own line.
     if reason in ("", "start") or " is lost: " in reason:

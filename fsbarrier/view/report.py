@@ -121,8 +121,7 @@ def _tiles(status: RunStatus, finished: Sequence[IterationTime], reader: RunRead
         note = f"{duration(total.coordination_s / count)} per iteration, {clocks}"
         tiles.append(("coordination", percent(total.share), note))
     losses = len(reader.history.losses)
-    generations = max(status.generation - 1, 0)
-    tiles.append(("nodes lost", str(losses), counted(generations, "regrouping")))
+    tiles.append(("nodes lost", str(losses), ""))
     listed = "".join(
         f"<div><small>{escape(name)}</small><b>{escape(value)}</b><small>{escape(note)}</small></div>"
         for name, value, note in tiles
