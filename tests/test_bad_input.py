@@ -30,7 +30,7 @@ def place(tmp_path: Path) -> Path:
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "qwen2"}')
     (model / "tokenizer.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"")
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (tmp_path / "file").write_text("not a folder\n")
     (tmp_path / "empty").mkdir()
     (tmp_path / "reward.py").write_text(
@@ -441,6 +441,9 @@ def test_wrong_input_is_refused_by_the_real_command(place: Path, real: Call, cas
         ('{"prompt": 4, "answer": "4"}', "prompt"),
         ('{"prompt": [{"role": "user"}], "answer": "4"}', "content"),
         ("\udc80", "line 2"),
+        ('{"prompt": " \\n", "answer": "4"}', "prompt is blank"),
+        ('{"prompt": [{"role": "user", "content": " "}], "answer": "4"}', "all messages are blank"),
+        ('{"prompt": "2+2=", "answer": NaN}', "NaN is no JSON value"),
     ],
 )
 def test_a_malformed_task_is_named_by_file_and_line(place: Path, quick: Call, line: str, says: str) -> None:
@@ -450,6 +453,60 @@ def test_a_malformed_task_is_named_by_file_and_line(place: Path, quick: Call, li
         (place / "data" / f"{split}.jsonl").write_text(bad, encoding="utf-8", errors="surrogateescape")
         refused(quick, RL, place=place, says=[f"{split}.jsonl, line 2", says])
         (place / "data" / f"{split}.jsonl").write_text(good)
+
+
+TEMPLATE = "{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content }}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "says"),
+    [
+        (None, "user", "has no chat template"),
+        ("{% for m in messages %}{{ m.content }", "user", "the chat template of"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "user",
+            "cannot render the prompt: roles must alternate",
+        ),
+        (TEMPLATE, "usr", "leaves out the message of role 'usr'"),
+        (
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+            "usr",
+            "does not know the role 'usr'",
+        ),
+    ],
+)
+def test_a_chat_template_that_cannot_render_the_tasks(
+    place: Path, quick: Call, template: str | None, role: str, says: str
+) -> None:
+    for split in ("train", "test"):
+        messages = {"prompt": [{"role": role, "content": "2+2="}], "answer": "4"}
+        (place / "data" / f"{split}.jsonl").write_text(json.dumps(messages) + "\n")
+    if template is not None:
+        (place / "model" / "chat_template.jinja").write_text(template)
+    refused(quick, RL, place=place, says=[says, str(place / "model")])
+    (place / "model" / "chat_template.jinja").write_text(TEMPLATE.replace("user", role))
+    assert quick([*RL.split(), "--dry-run"]).returncode == 0
+
+
+def test_a_prompt_that_no_engine_can_take(place: Path, quick: Call) -> None:
+    task = {"prompt": "2" * 1_000_000, "answer": "4"}
+    (place / "data" / "train.jsonl").write_text(json.dumps(task) + "\n")
+    says = ["task 0: the prompt has 1000000 characters", "256 tokens of engine.max_model_len"]
+    refused(quick, [*RL.split(), "engine.max_model_len=256", "rollout.max_tokens=8"], place=place, says=says)
+
+
+def test_an_iteration_with_fewer_tasks_than_nodes(place: Path, quick: Call) -> None:
+    done = quick([*RL.split(), "--dry-run", "--num-nodes", "5", "rollout.tasks=4"])
+    assert done.returncode == 0
+    assert "an iteration has 3 tasks for 5 nodes, so 2 nodes will roll out nothing" in done.stderr
+
+
+def test_weights_that_are_cut_off(place: Path, quick: Call) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    weights = len(header).to_bytes(8, "little") + header + bytes(7)
+    (place / "model" / "model.safetensors").write_bytes(weights)
+    refused(quick, RL, place=place, says=["--model model", "model.safetensors: damaged: "])
 
 
 def test_other_task_files(place: Path, quick: Call) -> None:
@@ -560,6 +617,7 @@ def test_a_record_that_was_edited(place: Path, quick: Call, real: Call) -> None:
         "checkpoints/mine/weights",
         "train_trajectories/train_trajectories.pt.iteration1",
         "events/a",
+        "thesis.tex",
     ],
 )
 def test_a_new_run_writes_over_nothing_of_somebody_else(place: Path, quick: Call, name: str) -> None:

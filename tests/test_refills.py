@@ -214,7 +214,7 @@ def test_a_node_that_dies_in_a_refill_costs_only_what_it_had_in_flight(tmp_path:
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "qwen2"}')
     (model / "tokenizer.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"")
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     flags = ("--model", str(model), "--data-path", str(data), "--iterations", "1", *FAST)
     flags += (
         "--rl-phase",

@@ -131,7 +131,7 @@ def _json_rows(
 
 def _parsed(path: Path, index: int, line: bytes) -> Mapping[str, object]:
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_constant=_no_constant)
     except UnicodeDecodeError:
         raise _task_error(path, index, "is not UTF-8") from None
     except ValueError as error:
@@ -144,6 +144,11 @@ def _parsed(path: Path, index: int, line: bytes) -> Mapping[str, object]:
     if not isinstance(row, dict):
         raise _task_error(path, index, f"must be a JSON object, got {_shown(row)}")
     return row
+
+
+def _no_constant(name: str) -> object:
+    """NaN and infinities, which Python's library reads although they are not JSON. As answers they would equal nothing."""
+    raise ValueError(f"{name} is no JSON value")
 
 
 def _parquet_rows(
@@ -194,8 +199,8 @@ def _task(path: Path, index: int, row: Mapping[str, object]) -> Task:
 
 def _prompt(path: Path, index: int, value: object) -> str | tuple[Message, ...]:
     if isinstance(value, str):
-        if not value:
-            raise _task_error(path, index, "prompt is empty")
+        if not value.strip():
+            raise _task_error(path, index, "prompt is blank" if value else "prompt is empty")
         return value
     if not isinstance(value, list):
         raise _task_error(path, index, f"prompt must be text or a list of chat messages, got {_shown(value)}")
@@ -217,6 +222,8 @@ def _prompt(path: Path, index: int, value: object) -> str | tuple[Message, ...]:
                 path, index, f"prompt: message {number} needs a content (text), got {_shown(content)}"
             )
         messages.append({"role": role, "content": content})
+    if not any(message["content"].strip() for message in messages):
+        raise _task_error(path, index, "prompt: all messages are blank")
     return tuple(messages)
 
 

@@ -36,6 +36,8 @@ from fsbarrier.settings.sections import Settings, changes_of, fixed_because
 from fsbarrier.settings.sources import SETS, ChosenValue, set_in
 
 SCHEMA = 1
+# A disk has this folder.
+LOST_AND_FOUND = "lost+found"
 # The record is linked into place atomically, so a mount that shows it torn for longer than this is broken.
 TORN_S = 5.0
 # how often a waiting node says so
@@ -170,10 +172,14 @@ def exists(log_path: Path) -> bool:
 
 
 def without_record(log_path: Path) -> list[str]:
-    """The names of a run's files that exist in `log_path` without a run's record."""
+    """The names of what is in `log_path` without a run's record, except for what a start or a launcher makes before the record."""
     paths = RunPaths(log_path)
-    folders = (paths.coordination, paths.checkpoints, paths.events, *map(paths.trajectories, SPLITS))
-    found = [folder.name for folder in (*folders, paths.served_model) if _holds_something(folder)]
+    before = (paths.logs.name, paths.demo.name, paths.first_policy.name)
+    try:
+        names = [name for name in os.listdir(log_path) if name not in before and not name.startswith(".")]
+    except FileNotFoundError:
+        return []
+    found = [name for name in names if name != LOST_AND_FOUND and _holds_something(log_path / name)]
     # Another start may be making this run. It makes the record first, so the record would be listed now.
     return sorted(found) if found and not exists(log_path) else []
 
@@ -181,7 +187,7 @@ def without_record(log_path: Path) -> list[str]:
 def _holds_something(path: Path) -> bool:
     """Whether a folder is not empty. An empty one may be a disk that was mounted for the run."""
     try:
-        return any(name != "lost+found" for name in os.listdir(path))
+        return any(name != LOST_AND_FOUND for name in os.listdir(path))
     except FileNotFoundError:
         return path.is_symlink()
     except OSError:

@@ -19,6 +19,7 @@ from fsbarrier.loader import load_program
 from fsbarrier.printable import printable
 from fsbarrier.program import Program
 from fsbarrier.protocol.revisions import MASTER, shown
+from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir import revisions, runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord, TaskSource
@@ -161,8 +162,9 @@ def _find_record(asked: _Asked, rank: ranks.Choice | None) -> RunRecord | None:
 def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     request, typed, log_path, mount = asked.request, asked.typed, asked.log_path, asked.mount
     if found := runrecord.without_record(log_path):
+        some = printable(", ".join(found[:5])) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
         raise UsageError(
-            f"--log-path {log_path}: contains {', '.join(found)} but no run.json; a new run would overwrite these files. Use another "
+            f"--log-path {log_path}: contains {some} but no run.json, so it is not the directory of a run; use a new or empty "
             "folder, or restore run.json if this run lost it"
         )
     chosen = _with_count(asked, rank)
@@ -203,7 +205,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
         # Create the record last, so that a failed start leaves nothing behind.
         demo_folder.make(demo, preflight.cache_folder(request.environ), asked.say)
         named = task_files.needed_files(settings)
-        record = replace(record, tasks=task_files.read_tasks(demo, named, settings.reward.kind))
+        record = replace(record, tasks=task_files.read_tasks(demo, named, settings))
     published = runrecord.publish(record)
     if published.run_id != record.run_id:
         # Another process created the record first.
@@ -309,8 +311,19 @@ def _inputs(
         model_folder.check_adapters(model, settings, asked.say)
     tasks: dict[str, TaskSource] = {}
     if data_path and named:
-        tasks = task_files.read_tasks(data_path, named, settings.reward.kind, model=model)
+        tasks = task_files.read_tasks(data_path, named, settings, model=model)
+        _say_who_idles(tasks, settings, asked.say)
     return tasks, str(model) if model else None
+
+
+def _say_who_idles(tasks: Mapping[str, TaskSource], settings: Settings, say: Say) -> None:
+    """Tell if an iteration has fewer tasks than there are nodes."""
+    count = min(settings.rollout.tasks, tasks["train"]["count"]) if "train" in tasks else settings.num_nodes
+    if count < settings.num_nodes:
+        say(
+            f"an iteration has {counted(count, 'task')} for {settings.num_nodes} nodes, so "
+            f"{counted(settings.num_nodes - count, 'node')} will roll out nothing"
+        )
 
 
 def _demo_source(folder: Path | None, name: str, file: str) -> TaskSource:

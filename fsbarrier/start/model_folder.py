@@ -7,22 +7,21 @@ import importlib.util
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsbarrier.engine.model import inspect, max_positions
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.settings.checks import answer_lengths, tied_head
 from fsbarrier.start.preflight import TRY_CODE_S, absolute
 from fsbarrier.supervision.supervisor import own_program, with_this_package
 
 if TYPE_CHECKING:
-    from fsbarrier.data.tasks import Task
     from fsbarrier.settings.sections import LoraSettings, Settings
 
 Environ = Mapping[str, str]
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
 
 def find_model(name: str, data_path: Path | None, environ: Environ) -> Path:
@@ -79,12 +78,15 @@ def _check_model(name: str, folder: Path) -> None:
     weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
     require(bool(weights), "has no weights (*.safetensors)")
     require(any((folder / file).is_file() for file in _TOKENIZERS), "has no tokenizer")
+    try:
+        # Also that each weight file is as long as its header says.
+        inspect(folder)
+    except ProgramFailed as error:
+        raise UsageError(f"--model {name}: {error}") from None
 
 
 def check_lengths(folder: Path, settings: Settings) -> None:
     """Check that the longest answers leave room for a prompt in the model's context. Raises UsageError."""
-    from fsbarrier.engine.model import max_positions
-
     most = max_positions(json.loads((folder / "config.json").read_bytes()))
     for key, tokens in answer_lengths(settings):
         if most is not None and tokens >= most:
@@ -96,8 +98,6 @@ def check_lengths(folder: Path, settings: Settings) -> None:
 
 def check_adapters(folder: Path, settings: Settings, say: Callable[[str], None]) -> None:
     """Check that the adapters that are asked for can be put into the model. Raises UsageError."""
-    from fsbarrier.engine.model import inspect
-
     lora = settings.lora
     if lora.rank and any(one.rpartition(".")[2] == "lm_head" for one in lora.targets):
         try:
@@ -129,29 +129,3 @@ def _try_adapters(folder: Path, lora: LoraSettings) -> None:
         )
         if done.returncode == 2:
             raise UsageError(done.stderr.strip().splitlines()[-1])
-
-
-def check_chat_template(folder: Path, tasks: Iterable[Task], path: Path) -> None:
-    """Check that the model has a chat template if a task needs one. Raises UsageError naming the first such task."""
-    for task in tasks:
-        if not isinstance(task.prompt, str):
-            if not _has_chat_template(folder):
-                raise UsageError(
-                    f"{path}, task {task.index}: the prompt consists of chat messages, but {folder} has no chat template "
-                    "(chat_template.jinja, or chat_template in tokenizer_config.json); use a text prompt, or add the chat template "
-                    "of an instruct model"
-                )
-            return
-
-
-def _has_chat_template(folder: Path) -> bool:
-    if (
-        any((folder / name).is_file() for name in _CHAT_TEMPLATES)
-        or (folder / "additional_chat_templates").is_dir()
-    ):
-        return True
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and bool(config.get("chat_template"))

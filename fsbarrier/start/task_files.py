@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsbarrier import files
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir.runrecord import TaskSource
-from fsbarrier.start.model_folder import check_chat_template
+from fsbarrier.start import chat_template
 
 if TYPE_CHECKING:
+    from fsbarrier.data.tasks import Task
     from fsbarrier.settings.sections import Settings
+
+# The longest tokens of usual vocabularies are 128 blanks.
+MOST_CHARACTERS_PER_TOKEN = 128
 
 
 def needed_files(settings: Settings) -> dict[str, str | None]:
@@ -37,12 +41,12 @@ def check_folder(data_path: Path) -> None:
 
 
 def read_tasks(
-    data_path: Path, named: Mapping[str, str | None], reward: str, *, model: Path | None = None
+    data_path: Path, named: Mapping[str, str | None], settings: Settings, *, model: Path | None = None
 ) -> dict[str, TaskSource]:
     """Validate the `needed_files` and return {"path", "count", "sha256"} for each.
 
-    Checks that `reward` can score each answer, and that `model` (None: skip) has a chat template if a task needs one. Raises UsageError
-    naming file and line number.
+    Checks that the reward can score each answer, and that `model` (None: skip) can be given each prompt. Raises UsageError naming file
+    and line number.
     """
     # Imported late because it can load a Parquet library, which other commands do not need.
     from fsbarrier.data import tasks
@@ -54,11 +58,23 @@ def read_tasks(
         read = tasks.read_tasks(path)
         if read.count == 0:
             raise UsageError(f"{path}: contains no tasks")
-        check_answers(reward, read.tasks.values(), path)
+        check_answers(settings.reward.kind, read.tasks.values(), path)
         if model is not None:
-            check_chat_template(model, read.tasks.values(), path)
+            _check_lengths(read.tasks.values(), path, settings.engine.max_model_len)
+            chat_template.check(model, read.tasks.values(), path, settings.rollout.template_arguments)
         found[split] = {"path": str(path), "count": read.count, "sha256": files.sha256_file(path)}
     return found
+
+
+def _check_lengths(tasks: Iterable[Task], path: Path, max_model_len: int) -> None:
+    """Refuse a prompt that cannot fit however it is cut into tokens; whether one of about the right size does, the engine knows."""
+    for task in tasks:
+        length = sum(len(message["content"]) for message in task.messages)
+        if length > MOST_CHARACTERS_PER_TOKEN * max_model_len:
+            raise UsageError(
+                f"{path}, task {task.index}: the prompt has {length} characters, which do not fit into the {max_model_len} tokens of "
+                "engine.max_model_len"
+            )
 
 
 def check_recorded(settings: Settings, recorded: Collection[str]) -> None:

@@ -1,0 +1,128 @@
+"""Checks before a start that the model's chat template can render the tasks' messages, as the engine will."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from fsbarrier.errors import UsageError
+
+if TYPE_CHECKING:
+    from fsbarrier.data.tasks import Task
+
+_FILES = ("chat_template.jinja", "chat_template.json")
+#: marks what the model has said, for a training that masks the rest; the engine ignores it
+_GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
+_USUAL = ("system", "developer", "user", "assistant", "tool")
+#: roles whose content a template may leave out or change on purpose: earlier thoughts, results of tools
+_MAY_DIFFER = ("assistant", "tool")
+
+
+class _Refused(Exception):
+    """The template itself refuses the messages."""
+
+
+def check(folder: Path, tasks: Iterable[Task], path: Path, arguments: Mapping[str, object]) -> None:
+    """Check that the model in `folder` has a chat template if a task of `path` needs one, and that it renders each role that they use.
+
+    `arguments`: further ones of the template. Raises UsageError naming the template, or the task.
+    """
+    render: Callable[..., str] | None = None
+    seen: set[tuple[str, ...]] = set()
+    for task in tasks:
+        if isinstance(task.prompt, str):
+            continue
+        if not seen:
+            render = _renderer(folder, path, task)
+        roles = tuple(message["role"] for message in task.prompt)
+        if render is None or roles in seen:
+            seen.add(roles)
+            continue
+        seen.add(roles)
+        where = f"{path}, task {task.index}"
+        try:
+            text = render(messages=task.messages, add_generation_prompt=True, **arguments)
+        except Exception as error:
+            raise UsageError(
+                f"{where}: the chat template of {folder} cannot render the prompt: {error}"
+            ) from None
+        for message in task.messages:
+            role, content = message["role"], message["content"].strip()
+            if role not in _MAY_DIFFER and content not in text:
+                raise UsageError(
+                    f"{where}: the chat template of {folder} leaves out the message of role {role!r}"
+                )
+            if role not in _USUAL and role not in str(_source(folder)):
+                raise UsageError(
+                    f"{where}: the chat template of {folder} does not know the role {role!r}; usual are {', '.join(_USUAL)}"
+                )
+
+
+def _renderer(folder: Path, path: Path, task: Task) -> Callable[..., str] | None:
+    """The function that renders the folder's template; None if it has several, or the package jinja2 is missing. Raises UsageError."""
+    source = _source(folder)
+    if source is None:
+        if (folder / "additional_chat_templates").is_dir():
+            return None
+        raise UsageError(
+            f"{path}, task {task.index}: the prompt consists of chat messages, but {folder} has no chat template "
+            "(chat_template.jinja, or chat_template in tokenizer_config.json); use a text prompt, or add the chat template "
+            "of an instruct model"
+        )
+    try:
+        from jinja2 import TemplateSyntaxError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        return None
+
+    def refuse(message: str) -> NoReturn:
+        raise _Refused(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.filters["tojson"] = _as_json
+    try:
+        template = environment.from_string(_GENERATION.sub("", source))
+    except TemplateSyntaxError as error:
+        raise UsageError(
+            f"the chat template of {folder} is not valid: line {error.lineno}: {error.message}"
+        ) from None
+    special = _object(folder / "special_tokens_map.json") | _object(folder / "tokenizer_config.json")
+    tokens = {name: _text_of(value) for name, value in special.items() if name.endswith("_token")}
+    return lambda **given: template.render(**{**tokens, "tools": None, **given})
+
+
+def _source(folder: Path) -> str | None:
+    """The text of the template; None if there is none, or several."""
+    for name in _FILES:
+        if (folder / name).is_file():
+            text = (folder / name).read_text(encoding="utf-8", errors="replace")
+            return text if name.endswith(".jinja") else _object(folder / name).get("chat_template")
+    found = _object(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(found, list):
+        found = next((one.get("template") for one in found if one.get("name") == "default"), None)
+    return found if isinstance(found, str) and found else None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _text_of(token: object) -> str:
+    """Tokenizers describe a special token by its text, or by an object with its content."""
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
+
+
+def _as_json(value: object, ensure_ascii: bool = False, **rest: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **rest)
