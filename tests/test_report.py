@@ -13,6 +13,9 @@ from fake_run import FakeRun, long_run
 
 from fsbarrier import cli
 from fsbarrier.view.report_charts import (
+    NARROW,
+    SMALL,
+    WIDE,
     BarPiece,
     Block,
     Lane,
@@ -91,8 +94,10 @@ def test_a_report_has_all_its_parts(tmp_path: Path) -> None:
         ),
     ):
         assert wanted in page.text, wanted
-    # Curves, two charts of bars, the last three iterations and the one with the loss.
-    assert page.tags.count("svg") == 3 + 4
+    # The rewards, two charts of bars, the last three iterations and the one with the loss, each for a desk and for a phone; curves.
+    assert page.tags.count("svg") == 2 * (3 + 4) + 4
+    curves = ("Clip fraction", "Log-prob gap between engine and trainer", "Gradient norm", "Loss")
+    assert [text for text in page.texts if text.strip() in curves] and "KL to the reference" not in page.text
     assert re.search(r"[\d.]+ % of (node \d's time|the time of nodes [\d, ]+): \w+", page.text)
 
 
@@ -158,15 +163,49 @@ def test_a_long_run_stays_a_small_file(tmp_path: Path) -> None:
         for phase in (4, 6, 13):
             run.row(iteration, phase)
     html = report(run)
-    assert len(html) < 600_000
+    assert len(html) < 900_000
     assert "The last 60 of 700 iterations." in html
+
+
+def test_what_was_measured_has_a_curve_and_what_was_not_has_none(tmp_path: Path) -> None:
+    run = long_run(tmp_path / "run", 3, lose_at=None)
+    measured = {"entropy": 1.5, "kl": 0.0, "policy_kl": 0.01, "lr": 1e-6, "mismatch_kl": 0.002}
+    own = {"reward_parts/style": 0.15, "answer_tokens_mean": 81.0, "truncated_share": 0.25}
+    for iteration in (1, 2, 3):
+        run.line(0, "updated", (iteration, 10, 0), after=0.1, **measured)
+        run.line(0, "rolled_out", (iteration, 4, 0), after=0.1, reward_mean=0.5, split="train", **own)
+    page = Page(report(run))
+    titles = {text.strip() for text in page.texts}
+    assert {
+        *("Entropy", "KL to the previous policy", "KL between engine and trainer", "Learning rate"),
+        *("Tokens per answer", "Share of answers truncated", "Reward: style"),
+    } <= titles
+    # Nobody computes a KL to a reference policy that there is not: neither a curve of zeros nor a column.
+    assert not [text for text in titles if "reference policy" in text] and "reward_parts" not in page.text
+
+
+def test_the_evaluation_at_the_end_belongs_to_no_iteration(tmp_path: Path) -> None:
+    run = long_run(tmp_path / "run", 3, lose_at=None)
+    run.line(
+        0, "evaluated", (3, 13, 0), after=0.1, reward_mean=0.9, split="test", policy_version=3, final=True
+    )
+    html = report(run)
+    # Of the tables of rewards and of evaluations.
+    assert "iteration 3 of 3" in html and html.count("<td class=left>end</td>") == 2
+    assert re.search(r'text-anchor="middle">end</text>', html)
+
+
+def test_the_title_is_the_folder(tmp_path: Path) -> None:
+    html = report(long_run(tmp_path / "runs" / "smol", 1, lose_at=None))
+    assert "<h1>runs/smol " in html and "<title>runs/smol" in html
 
 
 # --- charts ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("low", "high"), [(0, 1), (0, 0.74), (-3, 5), (0, 123456), (5, 5), (0, 0), (0, 1e-9), (0.2, 0.21)]
+    ("low", "high"),
+    [(0, 1), (0, 0.74), (-3, 5), (0, 123456), (5, 5), (0, 0), (0, 1e-9), (0.2, 0.21), (0, 1e-13)],
 )
 def test_ticks_are_round_and_enclose(low: float, high: float) -> None:
     found = ticks(low, high)
@@ -178,7 +217,8 @@ def numbers(svg: str, name: str) -> list[float]:
     return [float(value) for value in re.findall(rf' {name}="(-?[\d.]+)"', svg)]
 
 
-def test_charts_stay_inside_their_frame() -> None:
+@pytest.mark.parametrize("width", [WIDE, NARROW, SMALL])
+def test_charts_stay_inside_their_frame(width: int) -> None:
     series = [
         Series("a", "train", [(float(i), (-1) ** i * i) for i in range(1, 2000)]),
         Series("b", "test", [(1.0, 3.0)]),
@@ -193,18 +233,38 @@ def test_charts_stay_inside_their_frame() -> None:
             [(9.5, "lost")],
         )
     ]
-    for svg in (line_chart(series, "iteration"), stacked_bars(bars, "iteration"), timeline(lanes, 10.0, "t")):
-        high = float(re.findall(r'viewBox="0 0 760 ([\d.]+)"', svg)[0])
-        assert all(0 <= x <= 760 for name in ("x", "x1", "x2", "cx") for x in numbers(svg, name))
+    for svg in (
+        line_chart(width, series, "iteration", last="end"),
+        stacked_bars(width, bars, "iteration"),
+        stacked_bars(width, [("1", [BarPiece("p2", "x", 1e4)]), *bars[1:9]], "iteration", cut_off=True),
+        timeline(width, lanes, 10.0, "t"),
+    ):
+        high = float(re.findall(rf'viewBox="0 0 {width} ([\d.]+)"', svg)[0])
+        assert all(0 <= x <= width for name in ("x", "x1", "x2", "cx") for x in numbers(svg, name))
         assert all(0 <= y <= high for name in ("y", "y1", "y2", "cy") for y in numbers(svg, name))
         points = [p.split(",") for line in re.findall(r'points="([^"]+)"', svg) for p in line.split()]
-        assert all(0 <= float(x) <= 760 and 0 <= float(y) <= high for x, y in points)
+        assert all(0 <= float(x) <= width and 0 <= float(y) <= high for x, y in points)
         assert len(points) <= 700
     assert 'class="lost"' in svg
 
 
+def test_a_first_iteration_that_takes_long_does_not_flatten_the_others() -> None:
+    bars = [("1", [BarPiece("p2", "x", 66.0)]), *((str(i), [BarPiece("p2", "x", 4.0)]) for i in range(2, 9))]
+    svg = stacked_bars(WIDE, bars, "iteration", cut_off=True)
+    first, *others = numbers(svg, "height")
+    assert "↑ 66 s" in svg and all(height > first / 2 for height in others)
+    # Where all of it is to be compared, nothing is cut off.
+    first, *others = numbers(stacked_bars(WIDE, bars, "phase"), "height")
+    assert all(height < first / 10 for height in others)
+
+
 @pytest.mark.parametrize(
-    "chart", [lambda: line_chart([], "x"), lambda: stacked_bars([], "x"), lambda: timeline([], 1.0, "x")]
+    "chart",
+    [
+        lambda: line_chart(WIDE, [], "x"),
+        lambda: stacked_bars(WIDE, [], "x"),
+        lambda: timeline(WIDE, [], 1.0, "x"),
+    ],
 )
 def test_a_chart_of_nothing_is_nothing(chart: Any) -> None:
     assert chart() == ""

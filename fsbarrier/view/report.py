@@ -1,111 +1,133 @@
-"""The report: one self-contained HTML file without scripts or external resources, with light and dark mode."""
+"""The report: one self-contained HTML file without scripts or external resources, with light and dark mode.
+
+Here is what it says; how it looks is in report.html.jinja, which escapes every value that comes from the run.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from html import escape
+from pathlib import Path
 
 import fsbarrier
 from fsbarrier.protocol.revisions import shown as plain
 from fsbarrier.protocol.wording import counted
+from fsbarrier.rundir.journal import Event
 from fsbarrier.rundir.phase_time import PARTS
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.sources import flatten
+from fsbarrier.view import figures
 from fsbarrier.view.amounts import amount, duration, one_line, percent
 from fsbarrier.view.event_wording import event_text
-from fsbarrier.view.html_pieces import LEAST_SHARE, chart, legend, section, table
-from fsbarrier.view.report_charts import BarPiece, Series, line_chart, stacked_bars
-from fsbarrier.view.report_results import TABLE_ROWS, evaluations_section, figures_table, rollouts_section
+from fsbarrier.view.report_charts import (
+    NARROW,
+    SMALL,
+    WIDE,
+    BarPiece,
+    Series,
+    line_chart,
+    stacked_bars,
+    timeline,
+)
 from fsbarrier.view.report_samples import samples
-from fsbarrier.view.report_style import STYLE
 from fsbarrier.view.report_timelines import timelines
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
 from fsbarrier.view.timings import IterationTime, row_times, together
 from fsbarrier.view.wastes import parts_by_iteration, parts_by_phase, wastes
 
-#: maximum numbers to show, newest first: iterations as bars, events
+#: maximum numbers to show, newest first: iterations as bars, iterations in a table, events
 BARS = 60
+TABLE_ROWS = 200
 EVENT_ROWS = 500
+#: Phases below this share of the time are not listed in a legend.
+LEAST_SHARE = 0.002
+NOTHING = "–"
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
-UPDATE_COLUMNS = {
-    "loss": "loss",
-    "logprob_gap_mean": "log-prob gap, mean",
-    "logprob_gap_max": "max",
-    "clip_fraction": "clipped",
-    "clipped_low": "clipped below",
-    "clipped_high": "clipped above",
-    "entropy": "entropy",
-    "kl": "KL to the reference policy",
-    "policy_kl": "KL to the previous policy",
-    "mismatch_kl": "KL between engine and trainer",
-    "mismatch_dropped": "share with weight 0",
-    "lr": "learning rate",
-    "grad_norm": "gradient norm",
-    "optimizer_steps": "steps",
-    "seconds": "seconds",
-}
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A table of texts; the columns in `left` are left-aligned."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: Collection[int] = (0,)
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A chart for a desk and for a phone, with its legend: (class in the style sheet, name)."""
+
+    wide: str
+    narrow: str
+    legend: Sequence[tuple[str, str]] = ()
 
 
 def page(reader: RunReader, status: RunStatus, *, iterations: int = 3, with_samples: bool = True) -> str:
     """The whole report. `iterations`: number of recent iterations with a timeline; `with_samples`: include some prompts and answers."""
+    import jinja2
+
     finished = status.finished_times
-    sections = [
-        _head(reader, status),
-        _tiles(status, finished, reader),
-        _problems(status),
-        section("Mean reward by iteration", _rewards(status, reader)),
-        section(
-            "Sample trajectories",
-            samples(reader.paths, status.iteration, status.run_id) if with_samples else "",
-        ),
-        section("Where the time goes", _times(finished)),
-        section("Start, load, work, save, wait", _parts(reader, finished)),
-        section("The last iterations, node by node", timelines(reader, status, iterations)),
-        section("Coordination", _coordination(finished)),
-        section("Rollouts", rollouts_section(reader.history)),
-        section("Evaluations", evaluations_section(reader.history)),
-        section("Updates", _updates(reader)),
-        section("Nodes", _nodes(status)),
-        section("What happened", _events(reader)),
-        section("Settings", _settings(reader)),
-    ]
-    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    title = escape(f"fsbarrier run {status.run_id}")
-    html = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<title>{title}</title><style>{STYLE}</style></head><body><main>"
-        + "\n".join(section for section in sections if section)
-        + f"<footer>made by fsbarrier {escape(fsbarrier.__version__)} on {made} from "
-        f"<code>{escape(status.log_path)}</code></footer></main></body></html>\n"
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["line"] = one_line
+    folder = Path(status.log_path)
+    html = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        name=f"{folder.parent.name}/{folder.name}".lstrip("/"),
+        status=status,
+        facts=_facts(reader, status),
+        tiles=_tiles(status, finished, reader),
+        rewards=_rewards(reader, status),
+        curves=_curves(reader),
+        tables=_tables(reader, status, finished),
+        samples=samples(reader.paths, status.iteration, status.run_id) if with_samples else [],
+        times=_times(finished),
+        shown_times=min(BARS, len(finished)),
+        all_times=len(finished),
+        wastes=_wastes(reader, finished),
+        parts=_parts(reader, finished),
+        timelines=_timelines(reader, status, iterations),
+        coordination=_coordination(finished),
+        one_clock=not finished or together(finished).exact,
+        nodes=_nodes(status),
+        events=_events(reader),
+        settings=_settings(reader),
+        digest=reader.record.settings_digest[:12],
+        version=fsbarrier.__version__,
+        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
     )
     return re.sub(r"[\x00-\x09\x0b-\x1f\x7f]", "", html)
+
+
+def _chart(draw: Callable[[int], str], legend: Sequence[tuple[str, str]] = ()) -> Chart:
+    return Chart(draw(WIDE), draw(NARROW), legend)
 
 
 # --- top --------------------------------------------------------------------------------------------------------------------
 
 
-def _head(reader: RunReader, status: RunStatus) -> str:
+def _facts(reader: RunReader, status: RunStatus) -> str:
     record = reader.record
     of = f" of {status.iterations}" if status.iterations is not None else ""
     facts = [
+        status.run_id,
         f"program {status.program}",
         counted(status.num_nodes, "node"),
         f"iteration {status.iteration}{of}",
         f"started {record.created} by {record.created_by}",
         *([f"model {record.model}"] if record.model else []),
     ]
-    return (
-        f'<header><h1>{escape(status.run_id)} <span class="state {escape(status.state)}">{escape(status.state)}</span></h1>'
-        f"<p>{escape(one_line(' · '.join(facts)))}</p></header>"
-    )
+    return one_line(" · ".join(facts))
 
 
-def _tiles(status: RunStatus, finished: Sequence[IterationTime], reader: RunReader) -> str:
+def _tiles(
+    status: RunStatus, finished: Sequence[IterationTime], reader: RunReader
+) -> list[tuple[str, str, str]]:
+    """(name, value, note)"""
     tiles = []
     for name, values in (
         ("held-out reward", [r.test for r in status.rewards if r.test is not None]),
@@ -122,46 +144,31 @@ def _tiles(status: RunStatus, finished: Sequence[IterationTime], reader: RunRead
         tiles.append(("coordination", percent(total.share), note))
     losses = len(reader.history.losses)
     tiles.append(("nodes lost", str(losses), ""))
-    listed = "".join(
-        f"<div><small>{escape(name)}</small><b>{escape(value)}</b><small>{escape(note)}</small></div>"
-        for name, value, note in tiles
-    )
-    return f'<div class="tiles">{listed}</div>'
+    return tiles
 
 
-def _problems(status: RunStatus) -> str:
-    listed = "".join(
-        f"<li{' class=said' if problem.startswith(' ') else ''}>{escape(one_line(problem))}</li>"
-        for problem in status.problems
-    )
-    return f'<ul class="problems">{listed}</ul>' if listed else ""
+# --- learning ---------------------------------------------------------------------------------------------------------------
 
 
-# --- curves and times ---------------------------------------------------------------------------------------------------------
+def _label(reader: RunReader, iteration: int) -> str:
+    """An iteration as people count them. The evaluation of a session's last policy belongs to no iteration: "end"."""
+    evaluated = reader.history.reports("evaluated").get(iteration)
+    final = evaluated is not None and evaluated.fields.get("final") is True
+    return "end" if final and iteration not in reader.history.reports("rolled_out") else str(iteration)
 
 
-def _rewards(status: RunStatus, reader: RunReader) -> str:
+def _rewards(reader: RunReader, status: RunStatus) -> Chart | None:
     train = [(float(one.iteration), one.train) for one in status.rewards if one.train is not None]
     test = [(float(one.iteration), one.test) for one in status.rewards if one.test is not None]
     curves = [Series("train reward", "train", train), Series("held-out reward", "test", test)]
     curves = [one for one in curves if one.points]
     if not curves:
-        return ""
-    body = [
-        (
-            str(one.iteration),
-            _value(one.policy_version),
-            amount(one.train),
-            amount(one.test),
-            _value(one.trajectories),
-        )
-        for one in status.rewards[-TABLE_ROWS:]
-    ]
-    figures = table(("iteration", "policy version", "train", "held-out", "trajectories"), body)
-    return (
-        legend((one.style, one.name) for one in curves)
-        + chart(line_chart(curves, "iteration", _changes(reader)), newest=True)
-        + f"<details><summary>figures</summary>{figures}</details>"
+        return None
+    label = _label(reader, status.rewards[-1].iteration)
+    last = label if label == "end" else ""
+    return _chart(
+        lambda width: line_chart(width, curves, "iteration", last=last, marks=_changes(reader)),
+        [(one.style, one.name) for one in curves],
     )
 
 
@@ -176,9 +183,96 @@ def _changes(reader: RunReader) -> dict[int, str]:
     return found
 
 
-def _times(finished: Sequence[IterationTime]) -> str:
+def _curves(reader: RunReader) -> list[tuple[str, str, str]]:
+    """(title, newest value, chart) of each metric that is not always 0, each part of the reward, each further metric of evaluations."""
+    rollouts, evaluations = (reader.history.reports(name).values() for name in ("rolled_out", "evaluated"))
+    parts = [name for name in figures.rollout_columns(rollouts) if name.startswith(figures.PART)]
+    sets = [
+        name for name in figures.evaluation_figures(evaluations) if not name.endswith(("_se", "reward_mean"))
+    ]
+    found = []
+    for event, name, title in (
+        *figures.CURVES,
+        *(("rolled_out", name, f"Reward: {name.removeprefix(figures.PART)}") for name in parts),
+        *(("evaluated", name, f"Evaluation: {name}") for name in sets),
+    ):
+        reports = reader.history.reports(event).items()
+        points = [
+            (float(iteration), value)
+            for iteration, report in reports
+            if (value := report.number(name)) is not None
+        ]
+        if any(value for _, value in points):
+            svg = line_chart(SMALL, [Series(title, "train", points)], "iteration")
+            found.append((title, _figure(points[-1][1]), svg))
+    return found
+
+
+def _tables(reader: RunReader, status: RunStatus, finished: Sequence[IterationTime]) -> dict[str, Figures]:
+    """The figures behind the curves, by the words that unfold them."""
+    history = reader.history
+    rollouts, updates = history.reports("rolled_out"), history.reports("updated")
+    tables = {}
+    if status.rewards:
+        rewards = [
+            (
+                _label(reader, one.iteration),
+                _value(one.policy_version),
+                amount(one.train),
+                amount(one.test),
+                _value(one.trajectories),
+            )
+            for one in status.rewards[-TABLE_ROWS:]
+        ]
+        head = ("iteration", "policy version", "train", "held-out", "trajectories")
+        tables["rewards"] = Figures(head, rewards)
+    if columns := figures.rollout_columns(rollouts.values()):
+        tables["rollouts"] = _figures_table(rollouts, columns)
+    if evaluated := _evaluations(reader):
+        tables["evaluations"] = evaluated
+    if columns := figures.update_columns(updates.values()):
+        tables["updates"] = _figures_table(updates, columns)
+    return tables
+
+
+def _figures_table(events: Mapping[int, Event], columns: Mapping[str, str]) -> Figures:
+    """A row for each of the newest iterations. `columns`: metric name in the events -> column title."""
+    rows = [
+        (str(iteration), *(_figure(event.number(name)) for name in columns))
+        for iteration, event in list(events.items())[-TABLE_ROWS:]
+    ]
+    return Figures(("iteration", *columns.values()), rows)
+
+
+def _evaluations(reader: RunReader) -> Figures | None:
+    """The evaluation metrics with standard errors, by set and by source if there are several."""
+    evaluations = reader.history.reports("evaluated")
+    columns = [name for name in figures.evaluation_figures(evaluations.values()) if not name.endswith("_se")]
+    if not columns:
+        return None
+    rows = [
+        (
+            _label(reader, iteration),
+            _value(event.integer("policy_version")),
+            *(_with_error(event, name) for name in columns),
+        )
+        for iteration, event in list(evaluations.items())[-TABLE_ROWS:]
+    ]
+    return Figures(("iteration", "policy version", *columns), rows)
+
+
+def _with_error(event: Event, name: str) -> str:
+    value = event.number(name)
+    error = event.number(f"{name.removesuffix('_mean')}_se")
+    return amount(value) + (f" ± {amount(error)}" if value is not None and error is not None else "")
+
+
+# --- time -------------------------------------------------------------------------------------------------------------------
+
+
+def _times(finished: Sequence[IterationTime]) -> Chart | None:
     if not finished:
-        return ""
+        return None
     shown = finished[-BARS:]
     bars = []
     for one in shown:
@@ -192,101 +286,88 @@ def _times(finished: Sequence[IterationTime]) -> str:
         if seconds >= LEAST_SHARE * total.seconds
     ]
     entries.append(("coordination", f"coordination {duration(total.coordination_s / len(shown))}"))
-    hidden = (
-        f"<p>The last {len(shown)} of {counted(len(finished), 'iteration')}.</p>"
-        if len(finished) > BARS
-        else ""
-    )
-    return hidden + legend(entries) + chart(stacked_bars(bars, "iteration"), newest=True)
+    return _chart(lambda width: stacked_bars(width, bars, "iteration", cut_off=True), entries)
 
 
-def _parts(reader: RunReader, finished: Sequence[IterationTime]) -> str:
-    """The largest time losses, and each phase's time split into parts."""
+def _wastes(reader: RunReader, finished: Sequence[IterationTime]) -> list[str]:
+    """The largest losses of time, in words."""
+    shown = {one.iteration for one in finished[-BARS:]}
+    spans = [span for span in reader.spans() if span.iteration in shown]
+    return [one.sentence() for one in wastes(spans, row_times(spans))]
+
+
+def _parts(reader: RunReader, finished: Sequence[IterationTime]) -> tuple[Chart, Figures] | None:
+    """Each phase's time split into parts."""
     shown = {one.iteration for one in finished[-BARS:]}
     spans = [span for span in reader.spans() if span.iteration in shown]
     if not spans:
-        return ""
-    sentences = "".join(f"<li>{escape(one.sentence())}</li>" for one in wastes(spans, row_times(spans)))
-    times = parts_by_phase(parts_by_iteration(spans), shown)
+        return None
     names = {span.phase: one_line(span.phase_name) for span in spans}
-    bars, body = [], []
-    for phase, time in times.items():
+    bars, rows = [], []
+    for phase, time in parts_by_phase(parts_by_iteration(spans), shown).items():
         parts = time.parts()
         bars.append((str(phase), [BarPiece(part, part, seconds) for part, seconds in parts.items()]))
-        body.append((str(phase), names[phase], *(duration(seconds) for seconds in parts.values())))
-    figures = table(("phase", "", *PARTS), body, left=(1,))
-    return (
-        f"<p>Largest time losses in the last {counted(len(shown), 'iteration')}:</p><ul>{sentences}</ul>"
-        "<p>Time per node in each phase, averaged over all nodes and these iterations.</p>"
-        + legend((part, part) for part in PARTS)
-        + chart(stacked_bars(bars, "phase"))
-        + f"<details><summary>figures</summary>{figures}</details>"
-    )
+        rows.append((str(phase), names[phase], *(duration(seconds) for seconds in parts.values())))
+    chart = _chart(lambda width: stacked_bars(width, bars, "phase"), [(part, part) for part in PARTS])
+    return chart, Figures(("phase", "", *PARTS), rows, left=(0, 1))
 
 
-def _coordination(finished: Sequence[IterationTime]) -> str:
+def _timelines(reader: RunReader, status: RunStatus, newest: int) -> dict[str, object] | None:
+    found, exact = timelines(reader, status, newest)
+    if not found:
+        return None
+    blocks = {(block.style, block.name) for one in found for lane in one.lanes for block in lane.blocks}
+    charts = []
+    for one in found:
+        title = f"iteration {one.iteration} by node"
+        drawn = {width: timeline(width, one.lanes, one.seconds, title) for width in (WIDE, NARROW)}
+        charts.append(
+            (f"Iteration {one.iteration}: {duration(one.seconds)}", Chart(drawn[WIDE], drawn[NARROW]))
+        )
+    legend = sorted(blocks, key=lambda entry: int(entry[0].removeprefix("p")))
+    return {"charts": charts, "legend": legend, "exact": exact}
+
+
+def _coordination(finished: Sequence[IterationTime]) -> Figures | None:
     if not finished:
-        return ""
-    figures = table(
-        ("iteration", "seconds", "coordination", "share", "cut short"),
+        return None
+    rows = [
         (
-            (
-                str(one.iteration),
-                f"{one.seconds:.2f}",
-                duration(one.coordination_s),
-                percent(one.share),
-                duration(one.cut_short_s) if one.cut_short_s else "–",
-            )
-            for one in finished[-TABLE_ROWS:]
-        ),
-    )
-    about = ""
-    if not together(finished).exact:
-        about = " The nodes run on several hosts, so this is only as accurate as their wall clocks."
-    return (
-        "<p>Time from the end of the last node's work until the last node has started the next phase, summed over all phases of an "
-        f"iteration.{about}</p>{figures}"
-    )
+            str(one.iteration),
+            f"{one.seconds:.2f}",
+            duration(one.coordination_s),
+            percent(one.share),
+            duration(one.cut_short_s) if one.cut_short_s else NOTHING,
+        )
+        for one in finished[-TABLE_ROWS:]
+    ]
+    return Figures(("iteration", "seconds", "coordination", "share", "cut short"), rows)
 
 
-# --- tables -------------------------------------------------------------------------------------------------------------------
+# --- tables -----------------------------------------------------------------------------------------------------------------
 
 
-def _updates(reader: RunReader) -> str:
-    updates = reader.history.reports("updated")
-    columns = {
-        field: name
-        for field, name in UPDATE_COLUMNS.items()
-        if any(update.number(field) is not None for update in updates.values())
-    }
-    if not columns:
-        return ""
-    return figures_table(updates, columns)
-
-
-def _nodes(status: RunStatus) -> str:
-    return table(
-        ("node", "host", "process", "start", "state", "logs"),
+def _nodes(status: RunStatus) -> Figures:
+    rows = [
         (
-            (
-                f"{node.node_rank}{' (leader)' if node.node_rank == status.leader else ''}",
-                node.host or "–",
-                _value(node.pid),
-                _value(node.incarnation),
-                node.state,
-                node.logs or "–",
-            )
-            for node in status.nodes
-        ),
-        left=(0, 1, 4, 5),
-    )
+            f"{node.node_rank}{' (leader)' if node.node_rank == status.leader else ''}",
+            node.host or NOTHING,
+            _value(node.pid),
+            _value(node.incarnation),
+            node.state,
+            node.logs or NOTHING,
+        )
+        for node in status.nodes
+    ]
+    return Figures(("node", "host", "process", "start", "state", "logs"), rows, left=(0, 1, 4, 5))
 
 
-def _events(reader: RunReader) -> str:
+def _events(reader: RunReader) -> tuple[Figures, int] | None:
+    """The newest events, and how many there are."""
     worded = [(event, text) for event in reader.history.newest_events() if (text := event_text(event))]
     if not worded:
-        return ""
-    body = [
+        return None
+    rows = [
         (
             datetime.fromtimestamp(event.at, UTC).strftime("%Y-%m-%d %H:%M:%S"),
             str(event.generation),
@@ -295,27 +376,23 @@ def _events(reader: RunReader) -> str:
         )
         for event, text in worded[-EVENT_ROWS:]
     ]
-    hidden = f"<p>The newest {EVENT_ROWS} of {len(worded)}.</p>" if len(worded) > EVENT_ROWS else ""
-    return hidden + table(("time (UTC)", "generation", "reported by node", "event"), body, left=(0, 3))
+    return Figures(("time (UTC)", "generation", "by node", "event"), rows, left=(0, 3)), len(worded)
 
 
-def _settings(reader: RunReader) -> str:
-    changed: dict[str, list[str]] = {}
-    for one in reader.revisions:
-        for name, old in one.before.items():
-            changed.setdefault(name, []).append(f"{plain(old)} before iteration {one.iteration} ({one.by})")
-    body = [
-        (key, _value(value), "; ".join(changed.get(key, ())))
-        for key, value in flatten(shown(reader.settings.as_json()), ()).items()
-    ]
-    figures = table(("setting", "value", "changed"), body, left=(0, 1, 2))
-    digest = escape(reader.record.settings_digest[:12])
-    return f"<details><summary>{len(body)} settings (digest at the start of the run: {digest})</summary>{figures}</details>"
+def _settings(reader: RunReader) -> Figures:
+    values = flatten(shown(reader.settings.as_json()), ()).items()
+    return Figures(("setting", "value"), [(key, _value(value)) for key, value in values], left=(0, 1))
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return NOTHING
+    return f"{value:.0f}" if value == int(value) and abs(value) < 1e6 else f"{value:.3g}"
 
 
 def _value(value: object) -> str:
     if value is None:
-        return "–"
+        return NOTHING
     if isinstance(value, bool):
         return str(value).lower()
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,4 +1,7 @@
-"""The report's charts as inline SVG: lines, stacked bars, timelines. Colours come from the page's style sheet. Pure."""
+"""The report's charts as inline SVG: lines, stacked bars, timelines. Colours come from the page's style sheet. Pure.
+
+Each chart is drawn twice, for a desk and for a phone, because letters in an SVG shrink with it. The style sheet shows one of the two.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from statistics import median
 
 from fsbarrier.view.amounts import duration
 
-WIDTH = 760
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 34
-#: right margin of a chart of iterations, where the grid values are repeated
-VALUES = 46
+#: widths of a chart on a desk, on a phone, and in a grid of small ones, in SVG units
+WIDE, NARROW, SMALL = 860, 350, 330
+LEFT, RIGHT, TOP, BOTTOM = 52, 12, 14, 34
 MOST_POINTS = 600
 #: draw a dot for each point up to this many points
 FEW = 60
 #: mean letter width in the charts' font
 LETTER = 6.2
+#: A bar this many times as high as the middle one is cut off, so that the others can be seen.
+OUTLIER = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +36,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class BarPiece:
-    """A segment of a stacked bar."""
+    """A segment of a stacked bar, in seconds."""
 
     style: str
     name: str
@@ -67,146 +72,175 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     step = next(scale * factor for factor in (1, 2, 2.5, 5, 10) if scale * factor >= raw * 0.999)
     first = math.floor(low / step + 1e-9)
     last = max(first + 1, math.ceil(high / step - 1e-9))
-    return [round(number * step, 10) for number in range(first, last + 1)]
+    # As many digits as the step needs, also where it is a learning rate's.
+    digits = max(0, 2 - math.floor(math.log10(step)))
+    return [round(number * step, digits) for number in range(first, last + 1)]
 
 
-def line_chart(series: Sequence[Series], x_name: str, marks: Mapping[int, str] | None = None) -> str:
-    """A line chart over whole numbers; "" without points. `marks`: x -> what changed there."""
-    height = 260
+@dataclass
+class Plot:
+    """The frame of one chart: axes, grid and everything drawn so far."""
+
+    width: int
+    height: int
+    x_range: tuple[float, float]
+    y_ticks: Sequence[float]
+    left: float = LEFT
+    body: list[str] = field(default_factory=list)
+
+    def x(self, value: float) -> float:
+        low, high = self.x_range
+        return self.left + (value - low) / (high - low) * (self.width - self.left - RIGHT)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_ticks[0], self.y_ticks[-1]
+        return TOP + (high - value) / (high - low) * (self.height - TOP - BOTTOM)
+
+    def grid(self, label: Callable[[float], str]) -> None:
+        for value in self.y_ticks:
+            y = self.y(value)
+            at = f'x1="{self.left}" x2="{self.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"'
+            self.body.append(f'<line class="grid" {at}/>')
+            self.text(self.left - 6, y + 4, label(value), "end")
+
+    def x_label(self, x: float, text: str) -> None:
+        self.text(x, self.height - BOTTOM + 16, text, "middle")
+
+    def x_name(self, name: str) -> None:
+        self.text((self.left + self.width - RIGHT) / 2, self.height - 3, name, "middle")
+
+    def text(self, x: float, y: float, text: str, anchor: str, style: str = "") -> None:
+        named = f' class="{style}"' if style else ""
+        self.body.append(f'<text{named} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>')
+
+    def box(self, x: float, y: float, width: float, height: float, style: str, title: str) -> None:
+        at = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.2f}"'
+        self.body.append(f'<rect class="{style}" {at}><title>{escape(title)}</title></rect>')
+
+    def svg(self, label: str) -> str:
+        head = f'<svg viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{escape(label, quote=True)}">'
+        return head + "".join(self.body) + "</svg>"
+
+
+def line_chart(
+    width: int,
+    series: Sequence[Series],
+    x_name: str,
+    *,
+    last: str = "",
+    marks: Mapping[int, str] | None = None,
+) -> str:
+    """A line chart over whole numbers; "" without points. `last`: the label of the last one; `marks`: x -> what changed there."""
     points = [point for one in series for point in one.points]
     if not points:
         return ""
-    y_ticks = ticks(min(0.0, *(y for _, y in points)), max(y for _, y in points))
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    if 0 <= low <= 0.6 * high:
+        low = 0.0
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
-    x_high = x_high if x_high > x_low else x_low + 1
-
-    def x_of(x: float) -> float:
-        return LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - VALUES - 10) + 5
-
-    def y_of(y: float) -> float:
-        return TOP + (y_ticks[-1] - y) / (y_ticks[-1] - y_ticks[0]) * (height - TOP - BOTTOM)
-
-    labels = [f"{value:g}" for value in y_ticks]
-    body = _grid(y_ticks, y_of, labels)
-    whole = [x for x in ticks(x_low, x_high, 10) if x == int(x) and x_low <= x <= x_high]
-    body += [_text(x_of(x), height - BOTTOM + 16, f"{x:g}", "middle") for x in whole]
-    body.append(_text((LEFT + WIDTH - VALUES) / 2, height - 3, x_name, "middle"))
-    for x, what in (marks or {}).items():
-        if x_low <= x <= x_high:
-            at = f'x1="{x_of(x):.1f}" x2="{x_of(x):.1f}" y1="{TOP}" y2="{height - BOTTOM}"'
-            body.append(f'<line class="mark" {at}><title>{escape(f"{x_name} {x}: {what}")}</title></line>')
+    margin = 0.02 * (x_high - x_low) or 0.5
+    height = 260 if width >= WIDE else 190
+    plot = Plot(width, height, (x_low - margin, x_high + margin), ticks(low, high, 5 if width >= WIDE else 3))
+    plot.grid(lambda value: f"{value:g}")
+    for x in ticks(x_low, x_high, width // 90):
+        if x == int(x) and x_low <= x <= x_high and not (last and x_high - x < 0.06 * (x_high - x_low)):
+            plot.x_label(plot.x(x), f"{x:g}")
+    if last:
+        plot.x_label(plot.x(x_high), last)
+    plot.x_name(x_name)
+    for mark, what in (marks or {}).items():
+        if x_low <= mark <= x_high:
+            at = f'x1="{plot.x(mark):.1f}" x2="{plot.x(mark):.1f}" y1="{TOP}" y2="{height - BOTTOM}"'
+            title = escape(f"{x_name} {mark}: {what}")
+            plot.body.append(f'<line class="mark" {at}><title>{title}</title></line>')
     for one in series:
-        body += _curve(one, [(x_of(x), y_of(y)) for x, y in one.points])
-    body += _again_at_the_right(y_ticks, y_of, labels)
-    names = " and ".join(one.name for one in series if one.points)
-    return _svg(body, height, f"{names} by {x_name}")
+        _curve(plot, one)
+    return plot.svg(f"{' and '.join(one.name for one in series if one.points)} by {x_name}")
 
 
-def _curve(series: Series, places: Sequence[tuple[float, float]]) -> list[str]:
-    stride = max(1, math.ceil(len(places) / MOST_POINTS))
-    kept = [*places[::stride], *([places[-1]] if places and (len(places) - 1) % stride else [])]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in kept)
-    found = [f'<polyline class="curve {series.style}" points="{path}"/>'] if len(kept) > 1 else []
-    if len(places) <= FEW:
-        for (x, y), (px, py) in zip(series.points, places, strict=True):
-            title = f"<title>{escape(series.name)} {y:.3f} ({x:g})</title>"
-            found.append(
-                f'<circle class="dot {series.style}" cx="{px:.1f}" cy="{py:.1f}" r="3.5">{title}</circle>'
-            )
-    return found
+def _curve(plot: Plot, series: Series) -> None:
+    points = series.points
+    stride = max(1, math.ceil(len(points) / MOST_POINTS))
+    kept = [*points[::stride], *([points[-1]] if points and (len(points) - 1) % stride else [])]
+    if len(kept) > 1:
+        path = " ".join(f"{plot.x(x):.1f},{plot.y(y):.1f}" for x, y in kept)
+        plot.body.append(f'<polyline class="curve {series.style}" points="{path}"/>')
+    for x, y in points if len(points) <= FEW else ():
+        title = f"<title>{escape(series.name)} {y:.4g} ({x:g})</title>"
+        at = f'cx="{plot.x(x):.1f}" cy="{plot.y(y):.1f}"'
+        plot.body.append(f'<circle class="dot {series.style}" {at} r="3">{title}</circle>')
 
 
-def stacked_bars(bars: Sequence[tuple[str, Sequence[BarPiece]]], x_name: str) -> str:
-    """A stacked bar chart of seconds, one bar per label."""
-    height = 280
+def stacked_bars(
+    width: int, bars: Sequence[tuple[str, Sequence[BarPiece]]], x_name: str, *, cut_off: bool = False
+) -> str:
+    """A stacked bar chart of seconds, one bar per label. `cut_off`: a bar far above the others ends below its value, which it names."""
     if not bars:
         return ""
-    y_ticks = ticks(0.0, max(sum(part.value for part in parts) for _, parts in bars) or 1.0)
-    slot = (WIDTH - LEFT - VALUES) / len(bars)
-    wide = min(56.0, slot * 0.78)
-    scale = (height - TOP - BOTTOM) / y_ticks[-1]
-
-    def y_of(y: float) -> float:
-        return height - BOTTOM - y * scale
-
-    labels = [_seconds(value) for value in y_ticks]
-    body = _grid(y_ticks, y_of, labels)
-    every = max(1, math.ceil(len(bars) / 20))
-    for number, (label, parts) in enumerate(bars):
-        x, top = LEFT + slot * (number + 0.5) - wide / 2, 0.0
-        for part in parts:
-            if part.value * scale >= 0.05:
-                title = f"{x_name} {label}: {part.name} {duration(part.value)}"
-                body.append(_box(x, y_of(top + part.value), wide, part.value * scale, part.style, title))
-            top += part.value
+    sums = [sum(piece.value for piece in pieces) for _, pieces in bars]
+    usual = [value for value in sums if value <= OUTLIER * median(sums) or not cut_off]
+    highest = max(sums) if max(sums) in usual else 1.25 * max(usual)
+    height = 280
+    plot = Plot(width, height, (0.0, float(len(bars))), ticks(0.0, highest or 1.0))
+    plot.grid(_seconds)
+    top = plot.y_ticks[-1]
+    wide = min(56.0, (plot.x(1) - plot.x(0)) * 0.78)
+    every = max(1, math.ceil(len(bars) / (width / 45)))
+    for number, ((label, pieces), whole) in enumerate(zip(bars, sums, strict=True)):
+        x, below = plot.x(number + 0.5) - wide / 2, 0.0
+        for piece in pieces:
+            above = min(below + piece.value, top)
+            high = plot.y(below) - plot.y(above)
+            if high >= 0.05:
+                title = f"{x_name} {label}: {piece.name} {duration(piece.value)}"
+                plot.box(x, plot.y(above), wide, high, piece.style, title)
+            below = above
+        if whole > top:
+            plot.text(x + wide / 2, TOP - 3, f"↑ {duration(whole)}", "middle", "cutoff")
         if number % every == 0:
-            body.append(_text(x + wide / 2, height - BOTTOM + 16, label, "middle"))
-    body.append(_text((LEFT + WIDTH - VALUES) / 2, height - 3, x_name, "middle"))
-    body += _again_at_the_right(y_ticks, y_of, labels)
-    return _svg(body, height, f"seconds by {x_name} and phase")
+            plot.x_label(x + wide / 2, label)
+    plot.x_name(x_name)
+    return plot.svg(f"seconds by {x_name} and phase")
 
 
-def timeline(lanes: Sequence[Lane], seconds: float, title: str) -> str:
+def timeline(width: int, lanes: Sequence[Lane], seconds: float, title: str) -> str:
     """A timeline over `seconds`, one lane per node: coloured for work, pale for waiting, a cross where the node was lost."""
     if not lanes or seconds <= 0:
         return ""
     lane = 26 if len(lanes) <= 12 else 14
     left = max(LEFT, 12 + LETTER * max(len(one.label) for one in lanes))
     height = TOP + lane * len(lanes) + BOTTOM
-    scale = (WIDTH - left - RIGHT) / seconds
-    body = []
-    for value in ticks(0.0, seconds, 8):
-        x = left + value * scale
+    plot = Plot(width, height, (0.0, seconds), (0.0, 1.0), left)
+    for value in ticks(0.0, seconds, width // 90):
+        x = plot.x(value)
         if value <= seconds:
-            body.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>')
-            body.append(_text(x, height - BOTTOM + 16, _seconds(value), "middle"))
+            at = f'x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{height - BOTTOM}"'
+            plot.body.append(f'<line class="grid" {at}/>')
+            plot.x_label(x, _seconds(value))
     for number, one in enumerate(lanes):
         y = TOP + lane * number
-        body.append(_text(left - 6, y + lane / 2 + 4, one.label, "end"))
+        plot.text(left - 6, y + lane / 2 + 4, one.label, "end")
         for block in one.blocks:
-            body += _block(block, left, scale, y + 2, lane - 4)
-        for at, what in one.marks:
-            x, mid, arm = left + at * scale, y + lane / 2, lane / 2 - 3
-            cross = (
-                f"M{x - arm:.1f} {mid - arm:.1f} L{x + arm:.1f} {mid + arm:.1f} "
-                f"M{x - arm:.1f} {mid + arm:.1f} L{x + arm:.1f} {mid - arm:.1f}"
-            )
-            body.append(f'<path class="lost" d="{cross}"><title>{escape(what)}</title></path>')
-    return _svg(body, height, title)
+            _draw_block(plot, block, y + 2, lane - 4)
+        for at_s, what in one.marks:
+            x, middle, arm = plot.x(min(at_s, seconds)), y + lane / 2, lane / 2 - 3
+            stroke = f"l{2 * arm:.1f} {2 * arm:.1f} m{-2 * arm:.1f} 0 l{2 * arm:.1f} {-2 * arm:.1f}"
+            cross = f"M{x - arm:.1f} {middle - arm:.1f} {stroke}"
+            plot.body.append(f'<path class="lost" d="{cross}"><title>{escape(what)}</title></path>')
+    return plot.svg(title)
 
 
-def _block(block: Block, left: float, scale: float, y: float, high: float) -> list[str]:
-    begin, done, end = (left + value * scale for value in (block.begin, block.done, block.end))
+def _draw_block(plot: Plot, block: Block, y: float, high: float) -> None:
+    begin, done, end = plot.x(block.begin), plot.x(block.done), plot.x(block.end)
     worked, waited = duration(max(0.0, block.done - block.begin)), duration(max(0.0, block.end - block.done))
     title = f"{block.name}: worked {worked}, waited {waited}" + (", aborted" if block.cut else "")
     cut = " cut" if block.cut else ""
-    found = []
     if end - done >= 0.3:
-        found.append(_box(done, y, end - done, high, f"{block.style} pale{cut}", title))
+        plot.box(done, y, end - done, high, f"{block.style} pale{cut}", title)
     if done - begin >= 0.3:
-        found.append(_box(begin, y, done - begin, high, f"{block.style}{cut}", title))
+        plot.box(begin, y, done - begin, high, f"{block.style}{cut}", title)
         if high > 12 and done - begin > LETTER * len(block.name) + 6:
-            found.append(_text((begin + done) / 2, y + high / 2 + 4, block.name, "middle", "inside"))
-    return found
-
-
-def _grid(values: Sequence[float], y_of: Callable[[float], float], labels: Sequence[str]) -> list[str]:
-    found = []
-    for value, label in zip(values, labels, strict=True):
-        y = y_of(value)
-        found.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - VALUES}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        found.append(_text(LEFT - 6, y + 4, label, "end"))
-    return found
-
-
-def _again_at_the_right(
-    values: Sequence[float], y_of: Callable[[float], float], labels: Sequence[str]
-) -> list[str]:
-    """The labels of `_grid` repeated at the right end, for a screen that shows only that part."""
-    return [
-        _text(WIDTH - VALUES + 4, y_of(value) + 4, label, "start", "again")
-        for value, label in zip(values, labels, strict=True)
-    ]
+            plot.text((begin + done) / 2, y + high / 2 + 4, block.name, "middle", "inside")
 
 
 def _seconds(value: float) -> str:
@@ -215,23 +249,3 @@ def _seconds(value: float) -> str:
     if value >= 300:
         return f"{value / 60:g} min" if value % 30 == 0 else f"{value / 60:.1f} min"
     return f"{value:g} s" if value == 0 or value >= 0.1 else f"{value * 1000:g} ms"
-
-
-def _box(x: float, y: float, width: float, height: float, style: str, title: str) -> str:
-    return (
-        f'<rect class="{style}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.2f}">'
-        f"<title>{escape(title)}</title></rect>"
-    )
-
-
-def _text(x: float, y: float, text: str, anchor: str, style: str = "") -> str:
-    named = f' class="{style}"' if style else ""
-    return f'<text{named} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _svg(body: Sequence[str], height: float, label: str) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label, quote=True)}">'
-        + "".join(body)
-        + "</svg>"
-    )

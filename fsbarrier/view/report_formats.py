@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from fsbarrier.rundir.journal import Event
 from fsbarrier.rundir.phase_time import PARTS
-from fsbarrier.view.report import UPDATE_COLUMNS
-from fsbarrier.view.report_results import evaluation_figures, rollout_columns
+from fsbarrier.view.figures import evaluation_figures, rollout_columns, update_columns
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
 from fsbarrier.view.timings import NO_TIME, Span
@@ -52,9 +51,7 @@ def iteration_rows(reader: RunReader, status: RunStatus) -> dict[int, Row]:
         for part in PARTS
         if any(getattr(parts.get((one, number), NO_TIME), f"{part}_s") > 0 for one in times)
     ]
-    measured = [
-        name for name in UPDATE_COLUMNS if any(event.number(name) is not None for event in updates.values())
-    ]
+    measured = update_columns(updates.values())
     found: dict[int, Row] = {}
     for iteration in sorted({*updates, *times, *rewards}):
         reward, time = rewards.get(iteration), times.get(iteration)

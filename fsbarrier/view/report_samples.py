@@ -1,11 +1,11 @@
-"""Sample trajectories in the report: the best, the worst and a random one of the newest iteration with merged files."""
+"""ShownTrajectory trajectories in the report: the best, the worst and a random one of the newest iteration with merged files."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections.abc import Sequence
-from html import escape
+from dataclasses import dataclass
 from pathlib import Path
 
 from fsbarrier.data.torch_pickle import FormatError
@@ -26,28 +26,47 @@ MOST_MESSAGES = 12
 MOST_BYTES = 64 << 20
 
 
-def samples(paths: RunPaths, newest: int, seed: str) -> str:
-    """The section's body for the newest iteration up to `newest` with a merged file of the split; "" if there is none.
+@dataclass(frozen=True, slots=True)
+class ShownTrajectory:
+    """A trajectory to show. `facts`: its reward, its task …; `messages`: (role, text); `hidden`: how many more there are."""
+
+    label: str
+    facts: str
+    messages: Sequence[tuple[str, str]]
+    hidden: int
+
+
+@dataclass(frozen=True, slots=True)
+class SplitSamples:
+    """The samples of one merged file; `problem`: why there are none."""
+
+    title: str
+    samples: Sequence[ShownTrajectory]
+    problem: str = ""
+
+
+def samples(paths: RunPaths, newest: int, seed: str) -> list[SplitSamples]:
+    """For each split, the samples of the newest iteration up to `newest` that has a merged file.
 
     The random choice is the same for every report of this iteration (`seed`: the run id).
     """
-    return "".join(_split(paths, split, newest, seed) for split in SPLITS)
+    return [found for split in SPLITS if (found := _split(paths, split, newest, seed))]
 
 
-def _split(paths: RunPaths, split: str, newest: int, seed: str) -> str:
+def _split(paths: RunPaths, split: str, newest: int, seed: str) -> SplitSamples | None:
     for iteration in range(newest, 0, -1):
         merged = paths.merged(split, iteration)
         if not merged.exists():
             continue
+        title = f"{TITLES[split]}, iteration {iteration}"
         try:
             chosen = choose(merged, random.Random(f"{seed} {split} {iteration}"))
-            body = "".join(_trajectory(name, trajectory) for name, trajectory in chosen)
+            found = [_sample(label, trajectory) for label, trajectory in chosen]
         # A file written by another program may have arbitrary values in a trajectory's fields.
         except (StoreError, FormatError, LookupError, TypeError, ValueError, AttributeError) as error:
-            body = f"<p>{escape(one_line(f'cannot show {merged.name}: {error}'))}</p>"
-        body = body or "<p>No scored trajectory is small enough to show.</p>"
-        return f"<h3>{escape(TITLES[split])}, iteration {iteration}</h3>{body}"
-    return ""
+            return SplitSamples(title, (), one_line(f"cannot show {merged.name}: {error}"))
+        return SplitSamples(title, found, "" if found else "No scored trajectory is small enough to show.")
+    return None
 
 
 def choose(merged: Path, lot: random.Random) -> list[tuple[str, Trajectory]]:
@@ -91,7 +110,7 @@ def _key(trajectory: Trajectory) -> tuple[str, int]:
     return trajectory["task_id"], trajectory["sample"]
 
 
-def _trajectory(name: str, trajectory: Trajectory) -> str:
+def _sample(label: str, trajectory: Trajectory) -> ShownTrajectory:
     parts = trajectory.get("reward_parts") or {}
     facts = [
         f"reward {amount(_reward(trajectory))}",
@@ -102,13 +121,8 @@ def _trajectory(name: str, trajectory: Trajectory) -> str:
         *(["cut off"] if trajectory.get("finish_reason") == "length" else []),
     ]
     messages = _messages(trajectory)
-    hidden = len(messages) - MOST_MESSAGES
-    said = "".join(_message(role, text) for role, text in messages[:MOST_MESSAGES])
-    more = f"<p>… and {hidden} more</p>" if hidden > 0 else ""
-    return (
-        f'<details class="sample" open><summary><b>{escape(name)}</b> {escape(one_line(" · ".join(facts)))}</summary>'
-        f"{said}{more}</details>"
-    )
+    said = [(printable(role), _shortened(text)) for role, text in messages[:MOST_MESSAGES]]
+    return ShownTrajectory(label, one_line(" · ".join(facts)), said, max(0, len(messages) - MOST_MESSAGES))
 
 
 def _messages(trajectory: Trajectory) -> Sequence[tuple[str, object]]:
@@ -124,9 +138,8 @@ def _messages(trajectory: Trajectory) -> Sequence[tuple[str, object]]:
     return [*asked, ("answer", trajectory.get("text", ""))]
 
 
-def _message(role: str, content: object) -> str:
+def _shortened(content: object) -> str:
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
     if len(text) > MOST_CHARACTERS:
         text = f"{text[:MOST_CHARACTERS]} … {len(text) - MOST_CHARACTERS:,} more characters"
-    lines = "\n".join(printable(line) for line in text.splitlines())
-    return f"<small>{escape(printable(role))}</small><pre>{escape(lines)}</pre>"
+    return "\n".join(printable(line) for line in text.splitlines())

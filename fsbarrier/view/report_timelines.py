@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from html import escape
+from dataclasses import dataclass, replace
 
-from fsbarrier.view.amounts import duration, one_line
+from fsbarrier.view.amounts import one_line
 from fsbarrier.view.history import FoundLoss
-from fsbarrier.view.html_pieces import LEAST_SHARE, chart, legend
-from fsbarrier.view.report_charts import Block, Lane, timeline
+from fsbarrier.view.report_charts import Block, Lane
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
 from fsbarrier.view.timings import PASSED, Span
@@ -19,34 +17,32 @@ from fsbarrier.view.timings import PASSED, Span
 LANES = 64
 
 
-def timelines(reader: RunReader, status: RunStatus, newest: int) -> str:
-    """The timelines of the `newest` iterations, and of the last two in which a node was lost."""
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One iteration, node by node. `seconds`: its duration."""
+
+    iteration: int
+    seconds: float
+    lanes: Sequence[Lane]
+
+
+def timelines(reader: RunReader, status: RunStatus, newest: int) -> tuple[list[Timeline], bool]:
+    """The timelines of the `newest` iterations, and of the last two in which a node was lost; and whether all are on one clock."""
     losses = reader.history.losses
     known = {one.iteration for one in status.times} | {status.iteration}
     spans_of: dict[int, list[Span]] = defaultdict(list)
     for span in reader.spans():
         if span.iteration in known:
             spans_of[span.iteration].append(span)
-    charts, about = [], ""
-    names, seconds_in = dict[int, str](), defaultdict[int, float](float)
+    found, exact = [], True
     for iteration in _chosen(spans_of, losses, newest):
         spans = spans_of[iteration]
         one_clock = len({span.clock for span in spans}) == 1
         lanes, seconds = _lanes(spans, losses, one_clock)
-        svg = timeline(lanes[:LANES], seconds, f"iteration {iteration} by node")
-        if svg:
-            charts.append(f"<h3>Iteration {iteration}: {escape(duration(seconds))}</h3>{chart(svg)}")
-        if not one_clock:
-            about = " Nodes on different hosts are aligned by their wall clocks."
-        for span in spans:
-            names.setdefault(span.phase, span.phase_name)
-            seconds_in[span.phase] += span.seconds
-    if not charts:
-        return ""
-    whole = sum(seconds_in.values()) or 1.0
-    entries = [(f"p{i}", name) for i, name in sorted(names.items()) if seconds_in[i] / whole >= LEAST_SHARE]
-    note = f"<p>Full colour: working; pale: waiting for other nodes; ✕: lost.{about}</p>"
-    return note + legend(entries) + "".join(charts)
+        if lanes and seconds > 0:
+            found.append(Timeline(iteration, seconds, lanes[:LANES]))
+            exact = exact and one_clock
+    return found, exact
 
 
 def _chosen(spans_of: Mapping[int, Sequence[Span]], losses: Sequence[FoundLoss], newest: int) -> list[int]:
