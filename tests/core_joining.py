@@ -548,12 +548,40 @@ JOINING_ROWS = [
         (FindResumePoint(seal=True),),
     ),
     Case(
-        "a run that is done needs no others to be here",
+        "when the run is done, node 0 stays a while, for those who are being started to hear it",
         back(0),
+        goes_on(joins=UP_TO_3, ledger=NOBODY, resume_point=left_off(4, OPEN, of=1)),
+        machine.end_when_all_is_done,
+    ),
+    Case(
+        "a run that is done needs no others to be here",
+        back(0, for_s=15.0),
         goes_on(joins=UP_TO_3, ledger=NOBODY, resume_point=left_off(4, OPEN, of=1)),
         machine.end_when_all_is_done,
         (NOTHING_TO_DO,),
         ENDED,
+    ),
+    Case(
+        "who heard that from node 0 ends too, although that one has ended since",
+        back(1, for_s=15.0),
+        goes_on(
+            joins=UP_TO_3,
+            ledger=heard(seen(0, ago=3.0, state="finished", incarnation=2), ranks=()),
+            resume_point=left_off(4, OPEN, of=1),
+        ),
+        machine.end_when_all_is_done,
+        (NOTHING_TO_DO,),
+        ENDED,
+    ),
+    Case(
+        "a start of node 0 that it did not hear may be left of an earlier session, and the next one asks for more",
+        back(1, for_s=15.0),
+        goes_on(
+            joins=UP_TO_3,
+            ledger=heard(seen(0, ago=3.0, state="finished", incarnation=2, moved=False), ranks=()),
+            resume_point=left_off(4, OPEN, of=1),
+        ),
+        machine.wait_for_all_nodes,
     ),
     Case(
         "in the last iteration it is not done",
@@ -582,7 +610,6 @@ JOINING_ROWS = [
         back(0),
         goes_on(
             joins=started(0, 1, 2, incarnation=2, until=1, choices={"rl_phase": "update"}),
-            ledger=NOBODY,
             resume_point=left_off(
                 2, OPEN, of=1, decisions={"merge": decided(1, {}), "publish": decided(1, {})}
             ),
@@ -830,7 +857,7 @@ JOINING_ROWS = [
                 "resume_point": left_off(4, OPEN, of=1),
             }
         ),
-        machine.form_a_generation,
+        machine.end_when_all_is_done,
         (NOTHING_TO_DO,),
         ENDED,
     ),

@@ -54,6 +54,12 @@ def refused(rank: int, ours: str, theirs: str) -> tuple[Any, ...]:
     return ends(2, "left", what)
 
 
+NO_NODE_2 = ends(
+    2,
+    "left",
+    "this run has 2 nodes and so no node 2; stop it, and start node 0 (--master) with --num-nodes 3 or more",
+)
+
 SETTINGS_ROWS = [
     # --- a worker's command line
     Case(
@@ -353,9 +359,38 @@ SETTINGS_ROWS = [
             ledger=heard(seen(0, state=JOINING, incarnation=2), ranks=()),
         ),
         machine.end_when_the_run_is_smaller,
-        ends(2, "left", "node 0 was started for 2 nodes, so the run has no node 2 any more"),
+        NO_NODE_2,
         ENDED,
         rules=KNOWN,
+    ),
+    Case(
+        "a node beyond the number waits for node 0, which may ask for more",
+        second(2),
+        sees(
+            joins=asks(0, 2, num_nodes=2) | started(1, 2, incarnation=2),
+            ledger=heard(ranks=()),
+            resume_point=left_off(1, OPEN, of=1),
+        ),
+        machine.wait_for_all_nodes,
+        rules=replace(KNOWN, num_nodes=2),
+    ),
+    Case(
+        "not where others are at work without it",
+        second(2),
+        sees(joins=started(2, incarnation=2), ledger=heard(seen(0), seen(1))),
+        machine.end_when_the_run_is_smaller,
+        NO_NODE_2,
+        ENDED,
+        rules=replace(KNOWN, num_nodes=2),
+    ),
+    Case(
+        "nor for ever",
+        second(2, for_s=60.0),
+        sees(joins=started(2, incarnation=2), ledger=heard(ranks=()), resume_point=left_off(1, OPEN, of=1)),
+        machine.end_without_a_place,
+        NO_NODE_2,
+        ENDED,
+        rules=replace(KNOWN, num_nodes=2),
     ),
     Case(
         "with `wait` nobody waits for a lost node for which the new number leaves no place",

@@ -142,7 +142,7 @@ def test_heartbeats_have_mishaps_and_whoever_is_alive_is_heard() -> None:
 @pytest.mark.parametrize(
     ("rank", "asked", "why"),
     [
-        (0, {"num_nodes": 2, "rank_weights": [1.0, 1.0]}, "so the run has no node 2 any more"),
+        (0, {"num_nodes": 2, "rank_weights": [1.0, 1.0]}, "this run has 2 nodes and so no node 2"),
         (1, {"tracker.names": ["tensorboard"]}, "tracker.names=tensorboard contradicts this run's settings"),
         (1, {"rollout.carry_over": True}, "rollout.carry_over=true contradicts this run's settings (false)"),
     ],

@@ -43,7 +43,6 @@ from fsbarrier.protocol.succession import (
     failed_tries,
     first_of_session,
     kept_decisions,
-    lowest_start,
     next_number,
     start_of_session,
     successor,
@@ -233,7 +232,9 @@ def test_the_lowest_rank_that_came_says_what_is_asked_for() -> None:
         **started(2, until=7),
     }
     found = left_off(4, CLOSE, of=0)
-    made = first_of_session(situation(waiting(2), View(joins=joins, ledger=waiters(1, 2)["ledger"])), found)
+    made = first_of_session(
+        situation(waiting(2, for_s=60.0), View(joins=joins, ledger=waiters(1, 2)["ledger"])), found
+    )
     assert (made.members, made.leader, made.created_by) == ((member(1), member(2)), 1, 2)
     assert (made.until, made.choices, made.start) == (5, {"rl_phase": "rollout"}, Position(1, OPEN))
 
@@ -257,28 +258,6 @@ def test_a_session_that_goes_on_is_not_called_a_start_and_keeps_what_was_decided
     made = first_of_session(situation(waiting(0, incarnation=2, baseline=1), view), found)
     assert (made.number, made.reason, made.start, made.attempt) == (2, "start again", Position(3, PUBLISH), 0)
     assert made.decisions == {"merge": decided(3, {"n": 3}), "close": decided(2, {"c": 2})}
-
-
-@pytest.mark.parametrize(
-    ("joins", "newest", "until"),
-    [
-        ({}, None, None),
-        (started(0, until=3), None, 3),
-        (started(0, until=3), FIRST, None),  # the start that generation 1 names: an earlier session's word
-        (started(0, incarnation=2, until=4), FIRST, 4),
-        (started(1, until=5), generation(1, (0, 2)), 5),  # a rank that was not in it
-        (
-            {**started(1, incarnation=2, until=6), **started(0, until=3)},
-            FIRST,
-            None,
-        ),  # the lowest alone has a say
-    ],
-)
-def test_what_the_lowest_rank_was_started_with(
-    joins: dict[int, Any], newest: Generation | None, until: int | None
-) -> None:
-    word = lowest_start(View(newest=newest, joins=joins))
-    assert (word.until if word is not None else None) == until
 
 
 @pytest.mark.parametrize(

@@ -236,15 +236,22 @@ def _end_for_its_settings(at: Situation, changes: Payload) -> Step | None:
 
 
 def end_when_the_run_is_smaller(at: Situation) -> Step | None:
-    """Node 0 was started with so few nodes that the run has no place for this rank: end."""
-    if at.node.rank < at.rules.num_nodes:
+    """The run has no place for this rank, by the members at work, or by node 0, which waits beside it: end. Until node 0 is here, it may
+    come and ask for more nodes."""
+    at_work = any(at.view.ledger.moved(m) and at.view.ledger.state(m) not in GONE for m in at.others)
+    return end_without_a_place(at) if at_work or MASTER in at.joiners else None
+
+
+def end_without_a_place(at: Situation) -> Step | None:
+    """The waiting is over, and node 0 did not ask for so many nodes that this rank is one of them: end."""
+    if at.node.rank < at.places:
         return None
-    nodes = counted(at.rules.num_nodes, "node")
     return _end(
         at,
         UsageError.exit_code,
         "left",
-        f"node 0 was started for {nodes}, so the run has no node {at.node.rank} any more",
+        f"this run has {counted(at.places, 'node')} and so no node {at.node.rank}; stop it, and start node 0 (--master) with "
+        f"--num-nodes {at.node.rank + 1} or more",
     )
 
 
@@ -296,15 +303,6 @@ def look_where_the_run_was_left(at: Situation) -> Step | None:
     return at.node, (FindResumePoint(),)
 
 
-def end_when_all_is_done(at: Situation) -> Step | None:
-    """The run has already done all the iterations that were asked for: there is no need to wait for the other nodes."""
-    asked = lowest_start(at.view)
-    if asked is None or at.view.resume_point is None:
-        return None
-    start = start_of_session(at.view.resume_point, at.rules.span(asked.choices), at.rules.table, asked.until)
-    return _end_with_nothing_to_do(at, asked.until) if all_done(start, asked.until) else None
-
-
 def restart_the_last_call(at: Situation) -> Step | None:
     """If the run may begin with fewer nodes than it has places, each arrival restarts the last call (`last_call_s`)."""
     here = len(at.starting)
@@ -313,9 +311,22 @@ def restart_the_last_call(at: Situation) -> Step | None:
     return replace(at.node, starting_nodes=here, starting_since=at.now), NOTHING
 
 
+def end_when_all_is_done(at: Situation) -> Step | None:
+    """The run has already done all the iterations that were asked for. The node stays for up to `dead_s`, so that those who are being
+    started with it hear the same from it, and do not wait for it."""
+    asked = lowest_start(at)
+    if asked is None or at.view.resume_point is None:
+        return None
+    start = start_of_session(at.view.resume_point, at.rules.span(asked.choices), at.rules.table, asked.until)
+    if not all_done(start, asked.until):
+        return None
+    stays = at.waits_for_nodes and at.waited_s < at.rules.limits.dead_s
+    return (at.node, NOTHING) if stays else _end_with_nothing_to_do(at, asked.until)
+
+
 def wait_for_all_nodes(at: Situation) -> Step | None:
     """Nodes are missing, and there is still time: wait."""
-    return (at.node, NOTHING) if at.missing and at.overdue_s < 0 else None
+    return (at.node, NOTHING) if at.waits_for_nodes else None
 
 
 def awaited(node: Node, view: View, now: float, rules: Rules) -> Sequence[int]:
@@ -365,11 +376,7 @@ def form_a_generation(at: Situation) -> Step | None:
     """Propose who takes part and where the run resumes. The node that creates the record first decides for all."""
     # `look_where_the_run_was_left` has run.
     assert at.view.resume_point is not None
-    proposal = first_of_session(at, at.view.resume_point)
-    # `end_when_all_is_done` asked rank 0's start, or the lowest known. If it did not come, the lowest rank that came decides.
-    if all_done(proposal.start, proposal.until):
-        return _end_with_nothing_to_do(at, proposal.until)
-    return at.node, (Propose(proposal),)
+    return at.node, (Propose(first_of_session(at, at.view.resume_point)),)
 
 
 def _end_with_nothing_to_do(at: Situation, until: int | None) -> Step:
@@ -675,11 +682,12 @@ RULES: dict[Stage, tuple[Rule, ...]] = {
         end_when_too_late,
         end_with_a_stopped_start,
         look_where_the_run_was_left,
-        end_when_all_is_done,
         restart_the_last_call,
+        end_when_all_is_done,
         wait_for_all_nodes,
         give_up_waiting,
         end_when_nobody_asks_for_the_same,
+        end_without_a_place,
         let_lower_ranks_go_first,
         seal_the_old_generation,
         form_a_generation,

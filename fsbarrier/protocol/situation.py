@@ -153,6 +153,11 @@ class Situation:
         return [rank for rank in range(self.rules.num_nodes) if rank not in self.starting]
 
     @property
+    def waits_for_nodes(self) -> bool:
+        """Whether nodes are missing, and there is still time for them to come."""
+        return bool(self.missing) and self.overdue_s < 0
+
+    @property
     def enough(self) -> bool:
         """Whether at least `min_nodes` nodes are here."""
         return len(self.starting) >= self.rules.min_nodes

@@ -101,12 +101,11 @@ def another_try(at: Situation) -> Generation:
 
 def first_of_session(at: Situation, found: ResumePoint) -> Generation:
     """The first generation of a session, which resumes the run at `found`."""
-    number, ranks = next_number(at.view, at.node.baseline), sorted(at.starting)
-    asked = at.view.joins.get(ranks[0])
+    number, asked = next_number(at.view, at.node.baseline), lowest_start(at)
     choices = asked.choices if asked else {}
     span = at.rules.span(choices)
     start = start_of_session(found, span, at.rules.table, asked.until if asked else None)
-    members = [at.starting[rank] for rank in ranks]
+    members = [at.starting[rank] for rank in sorted(at.starting)]
     revisions = revised(at.view.newest, number, start, span[0], members, at.view.joins, at.rules.settings)
     return Generation(
         number=number,
@@ -123,13 +122,21 @@ def first_of_session(at: Situation, found: ResumePoint) -> Generation:
     )
 
 
-def lowest_start(view: View) -> Join | None:
-    """The lowest rank's start in this session, whose command line the run follows; None until that rank has joined."""
-    rank = min(view.joins, default=None)
-    if rank is None:
+def lowest_start(at: Situation) -> Join | None:
+    """The start whose command line the run follows: the lowest rank's, once this node has heard it; after the wait for missing nodes the
+    lowest rank's that came. None until then.
+
+    What this node has not heard may be left of an earlier session. Example: node 0 was fenced and came back, but the run ended before
+    it was admitted. In the next session node 1 must not take that start for the one that is about to come with more `--iterations`.
+    """
+    joins, newest = at.view.joins, at.view.newest
+    if not at.waits_for_nodes:
+        return joins.get(min(at.starting))
+    rank = min(joins, default=at.node.rank)
+    join = joins.get(rank)
+    if join is None or (newest is not None and newest.incarnation_of(rank) == join.incarnation):
         return None
-    before = view.newest.incarnation_of(rank) if view.newest else None
-    return view.joins[rank] if before is None or view.joins[rank].incarnation > before else None
+    return join if rank == at.node.rank or at.view.ledger.moved(Member(rank, join.incarnation)) else None
 
 
 def all_done(start: Position, until: int | None) -> bool:

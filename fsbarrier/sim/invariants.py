@@ -16,7 +16,7 @@ from fsbarrier.sim import fact_removal
 from fsbarrier.sim.false_death import i7_no_false_death
 from fsbarrier.sim.history import Done, History, Merged, Place
 from fsbarrier.sim.publication import published_too_late
-from fsbarrier.sim.sessions import finished, nothing_was_left, start_positions
+from fsbarrier.sim.sessions import ended_by_an_old_start, finished, nothing_was_left, start_positions
 from fsbarrier.sim.settings import i16_the_same_settings
 from fsbarrier.sim.verdicts import i15_only_for_a_reason
 
@@ -264,6 +264,9 @@ def outcomes(world: World) -> Iterator[str]:
     for session in world.sessions:
         if session.phases == "both" and finished(history, session) and session.until not in evaluated:
             yield f"{session} was finished and its last policy was not evaluated"
+    limits = rules.limits
+    waits_s = limits.join_timeout_s if limits.last_call_s is None else limits.last_call_s
+    yield from ended_by_an_old_start(history, world.sessions, 0.9 * waits_s)
     now = world.sessions[-1]
     if (
         not codes & {4, 5}

@@ -5,13 +5,14 @@ Also where each generation must start (I3), by what the ones before it published
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.facts import Generation, Position
+from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.value_types import RlPhase
 from fsbarrier.sim.history import History
 
@@ -62,6 +63,17 @@ def nothing_was_left(history: History, session: Session) -> bool:
         ended.code == 0 and "has already done" in ended.why and ended.time > session.time
         for ended in history.ended.values()
     )
+
+
+def ended_by_an_old_start(history: History, sessions: Sequence[Session], waits_s: float) -> Iterator[str]:
+    """A node that ends because all is done says so of what this session was started for, not an earlier one. After `waits_s` without
+    node 0 a node may decide by its own command line."""
+    for number, ended in history.ended.items():
+        started, rank = history.starts[number]
+        session = max((one for one in sessions if one.time <= started), key=lambda one: one.time)
+        own = f"already done its {counted(session.until, 'iteration')};"
+        if "already done" in ended.why and own not in ended.why and ended.time - started < waits_s:
+            yield f"node {rank}, started for {session}, ended after {ended.time - started:.1f} s: {ended.why}"
 
 
 def start_positions(history: History, rules: Rules) -> Iterator[str]:

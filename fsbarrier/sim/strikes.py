@@ -20,6 +20,7 @@ from fsbarrier.sim.faults import (
     draw_mishap,
     draw_mishap_of_a_start,
     draw_old_view,
+    draw_strikes,
 )
 from fsbarrier.sim.setup import HASTY_S, PATHS
 
@@ -68,7 +69,7 @@ def _end_all_faults(world: World) -> None:
 
 
 def start_again(world: World) -> None:
-    """The run has ended: start all nodes for the next session, without faults. Some come late."""
+    """The run has ended: start all nodes for the next session. Some come late, and half of these sessions have faults of their own."""
     session = world.sessions[-1]
     world.say(f"the run is started again: {session.phases}, up to iteration {session.until}")
     world.healed = True
@@ -80,6 +81,22 @@ def start_again(world: World) -> None:
     _end_all_faults(world)
     for rank in range(world.setup.nodes):
         world.start(rank, world.later.random() * world.later.choice((1.0, 1.0, 25.0)))
+    if world.later.random() < 0.5:
+        _plan_faults_again(world)
+
+
+def _plan_faults_again(world: World) -> None:
+    """Plan the faults of a later session, and their end. Those that are bound to a row strike in the session's last iteration. Nobody
+    takes the run back a second time."""
+    world.healed, world.end_s, world.taken_back_to = False, float("inf"), None
+    for planned in draw_strikes(world.later, world.setup.mix, world.setup.nodes, 1):
+        action = partial(strike, world, planned)
+        if planned.iteration:
+            place = world.sessions[-1].until, planned.phase
+            world.awaited.append(StrikeOnEntry(planned.rank, *place, planned.delay, action))
+        else:
+            world.after(planned.time, action)
+    world.after(30.0, partial(heal, world))
 
 
 def lives(world: World, rank: int) -> bool:
@@ -199,7 +216,9 @@ def take_back(world: World) -> bool:
     history, iteration = world.history, world.taken_back_to
     records = [write.record for write in history.writes]
     newest = max((record.number for record in records if isinstance(record, Generation)), default=0)
-    if iteration is None or not newest or world.over():
+    places = (event.node.position for event in history.events)
+    begun = any(place is not None and place.iteration == iteration for place in places)
+    if iteration is None or not begun or not newest or world.over():
         return False
     history.faults.add("unreadable")
     spoil_a_record(world, f"generations/gen-{newest:06d}.json")
@@ -212,9 +231,9 @@ def take_back(world: World) -> bool:
         if isinstance(join, Join):
             starts[join.rank] = max(join.incarnation, starts.get(join.rank, 0))
     served = [put for put in history.served if put.folder in world.artifacts.checkpoints]
-    begun = [put for put in served if put.version == iteration - 1] or served[-1:]
+    serves = [put for put in served if put.version == iteration - 1] or served[-1:]
     decisions: dict[str, Payload] = {}
-    for put in begun[-1:]:
+    for put in serves[-1:]:
         history.served.append(put._replace(generation=newest + 1, shown=()))
         digest = world.artifacts.checkpoints[put.folder].digest
         value = {"policy_version": put.version, "folder": put.folder, "digest": digest}
