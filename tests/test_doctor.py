@@ -13,9 +13,8 @@ import pytest
 
 from fsbarrier import cli
 from fsbarrier.doctor import examine, mount_options, probes, verdict
-from fsbarrier.doctor.delays import CHANNELS
-from fsbarrier.doctor.findings import Check, Level, NodeFindings, Times
-from fsbarrier.doctor.races import ROUNDS
+from fsbarrier.doctor.between import ROUNDS, NodeFindings
+from fsbarrier.doctor.findings import Check, Level, Times
 from fsbarrier.host import mounts
 from fsbarrier.host.mounts import Mount, claims_unsafe
 from fsbarrier.rundir import runrecord
@@ -138,22 +137,24 @@ def test_timeouts_follow_what_was_measured() -> None:
 
 def said(rank: int, **changes: Any) -> dict[str, Any]:
     """What a healthy node of two says; it won every second round."""
-    won = list(range(rank, ROUNDS, 2))
-    names = [f"node-{number % 2}" for number in range(ROUNDS)]
     quick = {"samples": 50, "median": 0.002, "p99": 0.004, "most": 0.005, "open": False}
-    about = {
-        "host": "somewhere",
-        "mount": {"kind": "nfs4", "source": "server:/export", "options": ["rw"]},
-        "boot_id": f"host{rank}",
-        "addresses": ["10.0.0.1"],
-        "versions": {"python": "3.12"},
-        "accelerators": "",
+    versions, mount = {"python": "3.12"}, {"mount": "nfs4 from server:/export", "fresher": "actimeo=1"}
+    about = {"host": "somewhere", "boot_id": f"host{rank}", "versions": versions, "accelerators": "", **mount}
+    measured = {
+        "lags": {kind: dict(quick) for kind in verdict.LABELS},
+        "clock_leads": {str(1 - rank): (0.001, 0.0005)},
+        "reads": 100,
+        "torn": 0,
+        "backwards": 0,
     }
     return {
-        "races": {"won": won, "errors": {}, "names": names, "links": True},
-        "reading": {"reads": 100, "torn": 0, "missing": 0, "backwards": 0},
-        "lags": {kind: dict(quick) for kind in CHANNELS},
-        "clock": (0.001, 0.0005),
+        "races": {
+            "won": list(range(rank, ROUNDS, 2)),
+            "errors": {},
+            "records": [f"node-{number % 2}" for number in range(ROUNDS)],
+            "links": True,
+        },
+        "measured": {**measured, **changes.pop("measured", {})},
         "reached": {str(1 - rank): ["10.0.0.1"]},
         "about": about,
         "checks": [],
@@ -166,8 +167,7 @@ def nodes(*messages: dict[str, Any]) -> dict[int, NodeFindings]:
 
 
 def concluded(*messages: dict[str, Any]) -> dict[str, Check]:
-    checks = verdict.between(nodes(*messages), "actimeo=1")
-    return {check.name: check for check in checks}
+    return {check.name: check for check in verdict.between_nodes(nodes(*messages))}
 
 
 def test_two_healthy_nodes_are_fit() -> None:
@@ -186,7 +186,7 @@ def test_two_winners_of_one_round_are_refused() -> None:
 def test_a_winner_whose_record_is_not_there_is_refused() -> None:
     """One winner each by what the calls said, and still two decisions to be read: the liar is found by its content."""
     races = said(1)["races"]
-    races["names"] = ["node-1"] * ROUNDS
+    races["records"] = ["node-1"] * ROUNDS
     assert concluded(said(0), said(1, races=races))["exclusive-create races"].level == "refused"
 
 
@@ -194,7 +194,7 @@ def test_without_hard_links_the_exclusive_create_must_do() -> None:
     def without(rank: int, errors: int = 0) -> dict[str, Any]:
         races = {**said(rank)["races"], "links": False}
         if errors:
-            races |= {"won": [], "errors": {"ENOSYS": errors}, "names": [""] * ROUNDS}
+            races |= {"won": [], "errors": {"ENOSYS": errors}, "records": [""] * ROUNDS}
         return said(rank, races=races)
 
     checks = concluded(without(0), without(1))
@@ -204,21 +204,18 @@ def test_without_hard_links_the_exclusive_create_must_do() -> None:
 
 
 def late(kind: str, most: float, *, unfinished: bool = False) -> dict[str, Any]:
-    lags = said(0)["lags"]
+    lags = said(0)["measured"]["lags"]
     lags[kind] = {"samples": 9, "median": most, "p99": most, "most": most, "open": unfinished}
-    return lags
+    return {"lags": lags}
 
 
 def test_what_is_shown_late_is_named_and_what_never_is_refused() -> None:
-    label = {kind: channel.label for kind, channel in CHANNELS.items()}
-    checks = concluded(said(0, lags=late("listing", 5.0)), said(1))
-    assert checks[label["listing"]].level == "warning" and "actimeo=1" in checks[label["listing"]].advice
-    for kind in ("content", "listing"):
-        check = concluded(said(0, lags=late(kind, 11.0, unfinished=True)), said(1))[label[kind]]
+    check = concluded(said(0, measured=late("listing", 5.0)), said(1))[verdict.LABELS["listing"]]
+    assert check.level == "warning" and "actimeo=1" in check.advice
+    for kind, label in verdict.LABELS.items():
+        check = concluded(said(0, measured=late(kind, 11.0, unfinished=True)), said(1))[label]
         assert check.level == "refused" and check.advice == "actimeo=1"
-    check = concluded(said(0, lags=late("absent", 11.0, unfinished=True)), said(1))[label["absent"]]
-    assert check.level == "note", "nothing waits by looking up an absent name"
-    both = nodes(said(0, lags=late("content", 3.0)), said(1))
+    both = nodes(said(0, measured=late("content", 3.0)), said(1))
     assert verdict.stale_s(both) == 6.0 and verdict.category_of(both) == mounts.CLOSE_TO_OPEN
 
 
@@ -228,7 +225,9 @@ def test_what_differs_between_nodes_is_named() -> None:
         "versions": {"python": "3.12", "torch": "2.13"},
         "accelerators": "H200 (139 GiB)",
     }
-    checks = concluded(said(0), said(1, about=other, reached={"0": []}, clock=(-60.0, 0.001)))
+    checks = concluded(
+        said(0, measured={"clock_leads": {"1": (-60.0, 0.001)}}), said(1, about=other, reached={"0": []})
+    )
     assert (
         checks["versions"].level == "warning"
         and "torch: none on node 0, 2.13 on node 1" in checks["versions"].finding

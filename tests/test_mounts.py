@@ -367,9 +367,6 @@ def test_old_listings_are_measured_and_lengthen_the_timeouts(tmp_path: Path) -> 
         assert codes == {0} and report["class"] == "close-to-open", report
         assert levels(report)["new name listed after"] == "warning"
         assert report["staleness_s"] >= 4 and report["timeouts"]["coordination.dead_s"] > 30
-        assert all(lags["lags"]["absent"]["most"] > 4 for lags in report["measured"].values()), (
-            "30 s are not seen to pass"
-        )
     assert os.listdir(tmp_path / "shared") == []
 
 

@@ -11,13 +11,12 @@ from pathlib import Path
 from fsbarrier.commands import flags
 from fsbarrier.doctor import examine
 from fsbarrier.doctor.findings import Level, Report
-from fsbarrier.doctor.meeting import Interruption
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.start import ranks
-from fsbarrier.supervision.signals import ending_signals_handled
+from fsbarrier.supervision.signals import end, ending_signals_handled
 
 SUMMARY = "Check whether a directory can support a run. On several nodes at once: also measure how late they see each other's files."
-EXAMPLE = "fsbarrier doctor /shared/runs\n  fsbarrier doctor /shared/runs --num-nodes 3      (on each of three nodes)"
+EXAMPLE = "fsbarrier doctor /shared/runs\n  fsbarrier doctor /shared/runs --num-nodes 3 --worker 1      (on each node, with its rank)"
 MARKS = {
     Level.OK: "[green]ok[/]",
     Level.NOTE: "note",
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--node-rank",
         metavar="R",
         type=flags.whole_number,
-        help="this is node R (default: ranks are assigned in order of arrival, and a missing node cannot be named)",
+        help="this is node R (default: the rank that a launcher gives, such as Slurm)",
     )
     parser.add_argument(
         "--wait",
@@ -67,15 +66,14 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("--num-nodes is missing: give the number of nodes along with the rank")
     if count == 0:
         raise UsageError("--num-nodes 0: must be 1 or more")
-    interruption = Interruption()
+    if count is not None and count > 1 and rank is None:
+        raise UsageError(f"--num-nodes {count}: also say which node this is: --master (node 0) or --worker R")
     try:
-        with ending_signals_handled(interruption.handle):
-            if count is None or count == 1:
-                with interruption.at_once():
-                    report = examine.alone(args.path)
+        with ending_signals_handled(end):
+            if count is None or count == 1 or rank is None:
+                report = examine.alone(args.path)
             else:
-                known = rank.value if rank else None
-                report = examine.together(args.path, count, known, args.wait, flags.say, interruption)
+                report = examine.together(args.path, count, rank.value, args.wait, flags.say)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise UsageError(f"{args.path}: not writable ({error.strerror})") from None

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import shutil
+import os
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 
-from fsbarrier import files
-from fsbarrier.doctor import delays, mount_options, probes, races, readers, verdict
-from fsbarrier.doctor.connections import Door, opened, reached
-from fsbarrier.doctor.findings import OK, REFUSED, About, Check, NodeFindings, Report
-from fsbarrier.doctor.meeting import Interruption, Meeting
-from fsbarrier.doctor.messages import Message
-from fsbarrier.errors import StoreError, TooFewNodes
+from fsbarrier import files, owned
+from fsbarrier.doctor import between, mount_options, probes, verdict
+from fsbarrier.doctor.findings import OK, REFUSED, Check, Report
+from fsbarrier.errors import BarrierTimeout, Fenced, PeerLost, StoreError, TooFewNodes, UsageError
+from fsbarrier.group import Group, join
 from fsbarrier.host.addresses import candidate_addresses
 from fsbarrier.host.identity import boot_id, host_name
-from fsbarrier.host.mounts import INSTEAD, LOCAL, Mount, mount_of
+from fsbarrier.host.mounts import LOCAL, Mount, mount_of
+from fsbarrier.host.rendezvous import listen, port_of, reachable
 
 WAIT_S = 60.0
+#: where several doctors meet; a scratch folder has random letters after it
+FOLDER = ".fsbarrier-doctor"
+#: Generous timeouts, because the directory under test may show changes half a minute late.
+BEAT_S, SUSPECT_S, SILENT_S = 1.0, 10.0, 35.0
+#: how long node 0 waits for the others to leave before it removes the folder
+BYE_S = 15.0
 ALONE = "from this node only; start it on several nodes with --num-nodes to measure what other nodes see, and how late"
 
 
 def alone(path: Path) -> Report:
     """All checks that one node can do on `path`, an existing directory. Raises OSError."""
     mount = mount_of(path)
-    with _scratch(path) as scratch:
-        checks = _own_checks(path, mount, scratch)
+    checks = _own_checks(path, mount)
     versions = ", ".join(f"{name} {version}" for name, version in probes.versions().items())
     return _presumed(path, mount, [*checks, Check("versions", OK, versions)])
 
@@ -41,22 +46,10 @@ def short(path: Path, *, write: bool = True) -> Report:
     mount = mount_of(there)
     checks = mount_options.judge(mount)
     if write and not _refused(checks):
-        with _scratch(there) as scratch:
-            checks += _tried(
-                probes.exclusive_create(scratch, racers=2, rounds=16), scratch, replacements=8, samples=4
-            )
+        with owned.scratch(there, f"{FOLDER}-") as scratch:
+            raced = probes.exclusive_create(scratch, racers=2, rounds=16)
+            checks += _tried(raced, scratch, replacements=8, samples=4)
     return _presumed(path, mount, checks)
-
-
-@contextmanager
-def _scratch(path: Path) -> Iterator[Path]:
-    """A temporary folder for the tests. Raises OSError."""
-    scratch = path / probes.scratch_name()
-    files.make_dirs(scratch)
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _presumed(path: Path, mount: Mount, checks: list[Check]) -> Report:
@@ -69,11 +62,12 @@ def _refused(checks: list[Check]) -> bool:
     return any(check.level == REFUSED for check in checks)
 
 
-def _own_checks(path: Path, mount: Mount, scratch: Path) -> list[Check]:
+def _own_checks(path: Path, mount: Mount) -> list[Check]:
     judged = mount_options.judge(mount)
     if _refused(judged):
         return judged
-    tried = _tried(probes.exclusive_create(scratch), scratch, probes.REPLACEMENTS, probes.SAMPLES)
+    with owned.scratch(path, f"{FOLDER}-") as scratch:
+        tried = _tried(probes.exclusive_create(scratch), scratch, probes.REPLACEMENTS, probes.SAMPLES)
     return [*judged, *tried, *probes.space(path), *probes.this_node()]
 
 
@@ -83,86 +77,125 @@ def _tried(raced: Check, scratch: Path, replacements: int, samples: int) -> list
     return [raced, probes.replacement(scratch, replacements), *probes.latencies(scratch, samples)]
 
 
-def together(
-    path: Path,
-    num_nodes: int,
-    rank: int | None,
-    wait_s: float,
-    say: Callable[[str], None],
-    interruption: Interruption,
-) -> Report:
+# --- several nodes --------------------------------------------------------------------------------------------------------
+
+
+def together(path: Path, num_nodes: int, rank: int, wait_s: float, say: Callable[[str], None]) -> Report:
     """All checks of `num_nodes` nodes on a shared directory. Every node returns the same report.
 
-    `say` receives progress messages. Raises TooFewNodes if a node does not arrive or leaves, UsageError if the nodes' flags contradict each
-    other, OSError.
+    `say` receives progress messages. Raises TooFewNodes if a node does not come or leaves, UsageError if the nodes' flags contradict each
+    other or the folder where they meet is not this user's, StoreError if they cannot agree through this directory, OSError.
     """
     mount = mount_of(path)
     if _refused(mount_options.judge(mount)):
         # Already unsuitable, whatever the other nodes find.
         return alone(path)
-    meeting = Meeting(path, num_nodes, rank, interruption)
+    with _meeting_place(path) as place, _in_its_words(path, place, mount):
+        own = _own_checks(path, mount)
+        say(f"this is node {rank}; waiting up to {wait_s:g} s for the other nodes, of {num_nodes}")
+        with join(
+            place / "group",
+            node_rank=rank,
+            num_nodes=num_nodes,
+            timeout_s=wait_s,
+            beat_s=BEAT_S,
+            suspect_s=SUSPECT_S,
+            dead_s=SILENT_S,
+        ) as group:
+            session = place / f"session-{group.generation}"
+            found = _exchange(session, group, own, mount)
+        _take_leave(place, session, rank, num_nodes)
+    return _conclude(path, found)
+
+
+@contextmanager
+def _meeting_place(path: Path) -> Iterator[Path]:
+    """The folder where the doctors meet, through a descriptor. Node 0 removes it in the end. Raises UsageError, OSError."""
+    folder = path / FOLDER
+    files.make_dirs(folder)
     try:
-        with meeting:
-            meeting.meet(wait_s, say)
-            if rank is None:
-                say(f"this is node {meeting.rank}")
-            messages = _examine(path, mount, meeting)
-    except TooFewNodes as error:
-        if meeting.members or mount.family.category != LOCAL:
-            raise
+        with owned.opened(folder) as place:
+            yield place
+            owned.remove_emptied(folder, place)
+    except owned.NotOwn as error:
+        raise UsageError(f"{folder}: {error.strerror}; remove it, or examine another directory") from None
+
+
+@contextmanager
+def _in_its_words(path: Path, place: Path, mount: Mount) -> Iterator[None]:
+    """The errors of the group as those of the doctor."""
+
+    def told(error: Exception) -> str:
+        return f"doctor: {error}".replace(str(place), str(path / FOLDER))
+
+    try:
+        yield
+    except (BarrierTimeout, PeerLost) as error:
+        local = mount.family.category == LOCAL and isinstance(error, BarrierTimeout)
+        advice = f" On this host the directory is on {mount}, which is a local filesystem." if local else ""
         raise TooFewNodes(
-            f"{error} On this host the directory is on {mount}, which is a local filesystem."
+            f"{told(error)}. Check that `fsbarrier doctor` runs on every node with the same --num-nodes, and that {path} is the same "
+            f"shared directory everywhere.{advice}"
         ) from None
+    except Fenced:
+        raise UsageError(
+            "doctor: another doctor has the same rank; give each node its own --worker R"
+        ) from None
+    except ValueError as error:
+        raise UsageError(f"{told(error)}; use the same --num-nodes on all nodes") from None
     except StoreError as error:
-        # The nodes found each other but could not form a group. A run uses the same mechanism, so it would fail too.
-        finding = f"the nodes cannot communicate through this directory: {error}"
-        report = alone(path)
-        return replace(report, checks=(*report.checks, Check("meeting", REFUSED, finding, INSTEAD)))
-    return _conclude(path, messages)
+        raise StoreError(f"{told(error)}: the nodes cannot agree through this directory") from None
 
 
-def _examine(path: Path, mount: Mount, meeting: Meeting) -> dict[int, Message]:
-    """Do this node's part and return the findings of all nodes."""
-    loopback = meeting.on_one_host
-    addresses = ("127.0.0.1",) if loopback else tuple(candidate_addresses())
-    for part in (races, readers, delays):
-        part.prepare(meeting)
-    with opened(addresses, meeting.token, loopback=loopback) as own_door:
-        doors = meeting.exchange("hello", asdict(own_door))
-        with delays.answering(meeting):
-            others = {rank: Door(**door) for rank, door in doors.items() if rank != meeting.rank}
-            answered = reached(others)
-            scratch = meeting.session / f"scratch-{meeting.rank}"
-            files.make_dirs(scratch)
-            meeting.interruption.heed()
-            own = _own_checks(path, mount, scratch)
-            meeting.interruption.heed()
-            reading = readers.read_others(meeting)
-            # From here on all nodes have finished their round trips and connection tests.
-            delayed, ready = delays.measure(meeting)
-    accelerators = probes.accelerators_here()
-    about = About(host_name(), boot_id(), addresses, probes.versions(), accelerators, mount)
-    findings = NodeFindings(
-        about,
-        own,
-        races.race(meeting, ready),
-        reading,
-        delayed.times(),
-        delayed.clock(),
-        {str(rank): at for rank, at in answered.items()},
+def _exchange(session: Path, group: Group, own: list[Check], mount: Mount) -> dict[int, between.NodeFindings]:
+    """Measure together, and exchange what was found."""
+    listening = listen(loopback=False)
+    with listening:
+        said = group.all_gather({"addresses": candidate_addresses(), "port": port_of(listening)})
+        others = {
+            rank: each for rank, each in zip(group.members, said, strict=True) if rank != group.node_rank
+        }
+        reached = {str(rank): reachable(each["addresses"], each["port"]) for rank, each in others.items()}
+        group.barrier()
+    files.make_dirs(session)
+    measured = between.measure(session, group.node_rank, group.members)
+    group.barrier()
+    races = between.race(session, group.node_rank)
+    group.barrier()
+    races.read(session)
+    about = between.About(
+        host_name(), boot_id(), probes.versions(), probes.accelerators_here(), str(mount), mount.fresher
     )
-    return meeting.exchange("findings", asdict(findings))
+    findings = between.NodeFindings(about, own, races, measured, reached)
+    messages = group.all_gather(asdict(findings))
+    return {
+        rank: between.NodeFindings.of(message) for rank, message in zip(group.members, messages, strict=True)
+    }
 
 
-def _conclude(path: Path, messages: dict[int, Message]) -> Report:
-    findings = {rank: NodeFindings.of(message) for rank, message in messages.items()}
-    fresher = "; ".join(dict.fromkeys(node.about.mount.fresher for node in findings.values()))
+def _take_leave(place: Path, session: Path, rank: int, num_nodes: int) -> None:
+    """Node 0 removes what all of them made, once the others have left the group. What a killed doctor leaves, the next one removes."""
+    with suppress(OSError):
+        if rank:
+            os.close(files.open_new(session / f"left-{rank}"))
+            return
+        end = time.monotonic() + BYE_S
+        while sum(name.startswith("left-") for name in os.listdir(session)) < num_nodes - 1:
+            if time.monotonic() > end:
+                return
+            files.write_atomic(session / "node-0-looks", b"")
+            time.sleep(0.02)
+        for name in os.listdir(place):
+            if name == "group" or name.startswith("session-"):
+                owned.discard(place / name)
+
+
+def _conclude(path: Path, findings: dict[int, between.NodeFindings]) -> Report:
     checks = [
         *verdict.merged({rank: node.checks for rank, node in findings.items()}),
-        *verdict.between(findings, fresher),
+        *verdict.between_nodes(findings),
     ]
     stale_s = verdict.stale_s(findings)
-    shown = ("lags", "clock", "reading", "reached")
     return Report(
         str(path),
         verdict.category_of(findings),
@@ -170,6 +203,6 @@ def _conclude(path: Path, messages: dict[int, Message]) -> Report:
         stale_s,
         verdict.timeouts(stale_s),
         tuple(checks),
-        tuple({"node_rank": rank, **message["about"]} for rank, message in messages.items()),
-        {str(rank): {key: message[key] for key in shown} for rank, message in messages.items()},
+        tuple({"node_rank": rank, **asdict(node.about)} for rank, node in findings.items()),
+        {str(rank): {**asdict(node.measured), "reached": node.reached} for rank, node in findings.items()},
     )

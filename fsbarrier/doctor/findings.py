@@ -1,13 +1,10 @@
-"""The doctor's results: single checks, the findings that nodes exchange, and the report."""
+"""The doctor's results: single checks, durations, and the report."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-
-from fsbarrier.doctor.messages import Message
-from fsbarrier.host.mounts import Mount
 
 
 class Level(StrEnum):
@@ -49,14 +46,14 @@ class Times:
     open: bool = False
 
     @classmethod
-    def of(cls, seconds: Sequence[float], unfinished: float | None = None) -> Times | None:
-        """Statistics of durations, including one that was abandoned after `unfinished` seconds; None if there are none."""
-        every = sorted([*seconds, *([unfinished] if unfinished is not None else [])])
+    def of(cls, seconds: Sequence[float], unfinished: float = 0.0) -> Times | None:
+        """Statistics of durations; `unfinished`: one that was still going on after this time. None if there are none."""
+        every = sorted([*seconds, *([unfinished] if unfinished else [])])
         if not every:
             return None
         last = len(every) - 1
-        cut_off = unfinished is not None and unfinished >= every[-1]
-        return cls(len(every), every[len(every) // 2], every[round(0.99 * last)], every[-1], cut_off)
+        open_end = 0 < unfinished == every[-1]
+        return cls(len(every), every[len(every) // 2], every[round(0.99 * last)], every[-1], open_end)
 
     def __str__(self) -> str:
         most = f"{'more than' if self.open else 'most'} {shown(self.most)}"
@@ -66,64 +63,6 @@ class Times:
 def shown(seconds: float) -> str:
     """A duration as text."""
     return f"{1000 * seconds:.2f} ms" if abs(seconds) < 0.1 else f"{seconds:.2f} s"
-
-
-@dataclass(slots=True)
-class Races:
-    """One node's part in the races: the rounds it won, its errors by name, the final content of each name, and whether the filesystem has
-    hard links."""
-
-    won: list[int] = field(default_factory=list)
-    errors: dict[str, int] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)
-    links: bool = True
-
-
-@dataclass(slots=True)
-class Reading:
-    """What a reader saw of files that other nodes were replacing."""
-
-    reads: int = 0
-    torn: int = 0
-    missing: int = 0
-    backwards: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class About:
-    """A description of a node."""
-
-    host: str
-    boot_id: str
-    addresses: Sequence[str]
-    versions: Mapping[str, str]
-    accelerators: str
-    mount: Mount
-
-
-@dataclass(frozen=True, slots=True)
-class NodeFindings:
-    """The findings of one node. `clock`: lead of the next rank's clock, and its uncertainty; `reached`: the addresses at which each other
-    node answers."""
-
-    about: About
-    checks: Sequence[Check]
-    races: Races
-    reading: Reading
-    lags: Mapping[str, Times]
-    clock: tuple[float, float] | None
-    reached: Mapping[str, Sequence[str]]
-
-    @staticmethod
-    def of(message: Message) -> NodeFindings:
-        """Rebuild from the JSON of `asdict`."""
-        from pydantic import TypeAdapter
-
-        return TypeAdapter(NodeFindings).validate_python(message)
-
-
-#: findings by rank
-Findings = Mapping[int, NodeFindings]
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,11 +34,6 @@ MIN_FREE_BYTES, MIN_FREE_INODES, MIN_OPEN_FILES, MIN_SHM_BYTES = 2 * 1024**3, 10
 NEEDED = "fsbarrier needs exclusive create, as on NFSv3 and later, Lustre, GPFS, CephFS, ext4 or xfs"
 
 
-def scratch_name() -> str:
-    """A unique folder name."""
-    return f".fsbarrier-doctor-{os.getpid()}-{time.monotonic_ns()}"
-
-
 def exclusive_create(scratch: Path, racers: int = RACERS, rounds: int = RACES) -> Check:
     """Several threads race to create the same names; each name must have exactly one winner.
 
@@ -71,7 +66,7 @@ def exclusive_create(scratch: Path, racers: int = RACERS, rounds: int = RACES) -
     lasting = [error for error in failures if error.errno not in FAILING]
     if lasting:
         full = lasting[0].errno in (errno.ENOSPC, errno.EDQUOT)
-        return Check(name, REFUSED, str(lasting[0]), "make room" if full else NEEDED)
+        return Check(name, REFUSED, str(lasting[0].strerror or lasting[0]), "make room" if full else NEEDED)
     if failures and not any(map(sum, wins)):
         raise failures[0]
     rounds = min(map(len, wins))

@@ -1,14 +1,21 @@
-"""Combines the measurements of several nodes into checks, a filesystem class and timeouts."""
+"""Combines the findings of several nodes into checks, a filesystem class and timeouts."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from fsbarrier.doctor import connections, delays, races, readers
-from fsbarrier.doctor.delays import FRESH_S, LONGEST_S
-from fsbarrier.doctor.findings import NOTE, OK, SEVERITY, WARNING, Check, Findings
-from fsbarrier.host.mounts import CLOSE_TO_OPEN, COHERENT
+from fsbarrier.doctor.between import LONGEST_S, ROUNDS, Findings
+from fsbarrier.doctor.findings import NOTE, OK, REFUSED, SEVERITY, WARNING, Check, shown
+from fsbarrier.doctor.probes import NEEDED, judge_races
+from fsbarrier.host.mounts import CLOSE_TO_OPEN, COHERENT, INSTEAD
+from fsbarrier.node.fingerprint import CLOCKS_APART_S
 from fsbarrier.protocol.timing import BEAT_S, DEAD_S, SUSPECT_S
+
+#: a mount that shows changes sooner than this needs no increased timeouts; a longer delay makes barriers slow enough for a warning
+FRESH_S, SLOW_S = 0.5, 2.0
+RACES = "exclusive-create races"
+LABELS = {"content": "replaced file seen after", "listing": "new name listed after"}
 
 
 def timeouts(stale_s: float) -> dict[str, float]:
@@ -23,16 +30,13 @@ def timeouts(stale_s: float) -> dict[str, float]:
 
 def stale_s(findings: Findings) -> float:
     """The maximum age of what a node sees: a whole round trip, because one direction may have taken all of it."""
-    waited_for = [
-        times for node in findings.values() for kind, times in node.lags.items() if kind != "absent"
-    ]
-    return max((2 * times.most for times in waited_for), default=2 * LONGEST_S)
+    every = [times.most for node in findings.values() for times in node.measured.lags.values()]
+    return 2 * max(every, default=LONGEST_S)
 
 
 def category_of(findings: Findings) -> str:
     """The filesystem class according to the measurements."""
-    every = [times.most for node in findings.values() for times in node.lags.values()]
-    return COHERENT if every and max(every) < FRESH_S else CLOSE_TO_OPEN
+    return COHERENT if stale_s(findings) < 2 * FRESH_S else CLOSE_TO_OPEN
 
 
 def merged(checks: Mapping[int, Sequence[Check]]) -> list[Check]:
@@ -58,17 +62,105 @@ def merged(checks: Mapping[int, Sequence[Check]]) -> list[Check]:
 # --- between nodes --------------------------------------------------------------------------------------------------------
 
 
-def between(findings: Findings, fresher: str) -> list[Check]:
-    """The checks between nodes. `fresher`: advice on mount options that reduce delays."""
+def between_nodes(findings: Findings) -> list[Check]:
+    """The checks between nodes."""
     return [
-        *races.judge(findings),
-        readers.judge(findings),
-        *delays.judge(findings, fresher),
-        delays.judge_clocks(findings),
-        connections.judge(findings),
+        *_races(findings),
+        _reading(findings),
+        *_delays(findings),
+        _clocks(findings),
+        _connections(findings),
         *_differences(findings),
-        *_hosts(findings),
     ]
+
+
+def _races(findings: Findings) -> Iterator[Check]:
+    parts = {rank: node.races for rank, node in findings.items()}
+    if not all(part.links for part in parts.values()):
+        yield Check("hard links", NOTE, "not supported; records are created with O_EXCL instead")
+    errors = sum((Counter(part.errors) for part in parts.values()), Counter[str]())
+    winners = Counter(number for part in parts.values() for number in part.won)
+    if not winners:
+        yield Check(RACES, REFUSED, f"no create succeeded ({', '.join(errors) or 'no error'})", NEEDED)
+        return
+    decided = range(max(winners) + 1)
+    wins = [[int(number in part.won) for number in decided] for part in parts.values()]
+    check = judge_races(RACES, wins, f"{len(parts)} nodes")
+    winner = {number: f"node-{rank}" for rank, part in parts.items() for number in part.won}
+    foreign = sum(
+        any(part.records[number] not in ("", name) for part in parts.values())
+        for number, name in winner.items()
+    )
+    if check.level == OK and foreign:
+        finding = f"{foreign} of {ROUNDS} names contain a record that is not the winner's"
+        check = Check(RACES, REFUSED, finding, "nodes could read different decisions; use another filesystem")
+    elif check.level == OK and errors:
+        counts = ", ".join(f"{count} x {error}" for error, count in errors.items())
+        check = Check(RACES, WARNING, f"{check.finding}; errors: {counts}", "see the server's log")
+    yield check
+
+
+def _reading(findings: Findings) -> Check:
+    reads, torn, backwards = (
+        sum(getattr(node.measured, name) for node in findings.values())
+        for name in ("reads", "torn", "backwards")
+    )
+    finding = f"{reads} reads of files that other nodes replaced: {torn} torn, {backwards} older than an earlier read"
+    advice = "safe, because records have digests and are read again, but slower"
+    if torn or backwards:
+        return Check("replace under readers", WARNING, finding, advice)
+    return Check("replace under readers", OK, finding)
+
+
+def _delays(findings: Findings) -> Iterator[Check]:
+    fresher = "; ".join(dict.fromkeys(node.about.fresher for node in findings.values()))
+    for kind, label in LABELS.items():
+        every = [node.measured.lags[kind] for node in findings.values() if kind in node.measured.lags]
+        if not every:
+            yield Check(label, REFUSED, "not measured: writing failed", INSTEAD)
+            continue
+        worst = max(every, key=lambda times: (times.open, times.most))
+        median = sorted(times.median for times in every)[len(every) // 2]
+        p99, samples = max(times.p99 for times in every), sum(times.samples for times in every)
+        most = f"{'not within' if worst.open else 'most'} {shown(worst.most)}"
+        finding = f"median {shown(median)}, 99th {shown(p99)}, {most} ({samples} half round trips)"
+        if worst.open and worst.most > LONGEST_S / 3:
+            what = "heartbeats" if kind == "content" else "results of other nodes"
+            yield Check(label, REFUSED, f"{finding}: {what} would not become visible", fresher)
+        elif worst.most >= SLOW_S:
+            each = ": every barrier takes this long" if kind == "listing" else ""
+            yield Check(label, WARNING, finding + each, fresher)
+        else:
+            yield Check(label, OK, finding)
+
+
+def _clocks(findings: Findings) -> Check:
+    first = min(findings)
+    leads = findings[first].measured.clock_leads
+    worst = max((abs(lead) - uncertain for lead, uncertain in leads.values()), default=0.0)
+    finding = "\n".join(
+        f"node {rank} is {shown(abs(lead))} (± {shown(uncertain)}) {'ahead of' if lead >= 0 else 'behind'} node {first}"
+        for rank, (lead, uncertain) in leads.items()
+    )
+    if worst > CLOCKS_APART_S:
+        advice = "runs do not depend on clocks, but timestamps in logs will be out of order; use NTP"
+        return Check("clocks", NOTE, finding, advice)
+    return Check("clocks", OK, finding or "not measured")
+
+
+def _connections(findings: Findings) -> Check:
+    cut = [
+        f"node {rank} cannot connect to node {other}"
+        for rank, node in findings.items()
+        for other, addresses in node.reached.items()
+        if not addresses
+    ]
+    if cut:
+        advice = "multi-node updates need connections between all nodes; check the firewall"
+        return Check("ports", WARNING, "\n".join(cut), advice)
+    used = {int(other): at[0] for node in findings.values() for other, at in node.reached.items()}
+    where = ", ".join(f"node {rank} at {address}" for rank, address in sorted(used.items()))
+    return Check("ports", OK, f"all nodes can connect to each other: {where}")
 
 
 def _differences(findings: Findings) -> Iterator[Check]:
@@ -85,13 +177,10 @@ def _differences(findings: Findings) -> Iterator[Check]:
     if len(set(accelerators.values())) > 1:
         advice = "updates run at the speed of the slowest node"
         yield Check("accelerators differ", WARNING, _each(accelerators), advice)
+    if len({about.boot_id for about in abouts.values()}) == 1:
+        finding = f"all {len(findings)} nodes are on one host, so visibility between hosts was not tested"
+        yield Check("hosts", NOTE, finding, "run doctor on the nodes of the run")
 
 
 def _each(by_rank: Mapping[int, str]) -> str:
     return ", ".join(f"{value} on node {rank}" for rank, value in by_rank.items())
-
-
-def _hosts(findings: Findings) -> Iterator[Check]:
-    if len({node.about.boot_id for node in findings.values()}) == 1:
-        finding = f"all {len(findings)} nodes are on one host, so visibility between hosts was not tested"
-        yield Check("hosts", NOTE, finding, "run doctor on the nodes of the run")

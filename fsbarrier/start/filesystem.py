@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fsbarrier import files
-from fsbarrier.doctor import delays, examine
+from fsbarrier.doctor import examine, verdict
 from fsbarrier.doctor.findings import Report
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.host.identity import host_name
@@ -43,7 +43,7 @@ def admit(log_path: Path, *, write: bool) -> Report:
 
 def limits(report: Report, given: Mapping[str, object], num_nodes: int) -> dict[str, float]:
     """Longer timeouts for a filesystem with stale reads or for many nodes; {} if the user set any of them."""
-    stale, crowd = report.stale_s >= delays.FRESH_S, num_nodes / MANY_NODES
+    stale, crowd = report.stale_s >= verdict.FRESH_S, num_nodes / MANY_NODES
     if any(name in given for name in LIMITS) or not (stale or crowd > 1):
         return {}
     timeouts = report.timeouts if stale else dict(zip(LIMITS, (BEAT_S, SUSPECT_S, DEAD_S), strict=True))
