@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
     from fsbarrier.settings.sources import from_file, from_words
     from fsbarrier.start import preflight
     from fsbarrier.start.machines import planned
-    from fsbarrier.start.model_folder import find_model
+    from fsbarrier.start.model_folder import check_trainable, find_model
 
     known = known_names()
     chosen = [
@@ -71,6 +71,7 @@ def main(args: argparse.Namespace) -> int:
     folder = preflight.absolute(args.model)
     if not folder.is_dir():
         folder = find_model(args.model, None, os.environ)
+    check_trainable(folder, settings)
     cluster = planned(
         settings,
         accelerators=args.accelerators,

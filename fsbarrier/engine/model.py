@@ -20,6 +20,20 @@ Config = Mapping[str, object]
 # The shape of each tensor in the weight files.
 Shapes = dict[str, list[int]]
 
+# The parts of a multimodal model that are not its text decoder, as transformers' configurations call them (`vision_config` …).
+_OTHER_PARTS = (
+    "vision",
+    "audio",
+    "video",
+    "speech",
+    "talker",
+    "thinker",
+    "code2wav",
+    "token2wav",
+    "encoder",
+    "vq",
+)
+
 # Configuration keys that describe how the model was saved, not the model itself.
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
@@ -133,6 +147,13 @@ def _signature(config: Config, shapes: Shapes | None) -> str | None:
         return None
     relevant = {name: value for name, value in config.items() if name not in _INCIDENTAL}
     return hashlib.sha256(json.dumps([relevant, shapes], sort_keys=True).encode()).hexdigest()
+
+
+def untrainable_parts(config: Config) -> list[str]:
+    """What a model has beside its text decoder, by its configuration: "vision", "audio". Only the decoder can be trained and published
+    here, so such a model would lose them."""
+    parts = (name.removesuffix("_config") for name, value in config.items() if isinstance(value, Mapping))
+    return [part for part in parts if part in _OTHER_PARTS]
 
 
 def text_config(config: Config) -> Config:

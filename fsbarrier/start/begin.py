@@ -307,6 +307,7 @@ def _inputs(
     environ = asked.request.environ
     model = model_folder.find_model(settings.model, data_path, environ) if settings.model else None
     if model is not None:
+        model_folder.check_trainable(model, settings)
         model_folder.check_lengths(model, settings)
         model_folder.check_adapters(model, settings, asked.say)
     tasks: dict[str, TaskSource] = {}

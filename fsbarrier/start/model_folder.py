@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsbarrier.engine.model import inspect, max_positions
+from fsbarrier import reading
+from fsbarrier.engine.model import inspect, max_positions, untrainable_parts
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.settings.checks import answer_lengths, tied_head
 from fsbarrier.start.preflight import TRY_CODE_S, absolute
@@ -83,6 +84,18 @@ def _check_model(name: str, folder: Path) -> None:
         inspect(folder)
     except ProgramFailed as error:
         raise UsageError(f"--model {name}: {error}") from None
+
+
+def check_trainable(folder: Path, settings: Settings) -> None:
+    """Check that an update trains and publishes all of the model. Raises UsageError."""
+    if settings.rl_phase == "rollout" or settings.trainer.command is not None:
+        return
+    config = reading.json_object(folder / "config.json", UsageError)
+    if parts := untrainable_parts(config):
+        raise UsageError(
+            f"{folder} is a {config.get('model_type')} model with {' and '.join(parts)} beside its text decoder, which the trainer would "
+            "lose: use a text model, your own trainer (trainer.command), or --rl-phase rollout"
+        )
 
 
 def check_lengths(folder: Path, settings: Settings) -> None:
