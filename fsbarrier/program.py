@@ -58,6 +58,10 @@ class Value:
     value: Payload
 
 
+#: the resident process of the programs that help an update or a rollout (fsbarrier/workers/helper.py)
+HELPER = "helper"
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """Launch a program.
@@ -81,6 +85,10 @@ class Command:
     event: str = ""
     #: the program's processes stay afterwards, for the next command that keeps them
     keep: Keep | None = None
+    #: The name of the process that does such jobs on a node, one after the other, and so imports its libraries once; "": each command is
+    #: a process of its own. HELPER does the jobs of several programs, by calling the function `work` of the command's module. All
+    #: commands with one name have the same `env`.
+    resident: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,6 +433,3 @@ class Program(Table[Builder]):
 
     #: what a run must have ("model", "data")
     needs: frozenset[str] = frozenset()
-    #: Modules of its commands (`python -m MODULE`) that each node imports once and then forks for each start. Importing one must not
-    #: start a thread, or open anything that only one process may have.
-    imported: tuple[str, ...] = ()

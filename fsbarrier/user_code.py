@@ -33,6 +33,8 @@ def described_failure(error: BaseException, file: str | None) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
+#: the user code that this process has loaded, as in its settings
+loaded: list[str] = []
 #: locations whose traceback was logged
 _shown: set[str] = set()
 
@@ -47,6 +49,7 @@ def load_named(setting: str, value: str) -> object:
     file, said = Path(path), f"{setting}={value}"
     if not path or not file.is_file():
         raise UsageError(f"{said}: no such file: {path or value}")
+    loaded.append(said)
     # Appended, so that a user's random.py does not shadow a library's.
     sys.path += [folder for folder in (str(file.resolve().parent), os.getcwd()) if folder not in sys.path]
     try:

@@ -29,6 +29,7 @@ from fsbarrier.decisions import (
 )
 from fsbarrier.errors import UsageError
 from fsbarrier.program import (
+    HELPER,
     RL_SLICES,
     Command,
     Context,
@@ -147,7 +148,8 @@ def rollout(ctx: Context, decision: RolloutDecision, rounds: list[JsonObject]) -
         model=str(policy.model),
         engine="{engine}",
     )
-    return Steps((ServeWeights(policy.model, policy.version, ctx.threads, ctx.policy_identity), command))
+    serve = ServeWeights(policy.model, policy.version, ctx.threads, ctx.policy_identity)
+    return Steps((serve, replace(command, resident="rollout")))
 
 
 def rollout_spec(ctx: Context, decision: RolloutDecision) -> dict[str, object]:
@@ -212,7 +214,8 @@ def aggregate(ctx: Context, decision: RolloutDecision | None, rolled_out_in: str
     }
     command = Command(
         (ctx.python, "-P", "-m", "fsbarrier.aggregate", "--spec", "{spec}"),
-        "aggregate.log",
+        "helper.log",
+        resident=HELPER,
         spec={
             **ctx.identity(),
             "parts": [part.as_json() for part in parts],
@@ -347,14 +350,14 @@ def prepare_batch(ctx: Context) -> Work:
     """Leader: prepare the training batch, and open a port on which the others test its addresses."""
     prepare = ctx.worker(
         "prepare",
-        "update.log",
+        "helper.log",
         merged=learned_from(ctx),
         batch=str(ctx.paths.batch(ctx.iteration, ctx.generation)),
         model=str(ctx.policy.model),
         policy_version=ctx.policy_version,
         without_engines="{distrusted}",
     )
-    return Steps((replace(prepare, event="batch_prepared"), open_rendezvous(ctx)))
+    return Steps((replace(prepare, event="batch_prepared", resident=HELPER), open_rendezvous(ctx)))
 
 
 def learned_from(ctx: Context) -> list[str]:
@@ -534,5 +537,4 @@ PROGRAM = Program(
         Phase(13, "iteration_end", each=rollout_final, leader=aggregate_final, resume="engine_start"),
     ),
     needs=frozenset({"model", "data"}),
-    imported=("fsbarrier.workers.rollout", "fsbarrier.workers.prepare", "fsbarrier.aggregate"),
 )

@@ -99,5 +99,4 @@ PROGRAM = Program(
         Phase(13, "iteration_end"),
     ),
     RL_SLICES,
-    imported=("fsbarrier.workers.toy", "fsbarrier.aggregate"),
 )

@@ -5,7 +5,7 @@
 * a bare loop: one process that sends the prompts over its open connections, reads the answers as JSON and throws them away. It tries
   several numbers of prompts a request first, and keeps to the fastest. Its process is not counted, nor its imports;
 * the same without log-probabilities;
-* fsbarrier's rollout phase: `fsbarrier.workers.rollout`, forked from a template as a daemon does, from the fork to its end, with every
+* fsbarrier's rollout phase: `fsbarrier.workers.rollout`, from its start to its end, with every
   group judged and flushed to its part file. "sampling" counts from when its work begins.
 
 `--tasks 256 --samples 1` is an evaluation of the demonstration.
@@ -42,7 +42,6 @@ from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sections import RolloutSettings, Settings
 from fsbarrier.start import demo_folder, preflight
 from fsbarrier.supervision.supervisor import Child, own_program, with_this_package
-from fsbarrier.supervision.template import Template
 from fsbarrier.supervision.worker_contract import WorkerFiles, read_result
 
 PROGRAM = "fsbarrier.workers.rollout"
@@ -81,9 +80,7 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
     }
     settings = resolve([], chosen)
     engine = Engine(settings.engine, log_file=folder / "vllm.log", work_dir=folder)
-    template = Template((PROGRAM,), work_dir=folder, log_file=folder / "template.log")
     try:
-        template.load()
         access = engine.ensure(Path(chosen["model"]), 0, cancel=threading.Event())
         server = {"url": access.url, "api_key": access.api_key, "model": access.model}
         lines = (folder / "demo" / "train.jsonl").read_text().splitlines()
@@ -104,14 +101,13 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
             job.write_spec(
                 spec(folder, settings, sampling, server, [i % len(prompts) for i in tasks], number)
             )
-            whole, sampled = rollout(job, template, folder, args.profile)
+            whole, sampled = rollout(job, folder, args.profile)
             rates["fsbarrier"].append(whole)
             rates["fsbarrier, sampling"].append(sampled)
             print(
                 f"round {number}: " + ", ".join(f"{kind} {rates[kind][-1]:.0f}" for kind in KINDS), flush=True
             )
     finally:
-        template.stop()
         engine.stop()
     print(f"tokens a second, median of {args.rounds}; {bare.per_request} prompts a request")
     for kind in KINDS:
@@ -221,16 +217,16 @@ def spec(
     }
 
 
-def rollout(job: WorkerFiles, template: Template, folder: Path, profile: Path | None) -> tuple[float, float]:
+def rollout(job: WorkerFiles, folder: Path, profile: Path | None) -> tuple[float, float]:
     """Tokens a second of a rollout program: of all of it, and of its work alone."""
     words = own_program(PROGRAM, "--spec", str(job.spec))
     if profile is not None:
-        # Started anew, with its imports: a profile is no measurement.
+        # A profile is no measurement.
         files.make_dirs(profile)
         words[1:1] = ["-m", "cProfile", "-o", str(profile / f"{job.folder.name}.prof")]
     env, log = with_this_package(os.environ), folder / "rollout.log"
     began = time.monotonic()
-    with Child.start(words, env=env, log_file=log, name=job.folder.name, template=template) as program:
+    with Child.start(words, env=env, log_file=log, name=job.folder.name) as program:
         while (code := program.wait(1.0)) is None:
             pass
         seconds = time.monotonic() - began

@@ -132,7 +132,7 @@ def profile(paths: RunPaths, began_at: float) -> dict[str, float]:
             entry = json.loads(line)
             if entry["event"] == "node_joined":
                 found["joined"] = datetime.fromisoformat(entry["time"]).timestamp() - began_at
-    for name in ("template", "vllm", "rollout"):
+    for name in ("vllm", "rollout"):
         for log in paths.logs.glob(f"*/node_0/{name}.log"):
             if start := STARTED.search(read_bytes(log, 1 << 20)):
                 found[name] = datetime.fromisoformat(start[1].decode()).timestamp() - began_at

@@ -282,8 +282,6 @@ def start_by_fork(
 def be_program(module: str, words: list[str]) -> int:
     """Do what `python -m module words` does."""
     match module:
-        case "fsbarrier.supervision.template":
-            signal.pause()
         case "fsbarrier.workers.vllm_server":
             sys.argv = [str(FAKE_VLLM), *words]
             runpy.run_path(str(FAKE_VLLM), run_name="__main__")

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from fsbarrier.supervision import processes, supervisor
+from fsbarrier.supervision import supervisor
 
 ROOT = Path(supervisor.__file__).parents[2]
 DEADLINE_S = 60.0  # for a machine under any load; what is waited for takes milliseconds

@@ -20,7 +20,7 @@ from fsbarrier.node import work_kinds
 from fsbarrier.node.context_maker import ContextMaker
 from fsbarrier.node.job import Cancelled, RowJob, Workplace
 from fsbarrier.node.observer import Observer
-from fsbarrier.program import Command, Context, Keep
+from fsbarrier.program import HELPER, Command, Context, Keep
 from fsbarrier.protocol.facts import Generation, Join, Member, Position
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.paths import RunPaths
@@ -29,7 +29,6 @@ from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.sections import Settings
 from fsbarrier.sim.work import TASKS
 from fsbarrier.supervision import processes
-from fsbarrier.supervision.template import Template
 
 # An agent and two workers, as torchrun has them on a node: if one of them fails, the agent ends. Both do every job, and the first leaves
 # the result.
@@ -69,7 +68,6 @@ def place(tmp_path: Path) -> Iterator[Workplace]:
     (tmp_path / "program.py").write_text(PROGRAM)
     workplace = Workplace(
         engines=cast(Any, None),
-        template=Template((), work_dir=tmp_path, log_file=tmp_path / "template.log"),
         work_dir=tmp_path / "work",
         log_dir=tmp_path / "logs",
         log_path=tmp_path,
@@ -77,7 +75,7 @@ def place(tmp_path: Path) -> Iterator[Workplace]:
         grace_s=0.0,
     )
     yield workplace
-    workplace.end_kept()
+    workplace.end_residents()
 
 
 Do = Callable[..., dict[str, Any]]
@@ -231,3 +229,33 @@ def test_a_folder_with_a_long_name_has_room_for_the_socket(place: Workplace, do:
     place.work_dir = tmp_path / ("a" * 120)
     place.work_dir.mkdir()
     assert do(1)["pid"] == do(2)["pid"]
+
+
+def test_helper_programs_share_a_process_until_a_job_fails(
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("merging", "preparing"):
+        code = "import os\ndef work(spec, settings, progress):\n    return {'pid': os.getpid(), 'n': 1 // spec['n']}\n"
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def job(module: str, n: int) -> dict[str, Any]:
+        argv = (sys.executable, "-m", module, "--spec", "{spec}")
+        command = Command(argv, "helper.log", spec={"n": n}, resident=HELPER)
+        fields = {
+            "phase": SimpleNamespace(name=module),
+            "generation": 1,
+            "iteration": n,
+            "node_rank": 0,
+            "settings": Settings(),
+        }
+        return work_kinds.carry_out(command, cast(Context, SimpleNamespace(**fields)), RowJob(), place)
+
+    first = job("merging", 1)["pid"]
+    assert job("preparing", 1)["pid"] == first
+    with pytest.raises(ProgramFailed, match="preparing ended with exit code 1: ZeroDivisionError"):
+        job("preparing", 0)
+    second = job("merging", 1)["pid"]
+    assert second != first
+    place.end_residents()
+    assert all_gone({second: 0}, DEADLINE_S)

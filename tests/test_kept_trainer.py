@@ -21,7 +21,6 @@ from fsbarrier.node.job import RowJob, Workplace
 from fsbarrier.program import Command, Context, Keep
 from fsbarrier.rundir import checkpoints
 from fsbarrier.supervision import processes
-from fsbarrier.supervision.template import Template
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 UPDATES, SETTLED = 110, 10
@@ -36,7 +35,6 @@ class Trainer:
         folder.mkdir()
         self.place = Workplace(
             engines=cast(Any, None),
-            template=Template((), work_dir=folder, log_file=folder / "template.log"),
             work_dir=folder,
             log_dir=work.folder,
             log_path=work.folder,

@@ -39,7 +39,6 @@ from fsbarrier.protocol.state import Node, RowPart, WorkReport
 from fsbarrier.retry import Backoff
 from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.settings.sections import Settings
-from fsbarrier.supervision.template import Template
 from fsbarrier.supervision.worker_contract import WorkerFiles
 
 WRITES_RESULT = "import json, sys; spec = json.load(open(sys.argv[1])); json.dump({'got': spec['n']}, open(spec['result'], 'w'))"
@@ -49,7 +48,6 @@ WRITES_RESULT = "import json, sys; spec = json.load(open(sys.argv[1])); json.dum
 def place(tmp_path: Path) -> Workplace:
     return Workplace(
         engines=cast(Any, None),
-        template=Template((), work_dir=tmp_path / "work", log_file=tmp_path / "template.log"),
         work_dir=tmp_path / "work",
         log_dir=tmp_path / "logs",
         log_path=tmp_path,

@@ -583,28 +583,3 @@ def test_a_prompt_that_fails_in_a_whole_answer_takes_no_other_with_it(tmp_path: 
     assert done.code == 0 and done.result["refused"] == 2
     groups = rolled_out(tmp_path)
     assert [groups[task][0]["finish_reason"] for task in range(4)] == ["stop", "error", "stop", "error"]
-
-
-FIRST_REQUEST = """
-import asyncio, sys
-import fsbarrier.workers.rollout
-from fsbarrier.rollouts.samples import EngineDown
-from fsbarrier.rollouts.sampling import Sampler, SamplingServer
-
-async def look():
-    async with Sampler(SamplingServer("http://127.0.0.1:9", "", "", 1.0, 1, {}), connections=1, on_tokens=print) as sampler:
-        await sampler.look()
-
-before = set(sys.modules)
-try:
-    asyncio.run(look())
-except EngineDown:
-    print(*sorted(set(sys.modules) - before))
-"""
-
-
-def test_the_first_request_imports_nothing_that_takes_long() -> None:
-    """Or each rollout would import it again, since it is forked from a template that has made no request."""
-    code = [sys.executable, "-c", FIRST_REQUEST]
-    late = subprocess.run(code, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
-    assert {name.partition(".")[0] for name in late} <= {"certifi", "encodings", "importlib", "stringprep"}

@@ -132,7 +132,6 @@ def test_serving_begins_it_and_the_trainer_waits_for_it(
         log_dir=tmp_path,
         log_path=tmp_path,
         stall_timeout_s=60.0,
-        template=cast(Any, None),
     )
     settings = Settings(checkpoint=CheckpointSettings(local_dir=str(tmp_path / "local")))
     context = cast(Context, SimpleNamespace(settings=settings, run_id="run", node_rank=0))

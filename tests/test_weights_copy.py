@@ -55,7 +55,6 @@ def place(tmp_path: Path) -> Workplace:
         log_dir=tmp_path / "logs",
         log_path=tmp_path / "run",
         stall_timeout_s=60.0,
-        template=cast(Any, None),
         weights=WeightsCopy(tmp_path / "node"),
     )
 

@@ -146,7 +146,7 @@ class Bench:
 
         places = {"merged": [str(self.folder / "merged")], "batch": str(self.folder / "batch")}
         places["without_engines"] = []
-        return prepare.main(self.spec("prepare", **{**places, **fields}), self.settings, ProgressWriter(None))
+        return prepare.work(self.spec("prepare", **{**places, **fields}), self.settings, ProgressWriter(None))
 
     def update_spec(self, out: str, *, version: int = 1, before: str = "", **fields: Any) -> dict[str, Any]:
         """The spec of the update from the policy in the folder `before` (none: the first model) to version `version`."""

@@ -57,7 +57,6 @@ from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.signals import ending_signals_handled
-from fsbarrier.supervision.template import Template
 from fsbarrier.view.amounts import ranks
 
 if TYPE_CHECKING:
@@ -137,7 +136,6 @@ class Daemon:
             engines=make_engines(settings, log_dir, work_dir, devices)
             if "model" in self._program.needs
             else None,
-            template=Template(self._program.imported, work_dir=work_dir, log_file=log_dir / "template.log"),
             work_dir=work_dir,
             log_dir=log_dir,
             log_path=self.record.log_path,
@@ -167,7 +165,6 @@ class Daemon:
 
     def run(self) -> int:
         """Run to the end; returns the exit code."""
-        self.workplace.template.load()
         if self._changed_code:
             with starting(self.record):
                 self.events.write("code_changed", self.loop.node, {"what": self._changed_code})
@@ -240,9 +237,8 @@ class Daemon:
         # A program may hang in the kernel. Its guard keeps trying to end it.
         with contextlib.suppress(StoreError):
             self.jobs.cancel()
-            self.workplace.end_kept()
+            self.workplace.end_residents()
         self.workplace.state_upload.stop()
-        self.workplace.template.stop()
         if self.workplace.engines is not None:
             self.workplace.engines.stop()
 

@@ -19,7 +19,6 @@ from fsbarrier.retry import retry
 from fsbarrier.rundir.checkpoints import PolicyUnreadable
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.supervision.kept_program import KeptProgram
-from fsbarrier.supervision.template import Template
 from fsbarrier.supervision.worker_contract import read_progress
 
 if TYPE_CHECKING:
@@ -82,7 +81,6 @@ class Workplace:
 
     # None: the program has no model.
     engines: Replicas | None
-    template: Template
     work_dir: Path
     log_dir: Path
     log_path: Path
@@ -108,6 +106,8 @@ class Workplace:
     # The kept program, whose processes wait for another job, and the era (`Generation.era`) for which it is kept.
     kept: KeptProgram | None = None
     era: int = 0
+    # The other processes that do one job after the other, by name (`Command.resident`).
+    residents: dict[str, KeptProgram] = field(default_factory=dict)
 
     @property
     def own_engines(self) -> Replicas:
@@ -140,6 +140,13 @@ class Workplace:
         kept, self.kept = self.kept, None
         if kept is not None:
             kept.stop(self.grace_s)
+
+    def end_residents(self) -> None:
+        """End everything that stays between jobs. Raises StillRunning."""
+        while self.residents:
+            _, resident = self.residents.popitem()
+            resident.stop(self.grace_s)
+        self.end_kept()
 
     def close_rendezvous(self) -> None:
         if self.rendezvous is not None:

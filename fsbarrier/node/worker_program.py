@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.node.job import Cancelled, NodeUnfit, Result, RowJob, Workplace, journal_line
-from fsbarrier.program import Command, Context, Keep
+from fsbarrier.program import HELPER, Command, Context, Keep
 from fsbarrier.retry import Backoff
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
@@ -20,7 +20,7 @@ from fsbarrier.supervision import last_words
 from fsbarrier.supervision.kept_program import KeptProgram
 from fsbarrier.supervision.secret_variables import without_secrets, without_trackers_keys
 from fsbarrier.supervision.stacks import write_stacks
-from fsbarrier.supervision.supervisor import Child, with_this_package
+from fsbarrier.supervision.supervisor import Child, own_program, with_this_package
 from fsbarrier.supervision.worker_contract import WorkerFiles, read_result
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
             for key, value in work.spec.items()
         }
         record = RunPaths(workplace.log_path).record
-        own.write_spec({"settings": context.settings.as_json(), "run_record": str(record), **spec})
+        module = {"module": program_name(work.argv)} if work.resident == HELPER else {}
+        own.write_spec({"settings": context.settings.as_json(), "run_record": str(record), **module, **spec})
     except OSError as error:
         raise NodeUnfit(
             f"node {context.node_rank}: its temporary folder {workplace.work_dir} cannot be written to: {error.strerror}"
@@ -99,7 +100,10 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
     program: Child | KeptProgram
     if work.keep is None:
         try:
-            program = Child.start(argv, env=env, log_file=log_file, name=name, template=workplace.template)
+            if work.resident:
+                program = _give_to_resident(work.resident, own.spec, argv, env, log_file, context, workplace)
+            else:
+                program = Child.start(argv, env=env, log_file=log_file, name=name)
         except StoreError as error:
             raise DirectoryFailed(str(error)) from None
     else:
@@ -168,16 +172,50 @@ def _start_kept(
         return workplace.kept
     workplace.end_kept()
     # The same on every node, and unique.
-    name = f"{context.generation}.{context.iteration}"
+    made = _kept_program(
+        f"{context.generation}.{context.iteration}", keep.processes, "jobs", context, workplace
+    )
+    made.start(argv, env=env, log_file=log_file, name=context.phase.name)
+    workplace.kept = made
+    return made
+
+
+def _give_to_resident(
+    name: str,
+    spec: Path,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    log_file: Path,
+    context: Context,
+    workplace: Workplace,
+) -> KeptProgram:
+    """The node's resident process of this name, with `spec` as its job; a new one if there is none.
+
+    Raises StoreError, NodeUnfit, StartFailed.
+    """
+    resident = workplace.residents.pop(name, None)
+    if resident is not None and resident.alive:
+        resident.give(spec)
+    else:
+        if resident is not None:
+            resident.stop(workplace.grace_s)
+        resident = _kept_program(name, 1, f"{name}-jobs", context, workplace)
+        helper = own_program("fsbarrier.workers.helper", "--spec", str(spec))
+        resident.start(helper if name == HELPER else argv, env=env, log_file=log_file, name=name)
+    workplace.residents[name] = resident
+    return resident
+
+
+def _kept_program(
+    name: str, processes: int, socket: str, context: Context, workplace: Workplace
+) -> KeptProgram:
+    """Raises NodeUnfit."""
     try:
-        made = KeptProgram(name, keep.processes, workplace.work_dir / "jobs")
+        return KeptProgram(name, processes, workplace.work_dir / socket)
     except OSError as error:
         raise NodeUnfit(
             f"node {context.node_rank}: no socket in its temporary folder {workplace.work_dir}: {error.strerror}"
         ) from None
-    made.start(argv, env=env, log_file=log_file, name=context.phase.name)
-    workplace.kept = made
-    return made
 
 
 def _watch(

@@ -13,9 +13,7 @@ the batch.
 from __future__ import annotations
 
 import asyncio
-import importlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -35,12 +33,6 @@ from fsbarrier.rollouts.samples import (
     SampledGroup,
     Sampling,
 )
-
-# httpx and the retries import these with the first request. Here they are imported once, in the template from which rollouts are forked,
-# and not by each rollout anew: that took a tenth of a second. One that another version of httpx does not have costs nothing.
-for _late in ("tenacity", "httpcore", "anyio._backends._asyncio"):
-    with suppress(ImportError):
-        importlib.import_module(_late)
 
 #: tokens of a sample per chunk of the streamed response
 TOKENS_PER_PIECE = 64

@@ -18,9 +18,6 @@ How the process tree is controlled:
   appeared; otherwise a process could keep forking between listing and kill. It repeats this until `waitpid` reports
   that no child is left. As a subreaper it then knows that the tree is gone.
 
-To save import time, a program may be forked by a template (template.py), which forks the outer guard instead of `Popen`. The only
-difference is that the process above the outer guard is then the template, which has its own guards.
-
 Socket protocol: the daemon sends the program (see `encode_program`), then lines "stop GRACE_S". The guards reply with lines
 "started PID START", "failed ERRNO STAGE", "ended EXITCODE" (negative: a signal). The socket closes when both guards have
 exited. Guards write to no file, so a hung mount cannot block them.
@@ -201,19 +198,8 @@ def receive_program(fd: int) -> tuple[bytes, list[bytes], dict[bytes, bytes]]:
     return cwd, rest[: int(count)], {name: value for name, _, value in pairs}
 
 
-class BecomeProgram(Exception):
-    """Raised in a process forked by a template, to unwind the stack to the template's main, which then runs `argv` with `env`."""
-
-    def __init__(self, argv: list[bytes], env: dict[bytes, bytes]) -> None:
-        super().__init__(argv)
-        self.argv, self.env = argv, env
-
-
-def start_main(cwd: bytes, argv: list[bytes], env: dict[bytes, bytes], *, by_fork: bool) -> tuple[int, str]:
-    """Fork the main program; returns its pid (0 on failure) and the line that reports the result to the daemon.
-
-    `by_fork`: no exec; the new process raises BecomeProgram.
-    """
+def start_main(cwd: bytes, argv: list[bytes], env: dict[bytes, bytes]) -> tuple[int, str]:
+    """Fork the main program; returns its pid (0 on failure) and the line that reports the result to the daemon."""
     reader, writer = os.pipe()
     me, pid = os.getpid(), os.fork()
     if pid == 0:
@@ -232,15 +218,11 @@ def start_main(cwd: bytes, argv: list[bytes], env: dict[bytes, bytes], *, by_for
             stage = "folder"
             os.chdir(cwd)
             stage = "program"
-            if not by_fork:
-                os.execvpe(argv[0], argv, env)
+            os.execvpe(argv[0], argv, env)
         except OSError as error:
             os.write(writer, f"failed {error.errno or 0} {stage}".encode())
+        finally:
             os._exit(127)
-        except BaseException:
-            os._exit(127)
-        os.close(writer)
-        raise BecomeProgram(argv, env)
     os.close(writer)
     # Python's pipes are close-on-exec: an empty read means that exec succeeded.
     failure = os.read(reader, 256).decode()
@@ -251,10 +233,10 @@ def start_main(cwd: bytes, argv: list[bytes], env: dict[bytes, bytes], *, by_for
     return pid, f"started {pid} {Stat(pid).start}"
 
 
-def guard_program(lifeline: int, above: int, *, by_fork: bool = False) -> int:
+def guard_program(lifeline: int, above: int) -> int:
     """Guard the program received over `lifeline` until its process tree is gone; returns the exit code of this process.
 
-    `above`: the process that started this one. `by_fork`: see start_main.
+    `above`: the process that started this one.
     """
     me = os.getpid()
 
@@ -290,7 +272,7 @@ def guard_program(lifeline: int, above: int, *, by_fork: bool = False) -> int:
     # Forked processes do not inherit this.
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     guard = Guard(reader, me)
-    pid, line = start_main(*program, by_fork=by_fork)
+    pid, line = start_main(*program)
     leave_the_log()
     report(line)
     if pid:

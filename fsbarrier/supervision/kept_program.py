@@ -1,4 +1,4 @@
-"""A program whose processes stay alive between jobs: the trainer, which keeps its weights and process group in memory.
+"""A program whose processes stay alive between jobs: the trainer, with its weights and process group, and a node's helper process.
 
     daemon                                             each of its processes
       starts the program with its first job              does the job and writes its result as usual

@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import fsbarrier
 from fsbarrier import files, stack_signal
@@ -35,9 +35,6 @@ from fsbarrier.printable import without_passwords
 from fsbarrier.retry import until_seen
 from fsbarrier.rundir import log_tail
 from fsbarrier.supervision import guard, orphans, processes
-
-if TYPE_CHECKING:
-    from fsbarrier.supervision.template import ForkedGuard, Template
 
 GUARD = Path(guard.__file__)
 # How long a start may take. It takes 20 ms, but the machine may swap, or Python lie on a slow mount.
@@ -81,7 +78,7 @@ class Child:
         self._log_start = log_start
         self._lock = threading.RLock()
         # The outer guard, our end of the socket to both guards, and what came of a line that is not complete yet.
-        self._guard: subprocess.Popen[bytes] | ForkedGuard
+        self._guard: subprocess.Popen[bytes]
         self._socket: socket.socket
         self._received = b""
         # What a guard reported: the exit code, or errno and stage of a start that failed.
@@ -102,10 +99,8 @@ class Child:
         cwd: Path | str | None = None,
         log_file: Path,
         name: str,
-        template: Template | None = None,
     ) -> Self:
-        """Start `argv` with exactly `env` (None: ours) in `cwd` (None: ours), appending its output to `log_file`. `template` forks it
-        if possible.
+        """Start `argv` with exactly `env` (None: ours) in `cwd` (None: ours), appending its output to `log_file`.
 
         Raises StartFailed (no such program or folder), StoreError (the log cannot be written), ValueError (a NUL
         byte or no argv).
@@ -116,8 +111,7 @@ class Child:
         child = cls(name, log_file, log_start)
         child._socket, theirs = _socket_pair()
         try:
-            forked = template.fork_guard(argv, env, theirs, log_fd) if template else None
-            child._guard = forked or subprocess.Popen(
+            child._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(GUARD), str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=log_fd,

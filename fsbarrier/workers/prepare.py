@@ -48,7 +48,7 @@ class PrepareSpec(TypedDict):
     batch: str
 
 
-def main(spec: PrepareSpec, settings: Settings, progress: ProgressWriter) -> dict[str, object]:
+def work(spec: PrepareSpec, settings: Settings, progress: ProgressWriter) -> dict[str, object]:
     named = [Path(path) for path in spec["merged"]]
     seed = f"{settings.rollout.seed}:{spec['iteration']}"
     drawing = replay.draws(settings.update)
@@ -128,4 +128,4 @@ def weighed_as_batch(
 
 
 if __name__ == "__main__":
-    sys.exit(run_worker(main))
+    sys.exit(run_worker(work))

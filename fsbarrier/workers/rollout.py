@@ -19,7 +19,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from itertools import islice
 
-from fsbarrier import files
+from fsbarrier import files, user_code
 from fsbarrier.data.tasks import Task
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import FsbarrierError, ProgramFailed
@@ -394,4 +394,5 @@ def main(spec: JsonObject, settings: Settings, progress: ProgressWriter) -> Json
 
 
 if __name__ == "__main__":
-    sys.exit(run_worker(main))
+    # With the user's code, each rollout is a process of its own: that code may keep what belongs to an event loop that has ended.
+    sys.exit(run_worker(main, lambda: not user_code.loaded))

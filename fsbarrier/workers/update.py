@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,6 @@ from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.kept_program import JOBS
-from fsbarrier.supervision.template import end
 from fsbarrier.supervision.worker_contract import ProgressWriter, run_worker
 from fsbarrier.training import save_plan
 from fsbarrier.training.batch import TrainingBatch
@@ -331,4 +331,6 @@ if __name__ == "__main__":
     leave()
     # A thread of PyTorch may still release a tensor now, and needs the interpreter's lock for it. If it asks for the lock while Python
     # finalizes, the process is aborted (SIGABRT), and an update that had done all its work would count as failed.
-    end(code)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)

@@ -1,0 +1,25 @@
+"""A node's helper process: it does one helper program's job after the other, and so imports their libraries (torch) once.
+
+`python -m fsbarrier.workers.helper --spec SPEC.json`; in the spec, `module` names the program whose function `work` does the job.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+
+from fsbarrier.protocol.facts import JsonObject
+from fsbarrier.settings.sections import Settings
+from fsbarrier.supervision.worker_contract import ProgressWriter, run_worker
+
+
+def main(spec: JsonObject, settings: Settings, progress: ProgressWriter) -> Mapping[str, object] | None:
+    found: Mapping[str, object] | None = importlib.import_module(spec["module"]).work(
+        spec, settings, progress
+    )
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(run_worker(main, lambda: True))
