@@ -214,10 +214,3 @@ def kill_at_once(*pids: int) -> None:
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
             os.kill(pid, number)
-
-
-def guards_of(child_guard: int) -> tuple[int, int]:
-    """The outer and the inner guard's pids."""
-    found = processes.scan()
-    [inner] = [pid for pid, stat in found.items() if stat.ppid == child_guard and stat.session == child_guard]
-    return child_guard, inner

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from process_tree import ALL, DAEMON, DEADLINE_S, ROOT, Daemon, Fifo, Watched, guards_of, kill_at_once
+from process_tree import ALL, DAEMON, DEADLINE_S, ROOT, Daemon, Fifo, Watched, kill_at_once
 
 from fsbarrier.supervision import guard, processes, supervisor
 from fsbarrier.supervision.supervisor import Child
@@ -55,9 +55,8 @@ def test_a_killed_daemon_takes_every_kind_of_descendant_along(
 ) -> None:
     daemon = run_daemon(fifo.command(*ALL), fifo.command(*ALL))
     watched.add(*fifo.pids(2 * (len(ALL) + 1)))
-    for pid in daemon.guards:
-        watched.add(*guards_of(pid))
-    assert len(watched.alive()) == 2 * (len(ALL) + 1) + 4
+    watched.add(*daemon.guards)
+    assert len(watched.alive()) == 2 * (len(ALL) + 1) + 2
     daemon.kill()
     watched.wait_gone()
 
@@ -120,28 +119,7 @@ def test_what_the_daemon_forked_does_not_keep_the_tree_alive(
         leak.close()
 
 
-@pytest.mark.parametrize("which", ["outer", "inner"])
-def test_of_two_guards_the_other_stands_in(which: str, fifo: Fifo, watched: Watched, start: Start) -> None:
-    child = start(fifo.command(*ALL))
-    watched.add(*fifo.pids(len(ALL) + 1))
-    outer, inner = guards_of(child.guard_pid)
-    os.kill(outer if which == "outer" else inner, signal.SIGKILL)
-    assert child.wait(DEADLINE_S) == -signal.SIGKILL
-    watched.wait_gone()
-
-
-@pytest.mark.parametrize("which", ["outer", "inner"])
-def test_of_two_guards_either_is_enough_when_the_daemon_dies_too(
-    which: str, run_daemon: RunDaemon, fifo: Fifo, watched: Watched
-) -> None:
-    daemon = run_daemon(fifo.command(*ALL))
-    watched.add(*fifo.pids(len(ALL) + 1))
-    outer, inner = guards_of(daemon.guards[0])
-    kill_at_once(outer if which == "outer" else inner, daemon.process.pid)
-    watched.wait_gone()
-
-
-def test_with_both_guards_killed_the_daemon_ends_what_it_knew(
+def test_with_its_guard_killed_the_daemon_ends_what_it_knew(
     monkeypatch: pytest.MonkeyPatch, fifo: Fifo, watched: Watched, start: Start
 ) -> None:
     child = start(fifo.command(*ALL))
@@ -149,30 +127,35 @@ def test_with_both_guards_killed_the_daemon_ends_what_it_knew(
     with monkeypatch.context() as patch:
         patch.setattr(supervisor, "SNAPSHOT_S", 0.0)
         assert child.poll() is None
-    kill_at_once(*guards_of(child.guard_pid))
+    os.kill(child.guard_pid, signal.SIGKILL)
     assert child.wait(DEADLINE_S) == -signal.SIGKILL
     watched.wait_gone()
 
 
-def test_with_both_guards_killed_the_session_is_found_without_a_snapshot(
+def test_with_its_guard_killed_the_session_is_found_without_a_snapshot(
     fifo: Fifo, watched: Watched, start: Start
 ) -> None:
     child = start(fifo.command("plain", "deaf"))
     watched.add(*fifo.pids(3))
-    kill_at_once(*guards_of(child.guard_pid))
+    os.kill(child.guard_pid, signal.SIGKILL)
     assert child.wait(DEADLINE_S) == -signal.SIGKILL
     watched.wait_gone()
 
 
-@pytest.mark.parametrize("which", [(0,), (1,), (0, 1)], ids=["outer", "inner", "both"])
-def test_a_stopped_guard_still_obeys(
-    which: tuple[int, ...], fifo: Fifo, watched: Watched, start: Start
+def test_with_daemon_and_guard_killed_the_program_ends(
+    run_daemon: RunDaemon, fifo: Fifo, watched: Watched
 ) -> None:
+    """What it started is ended by the next start (test_orphans)."""
+    daemon = run_daemon(fifo.command())
+    watched.add(*fifo.pids(1))
+    kill_at_once(daemon.guards[0], daemon.process.pid)
+    watched.wait_gone()
+
+
+def test_a_stopped_guard_still_obeys(fifo: Fifo, watched: Watched, start: Start) -> None:
     child = start(fifo.command(*ALL))
     watched.add(*fifo.pids(len(ALL) + 1))
-    guards = guards_of(child.guard_pid)
-    for index in which:
-        os.kill(guards[index], signal.SIGSTOP)
+    os.kill(child.guard_pid, signal.SIGSTOP)
     assert child.stop(0.2) == -signal.SIGTERM
     assert watched.alive() == []
 
@@ -187,9 +170,9 @@ def test_when_the_program_ends_what_it_left_is_ended(fifo: Fifo, watched: Watche
 
 def test_a_tree_that_forks_for_ever_is_ended_by_stop(fifo: Fifo, watched: Watched, start: Start) -> None:
     child = start(fifo.command("bomb"))
-    watched.add(*fifo.pids(40), *guards_of(child.guard_pid))
+    watched.add(*fifo.pids(40), child.guard_pid)
     child.stop(0.0)
-    assert watched.alive() == []  # the guards end last, when waitpid told them that nobody is left
+    assert watched.alive() == []  # the guard ends last, when waitpid told it that nobody is left
     assert not living(fifo)
 
 
@@ -197,7 +180,7 @@ def test_a_tree_that_forks_for_ever_is_ended_with_its_daemon(
     run_daemon: RunDaemon, fifo: Fifo, watched: Watched
 ) -> None:
     daemon = run_daemon(fifo.command("bomb"))
-    watched.add(*fifo.pids(40), *guards_of(daemon.guards[0]))
+    watched.add(*fifo.pids(40), daemon.guards[0])
     daemon.kill()
     watched.wait_gone()
     assert not living(fifo)
@@ -267,7 +250,7 @@ def test_children_started_at_once_do_not_hold_each_others_lines(start: Start) ->
             thread.join()
         for child in children[:-1]:
             one = Watched()
-            one.add(child.pid, *guards_of(child.guard_pid))
+            one.add(child.pid, child.guard_pid)
             cut(child)
             one.wait_gone()
             one.close()
@@ -357,7 +340,7 @@ def test_in_a_container_it_works_as_outside(tmp_path: Path, fifo: Fifo) -> None:
             out, _ = process.communicate("\n", timeout=DEADLINE_S)
         finally:
             process.kill()
-    assert "left [] reaped 2" in out  # the daemon and its guard: all else was the guards' to reap
+    assert "left [] reaped 2" in out  # the daemon and its guard: all else was the guard's to reap
 
 
 def test_the_guard_loads_next_to_nothing(tmp_path: Path) -> None:

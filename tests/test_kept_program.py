@@ -113,7 +113,7 @@ def do(place: Workplace) -> Do:
 
 
 def tree(place: Workplace) -> dict[int, int]:
-    """All processes of what is kept, the guards too."""
+    """All processes of what is kept, the guard too."""
     assert place.kept is not None
     guard = place.kept.child.guard_pid
     return {guard: processes.Stat(guard).start, **processes.below(guard)}
@@ -205,10 +205,10 @@ def test_a_job_that_is_called_off_ends_every_process(place: Workplace, do: Do) -
 
 
 def test_what_is_killed_while_it_waits_is_not_kept(place: Workplace, do: Do) -> None:
-    """Any of its processes: the guards, the agent, the workers."""
+    """Any of its processes: the guard, the agent, the workers."""
     do(1)
     count = len(tree(place))
-    assert count == 5
+    assert count == 4
     for victim in range(count):
         do(2)
         old = tree(place)

@@ -1,4 +1,4 @@
-"""What is left when a daemon and both its guards are killed at once is ended by the next start, and nothing else is."""
+"""What is left when a daemon and its guard are killed at once is ended by the next start, and nothing else is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_tree import ALL, Daemon, Fifo, Watched, guards_of, kill_at_once
+from process_tree import ALL, Daemon, Fifo, Watched, kill_at_once
 
 from fsbarrier.supervision import orphans, processes
 
@@ -48,14 +48,14 @@ def bystander(fifo: Fifo, run: Callable[..., Daemon]) -> int:
     return fifo.pids(1)[0]
 
 
-def test_the_next_start_kills_what_guards_left_behind(
+def test_the_next_start_kills_what_a_guard_left_behind(
     tmp_path: Path, folder: Path, run: Callable[..., Daemon], fifo: Fifo, watched: Watched
 ) -> None:
     first = run(fifo.command(*ALL))
     pids = fifo.pids(len(ALL) + 1)
     watched.add(*pids)
     assert first.ask() == ["polled", "None"]  # which takes note of the tree
-    kill_at_once(first.process.pid, *guards_of(first.guards[0]))
+    kill_at_once(first.process.pid, first.guards[0])
     survivors = set(pids) - {first.mains[0]}  # the kernel ends the program itself
     assert set(watched.alive()) >= survivors
     second = run(fifo.command())

@@ -2,25 +2,23 @@
 
     python -I -S fsbarrier/supervision/guard.py LIFELINE_FD DAEMON_PID     (`fsbarrier.supervision.supervisor.Child` starts it)
 
-    daemon --socket--> outer guard --pipe--> inner guard --PR_SET_PDEATHSIG--> main program --> ...
+    daemon --socket--> guard --PR_SET_PDEATHSIG--> main program --> ...
 
 How the process tree is controlled:
 
-* Each guard is a *subreaper* (PR_SET_CHILD_SUBREAPER): when a process below it dies, the orphaned children become the
+* The guard is a *subreaper* (PR_SET_CHILD_SUBREAPER): when a process below it dies, the orphaned children become the
   guard's, not init's. A program that double-forks or calls setsid is therefore still found below its guard.
-* Each guard detects the death of the process above it in two ways: EOF on the socket or pipe, and a readable pidfd. EOF
-  alone is not enough, because a process forked by the daemon may hold a copy of the other end.
-* There are *two* guards because one may itself be killed, by the out-of-memory killer or by a user. If the inner guard
-  dies, the outer one inherits its descendants and kills them. If the outer guard dies, the inner one sees EOF and does
-  the same. The main program asks the kernel to kill it when the inner guard dies (PR_SET_PDEATHSIG). If both guards and
-  the daemon are killed at once, orphans.py kills the rest at the next start.
-* To kill a tree, a guard stops every process it sees, lists the tree again, and kills only when no new process has
+* It detects the death of the daemon in two ways: EOF on the socket, and a readable pidfd. EOF alone is not enough,
+  because a process forked by the daemon may hold a copy of the other end.
+* If somebody kills the guard itself, the kernel kills the main program (PR_SET_PDEATHSIG), and the daemon what it knew
+  below it. If the daemon is killed too, orphans.py does that at the next start.
+* To kill a tree, the guard stops every process it sees, lists the tree again, and kills only when no new process has
   appeared; otherwise a process could keep forking between listing and kill. It repeats this until `waitpid` reports
   that no child is left. As a subreaper it then knows that the tree is gone.
 
-Socket protocol: the daemon sends the program (see `encode_program`), then lines "stop GRACE_S". The guards reply with lines
-"started PID START", "failed ERRNO STAGE", "ended EXITCODE" (negative: a signal). The socket closes when both guards have
-exited. Guards write to no file, so a hung mount cannot block them.
+Socket protocol: the daemon sends the program (see `encode_program`), then lines "stop GRACE_S". The guard replies with lines
+"started PID START", "failed ERRNO STAGE", "ended EXITCODE" (negative: a signal). The socket closes when the guard has
+exited. A guard writes to no file, so a hung mount cannot block them.
 """
 
 from __future__ import annotations
@@ -61,11 +59,10 @@ def prctl(option: int, value: int) -> None:
 
 
 class Guard:
-    """Watches the process above and the one child below. The outer guard's child is the inner guard, to which it relays
-    "stop" through the pipe `relay`; the inner guard's child is the main program (`relay` None)."""
+    """Watches the daemon above and the main program below."""
 
-    def __init__(self, lifeline: int, parent: int, relay: int | None = None) -> None:
-        self.lifeline, self.relay, self.received = lifeline, relay, b""
+    def __init__(self, lifeline: int, parent: int) -> None:
+        self.lifeline, self.received = lifeline, b""
         self.child, self.exit_code = 0, -int(signal.SIGKILL)
         self.stop_requested = self.child_ended = self.leftovers_handled = False
         # The time at which to start killing everything below; None: not scheduled.
@@ -131,7 +128,7 @@ class Guard:
                 return False
 
     def read_commands(self) -> bool:
-        """Execute commands from above; False once the process above has ended."""
+        """Execute the daemon's commands; False once it has ended."""
         try:
             data = os.read(self.lifeline, 4096)
         except OSError:
@@ -144,11 +141,6 @@ class Guard:
     def stop_child(self, grace_s: float) -> None:
         """Ask the main program to end, and schedule the kill of everything after `grace_s`."""
         try:
-            if self.relay is not None:
-                os.write(self.relay, f"stop {grace_s}\n".encode())
-                # Someone may have sent SIGSTOP to the inner guard.
-                os.kill(self.child, signal.SIGCONT)
-                return
             self.stop_requested = True
             self.kill_within(grace_s)
             # Its pid cannot be reused until we reap it.
@@ -161,10 +153,7 @@ class Guard:
             pass
 
     def end_leftovers(self) -> None:
-        """Our child has ended but descendants are left. If the child was the inner guard, it was killed. If it was the main
-        program, give its remaining processes a short grace period."""
-        if self.relay is not None:
-            return self.kill_within(0)
+        """The main program has ended: give its remaining processes a short grace period."""
         for pid, start in below(os.getpid()).items():
             send(pid, start, signal.SIGTERM)
         if not self.stop_requested:
@@ -233,12 +222,8 @@ def start_main(cwd: bytes, argv: list[bytes], env: dict[bytes, bytes]) -> tuple[
     return pid, f"started {pid} {Stat(pid).start}"
 
 
-def guard_program(lifeline: int, above: int) -> int:
-    """Guard the program received over `lifeline` until its process tree is gone; returns the exit code of this process.
-
-    `above`: the process that started this one.
-    """
-    me = os.getpid()
+def guard_program(lifeline: int, daemon: int) -> int:
+    """Guard the program received over `lifeline` until its process tree is gone; returns the exit code of this process."""
 
     def report(line: str) -> None:
         try:
@@ -247,11 +232,6 @@ def guard_program(lifeline: int, above: int) -> int:
             # The daemon has ended.
             pass
 
-    def leave_the_log() -> None:
-        """Standard output and error go to the program's log; from here on only the program writes there."""
-        for fd in (1, 2):
-            os.dup2(0, fd)
-
     os.set_inheritable(lifeline, False)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
@@ -259,21 +239,11 @@ def guard_program(lifeline: int, above: int) -> int:
     except (OSError, EOFError):
         # The daemon died before it had sent the whole message.
         return 1
-    reader, writer = os.pipe()
-    if inner := os.fork():
-        os.close(reader)
-        leave_the_log()
-        code = Guard(lifeline, above, relay=writer).watch(inner)
-        if code < 0:
-            # The inner guard was killed, and the main program with it.
-            report(f"ended {code}")
-        return code & 255
-    os.close(writer)
-    # Forked processes do not inherit this.
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    guard = Guard(reader, me)
+    guard = Guard(lifeline, daemon)
     pid, line = start_main(*program)
-    leave_the_log()
+    for fd in (1, 2):
+        # Standard output and error go to the program's log; from here on only the program writes there.
+        os.dup2(0, fd)
     report(line)
     if pid:
         report(f"ended {guard.watch(pid)}")

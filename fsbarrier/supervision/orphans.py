@@ -1,9 +1,9 @@
-"""Kills processes that the guards could not, because the daemon and both guards were killed at once.
+"""Kills processes that a guard could not, because it was killed together with its daemon.
 
 While a program runs, its daemon records the process tree in a private folder of this machine. The next start of any
 program by the same user kills what is left of recorded trees whose daemon is dead. Processes are identified by pid,
 start time, boot and pid namespace, so no other process is hit. Nothing here raises OSError: if a record cannot be
-written, the guards still work.
+written, the guard still works.
 """
 
 from __future__ import annotations

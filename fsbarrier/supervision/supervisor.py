@@ -4,7 +4,7 @@
     code = child.wait(60.0)      # None while any of its processes lives; -15: killed by SIGTERM
     child.stop(grace_s=5.0)      # returns when its process tree is gone
 
-guard.py describes how the process tree is controlled, and the socket protocol between a `Child` and its guards. A `Child`
+guard.py describes how the process tree is controlled, and the socket protocol between a `Child` and its guard. A `Child`
 that is dropped without `stop()` is killed too, because the guard sees EOF on the socket. Only descendants of this process
 are ever signalled, each identified by (pid, start time).
 """
@@ -41,7 +41,7 @@ GUARD = Path(guard.__file__)
 START_S = 60.0
 # How long SIGKILL may take. It takes milliseconds, unless a process hangs in the kernel (NFS, a driver).
 KILL_S = 30.0
-# How old our list of the descendants may be. It serves only when both guards are killed at once (orphans.py).
+# How old our list of the descendants may be. It serves only when the guard is killed (orphans.py).
 SNAPSHOT_S = 5.0
 
 
@@ -77,11 +77,11 @@ class Child:
         # Where in the log this start's output begins.
         self._log_start = log_start
         self._lock = threading.RLock()
-        # The outer guard, our end of the socket to both guards, and what came of a line that is not complete yet.
+        # The guard, our end of the socket to it, and what came of a line that is not complete yet.
         self._guard: subprocess.Popen[bytes]
         self._socket: socket.socket
         self._received = b""
-        # What a guard reported: the exit code, or errno and stage of a start that failed.
+        # What the guard reported: the exit code, or errno and stage of a start that failed.
         self._reported_code: int | None = None
         self._start_failure: tuple[int, str] | None = None
         # The exit code once nothing of the tree is left.
@@ -157,7 +157,7 @@ class Child:
         """
         with self._lock:
             if self.poll() is None:
-                # An error means that the guards are already exiting.
+                # An error means that the guard is already exiting.
                 with contextlib.suppress(OSError):
                     self._socket.sendall(b"stop %f\n" % max(grace_s, 0.0))
                 # Someone may have sent SIGSTOP to the guard.
@@ -172,7 +172,7 @@ class Child:
         return code
 
     def pids(self) -> frozenset[int]:
-        """The current processes: the main program and its descendants, without the guards."""
+        """The current processes: the main program and its descendants."""
         return frozenset(self.tree())
 
     def tree(self) -> dict[int, int]:
@@ -181,11 +181,7 @@ class Child:
             return {}
         found = processes.scan()
         tree = processes.below(self.guard_pid, found)
-        return {
-            pid: start
-            for pid, start in tree.items()
-            if found[pid].session != self.guard_pid and not found[pid].ended
-        }
+        return {pid: start for pid, start in tree.items() if not found[pid].ended}
 
     def fileno(self) -> int:
         """For `selectors`: readable when `poll()` may have a new result. -1 after the end."""
@@ -216,7 +212,7 @@ class Child:
         self._socket.setblocking(False)
         while not self.pid and self._start_failure is None and self._exit_code is None:
             if time.monotonic() >= deadline:
-                # When the socket and the outer guard are gone, the inner guard kills everything below it.
+                # The kernel ends a program that it may have started.
                 self._socket.close()
                 self._guard.kill()
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -238,7 +234,7 @@ class Child:
         raise StartFailed(message, 127 if missing else 126)
 
     def _read_reports(self) -> None:
-        """Read the guards' new reports."""
+        """Read the guard's new reports."""
         while True:
             try:
                 data = self._socket.recv(4096)
@@ -261,11 +257,11 @@ class Child:
                 return
 
     def _settle(self) -> None:
-        """Called when both guards have ended. The process tree is gone too, unless both guards were killed."""
-        # The outer guard has closed its end of the socket, so it is about to exit.
+        """Called when the guard has ended. The process tree is gone too, unless the guard was killed."""
+        # It has closed its end of the socket, so it is about to exit.
         self._guard.wait()
         if self._reported_code is None:
-            # Both were killed. The kernel has killed the main program with them; kill the rest here. The main program's
+            # It was killed. The kernel has killed the main program with it; kill the rest here. The main program's
             # session may be killed too, as long as its number cannot have been reused.
             fresh = time.monotonic() - self._looked_up_at < 2 * SNAPSHOT_S
             orphans.kill_tree(self._descendants, KILL_S, session=self.pid if fresh else 0)
