@@ -109,13 +109,6 @@ def test_some_packages_are_compared_where_the_run_uses_them(package: str, chosen
     assert found(NODE, other, NODE) == []
 
 
-def test_another_model_is_refused_also_where_nothing_is_trained() -> None:
-    mine, other = (replace(NODE, code={"model": digest * 32, "reward.kind": digest}) for digest in "ab")
-    one = only(mine, other, mine, rl_phase="rollout")
-    assert (one.what, one.refused) == ("the model differs", True)
-    assert one.found == f"node 1 (b): {'b' * 12}; the others: {'a' * 12}"
-
-
 def test_the_worst_comes_first_and_the_rare_is_named() -> None:
     other = replace(with_packages(torch="2.12.1"), python="3.12.0")
     first, second = found(NODE, other, NODE)

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.node.code_digests import MODEL
 from fsbarrier.node.fingerprint import CLOCKS_APART_S, PACKAGES, Fingerprint
 from fsbarrier.planning.cluster_plan import Cluster, ClusterPlan, make_plan
 from fsbarrier.planning.model_shape import ModelShape
@@ -99,9 +98,6 @@ def _differences(
 
     kinds = {rank: "accelerators" if one.accelerators else "a CPU" for rank, one in nodes.items()}
     yield from differ("what computes", kinds, updates)
-    # The protocol itself refuses different code (Join.digest).
-    models = {rank: str(one.code.get(MODEL) or "none")[:12] for rank, one in nodes.items()}
-    yield from differ("the model", models, refused=True)
     for name in packages:
         versions = {rank: str(one.packages.get(name) or "not installed") for rank, one in nodes.items()}
         # The processes of an update communicate through torch, and its minor versions may be incompatible.

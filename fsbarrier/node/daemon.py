@@ -114,7 +114,7 @@ class Daemon:
         self._accelerators = len(devices)
         self.workplace = self._make_workplace(log_dir, work_dir, weights, devices)
         self.jobs = JobRunner(self._context_maker(observer), self.workplace, wake.set)
-        code = code_digests(settings, Path(record.model) if record.model else None)
+        code = code_digests(settings)
         fingerprint = Fingerprint.collect(devices, code, log_dir=log_dir, work_dir=work_dir)
         join = describe_start(
             rank, until, settings.choices, stated, digest=one_digest(code), fingerprint=fingerprint
