@@ -10,7 +10,17 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
-from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Payload, Position, StopRequest
+from fsbarrier.protocol.facts import (
+    Beat,
+    Fact,
+    FailedProgram,
+    Generation,
+    Join,
+    Member,
+    Payload,
+    Position,
+    StopRequest,
+)
 from fsbarrier.protocol.membership import JOINING, Ledger, Limits, Seen
 from fsbarrier.protocol.rows import Row, Slice, Table
 from fsbarrier.protocol.state import Node, ResumePoint, RowPart, Rules, Stage, View, WorkReport
@@ -154,6 +164,13 @@ def done(rank: int, value: Payload | None = None, work_s: float = 0.0, incarnati
 def failed(rank: int, error: str = "no memory", log: tuple[str, ...] = ()) -> dict[int, Fact]:
     """Of a View: this rank's program failed in the row under way."""
     return {rank: Fact(rank, 1, "failed", {"error": error, "log": list(log)}, 1.0)}
+
+
+def failures(attempts: int, rank: int = 1, what: str = "other") -> tuple[FailedProgram, ...]:
+    """What a generation's record says of so many failed attempts, each for another reason."""
+    return tuple(
+        FailedProgram(number, rank, ROLL_OUT, f"{what}{'!' * number}") for number in range(1, attempts + 1)
+    )
 
 
 def worked(

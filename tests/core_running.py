@@ -21,6 +21,7 @@ from core_builders import (
     decided,
     done,
     failed,
+    failures,
     generation,
     heard,
     rules,
@@ -29,10 +30,10 @@ from core_builders import (
     started,
     worked,
 )
-from core_cases import ENDED, Case, is_lost, lost, node_lost, place, proposes
+from core_cases import ENDED, Case, ends, is_lost, lost, node_lost, place, proposes
 
 from fsbarrier.protocol import machine
-from fsbarrier.protocol.facts import SEALED, Fact, Position, Verdict
+from fsbarrier.protocol.facts import SEALED, Fact, FailedProgram, Member, Position, Verdict
 from fsbarrier.protocol.membership import JOINING
 from fsbarrier.protocol.state import (
     Action,
@@ -52,6 +53,19 @@ from fsbarrier.protocol.state import (
 SEAL = Fact(2, 1, SEALED)
 LEFT_BEHIND = Note("left_generation", {"newest": 2, "reason": "start"})
 ALL = frozenset({0, 1, 2})
+# The generation after node 1's program failed: for the first time, and for the second in the same way.
+AGAIN: dict[str, Any] = {
+    "start": (1, ASSIGN),
+    "reason": f"again: node 1 (host1), {place(ROLL_OUT)}: no memory",
+    "failures": (FailedProgram(1, 1, ROLL_OUT, "no memory"),),
+}
+LEFT_OUT: dict[str, Any] = {
+    "start": (1, ASSIGN),
+    "reason": f"node 1 (host1) cannot work and leaves: node 1 (host1), {place(ROLL_OUT)}: no memory; given up after 2 attempts, "
+    "as it failed in the same way before",
+    "failures": (FailedProgram(0, 1, ROLL_OUT, "no memory"),) * 2,
+    "dismissed": (Member(1, 1, "host1"),),
+}
 
 
 def passes(name: str, node: Node, view: View, *asks: Action, becomes: Mapping[str, Any]) -> Case:
@@ -176,10 +190,12 @@ RUNNING_ROWS = [
     ),
     Case(
         "behind a seal the lowest rank goes on at once",
-        at_row(0, ROLL_OUT, RowPart.ANNOUNCED, generation=generation(attempt=1), trouble_since=NOW),
+        at_row(
+            0, ROLL_OUT, RowPart.ANNOUNCED, generation=generation(failures=failures(1)), trouble_since=NOW
+        ),
         sees(leaders_fact=SEAL, arrived=ALL),
         machine.go_on_behind_a_seal,
-        proposes(2, start=(1, ASSIGN), reason="node 2 ended the one before", attempt=1),
+        proposes(2, start=(1, ASSIGN), reason="node 2 ended the one before", failures=failures(1)),
     ),
     Case(
         "the others leave that to it until their turn, and do not forget since when they wait",
@@ -431,28 +447,26 @@ RUNNING_ROWS = [
         proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2)),
     ),
     Case(
-        "once all were heard a beat later, the lowest rank has it tried again",
+        "once all were heard a beat later, and after a pause, the lowest rank has it tried again",
         at_row(
-            0, ROLL_OUT, failed_since=NOW - 2.1, decisions={"assign": decided(1, {}), "merge": decided(0, {})}
+            0, ROLL_OUT, failed_since=NOW - 8.0, decisions={"assign": decided(1, {}), "merge": decided(0, {})}
         ),
         sees(failed=failed(1)),
         machine.try_again_after_a_failure,
-        proposes(
-            2,
-            start=(1, ASSIGN),
-            reason=f"again: node 1 (host1), {place(ROLL_OUT)}: no memory",
-            attempt=1,
-            decisions={"merge": decided(0, {})},
-        ),
+        proposes(2, **AGAIN, decisions={"merge": decided(0, {})}),
+    ),
+    Case(
+        "not at once: what was missing may come back",
+        at_row(0, ROLL_OUT, failed_since=NOW - 7.9),
+        sees(failed=failed(1)),
+        None,
     ),
     Case(
         "also one that thought that somebody was lost a moment ago",
         at_row(0, ROLL_OUT, failed_since=NOW - 9.0, trouble_since=NOW - 1.0),
         sees(failed=failed(1)),
         machine.try_again_after_a_failure,
-        proposes(
-            2, start=(1, ASSIGN), reason=f"again: node 1 (host1), {place(ROLL_OUT)}: no memory", attempt=1
-        ),
+        proposes(2, **AGAIN),
     ),
     Case(
         "not where the failure is a loss after all",
@@ -474,7 +488,7 @@ RUNNING_ROWS = [
     ),
     Case(
         "a beat later, and not as the failure was seen",
-        at_row(0, ROLL_OUT, failed_since=NOW - 2.0),
+        at_row(0, ROLL_OUT, failed_since=NOW - 2.0, generation=generation(failures=failures(2))),
         sees(failed=failed(1)),
         None,
     ),
@@ -486,44 +500,32 @@ RUNNING_ROWS = [
     ),
     Case(
         "this node itself need not be heard",
-        at_row(0, ROLL_OUT, failed_since=NOW - 2.1),
+        at_row(0, ROLL_OUT, failed_since=NOW - 8.0),
         sees(failed=failed(0), ledger=heard(seen(0, ago=50.0))),
         machine.try_again_after_a_failure,
         proposes(
-            2, start=(1, ASSIGN), reason=f"again: node 0 (host0), {place(ROLL_OUT)}: no memory", attempt=1
+            2,
+            start=(1, ASSIGN),
+            reason=f"again: node 0 (host0), {place(ROLL_OUT)}: no memory",
+            failures=(FailedProgram(1, 0, ROLL_OUT, "no memory"),),
         ),
     ),
     Case(
         "a higher rank leaves it to the lowest",
-        at_row(1, ROLL_OUT, failed_since=NOW - 3.9),
+        at_row(1, ROLL_OUT, failed_since=NOW - 11.9),
         sees(failed=failed(1)),
         None,
     ),
     Case(
         "and has it tried again where the lowest has not, once its turn has come",
-        at_row(1, ROLL_OUT, failed_since=NOW - 4.0),
+        at_row(1, ROLL_OUT, failed_since=NOW - 12.0),
         sees(failed=failed(1)),
         machine.try_again_after_a_failure,
-        proposes(
-            2,
-            start=(1, ASSIGN),
-            reason=f"again: node 1 (host1), {place(ROLL_OUT)}: no memory",
-            attempt=1,
-            created_by=1,
-        ),
+        proposes(2, **AGAIN, created_by=1),
     ),
     Case(
-        "the last retry is one more try",
-        at_row(0, ROLL_OUT, failed_since=NOW - 9.0, generation=generation(attempt=1)),
-        sees(failed=failed(1)),
-        machine.try_again_after_a_failure,
-        proposes(
-            2, start=(1, ASSIGN), reason=f"again: node 1 (host1), {place(ROLL_OUT)}: no memory", attempt=2
-        ),
-    ),
-    Case(
-        "after the last retry the run ends, with what the program said last",
-        at_row(0, ROLL_OUT, failed_since=NOW - 9.0, generation=generation(attempt=2)),
+        "after the last retry, the run ends at once, with what the program said last",
+        at_row(0, ROLL_OUT, failed_since=NOW - 2.1, generation=generation(failures=failures(2, rank=0))),
         sees(failed=failed(1, log=("one", "two"))),
         machine.try_again_after_a_failure,
         proposes(
@@ -538,12 +540,49 @@ RUNNING_ROWS = [
     ),
     Case(
         "tries are counted anew in the next iteration",
-        at_row(0, ROLL_OUT, failed_since=NOW - 9.0, iteration=2, generation=generation(attempt=2)),
+        at_row(0, ROLL_OUT, failed_since=NOW - 9.0, iteration=2, generation=generation(failures=failures(2))),
         sees(failed=failed(1)),
         machine.try_again_after_a_failure,
         proposes(
-            2, start=(2, ASSIGN), reason=f"again: node 1 (host1), {place(ROLL_OUT, 2)}: no memory", attempt=1
+            2,
+            start=(2, ASSIGN),
+            reason=f"again: node 1 (host1), {place(ROLL_OUT, 2)}: no memory",
+            failures=AGAIN["failures"],
         ),
+    ),
+    Case(
+        "a node that alone failed in each attempt is left out at once",
+        at_row(0, ROLL_OUT, failed_since=NOW - 2.1, generation=generation(failures=AGAIN["failures"])),
+        sees(failed=failed(1)),
+        machine.try_again_after_a_failure,
+        proposes(2, (0, 2), **LEFT_OUT),
+    ),
+    Case(
+        "and it leaves, with what its program said last",
+        at_row(1, ROLL_OUT, failed_since=NOW - 9.0),
+        sees(generation(2, (0, 2), **LEFT_OUT), failed=failed(1, log=("one", "two"))),
+        machine.leave_when_dismissed,
+        ends(4, "left", f"{LEFT_OUT['reason']}\n  | one\n  | two"),
+        ENDED,
+    ),
+    Case(
+        "for a failing filesystem, with that exit code",
+        at_row(1, ROLL_OUT, failed_since=NOW - 9.0),
+        sees(
+            generation(2, (0, 2), **LEFT_OUT),
+            failed={1: Fact(1, 1, "failed", {"error": "x", "exit_code": 3}, 1.0)},
+        ),
+        machine.leave_when_dismissed,
+        ends(3, "left", LEFT_OUT["reason"]),
+        ENDED,
+    ),
+    Case(
+        "a later start of that rank does not: it may work now",
+        at_row(1, ROLL_OUT, incarnation=2, generation=generation(restarted={1: 2})),
+        sees(generation(2, (0, 2), **LEFT_OUT)),
+        machine.rejoin_when_left_behind,
+        (CancelWork(), Note("left_generation", {"newest": 2, "reason": LEFT_OUT["reason"]}), Announce(3)),
+        Node(1, 3, NOW, "host1", baseline=2, saw_others_at_work=True),
     ),
     # --- a lost node
     Case(
@@ -628,18 +667,18 @@ RUNNING_ROWS = [
     ),
     Case(
         "a rank below it that is lost itself has no turn; the next lowest leads",
-        at_row(1, ROLL_OUT, generation=generation(attempt=2)),
+        at_row(1, ROLL_OUT, generation=generation(failures=failures(2))),
         sees(ledger=heard(seen(0, ago=15.0))),
         machine.shrink_after_a_loss,
         (
             node_lost(lost(0, "no heartbeat for 15.0 s", age=15.0)),
-            *proposes(2, (1, 2), start=(1, ASSIGN), reason=is_lost(0), created_by=1, attempt=2),
+            *proposes(2, (1, 2), start=(1, ASSIGN), reason=is_lost(0), created_by=1, failures=failures(2)),
         ),
         {"trouble_since": NOW},
     ),
     Case(
         "the tries of an earlier iteration do not go along",
-        at_row(0, UPDATE, iteration=2, trouble_since=NOW, generation=generation(attempt=2)),
+        at_row(0, UPDATE, iteration=2, trouble_since=NOW, generation=generation(failures=failures(2))),
         sees(ledger=heard(seen(2, state="left"))),
         machine.shrink_after_a_loss,
         proposes(

@@ -94,20 +94,42 @@ def test_the_leaders_loss_ends_the_run_where_that_is_asked_for(
     ("rank", "row"),
     [(1, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(0, 4), (2, 10), (0, 11)])],
 )
-def test_a_failing_program_is_tried_again_and_then_ends_the_run(tmp_path: Path, rank: int, row: int) -> None:
-    where = (f"custom.fails={rank}", f"custom.row={row}", "--iterations", "1")
-    with Cluster(tmp_path / "thrice", 3, *FAST, *where, "custom.times=9", program=FAILING) as cluster:
+def test_a_node_whose_program_cannot_work_leaves_and_the_others_go_on(
+    tmp_path: Path, rank: int, row: int
+) -> None:
+    where = (f"custom.fails={rank}", f"custom.row={row}", "--iterations", "2")
+    with Cluster(tmp_path / "twice", 3, *FAST, *where, "custom.times=9", program=FAILING) as cluster:
         cluster.start()
-        assert cluster.wait() == {0: 4, 1: 4, 2: 4}, cluster.said(0)
+        assert cluster.wait() == {0: 0, 1: 0, 2: 0} | {rank: 4}, cluster.said(0)
         failed = [e for e in cluster.events() if e["event"] == "work_failed"]
-        assert [(e["node_rank"], e["phase"]) for e in failed] == [(rank, row)] * 3
+        assert [(e["node_rank"], e["phase"]) for e in failed] == [(rank, row)] * 2
         for node in range(3):
             said = cluster.said(node)
-            assert (
-                f"node {rank} (" in said and "ended with exit code 3" in said and "after 3 attempts" in said
-            )
-            assert f"| row {row} comes to its bad end" in said
+            assert "cannot work and leaves" in said and "ended with exit code 3" in said
+        assert f"| row {row} comes to its bad end" in cluster.said(rank)
+        assert_exactly_once(cluster.log_path, 2)
         assert leftovers(cluster.log_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("fails", "flags", "attempts"),
+    [("all", (), 2), ("1", ("--on-node-failure", "abort"), 2), ("1", ("--min-nodes", "2"), 2)],
+)
+def test_a_program_that_cannot_work_ends_the_run_where_nobody_is_left(
+    tmp_path: Path, fails: str, flags: tuple[str, ...], attempts: int
+) -> None:
+    where = (f"custom.fails={fails}", "custom.row=2", "--iterations", "1", *flags)
+    with Cluster(tmp_path, 2, *FAST, *where, "custom.times=9", program=FAILING) as cluster:
+        cluster.start()
+        codes = cluster.wait()
+        assert codes == {0: 4, 1: 4}, cluster.said(0)
+        failed = [e["node_rank"] for e in cluster.events() if e["event"] == "work_failed"]
+        assert max(map(failed.count, failed)) == attempts, (
+            "what fails twice in the same way is not tried again"
+        )
+        for node in range(2):
+            assert "ended with exit code 3" in cluster.said(node)
+            assert "| row 2 comes to its bad end" in cluster.said(node)
 
 
 @pytest.mark.parametrize(

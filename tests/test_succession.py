@@ -20,7 +20,7 @@ from core_builders import (
     UPDATE,
     at_row,
     decided,
-    failed,
+    failures,
     generation,
     heard,
     left_off,
@@ -32,15 +32,13 @@ from core_builders import (
     waiting,
 )
 
-from fsbarrier.protocol.facts import Fact, Generation, Payload, Position, Revision, Verdict
+from fsbarrier.protocol.facts import Generation, Payload, Position, Revision, Verdict
 from fsbarrier.protocol.revisions import in_force
 from fsbarrier.protocol.rows import Row, Slice, Table
 from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.state import Node, ResumePoint, View
 from fsbarrier.protocol.succession import (
     all_done,
-    another_try,
-    failed_tries,
     first_of_session,
     kept_decisions,
     next_number,
@@ -102,9 +100,9 @@ def test_it_does_not_go_back_before_the_slice_that_is_run() -> None:
 
 def test_members_stand_in_order_and_the_lowest_leads() -> None:
     """Whoever proposes; what the run was asked for goes along."""
-    known = generation(3, until=9, choices={"rl_phase": "rollout"}, attempt=2)
+    known = generation(3, until=9, choices={"rl_phase": "rollout"}, failures=failures(2))
     node = at_row(1, MERGE, iteration=2, generation=known, decisions={"merge": decided(1, {"n": 1})})
-    made = successor(situation(node, sees(known)), (member(2, 5), member(1)), "why", attempt=1)
+    made = successor(situation(node, sees(known)), (member(2, 5), member(1)), "why", failures=failures(1))
     assert made == Generation(
         number=4,
         members=(member(1), member(2, 5)),
@@ -114,7 +112,7 @@ def test_members_stand_in_order_and_the_lowest_leads() -> None:
         decisions={"merge": decided(1, {"n": 1})},
         until=9,
         choices={"rl_phase": "rollout"},
-        attempt=1,
+        failures=failures(1),
         created_by=1,
         era=4,
     )
@@ -171,55 +169,6 @@ def test_a_verdict_carries_the_changes_on() -> None:
     at = situation(at_row(1, MERGE, generation=known), sees(known))
     for verdict in (None, Verdict(0, "asked to stop")):
         assert successor(at, known.members, "why", verdict=verdict).revisions == (CHANGE,)
-
-
-# --- after a failure ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("retries", "tried", "attempt", "verdict"),
-    [
-        (2, 0, 1, ""),
-        (2, 1, 2, ""),
-        (2, 2, 0, "given up after 3 attempts"),
-        (1, 0, 1, ""),
-        (0, 0, 0, "given up after 1 attempt\n"),
-        (1, 1, 0, "given up after 2 attempts\n"),
-    ],
-)
-def test_a_program_is_tried_again_as_often_as_allowed(
-    retries: int, tried: int, attempt: int, verdict: str
-) -> None:
-    node = at_row(0, ROLL_OUT, generation=generation(attempt=tried))
-    made = another_try(situation(node, sees(failed=failed(2, log=("last words",))), retries=retries))
-    assert (made.attempt, made.members) == (attempt, FIRST.members)
-    if verdict:
-        assert made.verdict is not None and made.verdict.exit_code == 4 and made.reason == "program failed"
-        assert verdict in made.verdict.reason and made.verdict.reason.endswith("\n  | last words")
-    else:
-        assert made.verdict is None and made.reason.startswith(
-            "again: node 2 (host2), iteration 1, phase 2 roll_out:"
-        )
-
-
-def test_a_run_that_is_refused_is_not_tried_again() -> None:
-    refused = {1: Fact(1, 1, "failed", {"error": "too few", "log": ["a table"], "refused": True})}
-    made = another_try(situation(at_row(0, ROLL_OUT), sees(failed=refused), retries=2))
-    assert made.verdict is not None and (made.verdict.exit_code, made.reason) == (2, "refused")
-    assert made.verdict.reason == "node 1 (host1), iteration 1, phase 2 roll_out: too few\n  | a table"
-
-
-def test_of_several_failures_the_lowest_rank_is_named() -> None:
-    """By all nodes alike, and with what is known of it: a fact may hold no error."""
-    both = {2: Fact(2, 1, "failed", {"error": "second"}), 1: Fact(1, 1, "failed")}
-    made = another_try(situation(at_row(0, ROLL_OUT), sees(failed=both)))
-    assert made.reason == "again: node 1 (host1), iteration 1, phase 2 roll_out: failed"
-
-
-def test_tries_count_for_the_iteration_in_which_a_generation_started() -> None:
-    known = generation(start=(3, ASSIGN), attempt=2)
-    assert failed_tries(known, Position(3, CLOSE)) == 2
-    assert failed_tries(known, Position(4, OPEN)) == 0
 
 
 # --- the first of a session ----------------------------------------------------------------------------------------------------

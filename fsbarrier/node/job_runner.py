@@ -12,16 +12,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from fsbarrier.errors import FsbarrierError, NodesRefused, StoreError
+from fsbarrier.errors import FsbarrierError, NodesRefused, ProgramFailed, StoreError
 from fsbarrier.node.admission import objections
 from fsbarrier.node.job import Cancelled, NodeUnfit, RowJob, Workplace
 from fsbarrier.node.work_kinds import carry_out
 from fsbarrier.program import Context, build_work
-from fsbarrier.protocol.facts import Payload
+from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.state import Node, RowPart, WorkReport
 from fsbarrier.protocol.succession import STARTS
 from fsbarrier.rundir import journal
 from fsbarrier.rundir.log_tail import SHOWN_LINES
+from fsbarrier.supervision.last_words import only_noticed
 from fsbarrier.supervision.worker_contract import MAX_NESTING, MAX_RESULT_BYTES, nesting
 
 # How long `cancel` waits: longer than supervisor.KILL_S, the limit for ending a program that hangs in the kernel.
@@ -106,8 +107,8 @@ class JobRunner:
             return
         except NodesRefused as error:
             value, ok = {**failure(str(error)), "refused": True}, False
-        except FsbarrierError as error:
-            value, ok = failure(str(error)), False
+        except (FsbarrierError, OSError) as error:
+            value, ok = failure(str(error), code=_code_of(error)), False
         except (Exception, SystemExit) as error:
             # A bug in a user's program file, or in ours, is a failure like any other: the others learn of it and may retry.
             value, ok = failure(f"{type(error).__name__}: {error}"), False
@@ -175,8 +176,18 @@ def _check_result(value: Payload) -> None:
         )
 
 
-def failure(message: str) -> Payload:
-    """The value of a "failed" fact: the first line as the error, the log's path and last lines, each cut to `SHOWN_CHARACTERS`."""
+def _code_of(error: Exception) -> int:
+    """The exit code of a node that cannot work because of this error."""
+    return StoreError.exit_code if isinstance(error, OSError | StoreError) else ProgramFailed.exit_code
+
+
+def failure(message: str, code: int = ProgramFailed.exit_code) -> Payload:
+    """The value of a "failed" fact: the first line as the error, the log's path and last lines, each cut to `SHOWN_CHARACTERS`.
+
+    `code`: the exit code of a node that ends because of it.
+    """
     first, *rest = (line[:SHOWN_CHARACTERS] for line in message.splitlines() or ["failed"])
-    # The first of them is the log's path.
-    return {"error": first, "log": [*rest[:1], *rest[1:][-SHOWN_LINES:]]}
+    value: JsonObject = {"error": first, "log": [*rest[:1], *rest[1:][-SHOWN_LINES:]]}
+    if only_noticed(first):
+        value["noticed"] = True
+    return value if code == ProgramFailed.exit_code else {**value, "exit_code": code}

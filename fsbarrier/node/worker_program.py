@@ -21,7 +21,7 @@ from fsbarrier.supervision.kept_program import KeptProgram
 from fsbarrier.supervision.secret_variables import without_secrets, without_trackers_keys
 from fsbarrier.supervision.stacks import write_stacks
 from fsbarrier.supervision.supervisor import Child, own_program, with_this_package
-from fsbarrier.supervision.worker_contract import WorkerFiles, read_result
+from fsbarrier.supervision.worker_contract import NOT_PERMITTED, WorkerFiles, read_result
 
 if TYPE_CHECKING:
     from fsbarrier.engine.replicas import Keeper
@@ -113,7 +113,10 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
     if code != 0:
         _distrust_engines(own.result, context, workplace)
         said, log = _why_it_failed(program, argv, code), _end_of_log(program)
-        if code == StoreError.exit_code and work.keep is None and program_name(argv).startswith("fsbarrier."):
+        ours = program_name(argv).startswith("fsbarrier.")
+        if code == NOT_PERMITTED and ours:
+            raise StoreError(f"{said}{log}")
+        if code == StoreError.exit_code and work.keep is None and ours:
             # Perhaps not even its log could be written.
             raise DirectoryFailed(f"{said}; {workplace.log_path} fails or is full{log}")
         raise ProgramFailed(f"{said}{log}")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from fsbarrier.protocol.facts import (
     Beat,
     Fact,
+    FailedProgram,
     Generation,
     Join,
     JsonObject,
@@ -158,6 +159,10 @@ def _revisions(value: list[object]) -> tuple[Revision, ...]:
     return tuple(_build(Revision, item) for item in value)
 
 
+def _failures(value: list[object]) -> tuple[FailedProgram, ...]:
+    return tuple(_build(FailedProgram, item) for item in value)
+
+
 def _texts(value: list[object]) -> tuple[object, ...]:
     if not all(type(item) is str for item in value):
         raise _NotARecord("texts expected")
@@ -170,6 +175,8 @@ _NESTED: dict[tuple[type, str], tuple[tuple[type, ...], Convert]] = {
     (StopRequest, "alive"): ((list,), _members),
     (StopRequest, "ended"): ((list,), _members),
     (Generation, "revisions"): ((list,), _revisions),
+    (Generation, "failures"): ((list,), _failures),
+    (Generation, "dismissed"): ((list,), _members),
     (Verdict, "waiting"): ((list,), _members),
     (Generation, "start"): ((dict,), lambda v: _build(Position, v)),
     (Generation, "verdict"): ((dict, _NONE), lambda v: None if v is None else _build(Verdict, v)),
@@ -197,7 +204,7 @@ def _shape(cls: type[Any]) -> _Shape:
 
 
 _SHAPES: dict[type, _Shape] = {
-    cls: _shape(cls) for cls in (*_KINDS.values(), Member, Position, Verdict, Revision)
+    cls: _shape(cls) for cls in (*_KINDS.values(), Member, Position, Verdict, Revision, FailedProgram)
 }
 
 

@@ -96,6 +96,21 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class FailedProgram:
+    """A program failed on node `rank`: in which attempt at the iteration, in which row, and with which message (`what`).
+
+    Attempt 0: before a node left because of such failures, so it does not count for those that are left.
+    """
+
+    attempt: int
+    rank: int
+    phase: int
+    what: str
+    #: its partner on another node was gone, so the reason is there
+    noticed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Revision:
     """A change of the run's settings by a start of node 0: dotted name -> value.
 
@@ -127,8 +142,10 @@ class Generation:
     #: the last iteration
     until: int | None = None
     choices: Payload = field(default_factory=dict)
-    #: how often `start.iteration` has failed
-    attempt: int = 0
+    #: the failures of `start.iteration` so far
+    failures: tuple[FailedProgram, ...] = ()
+    #: left out by this generation, because their programs failed in each attempt: they end (protocol/attempts.py)
+    dismissed: tuple[Member, ...] = ()
     created_by: int = -1
     #: ends the run
     verdict: Verdict | None = None
@@ -142,6 +159,11 @@ class Generation:
     def ranks(self) -> tuple[int, ...]:
         """The ranks of the members, in their order."""
         return tuple([member.rank for member in self.members])
+
+    @property
+    def attempt(self) -> int:
+        """How often `start.iteration` has failed."""
+        return max((failure.attempt for failure in self.failures), default=0)
 
     def incarnation_of(self, rank: int) -> int | None:
         """The incarnation of member `rank`; None if it is no member."""

@@ -59,7 +59,11 @@ def found_by_others(at: Situation, newest: Generation) -> list[Loss]:
     node, view = at.node, at.view
     if node.generation is None or node.trouble_since is not None:
         return []
-    gone = [m for m in node.generation.members if newest.incarnation_of(m.rank) != m.incarnation]
+    gone = [
+        m
+        for m in node.generation.members
+        if newest.incarnation_of(m.rank) != m.incarnation and m not in newest.dismissed
+    ]
     since = node.watches_since(view.ledger)
     known = losses(gone, node.rank, view.joins, view.ledger, since, at.now, at.rules.limits)
     noticed = {loss.member: loss for loss in known}

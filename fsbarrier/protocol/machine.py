@@ -25,7 +25,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from fsbarrier.errors import EXIT_DONE, Fenced, StoreError, TooFewNodes, UsageError
+from fsbarrier.errors import EXIT_DONE, Fenced, ProgramFailed, StoreError, TooFewNodes, UsageError
+from fsbarrier.protocol.attempts import after_a_failure, failures_so_far, pause_s
 from fsbarrier.protocol.facts import Fact, Generation, Member, Payload, Position, Verdict
 from fsbarrier.protocol.lost import found_by_others, last_news, lost_as_fields, lost_as_text
 from fsbarrier.protocol.membership import FINISHED, GONE, occupied
@@ -54,8 +55,6 @@ from fsbarrier.protocol.stops import ends
 from fsbarrier.protocol.succession import (
     RENEWED,
     all_done,
-    another_try,
-    failed_tries,
     first_of_session,
     lowest_start,
     start_of_session,
@@ -388,6 +387,17 @@ def _end_with_nothing_to_do(at: Situation, until: int | None) -> Step:
 # --- RUNNING: the generation changes ---------------------------------------------------------------------------------------
 
 
+def leave_when_dismissed(at: Situation) -> Step | None:
+    """The others go on without this node, because its program failed in each attempt, and theirs did not: it ends, and says why."""
+    newest, node = at.newer_generation, at.node
+    if newest is None or Member(node.rank, node.incarnation, node.host) not in newest.dismissed:
+        return None
+    fact = at.view.failed.get(node.rank)
+    value = fact.value if fact is not None else {}
+    log = "".join(f"\n  | {line}" for line in value.get("log", ()))
+    return _end(at, value.get("exit_code", ProgramFailed.exit_code), "left", f"{newest.reason}{log}")
+
+
 def rejoin_when_left_behind(at: Situation) -> Step | None:
     """The others went on without this node: it ends its work and joins again as its next incarnation."""
     newest, node = at.newer_generation, at.node
@@ -431,8 +441,8 @@ def go_on_behind_a_seal(at: Situation) -> Step | None:
         return None
     if at.node.trouble_since is None:
         return replace(at.node, trouble_since=at.now), NOTHING
-    why, attempt = f"node {seal.rank} ended the one before", failed_tries(at.generation, at.position)
-    proposal = successor(at, at.generation.members, why, attempt=attempt)
+    why, failures = f"node {seal.rank} ended the one before", failures_so_far(at.generation, at.position)
+    proposal = successor(at, at.generation.members, why, failures=failures)
     return _propose_in_turn(at, proposal, at.node.trouble_since)
 
 
@@ -492,7 +502,7 @@ def end_work_after_a_failure(at: Situation) -> Step | None:
 
 
 def try_again_after_a_failure(at: Situation) -> Step | None:
-    """Retry in a new generation, or give up after `retries` failures.
+    """Retry in a new generation after a pause, or go on without the nodes whose programs cannot work, or give up (attempts.py).
 
     First wait for a later heartbeat of each other member. Example: node 2 dies, and torchrun therefore fails on nodes 0 and 1. That
     is a lost node, and must not count as a failed program.
@@ -502,7 +512,10 @@ def try_again_after_a_failure(at: Situation) -> Step | None:
     later = at.node.failed_since + at.rules.limits.stagger_s / 2
     if not all(at.view.ledger.heard(m, later) for m in at.generation.members if m.rank != at.node.rank):
         return None
-    return _propose_in_turn(at, another_try(at), at.node.failed_since)
+    proposal = after_a_failure(at)
+    retries = proposal.verdict is None and not proposal.dismissed
+    pause = pause_s(at, proposal.attempt) if retries else 0.0
+    return _propose_in_turn(at, proposal, at.node.failed_since + pause)
 
 
 def forget_a_false_alarm(at: Situation) -> Step | None:
@@ -557,8 +570,8 @@ def shrink_after_a_loss(at: Situation) -> Step | None:
 
 def _answer_the_loss(at: Situation, members: Sequence[Member], verdict: Verdict | None = None) -> Step | None:
     """Propose that the run goes on with `members`, or ends with `verdict`. The journal gets one line about the loss."""
-    reason, attempt = lost_as_text(at, at.gone), failed_tries(at.generation, at.position)
-    proposal = successor(at, members, reason, verdict=verdict, attempt=attempt)
+    reason, failures = lost_as_text(at, at.gone), failures_so_far(at.generation, at.position)
+    proposal = successor(at, members, reason, verdict=verdict, failures=failures)
     if at.node.trouble_since is not None:
         return _propose_in_turn(at, proposal, at.node.trouble_since)
     lost = Note("node_lost", {"lost": lost_as_fields(at, at.gone)})
@@ -694,6 +707,7 @@ RULES: dict[Stage, tuple[Rule, ...]] = {
     ),
     Stage.RUNNING: (
         *DECIDED_BY_OTHERS,
+        leave_when_dismissed,
         rejoin_when_left_behind,
         stop_when_asked,
         go_on_behind_a_seal,

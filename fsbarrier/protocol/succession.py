@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position, Revision, Verdict
+from fsbarrier.protocol.facts import (
+    FailedProgram,
+    Generation,
+    Join,
+    Member,
+    Payload,
+    Position,
+    Revision,
+    Verdict,
+)
 from fsbarrier.protocol.revisions import in_force, revised
 from fsbarrier.protocol.rows import Table
 from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.state import ResumePoint, Rules, View
-from fsbarrier.protocol.wording import counted
 
 #: the reason of a session's first generation: in the first session, and in every later one
 STARTS = ("start", "start again")
@@ -35,7 +42,8 @@ def successor(
     reason: str,
     *,
     verdict: Verdict | None = None,
-    attempt: int = 0,
+    failures: Sequence[FailedProgram] = (),
+    dismissed: tuple[Member, ...] = (),
     era: int = 0,
 ) -> Generation:
     """The generation after this node's. The same iteration resumes at the row that the current row's `resume` names.
@@ -57,7 +65,8 @@ def successor(
         decisions=kept_decisions(at.node.decisions, start, table),
         until=generation.until,
         choices=generation.choices,
-        attempt=attempt,
+        failures=tuple(failures),
+        dismissed=dismissed,
         created_by=at.node.rank,
         verdict=verdict and replace(verdict, waiting=tuple(_newer_starts(at))),
         revisions=revisions,
@@ -76,27 +85,6 @@ def _newer_starts(at: Situation) -> Iterator[Member]:
     for rank, join in sorted(at.view.joins.items()):
         if join.incarnation > (at.generation.incarnation_of(rank) or 0):
             yield Member(rank, join.incarnation, join.host)
-
-
-def another_try(at: Situation) -> Generation:
-    """The same members again after a program failed; a verdict after too many failures, or at once if the program refused the run."""
-    rank, fact = min(at.view.failed.items())
-    attempt, members = failed_tries(at.generation, at.position) + 1, at.generation.members
-    host = next((m.host for m in members if m.rank == rank), "")
-    where = f"node {rank} ({host}), iteration {at.position.iteration}, phase {at.row.index} {at.row.name}"
-    cause = f"{where}: {fact.value.get('error', 'failed')}"
-    log = "".join(f"\n  | {line}" for line in fact.value.get("log", ()))
-    if fact.value.get("refused"):
-        return successor(at, members, "refused", verdict=Verdict(UsageError.exit_code, f"{cause}{log}"))
-    if attempt <= at.rules.retries:
-        return successor(at, members, f"again: {cause}", attempt=attempt)
-    tries = counted(attempt, "attempt")
-    return successor(
-        at,
-        members,
-        "program failed",
-        verdict=Verdict(ProgramFailed.exit_code, f"{cause}; given up after {tries}{log}"),
-    )
 
 
 def first_of_session(at: Situation, found: ResumePoint) -> Generation:
@@ -210,8 +198,3 @@ def kept_decisions(
         if entry is not None:
             kept[row.name] = entry
     return kept
-
-
-def failed_tries(generation: Generation, position: Position) -> int:
-    """How often the iteration at `position` has failed. A generation's `attempt` counts for the iteration in which it started."""
-    return generation.attempt if position.iteration == generation.start.iteration else 0

@@ -600,7 +600,10 @@ class CoordinationSettings(Section):
         1800.0, "A program counts as stalled after this many seconds without progress."
     )
     retries: CountOrZero = setting(
-        2, "Retries of a failed phase before the run ends with exit code 4.", AT_ONCE
+        2,
+        "Retries of a failed phase before the nodes where it failed leave, or the run ends with exit code 4. What fails twice in the same "
+        "way is not tried a third time.",
+        AT_ONCE,
     )
     poll_max_s: Seconds = setting(
         0.05,

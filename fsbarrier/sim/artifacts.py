@@ -86,8 +86,8 @@ class WorkPiece:
     node: Node
     part: RowPart
     began: float
-    # the fraction of the program's time after which it fails; None: it succeeds
-    fails: float | None
+    # the fraction of the program's time after which it fails, and its message; None: it succeeds
+    fails: tuple[float, str] | None
     alive: bool = True
     inside: bool = True
     broken: str = ""
@@ -114,6 +114,8 @@ class WorkPiece:
             process.world.finish(process)
         except FsbarrierError as error:
             value: dict[str, object] = {"error": str(error), "log": ["the program's last line"]}
+            if self.broken:
+                value["noticed"] = True
             if isinstance(error, NodesRefused):
                 value["refused"] = True
             process.work.ended(self, False, value)

@@ -38,6 +38,8 @@ KINDS = {
     "winners": "an exclusive create that two clients win: the class that must be refused (only on demand)",
 }
 USUAL = frozenset(KINDS) - {"winners"}
+# what programs say when they fail
+FAILURES = ("the program ended with exit code 1", "out of memory", "cannot read the batch")
 # the limit of operations in one look; more are a livelock
 LIVELOCK = 5000
 PAUSES_S = (0.3, 2.0, 4.0, 5.0, 8.0, 13.0, 16.0, 18.0, 22.0, 30.0, 45.0)

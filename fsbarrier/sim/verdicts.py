@@ -20,6 +20,7 @@ def i15_only_for_a_reason(world: World) -> Iterator[str]:
     for number, (made, record) in history.generations.items():
         if number in history.recovered:
             continue
+        yield from _dismissed_wrongly(history, rules, record, made.time)
         if record.verdict is None:
             elastic = rules.on_node_failure == "shrink" or rules.limits.last_call_s is not None
             # Node 0 may have asked for another size.
@@ -61,11 +62,34 @@ def _refused(history: History, rules: Rules, record: Generation, time: float) ->
 
 
 def _failed_too_often(history: History, rules: Rules, record: Generation, time: float) -> bool:
-    """Whether this iteration failed once more than the settings allow, the last time in the generation before."""
-    tries = {
-        number for number, iteration, _ in _failures(history, time) if iteration == record.start.iteration
-    }
-    return len(tries) > rules.retries and record.number - 1 in tries
+    """Whether this iteration failed once more than the settings allow, or twice in the same way, the last time in the generation before."""
+    failed: dict[int, set[str]] = {}
+    for number, iteration, fact in _failures(history, time):
+        if iteration == record.start.iteration:
+            failed.setdefault(number, set()).add("" if fact.value.get("noticed") else fact.value["error"])
+    last = failed.pop(record.number - 1, None)
+    return last is not None and (
+        len(failed) >= rules.retries or bool(last & set().union(*failed.values()) - {""})
+    )
+
+
+def _dismissed_wrongly(history: History, rules: Rules, record: Generation, time: float) -> Iterator[str]:
+    """A node leaves because of its programs only if it failed as often as the run would have to, and in its own way."""
+    if record.dismissed and not _failed_too_often(history, rules, record, time):
+        yield f"generation {record.number} gives up nodes too early"
+    if record.dismissed and rules.on_node_failure != "shrink":
+        yield f"generation {record.number} goes on without nodes, which nobody asked for"
+    for member in record.dismissed:
+        own: set[tuple[int, str]] = set()
+        others: set[tuple[int, str]] = set()
+        for number, iteration, fact in _failures(history, time):
+            if iteration == record.start.iteration and not fact.value.get("noticed"):
+                (own if fact.rank == member.rank else others).add((number, fact.value["error"]))
+        if record.number - 1 not in {number for number, _ in own}:
+            yield f"node {member.rank} leaves in generation {record.number}, and did not fail before it"
+        shared = {why for _, why in own} & {why for _, why in others}
+        if shared and not any(other.rank != member.rank for other in record.dismissed):
+            yield f"node {member.rank} leaves in generation {record.number} because of {shared}, as others failed"
 
 
 def _too_few(history: History, rules: Rules, record: Generation, time: float) -> bool:

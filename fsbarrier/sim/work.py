@@ -202,9 +202,9 @@ class SimWork:
         """The duration of a program, in `parts` pieces. A failing program raises ProgramFailed on the way."""
         length = self.world.length()
         for number in range(parts):
-            if piece.fails is not None and (number + 1) / parts >= piece.fails:
-                yield length / parts * piece.fails
-                raise ProgramFailed("the program ended with exit code 1")
+            if piece.fails is not None and (number + 1) / parts >= piece.fails[0]:
+                yield length / parts * piece.fails[0]
+                raise ProgramFailed(piece.fails[1])
             yield length / parts
 
     def _rollout(self, work: Command, context: Context, piece: WorkPiece) -> Waiting:

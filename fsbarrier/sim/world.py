@@ -18,7 +18,7 @@ from fsbarrier.sim import faults, strikes
 from fsbarrier.sim.artifacts import Artifacts
 from fsbarrier.sim.damage import VERSIONS, written
 from fsbarrier.sim.disk import Disk, File, SimPath
-from fsbarrier.sim.faults import StrikeOnEntry, Trouble
+from fsbarrier.sim.faults import FAILURES, StrikeOnEntry, Trouble
 from fsbarrier.sim.history import Asked, History, ProcessEnd, Removed, Said, Write, row_of
 from fsbarrier.sim.process import BLIND, JOINING, POLL_S, Process, usual_paces
 from fsbarrier.sim.sessions import OTHERS, Session, another
@@ -120,6 +120,11 @@ class World:
         # For example nodes in containers of one host, which share the first one's mount.
         self.one_mount = "shared" in mix and Random(f"shared {seed}").random() < 0.15
         self.failure_rate = rng.choice((0.0, 0.0, 0.0, 0.01, 0.08)) if "program" in mix else 0.0
+        # A node where no program works, before all faults stop.
+        broken = Random(f"broken {seed}")
+        self.broken_node = (
+            broken.randrange(setup.nodes) if "program" in mix and broken.random() < 0.1 else None
+        )
         self.lengths = setup.lengths or rng.choice(
             ((0.02, 0.05, 0.2), (0.02, 0.05, 0.2), (0.1, 0.2, 1.0), (0.02, 0.05, 0.1, 0.1, 0.1, 9.0))
         )
@@ -157,19 +162,19 @@ class World:
         """The duration of a program."""
         return self.rng.choice(self.lengths) * (0.5 + self.rng.random())
 
-    def failure_of(self, node: Node, part: RowPart) -> float | None:
-        """The fraction of its time after which a program fails; None if it succeeds."""
+    def failure_of(self, node: Node, part: RowPart) -> tuple[float, str] | None:
+        """The fraction of its time after which a program fails, and its message; None if it succeeds."""
         assert node.position is not None
-        if self.failures:
-            key = (node.rank, self.rules.row_name(node.position))
-            if self.failures.get(key, 0) > 0:
-                self.failures[key] -= 1
-                self.history.faults.add("program")
-                return 0.5
+        key = (node.rank, self.rules.row_name(node.position))
+        told = self.failures.get(key, 0) > 0
+        self.failures[key] = self.failures.get(key, 0) - told
+        found = (0.5, FAILURES[0]) if told else None
         if self.failure_rate and not self.healed and self.rng.random() < self.failure_rate:
-            self.history.faults.add("program")
-            return self.rng.random()
-        return None
+            found = found or (self.rng.random(), self.rng.choice(FAILURES))
+        if node.rank == self.broken_node and not self.healed:
+            found = found or (0.1, "a library is missing")
+        self.history.faults |= {"program"} if found else set()
+        return found
 
     # --- the schedule ---
 

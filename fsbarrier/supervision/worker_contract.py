@@ -9,7 +9,8 @@
                    that it is done. "start_s" is the time from the launch to the start of the work.
 
 A program that fails prints a one-line message and exits with 1, or with 2 if a setting or an input file is wrong, or with 3 if a
-filesystem failed. In the last case the daemon starts it again, so it must be able to continue, or to begin anew.
+filesystem failed, in which case the daemon starts it again, so it must be able to continue, or to begin anew; or with NOT_PERMITTED if
+this node may not use a file, which another node perhaps may.
 
 The upper half of this module is the daemon's side. It validates size and structure of everything it reads, because the
 program may be the user's own. The lower half is for our own programs.
@@ -38,6 +39,8 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision import signals
 from fsbarrier.supervision.kept_program import JOBS, Jobs
 
+# The exit code of a program that may not open a file; sysexits.h calls it EX_NOPERM.
+NOT_PERMITTED = 77
 # Every heartbeat contains the progress.
 MAX_PROGRESS_BYTES = 64 * 1024
 # Every node reads a result as part of a decision, also that of a function. A record may be four times as large.
@@ -217,7 +220,8 @@ def _do(main: Main[Spec], spec_file: Path) -> int:
         if error.errno is None:
             raise
         _say(f"{error.filename or 'a file'}: {error.strerror}")
-        return StoreError.exit_code if is_of_the_mount(error) else 1
+        refused = isinstance(error, PermissionError) and error.filename is not None
+        return StoreError.exit_code if is_of_the_mount(error) else NOT_PERMITTED if refused else 1
     if result is not None:
         timed = {**result, "start_s": round(started_s, 3)}
         files.write_atomic(Path(spec["result"]), json.dumps(timed).encode())

@@ -21,7 +21,7 @@ def explained(error: RuntimeError) -> Exception:
     first = (str(error).splitlines() or [""])[0]
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in first:
         hint = (
-            "a retry halves the micro-batch; otherwise lower trainer.max_tokens_per_micro_batch, or "
+            "a retry quarters the micro-batch; otherwise lower trainer.max_tokens_per_micro_batch, or "
             "engine.gpu_memory_utilization if the engine keeps its memory"
         )
         return ProgramFailed(f"out of memory: {first}; {hint}")

@@ -285,17 +285,17 @@ def resident_bytes() -> int:
 
 
 def smaller(settings: Settings, attempt: int) -> Settings:
-    """Halve the micro-batch size with each retry, in case the failure was an out-of-memory error.
+    """Quarter the micro-batch size with each retry, in case the failure was an out-of-memory error.
 
     The results only differ in the order of additions, so after any other failure this only costs some speed.
     """
     own = settings.trainer
-    halved = {
-        name: max(1, value >> attempt)
+    less = {
+        name: max(1, value >> (2 * attempt))
         for name in ("max_tokens_per_micro_batch", "micro_batch", "max_logits_mb")
         if (value := getattr(own, name)) is not None
     }
-    return replace(settings, trainer=replace(own, **halved)) if attempt else settings
+    return replace(settings, trainer=replace(own, **less)) if attempt else settings
 
 
 def estimated_memory_gb(model_folder: Path, settings: Settings, trainer: Trainer) -> float | None:

@@ -1,4 +1,4 @@
-"""The toy program with one row whose program fails on one node: `custom.fails`, in row `custom.row`, the first `custom.times` times."""
+"""The toy program with one row whose program fails on a node, or on `all`: `custom.fails`, in row `custom.row`, `custom.times` times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def perhaps_bad(row: Phase, builder: Builder | None) -> Builder | None:
     def build(ctx: Context) -> Work:
         assert builder is not None
         custom = ctx.settings.custom
-        if (ctx.node_rank, row.index) == (custom["fails"], custom["row"]) and ctx.attempt < custom["times"]:
+        here = custom["fails"] in ("all", ctx.node_rank)
+        if here and row.index == custom["row"] and ctx.attempt < custom["times"]:
             return Command((sys.executable, "-c", BAD, str(row.index)), "bad.log")
         return builder(ctx)
 

@@ -1,0 +1,110 @@
+"""What follows when a program has failed: another attempt, a generation without the nodes where it cannot work, or the run's end. Pure.
+
+An iteration is attempted up to `retries` + 1 times. What fails twice in the same way fails a third time, so it is not tried again.
+Each generation's record has the failures of its iteration so far, so that all nodes draw the same conclusion from them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.protocol.facts import Fact, FailedProgram, Generation, Member, Position, Verdict
+from fsbarrier.protocol.situation import Situation
+from fsbarrier.protocol.succession import successor
+from fsbarrier.protocol.wording import counted
+
+#: no pause before another attempt is longer
+MOST_PAUSE_S = 60.0
+#: how much of a message is compared; without numbers, since pids, ports and generations differ each time
+_COMPARED, _NUMBER = 200, re.compile(r"0x[0-9a-f]+|\d+")
+
+
+def failures_so_far(generation: Generation, position: Position) -> tuple[FailedProgram, ...]:
+    """The failures of the iteration at `position` before this generation, whose record has those of the iteration where it started."""
+    return generation.failures if position.iteration == generation.start.iteration else ()
+
+
+def pause_s(at: Situation, attempt: int) -> float:
+    """How long to wait before another attempt after `attempt` failed ones."""
+    return float(min(at.rules.limits.stagger_s * 2**attempt, MOST_PAUSE_S))
+
+
+def after_a_failure(at: Situation) -> Generation:
+    """The generation after the failures in this node's row."""
+    before, members = failures_so_far(at.generation, at.position), at.generation.members
+    attempt = 1 + max((failure.attempt for failure in before), default=0)
+    failures = (*before, *_failures(at, attempt))
+    first = _first(at)
+    cause, log = _described(at, first)
+    if first.value.get("refused"):
+        return successor(at, members, "refused", verdict=Verdict(UsageError.exit_code, f"{cause}{log}"))
+    repeated = _repeated(before, failures[len(before) :])
+    if attempt <= at.rules.retries and not repeated:
+        return successor(at, members, f"again: {cause}", failures=failures)
+    tries = f"{counted(attempt, 'attempt')}{', as it failed in the same way before' if repeated else ''}"
+    out = _cannot_work(at, failures, attempt)
+    if out:
+        who = ", ".join(f"node {member.rank} ({member.host})" for member in out)
+        rest = [member for member in members if member not in out]
+        # What the others have done counts anew, and whoever fails like those that left ends the run.
+        kept = tuple(replace(failure, attempt=0) for failure in failures)
+        reason = f"{who} cannot work and leaves: {cause}; given up after {tries}"
+        return successor(at, rest, reason, failures=kept, dismissed=tuple(out))
+    code = first.value.get("exit_code", ProgramFailed.exit_code)
+    verdict = Verdict(code, f"{cause}; given up after {tries}{log}")
+    return successor(at, members, "program failed", verdict=verdict)
+
+
+def _failures(at: Situation, attempt: int) -> list[FailedProgram]:
+    return [
+        FailedProgram(
+            attempt=attempt,
+            rank=rank,
+            phase=at.row.index,
+            what=_NUMBER.sub("#", str(fact.value.get("error", "")))[:_COMPARED],
+            noticed=fact.value.get("noticed") is True,
+        )
+        for rank, fact in sorted(at.view.failed.items())
+    ]
+
+
+def _first(at: Situation) -> Fact:
+    """The failure to show: of the lowest rank, but rather one that is no consequence of another node's."""
+    return min(at.view.failed.values(), key=lambda fact: (fact.value.get("noticed") is True, fact.rank))
+
+
+def _described(at: Situation, fact: Fact) -> tuple[str, str]:
+    """A failure in one line, and the last lines of its program."""
+    host = next((m.host for m in at.generation.members if m.rank == fact.rank), "")
+    where = (
+        f"node {fact.rank} ({host}), iteration {at.position.iteration}, phase {at.row.index} {at.row.name}"
+    )
+    log = "".join(f"\n  | {line}" for line in fact.value.get("log", ()))
+    return f"{where}: {fact.value.get('error', 'failed')}", log
+
+
+def _repeated(before: Sequence[FailedProgram], new: Sequence[FailedProgram]) -> bool:
+    """Whether a program failed as one failed before, on any node. A lost partner is no such failure: it comes back or is replaced."""
+    known = {(failure.phase, failure.what) for failure in before if not failure.noticed}
+    return any((failure.phase, failure.what) in known for failure in new if not failure.noticed)
+
+
+def _cannot_work(at: Situation, failures: Sequence[FailedProgram], attempts: int) -> list[Member]:
+    """The members that failed in each attempt, and in a way in which nobody else did; none if the run cannot go on without them."""
+    own = [failure for failure in failures if not failure.noticed]
+    tried = [
+        {failure.rank for failure in own if failure.attempt == number} for number in range(1, attempts + 1)
+    ]
+    always = set.intersection(*tried)
+    elsewhere = {failure.what for failure in own if failure.rank not in always}
+    out = [
+        member
+        for member in at.generation.members
+        if member.rank in always
+        and not any(failure.rank == member.rank and failure.what in elsewhere for failure in own)
+    ]
+    left = len(at.generation.members) - len(out)
+    return out if at.rules.on_node_failure == "shrink" and left >= max(1, at.rules.min_nodes) else []
