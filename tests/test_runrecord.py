@@ -345,7 +345,7 @@ def test_what_trackers_leave_in_a_shared_run_is_open_to_the_group(tmp_path: Path
     files.set_shared_group(True)
     paths = runrecord.publish(make(tmp_path / "run", "shared_group=true")).paths
     files.set_shared_group(False)
-    spec = {"log_path": str(paths.root), "names_like": "trl", "project": "p", "names": []}
+    spec = {"log_path": str(paths.root), "project": "p", "names": []}
     Trackers(spec, print).bring(0)
     files.set_shared_group(False)
     assert stat.S_IMODE(paths.trackers.stat().st_mode) == 0o770

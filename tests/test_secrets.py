@@ -85,11 +85,11 @@ def test_the_engine_and_programs_without_code_of_the_users_get_no_keys(
 
 
 def test_only_their_own_program_gets_the_keys_of_a_runs_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WANDB_API_KEY", "CLEARML_API_SECRET_KEY", "COMET_API_KEY", "HF_TOKEN"):
+    for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN"):
         monkeypatch.setenv(name, CANARY)
     for trackers, kept in (
-        ("", {"WANDB_API_KEY", "CLEARML_API_SECRET_KEY", "COMET_API_KEY", "HF_TOKEN"}),
-        ("wandb,clearml,trackio", {"COMET_API_KEY", "HF_TOKEN"}),
+        ("", {"WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN"}),
+        ("wandb,tensorboard", {"MLFLOW_TRACKING_TOKEN", "HF_TOKEN"}),
     ):
         settings = resolve([], {"tracker.names": trackers}, cross_checks=False)
         for argv in (("python", "-m", "fsbarrier.workers.rollout"), ("mine.py",)):

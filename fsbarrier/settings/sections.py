@@ -632,7 +632,6 @@ class TrackerSettings(Section):
     names: Trackers = setting(
         (), "Trackers to use; each needs its own package in addition to accelerate.", AT_ONCE
     )
-    names_like: Literal["trl", "verl"] = setting("trl", "Naming scheme of the metrics.", AT_ONCE)
     project: Name = setting("fsbarrier", "Project (or experiment) under which the run is listed.", AT_ONCE)
 
 

@@ -72,12 +72,7 @@ Weights = tuple[Positive, ...]
 Numbers = tuple[float, ...]
 Betas = tuple[Decay, Decay]
 Trackers = Annotated[
-    tuple[
-        Literal[
-            "wandb", "tensorboard", "mlflow", "swanlab", "trackio", "comet_ml", "aim", "clearml", "dvclive"
-        ],
-        ...,
-    ],
+    tuple[Literal["wandb", "tensorboard", "mlflow"], ...],
     ShellWords(_split_names),
 ]
 RlPhase = Literal["rollout", "update", "both"]

@@ -12,14 +12,10 @@ _SECRET = re.compile(
     r"(^|_)(\w*KEY|KEYS|TOKEN|TOKENS|SECRET|SECRETS|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE
 )
 
-#: Secrets that only a tracker needs, by tracker. Trackio's HF_TOKEN is not listed, because other programs download models with it.
+#: Secrets that only a tracker needs, by tracker.
 TRACKERS_KEYS: Mapping[str, tuple[str, ...]] = {
     "wandb": ("WANDB_API_KEY",),
     "mlflow": ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"),
-    "swanlab": ("SWANLAB_API_KEY",),
-    "comet_ml": ("COMET_API_KEY",),
-    "clearml": ("CLEARML_API_ACCESS_KEY", "CLEARML_API_SECRET_KEY"),
-    "dvclive": ("DVC_STUDIO_TOKEN",),
 }
 
 

@@ -1,4 +1,4 @@
-"""Logs each iteration's metrics to trackers (W&B, TensorBoard, MLflow, …) through accelerate. A separate process beside the leader.
+"""Logs each iteration's metrics to trackers (W&B, TensorBoard, MLflow) through accelerate. A separate process beside the leader.
 
 It waits until its daemon announces a finished iteration, reads the journals, and logs every iteration that a tracker does not have yet. The
 progress is stored in the run directory, so another node's process can continue without gaps; iterations logged just before a kill are
@@ -10,12 +10,12 @@ Only this module loads accelerate and the trackers' packages.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,7 @@ from fsbarrier import files, reading
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.sources import flatten
-from fsbarrier.view.metric_names import last_policy_metrics, metrics
-from fsbarrier.view.report_formats import csv_table
+from fsbarrier.view.report_formats import csv_table, iteration_rows
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import REPORT_BYTES, status_of
 
@@ -90,19 +89,13 @@ class OneTracker:
         if new and self.name != "tensorboard":
             # TensorBoard would show the settings as a separate run.
             tracker.store_init_configuration(self._config)
-        match self.name:
-            case "mlflow":
-                progress.ids[self.name] = tracker.tracker.info.run_id
-            case "aim":
-                progress.ids[self.name] = tracker.tracker.hash
-            case "clearml":
-                progress.ids[self.name] = tracker.tracker.id
+        if self.name == "mlflow":
+            progress.ids[self.name] = tracker.tracker.info.run_id
         self._tracker = tracker
 
     def _arguments(self, known: str | None) -> dict[str, Any]:
         """Arguments that make restarts continue the same run, and keep all files below the run directory."""
         run, own = self._run_id, str(self._folder / self.name)
-        key = hashlib.sha256(run.encode()).hexdigest()
         match self.name:
             case "tensorboard":
                 return {"run_name": run, "logging_dir": own}
@@ -112,26 +105,8 @@ class OneTracker:
                 if "MLFLOW_TRACKING_URI" not in os.environ:
                     os.environ |= {"MLFLOW_TRACKING_URI": f"file:{own}", "MLFLOW_ALLOW_FILE_STORE": "true"}
                 return {"experiment_name": self._project, "run_name": run, "run_id": known}
-            case "swanlab":
-                named = {"experiment_name": run, "logdir": own, "id": key[:21], "resume": "allow"}
-                return {"run_name": self._project, **named}
-            case "trackio":
-                return {"run_name": self._project, "name": run, "resume": "allow"}
-            case "comet_ml":
-                return {"run_name": self._project, "experiment_key": key[:32], "mode": "get_or_create"}
-            case "aim":
-                again = {"run_hash": known} if known else {}
-                return {"run_name": run, "logging_dir": os.environ.get("AIM_REPO", "."), **again}
-            case "clearml":
-                named = {"project_name": self._project, "task_name": run}
-                return {
-                    "run_name": run,
-                    **named,
-                    "reuse_last_task_id": False,
-                    "continue_last_task": known or False,
-                }
-            case _:
-                return {"dir": own, "resume": True, "save_dvc_exp": False, "report": None}
+            case other:
+                raise ValueError(other)
 
     def finish(self) -> None:
         if self._tracker is not None:
@@ -145,7 +120,7 @@ class Trackers:
         self._reader = RunReader(Path(spec["log_path"]), newest_bytes=REPORT_BYTES)
         files.set_shared_group(self._reader.record.settings.shared_group)
         self._folder = RunPaths(Path(spec["log_path"])).trackers
-        self._like, self._say = str(spec["names_like"]), say
+        self._say = say
         files.make_dirs(self._folder)
         self._file = self._folder / "progress.json"
         self._progress = TrackerState.read(self._file)
@@ -158,21 +133,26 @@ class Trackers:
     def bring(self, iteration: int) -> None:
         """Log all iterations up to this one to every tracker. Raises OSError, ValueError."""
         self._reader.poll(time.monotonic())
-        times = {one.iteration: one for one in self._reader.times()}
-        results = self._reader.history.results()
+        status = status_of(self._reader, time.monotonic())
+        rows = {number: _numbers(row) for number, row in iteration_rows(self._reader, status).items()}
         for one in self._trackers:
             known = self._progress.through.get(one.name, 0)
-            for number in sorted(n for n in {*times, *results} if known < n <= iteration):
-                values = metrics(results.get(number, ()), times.get(number), self._like)
-                if number == iteration:
-                    # The evaluation at the end of a session counts for the iteration after its last one.
-                    values |= last_policy_metrics(results.get(number + 1, ()), self._like)
+            for number in sorted(n for n in rows if known < n <= iteration):
+                values = rows[number]
+                if number == iteration and self._ends_with(number):
+                    # If the run continues, the next iteration evaluates the same policy again, under the usual name.
+                    values |= {"last_policy/test_reward": rows[number + 1]["test_reward"]}
                 if not self._logged(one, values, number):
                     break
                 self._progress.through[one.name] = number
                 self._progress.write(self._file)
-        table = csv_table(self._reader, status_of(self._reader, time.monotonic()))
+        table = csv_table(self._reader, status)
         files.write_atomic(self._folder / "iterations.csv", table.encode())
+
+    def _ends_with(self, iteration: int) -> bool:
+        """Whether a session has ended after this iteration, and evaluated its last policy, which counts for the next one."""
+        following = self._reader.history.results().get(iteration + 1, ())
+        return any(event.fields.get("final") is True for event in following)
 
     def _logged(self, one: OneTracker, values: dict[str, float], iteration: int) -> bool:
         try:
@@ -192,6 +172,11 @@ class Trackers:
                 one.finish()
             except Exception as error:
                 self._say(one.name, f"{type(error).__name__}: {error}")
+
+
+def _numbers(row: Mapping[str, object]) -> dict[str, float]:
+    """The known values of a line of the table of iterations."""
+    return {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
 
 
 def main(arguments: list[str]) -> int:
