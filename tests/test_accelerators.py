@@ -1,4 +1,4 @@
-"""Accelerators without having any: NVML is played by an object, AMD's sysfs by a folder.
+"""Accelerators without having any: NVML is played by an object, AMD's tool by a script.
 
 What drivers really answer in containers, and how fast they free memory, these tests cannot show.
 """
@@ -90,8 +90,7 @@ class Nvml:
 def no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither this machine's devices nor its settings."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    for name in ("DRM", "KFD", "KFD_DEVICE"):
-        monkeypatch.setattr(amd_devices, name, tmp_path / name.lower())
+    monkeypatch.setattr(amd_devices, "KFD_DEVICE", tmp_path / "kfd_device")
     for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
 
@@ -283,142 +282,16 @@ def test_a_device_that_stops_answering_is_not_free(play: Play) -> None:
     assert "nvidia 1 (NVIDIA Play) does not answer" in str(outcome)
 
 
-def test_the_weakest_evidence_of_all_devices_is_told(play: Play, tmp_path: Path) -> None:
-    play(GIB)
-    card(tmp_path, 0, used=GIB)
-    before = detect()
-    assert [device.kind for device in before] == ["nvidia", "amd"]
-    outcome = wait_released([OURS], before=before)
-    assert isinstance(outcome, Released) and outcome.how == "level"
-
-
-def card(tmp_path: Path, number: int, *, used: int, vendor: str = "0x1002", name: str | None = None) -> Path:
-    device = tmp_path / "drm" / f"card{number}" / "device"
-    device.mkdir(parents=True)
-    (device / "vendor").write_text(f"{vendor}\n")
-    (device / "device").write_text("0x74a1\n")
-    (device / "mem_info_vram_total").write_text(f"{192 * GIB}\n")
-    (device / "mem_info_vram_used").write_text(f"{used}\n")
-    if name is not None:
-        (device / "product_name").write_text(f"{name}\n")
-    return device
-
-
-def test_amd_is_found_by_its_sysfs_and_told_by_level(tmp_path: Path) -> None:
-    card(tmp_path, 10, used=2 * GIB)
-    device = card(tmp_path, 2, used=GIB, name="AMD Instinct MI300X")
-    card(tmp_path, 0, used=GIB, vendor="0x1a03")  # a server's display chip
-    (tmp_path / "drm" / "card2-HDMI-A-1").mkdir()
-    (tmp_path / "drm" / "version").write_text("drm 1.1.0")
-    before = detect()
-    assert before == [
-        Accelerator(0, "amd", "AMD Instinct MI300X", 192 * GIB, GIB),
-        Accelerator(1, "amd", "AMD 0x74a1", 192 * GIB, 2 * GIB),
-    ]
-    assert [each.index for each in detect({"HIP_VISIBLE_DEVICES": "1"})] == [1]
-    (device / "mem_info_vram_used").write_text(f"{9 * GIB}\n")
-    outcome = wait_released([OURS], before=before, deadline_s=0.02)
-    assert isinstance(outcome, StillHeld)
-    assert [(held.kind, held.index, held.bytes) for held in outcome.held] == [("amd", 0, 8 * GIB)]
-    (device / "mem_info_vram_used").write_text("nonsense\n")
-    assert [each.index for each in detect()] == [1]
-
-
-# As Linux 6.8 writes it of an MI300X, less most of its lines.
-KFD_PROPERTIES = """cpu_cores_count 0
-simd_count 1216
-mem_banks_count 1
-gfx_target_version 90402
-vendor_id 4098
-device_id 29857
-location_id 1280
-domain 0
-drm_render_minor {minor}
-unique_id 5752170827923136638
-num_xcc 8
-"""
-
-
-def kfd_node(tmp_path: Path, number: int, gpu_id: int, minor: int, *, used: int = 0) -> None:
-    """A device as KFD and DRM show it; a processor has no number there and no render node."""
-    node = tmp_path / "kfd" / "topology" / "nodes" / str(number)
-    node.mkdir(parents=True)
-    (node / "gpu_id").write_text(f"{gpu_id}\n")
-    (node / "properties").write_text(KFD_PROPERTIES.format(minor=minor))
-    if minor:
-        device = tmp_path / "drm" / f"renderD{minor}" / "device"
-        device.mkdir(parents=True)
-        (device / "device").write_text("0x74a1\n")
-        (device / "unique_id").write_text(f"{gpu_id:016x}\n")
-        (device / "mem_info_vram_total").write_text(f"{192 * GIB}\n")
-        (device / "mem_info_vram_used").write_text(f"{used}\n")
-
-
-@pytest.fixture
-def mi300x(tmp_path: Path) -> Callable[[dict[int, int]], None]:
-    """Four devices whose order in KFD is not that of their render nodes, and what processes hold of the second one."""
-    kfd_node(tmp_path, 0, 0, 0)
-    for place, minor in enumerate((130, 128, 131, 129)):
-        kfd_node(tmp_path, 10 + place, 0xA0 + place, minor, used=place * GIB)
-
-    def hold(amounts: dict[int, int]) -> None:
-        for pid, amount in amounts.items():
-            folder = tmp_path / "kfd" / "proc" / str(pid)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"vram_{0xA1}").write_text(f"{amount}\n")
-
-    return hold
-
-
-Hold = Callable[[dict[int, int]], None]
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, [0, 1, 2, 3]),
-        ({"HIP_VISIBLE_DEVICES": "1,3"}, [1, 3]),
-        ({"CUDA_VISIBLE_DEVICES": "2"}, [2]),
-        ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "2"}, [0]),
-        ({"ROCR_VISIBLE_DEVICES": "2,3"}, [2, 3]),
-        # The second one counts what the first one left.
-        ({"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1"}, [3]),
-        ({"ROCR_VISIBLE_DEVICES": "3,1", "HIP_VISIBLE_DEVICES": "0"}, [3]),
-        ({"ROCR_VISIBLE_DEVICES": "GPU-00000000000000A1"}, [1]),
-        ({"ROCR_VISIBLE_DEVICES": "1,9,2"}, [1]),
-        ({"ROCR_VISIBLE_DEVICES": ""}, []),
-        ({"HIP_VISIBLE_DEVICES": "-1"}, []),
-    ],
-)
-def test_only_amd_devices_that_programs_will_see_count(
-    mi300x: Hold, environ: dict[str, str], expected: list[int]
-) -> None:
-    assert [device.index for device in detect(environ)] == expected
-
-
-def test_amd_devices_are_numbered_as_rocm_does(mi300x: Hold) -> None:
-    assert [device.memory_used_bytes // GIB for device in detect({})] == [0, 1, 2, 3]
-
-
-def test_amd_s_driver_tells_who_holds_memory(
-    mi300x: Hold, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(accelerator_drivers, "_in_the_hosts_pid_namespace", lambda: True)
-    outcome = wait_released([os.getpid()])
-    assert isinstance(outcome, Released) and outcome.how == "unverified"
-    mi300x({os.getpid(): 9 * GIB, 12: 70 * GIB})
-    outcome = wait_released([os.getpid()], deadline_s=0.0)
-    assert isinstance(outcome, StillHeld)
-    assert [(held.kind, held.index, held.bytes, list(held.processes)) for held in outcome.held] == [
-        ("amd", 1, 9 * GIB, [os.getpid()])
-    ]
-    mi300x({os.getpid(): 0})
-    outcome = wait_released([os.getpid()])
-    assert isinstance(outcome, Released) and outcome.how == "unverified", "of the others nothing is told"
-    for number in (0xA0, 0xA2, 0xA3):
-        (tmp_path / "kfd" / "proc" / "12" / f"vram_{number}").write_text("0\n")
-    outcome = wait_released([os.getpid()])
-    assert isinstance(outcome, Released) and outcome.how == "processes"
+def amd_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], object]:
+    """The tool, which says what it is given."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    tool = folder / "amd-smi"
+    tool.write_text(f'#!/bin/sh\n[ "$*" = "metric --mem-usage --json" ] || exit 9\ncat {tmp_path}/amd.json\n')
+    tool.chmod(0o755)
+    (tmp_path / "kfd_device").touch()
+    return (tmp_path / "amd.json").write_text
 
 
 AMD_SMI = """{
@@ -433,13 +306,7 @@ AMD_SMI = """{
 AMD_SMI_6 = (
     AMD_SMI.strip().removeprefix("{").removesuffix("}").replace('"gpu_data":', "WARNING: no render group\n")
 )
-ROCM_SMI = """WARNING: AMD GPU device(s) is/are in a low-power state. Check power control/runtime_status
-
-{"card1": {"VRAM Total Memory (B)": "206141652992", "VRAM Total Used Memory (B)": "297795584"},
- "card0": {"VRAM Total Memory (B)": "206141652992", "VRAM Total Used Memory (B)": "17986224128"},
- "system": {"Driver version": "6.8.5"}}
-"""
-AS_AMD_S_PROGRAMS_SAY = [
+AS_AMD_SMI_SAYS = [
     Accelerator(0, "amd", "AMD 0", 196592 * MIB, 17153 * MIB),
     Accelerator(1, "amd", "AMD 1", 196592 * MIB, 284 * MIB),
 ]
@@ -447,34 +314,56 @@ AS_AMD_S_PROGRAMS_SAY = [
 
 @pytest.mark.parametrize("said", [AMD_SMI, AMD_SMI_6], ids=["7", "6"])
 def test_what_amd_smi_says(said: str) -> None:
-    assert amd_devices.of_amd_smi(said) == AS_AMD_S_PROGRAMS_SAY
+    assert amd_devices.of_amd_smi(said) == AS_AMD_SMI_SAYS
 
 
-def test_amd_s_programs_are_asked_where_the_kernel_says_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-
-    def program(name: str, *lines: str) -> None:
-        (folder / name).write_text("\n".join(("#!/bin/sh", *lines, "")))
-        (folder / name).chmod(0o755)
-
-    (tmp_path / "rocm.json").write_text(ROCM_SMI)
-    program("rocm-smi", '[ "$*" = "--showmeminfo vram --json" ] || exit 9', f"cat {tmp_path}/rocm.json")
-    program("amd-smi", "echo 'ERROR:root:Unable to detect any GPU devices'", "exit 255")
-    # Without AMD's driver nobody is asked.
-    assert detect({}) == []
-    (tmp_path / "kfd_device").touch()
-    assert detect({}) == AS_AMD_S_PROGRAMS_SAY
-    (tmp_path / "amd.json").write_text(AMD_SMI.replace("17153", "16384"))
-    program("amd-smi", '[ "$*" = "metric --mem-usage --json" ] || exit 9', f"cat {tmp_path}/amd.json")
-    assert [device.memory_used_bytes // MIB for device in detect({})] == [16384, 284]
-    assert [device.index for device in detect({"HIP_VISIBLE_DEVICES": "1"})] == [1]
+def test_amd_devices_are_those_of_its_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    say = amd_smi(tmp_path, monkeypatch)
+    say(AMD_SMI)
+    before = detect({})
+    assert before == AS_AMD_SMI_SAYS
+    say(AMD_SMI.replace("17153", "18153"))
+    outcome = wait_released([OURS], before=before, environ={}, deadline_s=0.0)
+    assert isinstance(outcome, StillHeld)
+    assert [(held.kind, held.index, held.bytes) for held in outcome.held] == [("amd", 0, 1000 * MIB)]
     for said in ('{"gpu_data": [{"gpu": 0, "mem_usage": "N/A"}]}', "[]", "nothing"):
-        (tmp_path / "amd.json").write_text(said)
-        assert detect({}) == AS_AMD_S_PROGRAMS_SAY
+        say(said)
+        assert detect({}) == []
+    say(AMD_SMI)
+    # Without AMD's driver nobody is asked.
+    (tmp_path / "kfd_device").unlink()
+    assert detect({}) == []
+
+
+def test_the_weakest_evidence_of_all_devices_is_told(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play(GIB)
+    amd_smi(tmp_path, monkeypatch)(AMD_SMI)
+    before = detect()
+    assert [device.kind for device in before] == ["nvidia", "amd", "amd"]
+    outcome = wait_released([OURS], before=before)
+    assert isinstance(outcome, Released) and outcome.how == "level"
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"HIP_VISIBLE_DEVICES": "1,0"}, [0, 1]),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, [1]),
+        ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}, [0]),
+        # The second one counts what the first one left.
+        ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"}, [1]),
+        ({"ROCR_VISIBLE_DEVICES": "1,9,0"}, [1]),
+        ({"ROCR_VISIBLE_DEVICES": ""}, []),
+        ({"HIP_VISIBLE_DEVICES": "-1"}, []),
+    ],
+)
+def test_only_amd_devices_that_programs_will_see_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], expected: list[int]
+) -> None:
+    amd_smi(tmp_path, monkeypatch)(AMD_SMI)
+    assert [device.index for device in detect(environ)] == expected
 
 
 def test_descendants_are_those_below(tmp_path: Path) -> None:

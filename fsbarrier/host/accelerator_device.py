@@ -24,9 +24,7 @@ class Accelerator:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device with its memory use by process: pid -> bytes (None: amount unknown); None if the driver does not report it with our pids.
-    `unique_name`: an alternative name in ROCR_VISIBLE_DEVICES."""
+    """A device with its memory use by process: pid -> bytes (None: amount unknown); None if the driver does not report it with our pids."""
 
     now: Accelerator
     by_pid: Mapping[int, int | None] | None
-    unique_name: str = ""

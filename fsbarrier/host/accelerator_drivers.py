@@ -1,4 +1,4 @@
-"""Queries the accelerator drivers: NVIDIA through NVML, AMD through the kernel.
+"""Queries the accelerator drivers: NVIDIA through NVML, AMD through `amd-smi`.
 
 NVML is `pynvml` from nvidia-ml-py, loaded on first use. It raises many error classes; any error means that there is no answer.
 """
@@ -23,7 +23,7 @@ HOST_PID_NAMESPACE = 0xEFFFFFFC
 def devices(nvml: Any, environ: Mapping[str, str]) -> list[Device]:
     """The devices visible to programs with this environment. `nvml`: from `initialised_nvml`."""
     nvidia = _nvidia(nvml, environ.get("CUDA_VISIBLE_DEVICES"))
-    return [*nvidia, *amd_devices(environ, _in_the_hosts_pid_namespace())]
+    return [*nvidia, *amd_devices(environ)]
 
 
 @contextlib.contextmanager
