@@ -19,11 +19,10 @@ from typing import cast
 
 from fsbarrier import files, run_command
 from fsbarrier.data import rank_files
-from fsbarrier.data.merge import AggregateReport, OnProgress, Progress, merge
+from fsbarrier.data.merge import AggregateReport, OnProgress, collect, merge, publish
 from fsbarrier.data.merge_plan import MergeRequest, Part, missing_text
-from fsbarrier.data.merge_ranks import RanksMerged, RanksRequest, merge_ranks
-from fsbarrier.data.rank_files import FoundFile
-from fsbarrier.data.trajectory_reader import iter_trajectories, load
+from fsbarrier.data.rank_files import FoundFile, RanksMerged, RanksRequest, merge_ranks
+from fsbarrier.data.reader import iter_trajectories, load
 from fsbarrier.errors import UsageError
 from fsbarrier.printable import printable
 from fsbarrier.protocol.facts import JsonObject
@@ -35,12 +34,12 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision import worker_contract
 
-__all__ = ["AggregateReport", "Part", "Progress", "aggregate", "iter_trajectories", "load"]
+__all__ = ["AggregateReport", "Part", "aggregate", "iter_trajectories", "load"]
 
 SUMMARY = "Merge the trajectory files that the ranks wrote in one iteration, finished or not, into one file."
 EXAMPLE = "fsbarrier aggregate --log-path runs/default --iteration 5 --dry-run"
-#: in bytes; a smaller merge is too quick for a progress bar
-BAR_FROM = 64 << 20
+#: in trajectories; a smaller merge is too quick for a progress bar
+BAR_FROM = 2000
 
 
 def aggregate(
@@ -55,7 +54,7 @@ def aggregate(
 ) -> AggregateReport:
     """Merge the groups of `parts` into `out`, atomically (by rename); see `MergeRequest` and `merge`.
 
-    Raises UsageError (missing tasks, incompatible parts, a foreign file at `out`), StoreError.
+    Raises UsageError (missing tasks, a part that is no rank's file), StoreError.
     """
     wanted = None if expected is None else tuple(expected)
     request = MergeRequest(tuple(parts), out, metadata, wanted, keep, allow_partial)
@@ -74,17 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="merge even if tasks are missing, and record them in the result",
     )
-    parser.add_argument(
-        "--trust-pickle",
-        action="store_true",
-        help="also accept files that contain pickled Python objects; loading such a file can run arbitrary code",
-    )
     parser.add_argument("--dry-run", action="store_true", help="list the files and show what would be merged")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(args: argparse.Namespace) -> int:
-    """`fsbarrier aggregate`. Raises UsageError (nothing to merge, tasks missing, foreign files), StoreError, ProgramFailed."""
+    """`fsbarrier aggregate`. Raises UsageError (nothing to merge, tasks missing), StoreError."""
     from fsbarrier.start.preflight import default_log_path
 
     log_path: Path = args.log_path or default_log_path(os.environ)
@@ -111,7 +105,6 @@ def main(args: argparse.Namespace) -> int:
             args.iteration,
             tuple(items),
             allow_partial=args.allow_partial,
-            trust_pickle=args.trust_pickle,
             dry_run=args.dry_run,
         )
         merged = merge_with_bar(request)
@@ -125,15 +118,13 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _file_json(item: FoundFile) -> dict[str, object]:
-    scan = item.scan
     return {
         "path": str(item.path),
         "node_rank": item.node_rank,
         "state": item.state.value,
         "note": item.note,
         **item.counts(),
-        "reward_mean": scan.reward_mean if scan else None,
-        "damaged": list(scan.damaged) if scan else [],
+        "reward_mean": item.file.reward_mean if item.file else None,
         "duplicates": item.duplicates,
     }
 
@@ -149,18 +140,18 @@ def merge_with_bar(request: RanksRequest) -> RanksMerged:
 @contextlib.contextmanager
 def _bar(name: str) -> Iterator[OnProgress]:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Bar(*columns, console=Console(stderr=True), transient=True)
     task = bar.add_task(name, total=None)
 
-    def show(done: Progress) -> None:
+    def show(done: int, total: int) -> None:
         # The total is not known earlier.
-        if done.bytes_total >= BAR_FROM:
+        if total >= BAR_FROM:
             bar.start()
-            bar.update(task, completed=done.bytes, total=done.bytes_total)
+            bar.update(task, completed=done, total=total)
 
     try:
         yield show
@@ -178,12 +169,12 @@ def _print_table(split: str, iteration: int, items: list[FoundFile]) -> None:
         table.add_column(name, justify="left" if name == "state" else "right")
     table.add_column("file", overflow="fold")
     for item in items:
-        scan = item.scan
+        there = item.file
         generation = str(item.generation) if item.generation >= 0 else "-"
         numbers = ["-"] * 5
-        if scan:
-            reward = "-" if scan.reward_mean is None else f"{scan.reward_mean:.3f}"
-            counts = (len(scan.groups), scan.trajectories, reward, scan.torn_bytes, item.duplicates)
+        if there:
+            reward = "-" if there.reward_mean is None else f"{there.reward_mean:.3f}"
+            counts = (len(there.groups), there.trajectories, reward, there.torn_bytes, item.duplicates)
             numbers = [str(value) for value in counts]
         name = item.path.name + (f" ({item.note})" if item.note else "")
         table.add_row(str(item.node_rank), generation, item.state.value, *numbers, Text(printable(name)))
@@ -212,27 +203,16 @@ def _print_outcome(split: str, merged: RanksMerged) -> None:
 
 def work(spec: JsonObject, settings: Settings, progress: worker_contract.ProgressWriter) -> dict[str, object]:
     """Merge according to the spec and return the report."""
-    report = merge(MergeRequest.from_spec(spec), _shown_in(progress))
+    collected = collect(
+        MergeRequest.from_spec(spec), lambda done, total: progress.show(done, total, "trajectories")
+    )
     success = spec.get("success")
-    evaluated = {} if success is None else figures(iter_trajectories(Path(report.out)), success)
+    evaluated = {} if success is None else figures(collected.trajectories, success)
+    report = publish(collected)
+    progress.show(report.trajectories, report.trajectories, "trajectories", last=True)
     result = {**asdict(report), **report.figures, **evaluated}
-    # The phase already knows the file name, and the fingerprint is only needed to detect a repeated merge.
-    return {name: value for name, value in result.items() if name not in ("figures", "out", "fingerprint")}
-
-
-def _shown_in(shown: worker_contract.ProgressWriter) -> OnProgress:
-    """A callback that reports the progress of the merge."""
-
-    def show(progress: Progress) -> None:
-        shown.show(
-            progress.trajectories,
-            progress.trajectories_total,
-            "trajectories",
-            last=progress.bytes >= progress.bytes_total,
-            note=f"{progress.bytes / 1e6:.0f} of {progress.bytes_total / 1e6:.0f} MB",
-        )
-
-    return show
+    # The phase already knows the file name.
+    return {name: value for name, value in result.items() if name not in ("figures", "out")}
 
 
 def command_line(words: Sequence[str]) -> int:

@@ -53,9 +53,8 @@ class RolloutDecision(JsonRecord):
     wanted: Sequence[int]
     #: node rank -> the tasks that it begins with
     shares: Mapping[int, Sequence[int]]
-    #: groups that are on disk already: merged as they are, and judged again (the reward or the agent failed)
+    #: groups that are on disk already, and merged as they are
     adopted: Sequence[PartGroups] = ()
-    judge_again: Sequence[PartGroups] = ()
     #: why a node that runs out takes over nothing; "" where it takes over from the slowest
     fixed_shares: str = ""
     #: how many of `wanted` each round has; None: there is one round
@@ -78,7 +77,6 @@ class RolloutDecision(JsonRecord):
             wanted=value["wanted"],
             shares={int(rank): share for rank, share in value["shares"].items()},
             adopted=[PartGroups.from_json(part) for part in value["adopted"]],
-            judge_again=[PartGroups.from_json(part) for part in value.get("judge_again", ())],
             fixed_shares=value["fixed_shares"],
             rounds=value.get("rounds"),
             with_signal=value.get("with_signal", ()),
@@ -91,7 +89,6 @@ class RolloutDecision(JsonRecord):
             "wanted": self.wanted,
             "shares": {str(rank): share for rank, share in self.shares.items()},
             "adopted": [part.as_json() for part in self.adopted],
-            "judge_again": [part.as_json() for part in self.judge_again],
             "with_signal": self.with_signal,
             "fixed_shares": self.fixed_shares,
         }

@@ -24,7 +24,7 @@ def share_out(ctx: Context, split: str, sampled_how: str, rounds: Sequence[Seque
         for part in ctx.inventory(split)
         if part.policy == ctx.policy_identity and part.sampled_how in ("", sampled_how)
     ]
-    adopted, judge_again = adopt_parts(parts, wanted)
+    adopted = adopt_parts(parts, wanted)
     missing = set(wanted).difference(*(part.tasks for part in adopted))
     signal_in = {part.path: part.with_signal for part in parts}
     with_signal = {task for part in adopted for task in part.tasks if task in signal_in[part.path]}
@@ -35,7 +35,6 @@ def share_out(ctx: Context, split: str, sampled_how: str, rounds: Sequence[Seque
         wanted,
         dict(zip(ctx.ranks, shares, strict=True)),
         adopted,
-        judge_again,
         fixed_shares="rollout.take_over is off"
         if not ctx.settings.rollout.take_over
         else ctx.claims_unsafe(),
@@ -43,27 +42,18 @@ def share_out(ctx: Context, split: str, sampled_how: str, rounds: Sequence[Seque
     )
 
 
-def adopt_parts(
-    parts: Sequence[PartOnDisk], wanted: Sequence[int]
-) -> tuple[list[PartGroups], list[PartGroups]]:
-    """Find the wanted groups on disk: (those to merge as they are, those to judge again). The first part that has a task counts.
+def adopt_parts(parts: Sequence[PartOnDisk], wanted: Sequence[int]) -> list[PartGroups]:
+    """The wanted groups that are on disk. The first part that has a task counts.
 
-    A group in which the reward or the agent failed is not finished. All of its trajectories are judged again, because a reward function
-    that was mended since then should judge all of them.
+    A group in which the reward or the agent failed is not finished: its task is rolled out again.
     """
-    left = set(wanted)
-
-    def take(*, unjudged: bool) -> list[PartGroups]:
-        taken = []
-        for part in parts:
-            useful = [task for task in part.tasks if task in left and (task in part.unjudged) == unjudged]
-            if useful:
-                left.difference_update(useful)
-                taken.append(PartGroups(part.path, part.valid_bytes, useful))
-        return taken
-
-    adopted = take(unjudged=False)
-    return adopted, take(unjudged=True)
+    left, taken = set(wanted), []
+    for part in parts:
+        useful = [task for task in part.tasks if task in left and task not in part.unjudged]
+        if useful:
+            left.difference_update(useful)
+            taken.append(PartGroups(part.path, part.valid_bytes, useful))
+    return taken
 
 
 def sharing_events(decision: RolloutDecision) -> list[JsonObject]:

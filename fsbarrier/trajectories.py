@@ -1,27 +1,23 @@
-"""Public API for trajectory files: `ShardWriter` writes a rank's growing file; the readers accept growing, finished and merged files.
+"""Public API for trajectory files: `RankFileWriter` writes a rank's growing file; the readers accept ranks' files and merged ones.
 
-`torch.load(path, weights_only=True)` opens finished and merged files as `{"trajectories": [...], "metadata": {...}}`. The functions here do
-not need torch. In their names a *shard* is the trajectory file of one rank; it has nothing to do with `trainer.shard`, which splits the
-policy over processes. The implementation is in fsbarrier/data.
+`torch.load(path, weights_only=True)` opens merged files as `{"trajectories": [...], "metadata": {...}}`. The functions here need torch
+only for merged files. The implementation is in fsbarrier/data.
 """
 
-from fsbarrier.data.torch_pickle import FormatError
-from fsbarrier.data.torch_unpickle import ForeignObject
+from fsbarrier.data.rank_file import FormatError, GroupEntry, NotOurs, RankFile, scan_rank_file
+from fsbarrier.data.rank_file_writer import RankFileInfo, RankFileWriter
+from fsbarrier.data.reader import iter_trajectories, load
 from fsbarrier.data.trajectory import Trajectory
-from fsbarrier.data.trajectory_reader import iter_trajectories, load
-from fsbarrier.data.trajectory_scan import GroupEntry, NotOurs, ShardScan, scan_shard
-from fsbarrier.data.trajectory_writer import ShardInfo, ShardWriter
 
 __all__ = [
-    "ForeignObject",
     "FormatError",
     "GroupEntry",
     "NotOurs",
-    "ShardInfo",
-    "ShardScan",
-    "ShardWriter",
+    "RankFile",
+    "RankFileInfo",
+    "RankFileWriter",
     "Trajectory",
     "iter_trajectories",
     "load",
-    "scan_shard",
+    "scan_rank_file",
 ]

@@ -201,7 +201,6 @@ def spec(
         "expected": tasks,
         "keep": None,
         "part": str(run / f"{number}.part"),
-        "prefix": f"train-{number:04d}",
         "checkpoint": str(run / f"{number}.checkpoint"),
         "policy_version": 0,
         "policy": "start",

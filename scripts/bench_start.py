@@ -35,7 +35,7 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import EngineSettings
 from fsbarrier.start import demo_folder, preflight
 from fsbarrier.supervision.supervisor import Child
-from fsbarrier.trajectories import scan_shard
+from fsbarrier.trajectories import scan_rank_file
 
 BARE = "vllm.entrypoints.openai.api_server"
 LOOK_S = 0.02
@@ -111,7 +111,7 @@ def one_node(place: Path, timeout_s: float) -> tuple[float, dict[str, float]]:
     began, began_at = time.monotonic(), time.time()
     with Child.start([*words, *demo], env=env, log_file=place / "node.log", name="node") as node:
         for _ in looks(node, timeout_s):
-            if any(scan_shard(part).groups for part in paths.trajectories("train").glob("*.part")):
+            if any(scan_rank_file(part).groups for part in paths.trajectories("train").glob("*.part")):
                 seconds = time.monotonic() - began
                 return seconds, profile(paths, began_at)
     raise SystemExit(f"no group; see {node.last_log_lines()}")

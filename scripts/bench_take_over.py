@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fsbarrier.protocol.assign import split_by_weight
 from fsbarrier.settings.sections import Settings
-from fsbarrier.trajectories import scan_shard
+from fsbarrier.trajectories import scan_rank_file
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -102,7 +102,7 @@ def roll_out(
     if any([child.wait() for child in children]):
         raise SystemExit("a toy rollout failed; what it says is above")
     results = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(len(speeds))]
-    groups = [group for result in results for group in scan_shard(Path(result["part"])).groups]
+    groups = [group for result in results for group in scan_rank_file(Path(result["part"])).groups]
     return Outcome(results, [group.task_index for group in groups])
 
 
@@ -133,7 +133,6 @@ def toy_spec(folder: Path, rank: int, shares: Sequence[Sequence[int]], **changes
         "keep": None,
         "part": str(folder / "train_trajectories" / f"{name}.g0001i0001.part"),
         "checkpoint": str(folder / "train_trajectories" / name),
-        "prefix": f"train-g0001n{rank:04d}i0001",
         "result": str(folder / f"result-{rank}.json"),
         "progress": str(folder / f"progress-{rank}.json"),
         **changes,

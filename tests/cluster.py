@@ -21,7 +21,7 @@ from fsbarrier.rundir.heartbeats import read_beats
 from fsbarrier.rundir.journal import read_events
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.supervision import processes
-from fsbarrier.trajectories import load, scan_shard
+from fsbarrier.trajectories import load, scan_rank_file
 
 REPO = Path(__file__).resolve().parent.parent
 Event = dict[str, Any]
@@ -40,7 +40,7 @@ class Cluster:
 
     def __init__(self, folder: Path, nodes: int = 3, *flags: str, program: str = "toy") -> None:
         self.log_path, self.nodes = folder / "run", nodes
-        self.flags = ("--program", program, *flags)
+        self.program, self.flags = program, ("--program", program, *flags)
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.prefix: dict[int, tuple[str, ...]] = {}  # of a node's command
         self.env: dict[int, dict[str, str]] = {}
@@ -69,7 +69,11 @@ class Cluster:
         """Start one node with these words; its rank in the run may be another one, which only the journal tells."""
         argv = [sys.executable, "-m", "fsbarrier", "run", "--log-path", str(self.log_path), *who]
         with (self.output / f"node_{rank}.txt").open("ab") as out:
-            env = {k: v for k, v in os.environ.items() if "RANK" not in k} | {"PYTHONPATH": str(REPO)}
+            paths = (
+                [str(REPO)] if self.program == "rl" else [str(REPO / "tests" / "without_torch"), str(REPO)]
+            )
+            env = {k: v for k, v in os.environ.items() if "RANK" not in k}
+            env["PYTHONPATH"] = os.pathsep.join(paths)
             env |= self.env.get(rank, {})
             argv = [*self.prefix.get(rank, ()), *argv]
             self.processes[rank] = subprocess.Popen(
@@ -180,7 +184,7 @@ def rolled_out_twice(log_path: Path, iteration: int, split: str) -> list[int]:
     """The tasks that more than one part durably holds: what was there was not used."""
     folder, merged = RunPaths(log_path).trajectories(split), RunPaths(log_path).merged(split, iteration)
     parts = folder.glob(f"{merged.name}_rank_*.part")
-    counts = Counter(group.task_index for part in parts for group in scan_shard(part).groups)
+    counts = Counter(group.task_index for part in parts for group in scan_rank_file(part).groups)
     return sorted(task for task, count in counts.items() if count > 1)
 
 

@@ -170,7 +170,7 @@ def test_adopted_groups_are_not_shared_out_again(
         assert decision["adopted"] == [] and left == drawn
 
 
-def test_a_group_without_a_judgement_is_not_adopted_but_judged_again() -> None:
+def test_a_group_without_a_judgement_is_not_adopted_but_rolled_out_again() -> None:
     drawn = assigned(context())["wanted"]
     first = PartOnDisk("p", "start", 100, (drawn[0], drawn[1]), frozenset({drawn[1]}))
     # Here the same task was judged; a second failure is of no use.
@@ -181,7 +181,6 @@ def test_a_group_without_a_judgement_is_not_adopted_but_judged_again() -> None:
         {"path": "p", "valid_bytes": 100, "tasks": [drawn[0]]},
         {"path": "q", "valid_bytes": 200, "tasks": [drawn[1]]},
     ]
-    assert decision["judge_again"] == [{"path": "q", "valid_bytes": 200, "tasks": [drawn[2]]}]
     assert [task for share in decision["shares"].values() for task in share] == [drawn[2], drawn[3]]
 
 

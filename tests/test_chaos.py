@@ -18,7 +18,7 @@ from cluster import FAST, REPO, Cluster
 
 from fsbarrier import files
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.trajectories import scan_shard
+from fsbarrier.trajectories import scan_rank_file
 
 TASKS = 24
 
@@ -170,7 +170,7 @@ def unadopted_part(run: Path) -> None:
 def flip_a_byte(run: Path) -> None:
     data = bytearray(merged(run).read_bytes())
     # Between two entries there is room that means nothing.
-    data[scan_shard(merged(run)).groups[0].body_offset + 1] ^= 1
+    data[scan_rank_file(merged(run)).groups[0].body_offset + 1] ^= 1
     merged(run).write_bytes(data)
 
 

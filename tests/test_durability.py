@@ -13,9 +13,8 @@ from operations import Recorder, recording
 from trajectory_files import write_part
 
 from fsbarrier import files
-from fsbarrier.data import merge_plan
 from fsbarrier.data.merge import merge
-from fsbarrier.data.merge_plan import MergeRequest
+from fsbarrier.data.merge_plan import MergeRequest, Part
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.paces import Paces
@@ -156,11 +155,7 @@ def test_what_a_member_says_of_its_work_is_whole_after_a_loss_of_power(tmp_path:
 def test_a_merged_file_is_flushed_before_its_name_and_before_its_public_name(tmp_path: Path) -> None:
     parts = [write_part(tmp_path / f"part-{rank}", [rank], rank=rank) for rank in range(2)]
     with recording(tmp_path) as seen:
-        merge(
-            MergeRequest(
-                tuple(merge_plan.Part(path) for path in parts), tmp_path / "merged.g0001", {}, (0, 1)
-            )
-        )
+        merge(MergeRequest(tuple(Part(path) for path in parts), tmp_path / "merged.g0001", {}, (0, 1)))
         files.link_or_copy(tmp_path / "merged.g0001", tmp_path / "merged")
     named = assert_named_when_whole(seen, "rename", "merged.g0001")
     public = seen.one("rename", "merged")

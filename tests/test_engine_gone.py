@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_rollout import SAMPLES, Fake, finish, make_spec, rolled_out, run, start, start_fake
 
-from fsbarrier.trajectories import scan_shard
+from fsbarrier.trajectories import scan_rank_file
 
 
 def restarted(fake: Fake, folder: Path, **mode: Any) -> Fake:
@@ -34,7 +34,7 @@ def test_a_server_of_others_that_is_started_again_costs_only_what_was_in_flight(
     spec = make_spec(tmp_path, fake.url, ["ba=", "dc!gate=", "fe!gate="], **changes)
     process, part = start(spec), tmp_path / "trajectories" / "part"
     while process.poll() is None:
-        if part.exists() and len(scan_shard(part).groups) == 1 and (fake.folder / "at-gate").exists():
+        if part.exists() and len(scan_rank_file(part).groups) == 1 and (fake.folder / "at-gate").exists():
             break
     end(fake)
     again = restarted(fake, tmp_path / "again")

@@ -13,7 +13,7 @@ from cluster import Cluster, leftovers
 from waiting import until
 
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.trajectories import iter_trajectories, scan_shard
+from fsbarrier.trajectories import iter_trajectories, scan_rank_file
 
 TASKS, SAMPLES = 512, 8
 DEADLINE_S = 400.0
@@ -56,7 +56,7 @@ def wait_for_groups(paths: RunPaths, cluster: Cluster) -> None:
 
     def under_way() -> bool:
         parts = paths.trajectories("train").glob("*.part")
-        return any(0 < len(scan_shard(part).groups) < TASKS // 2 for part in parts)
+        return any(0 < len(scan_rank_file(part).groups) < TASKS // 2 for part in parts)
 
     until(
         under_way,

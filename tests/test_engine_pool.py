@@ -15,7 +15,7 @@ from test_rollout import KEY, SAMPLES, Fake, finish, make_spec, rolled_out, run,
 from fsbarrier.rollouts.engine_pool import EnginePool, Place
 from fsbarrier.rollouts.samples import EngineDown, Sampling
 from fsbarrier.rollouts.sampling import SamplingServer
-from fsbarrier.trajectories import scan_shard
+from fsbarrier.trajectories import scan_rank_file
 
 SAMPLING = Sampling(1, 1.0, 1.0, -1, 8)
 
@@ -82,7 +82,7 @@ def test_the_other_engines_finish_what_a_dead_one_had_begun(
     spec = spec_for(tmp_path, fakes, ["ba!gate=", "dc!gate=", "fe!gate=", "hg!gate="], **changes)
     process, part = start(spec), tmp_path / "trajectories" / "part"
     while process.poll() is None:
-        if part.exists() and len(scan_shard(part).groups) == 2 and (gone.folder / "at-gate").exists():
+        if part.exists() and len(scan_rank_file(part).groups) == 2 and (gone.folder / "at-gate").exists():
             break
     end(gone)
     done = finish(process, spec)

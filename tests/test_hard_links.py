@@ -18,7 +18,7 @@ from fsbarrier.maintenance import recovery
 from fsbarrier.rundir import checkpoints, retention, runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
-from fsbarrier.trajectories import ShardWriter, scan_shard
+from fsbarrier.trajectories import RankFileWriter, scan_rank_file
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_no_trajectory_goes_into_a_file_with_a_second_name(tmp_path: Path, begun
     """Torn, it would be cut: to nothing where not even its start is whole. The rollout goes on in a copy, or anew."""
     part, other = tmp_path / "run" / "part", tmp_path / "private"
     part.parent.mkdir()
-    with ShardWriter(part, prefix="rank0", header={"policy": "p"}) as writer:
+    with RankFileWriter(part, header={"policy": "p"}) as writer:
         for task in range(begun):
             writer.append_group(task, group(task))
     content = part.read_bytes() + b"torn" if begun else part.read_bytes()[:40]
@@ -90,23 +90,23 @@ def test_no_trajectory_goes_into_a_file_with_a_second_name(tmp_path: Path, begun
     os.link(other, part)
     kept = begun if mode == 0o600 else 0
     for _ in range(2):
-        with ShardWriter(part, prefix="rank0", header={"policy": "p"}) as writer:
+        with RankFileWriter(part, header={"policy": "p"}) as writer:
             assert [one.task_index for one in writer.groups] == [*range(kept)]
             writer.append_group(kept, group(kept))
             kept += 1
     assert other.read_bytes() == content and part.stat().st_mode & 0o777 == 0o600
-    assert [one.task_index for one in scan_shard(part).groups] == [*range(kept)]
+    assert [one.task_index for one in scan_rank_file(part).groups] == [*range(kept)]
     assert [path.name for path in part.parent.iterdir()] == ["part"]
 
 
 def test_a_finished_part_has_two_names(tmp_path: Path) -> None:
     part = tmp_path / "part"
-    with ShardWriter(part, prefix="rank0", header={}) as writer:
+    with RankFileWriter(part, header={}) as writer:
         writer.append_group(1, group(1))
-        writer.finish({})
+        writer.finish()
     os.link(part, tmp_path / "checkpoint")
-    with ShardWriter(part, prefix="rank0", header={}) as writer:
-        assert writer.finish({}).groups == 1
+    with RankFileWriter(part, header={}) as writer:
+        assert writer.finish().groups == 1
 
 
 def test_a_new_folder_that_becomes_a_link_opens_nothing_to_the_group(

@@ -54,7 +54,7 @@ def test_nothing_else_is_read(kind: Name[Any], data: st.DataObject) -> None:
 
 @given(data=st.data())
 def test_no_name_is_of_two_kinds_of_trajectory_files(data: st.DataObject) -> None:
-    kinds = [names.MERGED, names.MERGED_BY, names.RANK_FALLBACK, names.RANK_CHECKPOINT, names.PART]
+    kinds = [names.MERGED, names.MERGED_BY, names.RANK_CHECKPOINT, names.PART]
     for kind in kinds:
         name = kind.build(*data.draw(fields_of(kind)))
         assert [other for other in kinds if other.parse(name) is not None] == [kind]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from test_assign import context, rl
 
-from fsbarrier.decisions import RolloutDecision
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.program import Command, Context, Steps, Work
 
@@ -53,7 +52,6 @@ def test_what_decisions_name_is_looked_for_in_the_run_alone(said: str) -> None:
         "wanted": [1, 2, 3],
         "shares": {"0": [2], "1": [3]},
         "adopted": adopted,
-        "judge_again": adopted,
         "fixed_shares": "",
     }
     ctx = context(
@@ -63,8 +61,6 @@ def test_what_decisions_name_is_looked_for_in_the_run_alone(said: str) -> None:
     )
     parts = spec_of(rl.aggregate_train(ctx))["parts"]
     assert [one["path"] for one in parts] == [f"{folder}/part"] * 3
-    again = rl.rollout_spec(ctx, RolloutDecision.from_json(decision))["judge_again"]
-    assert [one["path"] for one in again] == [f"{folder}/part"]
     batch = said.format("batch", "batch")
     ready = {"master_addr": "127.0.0.1", "master_port": 1, "trainer": ""}
     decisions = {**decided("batch_prepare", batch=batch, port=1), **decided("update_ready", **ready)}

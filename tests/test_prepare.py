@@ -144,7 +144,7 @@ def test_a_part_of_the_rollouts_is_not_taken_for_all(tmp_path: Path) -> None:
     write_groups(tmp_path / "merged", [group(task, [0, 1]) for task in range(3)])
     whole = (tmp_path / "merged").read_bytes()
     (tmp_path / "merged").write_bytes(whole[: len(whole) * 2 // 3])
-    with pytest.raises(UsageError, match="is an incomplete trajectory file"):
+    with pytest.raises(UsageError, match="is a rank's unfinished file"):
         Bench(tmp_path, settings()).prepare()
 
 

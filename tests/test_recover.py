@@ -12,7 +12,7 @@ import pytest
 from cluster import FAST, REPO, Cluster, assert_exactly_once, rolled_out_twice
 
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.trajectories import ShardWriter, load, scan_shard
+from fsbarrier.trajectories import RankFileWriter, load, scan_rank_file
 
 
 def recover(log_path: Path, *flags: str, code: int = 0) -> str:
@@ -56,9 +56,9 @@ def leave_a_mess(paths: RunPaths) -> dict[str, str]:
         "node_rank": 5,
     }
     other_run = paths.rank_checkpoint("train", 1, 5)
-    with ShardWriter(other_run, prefix="x", header={"run_id": "another", "assigned": [0]}) as writer:
+    with RankFileWriter(other_run, header={"run_id": "another", "assigned": [0]}) as writer:
         writer.append_group(0, [record])
-        writer.finish({})
+        writer.finish()
     garbage = paths.rank_checkpoint("train", 1, 6)
     garbage.write_bytes(b"\x80\x04not one of ours")
     empty = paths.rank_checkpoint("train", 1, 7)
@@ -114,7 +114,7 @@ def test_recovery_and_the_normal_command_afterwards(halted: Cluster) -> None:
     durable = {
         group.task_index
         for part in paths.trajectories("train").glob("*.part")
-        for group in scan_shard(part).groups
+        for group in scan_rank_file(part).groups
     }
     assert {t["task_index"] for t in merged["trajectories"]} == durable
     assert set(merged["metadata"]["missing"]) == set(range(24)) - durable

@@ -17,7 +17,7 @@ from fsbarrier.protocol.assign import refill_tasks, sample_tasks
 from fsbarrier.rollouts.claims import remove_old
 from fsbarrier.rollouts.refills import Refills
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.trajectories import load, scan_shard
+from fsbarrier.trajectories import load, scan_rank_file
 
 
 def node(folder: Path, rank: int, already: tuple[int, ...] = (0, 1, 0), enough: int = 6) -> Refills:
@@ -109,7 +109,7 @@ def in_rounds(folder: Path, url: str, rank: int, **changes: Any) -> Path:
         "shares": shares,
         "claims": str(folder / "claims"),
     }
-    known |= {"keep": 2, "prefix": f"train-g0003n{rank:04d}i0001"}
+    known |= {"keep": 2}
     known |= {"refills": {"rounds": [4, 4, 4], "with_signal": [0, 0, 0]}}
     spec = make_spec(folder / f"node-{rank}", url, PROMPTS, **{**known, **changes})
     written = json.loads(spec.read_text())
@@ -120,7 +120,7 @@ def in_rounds(folder: Path, url: str, rank: int, **changes: Any) -> Path:
 
 
 def tasks_in(*specs: Path) -> list[int]:
-    parts = [scan_shard(spec.parent / "trajectories" / "part") for spec in specs]
+    parts = [scan_rank_file(spec.parent / "trajectories" / "part") for spec in specs]
     return sorted(group.task_index for part in parts for group in part.groups)
 
 
@@ -238,7 +238,7 @@ def test_a_node_that_dies_in_a_refill_costs_only_what_it_had_in_flight(tmp_path:
 
         def durable() -> set[int]:
             parts = paths.trajectories("train").glob("*.part")
-            return {group.task_index for part in parts for group in scan_shard(part).groups}
+            return {group.task_index for part in parts for group in scan_rank_file(part).groups}
 
         until(lambda: durable() == {*first, second[0], second[2]}, cluster.said_by_all)
         cluster.kill(1)

@@ -11,15 +11,17 @@ from fake_run import FakeRun, long_run
 from test_report import Page, report
 
 from fsbarrier.aggregate import Part, aggregate
-from fsbarrier.trajectories import ShardWriter
+from fsbarrier.trajectories import RankFileWriter
 
 
 def merged(
     run: FakeRun, iteration: int, rewards: dict[int, list[float]], split: str = "train", **fields: Any
 ) -> Path:
     """A merged file whose task t has the rewards `rewards[t]`; `fields` go into every trajectory."""
-    part = run.log_path / f"part-{split}-{iteration}"
-    with ShardWriter(part, prefix="rank0", header={"node_rank": 0}) as writer:
+    part = run.paths.part(split, iteration, 0, 1, 1)
+    part.parent.mkdir(exist_ok=True)
+    part.unlink(missing_ok=True)
+    with RankFileWriter(part, header={"node_rank": 0}) as writer:
         for task, values in rewards.items():
             group = [
                 {
@@ -71,8 +73,10 @@ def test_the_one_drawn_by_lot_is_the_same_each_time(run: FakeRun) -> None:
 
 
 def test_what_was_not_judged_is_neither_best_nor_worst(run: FakeRun) -> None:
-    path = run.log_path / "part"
-    with ShardWriter(path, prefix="rank0", header={"node_rank": 0}) as writer:
+    path = run.paths.part("train", 3, 0, 1, 1)
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    with RankFileWriter(path, header={"node_rank": 0}) as writer:
         whole = {"task_id": "t0", "task_index": 0, "policy_version": 0, "node_rank": 0}
         writer.append_group(
             0,
@@ -117,14 +121,12 @@ def test_without_samples_no_prompt_is_in_the_page(run: FakeRun) -> None:
     assert "question 0" not in report(run, "--no-samples")
 
 
-@pytest.mark.parametrize("fault", ["cut off", "not a torch file", "a number where messages should be"])
+@pytest.mark.parametrize("fault", ["not one of ours", "a number where messages should be"])
 def test_a_file_that_cannot_be_shown_is_named_and_the_report_is_made(run: FakeRun, fault: str) -> None:
     fields = {"messages": 7} if fault == "a number where messages should be" else {}
     out = merged(run, 3, {0: [0.5]}, **fields)
-    if fault == "cut off":
-        out.write_bytes(out.read_bytes()[:-40])
-    elif fault == "not a torch file":
-        out.write_bytes(b"what is this")
+    if not fields:
+        run.paths.part("train", 3, 0, 1, 1).write_bytes(b"what is this")
     text = Page(report(run)).text
-    assert f"cannot show {out.name}" in text
+    assert (f"cannot show {out.name}" if fields else "No scored trajectory can be shown") in text
     assert "Mean reward by iteration" in text

@@ -288,35 +288,3 @@ def test_several_rewards_are_added_up(more: str) -> None:
     # What one of them cannot judge has no reward.
     failed = judged_together(f"exact,{more}:too_few", ["ab", "x"])[0]
     assert failed.reward == 0 and failed.error is not None and failed.parts == {"exact": 1}
-
-
-def test_a_group_is_judged_again_as_a_whole(more: str) -> None:
-    """One answer of an earlier attempt could not be judged; the agent's own reward and what failed before stay."""
-    from types import SimpleNamespace
-
-    from fsbarrier.rollouts.group_trajectories import judged_again
-
-    def item(text: str, **changed: Any) -> Any:
-        known = {
-            "node_rank": 1,
-            "text": text,
-            "finish_reason": "stop",
-            "reward": 0.5,
-            "reward_parts": {"rank": 0.5},
-        }
-        return {**known, "metadata": {}, "timings": {}, **changed}
-
-    group = [
-        item("a"),
-        item("abc", metadata={"reward_error": "late"}, reward_parts={}),
-        item("long enough", reward_parts={"agent": 0.5}),
-        item("", finish_reason="error"),
-    ]
-    origin: Any = SimpleNamespace(node_rank=0, generation=2)
-    again = asyncio.run(judged_again(origin, task("ab"), group, open_reward(f"{more}:rank")))
-    assert [one["reward"] for one in again] == [0, 1, 0.5, 0.5] and again[1]["metadata"] == {}
-    # Nothing to judge: nothing changes but where it lies.
-    assert [
-        one["reward"]
-        for one in asyncio.run(judged_again(origin, task("ab"), group[:1], open_reward(f"{more}:rank")))
-    ] == [0.5]

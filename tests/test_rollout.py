@@ -19,7 +19,7 @@ from waiting import until
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rollouts.rollout_spec import Assignment
 from fsbarrier.settings.resolve import resolve
-from fsbarrier.trajectories import iter_trajectories, scan_shard
+from fsbarrier.trajectories import iter_trajectories, scan_rank_file
 
 HERE = Path(__file__).parent
 KEY = "the key"
@@ -100,7 +100,6 @@ def make_spec(folder: Path, url: str, prompts: list[Any], **changes: Any) -> Pat
         "keep": None,
         "incarnation": 1,
         "part": str(folder / "trajectories" / "part"),
-        "prefix": "train-g0003n0002i0001",
         "checkpoint": str(folder / "trajectories" / "checkpoint"),
         "engine": [{"url": url, "api_key": KEY, "model": "policy"}],
         "settings": resolve([], defaults, cross_checks=False).as_json(),
@@ -192,7 +191,7 @@ def test_the_result_the_progress_and_the_checkpoint(tmp_path: Path, fake: Fake) 
     expected |= {"prompt_tokens": 5 + 10 + 8, "completion_tokens": 4 * (5 + 5 + 2)}
     assert {name: result[name] for name in expected} == expected
     assert result["bytes"] == part.stat().st_size and result["tokens_per_s"] > 0
-    assert checkpoint.samefile(part) and scan_shard(part).finished
+    assert checkpoint.samefile(part) and scan_rank_file(part).finished
     progress = json.loads((tmp_path / "progress.json").read_text())
     assert (progress["done"], progress["total"], progress["unit"]) == (12, 12, "trajectories")
     assert progress["reward_mean"] == pytest.approx(2 / 3) and progress["note"] == "4 truncated"
@@ -336,13 +335,13 @@ def test_an_end_in_the_middle_leaves_whole_groups_and_a_second_start_does_the_re
     process = start(spec)
     part = tmp_path / "trajectories" / "part"
     while process.poll() is None:  # the two others are on disk, and one is at the gate
-        if part.exists() and len(scan_shard(part).groups) == 2 and (fake.folder / "at-gate").exists():
+        if part.exists() and len(scan_rank_file(part).groups) == 2 and (fake.folder / "at-gate").exists():
             break
     process.send_signal(number)
     done = finish(process, spec)
     assert done.code == (-9 if number == signal.SIGKILL else 128 + number)
     assert (done.result, done.stderr) == ({}, "")
-    scan = scan_shard(part)
+    scan = scan_rank_file(part)
     assert {group.task_index for group in scan.groups} == {0, 1} and not scan.finished
     assert not (tmp_path / "trajectories" / "checkpoint").exists()
 
@@ -389,7 +388,7 @@ def test_what_another_has_not_begun_is_taken_over(tmp_path: Path, fake: Fake) ->
     assert (done.result["taken_over"], done.result["claims"], done.result["ended_early"]) == (3, 5, False)
     progress = json.loads((tmp_path / "progress.json").read_text())
     assert progress["done"] == progress["total"] == 5 * SAMPLES
-    assert scan_shard(tmp_path / "trajectories" / "part").header["expected"] == list(range(6))
+    assert scan_rank_file(tmp_path / "trajectories" / "part").header["expected"] == list(range(6))
 
 
 def test_what_would_only_wait_in_the_engine_is_left_for_others(tmp_path: Path, fake: Fake) -> None:
@@ -416,7 +415,7 @@ def test_the_phase_ends_without_its_last_tasks(tmp_path: Path, fake: Fake) -> No
     done = run(make_spec(tmp_path, fake.url, ["ba=", "dc=", "fe!gate="], **ends))
     assert done.code == 0, done.stderr
     assert (sorted(done.result["tasks"]), done.result["ended_early"]) == ([0, 1], True)
-    assert scan_shard(tmp_path / "trajectories" / "checkpoint").finished
+    assert scan_rank_file(tmp_path / "trajectories" / "checkpoint").finished
     assert (tmp_path / "claims" / "cut").exists()
 
 
@@ -461,58 +460,6 @@ def test_a_reward_of_ones_own_and_its_failures(tmp_path: Path, fake: Fake) -> No
     assert "ValueError: no d please (mine.py, line 4)" in last
     # The log has the traceback, once.
     assert done.stderr.count("Traceback") == 1
-
-
-def test_a_reward_that_always_raises_never_passes_for_finished_work(tmp_path: Path, fake: Fake) -> None:
-    """Each attempt is judged by the whole share: what an earlier one could not judge is judged again, and not sampled again."""
-    mine = tmp_path / "mine.py"
-    mine.write_text("def reward(prompt, response, answer, metadata):\n    raise ValueError('bug')\n")
-    kind = {"reward.kind": f"{mine}:reward"}
-    prompts, tasks = ["ab="] * 8, list(range(8))
-    earlier: list[dict[str, Any]] = []
-    for attempt in range(3):
-        folder = tmp_path / f"attempt-{attempt}"
-        folder.mkdir()
-        done = run(make_spec(folder, fake.url, prompts, judge_again=earlier, prefix=f"g{attempt}", **kind))
-        assert done.code == 1
-        assert f"the reward failed for 4 of {8 * SAMPLES} trajectories" in done.stderr.splitlines()[-1]
-        part = folder / "trajectories" / "part"
-        scan = scan_shard(part)
-        # A group is judged as a whole.
-        assert scan.groups and all(group.unjudged == SAMPLES for group in scan.groups)
-        left = [
-            g.task_index for g in scan.groups if g.task_index not in {t for p in earlier for t in p["tasks"]}
-        ]
-        earlier.append({"path": str(part), "valid_bytes": scan.valid_bytes, "tasks": left})
-
-    mine.write_text("def reward(prompt, response, answer, metadata):\n    return len(response)\n")
-    folder, sampled = tmp_path / "mended", {task for part in earlier for task in part["tasks"]}
-    folder.mkdir()
-    asked = prompts_asked(fake)
-    done = run(make_spec(folder, fake.url, prompts, judge_again=earlier, prefix="g3", **kind))
-    assert done.code == 0 and done.result["reward_errors"] == 0
-    assert sorted(done.result["tasks"]) == tasks
-    assert prompts_asked(fake) - asked == len(tasks) - len(sampled)
-    for group in rolled_out(folder).values():
-        assert [item["reward"] for item in group] == [2.0] * SAMPLES
-        assert all(item["valid"] and "reward_error" not in item["metadata"] for item in group)
-
-
-def test_a_group_whose_agent_failed_or_whose_part_is_gone_is_sampled_again(
-    tmp_path: Path, fake: Fake
-) -> None:
-    first = tmp_path / "first"
-    first.mkdir()
-    run(make_spec(first, fake.url, ["ab=", "ba!400="]))
-    part = first / "trajectories" / "part"
-    size = part.stat().st_size
-    gone = {"path": str(tmp_path / "gone"), "valid_bytes": 9, "tasks": [0]}
-    refused = {"path": str(part), "valid_bytes": size, "tasks": [1]}
-    second = tmp_path / "second"
-    second.mkdir()
-    done = run(make_spec(second, fake.url, ["ab=", "ba="], judge_again=[gone, refused], prefix="g4"))
-    assert done.code == 0 and sorted(done.result["tasks"]) == [0, 1]
-    assert [item["reward"] for item in rolled_out(second)[1]] == [1.0] * SAMPLES
 
 
 @pytest.mark.parametrize(

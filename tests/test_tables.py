@@ -15,7 +15,7 @@ from fsbarrier.cli import main
 from fsbarrier.data import tables
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.trajectories import ShardWriter
+from fsbarrier.trajectories import RankFileWriter
 
 
 def one(task: int, sample: int, iteration: int, tokens: int = 4, **fields: Any) -> dict[str, Any]:
@@ -50,11 +50,11 @@ def write(
 ) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     header = {"run_id": "run", "split": "train", "iteration": iteration, "generation": 1, "node_rank": rank}
-    with ShardWriter(path, prefix=f"r{rank}i{iteration}", header=header) as writer:
+    with RankFileWriter(path, header=header) as writer:
         for task in tasks:
             writer.append_group(task, [one(task, sample, iteration, tokens) for sample in range(2)])
         if finish:
-            writer.finish({})
+            writer.finish()
     return path
 
 
@@ -108,9 +108,9 @@ def test_parquet_has_typed_columns(run: Path, tmp_path: Path, capsys: pytest.Cap
 
 def test_fields_of_ones_own_are_kept_and_tokens_may_be_left_out(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
-    with ShardWriter(tmp_path / "file", prefix="x", header={}) as writer:
+    with RankFileWriter(tmp_path / "file", header={}) as writer:
         writer.append_group(0, [one(0, 0, 1, segments=[0, 2], colour=array("d", [0.5]))])
-        writer.finish({})
+        writer.finish()
     tables.export([tmp_path / "file"], tmp_path / "a.parquet", tokens=False)
     (row,) = parquet.read_table(tmp_path / "a.parquet").to_pylist()
     assert json.loads(row["other"]) == {"segments": [0, 2], "colour": [0.5]} and row["token_ids"] is None

@@ -25,7 +25,7 @@ from fsbarrier.rollouts.claims import Claims, remove_old
 from fsbarrier.rollouts.early_end import EarlyEnd
 from fsbarrier.rundir.names import CUT
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.trajectories import load, scan_shard
+from fsbarrier.trajectories import load, scan_rank_file
 from scripts.bench_take_over import roll_out, toy_spec
 
 DEADLINE_S = 60.0
@@ -223,13 +223,15 @@ def test_a_toy_rollout_that_is_killed_and_started_again_goes_on(tmp_path: Path) 
     part = Path(spec["part"])
     process = subprocess.Popen(command, cwd=REPO)
     # One of the other's is among them.
-    until(lambda: part.exists() and len(scan_shard(part).groups) >= 5, lives=lambda: process.poll() is None)
+    until(
+        lambda: part.exists() and len(scan_rank_file(part).groups) >= 5, lives=lambda: process.poll() is None
+    )
     process.send_signal(signal.SIGKILL)
     process.wait()
-    kept = len(scan_shard(part).groups)
+    kept = len(scan_rank_file(part).groups)
     subprocess.run(command, cwd=REPO, check=True, timeout=DEADLINE_S)
     assert 5 <= kept <= 8
-    assert sorted(group.task_index for group in scan_shard(part).groups) == list(range(8))
+    assert sorted(group.task_index for group in scan_rank_file(part).groups) == list(range(8))
     result = json.loads((tmp_path / "result-0.json").read_text())
     assert (result["taken_over"], sorted(result["tasks"])) == (4, list(range(8)))
 
@@ -311,11 +313,11 @@ def test_stragglers_are_cut_off_named_and_carried_over(tmp_path: Path) -> None:
 def test_of_more_groups_the_first_with_signal_are_kept(tmp_path: Path) -> None:
     from trajectory_files import trajectory
 
-    from fsbarrier.trajectories import ShardWriter
+    from fsbarrier.trajectories import RankFileWriter
 
     flat, order = {1, 4, 5}, [5, 4, 3, 2, 1, 0]
     path = tmp_path / "part"
-    with ShardWriter(path, prefix="p", header={"run_id": "r"}) as writer:
+    with RankFileWriter(path, header={"run_id": "r"}) as writer:
         for task in range(6):
             rewards = (1.0, 1.0) if task in flat else (0.0, 1.0)
             writer.append_group(

@@ -14,7 +14,7 @@ from typing import Any
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
-from fsbarrier.trajectories import ShardWriter
+from fsbarrier.trajectories import RankFileWriter
 
 REPO = Path(__file__).resolve().parent.parent
 GROUPS, SAMPLES, PROMPT = 6, 4, 5
@@ -81,10 +81,10 @@ def trajectory(
 
 
 def write_groups(path: Path, groups: list[list[dict[str, Any]]]) -> None:
-    with ShardWriter(path, prefix="test", header={}) as writer:
+    with RankFileWriter(path, header={}) as writer:
         for group in groups:
             writer.append_group(group[0]["task_index"], group)
-        writer.finish({})
+        writer.finish()
 
 
 def rollouts(

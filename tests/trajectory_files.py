@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fsbarrier.trajectories import ShardWriter
+from fsbarrier.trajectories import RankFileWriter
 
 
 def trajectory(
@@ -39,7 +39,7 @@ def trajectory(
             "none": None,
             "big": 2**70,
             "numbers": [0, 255, 256, 65536, -1, -(2**40)],
-            "tuple": (1, (2,), ()),
+            "list": [1, [2], []],
         },
     }
 
@@ -53,9 +53,8 @@ def write_part(
     tasks: Iterable[int],
     *,
     rank: int = 0,
-    prefix: str | None = None,
     finished: bool = False,
-    assigned: Iterable[int] | None = None,
+    expected: Iterable[int] | None = None,
     generation: int = 1,
     samples: int = 2,
     tokens: int = 12,
@@ -72,12 +71,12 @@ def write_part(
         "split": "train",
         "policy_version": 3,
         "policy": policy,
-        "assigned": list(tasks if assigned is None else assigned),
+        "expected": list(tasks if expected is None else expected),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    with ShardWriter(path, prefix=prefix or f"g{generation:04d}n{rank:04d}i0001", header=header) as writer:
+    with RankFileWriter(path, header=header) as writer:
         for task in tasks:
             writer.append_group(task, group(task, samples=samples, tokens=tokens, rank=rank))
         if finished:
-            writer.finish({"note": "done"})
+            writer.finish()
     return path

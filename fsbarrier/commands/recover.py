@@ -9,8 +9,7 @@ from pathlib import Path
 from fsbarrier.aggregate import merge_with_bar
 from fsbarrier.commands import flags
 from fsbarrier.data import rank_files
-from fsbarrier.data.merge_ranks import RanksRequest
-from fsbarrier.data.rank_files import FoundFile
+from fsbarrier.data.rank_files import FoundFile, RanksRequest
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.maintenance import recovery
 from fsbarrier.maintenance.superseding import needed, record_generation
@@ -105,7 +104,7 @@ def _file_json(item: FoundFile) -> dict[str, object]:
         "path": str(item.path),
         "split": item.split,
         "node_rank": item.node_rank,
-        "state": recovery.shown_state(item),
+        "state": item.state.value,
         **item.counts(),
         "note": item.note,
     }
@@ -123,7 +122,7 @@ def merge(
     if not parts:
         return outcome
     expected = rank_files.expected_tasks(parts)
-    there = {group.task_index for item in parts if item.scan for group in item.scan.groups}
+    there = {task for item in parts for task in item.tasks}
     outcome["expected"] = None if expected is None else len(expected)
     outcome["missing"] = [task for task in expected or () if task not in there]
     if not args.aggregate:
@@ -152,7 +151,7 @@ def as_text(outcome: JsonObject, found: list[FoundFile]) -> str:
         note = f"  ({item.note})" if item.note else ""
         counts = item.counts()
         count = f"{counts['groups']:6} groups {counts['trajectories']:7} trajectories"
-        state = recovery.shown_state(item)
+        state = item.state.value
         lines.append(f"  {item.split:5}  {who:8} {state:10} {count}  {item.path.name}{note}")
     if not found:
         lines.append("  no files")

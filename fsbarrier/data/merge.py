@@ -1,44 +1,33 @@
-"""Merges trajectory files: plans from the headers, copies in parallel while verifying all checksums, and publishes with one rename.
+"""Merges the groups of ranks' files into one file, atomically: each expected task once, with all checksums verified.
 
-The plan determines the position of every byte in the result: first `data.pkl` with the groups in task order, then the storages in
-part order. Parts are therefore read once, sequentially, in chunks, and nothing is unpickled. The order of the trajectories does
-not depend on timing. `aggregate.py` is the command.
+merge_plan.py selects the groups from the files' summaries. `collect` reads them, and plans again without those that are damaged.
+`publish` writes the result, which torch.load opens, with one rename. `aggregate.py` is the command.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 import secrets
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from fsbarrier.data.merge_copy import Piece, copy_pieces
-from fsbarrier.data.merge_plan import (
-    GroupPlace,
-    MergePlan,
-    MergeRequest,
-    make_plan,
-    merged_metadata,
-    missing_text,
+from fsbarrier import __version__
+from fsbarrier.data import merged_file
+from fsbarrier.data.group_stats import mean_reward
+from fsbarrier.data.merge_plan import GroupPlace, MergePlan, MergeRequest, make_plan, missing_text
+from fsbarrier.data.rank_file import (
+    FormatError,
+    check_plain,
+    opened,
+    read_trajectories,
 )
-from fsbarrier.data.torch_pickle import ALIGNMENT, FormatError
-from fsbarrier.data.torch_zip import Entry, first_entries, header_bytes, make_entry, write_at, write_directory
-from fsbarrier.data.trajectory_scan import (
-    DATA,
-    MERGE_JSON,
-    TORCH_FILES,
-    NotOurs,
-    ShardScan,
-    mean_reward,
-    scan_shard,
-)
-from fsbarrier.data.trajectory_writer import pickle_entry
+from fsbarrier.data.rank_file_writer import RankFileWriter
+from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.files import fsync_dir, make_dirs, open_new, rename
 from fsbarrier.host.identity import host_name
@@ -58,249 +47,190 @@ class AggregateReport:
     #: size of the merged file
     bytes: int
     reward_mean: float | None
-    already_done: bool
+    already_done: bool = False
     #: groups dropped because of a checksum mismatch
     damaged: tuple[str, ...] = ()
     #: groups dropped because their task is not expected
     unexpected: int = 0
-    #: digest of the merged groups' contents
-    fingerprint: str = ""
     #: groups dropped because enough others were kept: without signal, or surplus
     left_out: int = 0
     #: mean over all groups, including dropped ones
     rolled_out_reward_mean: float | None = None
     #: trajectories without a score, because the reward or the agent failed; the means ignore them
     unjudged: int = 0
-    #: metrics over all groups, including dropped ones (data/tally.py)
+    #: metrics over all groups, including dropped ones (data/group_stats.py)
     figures: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of a merge."""
-
-    trajectories: int
-    trajectories_total: int
-    bytes: int
-    bytes_total: int
-
-
-OnProgress = Callable[[Progress], None]
+#: called with the trajectories read so far, and all of them
+OnProgress = Callable[[int, int], None]
 
 
 def merge(request: MergeRequest, on_progress: OnProgress | None = None) -> AggregateReport:
     """Merge the groups of the parts into `request.out`, atomically (by rename).
 
-    If the file already contains exactly these groups and is intact, it is not changed, even if the metadata differs.
-    Raises UsageError (missing tasks, incompatible parts, a foreign file at `out`), StoreError.
+    Raises UsageError (missing tasks, a part that is no rank's file), StoreError.
     """
-    try:
-        # The rename is the last step, so the whole merge can be retried. A temporary file with a random name exists only because this
-        # process made it although its mount said otherwise.
-        return retry(lambda: _merge(request, on_progress), errnos=FAILING | {errno.EEXIST})
-    except OSError as error:
-        raise StoreError(f"{request.out}: cannot merge: {error.strerror or error}") from error
+    return publish(collect(request, on_progress))
 
 
-def _merge(request: MergeRequest, on_progress: OnProgress | None) -> AggregateReport:
-    out = request.out
+# --- what is merged -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The groups of a merge in memory."""
+
+    request: MergeRequest
+    plan: MergePlan
+    #: by task index
+    groups: dict[int, list[Trajectory]]
+    damaged: tuple[str, ...]
+
+    @property
+    def trajectories(self) -> Iterator[Trajectory]:
+        return (trajectory for task in sorted(self.groups) for trajectory in self.groups[task])
+
+
+def collect(request: MergeRequest, on_progress: OnProgress | None = None) -> Collected:
+    """Read the groups to merge. Raises UsageError (missing tasks), StoreError."""
+    check_plain(request.metadata, "the metadata")
     excluded: set[GroupPlace] = set()
     damaged: list[str] = []
-    # Only copying reads every byte; groups found damaged are excluded from the next plan.
+    # Only reading shows which groups are damaged; those are excluded from the next plan.
     while True:
         plan = make_plan(request, excluded)
         if plan.missing and not request.allow_partial:
             why = f"; damaged: {', '.join(damaged)}" if damaged else ""
             raise UsageError(
-                f"{out.name}: {missing_text(plan.missing)}{why}. To merge without them: --allow-partial"
+                f"{request.out.name}: {missing_text(plan.missing)}{why}. To merge without them: --allow-partial"
             )
         if not plan.taken:
-            raise UsageError(f"{out.name}: the parts contain no groups to merge")
-        if (size := _size_if_done(out, plan.fingerprint)) is not None:
-            return _report(plan, out, size, damaged, already_done=True)
-        bad = _Merge(request, plan, merged_metadata(request, plan, damaged), on_progress).run()
+            raise UsageError(f"{request.out.name}: the parts contain no groups to merge")
+        groups, bad = _read(request, plan, on_progress or (lambda done, total: None))
         if not bad:
-            return _report(plan, out, out.stat().st_size, damaged, already_done=False)
-        excluded |= bad
-        damaged += [f"{key} of {request.parts[position].path.name}" for position, key in sorted(bad)]
+            return Collected(request, plan, groups, tuple(damaged))
+        excluded |= set(bad)
+        damaged += [
+            f"task {task} of {request.parts[place[0]].path.name}" for place, task in sorted(bad.items())
+        ]
 
 
-def scan_merged(out: Path, *, verify: bool) -> ShardScan | None:
-    """The merged file at `out`; None if it does not exist, or if it is a damaged one of ours, which is recreated.
+def _read(
+    request: MergeRequest, plan: MergePlan, on_progress: OnProgress
+) -> tuple[dict[int, list[Trajectory]], dict[GroupPlace, int]]:
+    """The planned groups by task, and the damaged ones with their task."""
+    total = sum(group.stats.trajectories for group in plan.by_task)
+    groups: dict[int, list[Trajectory]] = {}
+    bad: dict[GroupPlace, int] = {}
+    done = 0
+    for position, part in enumerate(request.parts):
+        chosen = [group for at, group in plan.taken.values() if at == position]
+        if not chosen:
+            continue
+        with opened(part.path) as fd:
+            for group in sorted(chosen, key=lambda one: one.offset):
+                try:
+                    groups[group.task_index] = read_trajectories(fd, group)
+                except FormatError:
+                    bad[position, group.offset] = group.task_index
+                done += group.stats.trajectories
+                on_progress(done, total)
+    return groups, bad
 
-    Raises UsageError if the file was not written by fsbarrier, StoreError.
-    """
-    # List the folder first, because NFS may cache the absence of a name for 30 s.
-    if not out.parent.is_dir() or out.name not in os.listdir(out.parent):
-        return None
+
+# --- the merged file ----------------------------------------------------------------------------------------------------
+
+
+def publish(collected: Collected) -> AggregateReport:
+    """Write the merged file under a temporary name, and rename it. Raises StoreError."""
+    request, plan = collected.request, collected.plan
+    metadata = _metadata(collected)
     try:
-        scan = scan_shard(out, verify=verify)
-    except NotOurs as error:
-        raise UsageError(f"{error}; not overwriting it, move it away") from None
-    except FormatError:
-        return None
-    return None if scan.damaged else scan
-
-
-def _size_if_done(out: Path, fingerprint: str) -> int | None:
-    """The size of `out` if it is intact and contains exactly the groups of `fingerprint`."""
-    there = scan_merged(out, verify=False)
-    if there is None or there.fingerprint != fingerprint:
-        return None
-    there = scan_merged(out, verify=True)
-    return None if there is None else there.valid_bytes
-
-
-def _report(
-    plan: MergePlan, out: Path, size: int, damaged: list[str], *, already_done: bool
-) -> AggregateReport:
-    groups = plan.by_task
+        # The rename is the last step, so all of it can be retried. A temporary file with a random name exists only because this
+        # process made it although its mount said otherwise.
+        size = retry(lambda: _write(collected, metadata), errnos=FAILING | {errno.EEXIST})
+    except OSError as error:
+        raise StoreError(f"{request.out}: cannot merge: {error.strerror or error}") from error
+    stats = [group.stats for group in plan.by_task]
     return AggregateReport(
-        out=str(out),
-        trajectories=sum(group.trajectories for group in groups),
-        groups=len(groups),
+        out=str(request.out),
+        trajectories=sum(one.trajectories for one in stats),
+        groups=len(stats),
         missing=plan.missing,
         duplicates_dropped=plan.duplicates,
         bytes=size,
-        reward_mean=mean_reward(groups),
-        already_done=already_done,
-        damaged=tuple(damaged),
+        reward_mean=mean_reward(stats),
+        damaged=collected.damaged,
         unexpected=plan.unexpected,
-        fingerprint=plan.fingerprint,
         left_out=len(plan.without_signal) + len(plan.surplus),
         rolled_out_reward_mean=plan.rolled_out_reward_mean,
-        unjudged=sum(group.unjudged for group in groups),
+        unjudged=sum(one.unjudged for one in stats),
         figures=plan.figures,
     )
 
 
-class _Merge:
-    """Writes one planned result. `run` returns the damaged groups; if there are any, nothing was published."""
+def _metadata(collected: Collected) -> dict[str, object]:
+    """The metadata of the merged file: from the request, and the results of the merge."""
+    request, plan = collected.request, collected.plan
+    stats = [group.stats for group in plan.by_task]
+    return {
+        **request.metadata,
+        "trajectories": sum(one.trajectories for one in stats),
+        "groups": len(stats),
+        "tasks": sorted(plan.taken),
+        "reward_mean": mean_reward(stats),
+        "unjudged": sum(one.unjudged for one in stats),
+        "parts": [
+            {"name": part.path.name, "bytes": there.valid_bytes, "groups": len(there.groups)}
+            for part, there in zip(request.parts, plan.files, strict=True)
+        ],
+        "missing": list(plan.missing),
+        "without_signal": list(plan.without_signal),
+        "surplus": list(plan.surplus),
+        "rolled_out": {"trajectories": plan.rolled_out, "reward_mean": plan.rolled_out_reward_mean},
+        "damaged": list(collected.damaged),
+        "created_by": f"fsbarrier {__version__}",
+    }
 
-    def __init__(
-        self,
-        request: MergeRequest,
-        plan: MergePlan,
-        metadata: dict[str, object],
-        on_progress: OnProgress | None,
-    ) -> None:
-        self.plan, self.metadata, self.on_progress = plan, metadata, on_progress
-        self.parts, self.out = request.parts, request.out
-        self.pieces: list[list[Piece]] = [[] for _ in request.parts]
-        self.entries: list[Entry] = []
-        self.body_places: dict[int, int] = {}
-        self.end = 0
 
-    def run(self) -> set[GroupPlace]:
-        make_dirs(self.out.parent)
-        remove_leftovers(self.out)
-        temporary = self.out.with_name(
-            f"{_temporary_start(self.out)}{os.getpid()}.{secrets.token_hex(4)}.tmp"
-        )
-        try:
+def _write(collected: Collected, metadata: dict[str, object]) -> int:
+    """The size of the file. Raises OSError."""
+    out = collected.request.out
+    make_dirs(out.parent)
+    remove_leftovers(out)
+    temporary = out.with_name(f"{_temporary_start(out)}{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        if _has_torch():
+            tensors: list[Any] = []
+            for task in sorted(collected.groups):
+                tensors += merged_file.as_tensors(collected.groups[task])
             fd = open_new(temporary)
             try:
-                bad = self._write(fd)
-                if not bad:
-                    os.fsync(fd)
+                merged_file.save(fd, tensors, metadata)
+                os.fsync(fd)
             finally:
                 os.close(fd)
-            if not bad:
-                rename(temporary, self.out)
-                fsync_dir(self.out.parent)
-            return bad
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+        else:
+            with RankFileWriter(temporary, header=metadata) as writer:
+                writer.append_groups({task: collected.groups[task] for task in sorted(collected.groups)})
+                writer.finish()
+        size = temporary.stat().st_size
+        rename(temporary, out)
+        fsync_dir(out.parent)
+        return size
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
 
-    def _write(self, fd: int) -> set[GroupPlace]:
-        self.entries, start = first_entries(TORCH_FILES)
-        self._lay_out_pickle(fd, write_at(fd, 0, start))
-        self._lay_out_storages()
-        bad = self._copy(fd)
-        if not bad:
-            self._write_index(fd)
-        return bad
 
-    def _lay_out_pickle(self, fd: int, offset: int) -> None:
-        """Write data.pkl's header, frame and checksum, which are known before the bodies are copied."""
-        groups = self.plan.by_task
-        entry, before, after = pickle_entry(self.metadata, groups, offset)
-        self.entries.append(entry)
-        at = write_at(fd, offset, header_bytes(entry) + before)
-        for group in groups:
-            self.body_places[group.task_index] = at
-            at += group.body_length
-        self.end = write_at(fd, at, after)
-
-    def _lay_out_storages(self) -> None:
-        self.end += -self.end % ALIGNMENT
-        for position, group in self.plan.taken.values():
-            where = (position, group.key)
-            for storage in group.storages:
-                entry = make_entry(storage.name, storage.size, storage.crc, self.end)
-                self.entries.append(entry)
-                self.end = entry.end
-                self.pieces[position].append(
-                    Piece(
-                        storage.data_offset,
-                        storage.size,
-                        storage.crc,
-                        entry.offset,
-                        header_bytes(entry),
-                        where,
-                    )
-                )
-            body = Piece(
-                group.body_offset,
-                group.body_length,
-                group.body_crc,
-                self.body_places[group.task_index],
-                b"",
-                where,
-            )
-            self.pieces[position].append(body)
-
-    def _copy(self, fd: int) -> set[GroupPlace]:
-        counts = {(position, group.key): group.trajectories for position, group in self.plan.taken.values()}
-        total = sum(piece.size for pieces in self.pieces for piece in pieces)
-        progress = Progress(0, sum(counts.values()), 0, total)
-        bad: set[GroupPlace] = set()
-        for part, pieces in zip(self.parts, self.pieces, strict=True):
-            for done in copy_pieces(part.path, fd, pieces, bad):
-                finished = sum(counts.pop(piece.group, 0) for piece in done if not piece.header)
-                progress = Progress(
-                    progress.trajectories + finished,
-                    progress.trajectories_total,
-                    progress.bytes + sum(piece.size for piece in done),
-                    total,
-                )
-                if self.on_progress:
-                    self.on_progress(progress)
-        return bad
-
-    def _write_index(self, fd: int) -> None:
-        records = [
-            {
-                "task_index": group.task_index,
-                "task_id": group.task_id,
-                "trajectories": group.trajectories,
-                "reward_sum": group.reward_sum,
-                "signal": group.signal,
-                "unjudged": group.unjudged,
-                **({} if group.tally is None else {"tally": group.tally.as_json()}),
-                "key": group.key,
-                "storages": [storage.name.removeprefix(DATA) for storage in group.storages],
-                "body": [self.body_places[group.task_index], group.body_length, group.body_crc],
-            }
-            for group in self.plan.by_task
-        ]
-        index = {"fingerprint": self.plan.fingerprint, "metadata": self.metadata, "groups": records}
-        text = json.dumps(index).encode()
-        entry = make_entry(MERGE_JSON, len(text), zlib.crc32(text), self.end)
-        self.entries.append(entry)
-        at = write_at(fd, entry.offset, header_bytes(entry) + text)
-        write_directory(fd, self.entries, at)
+def _has_torch() -> bool:
+    """Where torch is not installed (the toy program does not need it), a merged file has the format of a rank's file."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def remove_leftovers(out: Path) -> None:

@@ -1,18 +1,14 @@
-"""Plans a merge: selects the groups and their parts from headers alone, before anything is written."""
+"""Plans a merge: selects the groups and their files from the files' summaries, before anything is written."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsbarrier import __version__
-from fsbarrier.data import tally
-from fsbarrier.data.trajectory_scan import GroupEntry, ShardScan, mean_reward, scan_shard
-from fsbarrier.errors import StoreError, UsageError
+from fsbarrier.data.group_stats import mean_reward, metrics
+from fsbarrier.data.rank_file import GroupEntry, RankFile, scan_rank_file
+from fsbarrier.errors import StoreError
 from fsbarrier.protocol.facts import JsonObject
 
 
@@ -60,15 +56,15 @@ class MergeRequest:
         return cls(tuple(parts), Path(spec["out"]), spec["metadata"], expected, **more)
 
 
-#: A group: the part's position in the request, and the group's key.
-GroupPlace = tuple[int, str]
+#: A group: the part's position in the request, and the offset of its frame.
+GroupPlace = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class MergePlan:
     """The selected groups and their parts."""
 
-    scans: tuple[ShardScan, ...]
+    files: tuple[RankFile, ...]
     #: task index -> (position of the part, group)
     taken: dict[int, tuple[int, GroupEntry]]
     #: groups dropped because an earlier part contains their task
@@ -83,38 +79,26 @@ class MergePlan:
     #: trajectories of all groups, including `without_signal` and `surplus`, and their mean reward
     rolled_out: int
     rolled_out_reward_mean: float | None
-    #: their other metrics (data/tally.py)
+    #: their other metrics
     figures: dict[str, float]
 
-    @functools.cached_property
+    @property
     def by_task(self) -> list[GroupEntry]:
         return [self.taken[task][1] for task in sorted(self.taken)]
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """A digest of the chosen groups' contents and the missing tasks."""
-        digest = hashlib.sha256(json.dumps(self.missing).encode())
-        for group in self.by_task:
-            crcs = " ".join(str(storage.crc) for storage in group.storages)
-            digest.update(f"\n{group.task_index} {group.key} {group.body_crc} {crcs}".encode())
-        return digest.hexdigest()
-
 
 def make_plan(request: MergeRequest, excluded: Collection[GroupPlace] = ()) -> MergePlan:
-    """Choose the groups to merge, reading only headers; `excluded` groups are known to be damaged.
-
-    Raises UsageError, StoreError.
-    """
+    """Choose the groups to merge, reading only summaries; `excluded` groups are known to be damaged. Raises UsageError, StoreError."""
     expected = request.expected
     wanted = None if expected is None else frozenset(expected)
-    scans: list[ShardScan] = []
+    found: list[RankFile] = []
     taken: dict[int, tuple[int, GroupEntry]] = {}
     duplicates = unexpected = 0
     for position, part in enumerate(request.parts):
-        scan = _scan_part(part, must_be_whole=wanted is None)
-        scans.append(scan)
-        for group in scan.groups:
-            if (position, group.key) in excluded:
+        there = _scan_part(part, must_be_whole=wanted is None)
+        found.append(there)
+        for group in there.groups:
+            if (position, group.offset) in excluded:
                 continue
             if part.tasks is not None and group.task_index not in part.tasks:
                 continue
@@ -124,77 +108,41 @@ def make_plan(request: MergeRequest, excluded: Collection[GroupPlace] = ()) -> M
                 duplicates += 1
             else:
                 taken[group.task_index] = (position, group)
-    groups = [group for _, group in taken.values()]
-    _refuse_one_name_twice(groups)
     order = dict.fromkeys(taken if expected is None else expected)
     surplus, without_signal = _left_out(
         [taken[task][1] for task in order if task in taken],
         len(taken) if request.keep is None else request.keep,
     )
+    stats = [taken[task][1].stats for task in sorted(taken)]
     return MergePlan(
-        scans=tuple(scans),
+        files=tuple(found),
         taken={task: chosen for task, chosen in taken.items() if task not in {*surplus, *without_signal}},
         duplicates=duplicates,
         unexpected=unexpected,
         missing=() if wanted is None else tuple(sorted(wanted - taken.keys())),
         without_signal=without_signal,
         surplus=surplus,
-        rolled_out=sum(group.trajectories for group in groups),
-        rolled_out_reward_mean=mean_reward([taken[task][1] for task in sorted(taken)]),
-        figures=tally.figures([group.tally for group in groups if group.tally is not None]),
+        rolled_out=sum(one.trajectories for one in stats),
+        rolled_out_reward_mean=mean_reward(stats),
+        figures=metrics(stats),
     )
 
 
-def _scan_part(part: Part, *, must_be_whole: bool) -> ShardScan:
-    scan = scan_shard(part.path, part.valid_bytes, verify=False)
+def _scan_part(part: Part, *, must_be_whole: bool) -> RankFile:
+    found = scan_rank_file(part.path, part.valid_bytes, verify=False)
     # If the expected tasks are known, a lost group is detected as a missing task. Otherwise compare the sizes.
-    if must_be_whole and part.valid_bytes is not None and scan.valid_bytes < part.valid_bytes:
+    if must_be_whole and part.valid_bytes is not None and found.valid_bytes < part.valid_bytes:
         raise StoreError(
-            f"{part.path}: only {scan.valid_bytes} of {part.valid_bytes} acknowledged bytes are valid"
+            f"{part.path}: only {found.valid_bytes} of {part.valid_bytes} acknowledged bytes are valid"
         )
-    return scan
-
-
-def _refuse_one_name_twice(groups: Iterable[GroupEntry]) -> None:
-    names = [storage.name for group in groups for storage in group.storages]
-    if len(set(names)) != len(names):
-        raise UsageError(
-            "two parts have the same prefix but contain different tasks, so they cannot be merged"
-        )
+    return found
 
 
 def _left_out(groups: Sequence[GroupEntry], keep: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The tasks to drop so that `keep` groups remain, as (with signal, without): groups with signal are kept first."""
-    useful = [group.task_index for group in groups if group.signal]
-    others = [group.task_index for group in groups if not group.signal]
+    useful = [group.task_index for group in groups if group.stats.signal]
+    others = [group.task_index for group in groups if not group.stats.signal]
     return tuple(useful[keep:]), tuple(others[max(0, keep - len(useful)) :])
-
-
-def merged_metadata(request: MergeRequest, plan: MergePlan, damaged: Sequence[str]) -> dict[str, object]:
-    """The metadata of the merged file: from the request, and the results of the merge. Raises UsageError."""
-    groups = plan.by_task
-    full = {
-        **request.metadata,
-        "trajectories": sum(group.trajectories for group in groups),
-        "groups": len(groups),
-        "reward_mean": mean_reward(groups),
-        "unjudged": sum(group.unjudged for group in groups),
-        "parts": [
-            {"name": part.path.name, "bytes": scan.valid_bytes, "groups": len(scan.groups)}
-            for part, scan in zip(request.parts, plan.scans, strict=True)
-        ],
-        "missing": list(plan.missing),
-        "without_signal": list(plan.without_signal),
-        "surplus": list(plan.surplus),
-        "rolled_out": {"trajectories": plan.rolled_out, "reward_mean": plan.rolled_out_reward_mean},
-        "damaged": list(damaged),
-        "created_by": f"fsbarrier {__version__}",
-    }
-    try:
-        plain: dict[str, object] = json.loads(json.dumps(full))
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"the metadata to store is not plain JSON: {error}") from None
-    return plain
 
 
 def missing_text(missing: tuple[int, ...]) -> str:

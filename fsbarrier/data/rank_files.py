@@ -1,15 +1,20 @@
-"""Finds the ranks' trajectory files of one iteration and determines the state of each."""
+"""Finds the ranks' trajectory files of one iteration, determines the state of each, and merges them at a user's request.
+
+In a run the leader knows the parts and builds the request of the merge itself. Here it is derived from the files.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from itertools import accumulate
 from pathlib import Path
 
-from fsbarrier.data.merge_plan import Part
-from fsbarrier.data.trajectory_scan import NotOurs, ShardScan, scan_shard
+from fsbarrier.data import reader
+from fsbarrier.data.merge import AggregateReport, OnProgress, merge
+from fsbarrier.data.merge_plan import MergeRequest, Part, make_plan, missing_text
+from fsbarrier.data.rank_file import FormatError, NotOurs, RankFile, scan_rank_file
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rundir import runrecord
@@ -18,24 +23,18 @@ from fsbarrier.rundir.paths import RunPaths
 
 
 class FileState(Enum):
-    """The state of a trajectory file, as shown by `fsbarrier aggregate`."""
+    """The state of a trajectory file, as `fsbarrier recover` and `fsbarrier aggregate` show it."""
 
-    FINISHED = "finished"
-    #: valid, but not finished by its writer
-    GROWING = "growing"
+    COMPLETE = "complete"
+    #: valid, but not finished by its writer, or merged without some tasks
+    PARTIAL = "partial"
     #: valid up to some byte; the incomplete rest is dropped
     TORN = "torn"
-    #: another file contains the same groups or more
-    COPY = "copy"
-    OTHER_RUN = "other run"
+    #: of another run, or not written by fsbarrier
+    FOREIGN = "foreign"
     #: rolled out by a different policy than the newest generation's, possibly of the same version
     OTHER_POLICY = "other policy"
-    #: not written by fsbarrier
-    FOREIGN = "foreign"
-    UNREADABLE = "unreadable"
-    #: merged, but without some tasks
-    INCOMPLETE = "incomplete"
-    #: merged, but with a checksum mismatch
+    #: cannot be read
     DAMAGED = "damaged"
     #: temporary file of a killed program
     TEMPORARY = "temporary"
@@ -43,13 +42,7 @@ class FileState(Enum):
     @property
     def in_the_way(self) -> bool:
         """Whether `fsbarrier recover` quarantines such a file, because it is unusable."""
-        return self in (
-            FileState.OTHER_RUN,
-            FileState.FOREIGN,
-            FileState.UNREADABLE,
-            FileState.DAMAGED,
-            FileState.TEMPORARY,
-        )
+        return self in (FileState.FOREIGN, FileState.DAMAGED, FileState.TEMPORARY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +54,16 @@ class FoundFile:
     node_rank: int | None
     state: FileState
     note: str = ""
-    scan: ShardScan | None = field(default=None, repr=False)
+    #: the contents of a rank's file
+    file: RankFile | None = field(default=None, repr=False)
+    #: of a merged file
+    metadata: JsonObject = field(default_factory=dict, repr=False)
     #: groups whose task is already in an earlier file
     duplicates: int = 0
 
     @property
-    def header(self) -> dict[str, object]:
-        return self.scan.header if self.scan else {}
+    def header(self) -> JsonObject:
+        return self.file.header if self.file else {}
 
     @property
     def generation(self) -> int:
@@ -76,18 +72,26 @@ class FoundFile:
         return value if isinstance(value, int) else -1
 
     @property
+    def tasks(self) -> list[int]:
+        """The tasks of a rank's file."""
+        return [group.task_index for group in self.file.groups] if self.file else []
+
+    @property
     def mergeable(self) -> bool:
         """Whether a merge uses its groups."""
-        return self.state in (FileState.FINISHED, FileState.GROWING, FileState.TORN)
+        return self.state in (FileState.COMPLETE, FileState.PARTIAL, FileState.TORN)
 
     def counts(self) -> dict[str, int]:
         """Counts of valid groups and trajectories, and of torn bytes."""
-        scan = self.scan
+        if self.file is None or self.state is FileState.FOREIGN:
+            known = {name: self.metadata.get(name, 0) for name in ("groups", "trajectories")}
+            return {**known, "valid_bytes": 0, "torn_bytes": 0}
+        found = self.file
         return {
-            "groups": len(scan.groups) if scan else 0,
-            "trajectories": scan.trajectories if scan else 0,
-            "valid_bytes": scan.valid_bytes if scan else 0,
-            "torn_bytes": scan.torn_bytes if scan else 0,
+            "groups": len(found.groups),
+            "trajectories": found.trajectories,
+            "valid_bytes": found.valid_bytes,
+            "torn_bytes": found.torn_bytes,
         }
 
 
@@ -106,30 +110,44 @@ def find(log_path: Path, split: str, iteration: int) -> list[FoundFile]:
             continue
         if path.is_file():
             there = path.stat()
-            # A finished checkpoint is a hard link to its last part.
+            # A finished checkpoint is a hard link to its last part. If it is a copy, all its groups are duplicates.
             if (there.st_dev, there.st_ino) not in seen:
                 seen.add((there.st_dev, there.st_ino))
                 found.append(_look_at(path, split, name.rank))
-    found = _mark_other_policies(_mark_fallbacks(_mark_copies(_mark_other_runs(found, log_path))))
+    found = _mark_other_policies(_mark_other_runs(found, log_path))
     found.sort(key=lambda item: (not item.mergeable, -item.generation, item.node_rank or 0, item.path.name))
     return list(_count_duplicates(found))
 
 
 def _look_at(path: Path, split: str, rank: int) -> FoundFile:
     try:
-        scan = scan_shard(path, verify=False)
-        if not scan.finished:
-            # Only the checksums show where a torn tail begins.
-            scan = scan_shard(path)
+        found = scan_rank_file(path)
     except FsbarrierError as error:
-        state = FileState.FOREIGN if isinstance(error, NotOurs) else FileState.UNREADABLE
+        state = FileState.FOREIGN if isinstance(error, NotOurs) else FileState.DAMAGED
         return FoundFile(path, split, rank, state, str(error).removeprefix(f"{path}: "))
-    if scan.merged:
-        note = "a merged file with a rank's name"
-        return FoundFile(path, split, rank, FileState.UNREADABLE, note)
-    state = FileState.TORN if scan.torn_bytes else FileState.GROWING
-    note = f"{len(scan.damaged)} damaged" if scan.damaged else ""
-    return FoundFile(path, split, rank, FileState.FINISHED if scan.finished else state, note, scan)
+    if not found.valid_bytes and found.torn_bytes:
+        return FoundFile(path, split, rank, FileState.DAMAGED, "completely unreadable")
+    state = FileState.COMPLETE if found.finished else FileState.PARTIAL
+    notes = list(found.damaged)
+    if found.torn_bytes:
+        state = FileState.TORN
+        notes.append(f"the last {found.torn_bytes} bytes are torn and were dropped")
+    return FoundFile(path, split, rank, state, "; ".join(notes), found)
+
+
+def look_at_merged(path: Path, split: str, run_id: str) -> FoundFile:
+    """A merged file, all of whose checksums are verified. Raises OSError."""
+    try:
+        metadata = reader.load_metadata(path)
+    except FsbarrierError as error:
+        return FoundFile(path, split, None, FileState.DAMAGED, str(error).removeprefix(f"{path}: "))
+    absent, made_by = metadata.get("missing") or (), metadata.get("run_id", run_id)
+    if made_by != run_id:
+        return FoundFile(path, split, None, FileState.FOREIGN, f"belongs to run {made_by}")
+    if absent:
+        note = f"merged without {len(absent)} tasks"
+        return FoundFile(path, split, None, FileState.PARTIAL, note, metadata=metadata)
+    return FoundFile(path, split, None, FileState.COMPLETE, metadata=metadata)
 
 
 def _mark_other_runs(found: list[FoundFile], log_path: Path) -> list[FoundFile]:
@@ -143,39 +161,8 @@ def _mark_other_runs(found: list[FoundFile], log_path: Path) -> list[FoundFile]:
     else:
         return found
     return [
-        replace(item, state=FileState.OTHER_RUN, note=f"belongs to run {item.header['run_id']}")
+        replace(item, state=FileState.FOREIGN, note=f"belongs to run {item.header['run_id']}")
         if item.header.get("run_id", run_id) != run_id
-        else item
-        for item in found
-    ]
-
-
-def _mark_copies(found: list[FoundFile]) -> list[FoundFile]:
-    """Without hard links a finished checkpoint is a copy of its part: of files with the same prefix, use the one with the most groups."""
-    best: dict[str, FoundFile] = {}
-    for item in found:
-        if item.mergeable and item.scan and item.scan.prefix:
-            other = best.setdefault(item.scan.prefix, item)
-            if other.scan is not None and _completeness(item.scan) > _completeness(other.scan):
-                best[item.scan.prefix] = item
-    marked = []
-    for item in found:
-        twin = best.get(item.scan.prefix, item) if item.mergeable and item.scan else item
-        copy = twin is not item
-        marked.append(replace(item, state=FileState.COPY, note=f"of {twin.path.name}") if copy else item)
-    return marked
-
-
-def _completeness(scan: ShardScan) -> tuple[bool, int]:
-    return scan.finished, scan.valid_bytes
-
-
-def _mark_fallbacks(found: list[FoundFile]) -> list[FoundFile]:
-    """The original tool leaves `…_rank_0` beside `…_rank_0.checkpoint`, which contains more."""
-    checkpoints = {item.node_rank: item.path.name for item in found if item.path.name.endswith(".checkpoint")}
-    return [
-        replace(item, state=FileState.COPY, note=f"{checkpoints[item.node_rank]} is used instead")
-        if item.path.name.endswith(f"_rank_{item.node_rank}") and item.node_rank in checkpoints
         else item
         for item in found
     ]
@@ -200,36 +187,95 @@ def _mark_other_policies(found: list[FoundFile]) -> list[FoundFile]:
 def _count_duplicates(found: list[FoundFile]) -> Iterator[FoundFile]:
     seen: set[int] = set()
     for item in found:
-        tasks = {group.task_index for group in item.scan.groups} if item.mergeable and item.scan else set()
+        tasks = set(item.tasks) if item.mergeable else set()
         yield replace(item, duplicates=len(tasks & seen))
         seen |= tasks
 
 
-# --- data for a merge by hand, from the files' headers ------------------------------------------------------------------
+# --- a merge by hand ----------------------------------------------------------------------------------------------------
 
 
-def parts(found: Iterable[FoundFile]) -> tuple[Part, ...]:
-    """The input parts, in order."""
-    return tuple(Part(item.path, item.scan.valid_bytes) for item in found if item.mergeable and item.scan)
+@dataclass(frozen=True, slots=True)
+class RanksRequest:
+    """A merge of one iteration and split; `files`: from `find`."""
+
+    log_path: Path
+    split: str
+    iteration: int
+    files: tuple[FoundFile, ...]
+    allow_partial: bool = False
+    dry_run: bool = False
+
+    @property
+    def out(self) -> Path:
+        return RunPaths(self.log_path).merged(self.split, self.iteration)
+
+
+@dataclass(frozen=True, slots=True)
+class RanksMerged:
+    """The result of a merge, or (`report=None`) of a dry run."""
+
+    #: number of assigned tasks; None if no file records it
+    expected: int | None
+    missing: tuple[int, ...]
+    report: AggregateReport | None
+    would_merge: dict[str, object] | None = None
+
+    def as_json(self) -> dict[str, object]:
+        report = None if self.report is None else asdict(self.report)
+        would = {} if self.would_merge is None else {"would_merge": self.would_merge}
+        return {"report": report, **would, "expected": self.expected, "missing": list(self.missing)}
+
+
+def merge_ranks(request: RanksRequest, on_progress: OnProgress | None = None) -> RanksMerged:
+    """Merge the files. Raises UsageError (missing tasks, unusable files), StoreError."""
+    for item in request.files:
+        if item.state is FileState.DAMAGED and not request.allow_partial:
+            raise UsageError(
+                f"{item.path.name}: {item.note}; move it away, or merge without it: --allow-partial"
+            )
+    files = [item for item in request.files if item.mergeable and item.file]
+    wanted = MergeRequest(
+        tuple(Part(item.path, item.file.valid_bytes) for item in files if item.file),
+        request.out,
+        _common_metadata(files, request) | {"allow_partial": request.allow_partial},
+        expected_tasks(files),
+        _groups_to_keep(files),
+        request.allow_partial,
+    )
+    plan = make_plan(wanted)
+    expected = None if wanted.expected is None else len(wanted.expected)
+    done = _already_there(request.out, set(plan.taken), set(plan.missing), request.allow_partial)
+    if done is not None:
+        return RanksMerged(expected, plan.missing, done)
+    if plan.missing and not request.allow_partial:
+        raise UsageError(
+            f"{request.out.name}: {missing_text(plan.missing)}. To merge without them: --allow-partial"
+        )
+    if request.dry_run:
+        would = {
+            "out": str(request.out),
+            "groups": len(plan.taken),
+            "duplicates_dropped": plan.duplicates,
+        }
+        return RanksMerged(expected, plan.missing, None, would)
+    return RanksMerged(expected, plan.missing, merge(wanted, on_progress))
 
 
 def expected_tasks(found: Iterable[FoundFile]) -> tuple[int, ...] | None:
     """The expected tasks according to the files' headers, in order; None if no header contains them."""
     usable = [item for item in found if item.mergeable]
-    there = {group.task_index for item in usable if item.scan for group in item.scan.groups}
-    in_rounds = any("rounds" in item.header for item in usable)
-    # A node's assigned tasks include those of rounds that never started.
-    names = ("expected",) if in_rounds else ("expected", "assigned")
-    lists = [_tasks_of_begun_rounds(item.header, name, there) for name in names for item in usable]
+    there = {task for item in usable for task in item.tasks}
+    lists = [_tasks_of_begun_rounds(item.header, there) for item in usable]
     known = [tasks for tasks in lists if isinstance(tasks, list)]
     if not known:
         return None
     return tuple(dict.fromkeys(task for tasks in known for task in tasks if isinstance(task, int)))
 
 
-def _tasks_of_begun_rounds(header: JsonObject, name: str, there: Collection[int]) -> object:
-    """The tasks in a header; with rounds, only those up to the last round with a group."""
-    tasks, counts = header.get(name), header.get("rounds")
+def _tasks_of_begun_rounds(header: JsonObject, there: Collection[int]) -> object:
+    """The expected tasks in a header; with rounds, only those up to the last round with a group."""
+    tasks, counts = header.get("expected"), header.get("rounds")
     if not isinstance(tasks, list) or not isinstance(counts, list):
         return tasks
     ends = [*accumulate(count for count in counts if isinstance(count, int))]
@@ -237,19 +283,53 @@ def _tasks_of_begun_rounds(header: JsonObject, name: str, there: Collection[int]
     return tasks[: next((end for end in ends if end > last), None)]
 
 
-def groups_to_keep(found: Iterable[FoundFile]) -> int | None:
+def _groups_to_keep(found: Iterable[FoundFile]) -> int | None:
     """How many groups the merge keeps if more were rolled out than needed; None: all."""
-    counts = (item.header.get("keep") for item in found if item.mergeable)
+    counts = (item.header.get("keep") for item in found)
     return next((count for count in counts if isinstance(count, int) and count > 0), None)
 
 
-def common_metadata(found: Sequence[FoundFile], split: str, iteration: int) -> dict[str, object]:
-    """The metadata common to all files (run_id, policy, an original's metadata), and the newest generation."""
-    headers = [item.header for item in found if item.mergeable]
-    metadata: dict[str, object] = {"split": split, "iteration": iteration, "by_hand": True}
-    for name in ("run_id", "policy_version", "policy", "original_metadata"):
-        values = {repr(header[name]): header[name] for header in headers if name in header}
+def _common_metadata(found: Sequence[FoundFile], request: RanksRequest) -> dict[str, object]:
+    """The metadata common to all files (run_id, policy), and the newest generation."""
+    metadata: dict[str, object] = {"split": request.split, "iteration": request.iteration, "by_hand": True}
+    for name in ("run_id", "policy_version", "policy"):
+        values = {repr(item.header[name]): item.header[name] for item in found if name in item.header}
         if len(values) == 1:
             metadata[name] = next(iter(values.values()))
-    generation = max((item.generation for item in found if item.mergeable), default=-1)
+    generation = max((item.generation for item in found), default=-1)
     return metadata | ({"generation": generation} if generation >= 0 else {})
+
+
+def _already_there(
+    out: Path, tasks: set[int], missing: set[int], allow_partial: bool
+) -> AggregateReport | None:
+    """The report of an existing merged file with all of `tasks`, whose run itself dropped the `missing` ones.
+
+    None if there is none, or a damaged one, which is then replaced. Raises UsageError for a file of somebody else.
+    """
+    # List the folder first, because NFS may cache the absence of a name for 30 s.
+    if out.name not in {path.name for path in out.parent.iterdir()}:
+        return None
+    try:
+        found = reader.load_metadata(out)
+    except NotOurs as error:
+        raise UsageError(f"{error}; not overwriting it, move it away") from None
+    except FormatError:
+        return None
+    if not str(found.get("created_by", "")).startswith("fsbarrier"):
+        raise UsageError(f"{out}: it was not written by fsbarrier; not overwriting it, move it away")
+    cut_off = found.get("cut_off") or ()
+    if not tasks <= set(found.get("tasks") or ()):
+        return None
+    if missing and not allow_partial and not missing <= set(cut_off):
+        return None
+    return AggregateReport(
+        out=str(out),
+        trajectories=found["trajectories"],
+        groups=found["groups"],
+        missing=tuple(found["missing"]),
+        duplicates_dropped=0,
+        bytes=out.stat().st_size,
+        reward_mean=found["reward_mean"],
+        already_done=True,
+    )

@@ -1,4 +1,4 @@
-"""Exports trajectories as JSON lines or Parquet: one row per trajectory, streaming, with one group in memory at a time."""
+"""Exports trajectories as JSON lines or Parquet: one row per trajectory, written as they are read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Protocol
 
 from fsbarrier import files
-from fsbarrier.data import rank_files
+from fsbarrier.data import rank_files, reader
+from fsbarrier.data.rank_file import FormatError
 from fsbarrier.data.rank_files import FileState
-from fsbarrier.data.trajectory_reader import read_trajectories
-from fsbarrier.data.trajectory_scan import NotOurs, opened, scan_shard
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.rundir.names import SPLITS, parse_trajectories
 from fsbarrier.rundir.paths import RunPaths
@@ -74,7 +73,7 @@ def sources(log_path: Path, split: str, iterations: Sequence[int] | None) -> tup
             found.append(merged)
             continue
         for item in rank_files.find(log_path, split, iteration):
-            if item.state in (FileState.FOREIGN, FileState.UNREADABLE):
+            if item.state is FileState.DAMAGED:
                 raise UsageError(
                     f"{item.path.name}: {item.note}; move it away, or merge by hand (fsbarrier aggregate)"
                 )
@@ -123,8 +122,8 @@ def export(found: Iterable[Path], out: Path, *, tokens: bool = True) -> Exported
                     writer.add(row if tokens else {k: v for k, v in row.items() if k not in ARRAYS})
                     count += 1
         os.replace(temporary, out)
-    except NotOurs as error:
-        raise UsageError(f"{error}; only files written by fsbarrier can be exported") from None
+    except FormatError as error:
+        raise UsageError(f"{error}; merge the valid groups by hand (fsbarrier aggregate)") from None
     except OSError as error:
         raise StoreError(f"{error.filename or out}: {error.strerror or error}") from None
     finally:
@@ -133,16 +132,14 @@ def export(found: Iterable[Path], out: Path, *, tokens: bool = True) -> Exported
 
 
 def _rows(path: Path, seen: set[tuple[object, ...]]) -> Iterator[Row]:
-    scan = scan_shard(path)
-    for note in scan.damaged:
-        raise UsageError(f"{path}: {note}; merge the valid groups by hand (fsbarrier aggregate)")
-    iteration = scan.header.get("iteration")
-    with opened(path) as fd:
-        for group in scan.groups:
-            key = (scan.header.get("run_id"), scan.header.get("split"), iteration, group.task_index)
-            if key not in seen:
-                seen.add(key)
-                yield from read_trajectories(fd, group)
+    """The trajectories of a file whose tasks no earlier file of the same rollout contains."""
+    tasks: set[tuple[object, ...]] = set()
+    for row in reader.iter_trajectories(path):
+        key = tuple(row.get(name) for name in ("split", "iteration", "task_index"))
+        if key not in seen:
+            tasks.add(key)
+            yield row
+    seen |= tasks
 
 
 class _JsonLines:

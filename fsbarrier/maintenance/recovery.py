@@ -8,34 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from fsbarrier import files, reading
 from fsbarrier.data import rank_files
 from fsbarrier.data.rank_files import FileState, FoundFile
-from fsbarrier.data.trajectory_scan import scan_shard
-from fsbarrier.errors import FsbarrierError, UsageError
+from fsbarrier.errors import UsageError
 from fsbarrier.protocol.facts import Fact
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.journal import read_events
 from fsbarrier.rundir.names import FACT, GENERATION_FOLDER, PHASE_FOLDER, SPLITS, parse_trajectories
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import LenientStore
-
-#: The states that `fsbarrier recover` and `fsbarrier aggregate` name differently.
-_SHOWN = {
-    FileState.FINISHED: "complete",
-    FileState.GROWING: "partial",
-    FileState.INCOMPLETE: "partial",
-    FileState.OTHER_RUN: "foreign",
-}
-
-
-def shown_state(item: FoundFile) -> str:
-    """The name of a file's state in the output of `fsbarrier recover`."""
-    return _SHOWN.get(item.state, item.state.value)
 
 
 def inspect(log_path: Path, iteration: int) -> list[FoundFile]:
@@ -44,47 +29,17 @@ def inspect(log_path: Path, iteration: int) -> list[FoundFile]:
     found: list[FoundFile] = []
     for split in SPLITS:
         merged = RunPaths(log_path).merged(split, iteration)
-        found += [_described(item) for item in rank_files.find(log_path, split, iteration)]
+        found += rank_files.find(log_path, split, iteration)
         # Temporary files of the merged file or of a rank's file. The suffix after the number distinguishes iteration 1 from 12.
         unfinished = (f".{merged.name}.", f".{merged.name}_rank_")
         for path in sorted(merged.parent.iterdir()) if merged.parent.is_dir() else ():
             name = parse_trajectories(path.name)
             if name is not None and name.rank is None and (name.split, name.iteration) == (split, iteration):
-                found.append(_merged(path, split, run_id))
+                found.append(rank_files.look_at_merged(path, split, run_id))
             elif path.name.startswith(unfinished):
                 note = "temporary file of a killed program"
                 found.append(FoundFile(path, split, None, FileState.TEMPORARY, note))
     return found
-
-
-def _described(item: FoundFile) -> FoundFile:
-    """A rank's file, with a note about lost data."""
-    scan = item.scan
-    if scan is None or item.state is FileState.OTHER_RUN:
-        # Do not count the groups of another run.
-        return replace(item, scan=None)
-    if not scan.header and scan.torn_bytes:
-        return replace(item, state=FileState.UNREADABLE, note="completely unreadable", scan=None)
-    dropped = f"the last {scan.torn_bytes} bytes are torn and were dropped" if scan.torn_bytes else ""
-    return replace(item, note="; ".join(filter(None, (item.note, dropped))))
-
-
-def _merged(path: Path, split: str, run_id: str) -> FoundFile:
-    try:
-        scan = scan_shard(path)
-    except (FsbarrierError, OSError) as error:
-        note = str(error).removeprefix(f"{path}: ")
-        return FoundFile(path, split, None, FileState.DAMAGED, note)
-    absent = tuple(scan.header.get("missing") or ())
-    if scan.header.get("run_id", run_id) != run_id:
-        state, note = FileState.OTHER_RUN, f"belongs to run {scan.header['run_id']}"
-    elif scan.damaged or scan.torn_bytes or not scan.finished:
-        state, note = FileState.DAMAGED, "; ".join(scan.damaged) or "truncated"
-    elif absent:
-        state, note = FileState.INCOMPLETE, f"merged without {len(absent)} tasks"
-    else:
-        state, note = FileState.FINISHED, ""
-    return FoundFile(path, split, None, state, note, scan)
 
 
 def iterations(log_path: Path) -> list[int]:

@@ -76,12 +76,12 @@ def parts_on_disk(paths: RunPaths, split: str, iteration: int) -> tuple[PartOnDi
         except (NotPlain, IsADirectoryError):
             # No node made this, so it is ignored.
             continue
-        scan = trajectories.scan_shard(path)
-        if scan.groups:
-            policy = str(scan.header.get("policy", ""))
-            tasks = tuple(group.task_index for group in scan.groups)
-            unjudged = frozenset(group.task_index for group in scan.groups if group.unjudged)
-            signal = frozenset(group.task_index for group in scan.groups if group.signal)
-            how = str(scan.header.get("sampled_how", ""))
-            found.append(PartOnDisk(str(path), policy, scan.valid_bytes, tasks, unjudged, signal, how))
+        there = trajectories.scan_rank_file(path)
+        if there.groups:
+            policy = str(there.header.get("policy", ""))
+            tasks = tuple(group.task_index for group in there.groups)
+            unjudged = frozenset(group.task_index for group in there.groups if group.stats.unjudged)
+            signal = frozenset(group.task_index for group in there.groups if group.stats.signal)
+            how = str(there.header.get("sampled_how", ""))
+            found.append(PartOnDisk(str(path), policy, there.valid_bytes, tasks, unjudged, signal, how))
     return tuple(found)

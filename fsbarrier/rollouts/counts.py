@@ -7,12 +7,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from fsbarrier.data.trajectory import Trajectory, is_judged
+from fsbarrier.data.group_stats import GroupStats
+from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.rollouts.samples import SampledGroup
 from fsbarrier.supervision.worker_contract import SHOW_S, ProgressWriter
 
 #: counts that the result omits or contains under other names
 NOT_IN_RESULT = {"groups", "trajectories", "reward_sum", "unjudged", "tokens"}
+#: counts of trajectories, which are those of their groups' statistics
+FROM_STATS = (
+    "trajectories",
+    "reward_sum",
+    "unjudged",
+    "invalid",
+    "truncated",
+    "reward_errors",
+    "agent_errors",
+)
 #: counts shown in the progress note if they are not 0
 IN_NOTE = ("truncated", "refused", "timed_out", "reward_errors", "agent_errors")
 
@@ -39,21 +50,15 @@ class Counts:
 
     def add(self, group: SampledGroup, trajectories: Sequence[Trajectory], late: bool = False) -> None:
         """Count a finished group; `late`: it was ended by its timeout."""
+        stats = GroupStats.of(trajectories)
         self.groups += 1
-        self.trajectories += len(trajectories)
         self.timed_out += late
         self.refused += group.error is not None and not late
         # The samples of a group share one prompt.
         self.prompt_tokens += trajectories[0]["prompt_tokens"] if trajectories else 0
         self.completion_tokens += sum(sample.sampled_tokens for sample in group.samples)
-        for trajectory in trajectories:
-            judged = is_judged(trajectory)
-            self.reward_sum += trajectory["reward"] if judged else 0.0
-            self.unjudged += not judged
-            self.invalid += not trajectory["valid"]
-            self.truncated += trajectory["finish_reason"] == "length"
-            self.reward_errors += "reward_error" in trajectory["metadata"]
-            self.agent_errors += "agent_error" in trajectory["metadata"]
+        for name in FROM_STATS:
+            setattr(self, name, getattr(self, name) + getattr(stats, name))
 
     @property
     def reward_mean(self) -> float | None:

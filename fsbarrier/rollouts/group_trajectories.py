@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
-from fsbarrier.data.tasks import Task
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.protocol.facts import JsonObject
-from fsbarrier.rewards.score import Answer, Reward, Score, judges_groups, scores_of
+from fsbarrier.rewards.score import Answer, Reward, Score, scores_of
 from fsbarrier.rollouts.rollout_spec import Origin
 from fsbarrier.rollouts.samples import Sample, SampledGroup
 
@@ -20,39 +18,6 @@ async def judged_group(origin: Origin, group: SampledGroup, reward: Reward) -> l
         _trajectory(origin, group, number, sample, score)
         for number, (sample, score) in enumerate(zip(group.samples, scores, strict=True))
     ]
-
-
-async def judged_again(
-    origin: Origin, task: Task, group: Sequence[Trajectory], reward: Reward
-) -> list[Trajectory]:
-    """An earlier attempt's group with new scores: for the trajectories without one, or for all if the reward scores whole groups."""
-    again = [item for item in group if "reward_error" in item["metadata"]]
-    if again and judges_groups(reward):
-        # Keep rewards given by the agent, and trajectories that failed before scoring.
-        again = [item for item in group if _by_the_reward(item)]
-    # Only an episode has turns; its reward gets the whole conversation.
-    answers = [Answer(item["text"], item["messages"] if "turns" in item else None) for item in again]
-    scores = dict(zip(map(id, again), await scores_of(reward, task, answers), strict=True))
-    return [_judged_again(origin, item, scores.get(id(item))) for item in group]
-
-
-def _by_the_reward(item: Trajectory) -> bool:
-    return item["finish_reason"] != "error" and item["reward_parts"].keys() != {"agent"}
-
-
-def _judged_again(origin: Origin, item: Trajectory, score: Score | None) -> Trajectory:
-    metadata = dict(item["metadata"])
-    # The trajectory is now stored in this node's part.
-    changed: dict[str, object] = {"node_rank": origin.node_rank, "generation": origin.generation}
-    sampled_here = item["node_rank"] == origin.node_rank
-    if score is not None:
-        metadata.pop("reward_error", None)
-        changed |= _judgement(score, metadata, sampled=item["finish_reason"] != "error")
-        changed["timings"] = {**item["timings"], "reward_s": round(score.seconds, 6)}
-    return cast(
-        Trajectory,
-        {key: value for key, value in {**item, **changed}.items() if key != "replica" or sampled_here},
-    )
 
 
 def failed_group(origin: Origin, group: SampledGroup, samples: int) -> list[Trajectory]:

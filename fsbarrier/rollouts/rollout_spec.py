@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from fsbarrier import files
-from fsbarrier.data.trajectory_writer import ShardInfo
+from fsbarrier.data.rank_file_writer import RankFileInfo
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.protocol.assign import LOTS
 from fsbarrier.protocol.facts import Payload
@@ -57,8 +57,6 @@ class Assignment:
     grace_s: float
     #: number of groups done by an older generation
     already: int
-    #: groups of an older generation whose reward or agent failed: parts with `path`, `valid_bytes`, `tasks`
-    judge_again: Sequence[Payload]
     #: the tasks of all nodes
     expected: Sequence[int]
     #: maximum number of groups that the merge keeps; None: all
@@ -68,8 +66,6 @@ class Assignment:
     #: number of groups with signal from an older generation, by round
     with_signal: Sequence[int]
     part: Path
-    #: prefix of the names inside the part file
-    prefix: str
     #: final path of the finished part
     checkpoint: Path
     #: the folder with the records of all generations
@@ -90,13 +86,11 @@ class Assignment:
             completion_threshold=spec["completion_threshold"],
             grace_s=spec["grace_s"],
             already=spec["there"],
-            judge_again=spec.get("judge_again", ()),
             expected=spec["expected"],
             keep=spec["keep"],
             rounds=refills["rounds"],
             with_signal=refills["with_signal"],
             part=Path(spec["part"]),
-            prefix=spec["prefix"],
             checkpoint=Path(spec["checkpoint"]),
             generations=RunPaths(Path(spec["log_path"])).generations,
         )
@@ -156,12 +150,10 @@ class Assignment:
         )
 
     def header(self) -> dict[str, object]:
-        """The part file's header. `expected`: lets a merge by hand name the tasks of a node that left no file. `assigned`: the tasks that
-        this file must contain to be complete, if no other node may do them."""
-        assigned = {"assigned": list(self.tasks)} if self.fixed_shares else {}
+        """The part file's header. `expected`: lets a merge by hand name the tasks of a node that left no file."""
         keep = {"keep": self.keep} if self.keep else {}
         rounds = {"rounds": list(self.rounds)} if self.rounds else {}
-        return {**asdict(self.origin), **assigned, "expected": list(self.expected), **keep, **rounds}
+        return {**asdict(self.origin), "expected": list(self.expected), **keep, **rounds}
 
     def publish_part(self) -> None:
         """Link the finished part to its final name. Raises OSError, and ProgramFailed if a newer generation exists.
@@ -179,7 +171,7 @@ class Assignment:
         retry(lambda: files.link_or_copy(self.part, self.checkpoint, last_look), errnos=FAILING)
 
     def result(
-        self, info: ShardInfo, tasks: Sequence[int], claims: Sequence[Claims], *, ended_early: bool
+        self, info: RankFileInfo, tasks: Sequence[int], claims: Sequence[Claims], *, ended_early: bool
     ) -> dict[str, object]:
         """For the node's report: the contents of the finished part, and the take-over statistics of all rounds."""
         taking_over: Counter[str] = Counter()

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import UsageError
-from fsbarrier.trajectories import ShardWriter
+from fsbarrier.trajectories import RankFileWriter
 
 
 class SharedFlush:
-    """Buffers the groups that are not on disk yet. `append` and `rest` raise the errors of ShardWriter."""
+    """Buffers the groups that are not on disk yet. `append` and `rest` raise the errors of RankFileWriter."""
 
-    def __init__(self, writer: ShardWriter) -> None:
+    def __init__(self, writer: RankFileWriter) -> None:
         self._writer = writer
         self._waiting: dict[int, Sequence[Trajectory]] = {}
         self._flushing: asyncio.Task[None] | None = None

@@ -179,15 +179,13 @@ def _merged_by(split: str, iteration: int, generation: int) -> TrajectoryName:
 TRAJECTORIES_FOLDER = Name("{:s}_trajectories", str)
 MERGED = Name("{:s}_trajectories.pt.iteration{:d}", TrajectoryName)
 MERGED_BY = Name(f"{MERGED.template}.g{{:04d}}", _merged_by)
-#: a file that only the program after which this one was modelled leaves, beside the rank's checkpoint
-RANK_FALLBACK = Name(f"{MERGED.template}_rank_{{:d}}", TrajectoryName)
-RANK_CHECKPOINT = Name(f"{RANK_FALLBACK.template}.checkpoint", TrajectoryName)
+RANK_CHECKPOINT = Name(f"{MERGED.template}_rank_{{:d}}.checkpoint", TrajectoryName)
 PART = Name(f"{RANK_CHECKPOINT.template}.g{{:04d}}i{{:04d}}.part", TrajectoryName)
 
 
 def parse_trajectories(name: str) -> TrajectoryName | None:
     """The meaning of a trajectory file's name: merged, a rank's checkpoint, or a part."""
-    kinds = (MERGED, MERGED_BY, RANK_FALLBACK, RANK_CHECKPOINT, PART)
+    kinds = (MERGED, MERGED_BY, RANK_CHECKPOINT, PART)
     return next((found for kind in kinds if (found := kind.parse(name)) is not None), None)
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.training.tensor_file import load_tensors
-from fsbarrier.trajectories import NotOurs, iter_trajectories, scan_shard
+from fsbarrier.trajectories import load
 
 
 def merged_files(named: Sequence[Path], iteration: int, iterations: int) -> list[Path]:
@@ -20,34 +19,19 @@ def merged_files(named: Sequence[Path], iteration: int, iterations: int) -> list
     return [RunPaths(named[0]).merged("train", number) for number in numbers]
 
 
-def run_of(path: Path) -> str | None:
-    """The run that made a merged file; None if unknown."""
-    try:
-        found = scan_shard(path, verify=False).header.get("run_id")
-    except NotOurs:
-        return None
-    return str(found) if found is not None else None
+def read_merged(path: Path) -> tuple[str | None, Iterator[list[Trajectory]]]:
+    """The run that made a merged file (None: unknown), and its groups. The file may also be one that the user made with torch.save.
 
-
-def read_groups(path: Path) -> Iterator[list[Trajectory]]:
-    """The groups of a merged file, with one in memory at a time. Raises UsageError and ProgramFailed for other files."""
-    return _groups_of(_trajectories_in(path))
-
-
-def _trajectories_in(path: Path) -> Iterator[Trajectory]:
-    try:
-        scan = scan_shard(path, verify=False)
-    except NotOurs:
-        # Made with torch.save, possibly by the user's own scripts.
-        found = load_tensors(path, "file of trajectories").get("trajectories")
-        if not isinstance(found, list):
-            raise UsageError(f'{path} is not a trajectory file: it has no list "trajectories"') from None
-        yield from found
-        return
-    # A growing file contains only a part of the rollouts.
-    if not scan.finished:
-        raise UsageError(f"{path} is an incomplete trajectory file; merge it again (fsbarrier aggregate)")
-    yield from iter_trajectories(path)
+    Raises UsageError for other files, StoreError.
+    """
+    found = load(path)
+    run_id, metadata = None, found["metadata"]
+    if metadata.get("finished") is False:
+        # A growing file of a rank contains only a part of the rollouts.
+        raise UsageError(f"{path} is a rank's unfinished file; merge it first (fsbarrier aggregate)")
+    if metadata.get("run_id") is not None:
+        run_id = str(metadata["run_id"])
+    return run_id, _groups_of(found["trajectories"])
 
 
 def _groups_of(trajectories: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsbarrier.data.torch_pickle import FormatError
+from fsbarrier.data import rank_files
+from fsbarrier.data.rank_file import FormatError, GroupEntry, opened, read_trajectories
 from fsbarrier.data.trajectory import Trajectory
-from fsbarrier.data.trajectory_reader import read_trajectories
-from fsbarrier.data.trajectory_scan import GroupEntry, opened, scan_shard
 from fsbarrier.errors import StoreError
 from fsbarrier.printable import printable
 from fsbarrier.rundir.names import SPLITS
@@ -60,45 +59,56 @@ def _split(paths: RunPaths, split: str, newest: int, seed: str) -> SplitSamples 
             continue
         title = f"{TITLES[split]}, iteration {iteration}"
         try:
-            chosen = choose(merged, random.Random(f"{seed} {split} {iteration}"))
+            groups = _groups(paths, split, iteration)
+            chosen = choose(groups, random.Random(f"{seed} {split} {iteration}"))
             found = [_sample(label, trajectory) for label, trajectory in chosen]
-        # A file written by another program may have arbitrary values in a trajectory's fields.
+        # A program of the user's may write arbitrary values into a trajectory's fields.
         except (StoreError, FormatError, LookupError, TypeError, ValueError, AttributeError) as error:
             return SplitSamples(title, (), one_line(f"cannot show {merged.name}: {error}"))
-        return SplitSamples(title, found, "" if found else "No scored trajectory is small enough to show.")
+        return SplitSamples(title, found, "" if found else "No scored trajectory can be shown.")
     return None
 
 
-def choose(merged: Path, lot: random.Random) -> list[tuple[str, Trajectory]]:
+#: a group, and the rank's file that contains it
+Place = tuple[Path, GroupEntry]
+
+
+def _groups(paths: RunPaths, split: str, iteration: int) -> list[Place]:
+    """The groups that the ranks saved, which are read one by one, unlike those of a merged file."""
+    found: dict[int, Place] = {}
+    for item in rank_files.find(paths.root, split, iteration):
+        for group in item.file.groups if item.mergeable and item.file else ():
+            found.setdefault(group.task_index, (item.path, group))
+    return [found[task] for task in sorted(found)]
+
+
+def choose(groups: Sequence[Place], lot: random.Random) -> list[tuple[str, Trajectory]]:
     """(label, trajectory) for the best of the group with the highest mean reward, the worst of the group with the lowest, and a random
     one. Reads at most three groups. Raises StoreError, FormatError.
     """
     groups = [
-        group
-        for group in scan_shard(merged, verify=False).groups
-        if group.unjudged < group.trajectories and group.length <= MOST_BYTES
+        (path, group)
+        for path, group in groups
+        if group.stats.reward_mean is not None and group.end - group.offset <= MOST_BYTES
     ]
     if not groups:
         return []
-    by_mean = sorted(groups, key=_mean_reward)
-    with opened(merged) as fd:
-        best = max(_judged(fd, by_mean[-1]), key=_reward)
-        worst = min(_judged(fd, by_mean[0]), key=_reward)
-        chosen = [("best", best)]
-        if _key(worst) != _key(best):
-            chosen.append(("worst", worst))
-        shown = {_key(one) for _, one in chosen}
-        if others := [one for one in _judged(fd, lot.choice(groups)) if _key(one) not in shown]:
-            chosen.append(("random", lot.choice(others)))
+    by_mean = sorted(groups, key=lambda place: place[1].stats.reward_mean or 0.0)
+    best = max(_judged(by_mean[-1]), key=_reward)
+    worst = min(_judged(by_mean[0]), key=_reward)
+    chosen = [("best", best)]
+    if _key(worst) != _key(best):
+        chosen.append(("worst", worst))
+    shown = {_key(one) for _, one in chosen}
+    if others := [one for one in _judged(lot.choice(groups)) if _key(one) not in shown]:
+        chosen.append(("random", lot.choice(others)))
     return chosen
 
 
-def _mean_reward(group: GroupEntry) -> float:
-    return group.reward_sum / (group.trajectories - group.unjudged)
-
-
-def _judged(fd: int, group: GroupEntry) -> list[Trajectory]:
-    trajectories = read_trajectories(fd, group)
+def _judged(place: Place) -> list[Trajectory]:
+    path, group = place
+    with opened(path) as fd:
+        trajectories = read_trajectories(fd, group)
     return [one for one in trajectories if one.get("valid", True)] or trajectories
 
 

@@ -19,7 +19,7 @@ from fsbarrier.supervision.worker_contract import ProgressWriter, run_worker
 from fsbarrier.training import replay
 from fsbarrier.training.advantages import batch_advantages, counted_reward, weigh_group
 from fsbarrier.training.batch import TrainingSequence, engine_of, minibatches, sequences_of, write_batch
-from fsbarrier.training.trajectory_source import merged_files, read_groups, run_of
+from fsbarrier.training.trajectory_source import merged_files, read_merged
 
 
 @dataclass
@@ -97,9 +97,9 @@ def teaching_groups(
             f"{merged}: no such file, so iteration {spec['iteration']} has nothing to train on; roll out first "
             "(--rl-phase rollout), or set update.trajectories"
         )
-    run_id = run_of(merged)
+    run_id, groups = read_merged(merged)
     without = {(node, replica) for node, replica in spec["without_engines"]}
-    for group in read_groups(merged):
+    for group in groups:
         seen.groups += 1
         seen.trajectories += len(group)
         seen.reward += sum(counted_reward(trajectory) for trajectory in group)

@@ -16,7 +16,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice
 
 from fsbarrier import files, user_code
@@ -27,11 +27,10 @@ from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.kinds import check_answers, open_reward
 from fsbarrier.rollouts.agents import AgentSampler, load_agent
 from fsbarrier.rollouts.counts import Counts, CountsProgress
-from fsbarrier.rollouts.earlier_groups import EarlierGroups
 from fsbarrier.rollouts.early_end import EarlyEnd
 from fsbarrier.rollouts.engine_pool import EnginePool, Place
 from fsbarrier.rollouts.engine_queue import EngineQueue
-from fsbarrier.rollouts.group_trajectories import failed_group, judged_again, judged_group
+from fsbarrier.rollouts.group_trajectories import failed_group, judged_group
 from fsbarrier.rollouts.refills import PAUSES, Refills
 from fsbarrier.rollouts.rollout_spec import Assignment
 from fsbarrier.rollouts.rounds import read_rounds
@@ -40,7 +39,7 @@ from fsbarrier.rollouts.sampling import SamplingServer
 from fsbarrier.rollouts.shared_flush import SharedFlush
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.worker_contract import ProgressWriter, run_worker
-from fsbarrier.trajectories import ShardWriter
+from fsbarrier.trajectories import RankFileWriter
 
 #: prompts times samples; see sampling.py
 SEQUENCES_PER_REQUEST = 128
@@ -70,7 +69,6 @@ class Rollout:
         self.concurrency = settings.rollout.concurrency
         if agent is None:
             self.concurrency *= max(1, settings.rollout.samples // most_samples)
-        self.earlier_groups = EarlierGroups(assignment.judge_again)
         for one in self.rounds:
             check_answers(settings.reward.kind, one.known.values(), one.path)
         self.reward = open_reward(
@@ -118,7 +116,7 @@ class Rollout:
         files.make_dirs(part.parent)
         self.progress.write()
         removing = asyncio.create_task(asyncio.to_thread(assignment.remove_old_claims))
-        with ShardWriter(part, prefix=assignment.prefix, header=assignment.header()) as writer:
+        with RankFileWriter(part, header=assignment.header()) as writer:
             appending = SharedFlush(writer)
             try:
                 await self._until_the_end(writer, appending)
@@ -128,9 +126,7 @@ class Rollout:
                     await appending.rest()
                 self.progress.close()
                 await self.reward.close()
-            alike = len({one.sampling for one in self.rounds}) == 1
-            sampled = {"sampling": asdict(self.rounds[0].sampling)} if alike else {}
-            info = writer.finish({**asdict(assignment.origin), **sampled})
+            info = writer.finish()
             tasks = [group.task_index for group in writer.groups]
         assignment.publish_part()
         await removing
@@ -145,7 +141,7 @@ class Rollout:
             "tokens_per_s": round(counts.completion_tokens / seconds, 1),
         }
 
-    async def _until_the_end(self, writer: ShardWriter, appending: SharedFlush) -> None:
+    async def _until_the_end(self, writer: RankFileWriter, appending: SharedFlush) -> None:
         """Roll out until nothing is left, or until the phase ends early."""
         filling = asyncio.create_task(self._fill(writer, appending))
         watching = asyncio.create_task(self._watch(self.early_end, writer)) if self.early_end else filling
@@ -162,7 +158,7 @@ class Rollout:
                 raise error
         self.ended_early = filling.cancelled()
 
-    async def _watch(self, early_end: EarlyEnd, writer: ShardWriter) -> None:
+    async def _watch(self, early_end: EarlyEnd, writer: RankFileWriter) -> None:
         """Returns when the phase should end early."""
         while True:
             await asyncio.to_thread(early_end.report, len(writer.groups))
@@ -170,12 +166,12 @@ class Rollout:
                 return
             await asyncio.sleep(early_end.pause_s)
 
-    async def _fill(self, writer: ShardWriter, appending: SharedFlush) -> None:
+    async def _fill(self, writer: RankFileWriter, appending: SharedFlush) -> None:
         # An earlier start finished its file but ended before it wrote its result.
         if writer.finished:
             return
         on_disk = {group.task_index for group in writer.groups}
-        self.unjudged_before = sum(group.unjudged for group in writer.groups)
+        self.unjudged_before = sum(group.stats.unjudged for group in writer.groups)
         async with self.pool, self.agents or nullcontext():
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -208,10 +204,10 @@ class Rollout:
             place = Place(self.pool, len(batch) * one.samples, one.sampling)
             tasks.create_task(self._sample(place, batch, appending, tasks))
 
-    async def _another_after(self, number: int, refills: Refills, writer: ShardWriter) -> bool:
+    async def _another_after(self, number: int, refills: Refills, writer: RankFileWriter) -> bool:
         """Wait until all nodes have finished round `number`; returns whether there is another round."""
         tasks = self.rounds[number].tasks
-        with_signal = sum(group.signal for group in writer.groups if group.task_index in tasks)
+        with_signal = sum(group.stats.signal for group in writer.groups if group.task_index in tasks)
         await asyncio.to_thread(refills.report, number, with_signal)
         for pause_s in PAUSES:
             another = await asyncio.to_thread(refills.another_after, number)
@@ -278,23 +274,19 @@ class Rollout:
     ) -> None:
         under_way = {task.index: task for task in batch}
 
-        def finished(group: SampledGroup, *, late: bool = False, earlier: Sequence[Trajectory] = ()) -> None:
+        def finished(group: SampledGroup, *, late: bool = False) -> None:
             del under_way[group.task.index]
             place.finished(place.sampling.samples)
             self.slots.release()
             group = replace(group, replica=place.replica)
-            tasks.create_task(self._judge_and_append(group, appending, late, earlier, place.sampling.samples))
+            tasks.create_task(self._judge_and_append(group, appending, late, place.sampling.samples))
 
-        for task in (one for one in batch if one.index in self.earlier_groups):
-            if earlier := await asyncio.to_thread(self.earlier_groups.trajectories_of, task.index):
-                finished(SampledGroup(task, [], ()), earlier=earlier)
         try:
             async with asyncio.timeout(self.task_timeout_s):
-                left = list(under_way.values())
-                if left and self.agents is not None:
-                    await self.agents.sample(place, left, finished)
-                elif left:
-                    await place.sample(left, finished)
+                if self.agents is not None:
+                    await self.agents.sample(place, batch, finished)
+                else:
+                    await place.sample(batch, finished)
         except TimeoutError:
             error = f"not finished within rollout.task_timeout_s={self.task_timeout_s:g}"
             for task in list(under_way.values()):
@@ -305,17 +297,14 @@ class Rollout:
         group: SampledGroup,
         appending: SharedFlush,
         late: bool,
-        earlier: Sequence[Trajectory],
         samples: int,
     ) -> None:
-        """`earlier`: the group's trajectories from an earlier attempt. `samples`: the required number."""
+        """`samples`: the required number."""
         origin = self.assignment.origin
         if group.error is not None:
             why = "" if late else "the engine rejects it: "
             print(f"task {group.task.index}: {why}{group.error}", file=sys.stderr)
             made = failed_group(origin, group, samples)
-        elif earlier:
-            made = await judged_again(origin, group.task, earlier, self.reward)
         else:
             made = await judged_group(origin, group, self.reward)
         await appending.append(group.task.index, made)

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from array import array
-from dataclasses import asdict
 from pathlib import Path
 
 from fsbarrier import files
@@ -22,7 +21,7 @@ from fsbarrier.rollouts.rollout_spec import Assignment, Origin
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.worker_contract import ProgressWriter, run_worker
-from fsbarrier.trajectories import ShardWriter
+from fsbarrier.trajectories import RankFileWriter
 
 #: number of progress updates of a waiting phase
 STEPS = 20
@@ -41,7 +40,7 @@ def rollout(spec: JsonObject, progress: ProgressWriter) -> JsonObject:
     pause_s = spec["seconds"] / len(assignment.tasks) / spec["speed"]
     reward_sum, ended_early = 0.0, False
     files.make_dirs(assignment.part.parent)
-    with ShardWriter(assignment.part, prefix=assignment.prefix, header=assignment.header()) as writer:
+    with RankFileWriter(assignment.part, header=assignment.header()) as writer:
         # Groups from an earlier start of this program.
         there = {group.task_index for group in writer.groups}
         while not ended_early and (lot := claims.take()):
@@ -59,7 +58,7 @@ def rollout(spec: JsonObject, progress: ProgressWriter) -> JsonObject:
                 left = len(todo) - number - 1 + claims.own_left
                 mean = reward_sum / done
                 progress.show(done, done + left, "trajectories", last=not left, reward_mean=mean)
-        info = writer.finish(asdict(assignment.origin))
+        info = writer.finish()
         tasks = [group.task_index for group in writer.groups]
     assignment.publish_part()
     return {

@@ -12,8 +12,8 @@ import pytest
 
 from fsbarrier.aggregate import Part as PartFile
 from fsbarrier.aggregate import aggregate
-from fsbarrier.data.tally import MOST_PARTS, RewardPart, Tally, figures
-from fsbarrier.trajectories import ShardWriter, scan_shard
+from fsbarrier.data.group_stats import MOST_PARTS, GroupStats, RewardPart, metrics
+from fsbarrier.trajectories import RankFileWriter, scan_rank_file
 
 
 def trajectory(sampled: int, reward: float, parts: dict[str, float], **changes: Any) -> dict[str, Any]:
@@ -49,23 +49,23 @@ EXPECTED = {
 
 
 def test_figures_of_several_groups_are_those_of_all_their_trajectories() -> None:
-    one, other = Tally.of(GOOD), Tally.of(BAD)
-    assert figures([one, other]) == EXPECTED == figures([Tally.of([*GOOD, *BAD])])
-    assert Tally.from_json(json.loads(json.dumps(one.as_json()))) == one
-    assert figures([]) == {}
+    one, other = GroupStats.of(GOOD), GroupStats.of(BAD)
+    assert metrics([one, other]) == EXPECTED == metrics([GroupStats.of([*GOOD, *BAD])])
+    assert GroupStats.from_json(json.loads(json.dumps(one.as_json()))) == one
+    assert metrics([]) == {}
     # Nothing was sampled: no length is 0.
-    assert not any(name.startswith("answer_tokens") for name in figures([replace(Tally(), truncated=0)]))
+    assert not any(name.startswith("answer_tokens") for name in metrics([replace(GroupStats(), truncated=0)]))
 
 
 def test_a_group_has_signal_where_its_judged_rewards_differ(tmp_path: Path) -> None:
     failed = trajectory(3, 0.0, {}, metadata={"reward_error": "late"})
     alike = [trajectory(3, 1.0, {}), failed, trajectory(3, 1.0, {})]
-    with ShardWriter(tmp_path / "part", prefix="p", header={}) as writer:
+    with RankFileWriter(tmp_path / "part", header={}) as writer:
         for task, group in enumerate((alike, GOOD, [failed])):
             writer.append_group(task, group)
-    groups = scan_shard(tmp_path / "part").groups
-    assert [group.signal for group in groups] == [False, True, False]
-    told = figures([group.tally for group in groups if group.tally])
+    groups = scan_rank_file(tmp_path / "part").groups
+    assert [group.stats.signal for group in groups] == [False, True, False]
+    told = metrics([group.stats for group in groups])
     # One whose rewards cannot be compared counts neither way.
     assert (told["groups_without_signal"], told["without_signal_share"]) == (1, 0.5)
     assert told["reward_std"] == pytest.approx(0.5**0.5 / 2)
@@ -78,23 +78,16 @@ def test_what_another_program_wrote_is_counted_as_far_as_it_can_be() -> None:
         "loss_mask": [1, 1],
         "reward_parts": {"a": float("nan"), "b": "x"},
     }
-    assert Tally.of([foreign]) == Tally()
+    assert GroupStats.of([foreign]) == GroupStats(trajectories=1, reward_sum=1.0)
     many = trajectory(1, 0.0, {f"part{n:03d}": 1.0 for n in range(100)})
-    assert len(Tally.of([many]).parts) == MOST_PARTS
-    assert Tally.of([trajectory(1, 0.0, {"a": 2.0})]).parts == {"a": RewardPart(2.0, 1, 0)}
+    assert len(GroupStats.of([many]).parts) == MOST_PARTS
+    assert GroupStats.of([trajectory(1, 0.0, {"a": 2.0})]).parts == {"a": RewardPart(2.0, 1, 0)}
 
 
 def test_a_merge_tells_them_without_reading_a_trajectory(tmp_path: Path) -> None:
     for number, group in enumerate((GOOD, BAD)):
-        with ShardWriter(tmp_path / f"p{number}", prefix=f"p{number}", header={}) as writer:
+        with RankFileWriter(tmp_path / f"p{number}", header={}) as writer:
             writer.append_group(number, group)
     parts = [PartFile(tmp_path / "p0"), PartFile(tmp_path / "p1")]
     report = aggregate(parts, tmp_path / "merged", metadata={}, expected=[0, 1])
     assert report.figures == EXPECTED
-    # The merged file has them too, for whoever merges it again.
-    assert [group.tally for group in scan_shard(tmp_path / "merged").groups] == [
-        Tally.of(GOOD),
-        Tally.of(BAD),
-    ]
-    again = aggregate([PartFile(tmp_path / "merged")], tmp_path / "again", metadata={}, expected=None)
-    assert again.figures == EXPECTED

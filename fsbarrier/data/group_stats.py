@@ -1,6 +1,7 @@
-"""Statistics of a group's trajectories (truncated, failed, lengths, reward parts), and an iteration's metrics computed from them.
+"""Statistics of a group's trajectories (failed, truncated, lengths, rewards and their parts), and an iteration's metrics from them.
 
-The statistics are stored with each group as JSON, so that metrics need no unpickling and include groups of earlier generations.
+This is the only place where failures of a reward or an agent are counted. The statistics are stored with each group in the rank's file, so
+metrics need no trajectories, and include groups of earlier starts and generations.
 """
 
 from __future__ import annotations
@@ -33,62 +34,79 @@ class RewardPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
-    """Statistics of some trajectories; `tokens`, `shortest` and `longest` are answer lengths in tokens.
+class GroupStats:
+    """Statistics of some trajectories; `tokens`, `shortest` and `longest` are answer lengths in tokens."""
 
-    `answers`: number of trajectories with an answer; one that failed before sampling has none. `reward_std`: sample standard deviation of
-    the rewards of scored trajectories; None for fewer than two.
-    """
-
+    trajectories: int = 0
+    #: trajectories without a score, because the reward or the agent failed
+    unjudged: int = 0
+    #: trajectories that failed in any way
+    invalid: int = 0
+    #: over the scored trajectories
+    reward_sum: float = 0.0
+    #: whether the scored rewards differ, i.e. whether the group has a training signal
+    signal: bool = False
     truncated: int = 0
     reward_errors: int = 0
     agent_errors: int = 0
+    #: trajectories with an answer; one that failed before sampling has none
     answers: int = 0
     tokens: int = 0
     shortest: int = 0
     longest: int = 0
     parts: Mapping[str, RewardPart] = field(default_factory=dict)
+    #: sample standard deviation of the rewards of scored trajectories; None for fewer than two
     reward_std: float | None = None
 
     @classmethod
     def of(cls, trajectories: Iterable[Payload]) -> Self:
         """Count these trajectories. Fields that a user's own program omits are not counted."""
-        truncated = reward_errors = agent_errors = 0
+        count = invalid = truncated = reward_errors = agent_errors = 0
         lengths: list[int] = []
-        judged: list[float] = []
+        rewards: list[float] = []
         parts: dict[str, RewardPart] = {}
         for one in trajectories:
-            metadata, mask, rewards = (one.get(name) for name in ("metadata", "loss_mask", "reward_parts"))
+            metadata, mask, its_parts = (one.get(name) for name in ("metadata", "loss_mask", "reward_parts"))
             notes: Mapping[str, Any] = metadata if isinstance(metadata, Mapping) else {}
             failed = "reward_error" in notes
+            count += 1
+            invalid += one.get("valid") is False
             truncated += one.get("finish_reason") == "length"
             reward_errors += failed
             agent_errors += "agent_error" in notes
             if is_judged(one):
-                judged.append(float(one["reward"]))
+                rewards.append(float(one["reward"]))
             if isinstance(mask, array) and len(mask):
                 lengths.append(mask.count(1))
-            for name, value in rewards.items() if isinstance(rewards, Mapping) else ():
+            for name, value in its_parts.items() if isinstance(its_parts, Mapping) else ():
                 if isinstance(value, int | float) and math.isfinite(value):
-                    parts[str(name)] = parts.get(str(name), RewardPart()) + RewardPart(
-                        float(value), 1, int(failed)
-                    )
+                    part = RewardPart(float(value), 1, int(failed))
+                    parts[str(name)] = parts.get(str(name), RewardPart()) + part
         return cls(
-            truncated,
-            reward_errors,
-            agent_errors,
-            len(lengths),
-            sum(lengths),
-            min(lengths, default=0),
-            max(lengths, default=0),
-            dict(list(parts.items())[:MOST_PARTS]),
-            _deviation(judged),
+            trajectories=count,
+            unjudged=count - len(rewards),
+            invalid=invalid,
+            reward_sum=float(sum(rewards)),
+            signal=len(set(rewards)) > 1,
+            truncated=truncated,
+            reward_errors=reward_errors,
+            agent_errors=agent_errors,
+            answers=len(lengths),
+            tokens=sum(lengths),
+            shortest=min(lengths, default=0),
+            longest=max(lengths, default=0),
+            parts=dict(list(parts.items())[:MOST_PARTS]),
+            reward_std=_deviation(rewards),
         )
+
+    @property
+    def reward_mean(self) -> float | None:
+        return mean_reward([self])
 
     def as_json(self) -> JsonObject:
         parts = {name: [part.total, part.count, part.though_failed] for name, part in self.parts.items()}
-        std = {} if self.reward_std is None else {"reward_std": self.reward_std}
-        return {**{name: getattr(self, name) for name in NUMBERS}, "parts": parts, **std}
+        known = {name: getattr(self, name) for name in (*NUMBERS, "reward_sum", "signal", "reward_std")}
+        return {**known, "parts": parts}
 
     @classmethod
     def from_json(cls, record: JsonObject) -> Self:
@@ -98,12 +116,29 @@ class Tally:
             for name, (total, count, failed) in record["parts"].items()
         }
         numbers: Any = {name: int(record[name]) for name in NUMBERS}
-        # Not written by older versions.
-        std = record.get("reward_std")
-        return cls(**numbers, parts=parts, reward_std=None if std is None else float(std))
+        std = record["reward_std"]
+        return cls(
+            **numbers,
+            reward_sum=float(record["reward_sum"]),
+            signal=bool(record["signal"]),
+            reward_std=None if std is None else float(std),
+            parts=parts,
+        )
 
 
-NUMBERS = ("truncated", "reward_errors", "agent_errors", "answers", "tokens", "shortest", "longest")
+NUMBERS = (
+    *("trajectories", "unjudged", "invalid", "truncated", "reward_errors", "agent_errors"),
+    *("answers", "tokens", "shortest", "longest"),
+)
+
+
+def mean_reward(groups: Iterable[GroupStats]) -> float | None:
+    """The mean over all scored trajectories of the groups, or None without any."""
+    count, total = 0, 0.0
+    for group in groups:
+        count += group.trajectories - group.unjudged
+        total += group.reward_sum
+    return total / count if count else None
 
 
 def _deviation(rewards: Sequence[float]) -> float | None:
@@ -114,17 +149,16 @@ def _deviation(rewards: Sequence[float]) -> float | None:
     return 0.0 if equal else math.sqrt(sum((one - mean) ** 2 for one in rewards) / (len(rewards) - 1))
 
 
-def figures(tallies: Sequence[Tally]) -> dict[str, float]:
-    """An iteration's metrics for the journal; shares are from 0 to 1. {} if all groups were written by an older version without
-    statistics."""
-    if not tallies:
+def metrics(groups: Sequence[GroupStats]) -> dict[str, float]:
+    """An iteration's metrics for the journal; shares are from 0 to 1. {} if there are no groups."""
+    if not groups:
         return {}
     found: dict[str, float] = {
-        "truncated": sum(one.truncated for one in tallies),
-        "reward_errors": sum(one.reward_errors for one in tallies),
-        "agent_errors": sum(one.agent_errors for one in tallies),
+        "truncated": sum(one.truncated for one in groups),
+        "reward_errors": sum(one.reward_errors for one in groups),
+        "agent_errors": sum(one.agent_errors for one in groups),
     }
-    with_answers = [one for one in tallies if one.answers]
+    with_answers = [one for one in groups if one.answers]
     if with_answers:
         answers = sum(one.answers for one in with_answers)
         found |= {
@@ -133,7 +167,7 @@ def figures(tallies: Sequence[Tally]) -> dict[str, float]:
             "answer_tokens_max": max(one.longest for one in with_answers),
             "truncated_share": found["truncated"] / answers,
         }
-    deviations = [one.reward_std for one in tallies if one.reward_std is not None]
+    deviations = [one.reward_std for one in groups if one.reward_std is not None]
     if deviations:
         without_signal = deviations.count(0.0)
         found |= {
@@ -142,7 +176,7 @@ def figures(tallies: Sequence[Tally]) -> dict[str, float]:
             "without_signal_share": without_signal / len(deviations),
         }
     parts: dict[str, RewardPart] = {}
-    for one in tallies:
+    for one in groups:
         for name, part in one.parts.items():
             parts[name] = parts.get(name, RewardPart()) + part
     for name in sorted(parts)[:MOST_PARTS]:

@@ -1,0 +1,194 @@
+"""The merged file of an iteration: `{"trajectories": [...], "metadata": {...}}`, as torch.save writes it.
+
+Only the functions need torch. Reading executes nothing (`weights_only=True`), and checks the checksums, which torch.load does not.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fsbarrier.data.rank_file import TYPECODES, FormatError, NotOurs, opened
+from fsbarrier.data.trajectory import Trajectory, TrajectoryFile
+from fsbarrier.errors import first_line
+from fsbarrier.files import write_all
+from fsbarrier.retry import FAILING, retry
+
+#: how every zip file, and so every file of torch.save, begins
+ZIP = b"PK\3\4"
+
+
+def as_tensors(group: Sequence[Trajectory]) -> list[Any]:
+    """The trajectories of a group with tensors for arrays. All arrays of one type share a storage, which torch.save writes once."""
+    import torch
+
+    types = dict(
+        zip(TYPECODES, (torch.int32, torch.float32, torch.uint8, torch.int64, torch.float64), strict=True)
+    )
+    joined = {code: bytearray() for code in TYPECODES}
+    for trajectory in group:
+        for value in trajectory.values():
+            if isinstance(value, array):
+                joined[value.typecode] += memoryview(value).cast("B")
+    storages = {code: torch.frombuffer(data, dtype=types[code]) for code, data in joined.items() if data}
+    ends = dict.fromkeys(TYPECODES, 0)
+
+    def tensor(value: array[Any]) -> torch.Tensor:
+        begin = ends[value.typecode]
+        ends[value.typecode] = end = begin + len(value)
+        return (
+            storages[value.typecode][begin:end] if len(value) else torch.zeros(0, dtype=types[value.typecode])
+        )
+
+    def converted(value: Any) -> Any:
+        # Arrays below the first level are rare, and have a storage each.
+        if isinstance(value, array):
+            return torch.frombuffer(value, dtype=types[value.typecode]) if value else value.tolist()
+        if isinstance(value, dict):
+            return {name: converted(item) for name, item in value.items()}
+        return [converted(item) for item in value] if isinstance(value, list) else value
+
+    return [
+        {name: tensor(value) if isinstance(value, array) else converted(value) for name, value in one.items()}
+        for one in group
+    ]
+
+
+def save(fd: int, trajectories: Sequence[Any], metadata: dict[str, object]) -> None:
+    """Write a merged file to an open file. Raises OSError."""
+    import torch
+
+    sink = _Sink(fd)
+    torch.save({"trajectories": trajectories, "metadata": metadata}, sink)
+    if sink.error is not None:
+        raise sink.error
+
+
+class _Sink(io.RawIOBase):
+    """Passes on what torch writes. torch ends the process at some errors of a write, so it does not see them."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self._fd = fd
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if self.error is None:
+            try:
+                write_all(self._fd, view)
+            except OSError as error:
+                self.error = error
+        return len(view)
+
+
+class _Source(io.RawIOBase):
+    """An open file, whose transient errors of a read are retried; the one that stays is kept, since torch hides it."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self._fd, self._at, self._size = fd, 0, os.fstat(fd).st_size
+        self.error: OSError | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            count = retry(lambda: os.preadv(self._fd, [buffer], self._at), errnos=FAILING)
+        except OSError as error:
+            self.error = error
+            raise
+        self._at += count
+        return count
+
+
+@contextmanager
+def _source(path: Path) -> Iterator[io.BufferedReader]:
+    """Raises StoreError, and FormatError for whatever torch finds wrong."""
+    with opened(path) as fd:
+        raw = _Source(fd)
+        try:
+            yield io.BufferedReader(raw, 1 << 20)
+        except FormatError:
+            raise
+        except Exception as error:
+            if raw.error is not None:
+                raise raw.error from None
+            # On damaged data torch and zipfile may raise anything.
+            raise FormatError(f"it is damaged: {first_line(error)}") from None
+
+
+def load_tensors(path: Path) -> dict[str, Any]:
+    """What torch.load gives for a merged file, whose checksums are right. Raises StoreError, NotOurs, FormatError."""
+    with _source(path) as stream:
+        if stream.read(len(ZIP)) != ZIP:
+            raise NotOurs("it was not written by fsbarrier")
+        _check(stream)
+        import torch
+
+        stream.seek(0)
+        content = torch.load(stream, map_location="cpu", weights_only=True)
+        if not isinstance(content, dict) or not isinstance(content.get("trajectories"), list):
+            raise FormatError('expected {"trajectories": [...], "metadata": {...}}')
+        return content
+
+
+def _check(stream: io.BufferedReader) -> None:
+    """Raises FormatError on a checksum mismatch, and whatever zipfile does."""
+    with zipfile.ZipFile(stream) as archive:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            raise FormatError("it is compressed, which fsbarrier does not do")
+        try:
+            damaged = archive.testzip()
+        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+            raise FormatError(f"it is damaged: {error}") from None
+        if damaged:
+            raise FormatError(f"{damaged} is damaged (checksum)")
+
+
+def load(path: Path) -> TrajectoryFile:
+    """A merged file with array.array for tensors, and a list for those of several dimensions. Raises the errors of `load_tensors`."""
+    found = load_tensors(path)
+    metadata = found.get("metadata")
+    return {
+        "trajectories": [as_arrays(one) for one in found["trajectories"]],
+        "metadata": metadata if isinstance(metadata, dict) else {},
+    }
+
+
+def as_arrays(value: Any) -> Any:
+    """`value` with array.array for tensors of one dimension."""
+    import torch
+
+    if isinstance(value, dict):
+        return {name: as_arrays(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [as_arrays(item) for item in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    codes = dict(
+        zip((torch.int32, torch.float32, torch.uint8, torch.int64, torch.float64), TYPECODES, strict=True)
+    )
+    if value.dim() != 1 or value.dtype not in codes:
+        return value.tolist()
+    made = array(codes[value.dtype])
+    made.frombytes(value.contiguous().numpy().tobytes())
+    return made

@@ -1,0 +1,198 @@
+"""`RankFileWriter`: appends groups to one rank's file. rank_file.py describes the layout.
+
+Each call appends whole frames with one fsync, so several groups can share it. Nothing that was acknowledged is ever rewritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsbarrier.data.group_stats import GroupStats, mean_reward
+from fsbarrier.data.rank_file import HEAD, MAGIC, GroupEntry, check_plain, frame, pack, scan_rank_file, unpack
+from fsbarrier.data.trajectory import REQUIRED
+from fsbarrier.errors import StoreError, UsageError
+from fsbarrier.files import fsync_dir, open_new, open_own
+from fsbarrier.protocol.facts import Payload
+from fsbarrier.retry import FAILING, retry
+
+
+@dataclass(frozen=True, slots=True)
+class RankFileInfo:
+    """A finished file; `bytes` is its size."""
+
+    path: Path
+    groups: int
+    trajectories: int
+    bytes: int
+    reward_mean: float | None
+
+
+class RankFileWriter:
+    """Appends groups of trajectories to one rank's file. One writer per file; threads may share a writer.
+
+    `header` is at the start of the file and says whose it is. A merge by hand reads from it `run_id node_rank generation iteration split
+    policy_version policy` and `expected` (all tasks of the iteration).
+
+    An existing file with the same header is resumed: its torn tail is cut off, `groups` lists its contents, and new groups are appended.
+    Any other existing file is an error.
+    Raises UsageError (other file, invalid header), StoreError (filesystem failure).
+    """
+
+    def __init__(self, path: Path, *, header: dict[str, object]) -> None:
+        check_plain(header, f"{path}: the header")
+        self.path, self.finished = path, False
+        # As it is read again: tuples are lists.
+        self._header = unpack(pack(header), "the header")
+        self._lock = threading.Lock()
+        self._groups: list[GroupEntry] = []
+        self._broken = ""
+        self._fd = -1
+        self._end = 0
+        try:
+            try:
+                os.close(retry(lambda: open_new(path), errnos=FAILING))
+                self._begin()
+            except FileExistsError:
+                self._resume()
+        except OSError as error:
+            self.close()
+            raise StoreError(f"{path}: cannot start writing: {error.strerror or error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def groups(self) -> tuple[GroupEntry, ...]:
+        """The groups in the file, including those of an earlier start."""
+        return tuple(self._groups)
+
+    @property
+    def valid_bytes(self) -> int:
+        """The acknowledged size, which other nodes may rely on."""
+        return self._end
+
+    def append_group(self, task_index: int, trajectories: Sequence[Payload]) -> GroupEntry:
+        """Write all trajectories of one task (see data/trajectory.py); durable on return. Raises the errors of `append_groups`."""
+        return self.append_groups({task_index: trajectories})[0]
+
+    def append_groups(self, trajectories_of: Mapping[int, Sequence[Payload]]) -> list[GroupEntry]:
+        """Write several tasks with one fsync.
+
+        Raises UsageError (a field is missing or not a plain value; nothing is written), StoreError (filesystem failure; the file
+        remains valid without these groups).
+        """
+        with self._lock:
+            self._check_open()
+            # Build all groups before writing, so that an invalid one leaves the file unchanged.
+            groups, data = list[GroupEntry](), bytearray()
+            for task_index, trajectories in trajectories_of.items():
+                entry, its_bytes = self._frame_of(task_index, trajectories, self._end + len(data))
+                groups.append(entry)
+                data += its_bytes
+            self._append(data, f"append task {', '.join(map(str, trajectories_of))}")
+            self._groups += groups
+            return groups
+
+    def finish(self) -> RankFileInfo:
+        """Mark the file as complete; a second call does nothing. Raises StoreError."""
+        with self._lock:
+            if not self.finished:
+                self._check_open()
+                self._append(frame({"end": len(self._groups)}), "finish")
+                self.finished = True
+            stats = [group.stats for group in self._groups]
+            trajectories = sum(one.trajectories for one in stats)
+            return RankFileInfo(self.path, len(stats), trajectories, self._end, mean_reward(stats))
+
+    def close(self) -> None:
+        """Close the descriptor; everything acknowledged is already on disk."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    def __enter__(self) -> RankFileWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _begin(self) -> None:
+        self._fd = open_own(self.path)
+        os.ftruncate(self._fd, 0)
+        self._append(MAGIC + frame({"header": self._header}), "start")
+        fsync_dir(self.path.parent)
+
+    def _resume(self) -> None:
+        there = scan_rank_file(self.path)
+        if not there.valid_bytes:
+            # An earlier start was killed before the header was durable.
+            self._begin()
+            return
+        if there.header != self._header:
+            raise UsageError(f"{self.path}: was written by another rollout; use a new part name")
+        if there.finished and not there.torn_bytes:
+            # A finished file must not change, because the rank's checkpoint is usually a hard link to it.
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        else:
+            self._fd = open_own(self.path)
+            if os.fstat(self._fd).st_size < there.valid_bytes:
+                # `open_own` replaced the file by an empty one, because the old one had a second hard link with other permissions.
+                self.close()
+                self._begin()
+                return
+        if there.torn_bytes:
+            os.ftruncate(self._fd, there.valid_bytes)
+            os.fsync(self._fd)
+        self._end, self._groups, self.finished = there.valid_bytes, list(there.groups), there.finished
+
+    def _check_open(self) -> None:
+        if self._broken:
+            raise StoreError(self._broken)
+        if self._fd < 0 or self.finished:
+            raise StoreError(
+                f"{self.path}: is {'finished' if self.finished else 'closed'}; nothing more can be written"
+            )
+
+    def _frame_of(
+        self, task_index: int, trajectories: Sequence[Payload], offset: int
+    ) -> tuple[GroupEntry, bytes]:
+        """The group's entry and its bytes for position `offset`. Raises UsageError."""
+        if not trajectories:
+            raise UsageError(f"{self.path}: the group of task {task_index} is empty")
+        for trajectory in trajectories:
+            if lacking := [name for name in REQUIRED if name not in trajectory]:
+                raise UsageError(f"{self.path}: a trajectory of task {task_index} lacks {', '.join(lacking)}")
+            check_plain(trajectory, "trajectory")
+        stats = GroupStats.of(trajectories)
+        body = pack(list(trajectories))
+        data = frame({"task_index": task_index, "stats": stats.as_json()}, body)
+        end = offset + len(data)
+        crc = int.from_bytes(data[HEAD.size - 8 : HEAD.size - 4], "little")
+        return GroupEntry(task_index, stats, offset, end, end - len(body), crc), data
+
+    def _append(self, data: bytes | bytearray, what: str) -> None:
+        """Write and fsync after the acknowledged part. If that fails, truncate the file to the acknowledged part."""
+        view, end = memoryview(data), self._end
+        try:
+            while view:
+                written = os.pwrite(self._fd, view, end)
+                view, end = view[written:], end + written
+        except OSError as error:
+            try:
+                os.ftruncate(self._fd, self._end)
+            except OSError:
+                self._broken = f"{self.path}: unusable after a failed write"
+            raise StoreError(f"{self.path}: cannot {what}: {error.strerror or error}") from error
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            # After a failed fsync it is unknown which bytes were written, and a second fsync may report success. Never continue.
+            self._broken = f"{self.path}: unusable after a failed flush ({error.strerror})"
+            raise StoreError(f"{self.path}: cannot {what}: {error.strerror or error}") from error
+        self._end = end
