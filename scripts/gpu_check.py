@@ -42,7 +42,6 @@ from fsbarrier.reading import GIB
 from fsbarrier.settings.sections import EngineSettings, LoraSettings, Settings, TrainerSettings
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.optimizer_step import train
-from fsbarrier.training.pinned_memory import OnHost
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.slices import local_part
 from fsbarrier.training.trainer import Trainer, update_load
@@ -66,7 +65,7 @@ PEAKS |= {"H100": 989, "A100": 312, "A10": 125, "L40S": 362, "L4": 121, "MI300X"
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
 MEMORY_WORDS = ("out of memory", "can't allocate memory", "alloc_failed")
 COLUMNS: tuple[str, ...] = ("tokens/s", "s/step", "MFU", "peak GiB", "reserved", "plan", "gradient")
-COLUMNS += ("left GiB", "move MB/s", "write MB/s", "read MB/s")
+COLUMNS += ("write MB/s", "read MB/s")
 
 Show = Callable[[str], None]
 
@@ -168,14 +167,12 @@ def train_mode(show: Show, mode: Mode, model: Path, out: Path, options: argparse
     # Adapters begin at random.
     torch.manual_seed(0)
     show("loading")
-    trainer = Trainer.load(processes, settings, model_folder=model, state_folders=[], policy_version=0)
+    trainer = Trainer.load(processes, settings, model_folder=model, state_folder=None, policy_version=0)
     show(f"step 1 of {options.steps}")
     first = train(trainer, replace(batch, steps=batch.steps[:1]), settings, model)
     began = finished(processes)
     train(trainer, rest, settings, model, lambda done: show(f"step {done + 1} of {options.steps}"))
     seconds, written_s = finished(processes) - began, None
-    show("making room for an engine")
-    left, speed = leave_and_come_back(trainer)
     needed = shape.parameters * (processes.serving_dtype.itemsize + (0 if mode.lora_rank else 12))
     if options.checkpoint and shutil.disk_usage(out.parent).free > needed:
         show("writing a checkpoint")
@@ -195,26 +192,8 @@ def train_mode(show: Show, mode: Mode, model: Path, out: Path, options: argparse
         f"{torch.cuda.max_memory_reserved() / GIB:.2f}" if card else "-",
         f"{update_load(model, settings, processes).total / GIB:.2f}",
         f"{first.grad_norm:.4g}",
-        left,
-        speed,
     ]
     return Measured(cells, written_s, bits_of(trainer))
-
-
-def leave_and_come_back(trainer: Trainer) -> tuple[str, str]:
-    """Move what is on the accelerator to the host and back, as a trainer that stays does for an engine: what torch still holds in between,
-    and how fast it went. Raises RuntimeError where it is not the same afterwards."""
-    before, began = bits_of(trainer), finished(trainer.processes)
-    on_host = OnHost.copied(trainer.model, trainer.backend.optimizer, trainer.processes.device)
-    size = sum(copy.numel() for _, copy in on_host.copies)
-    on_host.free()
-    memory = trainer.processes.accelerator_memory()
-    left = f"{torch.cuda.memory_reserved() / GIB:.2f}" if memory else "-"
-    on_host.move_back()
-    seconds = finished(trainer.processes) - began
-    if bits_of(trainer) != before:
-        raise RuntimeError("what came back from the host is not what was moved there")
-    return left, f"{2 * size / seconds / 1e6:,.2f}" if size else "-"
 
 
 def read_mode(
@@ -232,7 +211,7 @@ def read_mode(
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     show("reading the checkpoint")
     began = finished(processes)
-    trainer = Trainer.load(processes, settings, model_folder=weights, state_folders=[state], policy_version=1)
+    trainer = Trainer.load(processes, settings, model_folder=weights, state_folder=state, policy_version=1)
     seconds = finished(processes) - began
     found = bits_of(trainer)
     if wrong := [name for name in {**bits, **found} if found.get(name) != bits.get(name)]:

@@ -60,8 +60,7 @@ TESTS = (
     ("fsbarrier/node/announcement", "announcement"),
     ("fsbarrier/node/context_maker", "revisions resume program_rows | take_over unreadable toy_run"),
     ("fsbarrier/node/job", "node_work admission kept_program"),
-    ("fsbarrier/node/wor", "durability node_work state_upload admission kept_program"),
-    ("fsbarrier/node/state_upload", "state_upload"),
+    ("fsbarrier/node/wor", "durability node_work admission kept_program"),
     ("fsbarrier/node/weights", "weights_copy node_work"),
     ("fsbarrier/node/polling", "polling quiet_waits heartbeats detection"),
     ("fsbarrier/node/beat_pace", "group_edges heartbeats"),
@@ -83,7 +82,7 @@ TESTS = (
     ("fsbarrier/rundir/runrecord", "runrecord fuzz"),
     ("fsbarrier/rundir/revisions", "revisions"),
     ("fsbarrier/rundir/weights", "weights_copy"),
-    ("fsbarrier/rundir/checkpoints", "durability node_work weights_copy state_upload retention export fuzz"),
+    ("fsbarrier/rundir/checkpoints", "durability node_work weights_copy retention export fuzz"),
     ("fsbarrier/rundir/retention", "retention durability node_work"),
     ("fsbarrier/rundir/journal", "event_log status fuzz"),
     ("fsbarrier/rundir/", "durability retention node_work fuzz export"),
@@ -120,7 +119,6 @@ LATER = (
     "fsbarrier/node/wor",
     "fsbarrier/node/rank_lock",
     "fsbarrier/node/polling",
-    "fsbarrier/node/state_upload",
     "fsbarrier/node/weights",
 )
 

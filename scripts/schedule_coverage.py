@@ -39,7 +39,6 @@ EDGES = (
     "node/polling.py",
     "node/rank_lock.py",
     "node/run_node.py",
-    "node/state_upload.py",
     "node/tracking.py",
     "node/weights.py",
     "node/work_kinds.py",

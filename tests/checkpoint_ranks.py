@@ -1,6 +1,6 @@
 """Checkpoints written and read by 1 to 4 processes, sharded in every way; each process is forked, so that torch is imported once.
 
-`python checkpoint_ranks.py FOLDER SEED reshard=4 nodes=3 kill=3 damage=20` fails where something is not to the last bit what it was.
+`python checkpoint_ranks.py FOLDER SEED reshard=4 kill=3 damage=20` fails where something is not to the last bit what it was.
 """
 
 from __future__ import annotations
@@ -24,13 +24,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.node.job import RowJob
-from fsbarrier.node.state_upload import StateUpload
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.training import checkpoint_write, safetensors_file, trainer_state
 from fsbarrier.training.node_copy import NodeCopy
-from fsbarrier.training.node_state import NodeState
 from fsbarrier.training.slices import local_part
 from fsbarrier.training.stored_tensors import StoredTensors
 
@@ -120,11 +117,10 @@ def save(
     world: int,
     dtype: torch.dtype,
     beside: Path,
-    on_node: NodeState | None = None,
     copy: NodeCopy | None = None,
 ) -> None:
     model, optimizer = trained(mode, world)
-    save_trained(out, model, optimizer, rank, world, dtype, beside, on_node, copy)
+    save_trained(out, model, optimizer, rank, world, dtype, beside, copy)
 
 
 def save_trained(
@@ -135,7 +131,6 @@ def save_trained(
     world: int,
     dtype: torch.dtype,
     beside: Path,
-    on_node: NodeState | None = None,
     copy: NodeCopy | None = None,
     steps: int = STEPS,
 ) -> None:
@@ -143,17 +138,15 @@ def save_trained(
     state = trainer_state.TrainerState.of(
         parameters, optimizer, steps, without_weights=dtype is torch.float32
     )
-    new = checkpoint_write.NewVersion(
-        *(1, model, model.state_dict(), dtype, beside, state), on_node=on_node, copy=copy
-    )
+    new = checkpoint_write.NewVersion(*(1, model, model.state_dict(), dtype, beside, state), copy=copy)
     checkpoint_write.save(out, new, rank, world)
 
 
-def check_restored(folder: Path, mode: str, world: int, kept: Path | None = None) -> None:
+def check_restored(folder: Path, mode: str, world: int) -> None:
     """What a process of another group reads is to the last bit what one process alone would have."""
     model = model_of(seed=99)
     shard(model, mode, world)
-    restore_into(model, torch.optim.AdamW(model.parameters(), lr=0.1), folder, STEPS, kept)
+    restore_into(model, torch.optim.AdamW(model.parameters(), lr=0.1), folder, STEPS)
 
 
 def restore_into(
@@ -161,7 +154,6 @@ def restore_into(
     optimizer: torch.optim.AdamW,
     folder: Path,
     steps: int,
-    kept: Path | None = None,
 ) -> None:
     """Go on from what was saved after `steps`; it is to the last bit what one process alone would have."""
     expected_model, expected = trained("none", 1, steps)
@@ -169,8 +161,7 @@ def restore_into(
     with StoredTensors.of_model(folder / "model") as stored:
         for name, parameter in parameters.items():
             stored.fill(name, parameter)
-    folders = [folder / "trainer"] if kept is None else [kept / "trainer", folder / "trainer"]
-    found = trainer_state.restore_first(folders, parameters, optimizer, 1)
+    found = trainer_state.restore(folder / "trainer", parameters, optimizer, 1)
     assert found.optimizer_steps == steps
     for name, one in expected_model.named_parameters():
         mine = parameters[name]
@@ -271,69 +262,6 @@ def fewer(folder: Path, draw: random.Random, number: int) -> None:
     checkpoints.verify(last)
 
 
-def nodes(folder: Path, draw: random.Random, number: int) -> None:
-    """The state kept on two nodes of two processes: read there again; and when one node is lost, by the other if it has all of it."""
-    beside, out = beside_of(folder), folder / f"v{number}"
-    mode, dtype = modes(4)[number % 3], draw.choice([torch.float32, torch.bfloat16])
-    print(f"{number}: {mode}, {dtype}", flush=True)
-
-    def kept(rank: int) -> NodeState:
-        first = rank // 2 * 2
-        return NodeState(folder / f"node{first // 2}", range(first, first + 2))
-
-    def read(rank: int, world: int, other_is_lost: bool) -> None:
-        here = kept(rank).of_version(out.name)
-        try:
-            check_restored(out, mode, world, here)
-            assert not (other_is_lost and mode == "all")
-        except trainer_state.StateGone:
-            assert other_is_lost and mode == "all"
-
-    def copied(rank: int) -> NodeCopy:
-        return NodeCopy(WeightsCopy(folder / f"copy{rank // 2}"), kept(rank).ranks)
-
-    store = folder / "store"
-    for rank in (0, 2):
-        copied(rank).place.folder.mkdir(exist_ok=True)
-    assert not any(
-        in_ranks(4, store, lambda rank: save(out, mode, rank, 4, dtype, beside, kept(rank), copied(rank)))
-    )
-    assert not list(out.rglob("part-*"))
-    for rank in (0, 2):
-        check_copy(copied(rank).place, out)
-    assert not any(in_ranks(4, store, lambda rank: read(rank, 4, False)))
-    shutil.rmtree(folder / "node1")
-    assert not any(in_ranks(2, store, lambda rank: read(rank, 2, True)))
-    assert not any(in_ranks(1, store, lambda rank: read(rank, 1, True)))
-
-
-def follow(folder: Path, draw: random.Random, number: int) -> None:
-    """The state that two nodes of two processes bring later: each number once, and read by any processes when all of it is there."""
-    beside, out = beside_of(folder), folder / f"v{number}"
-    mode, dtype = modes(4)[number % 3], draw.choice([torch.float32, torch.bfloat16])
-    print(f"{number}: {mode}, {dtype}", flush=True)
-
-    def kept(rank: int) -> NodeState:
-        first = rank // 2 * 2
-        return NodeState(folder / f"node{first // 2}", range(first, first + 2), follows=True)
-
-    store = folder / "store"
-    assert not any(in_ranks(4, store, lambda rank: save(out, mode, rank, 4, dtype, beside, kept(rank))))
-    assert not list(out.rglob("part-*")) and checkpoints.newest_state(out) is None
-    # Unless the model is sharded over both nodes, one of them has all of it.
-    for rank in (0, 2):
-        assert (checkpoints.newest_state(out) is None) == (rank == 0 or mode == "all")
-        upload = StateUpload()
-        upload.begin(out, kept(rank).of_version(out.name))
-        told = upload.wait(RowJob())
-        assert [one["error"] for one in told] == ([""] if rank == 0 or mode == "all" else [])
-    assert checkpoints.newest_state(out) == out.name
-    check_files(out, dtype)
-    after = draw.randint(1, 3)
-    other = draw.choice(modes(after))
-    assert not any(in_ranks(after, store, lambda _: check_restored(out, other, after)))
-
-
 def check_copy(place: WeightsCopy, out: Path) -> None:
     """What the node's processes left agrees with the manifest, in every byte and with nothing beside."""
     files = sorted(place.unchecked(out.name).iterdir())
@@ -402,7 +330,6 @@ STAGES = (
     (checkpoint_write, "_write_weights", "before", False),
     (checkpoint_write, "_write_weights", "after", False),
     (checkpoint_write, "_write_part", "after", False),
-    (checkpoint_write, "_commit_on_node", "after", False),
     (checkpoint_write, "_commit", "before", True),
     (checkpoint_write, "_write_layout", "after", True),
     (checkpoints, "commit", "before", True),
@@ -415,21 +342,13 @@ def stages(folder: Path, draw: random.Random, number: int) -> None:
     beside, store, world = beside_of(folder), folder / "store", 2
     module, name, when, only_first = STAGES[number % len(STAGES)]
     victim = 0 if only_first else draw.randrange(world)
-    on_nodes = name == "_commit_on_node" or (name != "_write_layout" and draw.random() < 0.5)
     mode = draw.choice(modes(world))
-    print(f"{number}: {mode}, process {victim} dies {when} {name}, {on_nodes=}", flush=True)
-
-    def kept(rank: int) -> NodeState | None:
-        return NodeState(folder / f"node{rank}", range(rank, rank + 1)) if on_nodes else None
+    print(f"{number}: {mode}, process {victim} dies {when} {name}", flush=True)
 
     def write(out: Path, rank: int, dies: bool) -> None:
         if dies and rank == victim:
             die_at(module, name, when)
-        save(out, mode, rank, world, torch.float32, beside, kept(rank))
-
-    def go_on(out: Path, rank: int) -> None:
-        node = kept(rank)
-        check_restored(out, mode, world, node.of_version(out.name) if node else None)
+        save(out, mode, rank, world, torch.float32, beside)
 
     before, after = folder / f"before{number}", folder / f"after{number}"
     assert not any(in_ranks(world, store, lambda rank: write(before, rank, False)))
@@ -440,11 +359,11 @@ def stages(folder: Path, draw: random.Random, number: int) -> None:
     newest = after if committed else before
     for version in {before, newest}:
         checkpoints.verify(version)
-    assert not any(in_ranks(world, store, lambda rank: go_on(newest, rank)))
+    assert not any(in_ranks(world, store, lambda _: check_restored(newest, mode, world)))
     if not committed:
         # The next attempt, in the place of what is left of this one.
         assert not any(in_ranks(world, store, lambda rank: write(after, rank, False)))
-        assert not any(in_ranks(world, store, lambda rank: go_on(after, rank)))
+        assert not any(in_ranks(world, store, lambda _: check_restored(after, mode, world)))
 
 
 def die_at(module: ModuleType | type, name: str, when: str, call_number: int = 1) -> None:
@@ -552,7 +471,7 @@ def restored_alone(out: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     where, seed, *rounds = sys.argv[1:]
-    rounds_of = {"reshard": reshard, "nodes": nodes, "follow": follow, "kill": kill, "damage": damage}
+    rounds_of = {"reshard": reshard, "kill": kill, "damage": damage}
     rounds_of |= {"stages": stages, "fewer": fewer}
     for one in rounds:
         what, _, times = one.partition("=")

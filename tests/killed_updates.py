@@ -53,7 +53,6 @@ STAGES: dict[str, tuple[tuple[Any, ...], str, str, int]] = {
     "gather": ((checkpoint_write,), "whole_tensor", "after", 3),
     "copy": ((NodeCopy,), "write", "after", 1),
     "part": ((checkpoint_write,), "_write_part", "after", 1),
-    "on_node": ((checkpoint_write,), "_commit_on_node", "after", 1),
     "commit": ((checkpoint_write,), "_commit", "before", 1),
     "committed": ((checkpoint_write,), "_commit", "after", 1),
     "result": ((Processes,), "peak_memory_bytes", "before", 1),
@@ -70,7 +69,6 @@ class Run:
         self.work = Bench(folder, case.settings(folder).as_json())
         # The batch is always the same, so it is another policy's from the second update on.
         self.work.nested["algorithm"]["max_logprob_gap"] = 1e9
-        self.work.nested["checkpoint"] |= {"local_dir": str(folder / "local")}
         for node in range(case.nodes):
             self.copies(node).folder.mkdir()
 
@@ -107,16 +105,11 @@ class Run:
         return [-int(found[0]) if found else 0 for found in codes]
 
     def files(self, version: str) -> dict[str, bytes]:
-        """Everything that was trained: weights, and moments wherever they are. By name, without the generation."""
-        folder = self.work.folder
-        places = [folder / version, *folder.glob(f"local/*/*/{version}")]
-        found = {
-            f"{place.parent.name}/{path.relative_to(place)}": path.read_bytes()
-            for place in places
-            for path in place.rglob("*.safetensors")
-        }
+        """Everything that was trained: weights and moments, by name."""
+        place = self.work.folder / version
+        found = {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*.safetensors")}
         assert any("trainer/" in name for name in found) and any("model/" in name for name in found)
-        return {name.replace(folder.name, "run"): data for name, data in found.items()}
+        return found
 
     def check(self, version: str) -> None:
         """The version is whole, each node has a copy of it that agrees, and no node has one of any other."""
@@ -161,9 +154,6 @@ def main(folder: Path, way: str, case_text: str, stages: list[str]) -> None:
     undisturbed, struck = (Run(folder / name, case, folder / "batch") for name in ("undisturbed", "struck"))
     for number, dies_at in enumerate(["", *stages], start=1):
         out = POLICY_FOLDER.build(number, 1)
-        for run in (undisturbed, struck):
-            # Every second state goes to the run directory, and the others stay on the nodes.
-            run.work.nested["checkpoint"]["trainer_every"] = 1000 if dies_at.startswith("on_node") else 2
         undisturbed.update(undisturbed_before, out)
         undisturbed_before, wanted = out, undisturbed.files(out)
         if dies_at:

@@ -141,7 +141,7 @@ class Case:
             Processes(chosen.trainer),
             chosen,
             model_folder=folder / "model",
-            state_folders=[],
+            state_folder=None,
             policy_version=0,
         )
         trained = trainer.backend.trained

@@ -97,7 +97,6 @@ def test_what_differs_or_is_too_little_is_told_by_its_weight(
 @pytest.mark.parametrize(
     ("package", "chosen"),
     [
-        ("torchao", {"optimizer.kind": "adamw_8bit"}),
         ("deepspeed", {"trainer.backend": "deepspeed"}),
         ("peft", {"lora.rank": 8}),
     ],

@@ -113,29 +113,23 @@ def test_a_dry_run_copies_nothing(tmp_path: Path, first: Path, data: str) -> Non
 # --- with the state of the trainer ---------------------------------------------------------------------------------------
 
 
-def with_state(first: Path, version: int, **more: Any) -> None:
-    """Give a version a trainer state, in two parts. `more`: what its manifest says beside."""
+def with_state(first: Path, version: int) -> None:
+    """Give a version a trainer state, in two parts."""
     folder = first / "checkpoints" / f"policy-{version:06d}.g0001"
-    counts = {"policy_version": version, "optimizer_steps": 7, "saved_s": 0.0, "worked_s": 0.0}
+    counts = {"policy_version": version, "optimizer_steps": 7}
     (folder / "trainer").mkdir(exist_ok=True)
     layout = {"format": "fsbarrier-trainer/1", **counts, "scalars": {}, "tensors": {}}
     (folder / "trainer" / "layout.json").write_text(json.dumps(layout))
     for part in (0, 1):
         (folder / "trainer" / f"part-{part:05d}.safetensors").write_text(f"part {part} of {version}")
-    manifest = checkpoints.write_manifest(folder, version)
-    later = {name: one for name, one in manifest.files.items() if "part-" in name and "state_in" in more}
-    here = {name: one for name, one in manifest.files.items() if name not in later}
-    checkpoints.commit(folder, checkpoints.Manifest(version, here, following=later, **more))
+    checkpoints.write_manifest(folder, version)
 
 
 STATE = ("init_optimizer=true", "rollout.tasks=1")
 
 
-@pytest.mark.parametrize("more", [{}, {"state_in": None}], ids=["saved at once", "brought later"])
-def test_a_run_begins_with_the_trainers_state_too(
-    tmp_path: Path, first: Path, data: str, more: dict[str, Any]
-) -> None:
-    with_state(first, 1, **more)
+def test_a_run_begins_with_the_trainers_state_too(tmp_path: Path, first: Path, data: str) -> None:
+    with_state(first, 1)
     words = (data, f"init_from={first}@1", *STATE)
     start(tmp_path / "run", *words)
     shutil.rmtree(first)
@@ -156,13 +150,13 @@ def test_a_run_begins_with_the_trainers_state_too(
 @pytest.mark.parametrize(
     ("fault", "words", "message"),
     [
-        ("not brought", "@1", "version 1 has no complete trainer state in the shared directory"),
-        ("not brought", "@1", "the nearest version that has one is 2"),
+        ("not saved", "@1", "version 1 has no trainer state in the shared directory"),
+        ("not saved", "@1", "the nearest version that has one is 2"),
         ("", "@2", "the nearest version that has one is 1"),
-        ("", "@0", "policy version 0 has no complete trainer state"),
-        ("none at all", "", "policy version 2 has no complete trainer state"),
+        ("", "@0", "policy version 0 has no trainer state"),
+        ("none at all", "", "policy version 2 has no trainer state"),
         ("none at all", "", "no version of that run has one"),
-        ("another trainer's", "@1", "policy version 1 has no complete trainer state"),
+        ("another trainer's", "@1", "policy version 1 has no trainer state"),
         ("", "@1 lora.rank=4", "the whole policy, but this run trains adapters of rank 4"),
         ("", "@1 trainer.command=true", "not supported with trainer.command"),
     ],
@@ -174,11 +168,12 @@ def test_a_run_does_not_begin_without_the_state_that_it_asks_for(
     run = runrecord.load(first)
     (first / "run.json").unlink()
     runrecord.publish(runrecord.new(first, run.settings, tasks={}, model=str(model)))
-    if fault != "none at all":
-        with_state(first, 1, **({"state_in": None} if fault == "not brought" else {}))
-    if fault == "not brought":
+    if fault == "not saved":
+        saved = checkpoints.read_manifest(model.parent)
+        checkpoints.commit(model.parent, checkpoints.Manifest(1, saved.files, state_in=None))
         with_state(first, 2)
-        (model.parent / "trainer" / "part-00001.safetensors").unlink()
+    elif fault != "none at all":
+        with_state(first, 1)
     if fault == "another trainer's":
         (model.parent / "trainer" / "layout.json").unlink()
         checkpoints.write_manifest(model.parent, 1)
@@ -240,8 +235,6 @@ def test_a_run_that_goes_back_to_its_beginning_goes_on_from_the_state_that_it_be
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, folder: str
 ) -> None:
     from fsbarrier.training import resume
-    from fsbarrier.training.node_state import NodeState
-    from fsbarrier.training.trainer_state import StateGone
 
     first_policy, version = tmp_path / "first_policy", tmp_path / "checkpoints" / "policy-000001.g0001"
     version.mkdir(parents=True)
@@ -250,26 +243,21 @@ def test_a_run_that_goes_back_to_its_beginning_goes_on_from_the_state_that_it_be
 
     def load(*_: Any, **place: Any) -> str:
         loaded.append(place)
-        if len(loaded) == 1:
-            raise StateGone
         return "trainer"
 
     monkeypatch.setattr(resume.Trainer, "load", load)
     nested: dict[str, Any] = {**Settings().as_json(), "init_from": "other", "init_optimizer": True}
     start = resume.begin(
         *(cast(Any, None), Settings.from_json({**nested, "lora": {"rank": rank}})),
-        *(NodeState(tmp_path / "node", range(1)), None),
+        None,
         model=version / "model",
         trainer_state=version / "trainer",
         policy="",
         policy_version=1,
         first_model=first_policy / "model",
     )
-    assert loaded[-1] == {
-        "model_folder": first_policy / folder,
-        "state_folders": [first_policy / "trainer"],
-        "policy_version": 0,
-    }
+    first = {"model_folder": first_policy / folder, "state_folder": first_policy / "trainer"}
+    assert loaded == [{**first, "policy_version": 0}]
     assert start.state_in is None and start.model == first_policy / "model" and start.went_back
 
 

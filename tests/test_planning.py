@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from fsbarrier.cli import main
 from fsbarrier.errors import UsageError
 from fsbarrier.planning import plan_text
 from fsbarrier.planning.cluster_plan import Cluster, ClusterPlan, make_plan
-from fsbarrier.planning.memory import GIB, STEP_EAGER, UpdateLoad, Zero, choose_sharding
+from fsbarrier.planning.memory import GIB, UpdateLoad, Zero, choose_sharding
 from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.settings.resolve import resolve
 
@@ -109,23 +108,6 @@ def load(config: dict[str, Any], **more: Any) -> UpdateLoad:
     shape = ModelShape.of_config(config)
     fields = {"shards": 1, "element": 2, "tokens": 16384, "logits": 2048, "trained": shape.parameters}
     return UpdateLoad(shape, **{**fields, "checkpointing": True, **more})
-
-
-def test_moments_of_eight_bits_are_counted() -> None:
-    shape = ModelShape.of_config(QWEN_7B)
-    settings = resolve([], {"optimizer.kind": "adamw_8bit"}, cross_checks=False)
-    assert (
-        UpdateLoad.whole(shape, settings, element=2, accelerated=True).parts["moments"]
-        == 2 * shape.parameters
-    )
-    # In a step both moments of one tensor, the largest being the embedding, are in float32.
-    whole = UpdateLoad.whole(shape, settings, element=4, accelerated=False)
-    small = replace(whole, tokens=16, logits=16)
-    assert small.parts["moments"] == 2 * shape.parameters + STEP_EAGER * 152064 * 3584
-    # The gates and the ups of all experts of a layer are one tensor, larger than the embedding.
-    assert ModelShape.of_config(QWEN3_30B).largest_tensor == 128 * 2 * 768 * 2048
-    assert small.parts["gathered"] == 0 and "activations" not in small.parts
-    assert replace(small, shards=4).parts["moments"] * 4 == small.parts["moments"]
 
 
 def test_an_update_takes_what_training_in_mixed_precision_takes() -> None:
@@ -541,18 +523,6 @@ def test_more_than_the_host_has_is_refused_with_what_fits() -> None:
     assert "offload" not in problem.partition("nearest that works")[2] and " nodes" in problem
     (problem,) = on_host(256, QWEN3_30B, 48, **TP2)
     assert "trainer.offload=optimizer (227.5 GiB of each node's memory)" in problem or " nodes" in problem
-
-
-def test_a_trainer_that_stays_has_its_part_of_the_host() -> None:
-    """Sharded over the node, its processes have 12 bytes a parameter together: 85 GiB, or 28 where the moments are on the host anyway."""
-    sharded = {"trainer.keep": "process", "trainer.shard": "node"}
-    made = plan(QWEN_7B, 1, accelerators=8, **sharded)
-    assert round(made.kept_on_host / GIB) == 85
-    assert "85.1 GiB for trainers that make room for the engine" in "\n".join(plan_text.lines(made))
-    moved = plan(QWEN_7B, 1, accelerators=8, **sharded, **{"trainer.offload": "optimizer"})
-    assert round(moved.kept_on_host / GIB) == 28 and round(moved.host / GIB) == 57
-    for chosen in ({}, {"trainer.keep": "auto"}):
-        assert plan(QWEN_7B, 1, accelerators=8, **chosen).kept_on_host == 0
 
 
 def test_impossible_engines_are_told() -> None:

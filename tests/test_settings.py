@@ -108,14 +108,6 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
             ["rollout.max_refills=2", "rollout.completion_threshold=0.9"],
             "rollout.completion_threshold=0.9: not supported with rollout.max_refills=2, because a round must be complete",
         ),
-        (
-            ["optimizer.kind=adamw_8bit", "trainer.offload=optimizer"],
-            "optimizer.kind=adamw_8bit: not supported with trainer.offload=optimizer",
-        ),
-        (
-            ["optimizer.kind=adamw_8bit", "trainer.backend=deepspeed"],
-            "optimizer.kind=adamw_8bit: not supported with trainer.backend=deepspeed",
-        ),
         (["eval.max_tokens=4096"], "eval.max_tokens=4096: leaves no room"),
         (["trainer.minibatch=16", "trainer.micro_batch=17"], "must not exceed trainer.minibatch=16"),
         (["trainer.attention=flash_attention_2", "trainer.dtype=float32"], "supports only bfloat16"),

@@ -18,12 +18,11 @@ from fsbarrier import reading
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.host import memory
 from fsbarrier.host.own_folder import own_folder
-from fsbarrier.node import daemon, run_node, work_kinds
+from fsbarrier.node import run_node, work_kinds
 from fsbarrier.node.job import RowJob, Workplace
 from fsbarrier.node.weights import checked_weights
 from fsbarrier.program import PublishWeights
 from fsbarrier.rundir import checkpoints, weights_copy
-from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import CheckpointSettings, EngineSettings, Settings
 
@@ -277,24 +276,6 @@ def test_where_the_copy_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"checkpoint\.weights_dir=.*/file/below: "):
         place("local", str(tmp_path / "file" / "below"))
-
-
-@pytest.mark.parametrize("state_in", ["", "policy-000005.g0004", None])
-def test_a_node_keeps_its_trainer_state_after_the_run_only_while_it_is_needed(
-    model: Path, place: Workplace, tmp_path: Path, state_in: str | None
-) -> None:
-    version = model.parent
-    whole = checkpoints.read_manifest(version)
-    checkpoints.commit(version, checkpoints.Manifest(6, whole.files, state_in))
-    checkpoints.publish_link(place.log_path, version)
-    settings = Settings(checkpoint=CheckpointSettings(local_dir=str(tmp_path / "local")))
-    kept = checkpoints.kept_on_node(settings.checkpoint.local_dir, "run", 3)
-    (kept / VERSION / "trainer").mkdir(parents=True)
-    record = SimpleNamespace(paths=RunPaths(place.log_path), run_id="run")
-    loop = SimpleNamespace(node=SimpleNamespace(rank=3))
-    node = SimpleNamespace(record=record, settings=settings, loop=loop)
-    daemon.Daemon._remove_trainer_state(cast(daemon.Daemon, node))
-    assert kept.exists() == (state_in != "") and (tmp_path / "local" / "run").exists() == kept.exists()
 
 
 HOLDS = """

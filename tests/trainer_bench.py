@@ -192,7 +192,7 @@ class Bench:
 
         place: dict[str, Any] = {
             "model_folder": self.folder / "model",
-            "state_folders": [],
+            "state_folder": None,
             "policy_version": 0,
         }
         return Trainer.load(Processes(self.settings.trainer), self.settings, **place)

@@ -30,7 +30,7 @@ def begin(case: Case, folder: Path, before: Path | None) -> Trainer:
         Processes(chosen.trainer),
         chosen,
         model_folder=(before or folder) / "model",
-        state_folders=[before / "trainer"] if before else [],
+        state_folder=before / "trainer" if before else None,
         policy_version=1 if before else 0,
     )
 

@@ -63,7 +63,6 @@ def examine(
     used = {
         "deepspeed": settings.trainer.backend == "deepspeed",
         "peft": settings.lora.rank > 0,
-        "torchao": settings.optimizer.kind == "adamw_8bit",
     }
     needed = [name for name in PACKAGES if used.get(name, True)]
     found += _differences(nodes, hosts, needed, updates=updates)

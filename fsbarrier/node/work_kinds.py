@@ -36,12 +36,9 @@ def carry_out(work: Work, context: Context, job: RowJob, workplace: Workplace) -
         case Steps(works):
             return _one_after_the_other(works, context, job, workplace)
         case ServeWeights():
-            return _serve_weights(work, context, job, workplace)
+            return _serve_weights(work, job, workplace)
         case ReleaseEngine():
-            # The trainer is next, and will replace the state that this node keeps.
-            saved = workplace.state_upload.wait(job)
-            released = workplace.engines.release(cancel=job.cancel) if workplace.engines else {}
-            return {**released, **({"events": saved} if saved else {})}
+            return workplace.engines.release(cancel=job.cancel) if workplace.engines else {}
         case OpenRendezvous(loopback):
             workplace.close_rendezvous()
             workplace.rendezvous = listen(loopback=loopback)
@@ -73,7 +70,7 @@ def _one_after_the_other(
     return merged
 
 
-def _serve_weights(work: ServeWeights, context: Context, job: RowJob, workplace: Workplace) -> Result:
+def _serve_weights(work: ServeWeights, job: RowJob, workplace: Workplace) -> Result:
     """Make all of this node's engines serve one policy version; returns when they do."""
     serving = f"engine: policy version {work.policy_version}"
     job.progress = {"note": serving}
@@ -101,9 +98,6 @@ def _serve_weights(work: ServeWeights, context: Context, job: RowJob, workplace:
         for number, info in enumerate(infos)
         if info.note or info.action != "kept"
     ]
-    kept = checkpoints.kept_on_node(context.settings.checkpoint.local_dir, context.run_id, context.node_rank)
-    version = work.folder.parent
-    workplace.patiently(job, partial(workplace.state_upload.begin, version, kept / version.name))
     return {
         "engines": len(infos),
         "engine_s": round(max(info.seconds for info in infos), 3),

@@ -77,9 +77,8 @@ class ClusterPlan:
     model_bytes: int
     trainer_state_bytes: int
     kept_bytes: int
-    # Of each node's own memory: what is offloaded, what a trainer that stays moves there, and the copy of the new weights for its engines.
+    # Of each node's own memory: what is offloaded, and the copy of the new weights for its engines.
     host: int
-    kept_on_host: int
     weights_copy: int
     problems: tuple[str, ...]
 
@@ -140,9 +139,6 @@ def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Cluste
         trainer_state_bytes=state,
         kept_bytes=(model + state) * _versions_on_disk(settings),
         host=load.on_host * per_node,
-        kept_on_host=load.held_between_updates * per_node
-        if trainer.keep == "process" and cluster.accelerators
-        else 0,
         weights_copy=model if copies_weights(settings, cluster) else 0,
         problems=tuple(problems),
     )

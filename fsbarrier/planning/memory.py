@@ -21,9 +21,6 @@ Offload = Literal["none", "optimizer", "all"]
 OVERHEAD_BYTES = 2 * GIB
 # Master weights, gradients and each of the two moments are in float32.
 EXACT = 4
-# With moments of eight bits a step has both of one tensor in float32, and on a CPU, where it is not compiled, indices of eight bytes into
-# the table of values beside them: 71 bytes were measured there. Compiled it was not measured: twice the moments.
-STEP_EAGER, STEP_COMPILED = 72, 4 * EXACT
 # Logits are computed in float32, and their gradient with them.
 LOGITS_COPIES = 2
 # A sharded update holds two units at a time in the type it computes in, one of which it fetches ahead, and the gradient of one
@@ -75,10 +72,6 @@ class UpdateLoad:
     offload: Offload = "none"
     reference: bool = False
     zero: Zero | None = None
-    #: bytes that the two moments of a number take
-    moments: int = 2 * EXACT
-    #: bytes that a step of the optimizer takes for each number of the tensor that it is at
-    stepping: int = 0
 
     @classmethod
     def whole(cls, shape: ModelShape, settings: Settings, *, element: int, accelerated: bool) -> Self:
@@ -87,7 +80,6 @@ class UpdateLoad:
         # A trajectory that is longer than a micro-batch is alone in it.
         tokens = max(settings.engine.max_model_len, trainer.max_tokens_per_micro_batch)
         checkpointing = trainer.gradient_checkpointing
-        eight_bit = settings.optimizer.kind == "adamw_8bit"
         return cls(
             shape,
             shards=1,
@@ -99,8 +91,6 @@ class UpdateLoad:
             offload=trainer.offload,
             reference=settings.algorithm.kl_coef > 0,
             zero=Zero.of_file(trainer.deepspeed) if trainer.backend == "deepspeed" else None,
-            moments=2 if eight_bit else 2 * EXACT,
-            stepping=(STEP_COMPILED if accelerated else STEP_EAGER) if eight_bit else 0,
         )
 
     @property
@@ -128,11 +118,6 @@ class UpdateLoad:
             # PyTorch's optimizer steps on the accelerator: all moments are there then, and what the backward pass needed no longer is.
             moments = 2 * self.trained * EXACT // self.shards
             yield {**held, "gathered": 0, "moments": moments, "overhead": OVERHEAD_BYTES}
-        if self.stepping:
-            # Moments of eight bits are made float32 for the step, of one tensor after the other.
-            tensor = min(self.shape.largest_tensor, self.trained) // self.shards
-            moments = held["moments"] + tensor * self.stepping
-            yield {**held, "gathered": 0, "moments": moments, "overhead": OVERHEAD_BYTES}
         if self.reference:
             # Before the first step the other policy is read, without gradients, and let go again.
             activations = layer_bytes(self.shape, self.tokens, self.element)
@@ -154,7 +139,7 @@ class UpdateLoad:
             "weights": 0 if away else sharded,
             "gathered": gathered,
             "gradients": 0 if away else self.trained * EXACT // shards,
-            "moments": self.trained * self.moments // shards if self.offload == "none" else 0,
+            "moments": 2 * self.trained * EXACT // shards if self.offload == "none" else 0,
         }
 
     def _held_by_deepspeed(self, zero: Zero) -> dict[str, int]:
@@ -184,11 +169,6 @@ class UpdateLoad:
         gathered = UNITS_AHEAD * self.shape.largest_unit * self.element
         sharded = 0 if self.offload == "all" else self.shape.parameters * EXACT // self.shards
         return {"reference": sharded, "gathered": gathered}
-
-    @property
-    def held_between_updates(self) -> int:
-        """Bytes of the accelerator that a process which stays has when it computes nothing."""
-        return self.parts["weights"] + (self.parts["moments"] if self.offload == "none" else 0)
 
     @property
     def on_host(self) -> int:

@@ -56,11 +56,6 @@ class ModelShape:
         """The most parameters that a sharded update gathers at once: a layer, the embedding or the head."""
         return max(self.block, self.embedding)
 
-    @property
-    def largest_tensor(self) -> int:
-        """The most parameters that one tensor has."""
-        return max(self.hidden * max(self.vocabulary, self.feed_forward), self.experts)
-
     @classmethod
     def of_config(cls, config: Config, called: str = "config.json") -> Self:
         """Raises UsageError naming what the configuration lacks. `called`: its name in the message."""

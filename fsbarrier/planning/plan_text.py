@@ -58,10 +58,6 @@ def lines(plan: ClusterPlan) -> list[str]:
     host = []
     if plan.host:
         host.append(f"{_size(plan.host)} for what is offloaded")
-    if plan.kept_on_host:
-        host.append(
-            f"{_size(plan.kept_on_host)} for trainers that make room for the engine (trainer.keep), pinned: up to twice that"
-        )
     if plan.weights_copy:
         host.append(
             f"{_size(plan.weights_copy)} for a copy of the new weights (checkpoint.weights_dir), if half of what is left has room for it"

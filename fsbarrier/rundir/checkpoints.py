@@ -18,13 +18,11 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fsbarrier import files, reading
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.host.private_folder import private_folder
 from fsbarrier.retry import FAILING, retry
 from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed, digest_of
 from fsbarrier.rundir.names import POLICY_FOLDER, MadeBy
@@ -45,33 +43,25 @@ class PolicyUnreadable(ProgramFailed):
 class Manifest:
     """The files of a policy version's folder, by their relative names.
 
-    `state_in`: the folder with the trainer state from which the run resumes if the nodes that trained this version are gone; "": this
-    one; None: there is none yet, and the run would begin again with its first model. `following`: the files of this version's trainer
-    state that the nodes copy later; when all are there, `newest_state` returns this version.
+    `state_in`: the folder with the trainer state from which the run resumes if the processes that trained this version are gone; "": this
+    one; None: there is none yet, and the run would begin again with its first model.
     """
 
     policy_version: int
     files: Mapping[str, FileDigest]
     state_in: str | None = ""
-    following: Mapping[str, FileDigest] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """The content of its file."""
-        body = {"policy_version": self.policy_version, "files": _digests_as_json(self.files)}
+        listed = {name: {"bytes": one.size, "sha256": one.sha256} for name, one in self.files.items()}
+        body = {"policy_version": self.policy_version, "files": listed}
         elsewhere = {} if self.state_in == "" else {"state_in": self.state_in}
-        later = {"following": _digests_as_json(self.following)} if self.following else {}
-        return json.dumps(body | elsewhere | later, indent=1).encode()
+        return json.dumps(body | elsewhere, indent=1).encode()
 
     @property
     def digest(self) -> str:
         """A digest of the content of all files, which identifies this policy."""
         return hashlib.sha256(self.encode()).hexdigest()
-
-
-def kept_on_node(local_dir: str, run_id: str, node_rank: int) -> Path:
-    """The folder of a node's part of the trainer state between two saves to the run directory. Raises OSError."""
-    base = Path(local_dir) if local_dir else private_folder().path
-    return base / run_id / f"node_{node_rank}"
 
 
 def identity(folder: str, digest: str) -> str:
@@ -116,8 +106,11 @@ def read_manifest(folder: Path) -> Manifest:
         state_in = body.get("state_in", "")
         if state_in and POLICY_FOLDER.parse(state_in) is None:
             raise ValueError(f"{state_in!r} is no folder of a policy version")
-        here, later = _digests_from_json(body["files"]), _digests_from_json(body.get("following", {}))
-        return Manifest(int(body["policy_version"]), here, state_in, later)
+        listed = {
+            _inner_name(name): FileDigest(int(item["bytes"]), str(item["sha256"]))
+            for name, item in body["files"].items()
+        }
+        return Manifest(int(body["policy_version"]), listed, state_in)
     except FileNotFoundError:
         raise ProgramFailed(f"{folder} is no complete policy version: it has no {MANIFEST}") from None
     except (
@@ -137,32 +130,10 @@ def _unreadable(error: Exception, said: str) -> ProgramFailed:
     return PolicyUnreadable(said) if failing else ProgramFailed(said)
 
 
-def _digests_as_json(digests: Mapping[str, FileDigest]) -> dict[str, dict[str, object]]:
-    return {name: {"bytes": one.size, "sha256": one.sha256} for name, one in digests.items()}
-
-
-def _digests_from_json(listed: Mapping[str, Any]) -> dict[str, FileDigest]:
-    return {
-        _inner_name(name): FileDigest(int(item["bytes"]), str(item["sha256"]))
-        for name, item in listed.items()
-    }
-
-
 def newest_state(folder: Path) -> str | None:
-    """The newest version up to this one that has its whole trainer state; None if there is none. Raises ProgramFailed."""
-    manifest = read_manifest(folder)
-    if manifest.state_in != "" and (not manifest.following or still_to_come(folder, manifest)):
-        return manifest.state_in
-    return folder.name
-
-
-def still_to_come(folder: Path, manifest: Manifest) -> list[str]:
-    """The missing files of a version's trainer state. A file gets its name when it is complete and flushed."""
-    try:
-        there = set(os.listdir(folder / "trainer")) if manifest.following else set()
-    except FileNotFoundError:
-        there = set()
-    return [name for name in manifest.following if Path(name).name not in there]
+    """The newest version up to this one that has its trainer state; None if there is none. Raises ProgramFailed."""
+    state_in = read_manifest(folder).state_in
+    return folder.name if state_in == "" else state_in
 
 
 def _read_below(folder: Path, name: str) -> bytes:

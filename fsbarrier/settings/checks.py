@@ -153,14 +153,6 @@ def _trainer(s: Settings, named: AsChosen) -> Iterator[str]:
         yield (
             f"{named('trainer.deepspeed')}: requires trainer.backend=deepspeed (this run: {named('trainer.backend')})"
         )
-    if s.optimizer.kind == "adamw_8bit":
-        others = {
-            "trainer.backend": deepspeed,
-            "trainer.offload": trainer.offload != "none",
-            "trainer.command": trainer.command is not None,
-        }
-        for key in (key for key, chosen in others.items() if chosen):
-            yield f"{named('optimizer.kind')}: not supported with {named(key)}; drop one of the two"
     if deepspeed and trainer.shard not in ("auto", "all"):
         yield (
             f"{named('trainer.shard')}: not supported with {named('trainer.backend')}, where zero_optimization.stage in "

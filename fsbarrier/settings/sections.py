@@ -341,10 +341,6 @@ class OptimizerSettings(Section):
 
     FIXED_BECAUSE = "the saved optimizer state depends on it"
 
-    kind: Literal["adamw", "adamw_8bit"] = setting(
-        "adamw",
-        "`adamw_8bit`: moments take two bytes per weight instead of eight; needs the package torchao on every node.",
-    )
     lr: Positive = setting(1e-6, "Learning rate.", NEXT_ITERATION)
     betas: Betas = setting((0.9, 0.95), "Decay rates of the two moment estimates.")
     eps: Positive = setting(1e-8, "Added to the denominator for numerical stability.")
@@ -432,8 +428,7 @@ class TrainerSettings(Section):
         "auto",
         "What is kept between updates: `process`: the training processes, with their process group, policy and optimizer state; "
         "`nothing`: processes are started anew for each update; auto: `process` on CPUs, otherwise `nothing`. On an accelerator without "
-        "room for both trainer and engine, `process` moves the trainer's state to host memory while the engine runs; this has not been "
-        "tested.",
+        "room for both trainer and engine, the processes end after each update in any case.",
     )
     timeout_s: Seconds = setting(
         1800.0, "Timeout of the collectives in the training process group, in seconds.", AT_ONCE
@@ -544,15 +539,11 @@ class CheckpointSettings(Section):
         "Metric of the `evaluated` event that selects the best version, for example `pass_at_8`, or `aime/pass_at_8` for one set.",
         AT_ONCE,
     )
-    trainer_every: CountOrZero = setting(
-        0,
-        "Write the trainer state to shared storage every N updates; 0: whenever a write takes under 2 s or at most a tenth of the time.",
+    trainer_every: Count = setting(
+        1,
+        "Save the trainer state with every N-th policy version; processes that end after an update (`trainer.keep`) save it each time. If "
+        "N > 1, a node that leaves or comes back, or a restart, costs up to N - 1 updates.",
         AT_ONCE,
-    )
-    local_dir: str = setting(
-        "",
-        "Folder on each node for its part of the trainer state, between writes to the shared directory and while a slow write is in "
-        "progress; empty: the node's temporary folder.",
     )
     weights_dir: str = setting(
         "auto",

@@ -61,7 +61,7 @@ def find_state(settings: Settings, policy: VersionToExport) -> TrainersState:
     digests = _whole_state(version) if policy.digests else {}
     if not digests:
         raise UsageError(
-            f"{prefix}: policy version {policy.version} has no complete trainer state in the shared directory "
+            f"{prefix}: policy version {policy.version} has no trainer state in the shared directory "
             f"(checkpoint.trainer_every); {_nearest_with_state(record, policy.version)}"
         )
     if settings.lora != record.settings.lora:
@@ -77,14 +77,11 @@ def find_state(settings: Settings, policy: VersionToExport) -> TrainersState:
 def _whole_state(version: Path) -> Mapping[str, FileDigest]:
     """The files of a policy version's trainer state according to its manifest; {} if it is incomplete or has another format."""
     try:
-        if checkpoints.newest_state(version) != version.name:
-            return {}
         manifest = checkpoints.read_manifest(version)
     except ProgramFailed:
         # The version is incomplete or being removed.
         return {}
-    listed = {**manifest.files, **manifest.following}
-    state = {name: digest for name, digest in listed.items() if name.startswith("trainer/")}
+    state = {name: digest for name, digest in manifest.files.items() if name.startswith("trainer/")}
     return state if LAYOUT in state else {}
 
 

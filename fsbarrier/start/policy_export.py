@@ -57,9 +57,7 @@ def find(record: RunRecord, wanted: int | None, named: str = "--policy-version")
         }
         if not any(name.endswith((".safetensors", ".bin")) for name in digests):
             raise _no_policy(record)
-        # The manifest may list parts of the trainer state that the nodes have not copied yet.
-        listed = any(name.startswith("trainer/") for name in manifest.files)
-        state = listed and checkpoints.newest_state(folder) == folder.name
+        state = any(name.startswith("trainer/") for name in manifest.files)
         trainer = folder / "trainer" if state else None
         return VersionToExport(manifest.policy_version, folder / "model", trainer, digests, record.log_path)
     if not wanted and (first := first_model(record)) is not None:
@@ -133,8 +131,7 @@ def _needed(chosen: VersionToExport) -> dict[str, FileDigest | None]:
         return dict.fromkeys(path.relative_to(chosen.model.parent).as_posix() for path in found)
     manifest = checkpoints.read_manifest(chosen.model.parent)
     parts = ("model/", "trainer/") if chosen.trainer else ("model/",)
-    listed = {**manifest.files, **manifest.following}
-    return {name: digest for name, digest in listed.items() if name.startswith(parts)}
+    return {name: digest for name, digest in manifest.files.items() if name.startswith(parts)}
 
 
 def _refuse_links(model: Path, root: Path) -> None:

@@ -149,7 +149,6 @@ def check_packages(settings: Settings, needs: Collection[str], environ: Environ)
         try_user_code(settings)
     if "model" in needs:
         check_deepspeed(settings, environ)
-        check_optimizer(settings.optimizer.kind)
 
 
 def check_accelerators(settings: Settings) -> None:
@@ -346,15 +345,6 @@ def check_deepspeed(settings: Settings, environ: Environ) -> None:
     if dtype == "auto":
         dtype = "bfloat16" if accelerators.detect(environ) else "float32"
     deepspeed_config.filled(given, settings, dtype)
-
-
-def check_optimizer(kind: str) -> None:
-    """Check that the optimizer's package is installed. Raises UsageError."""
-    if kind == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-        raise UsageError(
-            f"optimizer.kind={kind}: needs the Python package torchao, which is not installed in {sys.prefix}; install it on every "
-            "node, or drop this setting"
-        )
 
 
 def check_trainer(command: str | None) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import astuple, dataclass, field, replace
@@ -36,11 +35,10 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.training import safetensors_file
 from fsbarrier.training.lora import Adapters
 from fsbarrier.training.node_copy import NodeCopy
-from fsbarrier.training.node_state import NodeState
 from fsbarrier.training.processes import gather_json
-from fsbarrier.training.slices import Box, Shares, parts_to_write, whole_tensor
+from fsbarrier.training.slices import Shares, parts_to_write, whole_tensor
 from fsbarrier.training.stored_tensors import StoredPart
-from fsbarrier.training.trainer_state import LAYOUT, Pace, StateLayout, TrainerState
+from fsbarrier.training.trainer_state import LAYOUT, StateLayout, TrainerState
 
 T = TypeVar("T")
 
@@ -59,9 +57,8 @@ class NewVersion:
     """What is to be saved, as every process gives it: tensors are DTensors, or plain ones that all processes hold whole.
 
     `weights`: what is served, each tensor once, in the order of the layers, to be written in `dtype`, and with `adapters` merged.
-    `beside`: the folder whose tokenizer and other small files are copied. `on_node`: where the nodes keep the trainer's state, each its
-    own part; None: in the version itself. `state_in`: see Manifest; it counts only where the nodes keep the state. `copy`: where this
-    node gets a copy of the weights, if there is room; None: nowhere.
+    `beside`: the folder whose tokenizer and other small files are copied. `trainer`: None: its state is not saved with this version;
+    then `state_in` is for the Manifest. `copy`: where this node gets a copy of the weights, if there is room; None: nowhere.
     """
 
     policy_version: int
@@ -69,10 +66,9 @@ class NewVersion:
     weights: Mapping[str, Tensor]
     dtype: torch.dtype
     beside: Path
-    trainer: TrainerState
+    trainer: TrainerState | None
     adapters: Adapters | None = None
-    on_node: NodeState | None = None
-    state_in: str | None = None
+    state_in: str | None = ""
     copy: NodeCopy | None = None
 
     def served(self, name: str) -> Tensor:
@@ -88,24 +84,23 @@ class Written:
     digests: dict[str, FileDigest] = field(default_factory=dict)
     weights: dict[str, str] = field(default_factory=dict)
     parts: dict[str, StoredPart] = field(default_factory=dict)
-    seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """For the other processes."""
         digests = {name: astuple(each) for name, each in self.digests.items()}
         parts = {name: each.as_json() for name, each in self.parts.items()}
-        return {"digests": digests, "weights": self.weights, "parts": parts, "seconds": self.seconds}
+        return {"digests": digests, "weights": self.weights, "parts": parts}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
         """What another process wrote."""
         digests = {name: FileDigest(*each) for name, each in found["digests"].items()}
         parts = {name: StoredPart.from_json(each) for name, each in found["parts"].items()}
-        return cls(digests, dict(found["weights"]), parts, float(found["seconds"]))
+        return cls(digests, dict(found["weights"]), parts)
 
 
-def save(out: Path, version: NewVersion, rank: int, world: int) -> tuple[str, Pace]:
-    """Write a complete policy version to `out`; returns its manifest's digest, and the pace for a trainer that continues from it.
+def save(out: Path, version: NewVersion, rank: int, world: int) -> str:
+    """Write a complete policy version to `out`; returns its manifest's digest.
 
     Every process must call this; all fail together. Raises ProgramFailed.
     """
@@ -116,10 +111,7 @@ def save(out: Path, version: NewVersion, rank: int, world: int) -> tuple[str, Pa
         Written.from_json(each)
         for each in _together(out, lambda: _write(out, version, rank, world).as_json())
     ]
-    if version.on_node is not None:
-        _together(out, lambda: _commit_on_node(out, version, rank, written))
-    digest = _together(out, lambda: _commit(out, version, written) if rank == 0 else "")[0]
-    return digest, version.trainer.pace if version.on_node else _pace(written)
+    return _together(out, lambda: _commit(out, version, written) if rank == 0 else "")[0]
 
 
 def _together(out: Path, act: Callable[[], T]) -> list[T]:
@@ -146,8 +138,6 @@ def _begin(out: Path, version: NewVersion, rank: int) -> bool:
         if (out / checkpoints.MANIFEST).exists():
             raise ProgramFailed(f"{out} is already a complete policy version; nothing was written")
         _make_empty(out)
-    if version.on_node is not None and rank == version.on_node.ranks[0]:
-        _make_empty(version.on_node.of_version(out.name))
     if version.copy is None or rank != version.copy.ranks[0]:
         return False
     return version.copy.place.begin(out.name, sum(sizes_on_disk(version.weights, version.dtype).values()))
@@ -162,20 +152,18 @@ def _make_empty(folder: Path) -> None:
 
 
 def _write(out: Path, version: NewVersion, rank: int, world: int) -> Written:
-    trainer = (version.on_node.of_version(out.name) if version.on_node else out) / "trainer"
-    for folder in (out / "model", trainer):
-        files.make_dirs(folder)
     written = Written()
+    files.make_dirs(out / "model")
     _write_weights(out, version, rank, world, written)
     if version.adapters is not None:
         _write_adapters(out / "model" / ADAPTER, version.model, version.adapters, rank, written)
     if rank == 0:
         _write_beside(out, version, written)
-    began = time.monotonic()
-    _write_part(trainer, version, rank, world, written)
-    written.seconds = time.monotonic() - began
-    for folder in (out / "model", trainer):
-        files.fsync_dir(folder)
+    files.fsync_dir(out / "model")
+    if version.trainer is not None:
+        files.make_dirs(out / "trainer")
+        _write_part(out / "trainer", version.trainer, rank, world, written)
+        files.fsync_dir(out / "trainer")
     return written
 
 
@@ -299,9 +287,8 @@ def copy_beside(source: Path, out: Path, root: Path | None) -> dict[str, FileDig
     return copied
 
 
-def _write_part(folder: Path, version: NewVersion, rank: int, world: int, written: Written) -> None:
-    here = version.on_node.ranks if version.on_node else range(world)
-    mine = parts_to_write(version.trainer.tensors, rank, world, here)
+def _write_part(folder: Path, state: TrainerState, rank: int, world: int, written: Written) -> None:
+    mine = parts_to_write(state.tensors, rank, world)
     if not mine:
         return
     file = f"part-{rank:05d}.safetensors"
@@ -310,72 +297,32 @@ def _write_part(folder: Path, version: NewVersion, rank: int, world: int, writte
     written.parts = {name: StoredPart(file, part.box, tuple(checks[name])) for name, part in mine.items()}
 
 
-def _write_layout(folder: Path, version: NewVersion, pace: Pace, written: Iterable[Written]) -> FileDigest:
+def _write_layout(
+    path: Path, state: TrainerState, policy_version: int, written: Iterable[Written]
+) -> FileDigest:
     parts: dict[str, list[StoredPart]] = {}
     for one in written:
         for name, part in one.parts.items():
-            # With replicas, several nodes wrote the same part.
-            if all(part.box != other.box for other in parts.setdefault(name, [])):
-                parts[name].append(part)
-    state = version.trainer
+            parts.setdefault(name, []).append(part)
     shapes = {name: tuple(tensor.shape) for name, tensor in state.tensors.items()}
-    layout = StateLayout(version.policy_version, state.optimizer_steps, state.scalars, shapes, parts, pace)
-    return _write_bytes(folder / "trainer" / LAYOUT, layout.encoded())
-
-
-def _commit_on_node(out: Path, version: NewVersion, rank: int, written: list[Written]) -> None:
-    """Write the node's own manifest of its processes' parts of the trainer state."""
-    node = version.on_node
-    if node is None or rank != node.ranks[0]:
-        return
-    folder, ours = node.of_version(out.name), [written[one] for one in node.ranks]
-    digests = {
-        name: one for part in ours for name, one in part.digests.items() if name.startswith("trainer/")
-    }
-    digests[f"trainer/{LAYOUT}"] = _write_layout(folder, version, version.trainer.pace, ours)
-    checkpoints.commit(folder, checkpoints.Manifest(version.policy_version, digests))
-
-
-def _pace(written: Iterable[Written]) -> Pace:
-    """After a save of the trainer's state to the shared directory."""
-    return Pace(saved_s=max(one.seconds for one in written))
+    layout = StateLayout(policy_version, state.optimizer_steps, state.scalars, shapes, parts)
+    return _write_bytes(path, layout.encoded())
 
 
 def _commit(out: Path, version: NewVersion, written: list[Written]) -> str:
     """Write the layout, the index of weights, and last the manifest with the files of all processes; returns its digest."""
-    state = () if version.on_node else ("trainer/",)
     digests: dict[str, FileDigest] = {}
     weights: dict[str, str] = {}
     for one in written:
-        digests |= {
-            name: digest for name, digest in one.digests.items() if name.startswith(("model/", *state))
-        }
+        digests |= one.digests
         weights |= one.weights
-    if state:
-        digests[f"trainer/{LAYOUT}"] = _write_layout(out, version, _pace(written), written)
-    following = _following(out, version, written)
-    if following:
-        digests[f"trainer/{LAYOUT}"] = _write_layout(out, version, version.trainer.pace, written)
+    if version.trainer is not None:
+        layout = f"trainer/{LAYOUT}"
+        digests[layout] = _write_layout(out / layout, version.trainer, version.policy_version, written)
     total = sum(digests[f"model/{file}"].size for file in set(weights.values()))
     digests |= write_index(out / "model", weights, total)
-    state_in = version.state_in if version.on_node else ""
-    manifest = checkpoints.Manifest(version.policy_version, digests, state_in, following)
+    manifest = checkpoints.Manifest(version.policy_version, digests, version.state_in)
     return checkpoints.commit(out, manifest).digest
-
-
-def _following(out: Path, version: NewVersion, written: list[Written]) -> dict[str, FileDigest]:
-    """The files that the nodes will copy to the shared directory: each part from the first process that wrote it."""
-    if version.on_node is None or not version.on_node.follows:
-        return {}
-    files.make_dirs(out / "trainer")
-    seen: set[tuple[str, Box]] = set()
-    found: dict[str, FileDigest] = {}
-    for one in written:
-        boxes = {(name, part.box) for name, part in one.parts.items()}
-        if boxes - seen:
-            found |= {name: digest for name, digest in one.digests.items() if name.startswith("trainer/")}
-        seen |= boxes
-    return found
 
 
 def write_index(model: Path, weights: Mapping[str, str], total: int) -> dict[str, FileDigest]:

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -162,13 +162,13 @@ class DeepSpeedBackend:
                 found.state[one.part] = {"step": state["step"], **moments}
         return found
 
-    def restore(self, folders: Sequence[Path], policy_version: int) -> trainer_state.StateLayout:
-        """See trainer_state.restore_first."""
+    def restore(self, folder: Path, policy_version: int) -> trainer_state.StateLayout:
+        """See trainer_state.restore."""
         for flat in self._flats():
             zeros = {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}
             self._adamw.state[flat] = {"step": torch.zeros((), device=flat.device), **zeros}
         optimizer = self.optimizer
-        found = trainer_state.restore_first(folders, self.trained, optimizer, policy_version)
+        found = trainer_state.restore(folder, self.trained, optimizer, policy_version)
         for one in self._fragments.values():
             self._adamw.state[one.flat]["step"] = optimizer.state[one.part]["step"]
         return found

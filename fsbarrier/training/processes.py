@@ -67,6 +67,12 @@ class Processes:
         return self.local_rank == 0
 
     @property
+    def on_this_node(self) -> range:
+        """The ranks of this node's processes."""
+        first = self.rank - self.local_rank
+        return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+    @property
     def serving_dtype(self) -> torch.dtype:
         """The precision of the served weights."""
         return torch.float32 if self.dtype is torch.float32 else torch.bfloat16

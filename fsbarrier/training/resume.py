@@ -1,23 +1,21 @@
-"""The starting point of an update: the policy that sampled the rollouts, or an earlier one if its trainer state is lost."""
+"""The starting point of an update: the policy that sampled the rollouts, or an earlier one if its trainer state was not saved."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training.node_copy import NodeCopy
-from fsbarrier.training.node_state import NodeState
 from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.training.trainer import Trainer
-from fsbarrier.training.trainer_state import StateGone
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """`model`: the folder of the weights. `state_in`: see Manifest. `went_back`: the reason for an earlier policy, or ""."""
+    """`model`: the folder of the weights. `state_in`: the newest version with a trainer state, if any. `went_back`: the reason for an
+    earlier policy, or ""."""
 
     trainer: Trainer
     model: Path
@@ -48,14 +46,12 @@ def go_on(
     agreed = all(gather_json(held is not None and held.serves(policy, settings)))
     if not agreed or held is None or trainer_state is None:
         return None
-    held.trainer.come_back()
     return Beginning(held.trainer, model, checkpoints.newest_state(trainer_state.parent))
 
 
 def begin(
     processes: Processes,
     settings: Settings,
-    node: NodeState,
     copy: NodeCopy | None,
     *,
     model: Path,
@@ -64,38 +60,37 @@ def begin(
     policy_version: int,
     first_model: Path,
 ) -> Beginning:
-    """Load the policy in `model` with its trainer state, from the nodes or from the shared directory.
+    """Load the policy in `model` with its trainer state from the shared directory.
 
-    If the trainer state of this version is lost, falls back to the newest version that has one. Raises the errors of Trainer.load.
+    If this version was saved without one (`checkpoint.trainer_every`), falls back to the newest version that has one. Raises the errors
+    of Trainer.load.
     """
     # With init_optimizer the initial model has a trainer state and the base model of its adapters beside it.
     base = first_model.with_name("base") if settings.init_optimizer else first_model
-    first_states = [first_model.with_name("trainer")] if settings.init_optimizer else []
+    first_state = first_model.with_name("trainer") if settings.init_optimizer else None
 
-    def load(weights: Path, states: Sequence[Path], number: int) -> Trainer:
+    def load(weights: Path, state: Path | None, number: int) -> Trainer:
         # The adapters are added to the initial model; the trainer state contains them.
         folder = base if settings.lora.rank else weights
         return Trainer.load(
-            processes, settings, model_folder=folder, state_folders=states, policy_version=number
+            processes, settings, model_folder=folder, state_folder=state, policy_version=number
         )
 
     if trainer_state is None:
-        return Beginning(load(model, first_states, policy_version), model, None)
+        return Beginning(load(model, first_state, policy_version), model, None)
     version = trainer_state.parent
     checkpoints.check_identity(version, policy)
-    try:
+    state_in = checkpoints.newest_state(version)
+    if state_in == version.name:
         here = model if copy is None else copy.place.nearest(model)
-        trainer = load(here, [node.of_version(version.name) / "trainer", trainer_state], policy_version)
-        return Beginning(trainer, model, checkpoints.newest_state(version))
-    except StateGone:
-        state_in = checkpoints.read_manifest(version).state_in
-    origin, states, number = first_model, first_states, 0
+        return Beginning(load(here, trainer_state, policy_version), model, state_in)
+    origin, state, number = first_model, first_state, 0
     if state_in is not None:
         before = version.parent / state_in
-        origin, states = before / "model", [before / "trainer"]
+        origin, state = before / "model", before / "trainer"
         number = checkpoints.read_manifest(before).policy_version
     why = (
-        f"the trainer state of policy version {policy_version} was lost with a node that kept a part of it; falling back to version "
-        f"{number}, the newest one whose state is in the shared directory"
+        f"policy version {policy_version} was saved without its trainer state (checkpoint.trainer_every), and the processes that held it "
+        f"have ended; falling back to version {number}, the newest one with a trainer state"
     )
-    return Beginning(load(origin, states, number), origin, state_in, why)
+    return Beginning(load(origin, state, number), origin, state_in, why)

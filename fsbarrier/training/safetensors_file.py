@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fsbarrier import files
 from fsbarrier.rundir.hashed_file import FileDigest, HashedFile
-from fsbarrier.training.optimizer import in_eight_bits
 
 BLOCK_BYTES = 16 << 20
 
@@ -82,7 +81,7 @@ def rows_of_a_block(shape: tuple[int, ...], element_size: int) -> int:
 
 
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:
-    numbers = tensor.dequantize() if in_eight_bits(tensor) else tensor.detach()
+    numbers = tensor.detach()
     rows = numbers if numbers.dim() else numbers.reshape(1)
     size = rows_of_a_block(tuple(rows.shape), rows.element_size())
     for first in range(0, rows.shape[0], size):

@@ -136,18 +136,12 @@ class Shares:
         return chosen
 
 
-def parts_to_write(tensors: Mapping[str, Tensor], rank: int, world: int, here: range) -> dict[str, LocalPart]:
-    """The parts that this process writes: each part held by any process in `here` is written by exactly one of them.
-
-    `here`: all processes, or those of this node.
-    """
+def parts_to_write(tensors: Mapping[str, Tensor], rank: int, world: int) -> dict[str, LocalPart]:
+    """The parts that this process writes: each part is written by exactly one of the processes that hold it."""
     shares, mine = Shares(), {}
     for name, tensor in tensors.items():
         part = local_part(tensor, rank, world)
-        replica, replicas = part.replica, part.replicas
-        if len(here) < world:
-            replica, replicas = (rank - here.start, len(here)) if replicas == world else (0, 1)
-        writer = shares.next(replicas, tensor.numel() * tensor.element_size())
-        if replica == writer and part.data.numel():
+        writer = shares.next(part.replicas, tensor.numel() * tensor.element_size())
+        if part.replica == writer and part.data.numel():
             mine[name] = part
     return mine

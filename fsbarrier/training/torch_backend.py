@@ -7,7 +7,7 @@ An unsharded float32 policy is not wrapped, and its gradients are all-reduced he
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -49,9 +49,9 @@ class TorchBackend:
         """All weights of the model, under transformers' names."""
         return distinct(self.model.causal.state_dict(keep_vars=True))
 
-    def restore(self, folders: Sequence[Path], policy_version: int) -> trainer_state.StateLayout:
-        """See trainer_state.restore_first."""
-        return trainer_state.restore_first(folders, self.trained, self.optimizer, policy_version)
+    def restore(self, folder: Path, policy_version: int) -> trainer_state.StateLayout:
+        """See trainer_state.restore."""
+        return trainer_state.restore(folder, self.trained, self.optimizer, policy_version)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate a micro-batch's gradients; after the `last` one they are the same on every process."""
@@ -77,7 +77,8 @@ class TorchBackend:
         norm = float(whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), largest_norm)))
         if math.isfinite(norm):
             self._move_moments(self._device)
-            optimizer.step(self.optimizer, lr, self._device)
+            optimizer.set_learning_rate(self.optimizer, lr)
+            self.optimizer.step()
         self.optimizer.zero_grad()
         if self._layout.offload == "optimizer":
             self._move_moments(torch.device("cpu"))

@@ -5,7 +5,6 @@ A Trainer is independent of batches, so it can be kept between updates; optimize
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -16,19 +15,17 @@ from fsbarrier.planning.memory import UpdateLoad
 from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
-from fsbarrier.training import checkpoint_write, optimizer, policy
+from fsbarrier.training import checkpoint_write, policy
 from fsbarrier.training.checkpoint_write import NewVersion
 from fsbarrier.training.deepspeed_backend import DeepSpeedBackend, configuration, layout_of
 from fsbarrier.training.lora import Adapters
 from fsbarrier.training.node_copy import NodeCopy
-from fsbarrier.training.node_state import NodeState
-from fsbarrier.training.pinned_memory import OnHost, bytes_for_engine
 from fsbarrier.training.policy_model import PolicyModel, packs
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout, choose_layout
 from fsbarrier.training.stored_tensors import StoredTensors
 from fsbarrier.training.torch_backend import TorchBackend
-from fsbarrier.training.trainer_state import Pace, TrainerState
+from fsbarrier.training.trainer_state import TrainerState
 
 
 @dataclass
@@ -44,9 +41,6 @@ class Trainer:
     packs: bool
     # The adapters that are trained instead of the policy; None: the full policy is trained.
     adapters: Adapters | None
-    pace: Pace
-    # Its tensors in host memory, while the engine uses the accelerator.
-    on_host: OnHost | None = None
 
     @classmethod
     def load(
@@ -55,13 +49,13 @@ class Trainer:
         settings: Settings,
         *,
         model_folder: Path,
-        state_folders: Sequence[Path],
+        state_folder: Path | None,
         policy_version: int,
     ) -> Self:
-        """Load the policy in `model_folder`, with its trainer state from the first folder that has it; no folders: a fresh optimizer.
+        """Load the policy in `model_folder`, with the trainer state in `state_folder`; None: a fresh optimizer.
         With adapters (`lora.rank`) this is the base model, and the trainer state contains the adapters.
 
-        Raises UsageError (incomplete model, or impossible settings), ProgramFailed (damaged state, or of another version), StateGone.
+        Raises UsageError (incomplete model, or impossible settings), ProgramFailed (damaged state, or of another version).
         """
         deepspeed = settings.trainer.backend == "deepspeed"
         config = configuration(settings, processes) if deepspeed else {}
@@ -91,11 +85,8 @@ class Trainer:
             with StoredTensors.of_model(model_folder) as stored, torch.no_grad():
                 for name, parameter in empty.named_parameters():
                     stored.fill(name, parameter)
-        steps, pace = 0, Pace()
-        if state_folders:
-            found = backend.restore(state_folders, policy_version)
-            steps, pace = found.optimizer_steps, found.pace
-        return cls(processes, layout, model, backend, steps, packs(causal), adapters, pace)
+        steps = backend.restore(state_folder, policy_version).optimizer_steps if state_folder else 0
+        return cls(processes, layout, model, backend, steps, packs(causal), adapters)
 
     def save(
         self,
@@ -103,25 +94,25 @@ class Trainer:
         *,
         model_folder: Path,
         policy_version: int,
-        on_node: NodeState | None = None,
-        state_in: str | None = None,
+        state_in: str | None = "",
         copy: NodeCopy | None = None,
     ) -> str:
-        """Save the new policy version to `out`, and continue as if it had been loaded from there; returns its identity.
+        """Save the new policy version to `out`; returns its identity.
 
-        Every process must call this and writes its part; if one fails, all fail. Also copies the model folder's other files. See NewVersion
-        for the parameters. Raises ProgramFailed.
+        Every process must call this and writes its part; if one fails, all fail. Also copies the model folder's other files.
+        `state_in`: "": the trainer state is saved too; otherwise see checkpoints.Manifest. Raises ProgramFailed.
         """
         model, adapters = self.model.causal, self.adapters
         dtype = self.processes.serving_dtype
-        state = TrainerState.of(
-            self.backend.trained,
-            self.backend.optimizer,
-            self.optimizer_steps,
-            # Store fp32 weights if the served ones are less precise. Adapters are not served separately.
-            without_weights=dtype is torch.float32 and adapters is None,
-            pace=self.pace,
-        )
+        state = None
+        if state_in == "":
+            state = TrainerState.of(
+                self.backend.trained,
+                self.backend.optimizer,
+                self.optimizer_steps,
+                # Store fp32 weights if the served ones are less precise. Adapters are not served separately.
+                without_weights=dtype is torch.float32 and adapters is None,
+            )
         weights = self.backend.weights() if adapters is None else adapters.weights(model)
         new = NewVersion(
             policy_version=policy_version,
@@ -131,41 +122,27 @@ class Trainer:
             beside=model_folder,
             trainer=state,
             adapters=adapters,
-            on_node=on_node,
             state_in=state_in,
             copy=copy,
         )
-        digest, self.pace = checkpoint_write.save(out, new, self.processes.rank, self.processes.world)
-        if isinstance(self.backend, TorchBackend):
-            optimizer.read_back(self.backend.optimizer)
+        digest = checkpoint_write.save(out, new, self.processes.rank, self.processes.world)
         return checkpoints.identity(out.name, digest)
 
-    def leave_room(self, settings: Settings) -> bool:
-        """Make room for the engine while this process stays alive, by moving tensors to host memory if necessary; returns whether that
-        succeeded."""
-
-        def there_is_room() -> bool:
-            memory = self.processes.accelerator_memory()
-            return memory is None or memory[0] >= bytes_for_engine(settings, memory[1])
-
-        if there_is_room():
+    def leaves_room(self, settings: Settings) -> bool:
+        """Whether the engine has room on this process's accelerator while the trainer stays there."""
+        memory = self.processes.accelerator_memory()
+        if memory is None:
             return True
-        if isinstance(self.backend, DeepSpeedBackend):
-            # DeepSpeed has internal buffers that refer to the parameters' memory.
-            return False
-        try:
-            self.on_host = OnHost.copied(self.model, self.backend.optimizer, self.processes.device)
-        except RuntimeError:
-            # The host has not enough memory.
-            return False
-        self.on_host.free()
-        return there_is_room()
+        free, total = memory
+        return free >= bytes_for_engine(settings, total)
 
-    def come_back(self) -> None:
-        """Undo `leave_room`. Raises torch.OutOfMemoryError."""
-        if self.on_host is not None:
-            self.on_host.move_back()
-            self.on_host = None
+
+def bytes_for_engine(settings: Settings, total: int) -> int:
+    """The memory that the engine allocates on an accelerator with `total` bytes when it wakes; 0 if it kept it, or is external."""
+    engine = settings.engine
+    if not settings.manages_engine or settings.rl_phase == "update" or engine.release == "keep":
+        return 0
+    return int(engine.gpu_memory_utilization * total)
 
 
 def update_load(model_folder: Path, settings: Settings, processes: Processes) -> UpdateLoad:

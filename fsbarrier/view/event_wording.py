@@ -205,12 +205,6 @@ def _batch_prepared(event: Event) -> str | None:
     return f"iteration {event.iteration}: {what}" if count else None
 
 
-def _state_saved(event: Event) -> str | None:
-    error = event.text("error")
-    what = f"could not copy its part of the trainer state of {event.text('serving')} to the run directory"
-    return f"node {event.node_rank}: {what}: {error}" if error else None
-
-
 def _restarted(event: Event) -> str:
     times = counted(event.integer("times") or 0, "time")
     return f"node {event.node_rank}: {event.phase_name} was started again {times}: {event.text('why')}"
@@ -282,7 +276,6 @@ WORDING: dict[str, Callable[[Event], str | None]] = {
     ),
     "nodes_differ": lambda event: f"{event.text('what') or '?'}: {event.text('found') or '?'}",
     "weights_checked": _noting("note", "; its engines read the run directory"),
-    "trainer_state_saved": _state_saved,
     "engine_ready": _noting("engine_note"),
     "program_restarted": _restarted,
     "engine_restarted": _noting("engine_note"),

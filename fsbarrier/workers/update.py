@@ -24,16 +24,15 @@ from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.kept_program import JOBS
 from fsbarrier.supervision.worker_contract import ProgressWriter, run_worker
-from fsbarrier.training import save_plan
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.failures import explained, tell_torchrun
 from fsbarrier.training.log_prob_pass import with_old, with_reference
 from fsbarrier.training.logprob_gap import EnginesDiffer
 from fsbarrier.training.node_copy import NodeCopy
-from fsbarrier.training.node_state import NodeState
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.training.resume import Beginning, KeptTrainer, begin, go_on
+from fsbarrier.training.save_plan import check_room, saves_state
 from fsbarrier.training.trainer import Trainer, update_load
 
 NO_SIGNAL = "no group had a training signal, so the weights are unchanged"
@@ -45,8 +44,6 @@ GROWN, SLACK_BYTES = 1.25, 1 << 30
 class UpdateSpec(TypedDict):
     """The fields of the spec that this program uses."""
 
-    run_id: str
-    node_rank: int
     iteration: int
     #: number of earlier failures of this iteration, the same on all nodes
     attempt: int
@@ -112,24 +109,27 @@ class Updates:
         self, spec: UpdateSpec, settings: Settings, progress: ProgressWriter
     ) -> dict[str, object] | None:
         """Do this process's part of the update; one process per node returns the result."""
-        update = Update.of(spec, smaller(settings, spec["attempt"]))
+        update = Update.of(spec, shrink_micro_batch(settings, spec["attempt"]))
         start = update.go_on(self._held)
         went_on = start is not None
         # The held policy is about to change. If it is not the one to train, its memory can be reused.
         self._held = None
         start = start or update.begin()
         loaded = time.monotonic()
-        on_node = update.place_of_state(start.trainer)
+        check_room(start.trainer, Path(spec["out"]), spec["new_policy_version"])
         totals = update.train(start, progress)
         trained = time.monotonic()
-        new = update.save(start, on_node, trained)
+        fit = self._keeps_to_its_memory(went_on=went_on) and start.trainer.leaves_room(update.settings)
+        self._fit = all(gather_json(fit))
+        with_state = saves_state(
+            settings.checkpoint.trainer_every,
+            spec["new_policy_version"],
+            last=spec["iteration"] == settings.iterations,
+            stays=JOBS in os.environ and self._fit,
+        )
+        new = update.save(start, with_state=with_state)
         peak = update.processes.peak_memory_bytes()
         self._held = KeptTrainer(start.trainer, new, update.settings)
-        fit = self._keeps_to_its_memory(went_on=went_on)
-        if JOBS in os.environ:
-            # This process stays alive, so it must free accelerator memory for the engine explicitly.
-            fit = fit and start.trainer.leave_room(update.settings)
-        self._fit = all(gather_json(fit))
         times = {
             "load_s": loaded - update.started,
             "work_s": trained - loaded,
@@ -137,10 +137,9 @@ class Updates:
         }
         if not update.processes.speaks_for_its_node:
             return None
-        update.node.forget_before(spec["new_policy_version"] - 1)
         return {
             **update.result(start, totals),
-            "trainer_state": "shared" if on_node is None else "follows" if on_node.follows else "nodes",
+            "trainer_state": "saved" if with_state else "in memory",
             "seconds": round(time.monotonic() - update.started, 3),
             # Whether it continued with the state kept in memory since the previous update.
             "went_on": went_on,
@@ -158,13 +157,12 @@ class Updates:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one update works with on this process: `begin` or `go_on`, `place_of_state`, `train`, `save`, in this order."""
+    """What one update works with on this process: `begin` or `go_on`, `train`, `save`, in this order."""
 
     spec: UpdateSpec
     settings: Settings
     processes: Processes
     batch: TrainingBatch
-    node: NodeState
     #: this node's copy of the new weights; None: no copy
     copy: NodeCopy | None
     started: float
@@ -176,10 +174,9 @@ class Update:
         batch = TrainingBatch.load(Path(spec["batch"]))
         started = time.monotonic()
         torch.manual_seed(spec["new_policy_version"])
-        node = NodeState.of(settings.checkpoint, spec["run_id"], spec["node_rank"], processes)
         place = spec["weights_dir"]
-        copy = None if place is None else NodeCopy(WeightsCopy(Path(place)), node.ranks)
-        return cls(spec, settings, processes, batch, node, copy, started)
+        copy = None if place is None else NodeCopy(WeightsCopy(Path(place)), processes.on_this_node)
+        return cls(spec, settings, processes, batch, copy, started)
 
     @property
     def trainer_state(self) -> Path | None:
@@ -194,26 +191,12 @@ class Update:
         return begin(
             self.processes,
             self.settings,
-            self.node,
             self.copy,
             model=Path(self.spec["model"]),
             trainer_state=self.trainer_state,
             policy=self.spec["policy"],
             policy_version=self.spec["policy_version"],
             first_model=Path(self.spec["first_model"]),
-        )
-
-    def place_of_state(self, trainer: Trainer) -> NodeState | None:
-        """Where to store the new trainer state: on the nodes, or None for the shared directory. Raises ProgramFailed if disk space is
-        insufficient."""
-        return save_plan.choose(
-            trainer,
-            self.settings.checkpoint,
-            self.node,
-            Path(self.spec["out"]),
-            self.spec["new_policy_version"],
-            last=self.spec["iteration"] == self.settings.iterations,
-            rollouts_follow=self.settings.rl_phase == "both",
         )
 
     def train(self, start: Beginning, progress: ProgressWriter) -> Sums:
@@ -235,17 +218,13 @@ class Update:
             progress.show(steps, steps, "steps", last=True, note="saving")
         return totals
 
-    def save(self, start: Beginning, on_node: NodeState | None, trained: float) -> str:
-        """Save this process's part of the new version; returns the new policy's identity. `trained`: end of the last step."""
-        trainer = start.trainer
-        worked_s = trainer.pace.worked_s + trained - self.started
-        trainer.pace = replace(trainer.pace, worked_s=0.0 if on_node and on_node.follows else worked_s)
-        return trainer.save(
+    def save(self, start: Beginning, *, with_state: bool) -> str:
+        """Save this process's part of the new version; returns the new policy's identity."""
+        return start.trainer.save(
             Path(self.spec["out"]),
             model_folder=start.model,
             policy_version=self.spec["new_policy_version"],
-            on_node=on_node,
-            state_in=start.state_in,
+            state_in="" if with_state else start.state_in,
             copy=self.copy,
         )
 
@@ -284,7 +263,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def smaller(settings: Settings, attempt: int) -> Settings:
+def shrink_micro_batch(settings: Settings, attempt: int) -> Settings:
     """Quarter the micro-batch size with each retry, in case the failure was an out-of-memory error.
 
     The results only differ in the order of additions, so after any other failure this only costs some speed.
