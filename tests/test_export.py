@@ -91,22 +91,6 @@ def test_where_model_pt_is_a_copy(run: Path, tmp_path: Path, version: str, conte
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights(content)
 
 
-def test_a_trainer_state_counts_once_the_nodes_have_brought_all_of_it(run: Path) -> None:
-    record, folder = runrecord.load(run), RunPaths(run).checkpoint(2, 2)
-    assert policy_export.find(record, 2).trainer == folder / "trainer"
-    (folder / "trainer" / "layout.json").write_text("{}")
-    part, name = folder / "trainer" / "part-00000.safetensors", "trainer/part-00000.safetensors"
-    (folder / checkpoints.MANIFEST).unlink()
-    listed = checkpoints.write_manifest(folder, 2).files
-    here = {file: digest for file, digest in listed.items() if file != name}
-    checkpoints.commit(folder, checkpoints.Manifest(2, here, "policy-000001.g0001", {name: listed[name]}))
-    state = part.read_bytes()
-    part.unlink()
-    assert policy_export.find(record, 2).trainer is None
-    part.write_bytes(state)
-    assert policy_export.find(record, 2).trainer == folder / "trainer"
-
-
 def test_a_wrong_export_is_refused_and_says_what_there_is(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
