@@ -45,7 +45,6 @@ from fsbarrier.training.optimizer_step import train
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.slices import local_part
 from fsbarrier.training.trainer import Trainer, update_load
-from fsbarrier.training.trainer_state import TrainerState
 
 # Qwen2.5's shapes and, as 8b, Llama 3.1's.
 SIZE_NAMES: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -228,8 +227,7 @@ def finished(processes: Processes) -> float:
 
 def bits_of(trainer: Trainer) -> dict[str, int]:
     """Of each tensor that a checkpoint must bring back: the sum of its bits, read as whole numbers."""
-    parameters, optimizer = trainer.backend.trained, trainer.backend.optimizer
-    state = TrainerState.of(parameters, optimizer, trainer.optimizer_steps, without_weights=False)
+    state = trainer.backend.state(trainer.optimizer_steps, without_weights=False)
     parts = {name: local_part(one, rank=0, world=1).data for name, one in state.tensors.items()}
     return {name: int(one.view(torch.int32).sum(dtype=torch.int64)) for name, one in parts.items()}
 

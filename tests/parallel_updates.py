@@ -29,7 +29,7 @@ from fsbarrier.training.log_prob_pass import with_old, with_reference
 from fsbarrier.training.micro_batch import MicroBatch, plan
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes
-from fsbarrier.training.slices import FlatPart, whole_tensor
+from fsbarrier.training.slices import whole_tensor
 from fsbarrier.training.trainer import Trainer
 
 # Of the norm of the gradient that reaches the optimizer; of the change that Adam makes of it where it is clear; and of the whole change.
@@ -151,13 +151,12 @@ class Case:
                 one.data.fill_(0.02)
         if recompute:
             batch = recomputed(trainer, batch, self.micro_batch, self.tokens)
-        before = {name: whole(one) for name, one in trained.items()}
+        tensors = trainer.backend.state(0, without_weights=False).tensors
+        before = {name: whole(tensors[f"weight/{name}"]) for name in trained}
         sums = step(trainer, batch, chosen, folder)
-        state = trainer.backend.optimizer.state
-        weights, moments = {}, {}
-        for name, one in trained.items():
-            weights[name] = whole(one)
-            moments[name] = whole(state[one]["exp_avg"])
+        tensors = trainer.backend.state(1, without_weights=False).tensors
+        weights = {name: whole(tensors[f"weight/{name}"]) for name in trained}
+        moments = {name: whole(tensors[f"exp_avg/{name}"]) for name in trained}
         return {
             "before": before,
             "weights": weights,
@@ -177,13 +176,7 @@ def step(trainer: Trainer, batch: TrainingBatch, chosen: Settings, folder: Path)
 
 def whole(tensor: Any) -> Tensor:
     """The whole of what all processes hold parts of, cut in any way."""
-    if not isinstance(tensor, FlatPart):
-        return whole_tensor(tensor, torch.float32).clone()
-    found = torch.zeros(tensor.numel())
-    found[tensor.start : tensor.start + len(tensor.data)] = tensor.data
-    if torch.distributed.get_world_size() > 1:
-        torch.distributed.all_reduce(found)
-    return found.view(tensor.shape)
+    return whole_tensor(tensor, torch.float32).clone()
 
 
 def recomputed(trainer: Trainer, batch: TrainingBatch, most: int | None, most_tokens: int) -> TrainingBatch:

@@ -41,12 +41,10 @@ def update(trainer: Trainer, case: Case, folder: Path) -> None:
 
 def held(trainer: Trainer) -> dict[str, Any]:
     """Every float32 weight and moment, whole."""
-    state, found = trainer.backend.optimizer.state, {}
-    for name, one in trainer.backend.trained.items():
-        found[name] = whole(one)
-        found |= {f"{key}/{name}": whole(state[one][key]) for key in ("exp_avg", "exp_avg_sq")}
-        found[f"step/{name}"] = state[one]["step"].clone()
-    return found
+    state = trainer.backend.state(1, without_weights=False)
+    return {name: whole(one) for name, one in state.tensors.items()} | {
+        name: torch.tensor(value) for name, value in state.scalars.items()
+    }
 
 
 def in_place(case: Case, folder: Path, act: Any, *, may_fail: bool = False) -> list[int]:
@@ -106,8 +104,10 @@ def read(case: Case, folder: Path) -> None:
         # And what is computed with are these weights.
         for name, one in trainer.backend.weights().items():
             # A sharded model of PyTorch's keeps them in float32 and computes with a rounded copy; the others keep the rounded ones.
-            rounded = wanted[name].to(trainer.processes.dtype).float()
-            assert any(torch.equal(whole(one), kept) for kept in (rounded, wanted[name].float())), name
+            rounded = wanted[f"weight/{name}"].to(trainer.processes.dtype).float()
+            assert any(
+                torch.equal(whole(one), kept) for kept in (rounded, wanted[f"weight/{name}"].float())
+            ), name
 
     in_place(case, folder, act)
 
@@ -118,7 +118,7 @@ def check_exports(case: Case, folder: Path) -> None:
     for where, dtype in (("v1/model", getattr(torch, case.dtype)), ("exact", torch.float32)):
         served = AutoModelForCausalLM.from_pretrained(folder / where, dtype=dtype)
         for name, one in served.named_parameters():
-            assert torch.equal(one, wanted[name].to(dtype)), f"{where}: {name}"
+            assert torch.equal(one, wanted[f"weight/{name}"].to(dtype)), f"{where}: {name}"
 
 
 def main(folder: Path, texts: list[str]) -> None:

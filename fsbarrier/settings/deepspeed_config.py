@@ -1,12 +1,11 @@
-"""Merges the user's DeepSpeed configuration with the run's settings: fills in "auto" and rejects contradictions.
+"""The user's DeepSpeed configuration beside the run's settings: what a setting decides is filled in, and everything else is either passed
+on or refused.
 
-Imports neither DeepSpeed nor torch, so that node 0 can check the file before anything starts. Entries that no setting concerns are passed
-on unchanged.
+Imports neither DeepSpeed nor torch, so that node 0 can check the file before anything starts.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -18,48 +17,41 @@ from fsbarrier.settings.sections import Settings
 
 AUTO = "auto"
 ZERO = "zero_optimization"
-# The tables of the configuration that are checked entry by entry.
-SECTIONS = (ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param", "optimizer", "bf16", "data_types")
-# The number of micro-batches changes from step to step; fsbarrier tells DeepSpeed which one is the last.
-BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-# Features that change the arithmetic, the sharding or the optimizer step and that fsbarrier does not support, with the only value allowed.
-WITHOUT: Mapping[str, object] = {
-    "fp16.enabled": False,
-    "amp.enabled": False,
-    "torch_autocast.enabled": False,
-    "bf16.bf16_master_weights_and_grads": False,
-    "bf16.bf16_optimizer_states": False,
-    "gradient_allreduce_op": "mean",
-    "managed_gradient_accumulation": True,
-    "sequence_parallel_size": 1,
-    "tensor_parallel.autotp_size": 0,
-    "elasticity.enabled": False,
-    "curriculum_learning.enabled": False,
-    "data_efficiency.enabled": False,
-    "progressive_layer_drop.enabled": False,
-    "compile.deepcompile": False,
-    "compression_training": {},
-    "sparse_attention": {},
-    "pipeline": {},
-    "expert_parallel": {},
-    # fsbarrier sets the learning rate before each step.
-    "scheduler": {},
-    # Both backends use PyTorch's optimizer.
-    "optimizer.type": "AdamW",
-    "optimizer.params.adam_w_mode": True,
-    "zero_force_ds_cpu_optimizer": False,
-    f"{ZERO}.zenflow": {},
-    f"{ZERO}.zero_hpz_partition_size": 1,
-    f"{ZERO}.mics_shard_size": -1,
-    f"{ZERO}.zero_quantized_weights": False,
-    f"{ZERO}.zero_quantized_nontrainable_weights": False,
-    f"{ZERO}.zero_quantized_gradients": False,
-    f"{ZERO}.compute_grad_norm": True,
-    f"{ZERO}.offload_optimizer.ratio": 1.0,
-    f"{ZERO}.offload_optimizer.super_offload": False,
-    f"{ZERO}.cpu_offload": False,
-    f"{ZERO}.cpu_offload_params": False,
+# Entries that settings decide, by their beginnings. A file leaves them out, or says "auto", or that they are off.
+DECIDED = {
+    "train_batch_size": "trainer.minibatch",
+    "train_micro_batch_size_per_gpu": "trainer.max_tokens_per_micro_batch",
+    "gradient_accumulation_steps": "trainer.max_tokens_per_micro_batch",
+    "gradient_clipping": "optimizer.grad_clip",
+    "optimizer": "optimizer.*",
+    "scheduler": "optimizer.schedule",
+    "bf16": "trainer.dtype",
+    "fp16": "trainer.dtype",
+    "communication_data_type": "trainer.dtype",
+    "data_types": "trainer.dtype",
+    "zero_force_ds_cpu_optimizer": "trainer.offload",
+    f"{ZERO}.offload_optimizer.device": "trainer.offload",
+    f"{ZERO}.offload_param.device": "trainer.offload",
 }
+# "auto" here is filled in by accelerate from the model's width; elsewhere DeepSpeed's default counts.
+BY_WIDTH = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+# What is passed on: it changes how fast DeepSpeed is and what it prints, not what it computes or which process holds what.
+PASSED = (
+    *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger", "flops_profiler"),
+    *("prescale_gradients", "gradient_predivide_factor", "disable_allgather", "tensorboard", "csv_monitor"),
+    *(
+        f"{ZERO}.{name}"
+        for name in (
+            *("stage", "overlap_comm", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "round_robin_gradients"),
+            *("allgather_partitions", "allgather_bucket_size", "sub_group_size", "stage3_", "offload_optimizer.pin_memory"),
+            *("offload_param.pin_memory", "ignore_unused_parameters", "memory_efficient_linear"),
+        )
+    ),
+)  # fmt: skip
+
+
+# What is done in any case.
+SAME = (("optimizer.type", "AdamW"), ("zero_allow_untested_optimizer", True))
 
 
 def read(path: str | None) -> dict[str, Any]:
@@ -68,110 +60,67 @@ def read(path: str | None) -> dict[str, Any]:
 
 
 def filled(given: Mapping[str, Any], settings: Settings, dtype: str) -> dict[str, Any]:
-    """The configuration for DeepSpeed, for a run that computes in `dtype`. Raises UsageError that lists all contradictions."""
-    conflicts = list(_conflicts(given, settings, dtype))
-    if conflicts:
-        raise UsageError(
-            f"trainer.deepspeed={settings.trainer.deepspeed}: {'; '.join(conflicts)}. Change the file or the setting, or write "
-            '"auto" in the file'
-        )
-    offload, config = settings.trainer.offload, deepcopy(dict(given))
-    # Drop an "auto" that no setting concerns, so that DeepSpeed uses its default.
-    _drop_auto(config)
-    for section in ("optimizer", *BATCH_SIZES):
-        config.pop(section, None)
+    """The configuration for DeepSpeed, for a run that computes in `dtype`. Raises UsageError that names everything it cannot do."""
+    trainer = settings.trainer
+    if problems := list(_problems(given, settings)):
+        raise UsageError(f"trainer.deepspeed={trainer.deepspeed}: {'; '.join(problems)}")
+    zero = {**_without_auto(given.get(ZERO) or {}), "stage": stage_of(given)}
+    for name, offloads in (("offload_optimizer", ("optimizer", "all")), ("offload_param", ("all",))):
+        device = "cpu" if trainer.offload in offloads else "none"
+        zero[name] = {**(zero.get(name) or {}), "device": device}
+    config = {name: value for name, value in _without_auto(given).items() if name not in DECIDED}
+    # DeepSpeed is told which micro-batch of a step is the last; their number changes from step to step.
     config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    # PyTorch's optimizer: DeepSpeed's own are compiled when they are first used.
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    config["gradient_clipping"] = settings.optimizer.grad_clip
-    zero = config.setdefault(ZERO, {})
-    zero["stage"] = stage_of(given)
-    for name, wanted in (("offload_optimizer", ("optimizer", "all")), ("offload_param", ("all",))):
-        if offload in wanted:
-            zero[name] = {**(zero.get(name) or {}), "device": "cpu"}
+    config |= {ZERO: zero, "gradient_clipping": settings.optimizer.grad_clip}
     if dtype == "bfloat16":
-        config.setdefault("bf16", {})["enabled"] = True
         # Accumulate gradients in float32, as the torch backend does.
-        config["communication_data_type"] = "fp32"
-        config.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
+        config |= {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
 
 
 def stage_of(given: Mapping[str, Any]) -> Any:
     """The ZeRO stage in the file; 3 by default, because only stage 3 shards the policy too."""
-    found = _at(given, f"{ZERO}.stage")
+    zero = given.get(ZERO)
+    found = zero.get("stage") if isinstance(zero, Mapping) else None
     return 3 if found in (None, AUTO) else found
 
 
-def _conflicts(given: Mapping[str, Any], settings: Settings, dtype: str) -> Iterator[str]:
-    """Yields one message per contradiction, with the value in the file and the one in the settings."""
-    trainer, optimizer, stage = settings.trainer, settings.optimizer, stage_of(given)
-    for path in SECTIONS:
-        found = _at(given, path)
-        if found not in (None, AUTO) and not isinstance(found, Mapping):
-            yield f"{path}={_shown(found)}: must be an object"
+def _problems(given: Mapping[str, Any], settings: Settings) -> Iterator[str]:
+    stage = stage_of(given)
     if stage not in (1, 2, 3):
-        yield f"{ZERO}.stage={_shown(stage)}: must be 1, 2 or 3 (to train without ZeRO, use trainer.backend=torch)"
-    elif stage != 3 and trainer.shard == "all":
-        yield f"{ZERO}.stage={stage}, but trainer.shard=all requires stage 3"
-    elif stage != 3 and trainer.offload == "all":
-        yield f"{ZERO}.stage={stage}, but trainer.offload=all requires stage 3"
-    offloaded = "none" if trainer.offload == "none" else "cpu"
-    parameters = "cpu" if trainer.offload == "all" else "none"
-    here = "" if trainer.dtype == dtype else f", which is {dtype} here"
-    reduced = "fp32" if dtype == "bfloat16" else None
-    for path, wanted, setting in (
-        (f"{ZERO}.offload_optimizer.device", offloaded, f"trainer.offload={trainer.offload}"),
-        (f"{ZERO}.offload_param.device", parameters, f"trainer.offload={trainer.offload}"),
-        ("train_batch_size", trainer.minibatch, f"trainer.minibatch={trainer.minibatch}"),
-        (
-            "train_micro_batch_size_per_gpu",
-            trainer.micro_batch,
-            f"trainer.micro_batch={_shown(trainer.micro_batch)}",
-        ),
-        ("gradient_accumulation_steps", None, "fsbarrier derives it from the micro-batch settings"),
-        ("gradient_clipping", optimizer.grad_clip, f"optimizer.grad_clip={optimizer.grad_clip:g}"),
-        ("optimizer.params.lr", optimizer.lr, f"optimizer.lr={optimizer.lr:g}"),
-        ("optimizer.params.betas", list(optimizer.betas), f"optimizer.betas={_shown(optimizer.betas)}"),
-        (
-            "optimizer.params.weight_decay",
-            optimizer.weight_decay,
-            f"optimizer.weight_decay={optimizer.weight_decay:g}",
-        ),
-        ("optimizer.params.eps", optimizer.eps, f"optimizer.eps={optimizer.eps:g}"),
-        ("bf16.enabled", dtype == "bfloat16", f"trainer.dtype={trainer.dtype}{here}"),
-        ("communication_data_type", reduced or "fp32", "fsbarrier accumulates gradients in float32"),
-        ("data_types.grad_accum_dtype", reduced or "fp32", "fsbarrier accumulates gradients in float32"),
-    ):
-        found = _at(given, path)
-        if found not in (None, AUTO) and not _same(found, wanted):
-            yield f"{path}={_shown(found)}, but {setting}"
-    for path, neutral in WITHOUT.items():
-        found = _at(given, path)
-        if found not in (None, AUTO) and not _same(found, neutral):
-            yield f"{path}={_shown(found)}, but fsbarrier supports only {_shown(neutral)}"
+        yield f"{ZERO}.stage={stage}: must be 1, 2 or 3 (to train without ZeRO, use trainer.backend=torch)"
+    elif stage != 3 and (settings.trainer.shard == "all" or settings.trainer.offload == "all"):
+        named = "shard" if settings.trainer.shard == "all" else "offload"
+        yield f"{ZERO}.stage={stage}, but trainer.{named}=all requires stage 3"
+    for path, value in _leaves(given):
+        off = value is None or value is False or value in (AUTO, "none")
+        if off or path.startswith(PASSED) or (path, value) in SAME:
+            continue
+        if path.startswith("fp16.") and path != "fp16.enabled":
+            # It says how float16 is computed, which is off.
+            continue
+        decided_by = next((name for key, name in DECIDED.items() if f"{path}.".startswith(f"{key}.")), None)
+        if decided_by is not None:
+            yield f'{path}={value}: the setting {decided_by} decides this; write "auto" or leave it out'
+        else:
+            yield f"{path}={value}: not supported; leave it out"
 
 
-def _same(found: object, wanted: object) -> bool:
-    # In Python True == 1.
-    return found == wanted and isinstance(found, bool) == isinstance(wanted, bool)
+def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_auto(value) if isinstance(value, Mapping) else deepcopy(value)
+        for name, value in config.items()
+        if value != AUTO or name in BY_WIDTH
+    }
 
 
-def _shown(value: object) -> str:
-    if value is None:
-        return "none"
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _at(config: Mapping[str, Any], path: str) -> Any:
-    found: Any = config
-    for name in path.split("."):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
-
-
-def _drop_auto(config: dict[str, Any]) -> None:
-    for name, value in list(config.items()):
-        if value == AUTO:
-            del config[name]
-        elif isinstance(value, dict):
-            _drop_auto(value)
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each entry that is no table, by its whole name."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -408,8 +408,8 @@ class TrainerSettings(Section):
     )
     deepspeed: Name | None = setting(
         None,
-        "DeepSpeed configuration, `path/file.json`. Entries that are missing or `auto` are filled in from these settings; entries that "
-        "contradict them are an error. none: ZeRO stage 3.",
+        "DeepSpeed configuration, `path/file.json`. Entries that are missing or `auto` are filled in from these settings; one that a "
+        "setting decides is an error. none: ZeRO stage 3.",
     )
     shard: Literal["auto", "none", "node", "all"] = setting(
         "auto",

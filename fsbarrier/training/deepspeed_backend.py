@@ -1,35 +1,38 @@
 """A policy with AdamW under DeepSpeed's ZeRO-1, 2 or 3; alternative to torch_backend (`trainer.backend=deepspeed`).
 
-DeepSpeed averages gradients, but our losses are parts of a sum, so the loss is multiplied by the number of processes. ZeRO's flat
-partitions are mapped back to parameter names, so the trainer state has the same format as that of the torch backend: any backend on
-any number of processes can continue from it.
+accelerate's DeepSpeedPlugin makes the engine. DeepSpeed averages gradients, but our losses are parts of a sum, so the loss is multiplied by
+the number of processes. The state goes in and out one parameter at a time, by DeepSpeed's public accessors, in the layout of any other
+trainer state: any backend on any number of processes continues from it.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from transformers import PreTrainedModel
 
 from fsbarrier.errors import UsageError
 from fsbarrier.settings import deepspeed_config
 from fsbarrier.settings.sections import Settings
-from fsbarrier.training import trainer_state
-from fsbarrier.training.optimizer import make_optimizer
+from fsbarrier.training import policy, trainer_state
+from fsbarrier.training.optimizer import make_optimizer, set_learning_rate
 from fsbarrier.training.policy_model import PolicyModel
 from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.training.sharding import Layout
-from fsbarrier.training.slices import FlatPart, distinct
+from fsbarrier.training.slices import Partitioned, distinct
 from fsbarrier.training.stored_tensors import StoredTensors
+from fsbarrier.training.trainer_state import WEIGHT, StateLayout, TrainerState
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -48,20 +51,25 @@ def layout_of(config: Mapping[str, Any], settings: Settings, processes: Processe
     return Layout(processes.world, settings.trainer.offload, config[deepspeed_config.ZERO]["stage"])
 
 
-@dataclass(frozen=True, slots=True)
-class _Fragment:
-    """This process's part of a parameter: a range of a flat partition, from `offset` on."""
+def partitioned_model(
+    folder: Path, settings: Settings, config: dict[str, Any], processes: Processes
+) -> PreTrainedModel | None:
+    """The policy in `folder` for ZeRO-3: each module's parameters are split over the processes as soon as it is made, so none holds all.
 
-    flat: Parameter
-    offset: int
-    part: FlatPart
-
-
-@dataclass
-class _FlatMoments:
-    """Adapter for the optimizer, which only has flat partitions: maps a part of a parameter to the same part of its moments."""
-
-    state: dict[FlatPart, dict[str, Any]] = field(default_factory=dict)
+    None if transformers has other names for the weights than the folder. Raises UsageError, ProgramFailed.
+    """
+    deepspeed = _deepspeed()
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = policy.from_config(folder, settings.trainer)
+    parameters = dict(model.named_parameters())
+    with StoredTensors.of_model(folder) as stored, torch.no_grad():
+        if any(stored.shapes.get(name) != tuple(one.ds_shape) for name, one in parameters.items()):
+            return None
+        for name, one in parameters.items():
+            with deepspeed.zero.GatheredParameters([one], modifier_rank=0):
+                if processes.is_main:
+                    one.copy_(stored.read(name, processes.dtype))
+    return model
 
 
 class DeepSpeedBackend:
@@ -75,106 +83,128 @@ class DeepSpeedBackend:
         processes: Processes,
         folder: Path,
     ) -> None:
-        deepspeed = _deepspeed()
+        _deepspeed()
         self._policy, self._processes = model, processes
         self._stage = config[deepspeed_config.ZERO]["stage"]
-        # DeepSpeed reads torchrun's environment variables, which a single process does not have.
-        for name in ("LOCAL_RANK", "RANK"):
-            os.environ.setdefault(name, "0")
-        if any(one.is_meta for one in model.parameters()):
-            _partition(model, config, processes)
-            with StoredTensors.of_model(folder) as stored, torch.no_grad():
-                for name, one in model.causal.named_parameters():
-                    stored.fill(name, self._served(one))
         self._adamw = make_optimizer(model.parameters(), settings.optimizer)
-        groups = {
-            id(one): number
-            for number, group in enumerate(self._adamw.param_groups)
-            for one in group["params"]
-        }
-        names = {name: one for name, one in model.causal.named_parameters() if one.requires_grad}
+        # DeepSpeed replaces the parameters of each group by a flat partition.
+        self._groups = [list(group["params"]) for group in self._adamw.param_groups]
+        self.trained = {name: one for name, one in model.causal.named_parameters() if one.requires_grad}
+        accelerator = _accelerator()
+        # A process that stays may load another policy: the engine before it is let go.
+        accelerator.free_memory()
+        accelerator.deepspeed_plugin.deepspeed_config.clear()
+        accelerator.deepspeed_plugin.deepspeed_config.update(config)
         try:
-            self.model, *_ = deepspeed.initialize(
-                model=model, optimizer=self._adamw, config=config, dist_init_required=False
-            )
+            self.model, _ = accelerator.prepare(model, self._adamw)
         except (ValueError, AssertionError) as error:
             # Validation errors, for example from pydantic, may have several lines.
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise UsageError(
                 f"trainer.deepspeed={settings.trainer.deepspeed}: {' '.join(lines[:3])}"
             ) from None
-        self._fragments = {name: self._fragment(one, groups[id(one)]) for name, one in names.items()}
-        self.trained = {name: one.part for name, one in self._fragments.items()}
-        if processes.dtype is not torch.float32:
-            self._fill_exactly(folder)
+        self._fill_exactly(folder)
 
     def _fill_exactly(self, folder: Path) -> None:
         """DeepSpeed makes its float32 weights from those that it computes with, which are less exact than the folder's may be."""
-        with StoredTensors.of_model(folder) as stored, torch.no_grad():
-            if all(stored.shapes.get(name) == part.shape for name, part in self.trained.items()):
-                for name, part in self.trained.items():
-                    stored.fill(name, part)
-
-    def _fragment(self, parameter: Parameter, group: int) -> _Fragment:
-        zero, shape = self.model.optimizer, tuple(getattr(parameter, "ds_shape", parameter.shape))
-        if self._stage == 3:
-            number, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
-            flat = zero.fp32_partitioned_groups_flat[number]
-            served = self._served(parameter)
-            start, size = served.start, len(served.data)
-        else:
-            flat = self._adamw.param_groups[group]["params"][0]
-            mapping = parameter._hp_mapping
-            # A partition ends somewhere in a parameter, and has nothing of most.
-            offset, start, size = 0, 0, 0
-            if mapping is not None:
-                offset, start = mapping.hp_fragment_address.start, mapping.lp_fragment_address.start
-                size = mapping.hp_fragment_address.numel
-        return _Fragment(flat, offset, FlatPart(shape, start, flat.detach()[offset : offset + size]))
-
-    def _served(self, parameter: Parameter) -> Any:
-        """Of a parameter that the policy computes with, what this process holds: all, but for ZeRO-3."""
-        if not hasattr(parameter, "ds_tensor"):
-            return parameter
-        held, whole = parameter.ds_tensor.numel(), math.prod(parameter.ds_shape)
-        start = min(whole, held * self._processes.rank)
-        return FlatPart(
-            tuple(parameter.ds_shape), start, parameter.ds_tensor.detach()[: max(0, min(held, whole - start))]
-        )
+        with StoredTensors.of_model(folder) as stored:
+            for name, one in self.trained.items():
+                if name in stored.shapes and stored.dtype(name).itemsize > self._processes.dtype.itemsize:
+                    self._set(one, self._read(stored, name))
 
     def weights(self) -> dict[str, Any]:
         """All weights of the model, under transformers' names."""
         held = distinct(self._policy.causal.state_dict(keep_vars=True))
-        return {name: self._served(one) for name, one in held.items()}
+        if self._stage < 3:
+            return held
+        return {
+            name: Partitioned(_shape(one), one.dtype, partial(_gathered, one))
+            if hasattr(one, "ds_shape")
+            else one
+            for name, one in held.items()
+        }
 
-    @property
-    def optimizer(self) -> _FlatMoments:
-        """The moments of `trained`, as views of the real optimizer's tensors; none before the first step."""
-        found = _FlatMoments()
-        for one in self._fragments.values():
-            state = self._adamw.state.get(one.flat, {})
-            if state:
-                end = one.offset + len(one.part.data)
-                moments = {
-                    key: FlatPart(one.part.shape, one.part.start, state[key][one.offset : end])
-                    for key in MOMENTS
-                }
-                found.state[one.part] = {"step": state["step"], **moments}
-        return found
+    def state(self, optimizer_steps: int, *, without_weights: bool) -> TrainerState:
+        """See TrainerState. Each tensor is gathered when it is written."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    def restore(self, folder: Path, policy_version: int) -> trainer_state.StateLayout:
+        steps = {float(state["step"]) for state in self._adamw.state.values()}
+        self._link_moments()
+        tensors, scalars = {}, {}
+        for name, one in self.trained.items():
+
+            def of(get: Any, one: Parameter = one) -> Any:
+                return Partitioned(_shape(one), torch.float32, get)
+
+            if not without_weights:
+                tensors[f"{WEIGHT}/{name}"] = of(partial(safe_get_full_fp32_param, one))
+            for step in steps:
+                scalars[f"step/{name}"] = step
+            for key in MOMENTS if steps else ():
+                tensors[f"{key}/{name}"] = of(partial(safe_get_full_optimizer_state, one, key))
+        return TrainerState(optimizer_steps, tensors, scalars)
+
+    def restore(self, folder: Path, policy_version: int) -> StateLayout:
         """See trainer_state.restore."""
-        for flat in self._flats():
-            zeros = {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}
-            self._adamw.state[flat] = {"step": torch.zeros((), device=flat.device), **zeros}
-        optimizer = self.optimizer
-        found = trainer_state.restore(folder, self.trained, optimizer, policy_version)
-        for one in self._fragments.values():
-            self._adamw.state[one.flat]["step"] = optimizer.state[one.part]["step"]
-        return found
+        layout = trainer_state.read_checked(folder, self.trained.keys(), policy_version)
+        if layout.scalars:
+            self._make_moments()
+            self._link_moments()
+        with StoredTensors(folder, layout.shapes, layout.parts) as stored:
+            for full in layout.parts:
+                key, _, name = full.partition("/")
+                self._set(self.trained[name], self._read(stored, full), "" if key == WEIGHT else key)
+        for state in self._adamw.state.values():
+            state["step"].fill_(max(layout.scalars.values()))
+        return layout
 
-    def _flats(self) -> Iterator[Parameter]:
-        yield from {id(one.flat): one.flat for one in self._fragments.values()}.values()
+    def _make_moments(self) -> None:
+        """DeepSpeed has no moments before its first step. A step without gradients, at a learning rate of 0, makes them and leaves the
+        weights as they are."""
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=self._processes.device)
+        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        log_probs, _ = self.model(inputs, torch.tensor([[False, True]], device=tokens.device), 1.0)
+        self.backward(log_probs.sum() * 0.0, last=True)
+        self.step(0.0, 1.0)
+
+    def _link_moments(self) -> None:
+        """ZeRO-1 and 2 tell their parameters where the moments are after the first group's first step, when other groups have none yet."""
+        from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+        if self._stage < 3 and self._adamw.state:
+            for parameters, group in zip(self._groups, self._adamw.param_groups, strict=True):
+                lazy_init_hp_params_optimizer_state(parameters, group["params"][0], self._adamw.state)
+
+    def _read(self, stored: StoredTensors, name: str) -> Tensor:
+        """A whole tensor in float32, of which each process reads some rows."""
+        shape, processes = stored.shapes[name], self._processes
+        if not shape:
+            return stored.read(name, torch.float32).to(processes.device)
+        rows = -(-shape[0] // processes.world)
+        mine = torch.zeros(rows, *shape[1:])
+        first = min(shape[0], rows * processes.rank)
+        stored.fill_rows(name, mine[: min(rows, shape[0] - first)], first)
+        return processes.gather(mine.to(processes.device)).flatten(0, 1)[: shape[0]]
+
+    def _set(self, parameter: Parameter, value: Tensor, key: str = "") -> None:
+        """Set a parameter's float32 weight, or the moment `key` of it."""
+        from deepspeed import utils
+
+        with torch.no_grad():
+            if self._stage < 3 and key:
+                utils.safe_set_full_optimizer_state(parameter, value, key)
+            elif self._stage < 3:
+                utils.safe_set_full_fp32_param(parameter, value)
+            else:
+                # The accessors of whole tensors need sizes that the number of processes divides.
+                size = utils.safe_get_local_fp32_param(parameter).numel()
+                padded = value.new_zeros(size * self._processes.world)
+                padded[: value.numel()] = value.flatten()
+                mine = padded[size * self._processes.rank :][:size]
+                if key:
+                    utils.safe_set_local_optimizer_state(parameter, mine, key)
+                else:
+                    utils.safe_set_local_fp32_param(parameter, mine)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate a micro-batch's gradients."""
@@ -186,10 +216,35 @@ class DeepSpeedBackend:
 
         A non-finite norm changes nothing.
         """
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self._adamw, lr)
         self.model.step()
         return float(self.model.get_global_grad_norm()) if self.model.was_step_applied() else math.nan
+
+
+def _shape(parameter: Parameter) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _gathered(parameter: Parameter) -> Tensor:
+    """The whole of a parameter that ZeRO-3 computes with. Every process must call this."""
+    with _deepspeed().zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+@functools.cache
+def _accelerator() -> Any:
+    """accelerate's only Accelerator of this process; each policy brings its own configuration."""
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    # accelerate reads torchrun's environment variables, which a single process does not have.
+    for name in ("LOCAL_RANK", "RANK"):
+        os.environ.setdefault(name, "0")
+    # Otherwise it would leave DeepSpeed out on a CPU, without a word.
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    # Stage 3 here would make transformers split every model that it loads, the reference policy too.
+    plugin = DeepSpeedPlugin(hf_ds_config={deepspeed_config.ZERO: {"stage": 1}}, zero3_init_flag=False)
+    return Accelerator(deepspeed_plugin=plugin)
 
 
 def _deepspeed() -> Any:
@@ -206,24 +261,3 @@ def _deepspeed() -> Any:
     # On CPUs it would compile this when it is first used, which takes minutes and a C++ compiler, to talk within a machine.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
-
-
-def _partition(model: PolicyModel, config: dict[str, Any], processes: Processes) -> None:
-    """Give each parameter on the device "meta" memory, for as long as DeepSpeed takes to cut it up: never more than one is whole."""
-    deepspeed, made = _deepspeed(), dict[int, Parameter]()
-    for module in model.modules():
-        for name, one in module._parameters.items():
-            if one is None or not one.is_meta:
-                continue
-            if id(one) not in made:
-                whole = Parameter(torch.zeros(one.shape, dtype=processes.dtype, device=processes.device))
-                if not made:
-                    deepspeed.zero.Init(
-                        module=torch.nn.ParameterList([whole]),
-                        config_dict_or_path=config,
-                        dtype=processes.dtype,
-                    )
-                else:
-                    next(iter(made.values())).convert_to_zero_parameters(param_list=[whole])
-                made[id(one)] = whole
-            module._parameters[name] = made[id(one)]

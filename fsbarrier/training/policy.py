@@ -54,18 +54,24 @@ def without_weights(folder: Path, settings: TrainerSettings) -> PreTrainedModel 
 
     None where transformers has other names for the weights than the folder, so that only it can load them.
     """
+    with _parameters_on_meta():
+        model = from_config(folder, settings)
+    stored = StoredTensors.of_model(folder)
+    known = all(stored.shapes.get(name) == tuple(one.shape) for name, one in model.named_parameters())
+    return model if known else None
+
+
+def from_config(folder: Path, settings: TrainerSettings) -> PreTrainedModel:
+    """The model of `load` as its configuration makes it, before it has the weights of the folder. Raises UsageError."""
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         attention = attention_for(config, settings)
-        with _parameters_on_meta():
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention, dtype=torch.float32
-            )
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, dtype=torch.float32
+        )
     except _UNLOADABLE as error:
         raise UsageError(f"the model in {folder} cannot be loaded: {_first_sentence(error)}") from None
-    stored = StoredTensors.of_model(folder)
-    known = all(stored.shapes.get(name) == tuple(one.shape) for name, one in model.named_parameters())
-    return _for_training(model, settings) if known else None
+    return _for_training(model, settings)
 
 
 def architecture(folder: Path) -> PreTrainedModel:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fsbarrier.training.log_prob_head import LogitScaling, LogProbHead
 from fsbarrier.training.losses import token_log_probs
@@ -37,6 +37,11 @@ class PolicyModel(nn.Module):
                 "lower trainer.max_tokens_per_micro_batch to save memory",
                 file=sys.stderr,
             )
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The configuration of the model; accelerate looks for it here."""
+        return self.causal.config
 
     def forward(
         self, inputs: Mapping[str, Tensor], wanted: Tensor, temperature: float

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TypeVar
 
@@ -33,47 +33,23 @@ class Box:
         places = zip(self.start, self.shape, start, strict=True)
         return tensor[tuple(slice(own - begin, own - begin + size) for own, size, begin in places)]
 
-    def flat(self, shape: tuple[int, ...]) -> Box:
-        """The same part in the flattened tensor; `shape`: of the whole tensor. A multi-dimensional part must consist of whole rows."""
-        if len(self.shape) == 1:
-            return self
-        if any(self.start[1:]) or self.shape[1:] != shape[1:]:
-            raise ValueError(f"{self} is not contiguous in a tensor of shape {shape}")
-        row = prod(shape[1:])
-        return Box((self.start[0] * row if shape else 0,), (prod(self.shape),))
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FlatPart:
-    """This process's exclusive part of a tensor of `shape` that is split at arbitrary positions, as DeepSpeed does: a range of the
-    flattened tensor, from `start` on."""
+class Partitioned:
+    """A tensor of which only its library knows where the parts are: DeepSpeed's. `gather` gives the whole; every process must call it."""
 
     shape: tuple[int, ...]
-    start: int
-    data: Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.data.dtype
+    dtype: torch.dtype
+    gather: Callable[[], Tensor]
 
     def numel(self) -> int:
-        """The number of elements of the whole tensor."""
         return prod(self.shape)
 
     def element_size(self) -> int:
-        return int(self.data.element_size())
+        return int(self.dtype.itemsize)
 
     def is_floating_point(self) -> bool:
-        return bool(self.data.is_floating_point())
-
-    def whole(self, dtype: torch.dtype) -> Tensor:
-        """Gather the whole tensor. All processes must have parts of equal size, except that the last ones may be shorter."""
-        world = torch.distributed.get_world_size()
-        own = torch.zeros(-(-self.numel() // world), dtype=dtype, device=self.data.device)
-        own[: len(self.data)] = self.data
-        found = own.new_empty(world * len(own))
-        torch.distributed.all_gather(list(found.chunk(world)), own)
-        return found[: self.numel()].view(self.shape)
+        return bool(self.dtype.is_floating_point)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +62,10 @@ class LocalPart:
     replicas: int
 
 
-def local_part(tensor: Tensor | FlatPart, rank: int, world: int) -> LocalPart:
-    """This process's part of a DTensor, a FlatPart, or a replicated plain tensor. Shares the tensor's memory."""
-    if isinstance(tensor, FlatPart):
-        return LocalPart(tensor.data, Box((tensor.start,), (len(tensor.data),)), 0, 1)
-    whole = tensor.detach()
+def local_part(tensor: Tensor | Partitioned, rank: int, world: int) -> LocalPart:
+    """This process's part of a DTensor, or a whole tensor, which all processes have. Shares the tensor's memory, unless that is
+    Partitioned; then every process must call this."""
+    whole = tensor.gather() if isinstance(tensor, Partitioned) else tensor.detach()
     if not isinstance(whole, DTensor):
         return LocalPart(whole, Box((0,) * whole.dim(), tuple(whole.shape)), rank, world)
     (chunk,) = whole.__create_chunk_list__()
@@ -102,11 +77,9 @@ def local_part(tensor: Tensor | FlatPart, rank: int, world: int) -> LocalPart:
     return LocalPart(whole.to_local(), Box(tuple(chunk.offsets), tuple(chunk.sizes)), replica, replicas)
 
 
-def whole_tensor(tensor: Tensor | FlatPart, dtype: torch.dtype) -> Tensor:
+def whole_tensor(tensor: Tensor | Partitioned, dtype: torch.dtype) -> Tensor:
     """Gather a whole tensor; floating-point tensors are converted to `dtype`. Every process must call this in the same order."""
-    if isinstance(tensor, FlatPart):
-        return tensor.whole(dtype if tensor.is_floating_point() else tensor.dtype)
-    found = tensor.detach()
+    found = tensor.gather() if isinstance(tensor, Partitioned) else tensor.detach()
     if found.is_floating_point():
         found = found.to(dtype)
     return found.full_tensor() if isinstance(found, DTensor) else found
@@ -136,12 +109,16 @@ class Shares:
         return chosen
 
 
-def parts_to_write(tensors: Mapping[str, Tensor], rank: int, world: int) -> dict[str, LocalPart]:
-    """The parts that this process writes: each part is written by exactly one of the processes that hold it."""
+def parts_to_write(
+    tensors: Mapping[str, Tensor | Partitioned], rank: int, world: int
+) -> dict[str, LocalPart]:
+    """The parts that this process writes: each is written by exactly one of the processes that hold it. Every process must call this."""
     shares, mine = Shares(), {}
     for name, tensor in tensors.items():
         part = local_part(tensor, rank, world)
         writer = shares.next(part.replicas, tensor.numel() * tensor.element_size())
         if part.replica == writer and part.data.numel():
-            mine[name] = part
+            # What was gathered to be written waits in host memory.
+            gathered = isinstance(tensor, Partitioned)
+            mine[name] = replace(part, data=part.data.cpu()) if gathered else part
     return mine

@@ -16,15 +16,12 @@ from torch import Tensor
 
 from fsbarrier.errors import ProgramFailed, first_line
 from fsbarrier.training.safetensors_file import TYPES, bytes_of, rows_of_a_block
-from fsbarrier.training.slices import Box, FlatPart, local_part
+from fsbarrier.training.slices import Box, local_part
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part of a tensor, stored in a file under the tensor's name. `checks`: the CRC-32 of its blocks; empty if not recorded.
-
-    A one-dimensional box is a part of the flattened tensor.
-    """
+    """A part of a tensor, stored in a file under the tensor's name. `checks`: the CRC-32 of its blocks; empty if not recorded."""
 
     file: str
     box: Box
@@ -86,25 +83,24 @@ class StoredTensors:
         self.fill(name, found)
         return found
 
-    def fill(self, name: str, target: Tensor | FlatPart) -> None:
+    def fill(self, name: str, target: Tensor) -> None:
         """Fill `target` with this process's part (all of a plain tensor). Raises ProgramFailed."""
-        stored = self.parts.get(name, [])
         part = local_part(target, rank=0, world=1)
-        shape = self.shapes.get(name)
-        if shape != tuple(target.shape):
+        if self.shapes.get(name) != tuple(target.shape):
             raise ProgramFailed(
-                f"{self.folder}: {name} has the shape {shape}, the model's is {tuple(target.shape)}"
+                f"{self.folder}: {name} has the shape {self.shapes.get(name)}, the model's is {tuple(target.shape)}"
             )
-        missing = prod(part.box.shape)
-        # Parts that are cut between rows and parts that are cut anywhere meet in the flattened tensor.
-        flat = any(len(one.box.shape) != len(part.box.shape) for one in stored)
-        data, own = (part.data.view(-1), part.box.flat(shape)) if flat else (part.data, part.box)
-        for one in stored:
-            common = (one.box.flat(shape) if flat else one.box).overlap(own)
-            for stored_box, stored_block in self._blocks(one, name, common) if common else ():
-                box, block = stored_box, stored_block
-                if flat:
-                    box, block = stored_box.flat(shape), stored_block.reshape(-1)
+        self._fill_box(name, part.box, part.data)
+
+    def fill_rows(self, name: str, target: Tensor, first: int) -> None:
+        """Fill `target` with as many rows, from row `first` on. Raises ProgramFailed."""
+        self._fill_box(name, Box((first,) + (0,) * (target.dim() - 1), tuple(target.shape)), target)
+
+    def _fill_box(self, name: str, own: Box, data: Tensor) -> None:
+        missing = prod(own.shape)
+        for part in self.parts.get(name, ()):
+            common = part.box.overlap(own)
+            for box, block in self._blocks(part, name, common) if common else ():
                 wanted = box.overlap(own)
                 if wanted:
                     wanted.of(data, own.start).copy_(wanted.of(block, box.start))
@@ -113,10 +109,7 @@ class StoredTensors:
             raise ProgramFailed(f"{self.folder}: {missing} values of {name} are missing")
 
     def _blocks(self, part: StoredPart, name: str, common: Box) -> Iterator[tuple[Box, Tensor]]:
-        """The blocks of a part that have something of `common`, each with its place in the whole tensor.
-
-        `common` may be of the flattened tensor even where the part is not.
-        """
+        """The blocks of a part that have something of `common`, each with its place in the whole tensor."""
         path = self.folder / part.file
         with naming_the_file(path):
             file = self._file(part.file)
@@ -129,11 +122,9 @@ class StoredTensors:
             if not shape:
                 yield common, self._checked(part, name, 0, file.get_tensor(name))
                 return
-            row = 1 if len(common.shape) == len(shape) else prod(shape[1:])
-            first = common.start[0] // row - part.box.start[0]
-            end = -(-(common.start[0] + common.shape[0]) // row) - part.box.start[0]
+            first = common.start[0] - part.box.start[0]
             step = rows_of_a_block(shape, size)
-            for number in range(first // step, -(-end // step)):
+            for number in range(first // step, -(-(first + common.shape[0]) // step)):
                 begin, end = number * step, min(shape[0], (number + 1) * step)
                 place = Box((part.box.start[0] + begin, *part.box.start[1:]), (end - begin, *shape[1:]))
                 yield place, self._checked(part, name, number, rows[begin:end])

@@ -49,6 +49,12 @@ class TorchBackend:
         """All weights of the model, under transformers' names."""
         return distinct(self.model.causal.state_dict(keep_vars=True))
 
+    def state(self, optimizer_steps: int, *, without_weights: bool) -> trainer_state.TrainerState:
+        """See TrainerState.of."""
+        return trainer_state.TrainerState.of(
+            self.trained, self.optimizer, optimizer_steps, without_weights=without_weights
+        )
+
     def restore(self, folder: Path, policy_version: int) -> trainer_state.StateLayout:
         """See trainer_state.restore."""
         return trainer_state.restore(folder, self.trained, self.optimizer, policy_version)

@@ -17,7 +17,12 @@ from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training import checkpoint_write, policy
 from fsbarrier.training.checkpoint_write import NewVersion
-from fsbarrier.training.deepspeed_backend import DeepSpeedBackend, configuration, layout_of
+from fsbarrier.training.deepspeed_backend import (
+    DeepSpeedBackend,
+    configuration,
+    layout_of,
+    partitioned_model,
+)
 from fsbarrier.training.lora import Adapters
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.policy_model import PolicyModel, packs
@@ -25,7 +30,6 @@ from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout, choose_layout
 from fsbarrier.training.stored_tensors import StoredTensors
 from fsbarrier.training.torch_backend import TorchBackend
-from fsbarrier.training.trainer_state import TrainerState
 
 
 @dataclass
@@ -69,10 +73,14 @@ class Trainer:
         lora = settings.lora
         # A sharded process reads only its part of each weight.
         in_parts = not layout.has_it_whole and not lora.rank
-        empty = policy.without_weights(model_folder, settings.trainer) if in_parts else None
+        empty = split = None
+        if in_parts and deepspeed:
+            split = partitioned_model(model_folder, settings, config, processes)
+        elif in_parts:
+            empty = policy.without_weights(model_folder, settings.trainer)
         # Frozen weights do not need more precision than the computation.
         exact = processes.dtype if lora.rank else torch.float32
-        causal = empty or policy.load(model_folder, settings.trainer, exact)
+        causal = split or empty or policy.load(model_folder, settings.trainer, exact)
         adapters = Adapters.put_into(causal, lora, model_folder) if lora.rank else None
         model = PolicyModel(causal, settings.trainer.max_logits_mb << 20)
         model.train()
@@ -81,7 +89,7 @@ class Trainer:
             backend = DeepSpeedBackend(model, settings, config, processes, model_folder)
         else:
             backend = TorchBackend(model, settings.optimizer, layout, processes)
-        if empty is not None and not deepspeed:
+        if empty is not None:
             with StoredTensors.of_model(model_folder) as stored, torch.no_grad():
                 for name, parameter in empty.named_parameters():
                     stored.fill(name, parameter)
@@ -106,9 +114,7 @@ class Trainer:
         dtype = self.processes.serving_dtype
         state = None
         if state_in == "":
-            state = TrainerState.of(
-                self.backend.trained,
-                self.backend.optimizer,
+            state = self.backend.state(
                 self.optimizer_steps,
                 # Store fp32 weights if the served ones are less precise. Adapters are not served separately.
                 without_weights=dtype is torch.float32 and adapters is None,

@@ -7,17 +7,18 @@ does not depend on the number of processes that wrote it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
-from fsbarrier.training.slices import FlatPart
+from fsbarrier.training.slices import Partitioned
 from fsbarrier.training.stored_tensors import StoredPart, StoredTensors
 
 LAYOUT = "layout.json"
@@ -26,35 +27,31 @@ FORMAT = "fsbarrier-trainer/1"
 WEIGHT = "weight"
 
 
-class Moments(Protocol):
-    """An optimizer or an adapter for one: its state by parameter."""
-
-    state: Any
-
-
 @dataclass(frozen=True, slots=True)
 class TrainerState:
     """One process's part. `tensors`: names like "exp_avg/model.norm.weight"; `scalars`: the optimizer's counters."""
 
     optimizer_steps: int
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor | Partitioned]
     scalars: Mapping[str, float]
 
     @classmethod
     def of(
         cls,
         parameters: Mapping[str, Tensor],
-        optimizer: Moments,
+        optimizer: Optimizer,
         optimizer_steps: int,
         *,
         without_weights: bool,
     ) -> Self:
         """`parameters`: the trained parameters by name. `without_weights`: the served weights are already exact."""
-        tensors = {} if without_weights else {f"{WEIGHT}/{name}": one for name, one in parameters.items()}
+        tensors: dict[str, Tensor | Partitioned] = (
+            {} if without_weights else {f"{WEIGHT}/{name}": one for name, one in parameters.items()}
+        )
         scalars = {}
         for name, parameter in parameters.items():
             for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-                if isinstance(value, FlatPart) or (isinstance(value, Tensor) and value.dim()):
+                if isinstance(value, Tensor) and value.dim():
                     tensors[f"{key}/{name}"] = value
                 else:
                     scalars[f"{key}/{name}"] = float(value)
@@ -98,12 +95,10 @@ class StateLayout:
             raise ProgramFailed(f"{path} is not a valid trainer state layout: {error}") from None
 
 
-def restore(
-    folder: Path, parameters: Mapping[str, Tensor], optimizer: Moments, policy_version: int
-) -> StateLayout:
-    """Go on from a trainer state, whichever processes wrote it: this one reads its own parts.
+def read_checked(folder: Path, trained: Set[str], policy_version: int) -> StateLayout:
+    """The layout of a state that these parameters can go on from.
 
-    Raises ProgramFailed naming the file that is damaged, lacks something, or belongs to another version.
+    Raises ProgramFailed naming what it lacks, or has too much, or that it belongs to another version.
     """
     layout = StateLayout.read(folder)
     if layout.policy_version != policy_version:
@@ -111,35 +106,40 @@ def restore(
             f"{folder}: cannot resume the trainer: this state belongs to policy version {layout.policy_version}, but the model is "
             f"version {policy_version}"
         )
-    known = set(parameters)
-    foreign = sorted({name.partition("/")[2] for name in (*layout.parts, *layout.scalars)} - known)
+    foreign = sorted({name.partition("/")[2] for name in (*layout.parts, *layout.scalars)} - trained)
     if foreign:
         raise ProgramFailed(
             f"{folder}: contains {foreign[0]}, which is not a trained parameter of this model"
         )
-    weights = {name: one for name, one in parameters.items() if f"{WEIGHT}/{name}" in layout.parts}
-    if weights and len(weights) < len(parameters):
-        lacking = min(known - set(weights))
-        raise ProgramFailed(f"{folder}: cannot resume the trainer: the weights of {lacking} are missing")
-    entries: dict[str, list[str]] = {name: [] for name in parameters}
-    for one in (*layout.scalars, *layout.parts):
-        entries[one.partition("/")[2]].append(one.partition("/")[0])
+    lacking = sorted(name for name in trained if f"{WEIGHT}/{name}" not in layout.parts)
+    if lacking and len(lacking) < len(trained):
+        raise ProgramFailed(f"{folder}: cannot resume the trainer: the weights of {lacking[0]} are missing")
+    return layout
+
+
+def restore(
+    folder: Path, parameters: Mapping[str, Tensor], optimizer: Optimizer, policy_version: int
+) -> StateLayout:
+    """Go on from a trainer state, whichever processes wrote it: this one reads its own parts.
+
+    Raises ProgramFailed naming the file that is damaged, lacks something, or belongs to another version.
+    """
+    layout = read_checked(folder, parameters.keys(), policy_version)
+    for full, value in layout.scalars.items():
+        key, _, name = full.partition("/")
+        state = optimizer.state[parameters[name]]
+        device = state[key].device if key in state else "cpu"
+        state[key] = torch.tensor(value, dtype=torch.float32, device=device)
     with StoredTensors(folder, layout.shapes, layout.parts) as stored:
-        for name, parameter in parameters.items():
-            before = optimizer.state.get(parameter, {})
-            state = {}
-            for key in entries[name]:
-                full, there = f"{key}/{name}", before.get(key)
-                if key == WEIGHT:
-                    stored.fill(full, parameter)
-                elif full in layout.scalars:
-                    device = there.device if isinstance(there, Tensor) else "cpu"
-                    state[key] = torch.tensor(layout.scalars[full], dtype=torch.float32, device=device)
-                else:
-                    # Where the optimizer has a place for it already, maybe on another device, that is filled.
-                    empty = there is None
-                    state[key] = torch.empty_like(parameter, requires_grad=False) if empty else there
-                    stored.fill(full, state[key])
-            if state:
-                optimizer.state[parameter] = state
+        for full in layout.parts:
+            key, _, name = full.partition("/")
+            parameter = parameters[name]
+            if key == WEIGHT:
+                stored.fill(full, parameter)
+                continue
+            state = optimizer.state[parameter]
+            # Where the optimizer has a place for it already, maybe on another device, that is filled.
+            if key not in state:
+                state[key] = torch.empty_like(parameter, requires_grad=False)
+            stored.fill(full, state[key])
     return layout
