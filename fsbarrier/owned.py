@@ -87,7 +87,7 @@ def opened(path: Path) -> Iterator[Path]:
         raise
     try:
         found = os.fstat(folder)
-        _check_owner(found, path, _owner_here(folder) if found.st_uid != os.geteuid() else found.st_uid)
+        _check_owner(found, path, owner_here(folder) if found.st_uid != os.geteuid() else found.st_uid)
         if found.st_mode & 0o022:
             raise NotOwn(errno.EPERM, "others may write to it", str(path))
         yield Path(f"/proc/self/fd/{folder}")
@@ -127,7 +127,7 @@ def _check_owner(found: os.stat_result, path: Path, also: int) -> None:
         raise NotOwn(errno.EPERM, f"it belongs to {user_name(found.st_uid)}", str(path))
 
 
-def _owner_here(folder: int) -> int:
+def owner_here(folder: int) -> int:
     """Whom a new file in this folder belongs to: on a server that maps users, that is who we are there. -1: none can be made."""
     name = f".fsbarrier-{secrets.token_hex(8)}"
     try:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from fsbarrier import files
 from fsbarrier.errors import UsageError
+from fsbarrier.host import trusted_folder
 from fsbarrier.protocol.timing import REJOIN_TIMEOUT_S
-from fsbarrier.rundir.runrecord import RunRecord, load
+from fsbarrier.rundir.runrecord import STEERING, RunRecord, load
 from fsbarrier.settings.hidden import shown_word
 from fsbarrier.settings.sources import FLAGS, ChosenValue, with_range_of_nodes
 from fsbarrier.start import preflight
@@ -130,6 +131,13 @@ def add_log_path(parser: argparse.ArgumentParser) -> None:
 def find_log_path(args: argparse.Namespace) -> Path:
     """The run directory selected by the flags; it need not exist."""
     return preflight.absolute(args.log_path) if args.log_path else preflight.default_log_path(os.environ)
+
+
+def find_own_run(args: argparse.Namespace) -> RunRecord:
+    """`find_run` for a command that loads the run's program: only of a run that nobody else could have written."""
+    log_path = find_log_path(args)
+    trusted_folder.check(log_path, shared_group=args.shared_group, named="--log-path", inside=STEERING)
+    return find_run(args)
 
 
 def find_run(args: argparse.Namespace) -> RunRecord:

@@ -38,11 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="show what would be done without changing anything"
     )
+    parser.add_argument(
+        "--shared-group",
+        action="store_true",
+        help="trust the owner's group, whose members can write to the run, with your account",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(args: argparse.Namespace) -> int:
-    record = flags.find_run(args)
+    record = flags.find_own_run(args)
     log_path = record.log_path
     if args.iteration < 1:
         raise UsageError(f"--iteration {args.iteration}: iterations are numbered from 1")

@@ -48,6 +48,7 @@ def main(args: argparse.Namespace) -> int:
             else "--dry-run: not supported by submit; use fsbarrier run --dry-run"
         )
     pool = directory.existing(preflight.absolute(args.pool))
+    directory.check_private(pool.root, shared_group=args.shared_group)
     args.num_nodes = str(args.nodes)
     # Report a mistyped setting now instead of on a node an hour later.
     resolve(flags.gather(args))

@@ -85,6 +85,8 @@ def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child],
     choices += ["--rl-phase", settings.rl_phase]
     if settings.rollout_split:
         choices += ["--rollout-split", settings.rollout_split]
+    if settings.shared_group:
+        choices += ["--shared-group"]
     if settings.expect_gpus:
         choices += ["--expect-gpus", str(settings.expect_gpus)]
     # Only node 0 gets the changed settings; the others take them from the run. The exception is num_nodes: without it, a node whose rank

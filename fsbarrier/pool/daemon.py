@@ -165,7 +165,8 @@ class _Node:
         if one.rank == 0:
             words = ["--master", "--num-nodes", str(job.nodes), "--log-path", job.log_path, *job.words]
         else:
-            words = ["--worker", str(one.rank), "--log-path", job.log_path]
+            shared = ["--shared-group"] if "--shared-group" in job.words else []
+            words = ["--worker", str(one.rank), "--log-path", job.log_path, *shared]
         environ = {name: value for name, value in os.environ.items() if name not in ranks.VARIABLES}
         self._serves = one
         try:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from fsbarrier import files, reading
 from fsbarrier.errors import StoreError, UsageError
+from fsbarrier.host import trusted_folder
 from fsbarrier.pool.facts import Decision, Ended, Facts, Job, Placement
 from fsbarrier.retry import FAILING, retry, until_seen
 from fsbarrier.rundir.heartbeats import live_nodes
@@ -49,6 +50,8 @@ class PoolDirectory:
     _jobs: dict[int, Job] = field(default_factory=dict)
     _decisions: dict[int, Decision] = field(default_factory=dict)
     _ended: dict[Placement, int] = field(default_factory=dict)
+    #: a descriptor of the folder that was checked; -1: it was not
+    _held: int = -1
 
     @property
     def paths(self) -> RunPaths:
@@ -65,9 +68,12 @@ class PoolDirectory:
                 f"{self.root}: cannot create the pool directory: {error.strerror or error}"
             ) from None
         check_private(self.root, shared_group=shared_group)
+        self._held = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def read(self) -> Facts:
         """The current contents of the directory."""
+        if self._held >= 0 and not os.path.samestat(os.fstat(self._held), os.stat(self.root)):
+            raise UsageError(f"{self.root}: somebody put another folder in the place of this pool")
         return Facts(*retry(self._read, errnos=FAILING))
 
     def _read(self) -> tuple[Any, ...]:
@@ -138,7 +144,7 @@ class PoolDirectory:
 
 
 def existing(root: Path) -> PoolDirectory:
-    """The existing pool at `root`. Raises UsageError if there is none."""
+    """The existing pool at `root`, to look at. Raises UsageError if there is none."""
     if not (root / "jobs").is_dir():
         raise UsageError(f"{root}: not a pool; create one with `fsbarrier daemon {root}`")
     # Everyone who may use the pool must be able to read the records of this process.
@@ -148,21 +154,11 @@ def existing(root: Path) -> PoolDirectory:
 
 def check_private(root: Path, *, shared_group: bool) -> None:
     """Raises UsageError if other users may write there, because the pool's nodes run jobs as this user."""
-    # Only the pool directory itself may be a symbolic link.
-    for folder, found in ((root, root.stat()), *((root / name, (root / name).lstat()) for name in FOLDERS)):
-        others = stat.S_IWOTH if shared_group else stat.S_IWGRP | stat.S_IWOTH
-        if not stat.S_ISDIR(found.st_mode):
+    for folder in (root / name for name in FOLDERS):
+        # Only the way to the pool may contain links.
+        if not stat.S_ISDIR(folder.lstat().st_mode):
             raise UsageError(f"{folder}: is a symbolic link, which could lead out of the pool; remove it")
-        if found.st_mode & others:
-            who = "everybody" if found.st_mode & stat.S_IWOTH else "its group"
-            raise UsageError(
-                f"{folder}: writable by {who}, who could run commands as you; run chmod go-w {folder}"
-                f"{', or use --shared-group to allow it' if who == 'its group' else ''}"
-            )
-        if found.st_uid not in (os.geteuid(), 0) and not shared_group:
-            raise UsageError(
-                f"{folder}: belongs to another user, who could run commands as you; use a directory of your own"
-            )
+    trusted_folder.check(root, shared_group=shared_group, named="the pool", inside=FOLDERS)
 
 
 def _create(path: Path, body: Mapping[str, object]) -> bool:

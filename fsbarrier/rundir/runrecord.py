@@ -58,6 +58,10 @@ class TaskSource(TypedDict):
     sha256: str
 
 
+#: what in a run directory decides which code its nodes run
+STEERING = ("run.json", "coordination")
+
+
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     """The content of run.json.

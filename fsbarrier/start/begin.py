@@ -15,6 +15,7 @@ from fsbarrier import files
 from fsbarrier.data import demo_tasks
 from fsbarrier.doctor.findings import Report
 from fsbarrier.errors import UsageError
+from fsbarrier.host import trusted_folder
 from fsbarrier.loader import load_program
 from fsbarrier.printable import printable
 from fsbarrier.program import Program
@@ -92,11 +93,15 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
     typed = resolve(chosen.values(), cross_checks=False)
     log_path = Path(typed.log_path) if typed.log_path else preflight.default_log_path(request.environ)
     preflight.check_log_path(log_path)
+    trusts_group = "shared_group" in chosen and typed.shared_group
+    trusted_folder.check(log_path, shared_group=trusts_group, named="--log-path", inside=runrecord.STEERING)
     mount = filesystem.admit(log_path, write=not request.dry_run)
     known = typed.num_nodes if "num_nodes" in chosen else None
     rank = _rank(request, known)
     asked = _Asked(request, chosen, typed, log_path, mount, say)
     record = _find_record(asked, rank)
+    # Again, because somebody else may have made it meanwhile.
+    trusted_folder.check(log_path, shared_group=trusts_group, named="--log-path", inside=runrecord.STEERING)
     start = _create(asked, rank) if record is None else _join(asked, record)
     for line in ranks.contradictions(rank, start.settings.num_nodes, request.environ) if rank else ():
         say(line)

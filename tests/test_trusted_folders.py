@@ -1,0 +1,117 @@
+"""A run directory or a pool that somebody else made or can change is not used: its program would run as the victim."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsbarrier.cli import main
+from fsbarrier.errors import UsageError
+from fsbarrier.host import trusted_folder
+
+SOMEBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes another user's files")
+
+PROGRAM = """
+import pathlib
+pathlib.Path(__file__).with_name("ran").write_text("")
+from fsbarrier.loader import load_program
+PROGRAM = load_program("ping")
+"""
+
+
+@pytest.fixture
+def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of another user, with a program of his, that everybody may read."""
+    place = tmp_path / "of-somebody"
+    place.mkdir()
+    (place / "mine.py").write_text(PROGRAM)
+    words = [
+        "run",
+        "--program",
+        str(place / "mine.py"),
+        "--log-path",
+        str(place / "run"),
+        "--iterations",
+        "1",
+    ]
+    assert main(words) == 0
+    (place / "mine.py").with_name("ran").unlink()
+    for path in (place, *place.rglob("*")):
+        os.chown(path, SOMEBODY, SOMEBODY, follow_symlinks=False)
+    monkeypatch.chdir(tmp_path)
+    return place
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "--worker", "1"],
+        ["run", "--master", "--num-nodes", "2", "--iterations", "2"],
+        ["run", "--dry-run"],
+        ["launch", "local", "--nodes", "1"],
+        ["recover", "--iteration", "1", "--dry-run"],
+        ["recover", "--iteration", "1"],
+    ],
+    ids=" ".join,
+)
+def test_another_users_run_is_refused_and_its_program_is_not_loaded(
+    words: list[str], foreign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A damaged generation makes `recover` ask the program where to continue.
+    (foreign / "run" / "coordination" / "generations" / "gen-000001.json").write_text("{")
+    assert main([*words, "--log-path", str(foreign / "run")]) == 2
+    said = capsys.readouterr().err
+    assert "belongs to nobody" in said and "could run code as you" in said and said.count("\n") == 1
+    assert not (foreign / "ran").exists(), "the other user's program ran"
+
+
+@needs_root
+def test_another_users_pool_is_refused(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pool = foreign / "pool"
+    for name in ("jobs", "decisions", "stops", "ended", "logs", "runs", "coordination"):
+        (pool / name).mkdir(parents=True)
+    os.chown(pool, SOMEBODY, SOMEBODY)
+    for words in (["daemon", str(pool)], ["submit", str(pool), "--program", "ping"]):
+        assert main(words) == 2
+        assert "belongs to nobody" in capsys.readouterr().err
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("change", "shared_group", "says"),
+    [
+        (lambda home: None, False, ""),
+        (lambda home: home.chmod(0o777), False, "everybody may write"),
+        (lambda home: home.chmod(0o777), True, "everybody may write"),
+        (lambda home: home.chmod(0o1777), False, ""),
+        (lambda home: home.chmod(0o775), False, "--shared-group"),
+        (lambda home: home.chmod(0o775), True, ""),
+        (lambda home: (home / "runs" / "one").chmod(0o1777), False, "everybody may write"),
+        (lambda home: (home / "runs" / "one" / "coordination").chmod(0o770), False, "its group may write"),
+    ],
+)
+def test_nobody_else_may_write_on_the_way(
+    tmp_path: Path, change: Callable[[Path], None], shared_group: bool, says: str
+) -> None:
+    """Whoever can rename a folder on the way can put another in the place of the run."""
+    home = tmp_path / "home"
+    (home / "runs" / "one" / "coordination").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(home / "runs")
+    for folder in (home, *home.rglob("*")):
+        # The user's own group would do no harm.
+        os.chown(folder, -1, SOMEBODY)
+    change(home)
+    for folder in (home / "runs" / "one", tmp_path / "link" / "one"):
+        try:
+            trusted_folder.check(
+                folder, shared_group=shared_group, named="--log-path", inside=["coordination", "run.json"]
+            )
+            said = ""
+        except UsageError as error:
+            said = str(error)
+        assert (says in said) if says else not said
