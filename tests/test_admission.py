@@ -138,9 +138,9 @@ def test_only_a_session_that_starts_is_refused(monkeypatch: pytest.MonkeyPatch) 
     def admit(reason: str, rank: int = 0) -> Any:
         context = SimpleNamespace(generation=4, node_rank=rank, leader=0)
         runner = job_runner.JobRunner(cast(Any, None), cast(Any, None), lambda: None)
-        node = SimpleNamespace(generation=SimpleNamespace(reason=reason))
+        node = SimpleNamespace(place=(SimpleNamespace(reason=reason, era=4), None))
         first = runner._admit(cast(Any, context), cast(Any, node))
-        assert runner._admit(cast(Any, context), cast(Any, node)) == [], "once in a generation"
+        assert runner._admit(cast(Any, context), cast(Any, node)) == [], "once in an era"
         return first
 
     for reason in ("start", "start again"):
