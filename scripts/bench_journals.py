@@ -46,7 +46,7 @@ def write_run(folder: Path, nodes: int, iterations: int) -> None:
     settings = resolve((), {"program": "rl", "num_nodes": nodes}, cross_checks=False)
     record = runrecord.new(folder, settings, tasks={}, model=None)
     runrecord.publish(record)
-    for needed in (paths.joins, paths.beats, paths.generations, paths.events):
+    for needed in (paths.joins, paths.status, paths.generations, paths.events):
         files.make_dirs(needed)
     members = tuple(Member(rank, 1, f"host{rank}") for rank in range(nodes))
     generation = Generation(1, members, 0, Position(1, 0), "start", created_by=0)

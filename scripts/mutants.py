@@ -63,7 +63,6 @@ TESTS = (
     ("fsbarrier/node/wor", "durability node_work admission kept_program"),
     ("fsbarrier/node/weights", "weights_copy node_work"),
     ("fsbarrier/node/polling", "polling quiet_waits heartbeats detection"),
-    ("fsbarrier/node/beat_pace", "group_edges heartbeats"),
     ("fsbarrier/node/daemon", "heartbeats membership detection restarts supervisor"),
     (
         "fsbarrier/node/loop",
@@ -280,7 +279,7 @@ def schedules(kinds: Sequence[str], seeds: int) -> str:
         "runs": [
             (usual, 1.0),
             (replace(usual, iterations=3), 0.3),
-            (replace(usual, nodes=6, watchers=2), 0.2),
+            (replace(usual, nodes=6), 0.2),
         ],
         "groups": [(replace(usual, groups=True), 1.0)],
     }

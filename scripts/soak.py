@@ -120,7 +120,7 @@ class Meter:
         self.coordination.see(sum(count_below(folder) for folder in coordination.glob("gen-0*")))
         known = {"coordination", "train_trajectories", "test_trajectories", "checkpoints"}
         others = sum(count_below(root / name) for name in ("logs", "events") if (root / name).is_dir()) + sum(
-            count_below(coordination / name) for name in ("joins", "beats", "generations", "stops")
+            count_below(coordination / name) for name in ("joins", "beats", "status", "generations", "stops")
         )
         starts = len(list((coordination / "joins").glob("*.json")))
         changes = len(list((coordination / "generations").glob("*.json")))
@@ -166,7 +166,7 @@ class Soak(Chaos):
 
     def iteration(self) -> int:
         """Where the furthest node is, by the heartbeats of their newest starts."""
-        listed = sorted((self.log_path / "coordination" / "beats").glob("*.json"))
+        listed = sorted((self.log_path / "coordination" / "status").glob("*.json"))
         furthest = 0
         for path in {path.name.partition(".")[0]: path for path in listed}.values():
             try:

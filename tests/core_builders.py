@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from fsbarrier.protocol.facts import (
-    Beat,
     Fact,
     FailedProgram,
     Generation,
@@ -19,6 +18,7 @@ from fsbarrier.protocol.facts import (
     Member,
     Payload,
     Position,
+    Pulse,
     StopRequest,
 )
 from fsbarrier.protocol.membership import JOINING, Ledger, Limits, Seen
@@ -120,16 +120,14 @@ def seen(
     at: tuple[int, int] = (0, 0),
 ) -> Seen:
     """The last news of a rank: so long ago, in this state; `at`: the row that its heartbeat names."""
-    name = TABLE.rows[at[1]].name if at[0] else ""
-    beat = Beat(rank, incarnation, 9, f"host{rank}", 7, state, 1, at[0], at[1], name)
-    return Seen(beat, NOW - ago, moved)
+    return Seen(Pulse(rank, incarnation, 9, state, 1, at[0], at[1]), NOW - ago, moved)
 
 
 def heard(*news: Seen, ranks: tuple[int, ...] = (0, 1, 2), **fields: Any) -> Ledger:
     """All of `ranks` were heard just now as members, but those of whom there is other `news`."""
     known = {rank: seen(rank) for rank in ranks}
     known.update({item.beat.rank: item for item in news})
-    return Ledger(**{"seen": known, "looked_at": NOW, **fields})
+    return Ledger(**{"seen": known, "heard_until": NOW, **fields})
 
 
 def waiters(*ranks: int, incarnation: int = 1, **fields: Any) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Case:
 
 
 ENDED = {"stage": Stage.ENDED}
-NOBODY = Ledger(looked_at=NOW)
+NOBODY = Ledger(heard_until=NOW)
 
 
 def ends(code: int, state: str, reason: str) -> tuple[Action, ...]:

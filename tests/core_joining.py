@@ -452,7 +452,7 @@ JOINING_ROWS = [
     Case(
         "time in which it could not look does not count",
         back(1, for_s=32.9, missed_s=5.0),
-        sees(ledger=Ledger(looked_at=NOW, missed_s=23.0)),
+        sees(ledger=Ledger(heard_until=NOW, missed_s=23.0)),
         machine.wait_to_be_admitted,
     ),
     Case(

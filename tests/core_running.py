@@ -615,7 +615,7 @@ RUNNING_ROWS = [
     Case(
         "silence counts up to the last look at heartbeats, and not to now",
         at_row(0, ROLL_OUT),
-        sees(ledger=heard(seen(2, ago=15.0), looked_at=NOW - 0.1)),
+        sees(ledger=heard(seen(2, ago=15.0), heard_until=NOW - 0.1)),
         None,
     ),
     Case(

@@ -61,7 +61,7 @@ class FakeRun:
         record = runrecord.new(self.log_path, settings, tasks={}, model=None)
         runrecord.publish(record)
         self.run_id = record.run_id
-        for folder in (self.paths.joins, self.paths.beats, self.paths.generations, self.paths.events):
+        for folder in (self.paths.joins, self.paths.status, self.paths.generations, self.paths.events):
             files.make_dirs(folder)
 
     # --- single records ---

@@ -46,7 +46,7 @@ def started(record: RunRecord, rank: int, host: str, *, incarnation: int = 1) ->
 
 
 def beat(record: RunRecord, rank: int, state: str = "running", counter: int = 1) -> None:
-    STORE.make_dir(record.paths.beats)
+    STORE.make_dir(record.paths.status)
     STORE.put(record.paths.beat(rank, 1), Beat(rank, 1, counter, "host", 1, state))
 
 

@@ -193,10 +193,10 @@ def test_records(record: facts.Record) -> None:
     a_body_with_a_right_digest_is_used_safely()
 
 
-FOLDERS = ("joins", "beats", "generations", "stops")
+FOLDERS = ("joins", "status", "generations", "stops")
 NAMES = {
     "joins": "node-0001.inc-0002.json",
-    "beats": "node-0001.inc-0002.json",
+    "status": "node-0001.inc-0002.json",
     "generations": "gen-000003.json",
     "stops": "000001.json",
 }

@@ -1,4 +1,4 @@
-"""Heartbeats as others read them: of each rank its newest start's, and nothing that is torn, foreign or under another's name."""
+"""Heartbeats: names that nodes rename, one listing that shows all, and the eight rules by which that is safe (docs/protocol.md)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,14 @@ import pytest
 from fsbarrier.group.collective import CollectiveWork
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
-from fsbarrier.node.paces import Paces
+from fsbarrier.node.paces import Paces, next_beat_s
+from fsbarrier.node.publication import Publication
 from fsbarrier.program import Phase, Program, Value
 from fsbarrier.protocol.codec import encode
-from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, R, Record
+from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, Pulse, Record
 from fsbarrier.protocol.state import Exit, Node, RowPart, Rules, Stage
 from fsbarrier.rundir.heartbeats import HeartbeatReader, live_nodes, read_beats
-from fsbarrier.rundir.names import StartName, fact_name
+from fsbarrier.rundir.names import PULSE, StartName, fact_name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 
@@ -31,137 +31,55 @@ def beat(rank: int, incarnation: int, counter: int = 1, state: str = "running") 
 
 def written(root: Path, *beats: Beat) -> RunPaths:
     paths, store = RunPaths(root), PosixStore()
-    store.make_dir(paths.beats)
+    store.make_dir(paths.status)
     for one in beats:
         store.put(paths.beat(one.rank, one.incarnation), one)
     return paths
 
 
+# --- what nodes say beside their heartbeats, for whoever does not beat -------------------------------------------------------------
+
+
 def test_of_each_rank_the_newest_start_that_can_be_read(tmp_path: Path) -> None:
     paths = written(tmp_path, beat(0, 1), beat(0, 2), beat(1, 1))
-    reader = HeartbeatReader(PosixStore(), paths.beats)
+    reader = HeartbeatReader(PosixStore(), paths.status)
     assert dict(reader.read()) == {StartName(0, 2): beat(0, 2), StartName(1, 1): beat(1, 1)}
     paths.beat(0, 3).write_bytes(encode(beat(0, 3))[:-5])
     paths.beat(2, 1).write_bytes(encode(beat(7, 1)))
-    (paths.beats / "node-0001.inc-0002.json~").write_bytes(encode(beat(1, 2)))
+    (paths.status / "node-0001.inc-0002.json~").write_bytes(encode(beat(1, 2)))
     assert dict(reader.read()) == {
         StartName(0, 3): beat(0, 2),
         StartName(1, 1): beat(1, 1),
         StartName(2, 1): None,
     }
+    assert [start.rank for start, _ in reader.read(lambda newest: newest.incarnation > 2)] == [0]
     assert read_beats(tmp_path) == {0: beat(0, 2), 1: beat(1, 1)}
     assert read_beats(tmp_path, 1) == {1: beat(1, 1)} and read_beats(tmp_path, 2) == {}
 
 
-def test_what_is_not_wanted_is_not_read(tmp_path: Path) -> None:
-    paths = written(tmp_path, beat(0, 1), beat(0, 2), beat(1, 1))
-    reader = HeartbeatReader(PosixStore(), paths.beats)
-    assert [start for start, _ in reader.read(lambda newest: newest.incarnation > 1)] == [StartName(0, 2)]
-    paths.beat(0, 2).unlink()
-    assert dict(reader.read())[StartName(0, 1)] == beat(0, 1)
-
-
-class Opened(PosixStore):
-    """Counts the records that are opened."""
-
-    opened = 0
-
-    def read(self, path: Path, cls: type[R]) -> R | None:
-        self.opened += 1
-        return super().read(path, cls)
-
-
-def running(counter: int, generation: int = 1, state: str = "running") -> Beat:
-    return Beat(0, 1, counter, "host", 1, state, generation)
-
-
-def test_a_heartbeat_whose_pulse_moves_need_not_be_opened(tmp_path: Path) -> None:
-    """Only once, to know what it says beside its counter; then a listing shows all members' counters."""
-    store, (loop, *_) = Opened(), started(tmp_path, PosixStore(), [])
-    reader = HeartbeatReader(store, RunPaths(tmp_path).beats, pulses=True)
-    loop.node = replace(loop.node, stage=Stage.RUNNING)
-    for _ in range(9):
-        loop.write_beat(loop.beat(), PosixStore(), 0.0)
-        assert dict(reader.read()) == {StartName(0, 1): replace(loop.beat(), counter=loop.counter - 1)}
-        loop.counter -= 1
-    assert store.opened == 1
-    assert len(os.listdir(RunPaths(tmp_path).beats)) == 2, "one pulse, which is renamed"
-
-
-@pytest.mark.parametrize(
-    ("first", "shown", "then", "now"),
-    [
-        pytest.param(running(1), (7, 7), (7, 7), running(1), id="one that stands still, a dead node's"),
-        pytest.param(running(5), (2, 2), (2, 3), running(5), id="one behind what was read"),
-        pytest.param(running(5), (5, 5), (5, 5), running(6, state="left"), id="a node that left"),
-        pytest.param(running(5), (5, 5), (5, 9), running(9, 2), id="another generation"),
-        pytest.param(running(5, state="finished"), (4, 4), (4, 9), running(9), id="one that did not run"),
-        pytest.param(running(5), (), (), running(6), id="none"),
-        pytest.param(running(5), (), (8,), running(6), id="one that is listed for the first time"),
-        pytest.param(running(5), (9,), (7,), running(6), id="an older listing"),
-    ],
-)
-def test_a_pulse_that_does_not_tell_all_is_not_believed(
-    tmp_path: Path, first: Beat, shown: tuple[int, ...], then: tuple[int, ...], now: Beat
+def test_rule_6_whoever_does_not_beat_reads_contents_and_no_listing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`shown`, `then`: the counters of the pulses in two listings."""
-    paths, reader = written(tmp_path, first), HeartbeatReader(PosixStore(), RunPaths(tmp_path).beats, True)
-    for beats, counters in ((first, shown), (now, then)):
-        for old in paths.beats.glob("*.pulse-*"):
-            old.unlink()
-        for counter in counters:
-            paths.pulse(0, 1, now.generation, counter).touch()
-        PosixStore().put(paths.beat(0, 1), beats)
-        assert dict(reader.read()) == {StartName(0, 1): beats}
+    """A mount may show an old listing for half a minute to a host that renames nothing in the folder."""
+    paths, (loop, *_) = RunPaths(tmp_path), started(tmp_path, PosixStore(), [])
+    stop, names = threading.Event(), PosixStore.names
 
+    def keep_beating() -> None:
+        while not stop.wait(0.01):
+            loop.write_beat(loop.beat(), PosixStore(), 0.0)
 
-def test_a_pulse_that_moved_before_the_last_listing_is_no_news(tmp_path: Path) -> None:
-    paths = written(tmp_path, running(1))
-    reader = HeartbeatReader(PosixStore(), paths.beats, pulses=True)
-    pulse = paths.pulse(0, 1, 1, 1)
-    pulse.touch()
-    assert dict(reader.read()) == {StartName(0, 1): running(1)}
-    pulse.rename(paths.pulse(0, 1, 1, 2))
-    # It leaves this rank to the watchers at first, and reads it once the node has left.
-    assert dict(reader.read(lambda newest: False)) == {}
-    PosixStore().put(paths.beat(0, 1), running(3, state="left"))
-    assert dict(reader.read()) == {StartName(0, 1): running(3, state="left")}
+    def old(store: PosixStore, folder: Path) -> list[str]:
+        return [] if folder == paths.beats else names(store, folder)
 
-
-@pytest.mark.parametrize("state", ["finished", "left"])
-def test_how_a_node_ended_is_read_and_no_pulse_hides_it(tmp_path: Path, state: str) -> None:
-    loop, *_ = started(tmp_path, PosixStore(), [])
-    reader = HeartbeatReader(PosixStore(), RunPaths(tmp_path).beats, pulses=True)
-    loop.node = replace(loop.node, stage=Stage.RUNNING)
-    for ended in (None, None, Exit(0, state, "it ended")):
-        loop.exit = ended
-        loop.write_beat(loop.beat(), PosixStore(), 0.0)
-        ((_, read),) = reader.read()
-        assert read is not None and read.state == (state if ended else Stage.RUNNING)
-
-
-@pytest.mark.parametrize("renamed", [True, False], ids=["done all the same", "not done"])
-def test_a_pulse_that_cannot_be_renamed_keeps_no_heartbeat_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renamed: bool
-) -> None:
-    store, (loop, *_) = Opened(), started(tmp_path, PosixStore(), [])
-    reader = HeartbeatReader(store, RunPaths(tmp_path).beats, pulses=True)
-    loop.node = replace(loop.node, stage=Stage.RUNNING)
-
-    def failing(path: Path, new: Path) -> bool:
-        if renamed:
-            path.rename(new)
-        raise OSError(errno.EIO, "Input/output error")
-
-    for number in range(1, 7):
-        with monkeypatch.context() as patched:
-            if number in (2, 3):
-                patched.setattr(store, "rename", failing)
-            loop.write_beat(loop.beat(), store, 1.0)
-        assert loop.observer.unheard_since is None
-        ((_, read),) = reader.read()
-        assert read is not None and read.counter == number
-    assert store.opened <= 3, "since then the pulse moves again"
+    loop.write_beat(loop.beat(), PosixStore(), 0.0)
+    monkeypatch.setattr(PosixStore, "names", old)
+    thread = threading.Thread(target=keep_beating)
+    thread.start()
+    try:
+        assert [node.rank for node in live_nodes(tmp_path, 60.0)] == [0]
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_a_node_that_does_not_beat_is_not_alive(tmp_path: Path) -> None:
@@ -178,13 +96,20 @@ class FullDisk(PosixStore):
         self.writable, self.hanging = threading.Event(), threading.Semaphore(0)
         self.writable.set()
 
-    def put(self, path: Path, record: Record, *, durable: bool = False) -> None:
+    def _write(self) -> None:
         if self.full:
             raise OSError(errno.ENOSPC, "No space left on device")
         if not self.writable.is_set():
             self.hanging.release()
             self.writable.wait()
+
+    def put(self, path: Path, record: Record, *, durable: bool = False) -> None:
+        self._write()
         super().put(path, record, durable=durable)
+
+    def rename(self, path: Path, new: Path) -> bool:
+        self._write()
+        return super().rename(path, new)
 
     def create(self, path: Path, record: Record) -> bool:
         if self.full:
@@ -196,14 +121,14 @@ ENDLESS = Phase(0, "work", each=lambda context: Value({}))
 
 
 def started(
-    root: Path, store: PosixStore, events: list[str], row: Phase = ENDLESS, nodes: int = 2, watchers: int = 4
+    root: Path, store: PosixStore, events: list[str], row: Phase = ENDLESS, nodes: int = 2
 ) -> list[NodeLoop]:
     """The nodes of a run of one row."""
     paths = RunPaths(root)
     rules = Rules(Program("one", (row,)), nodes)
 
     def start(rank: int) -> NodeLoop:
-        observer = Observer(store, paths, rules.table, Paces(0.0, 0.0, watchers=watchers))
+        observer = Observer(store, paths, rules.table, Paces(0.0, 0.0))
         join = Join(rank, 0, f"host{rank}", rank, "boot", until=1)
         loop = NodeLoop(
             store, observer, rules, CollectiveWork(), join, lambda event, node, fields: events.append(event)
@@ -215,21 +140,181 @@ def started(
     return [start(rank) for rank in range(nodes)]
 
 
-@pytest.mark.parametrize("full_s, lost", [(60, False), (200, True)])
-def test_whoever_cannot_write_a_heartbeat_takes_nobody_for_dead(
-    tmp_path: Path, full_s: int, lost: bool
+def play(loops: list[NodeLoop], seconds: range, silent: frozenset[int] = frozenset()) -> None:
+    """Let the nodes beat and look once a second; those that are `silent` do neither."""
+    for second in seconds:
+        for loop in loops:
+            if loop.node.rank not in silent:
+                loop.write_beat(loop.beat(), loop.store, float(second))
+                with contextlib.suppress(OSError):
+                    loop.tick(float(second))
+
+
+def generations(root: Path) -> list[str]:
+    return sorted(os.listdir(RunPaths(root).generations))
+
+
+# --- the eight rules ---------------------------------------------------------------------------------------------------------------
+
+
+def test_rule_1_a_folder_is_listed_by_its_path_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shared disk is full for a while: the first node that can write again must not go on without the others. But each wait ends."""
+    """A descriptor that is kept open shows an old listing for ever on some mounts, and so may the folder's modification time."""
+    listed, listdir = list[object](), os.listdir
+
+    def noted(folder: object) -> list[str]:
+        listed.append(folder)
+        return listdir(folder)  # type: ignore[arg-type, return-value]
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("only the listing counts")
+
+    monkeypatch.setattr(os, "listdir", noted)
+    for name in ("stat", "scandir", "open"):
+        monkeypatch.setattr(os, name, refused)
+    for count in range(3):
+        assert PosixStore().names(tmp_path) == [], count
+    monkeypatch.undo()
+    assert listed == [tmp_path] * 3
+
+
+def test_rule_2_a_node_s_heartbeat_is_one_file_that_it_renames_among_the_others(tmp_path: Path) -> None:
+    loops, paths = started(tmp_path, PosixStore(), []), RunPaths(tmp_path)
+    play(loops, range(10))
+    found = sorted(PULSE.parse_all(os.listdir(paths.beats)))
+    assert [(one.rank, one.counter, one.state, one.generation) for one in found] == [
+        (0, 10, "running", 1),
+        (1, 10, "running", 1),
+    ]
+    assert len(os.listdir(paths.beats)) == 2
+
+
+@pytest.mark.parametrize("state", ["finished", "left"])
+def test_how_a_node_ended_stands_in_the_name(tmp_path: Path, state: str) -> None:
+    (loop, *_), paths = started(tmp_path, PosixStore(), []), RunPaths(tmp_path)
+    for ended in (None, Exit(0, state, "it ended")):
+        loop.exit = ended
+        loop.write_beat(loop.beat(), PosixStore(), 0.0)
+        (found,) = PULSE.parse_all(os.listdir(paths.beats))
+        assert found.state == (state if ended else Stage.JOINING)
+
+
+@pytest.mark.parametrize("renamed", [True, False], ids=["done all the same", "not done"])
+def test_a_rename_that_ends_in_an_error_leaves_one_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renamed: bool
+) -> None:
+    store, (loop, *_) = PosixStore(), started(tmp_path, PosixStore(), [])
+
+    def failing(path: Path, new: Path) -> bool:
+        if renamed:
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(new)
+        raise OSError(errno.EIO, "Input/output error")
+
+    for number in range(1, 7):
+        with monkeypatch.context() as patched:
+            if number in (2, 3, 4):
+                patched.setattr(store, "rename", failing)
+            loop.write_beat(loop.beat(), store, float(number))
+        assert loop.observer.beaten_at == (1.0 if number in (2, 3, 4) else float(number))
+    assert [one.counter for one in PULSE.parse_all(os.listdir(RunPaths(tmp_path).beats))] == [6]
+
+
+@pytest.mark.parametrize("full_s", [60, 200])
+def test_rule_3_whoever_cannot_write_a_heartbeat_takes_nobody_for_dead(tmp_path: Path, full_s: int) -> None:
+    """A shared disk is full for a while: the first node that can write again must not go on without the others."""
     store, events = FullDisk(), list[str]()
     loops = started(tmp_path, store, events)
-    for second in range(10 + full_s + 20):
-        store.full = 10 <= second < 10 + full_s
-        for loop in loops:
-            loop.write_beat(loop.beat(), store, float(second))
-            with contextlib.suppress(OSError):
-                loop.tick(float(second))
-    assert ("node_lost" in events) == lost
-    assert (tmp_path / "coordination" / "generations" / "gen-000002.json").exists() == lost
+    play(loops, range(10))
+    store.full = True
+    play(loops, range(10, 10 + full_s))
+    with pytest.raises(OSError, match="could not write its heartbeat for"):
+        # So each wait ends: the daemon ends when that has lasted for `outage_s`.
+        loops[0].tick(10.0 + full_s)
+    store.full = False
+    play(loops, range(10 + full_s, 40 + full_s))
+    assert "node_lost" not in events and generations(tmp_path) == ["gen-000001.json"]
+
+
+class Missing(PosixStore):
+    """A mount that does not show some names. `shown_at`: the listings of the heartbeats that it shows all the same, counted from 0."""
+
+    hidden = ""
+    shown_at = range(0)
+    listings = 0
+
+    def names(self, directory: Path) -> list[str]:
+        found = super().names(directory)
+        if directory.name != "beats":
+            return found
+        self.listings += 1
+        shown = not self.hidden or self.listings - 1 in self.shown_at
+        return found if shown else [name for name in found if self.hidden not in name]
+
+
+@pytest.mark.parametrize(
+    ("silent", "status", "lost"),
+    [
+        pytest.param(frozenset[int](), True, False, id="its status moves"),
+        pytest.param(frozenset[int](), False, True, id="nothing of it is shown"),
+        pytest.param(frozenset({1}), True, True, id="it is dead"),
+    ],
+)
+def test_rule_4_before_a_death_the_status_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: frozenset[int], status: bool, lost: bool
+) -> None:
+    """Node 0's mount does not list node 1's heartbeats any more."""
+    events, mount = list[str](), Missing()
+    loops = started(tmp_path, PosixStore(), events)
+    play(loops, range(10))
+    loops[0].observer.store, mount.hidden = mount, "node-0001"
+    if not status:
+        monkeypatch.setattr(HeartbeatReader, "read", lambda *_: iter(()))
+    play(loops, range(10, 60), silent)
+    assert ("node_lost" in events) == lost == (len(generations(tmp_path)) > 1)
+
+
+def test_rule_4_before_a_death_the_heartbeats_are_listed_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing that is made while names change may miss one of them, but not twice running."""
+    events, mount = list[str](), Missing()
+    loops = started(tmp_path, PosixStore(), events)
+    play(loops, range(10))
+    loops[0].observer.store, mount.hidden = mount, "node-0001"
+    monkeypatch.setattr(HeartbeatReader, "read", lambda *_: iter(()))
+    # The sixteenth look would find it silent for `dead_s`; its second listing shows it.
+    mount.shown_at = range(15, 18)
+    play(loops, range(10, 27))
+    assert "node_lost" not in events and mount.listings >= 17
+
+
+def test_rule_5_looks_and_heartbeats_do_not_keep_step() -> None:
+    pauses = [next_beat_s(2.0) for _ in range(100)]
+    assert len(set(pauses)) > 90 and 1.8 <= min(pauses) < 1.9 < max(pauses) <= 2.0
+
+
+def test_rule_8_a_fact_is_published_again_soon_and_then_more_rarely(tmp_path: Path) -> None:
+    """On some mounts a node sees what others have published only once it has changed the folder itself."""
+    rules, store, members = Rules(Program("one", (ENDLESS,)), 2), PosixStore(), (Member(0, 1), Member(1, 1))
+    observer = Observer(store, RunPaths(tmp_path), rules.table)
+    here = Generation(1, members, 0, Position(1, 0), "start")
+    node = Node(1, 1, 0.0, stage=Stage.RUNNING, generation=here, position=here.start, part=RowPart.ANNOUNCED)
+    row = observer.row_dir(1, here.start)
+    store.make_dir(row)
+    publication, long_at, written_at = Publication(store, observer, rules), list[float](), list[float]()
+    publication.publish(node, Fact(1, 1, "done"), 0.0)
+    for step in range(200):
+        now, (path,) = step / 10, row.iterdir()
+        before = path.stat().st_ino
+        publication.repeat(node, now, lambda fact, now=now: long_at.append(now))  # type: ignore[misc]
+        if path.stat().st_ino != before:
+            written_at.append(now)
+    assert (written_at, long_at) == ([0.5, 1.5, 3.5, 7.5, 15.5], [7.5])
+
+
+# --- what follows from them --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fails", ["create", "journal"])
@@ -267,7 +352,7 @@ def test_a_proposal_that_failed_is_made_anew_from_what_is_seen_then(
     assert os.listdir(tmp_path / "coordination" / "generations") == ["gen-000001.json"]
 
 
-def test_whoever_hangs_in_the_write_of_a_heartbeat_takes_nobody_for_dead(tmp_path: Path) -> None:
+def test_rule_3_whoever_hangs_in_the_write_of_a_heartbeat_takes_nobody_for_dead(tmp_path: Path) -> None:
     """The server lets nobody write for a while, and answers what is read: the first write that comes through must not be a generation
     without the others."""
     store, events, threads = FullDisk(), list[str](), list[threading.Thread]()
@@ -294,7 +379,8 @@ def test_whoever_hangs_in_the_write_of_a_heartbeat_takes_nobody_for_dead(tmp_pat
             for loop in loops:
                 loop.write_beat(loop.beat(), store, float(second))
         for loop in loops:
-            loop.tick(float(second))
+            with contextlib.suppress(OSError):
+                loop.tick(float(second))
     assert events.count("generation_started") == 2 and "node_lost" not in events
 
 
@@ -319,17 +405,6 @@ def test_whoever_waits_in_the_last_row_passes_it_with_those_who_have_finished(tm
     assert "node_lost" not in events
 
 
-def test_a_node_whose_watcher_is_silent_looks_at_all_watchers(tmp_path: Path) -> None:
-    """Those of nodes 2 and 3 die together: the second one is found `suspect_s` after the first, not another `dead_s`."""
-    loops = started(tmp_path, PosixStore(), [], nodes=4, watchers=2)
-    for second in range(10 + 15 + 6 + 3):
-        for loop in loops if second < 10 else loops[2:]:
-            loop.write_beat(loop.beat(), PosixStore(), float(second))
-            loop.tick(float(second))
-    assert (tmp_path / "coordination" / "generations" / "gen-000003.json").exists()
-    assert [loop.node.generation and loop.node.generation.ranks for loop in loops[2:]] == [(2, 3)] * 2
-
-
 @pytest.mark.parametrize(
     ("state", "generation", "arrived"),
     [
@@ -351,5 +426,5 @@ def test_only_whoever_finished_this_generation_has_passed_its_last_row(
     store.create(paths.generation(1), here)
     store.make_dir(observer.row_dir(1, here.start))
     store.mark(observer.row_dir(1, here.start) / fact_name(1, 1), Fact(1, 1, "done"))
-    store.put(paths.beat(0, 1), Beat(0, 1, 1, "host", 1, state, generation, 1, 0))
+    paths.pulse(Pulse(0, 1, 1, state, generation, 1, 0)).touch()
     assert observer.view(node, 0.0).arrived == arrived

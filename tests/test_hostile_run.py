@@ -86,7 +86,7 @@ def plant_beside_everything(paths: RunPaths) -> None:
     for number, kind in enumerate(KINDS):
         rank, iteration = 40 + number, 70 + number
         plant(paths.joins, paths.join(rank, 1).name, kind)
-        plant(paths.beats, paths.beat(rank, 1).name, kind)
+        plant(paths.status, paths.beat(rank, 1).name, kind)
         plant(paths.events, paths.journal(rank, 1).name, kind)
         plant(paths.logs / f"attempt_{rank}" / "node_0", "daemon.log", kind)
         plant(paths.logs, f"attempt_{iteration}", kind)

@@ -219,7 +219,7 @@ def test_the_demo_takes_nobody_s_own_run(tmp_path: Path) -> None:
 
 def test_the_demo_goes_on_with_an_unfinished_run(tmp_path: Path) -> None:
     def beat(name: str, state: str) -> None:
-        folder = RunPaths(tmp_path / name).beats
+        folder = RunPaths(tmp_path / name).status
         folder.mkdir(parents=True, exist_ok=True)
         record = Beat(rank=0, incarnation=1, counter=1, host="h", pid=1, state=state)
         (folder / "node-0000.inc-0001.json").write_bytes(encode(record))

@@ -108,12 +108,6 @@ def test_a_loss_that_others_found_is_told_with_what_this_node_knows() -> None:
     assert loss == Loss(member(2), "found by node 1", seen(2, at=(1, MERGE)).beat, 4.0)
 
 
-def test_a_member_that_others_watch_is_lost_in_their_words() -> None:
-    newest = generation(2, (0, 1), created_by=1, reason="node 2 is lost")
-    (loss,) = found_by_others(situation(at_row(0, MERGE), ledger=heard(unwatched={2: NOW})), newest)
-    assert loss == Loss(member(2), "found by node 1, which says: node 2 is lost")
-
-
 def test_a_loss_that_this_node_could_have_noticed_has_its_own_reason() -> None:
     newest = generation(2, (0,), created_by=0)
     ledger = heard(seen(1, ago=3.0), seen(2, ago=15.0))
@@ -121,7 +115,9 @@ def test_a_loss_that_this_node_could_have_noticed_has_its_own_reason() -> None:
     assert [loss.why for loss in found] == ["found by node 0", "no heartbeat for 15.0 s"]
 
 
-ENTERS_2 = step(waiting(0), sees(generation(2), ledger=Ledger(looked_at=NOW, missed_s=7.0)), NOW, rules())[0]
+ENTERS_2 = step(waiting(0), sees(generation(2), ledger=Ledger(heard_until=NOW, missed_s=7.0)), NOW, rules())[
+    0
+]
 LEAVES_1 = step(at_row(0, MERGE), sees(generation(2, (1, 2)), ledger=heard(missed_s=7.0)), NOW, rules())[0]
 
 
@@ -130,7 +126,7 @@ def test_time_in_which_this_node_was_stopped_is_no_silence_of_members_that_it_ne
     blind_s: float, lost: list[int]
 ) -> None:
     """I7: it entered its generation, was stopped before its next look, and then could not read their heartbeats."""
-    ledger = Ledger(looked_at=NOW, missed_s=7.0).observe({}, NOW + 18.0, NOW + 18.0, blind_s)
+    ledger = Ledger(heard_until=NOW, missed_s=7.0).observe({}, NOW + 18.0, NOW + 18.0, blind_s)
     at = Situation(ENTERS_2, sees(ENTERS_2.generation, ledger=ledger), NOW + 18.0, rules())
     assert [loss.member.rank for loss in at.gone] == lost
     left_out = found_by_others(at, generation(3, (0,), created_by=3))

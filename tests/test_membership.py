@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 from core_builders import FIRST, LIMITS, NOW, generation, heard, seen, started
 
-from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import PHASE_NAMES, Phase, Program
-from fsbarrier.protocol.codec import encode
-from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Payload, Position, StopRequest, Verdict
+from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Position, Pulse, StopRequest, Verdict
 from fsbarrier.protocol.membership import (
     JOINING,
     Ledger,
     Limits,
-    left_to_others,
     live_joiners,
     losses,
     occupied,
-    silence,
     silent_members,
 )
-from fsbarrier.protocol.state import Node, Rules
+from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.stop_requests import request_stop
@@ -34,7 +29,7 @@ def joiners(states: list[str], *, incarnation: int = 2, seconds_ago: float = 0.0
     """What a node sees of node 0, whose second start has joined, after heartbeats in these states."""
     ledger = Ledger()
     for counter, state in enumerate(states):
-        beat = Beat(0, incarnation, counter, "a", 1, state)
+        beat = Pulse(0, incarnation, counter, state)
         ledger = ledger.observe({0: beat}, float(counter), float(counter), 60.0)
     joins = {0: Join(0, 2, "a", 1, "boot")}
     live = live_joiners(joins, ledger, len(states) - 1 + seconds_ago, Limits())
@@ -60,88 +55,39 @@ def test_a_file_that_lies_about_is_no_sign_of_life() -> None:
 @pytest.mark.parametrize("known", [1, 2])
 def test_whoever_beats_as_a_newer_start_is_not_silent(known: int) -> None:
     """I7: the heartbeat of a second start may be read before its record; that is a restart, and no silence since the generation began."""
-    ledger = Ledger().observe({0: Beat(0, 2, 1, "b", 1, JOINING)}, 100.0, 100.0, 60.0)
+    ledger = Ledger().observe({0: Pulse(0, 2, 1, JOINING)}, 100.0, 100.0, 60.0)
     joins = {0: Join(0, known, "a", 1, "boot")}
-    (loss,) = losses([Member(0, 1, "a")], 1, joins, ledger, since=0.0, now=100.0, limits=Limits())
+    (loss,) = losses([Member(0, 1, "a")], 1, joins, ledger, since=0.0, limits=Limits())
     assert loss.why == "restarted as incarnation 2"
-
-
-def test_one_whose_heartbeat_cannot_be_read_is_not_taken_for_dead_yet() -> None:
-    """I7: half a heartbeat may be news. But a dead node's may stay torn for ever, so that this holds for `blind_s` and no longer."""
-    ledger = Ledger().observe({0: Beat(0, 1, 5, "a", 1, "running")}, 0.0, 0.0, 3.0)
-    for second in range(1, 20):
-        ledger = ledger.observe({0: Beat(0, 1, 5, "a", 1, "running")}, float(second), float(second), 3.0)
-
-    def lost(ledger: Ledger, now: float) -> bool:
-        return bool(losses([Member(0, 1, "a")], 1, {}, ledger, since=0.0, now=now, limits=Limits()))
-
-    assert lost(ledger, 19.0)
-    torn = ledger.observe({}, 20.0, 20.0, 3.0, unread={0})
-    assert not lost(torn, 20.0)
-    heard = torn.observe({0: Beat(0, 1, 6, "a", 1, "running")}, 21.0, 21.0, 3.0)
-    assert not lost(heard, 21.0)
-    for second in (21.0, 22.0, 23.0):
-        torn = torn.observe({}, second, second, 3.0, unread={0})
-        assert lost(torn, second) == (second >= 23.0)
-
-
-def test_one_that_was_for_others_to_watch_is_silent_only_from_the_first_look_on() -> None:
-    """I7: whoever becomes a watcher has old news of most members, or none; that is no silence."""
-    member, beat = Member(0, 1, "a"), Beat(0, 1, 5, "a", 1, "running")
-    for known in ({0: beat}, {}):
-        ledger = Ledger().observe(known, 0.0, 0.0, 3.0)
-        for second in range(1, 31):
-            ledger = ledger.observe({}, float(second), float(second), 3.0, left_out={0})
-        for second in range(31, 46):
-            ledger = ledger.observe({0: beat} if second > 32 else {}, float(second), float(second), 3.0)
-            lost = losses([member], 1, {}, ledger, since=0.0, now=float(second), limits=Limits())
-            assert bool(lost) == (bool(known) and second == 45), second
-        assert ledger.age(member, 46.0) == (16.0 if known else 13.0)
-
-
-def test_the_first_members_watch_all_and_each_other_one_watches_one_of_them() -> None:
-    members = tuple(Member(rank, 1) for rank in (2, 3, 5, 8, 13))
-    generation = Generation(1, members, 2, Position(1, 0), "start")
-    left_out = {rank: left_to_others(generation, rank, 2) for rank in generation.ranks}
-    assert left_out == {2: set(), 3: set(), 5: {2, 8, 13}, 8: {3, 5, 13}, 13: {2, 5, 8}}
-    suspecting = {rank: left_to_others(generation, rank, 2, suspecting=True) for rank in generation.ranks}
-    assert suspecting == {2: set(), 3: set(), 5: {8, 13}, 8: {5, 13}, 13: {5, 8}}
-    assert left_to_others(generation, 13, 5) == left_to_others(None, 13, 2) == frozenset()
-    turned = Generation(1, members[::-1], 2, Position(1, 0), "start")
-    assert left_to_others(turned, 5, 2) == {2, 8, 13}
 
 
 # --- what one look after another tells -----------------------------------------------------------------------------------------
 
 BLIND_S = 3.0
-Look = tuple[float, float, dict[int, Beat]]
+#: when this node looked, when it had written its own last heartbeat, and what the look showed
+Look = tuple[float, float | None, dict[int, Pulse]]
 
 
-def beat(counter: int, incarnation: int = 1, state: str = "running", rank: int = 0) -> Beat:
-    return Beat(rank, incarnation, counter, "a", 1, state)
+def beat(counter: int, incarnation: int = 1, state: str = "running", rank: int = 0) -> Pulse:
+    return Pulse(rank, incarnation, counter, state)
 
 
 def after_looks(*looks: Look) -> Ledger:
-    """What is known after looks that began and ended at these times and showed these heartbeats."""
     ledger = Ledger()
-    for before, after, beats in looks:
-        ledger = ledger.observe(beats, before, after, BLIND_S)
+    for now, beaten_at, beats in looks:
+        ledger = ledger.observe(beats, now, beaten_at, BLIND_S)
     return ledger
 
 
 @pytest.mark.parametrize(
     ("looks", "counter", "since", "moved"),
     [
-        (
-            [(1.0, 2.0, {0: beat(5)})],
-            5,
-            1.0,
-            False,
-        ),  # from before the read: it may have been written just then
-        ([(1.0, 1.0, {0: beat(5)}), (2.0, 3.0, {0: beat(6)})], 6, 2.0, True),
+        ([(1.0, 1.0, {0: beat(5)})], 5, 1.0, False),
+        ([(1.0, 1.0, {0: beat(5)}), (2.0, 2.0, {0: beat(6)})], 6, 2.0, True),
+        ([(1.0, None, {0: beat(5)}), (2.0, None, {0: beat(6)})], 6, 2.0, True),
         ([(1.0, 1.0, {0: beat(5)}), (2.0, 2.0, {0: beat(5)})], 5, 1.0, False),
         ([(1.0, 1.0, {0: beat(5)}), (2.0, 2.0, {})], 5, 1.0, False),
-        ([(1.0, 1.0, {0: beat(5)}), (2.0, 2.0, {0: beat(4)})], 5, 1.0, False),  # an old reading comes late
+        ([(1.0, 1.0, {0: beat(5)}), (2.0, 2.0, {0: beat(4)})], 5, 1.0, False),  # an old listing comes late
         ([(1.0, 1.0, {0: beat(5)}), (2.0, 2.0, {0: beat(6)}), (3.0, 3.0, {0: beat(6)})], 6, 2.0, True),
         ([(1.0, 1.0, {0: beat(5)}), (2.0, 2.0, {0: beat(0, 2)})], 0, 2.0, False),  # a newer start counts anew
         ([(1.0, 1.0, {0: beat(5, 2)}), (2.0, 2.0, {0: beat(9, 1)})], 5, 1.0, False),  # an older one does not
@@ -155,70 +101,28 @@ def test_a_counter_that_moves_is_a_sign_of_life(
 
 
 @pytest.mark.parametrize(
-    ("looks", "blind", "age"),
+    ("looks", "silent_s"),
     [
-        ([(0.0, 0.0, {0: beat(5)}), (3.0, 3.0, {})], False, 3.0),  # blind_s is not longer than blind_s
-        ([(0.0, 0.0, {0: beat(5)}), (3.1, 3.1, {})], True, 0.0),  # a pause between two looks
-        ([(0.0, 0.0, {0: beat(5)}), (1.0, 4.1, {})], True, 1.0),  # a look that took long
-        ([(0.0, 0.0, {0: beat(5)}), (1.0, 4.0, {})], False, 4.0),
-        ([(0.0, 0.0, {0: beat(5)}), (2.0, 2.0, {}), (9.0, 9.0, {})], True, 2.0),  # what was silence stays it
-        (
-            [(0.0, 0.0, {0: beat(5)}), (9.0, 9.0, {}), (18.0, 18.0, {})],
-            True,
-            3.0,
-        ),  # again at once: blind_s do count
-        ([(0.0, 0.0, {0: beat(5)}), (9.0, 9.0, {}), (18.0, 18.0, {}), (27.0, 27.0, {})], True, 6.0),
-        ([(0.0, 0.0, {0: beat(5)}), (9.0, 9.0, {}), (10.0, 10.0, {}), (20.0, 20.0, {})], True, 1.0),
-        ([(0.0, 0.0, {0: beat(5)}), (9.0, 10.0, {0: beat(6)})], True, 1.0),  # heard all the same
-        ([(0.0, 5.0, {0: beat(5)})], True, 5.0),  # the first look of all
-        ([(0.0, 3.0, {0: beat(5)})], False, 3.0),
-        ([(10.0, 12.0, {0: beat(5)})], False, 2.0),
+        ([(0.0, None, {0: beat(5)}), (50.0, None, {})], 0.0),  # whoever never wrote a heartbeat knows nothing
+        ([(0.0, 0.0, {0: beat(5)}), (2.9, 2.0, {})], 2.0),  # up to its own last one, and not up to now
+        ([(0.0, 0.0, {0: beat(5)}), (50.0, 0.0, {})], 0.0),
+        ([(1.5, 1.0, {0: beat(5)}), (3.1, 3.0, {})], 1.5),  # from the look that showed it on
+        ([(0.0, 0.0, {0: beat(5)}), (3.0, 3.0, {})], 3.0),  # blind_s is not longer than blind_s
+        ([(0.0, 0.0, {0: beat(5)}), (9.0, 9.0, {})], 3.0),  # of a longer gap so much counts
+        ([(0.0, 0.0, {0: beat(5)}), (9.0, 9.0, {}), (18.0, 18.0, {})], 6.0),  # where all is slow, too
+        ([(0.0, 0.0, {0: beat(5)}), (2.0, 2.0, {}), (22.0, 2.0, {}), (22.5, 22.1, {})], 5.0),
+        ([(0.0, 0.0, {0: beat(5)}), (22.0, 22.0, {0: beat(6)})], 0.0),
+        ([(8.0, 0.0, {0: beat(5)}), (9.0, 9.0, {})], 0.0),  # never paused into the future
     ],
 )
-def test_the_time_for_which_this_node_was_blind_is_no_silence(
-    looks: list[Look], blind: bool, age: float
-) -> None:
-    ledger = after_looks(*looks)
-    end = looks[-1][1]
-    assert (ledger.blind, ledger.looked_at) == (blind, end)
-    assert ledger.age(Member(0, 1), end) == pytest.approx(age)
+def test_only_time_in_which_this_node_wrote_heartbeats_is_silence(looks: list[Look], silent_s: float) -> None:
+    """I7, and rule 3 of liveness."""
+    assert after_looks(*looks).silence(Member(0, 1), since=0.0) == pytest.approx(silent_s)
 
 
-def test_where_each_look_is_slow_a_node_that_cannot_write_counts_no_silence_either() -> None:
-    ledger = Ledger()
-    for now in range(0, 60, 4):
-        ledger = ledger.observe({0: beat(1)}, now, now, 1.5, unheard=True)
-    assert ledger.age(Member(0, 1), 56.0) == 0.0
-
-
-def test_silence_is_never_paused_into_the_future() -> None:
-    """A look that overlaps the news: the pause is longer than the time since."""
-    ledger = Ledger().observe({0: beat(5)}, 0.0, 0.0, BLIND_S).observe({0: beat(6)}, 2.0, 2.0, BLIND_S)
-    ledger = ledger.observe({}, 2.5, 9.0, BLIND_S)
-    assert ledger.seen[0].since == 2.0 + 6.5
-    again = Ledger({0: seen(0, ago=1.0)}, looked_at=NOW - 50.0).observe({}, NOW, NOW, BLIND_S)
-    assert again.seen[0].since == NOW
-    silent = Ledger({0: seen(0, ago=60.0)}, looked_at=NOW - 50.0).observe({}, NOW, NOW, BLIND_S)
-    assert silent.seen[0].since == NOW - 10.0
-
-
-def test_being_blind_pauses_what_is_left_to_others_too() -> None:
-    ledger = Ledger().observe({0: beat(5)}, 0.0, 0.0, BLIND_S, left_out={1})
-    assert ledger.unwatched == {1: 0.0}
-    ledger = ledger.observe({}, 1.0, 1.0, BLIND_S)
-    assert ledger.unwatched == {1: 0.0}, "until its heartbeat is read"
-    assert ledger.observe({}, 8.0, 8.0, BLIND_S).unwatched == {1: 7.0}
-    assert Ledger(unwatched={1: 7.0}, looked_at=0.0).observe({}, 8.0, 8.0, BLIND_S).unwatched == {1: 8.0}
-    heard_again = ledger.observe({1: beat(3, rank=1)}, 2.0, 2.0, BLIND_S)
-    assert (heard_again.unwatched, heard_again.seen[1].since) == ({}, 2.0)
-
-
-def test_torn_heartbeats_are_known_by_rank_for_as_long_as_they_are_torn() -> None:
-    ledger = Ledger().observe({}, 0.0, 1.0, BLIND_S, unread={0, 1})
-    assert ledger.unsure == {0: 4.0, 1: 4.0}
-    ledger = ledger.observe({0: beat(1)}, 2.0, 2.0, BLIND_S, unread={1, 2})
-    assert ledger.unsure == {1: 4.0, 2: 5.0}
-    assert ledger.observe({}, 3.0, 3.0, BLIND_S).unsure == {}
+def test_time_that_does_not_count_is_nobodys_silence_not_even_of_those_never_heard() -> None:
+    node, ledger = Node(1, 1, 0.0), after_looks((0.0, 0.0, {}), (20.0, 20.0, {}))
+    assert ledger.missed_s == 17.0 and ledger.silence(Member(0, 1), node.watches_since(ledger)) == 3.0
 
 
 def test_what_is_known_of_a_member_is_known_of_that_start_alone() -> None:
@@ -231,7 +135,6 @@ def test_what_is_known_of_a_member_is_known_of_that_start_alone() -> None:
     assert [known.heard(this, NOW - ago) for ago in (3.0, 2.0, 1.0)] == [True, False, False]
     assert not known.heard(other, 0.0) and not known.heard(Member(1, 1), 0.0)
     assert not Ledger({0: seen(0, moved=False)}).moved(this)
-    assert Ledger({0: seen(0)}, unwatched={0: NOW}).news(this) is None
 
 
 # --- who is lost -----------------------------------------------------------------------------------------------------------------
@@ -268,21 +171,13 @@ LEFT = "it was stopped by hand or ended in an error"
             "no heartbeat for 100.0 s",
             100.0,
         ),  # never seen: since this node began to watch
-        (heard(ranks=(1,), unwatched={2: NOW - 14.9}), {}, None, None),
-        (heard(ranks=(1,), unwatched={2: NOW - 15.0}), {}, "no heartbeat for 15.0 s", 15.0),
-        (heard(seen(2, ago=50.0), unwatched={2: NOW - 3.0}), {}, None, None),
-        (heard(seen(2, ago=50.0), unwatched={2: NOW - 200.0}), {}, "no heartbeat for 100.0 s", 100.0),
-        (heard(seen(2, ago=15.0), unsure={2: NOW + 0.1}), {}, None, None),
-        (heard(seen(2, ago=15.0), unsure={2: NOW}), {}, "no heartbeat for 15.0 s", 15.0),
-        (heard(seen(2, ago=15.0), unsure={1: NOW + 9.0}), {}, "no heartbeat for 15.0 s", 15.0),
-        (heard(seen(2, state="left"), unsure={2: NOW + 9.0}), {}, LEFT, 0.0),
         (heard(seen(2, ago=-1.0, state="left")), {}, LEFT, 0.0),  # heard after the time that is asked for
     ],
 )
 def test_who_is_lost_and_why(
     ledger: Ledger, joins: dict[int, Join], why: str | None, age: float | None
 ) -> None:
-    found = losses(FIRST.members[1:], 1, joins, ledger, NOW - 100.0, NOW, LIMITS)
+    found = losses(FIRST.members[1:], 1, joins, ledger, NOW - 100.0, LIMITS)
     assert [(loss.member.rank, loss.why, loss.age_s) for loss in found] == ([(2, why, age)] if why else [])
     for loss in found:
         news = ledger.news(loss.member)
@@ -290,19 +185,16 @@ def test_who_is_lost_and_why(
 
 
 def test_all_the_lost_are_found_in_their_order_and_nobody_loses_itself() -> None:
-    found = losses(FIRST.members, 1, {}, heard(ranks=()), NOW - 15.0, NOW, LIMITS)
+    found = losses(FIRST.members, 1, {}, heard(ranks=()), NOW - 15.0, LIMITS)
     assert [loss.member.rank for loss in found] == [0, 2]
 
 
 def test_who_is_silent_and_for_how_long() -> None:
     ledger = heard(seen(1, ago=50.0), seen(2, ago=6.0), seen(3, ago=5.9))
     members = [Member(rank, 1) for rank in range(5)]
-    assert silent_members(members, 1, ledger, NOW - 7.0, NOW, 6.0) == {Member(2, 1): 6.0, Member(4, 1): 7.0}
-    assert silence(Member(2, 1), ledger, NOW - 7.0, NOW - 20.0) == 0.0
-    assert silence(Member(2, 2), ledger, NOW - 7.0, NOW) == 7.0
-    assert silence(Member(4, 1), heard(unwatched={4: NOW - 2.0}), NOW - 7.0, NOW) == 2.0
-    assert silence(Member(4, 1), heard(unwatched={4: NOW - 9.0}), NOW - 7.0, NOW) == 7.0
-    assert silence(Member(4, 1), heard(), NOW + 1.0, NOW) == 0.0
+    assert silent_members(members, 1, ledger, NOW - 7.0, 6.0) == {Member(2, 1): 6.0, Member(4, 1): 7.0}
+    assert ledger.silence(Member(2, 2), NOW - 7.0) == 7.0
+    assert ledger.silence(Member(4, 1), NOW + 1.0) == 0.0
 
 
 # --- who is there ----------------------------------------------------------------------------------------------------------------
@@ -351,7 +243,7 @@ def test_who_waits_to_be_taken_in(ledger: Ledger, live: bool) -> None:
 def test_whether_a_generation_may_still_live(
     newest: Generation | None, ledger: Ledger, joins: dict[int, Join], alive: bool
 ) -> None:
-    assert occupied(newest, 1, joins, ledger, NOW - 100.0, NOW, LIMITS) is alive
+    assert occupied(newest, 1, joins, ledger, NOW - 100.0, LIMITS) is alive
 
 
 PING = Program("ping", tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES)))
@@ -368,7 +260,7 @@ class Frozen(PosixStore):
 
 
 def test_of_two_starts_of_a_rank_the_newer_is_heard_and_the_older_told(tmp_path: Path) -> None:
-    """I7: each has a heartbeat file of its own, and by its name the older learns of the newer, however old its listings of `joins/` are."""
+    """I7: each has a heartbeat of its own, and by its name the older learns of the newer, however old its listings of `joins/` are."""
     paths, store = RunPaths(tmp_path), PosixStore()
     for folder in (paths.joins, paths.beats):
         store.make_dir(folder)
@@ -382,37 +274,11 @@ def test_of_two_starts_of_a_rank_the_newer_is_heard_and_the_older_told(tmp_path:
         observer.prepare()
     for counter in range(20):
         for incarnation in (2, 1):  # the older one always beats last
-            beat = Beat(1, incarnation, counter, "ab"[incarnation - 1], 1, JOINING)
-            store.put(paths.beat(1, incarnation), beat)
+            paths.pulse(Pulse(1, incarnation, counter, JOINING)).touch()
         seen = others.view(Node(0, 1, 0.0), float(counter)).ledger.seen[1]
         assert (seen.beat.incarnation, seen.since) == (2, float(counter))
         known = older.view(Node(1, 1, 0.0), float(counter)).joins[1]
         assert known.incarnation == 2
-
-
-def test_half_a_heartbeat_is_known_as_such(tmp_path: Path) -> None:
-    """Whatever an older start of that rank says; and it is looked at again at the next look, however quick."""
-    paths, store = RunPaths(tmp_path), PosixStore()
-    for folder in (paths.joins, paths.beats):
-        store.make_dir(folder)
-    for incarnation in (1, 2):
-        store.put(paths.join(1, incarnation), Join(1, incarnation, "a", 1, "boot"))
-    observer, me = Observer(store, paths, PING), Node(0, 1, 0.0)
-    observer.prepare()
-
-    def beat(incarnation: int, counter: int) -> Beat:
-        return Beat(1, incarnation, counter, "a", 1, JOINING)
-
-    store.put(paths.beat(1, 1), beat(1, 7))
-    for counter in (1, 2):  # it is seen to move: quick looks spare it
-        store.put(paths.beat(1, 2), beat(2, counter))
-        assert observer.view(me, float(counter)).ledger.unsure == {}
-    paths.beat(1, 2).write_bytes(encode(beat(2, 3))[:-9])
-    torn = observer.view(me, 3.0).ledger
-    assert (torn.seen[1].beat.counter, torn.unsure) == (2, {1: 3.0 + observer.paces.blind_s})
-    store.put(paths.beat(1, 2), beat(2, 3))
-    again = observer.view(me, 3.0 + observer.paces.beats_s / observer.paces.eager).ledger
-    assert (again.seen[1].beat.counter, again.unsure) == (3, {})
 
 
 def test_a_stop_holds_for_the_starts_that_were_there(tmp_path: Path) -> None:
@@ -444,38 +310,9 @@ def test_a_stop_holds_for_the_starts_that_were_there(tmp_path: Path) -> None:
     assert seen(0)[0] == ours, "its author's listing was behind"
 
 
-def test_heartbeats_that_are_listed_and_cannot_be_read_are_told_of(tmp_path: Path) -> None:
-    """A mount shows late what others write: nothing goes on, and the user must learn why."""
-    paths, store, told = RunPaths(tmp_path), PosixStore(), list[tuple[str, Payload]]()
-    observer = Observer(store, paths, PING)
-    rules = Rules(PING, 2, limits=Limits(suspect_s=6.0, join_timeout_s=100.0))
-    here = Join(0, 0, "a", 1, "boot")
-    loop = NodeLoop(
-        store,
-        observer,
-        rules,
-        cast(Any, None),
-        here,
-        lambda event, node, fields: told.append((event, fields)),
-    )
-    observer.prepare()
-    loop.start(0.0)
-    store.put(paths.join(1, 1), Join(1, 1, "b", 1, "boot"))
-    paths.beat(1, 1).write_bytes(b"")
-    for now in (1.0, 3.0, 6.9):
-        loop.tick(now)
-    assert observer.hidden_beats == {1: 1.0} and [event for event, _ in told] == ["node_joined"]
-    for now in (7.1, 9.0):
-        loop.tick(now)
-    assert told[1:] == [("heartbeats_hidden", {"hidden": [1], "hidden_s": 6.1})], "once"
-    store.put(paths.beat(1, 1), Beat(1, 1, 1, "b", 1, "joining"))
-    loop.tick(10.0)
-    assert observer.hidden_beats == {}
-
-
 def test_a_stop_names_the_starts_that_its_author_sees(tmp_path: Path) -> None:
     paths, store = RunPaths(tmp_path), PosixStore()
-    for folder in (paths.joins, paths.beats):
+    for folder in (paths.joins, paths.status):
         store.make_dir(folder)
     paths.record.write_bytes(b"{}")
     for rank, incarnation in ((0, 1), (0, 2), (1, 1), (2, 1)):
@@ -550,13 +387,3 @@ def test_work_is_told_the_addresses_of_the_start_that_is_a_member(tmp_path: Path
         observer.registry.joins_of(Generation(1, (Member(1, 2),), 1, Position(1, 0), "start"))[1].host
         == "new"
     )
-
-
-def test_a_heartbeat_under_the_name_of_another_start_is_none(tmp_path: Path) -> None:
-    """A foreign file was copied there, or a name was mistaken by hand."""
-    paths, store = RunPaths(tmp_path), PosixStore()
-    store.make_dir(paths.beats)
-    store.put(paths.beat(1, 2), Beat(1, 1, 7, "a", 1, JOINING))
-    observer = Observer(store, paths, PING)
-    observer.prepare()
-    assert observer.ledger.seen == {} and observer.read_beats()[0] == {}

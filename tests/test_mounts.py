@@ -361,12 +361,12 @@ def test_hard_links_may_be_missing(tmp_path: Path) -> None:
 
 @needs_fuse
 @pytest.mark.slow
-def test_old_listings_are_measured_and_lengthen_the_timeouts(tmp_path: Path) -> None:
+def test_old_listings_are_measured(tmp_path: Path) -> None:
     with mounting.nodes(tmp_path, 2, ["--listing-s", "5", "--negative-s", "30"]) as mounts:
         codes, report = doctors(mounts)
         assert codes == {0} and report["class"] == "close-to-open", report
         assert levels(report)["new name listed after"] == "warning"
-        assert report["staleness_s"] >= 4 and report["timeouts"]["coordination.dead_s"] > 30
+        assert report["staleness_s"] >= 4
     assert os.listdir(tmp_path / "shared") == []
 
 

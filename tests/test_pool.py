@@ -309,7 +309,7 @@ def test_a_job_in_the_queue_says_for_what_it_waits(
     assert f"job 1 {says}0\n" in capsys.readouterr().out
     # However slow this machine is, the node that lives is seen before the watch ends.
     monkeypatch.setattr(directory, "WATCH_S", DEADLINE_S)
-    PosixStore().make_dir(pool.paths.beats)
+    PosixStore().make_dir(pool.paths.status)
     path, counters, over = pool.paths.beat(0, 1), itertools.count(), threading.Event()
 
     def beat() -> None:

@@ -41,7 +41,7 @@ def in_container(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> None:
 
 
 def beat(record: RunRecord, incarnation: int, counter: int, state: str = "running") -> None:
-    PosixStore().make_dir(record.paths.beats)
+    PosixStore().make_dir(record.paths.status)
     written = Beat(2, incarnation, counter, host_name(), 1, state)
     PosixStore().put(record.paths.beat(2, incarnation), written)
 
@@ -180,7 +180,7 @@ def test_a_start_removes_the_locks_of_runs_that_are_gone(record: RunRecord, gone
 
 
 def test_the_lock_of_a_gone_run_that_is_held_stays(record: RunRecord, gone: RunRecord) -> None:
-    gone.paths.beats.mkdir(parents=True)
+    gone.paths.status.mkdir(parents=True)
     with hold_rank(gone.log_path, gone.run_id, 1, FOREVER_S) as lock:
         lock.note_start(2)
         shutil.rmtree(gone.log_path)

@@ -124,8 +124,7 @@ def test_members_that_live_do_not_pass_a_seal_and_go_on_behind_it(tmp_path: Path
     loops, sealed = [start(0), start(1)], Position(9, 9)
     for tenths in range(300):
         for loop in [loop for loop in loops if loop.exit is None]:
-            beat = loop.beat()
-            store.put(paths.beat(beat.rank, beat.incarnation), beat)
+            loop.write_beat(loop.beat(), store, tenths / 10)
             loop.tick(tenths / 10)
         if sealed.iteration == 9 and len(passed) > 6:
             intruder = Observer(store, paths, RULES.table)

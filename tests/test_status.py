@@ -314,7 +314,7 @@ def test_damage_below_the_record_never_crashes(
 
 
 @pytest.mark.parametrize(
-    "name", ["events", "coordination", "coordination/beats", "logs", "train_trajectories"]
+    "name", ["events", "coordination", "coordination/status", "logs", "train_trajectories"]
 )
 def test_a_folder_that_is_something_else_never_crashes(tmp_path: Path, name: str) -> None:
     run = FakeRun(tmp_path / "run")

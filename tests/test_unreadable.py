@@ -70,7 +70,9 @@ def node_loop(folder: Path, rank: int = 0) -> NodeLoop:
 def snapshot(folder: Path) -> dict[str, bytes]:
     """What all that is no heartbeat and no join holds."""
     found = (
-        path for path in folder.rglob("*") if path.is_file() and path.parent.name not in ("beats", "joins")
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.parent.name not in ("beats", "status", "joins")
     )
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 

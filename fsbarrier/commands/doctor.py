@@ -104,6 +104,4 @@ def show(report: Report) -> None:
         names = ", ".join(check.name for check in report.refused)
         console.print(f"[red]This directory cannot support a run[/]: {escape(names)}.")
         return
-    settings = " ".join(f"{name}={value:g}" for name, value in report.timeouts.items())
     console.print("[green]This directory can support a run.[/]")
-    console.print(f"Suggested timeouts: {settings}", markup=False, soft_wrap=True)

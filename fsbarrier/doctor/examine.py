@@ -53,9 +53,7 @@ def short(path: Path, *, write: bool = True) -> Report:
 
 
 def _presumed(path: Path, mount: Mount, checks: list[Check]) -> Report:
-    stale_s = mount.family.stale_s
-    timeouts = verdict.timeouts(stale_s)
-    return Report(str(path), mount.family.category, ALONE, stale_s, timeouts, tuple(checks))
+    return Report(str(path), mount.family.category, ALONE, mount.family.stale_s, tuple(checks))
 
 
 def _refused(checks: list[Check]) -> bool:
@@ -195,13 +193,11 @@ def _conclude(path: Path, findings: dict[int, between.NodeFindings]) -> Report:
         *verdict.merged({rank: node.checks for rank, node in findings.items()}),
         *verdict.between_nodes(findings),
     ]
-    stale_s = verdict.stale_s(findings)
     return Report(
         str(path),
         verdict.category_of(findings),
         f"between {len(findings)} nodes, by measurement",
-        stale_s,
-        verdict.timeouts(stale_s),
+        verdict.stale_s(findings),
         tuple(checks),
         tuple({"node_rank": rank, **asdict(node.about)} for rank, node in findings.items()),
         {str(rank): {**asdict(node.measured), "reached": node.reached} for rank, node in findings.items()},

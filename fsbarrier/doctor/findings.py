@@ -73,7 +73,6 @@ class Report:
     category: str
     proven: str
     stale_s: float
-    timeouts: Mapping[str, float]
     checks: tuple[Check, ...]
     nodes: tuple[Mapping[str, object], ...] = ()
     measured: Mapping[str, object] = field(default_factory=dict)
@@ -90,7 +89,6 @@ class Report:
             "class": self.category,
             "proven": self.proven,
             "staleness_s": self.stale_s,
-            "timeouts": dict(self.timeouts),
             "checks": [asdict(check) for check in self.checks],
             "nodes": [dict(node) for node in self.nodes],
             "measured": dict(self.measured),

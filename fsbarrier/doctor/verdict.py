@@ -1,4 +1,4 @@
-"""Combines the findings of several nodes into checks, a filesystem class and timeouts."""
+"""Combines the findings of several nodes into checks and a filesystem class."""
 
 from __future__ import annotations
 
@@ -10,22 +10,11 @@ from fsbarrier.doctor.findings import NOTE, OK, REFUSED, SEVERITY, WARNING, Chec
 from fsbarrier.doctor.probes import NEEDED, judge_races
 from fsbarrier.host.mounts import CLOSE_TO_OPEN, COHERENT, INSTEAD
 from fsbarrier.node.fingerprint import CLOCKS_APART_S
-from fsbarrier.protocol.timing import BEAT_S, DEAD_S, SUSPECT_S
 
-#: a mount that shows changes sooner than this needs no increased timeouts; a longer delay makes barriers slow enough for a warning
+#: a mount that shows changes sooner than this counts as coherent; a longer delay makes barriers slow enough for a warning
 FRESH_S, SLOW_S = 0.5, 2.0
 RACES = "exclusive-create races"
 LABELS = {"content": "replaced file seen after", "listing": "new name listed after"}
-
-
-def timeouts(stale_s: float) -> dict[str, float]:
-    """The timeouts for a mount on which reads may be `stale_s` seconds old."""
-    late = round(stale_s + 0.5) if stale_s >= FRESH_S else 0
-    return {
-        "coordination.beat_s": BEAT_S,
-        "coordination.suspect_s": SUSPECT_S + late,
-        "coordination.dead_s": DEAD_S + 4 * late,
-    }
 
 
 def stale_s(findings: Findings) -> float:

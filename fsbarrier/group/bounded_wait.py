@@ -10,7 +10,6 @@ from typing import TypeVar
 from fsbarrier.errors import BarrierTimeout, NodeError, StoreError
 from fsbarrier.group.member import Snapshot
 from fsbarrier.group.member_threads import MemberThreads
-from fsbarrier.protocol.membership import silence
 
 T = TypeVar("T")
 
@@ -95,7 +94,8 @@ class BoundedWait:
         node = snapshot.node
         for member in node.generation.members if node.generation is not None else ():
             if member.rank != self._threads.here.rank and member.rank not in snapshot.arrived:
-                silent_s = silence(member, snapshot.ledger, node.watches_since(snapshot.ledger), now)
+                heard_s = snapshot.ledger.age(member, now)
+                silent_s = now - node.since if heard_s is None else heard_s
                 known = f"{member.host}, last heartbeat {silent_s:.1f} s ago"
                 found.append(Awaited(member.rank, member.host, silent_s, known))
         return found

@@ -67,8 +67,6 @@ class CollectiveWork:
     """The WorkRunner of a group: the work of a row is done when the caller has called a collective for it."""
 
     asked: Collective | None = None
-    #: generation and number of the last collective that succeeded here
-    passed: tuple[int, int] | None = None
     #: why this member leaves, for the others
     leaving: str = ""
     _row: tuple[int, Position] | None = None
@@ -88,5 +86,4 @@ class CollectiveWork:
         return WorkReport(RowPart.EACH, True, asked.value, 0.0)
 
     def progress(self) -> Payload:
-        passed = {} if self.passed is None else {"passed": [*self.passed]}
-        return {**passed, "why": self.leaving} if self.leaving else passed
+        return {"why": self.leaving} if self.leaving else {}

@@ -264,7 +264,7 @@ def make_member(
     rules = Rules(TABLE, num_nodes, on_node_failure="hold", limits=limits)
     members_s = min(0.05 * max(1.0, num_nodes / 16), beat_s / 2)
     beats_s = min(beat_s, limits.suspect_s / 3)
-    paces = Paces(members_s, beats_s, 1.5 * beat_s, eagerness(num_nodes), watchers=num_nodes, pulses=False)
+    paces = Paces(members_s, beats_s, 1.5 * beat_s, limits.dead_s, eagerness(num_nodes))
     work, observer = CollectiveWork(), Observer(store, paths, TABLE, paces)
     loop = NodeLoop(store, observer, rules, work, here, lambda event, node, fields: None)
     return GroupMember(loop, work, Snapshot(Node(here.rank, 0, 0.0, here.host), looked_at=0.0))

@@ -17,7 +17,7 @@ from fsbarrier.group.collective import Collective, CollectiveWork, Outcome, as_t
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.row_watch import RowListing
 from fsbarrier.node.unreadable import must_read
-from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member
+from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Pulse
 from fsbarrier.protocol.membership import Ledger, Loss, live_joiners, losses
 from fsbarrier.protocol.state import Node, View
 from fsbarrier.retry import FAILING
@@ -60,7 +60,7 @@ class GroupMember:
     leaving: bool = False
     #: the joins and heartbeats that the first look found, perhaps of an earlier session
     earlier_joins: Mapping[int, Join] = field(default_factory=dict)
-    earlier_beats: Mapping[int, Beat] = field(default_factory=dict)
+    earlier_beats: Mapping[int, Pulse] = field(default_factory=dict)
     #: when the last heartbeat was written, and its distance from the one before
     _last_beat: tuple[float, float] = (0.0, 0.0)
     #: the last call that was examined, and the view in which it was
@@ -80,7 +80,7 @@ class GroupMember:
         observer, here = self.loop.observer, self.loop.join
         try:
             observer.prepare()
-            self.earlier_beats, self.earlier_joins = observer.read_beats()[0], dict(observer.joins)
+            self.earlier_beats, self.earlier_joins = observer.read_beats(), dict(observer.joins)
             self.loop.start(now)
         except OSError as error:
             if error.errno in _MAY_PASS:
@@ -225,8 +225,7 @@ class GroupMember:
         observer, node = loop.observer, loop.node
         ledger, limits = observer.ledger, loop.rules.limits
         since = node.watches_since(ledger)
-        looked_at = since if ledger.looked_at is None else ledger.looked_at
-        found = losses(members, node.rank, observer.joins, ledger, since, looked_at, limits)
+        found = losses(members, node.rank, observer.joins, ledger, since, limits)
         return found[0] if found else None
 
     def _was_passed(self, asked: Collective, names: Iterable[str]) -> bool:
@@ -239,11 +238,10 @@ class GroupMember:
             return True
         ledger = self.loop.observer.ledger
         for member in asked.generation.members:
-            item = ledger.seen.get(member.rank)
-            if item is not None and item.beat.incarnation == member.incarnation:
-                number, iteration = item.beat.progress.get("passed", (0, 0))
-                if number == asked.generation.number and iteration >= asked.position.iteration:
-                    return True
+            news = ledger.news(member)
+            here = news is not None and news.beat.generation == asked.generation.number
+            if news is not None and here and news.beat.iteration > asked.position.iteration:
+                return True
         return False
 
     def _success(self, asked: Collective, now: float) -> Outcome | None:
@@ -259,7 +257,6 @@ class GroupMember:
                 except OSError as error:
                     return self._unreadable_object(asked, rank, f"{path}: {error}", now)
             objects.append(json.loads(text or "null"))
-        self.work.passed = asked.generation.number, asked.position.iteration
         return Outcome(asked, tuple(objects))
 
     def _unreadable_object(self, asked: Collective, rank: int, why: str, now: float) -> Outcome | None:
@@ -282,7 +279,9 @@ class GroupMember:
     def _peer_lost(self, asked: Collective, lost: Loss) -> PeerLost:
         member, why = lost.member, lost.why
         if lost.beat is not None and lost.beat.state == "left":
-            left_because = lost.beat.progress.get("why")
+            observer = self.loop.observer
+            status = observer.store.read(observer.paths.beat(member.rank, member.incarnation), Beat)
+            left_because = status.progress.get("why") if status is not None else None
             why = f"it left the group after {left_because}" if left_because else "it left the group"
         message = (
             f"node {self.loop.join.rank}: {asked.name}: node {member.rank} ({member.host}) is lost: {why}; "

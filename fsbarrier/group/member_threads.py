@@ -14,7 +14,7 @@ from fsbarrier.errors import Fenced, FsbarrierError
 from fsbarrier.group.collective import Collective
 from fsbarrier.group.member import GroupMember, Snapshot
 from fsbarrier.group.noted_store import NotedStore
-from fsbarrier.node.beat_pace import BeatPace
+from fsbarrier.node.paces import next_beat_s
 from fsbarrier.node.polling import FIRST_PAUSE_S, Polling
 from fsbarrier.protocol.state import Exit, Stage
 from fsbarrier.retry import Backoff
@@ -146,7 +146,7 @@ class MemberThreads:
     # --- the beating thread ---
 
     def _write_heartbeats(self) -> None:
-        loop, store, pace = self.member.loop, PosixStore(), BeatPace(self.rules.limits.suspect_s)
+        loop, store = self.member.loop, PosixStore()
         while True:
             failure = self.snapshot.failure
             last = self._leaving.is_set() or failure is not None
@@ -161,4 +161,4 @@ class MemberThreads:
                 return
             joining = loop.node.stage is Stage.JOINING
             usual_s = self.beat_s / loop.observer.paces.eager if joining else self.beat_s
-            self._leaving.wait(pace.pause_s(usual_s, loop.observer.hidden_beats, time.monotonic()))
+            self._leaving.wait(next_beat_s(usual_s))

@@ -32,7 +32,6 @@ from fsbarrier.host.addresses import candidate_addresses
 from fsbarrier.host.identity import boot_id, host_name, user_at_host
 from fsbarrier.host.mounts import claims_unsafe
 from fsbarrier.loader import load_program
-from fsbarrier.node.beat_pace import BeatPace
 from fsbarrier.node.code_digests import code_digests, one_digest
 from fsbarrier.node.context_maker import ContextMaker, parts_on_disk
 from fsbarrier.node.event_log import EventLog
@@ -41,7 +40,7 @@ from fsbarrier.node.job import Workplace
 from fsbarrier.node.job_runner import JobRunner
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
-from fsbarrier.node.paces import crowding, make_paces
+from fsbarrier.node.paces import crowding, make_paces, next_beat_s
 from fsbarrier.node.polling import FIRST_PAUSE_S, Polling
 from fsbarrier.node.rank_lock import RankLock
 from fsbarrier.node.run_rules import make_rules
@@ -216,9 +215,11 @@ class Daemon:
         crowd = crowding(self.settings.num_nodes)
         pauses = Backoff(FIRST_PAUSE_S * crowd, self.settings.coordination.poll_max_s * crowd)
         while self.loop.exit is None and self._signal is None:
-            self._looked_at = time.monotonic()
-            busy = self._polling.look(self._looked_at)
-            self._name_missing_nodes(self._looked_at)
+            now = time.monotonic()
+            if not self._polling.failing:
+                self._looked_at = now
+            busy = self._polling.look(now)
+            self._name_missing_nodes(now)
             if self.jobs.unfit is not None:
                 raise self.jobs.unfit
             self._polling.pause(pauses, busy=busy, ended=lambda: self._signal is not None)
@@ -248,10 +249,9 @@ class Daemon:
         """Write heartbeats, in a thread, until this node has ended, and one last time then.
 
         A node whose loop hangs must not look alive, or the others would wait for it for ever. So the heartbeats stop when the loop has
-        not looked for `suspect_s` / 2. Half, because the others count its silence only from the last heartbeat.
+        not looked, or only in vain, for `suspect_s` / 2. Half, because the others count its silence only from the last heartbeat.
         """
         coordination, noted = self.settings.coordination, 0
-        pace = BeatPace(coordination.suspect_s)
         while True:
             last = self._ended.is_set()
             silent_s = time.monotonic() - self._looked_at
@@ -267,7 +267,7 @@ class Daemon:
             joining = self.loop.node.stage is Stage.JOINING
             # If the loop was only paused, the others should see that at once when it looks again.
             usual_s = JOINING_BEAT_S if joining or held_back else coordination.beat_s
-            self._ended.wait(pace.pause_s(usual_s, self.loop.observer.hidden_beats, time.monotonic()))
+            self._ended.wait(next_beat_s(usual_s))
 
     @contextmanager
     def signals(self) -> Iterator[None]:

@@ -39,7 +39,6 @@ from fsbarrier.protocol.state import (
     Publish,
     RowPart,
     Rules,
-    Stage,
     View,
 )
 from fsbarrier.rundir.journal import summary
@@ -89,8 +88,9 @@ class NodeLoop:
     _pending: deque[Action] = field(default_factory=deque)
     #: the view in which there was nothing to do
     _idle_view: View | None = None
-    #: the current name of this node's pulse (rundir/heartbeats.py)
-    _pulse: Path | None = None
+    #: the names that this node's heartbeat may have now; several after a rename that ended in an error
+    _beat_names: list[Path] = field(default_factory=list)
+    _beating_as: int = 0
 
     def __post_init__(self) -> None:
         paths, fact_removal = self.observer.paths, FactRemoval(self.store, self.observer.paths, self.rules)
@@ -140,7 +140,7 @@ class NodeLoop:
                 busy = outlook is not Outlook.BEHIND
                 if outlook is not Outlook.NEWS:
                     break
-        for event, fields in self._silence.events(self.node, now, self.rules.limits):
+        for event, fields in self._silence.events(self.node, self.rules.limits):
             self.write_event(event, self.node, fields)
         if self.exit is None:
             self._publication.repeat(self.node, now, self._note_long_wait)
@@ -210,24 +210,19 @@ class NodeLoop:
         return Beat(node.rank, *about, *where, self.work.progress())
 
     def write_beat(self, beat: Beat, store: Store, now: float) -> None:
-        """Write a heartbeat. Errors are ignored, since the loop meets the same filesystem and handles them."""
-        observer = self.observer
-        # Before the write, because it may hang.
-        observer.unheard_since = observer.unheard_since or now
+        """Write a heartbeat. Errors are ignored: whoever cannot write its own declares nobody dead (`Observer`)."""
+        observer, new = self.observer, self.observer.paths.pulse(beat.pulse)
+        # First, so that whoever sees how this node ended can read more about it.
         with contextlib.suppress(OSError):
             store.put(observer.paths.beat(beat.rank, beat.incarnation), beat)
-            with contextlib.suppress(OSError):
-                self._show_pulse(beat, store)
-            observer.unheard_since = None
-
-    def _show_pulse(self, beat: Beat, store: Store) -> None:
-        """Rename this node's pulse after the heartbeat that was just written. If that fails, the others open the heartbeat itself."""
-        if beat.state != Stage.RUNNING or not self.observer.paces.pulses:
-            return
-        pulse = self.observer.paths.pulse(beat.rank, beat.incarnation, beat.generation, beat.counter)
-        if self._pulse is None or not store.rename(self._pulse, pulse):
-            store.mark(pulse, beat)
-        self._pulse = pulse
+        with contextlib.suppress(OSError):
+            # If an incarnation begins, the last one's heartbeat stays as it was.
+            before, self._beat_names = self._beat_names, [new, *self._beat_names]
+            if beat.incarnation != self._beating_as:
+                before, self._beating_as = [], beat.incarnation
+            if not any(store.rename(old, new) for old in before):
+                store.mark(new, beat)
+            self._beat_names, observer.beaten_at = [new], now
 
     def _announce(self, incarnation: int) -> bool:
         join = replace(self.join, incarnation=incarnation)

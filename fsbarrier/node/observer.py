@@ -6,23 +6,25 @@ generations and joins (node/registry.py), requests (node/stops_seen.py) and hear
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 
 from fsbarrier.node.paces import Paces
 from fsbarrier.node.registry import Registry
 from fsbarrier.node.row_watch import NO_ROW, RowWatch
-from fsbarrier.node.schedule import AT_ONCE, Schedule
+from fsbarrier.node.schedule import Schedule
 from fsbarrier.node.stops_seen import StopsSeen
 from fsbarrier.node.unreadable import ReadFailures
-from fsbarrier.protocol.facts import Beat, Generation, Join, Position
-from fsbarrier.protocol.membership import FINISHED, Ledger, left_to_others
+from fsbarrier.protocol.facts import Generation, Join, Position, Pulse
+from fsbarrier.protocol.membership import FINISHED, Ledger, silent_members
 from fsbarrier.protocol.rows import Table
-from fsbarrier.protocol.state import WATCHING, Node, ResumePoint, Stage, View, WorkReport
+from fsbarrier.protocol.state import WATCHING, Node, ResumePoint, View, WorkReport
 from fsbarrier.protocol.stops import concerns, missed_by
 from fsbarrier.rundir.heartbeats import HeartbeatReader
-from fsbarrier.rundir.names import StartName
+from fsbarrier.rundir.names import PULSE, StartName
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import Store
 
@@ -45,13 +47,13 @@ class Observer:
     resume_point: ResumePoint | None = None
     #: the view of the last look; None once anything may be new
     last_view: View | None = None
-    #: ranks whose heartbeats are listed and can no longer be read, and since when
-    hidden_beats: Mapping[int, float] = field(default_factory=dict)
-    #: since when this node tries to write a heartbeat; None: the last one is written
-    unheard_since: float | None = None
-    _heartbeats: HeartbeatReader = field(init=False)
-    #: when all heartbeats were read last
-    _all_beats_read_at: float = AT_ONCE
+    #: when this node wrote its last heartbeat; None: not yet
+    beaten_at: float | None = None
+    #: the time of the last look at the heartbeats, which of its own was written before it, and how long it has written none, as far as
+    #: it looked meanwhile
+    looked_at: float | None = None
+    _beaten_before: float | None = None
+    _unwritten_s: float = 0.0
 
     def __post_init__(self) -> None:
         store, paths, failures = self.store, self.paths, ReadFailures(self.store, self.paces.blind_s)
@@ -59,7 +61,6 @@ class Observer:
         self.stops = StopsSeen(store, paths, self.paces.unreadable_s)
         self.row = RowWatch(store, paths, self.table, failures)
         self.schedule = Schedule(self.paces)
-        self._heartbeats = HeartbeatReader(self.store, self.paths.beats, self.paces.pulses)
 
     @property
     def newest(self) -> Generation | None:
@@ -77,7 +78,7 @@ class Observer:
 
     def prepare(self) -> None:
         """Make the directories that will be listed, and look at what is there. Raises OSError; may be tried again."""
-        for directory in (self.paths.joins, self.paths.beats, self.paths.generations, self.paths.stops):
+        for directory in self.paths.listed:
             self.store.make_dir(directory)
         self.read_beats()
         self._look_at_records(None)
@@ -133,52 +134,61 @@ class Observer:
         self.stops.look(now, self.joins.values())
 
     def _look_at_beats(self, node: Node, now: float) -> None:
-        """Read heartbeats. A node that joins looks fast, but reads those of nodes that it saw alive only at the usual pace."""
-        watchers, suspecting = self.paces.watchers, self.schedule.suspecting
-        left_out = left_to_others(node.generation, node.rank, watchers, suspecting=suspecting)
-        spared = {node.rank, *left_out}
-        if node.stage is Stage.JOINING and now - self._all_beats_read_at < self.paces.beats_s:
-            seen, unsure = self.ledger.seen, self.ledger.unsure
-            spared.update(rank for rank, item in seen.items() if item.moved and rank not in unsure)
-        else:
-            self._all_beats_read_at = now
-        beats, unread = self.read_beats(spared, now)
-        unheard, blind_s = self.paces.unheard(self.unheard_since, now), self.paces.blind_s
-        self.ledger = self.ledger.observe(beats, now, now, blind_s, unread, left_out, unheard=unheard)
+        """List all heartbeats. Raises OSError, also if this node cannot write its own: then it cannot take part, and the others go on."""
+        # Before the listing, which is only sure to be as new as that.
+        beaten_at, blind_s = self.beaten_at, self.paces.blind_s
+        self._check_own_beats(beaten_at, now)
+        beats = self.read_beats()
+        beats.pop(node.rank, None)
+        self.ledger = self.ledger.observe(beats, now, beaten_at, blind_s)
+        if silent := self._silent(node):
+            self.ledger = self.ledger.observe(self._look_again(silent), now, beaten_at, blind_s)
         self.row.finished.update(beat.generation for beat in beats.values() if beat.state == FINISHED)
 
-    def read_beats(
-        self, spared: Set[int] = frozenset(), now: float | None = None
-    ) -> tuple[dict[int, Beat], set[int]]:
-        """The heartbeat of each rank's newest start; of a `spared` rank only that of a start newer than the known one.
+    def _check_own_beats(self, beaten_at: float | None, now: float) -> None:
+        gap_s = 0.0 if self.looked_at is None else min(now - self.looked_at, self.paces.blind_s)
+        written = beaten_at is None or beaten_at != self._beaten_before
+        self._unwritten_s = 0.0 if written else self._unwritten_s + gap_s
+        self.looked_at, self._beaten_before = now, beaten_at
+        if self._unwritten_s >= self.paces.dead_s:
+            why = f"this node could not write its heartbeat for {self._unwritten_s:.0f} s"
+            raise OSError(errno.EIO, why, str(self.paths.beats))
 
-        Also gives the ranks whose newest known start could not be read. A heartbeat may name a generation or a start that this
-        node's listings do not show yet. Those records exist, and are opened by their names here. Raises OSError.
+    def _silent(self, node: Node) -> set[int]:
+        """The members that this node would declare dead by their heartbeats' names."""
+        generation = node.generation or self.newest
+        if generation is None:
+            return set()
+        since, dead_s = node.watches_since(self.ledger), self.paces.dead_s
+        return {
+            member.rank
+            for member in silent_members(generation.members, node.rank, self.ledger, since, dead_s)
+        }
+
+    def _look_again(self, ranks: Set[int]) -> dict[int, Pulse]:
+        """The newest heartbeats of `ranks`, by another listing and by their status, whichever is newer.
+
+        A listing that is made while names change may miss a name, and some mounts show old listings and fresh contents.
         """
-        beats: dict[int, Beat] = {}
-        unread: set[int] = set()
-        hidden: set[int] = set()
-        newest = self.registry.newest_known
+        listed = self.read_beats()
+        status = HeartbeatReader(self.store, self.paths.status).read(lambda newest: newest.rank in ranks)
+        told = {start.rank: beat.pulse for start, beat in status if beat is not None}
+        found = [(rank, beats[rank]) for beats in (listed, told) for rank in ranks if rank in beats]
+        return dict(sorted(found, key=itemgetter(1)))
 
-        def known(rank: int) -> int:
-            return self.joins[rank].incarnation if rank in self.joins else 0
+    def read_beats(self) -> dict[int, Pulse]:
+        """The newest heartbeat of each rank. Raises OSError.
 
-        found = self._heartbeats.read(
-            lambda start: start.rank not in spared or start.incarnation > known(start.rank)
-        )
-        for rank, beat in ((start.rank, beat) for start, beat in found):
-            if beat is None:
-                hidden.add(rank)
-                if known(rank):
-                    unread.add(rank)
-                continue
-            beats[rank] = beat
-            if beat.incarnation > known(rank):
+        A heartbeat may name a generation or a start that this node's listings do not show yet. Those records exist, and are opened by
+        their names here.
+        """
+        newest: dict[int, Pulse] = {}
+        for beat in PULSE.parse_all(self.store.names(self.paths.beats)):
+            if beat.rank not in newest or beat > newest[beat.rank]:
+                newest[beat.rank] = beat
+        for rank, beat in newest.items():
+            if rank not in self.joins or beat.incarnation > self.joins[rank].incarnation:
                 self.registry.read_join(StartName(rank, beat.incarnation))
-            elif beat.incarnation < known(rank):
-                unread.add(rank)
-            if beat.generation > newest and self.registry.read_generation(beat.generation):
-                newest = beat.generation
-        if now is not None:
-            self.hidden_beats = {rank: self.hidden_beats.get(rank, now) for rank in hidden}
-        return beats, unread
+            if beat.generation > self.registry.newest_known:
+                self.registry.read_generation(beat.generation)
+        return newest

@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
-from fsbarrier.protocol.timing import OUTAGE_S
+from fsbarrier.protocol.timing import DEAD_S, OUTAGE_S
 from fsbarrier.settings.sections import Settings
 
 
 @dataclass(frozen=True, slots=True)
 class Paces:
-    """Pauses between two looks, in seconds, how looks are shared, and how long a node puts up with failures."""
+    """Pauses between two looks, in seconds, and how long a node puts up with failures."""
 
     #: for generations, joins and stop requests while something happens; up to twice `beats_s` in a long wait
     members_s: float = 0.2
     #: for heartbeats
     beats_s: float = 1.0
-    #: a longer gap between two looks does not count as silence (`Ledger.observe`)
+    #: of a gap between two of this node's own heartbeats, at most so much counts as silence of others (`Ledger.observe`)
     blind_s: float = 3.0
+    #: before a member that is silent for so long is declared dead, the node looks for it once more
+    dead_s: float = DEAD_S
     #: a joining node looks at heartbeats this many times as often
     eager: float = 10.0
-    #: how many members read all heartbeats; the others read that of one watcher (`left_to_others`)
-    watchers: int = 4
-    #: this node shows a pulse, and trusts the others' (`HeartbeatReader`)
-    pulses: bool = True
     #: a request to stop that is unreadable for this long counts as a request to stop at the next safe point
     unreadable_s: float = 15.0
-    #: how long a node retries while the shared directory fails; if it cannot write its heartbeats, it ignores the others' silence as long
+    #: how long a node retries while the shared directory fails
     outage_s: float = OUTAGE_S
 
-    def unheard(self, since: float | None, now: float) -> bool:
-        """Whether the others' silence is ignored, because this node has been trying to write a heartbeat since `since` (None: it has
-        written it)."""
-        return since is not None and self.blind_s <= now - since < self.outage_s
+
+def next_beat_s(beat_s: float) -> float:
+    """The pause before the next heartbeat. It varies, so that looks and heartbeats do not keep step: a listing that is made while names
+    change may miss one of them, and should not miss the same one each time."""
+    return beat_s * random.uniform(0.9, 1.0)
 
 
 def eagerness(num_nodes: int) -> float:
-    """`Paces.eager` for a run of this size. All starting nodes read all heartbeats, so in a large run each must read less often."""
+    """`Paces.eager` for a run of this size. All starting nodes list all heartbeats, so in a large run each must look less often."""
     return min(10.0, max(1.0, 80.0 / num_nodes))
 
 
@@ -55,6 +55,7 @@ def make_paces(settings: Settings) -> Paces:
         # Well below half of `suspect_s`, after which a node stops its own heartbeats because its loop seems to hang.
         beats_s=min(coordination.beat_s, coordination.suspect_s / 3),
         blind_s=1.5 * coordination.beat_s,
+        dead_s=coordination.dead_s,
         eager=eager,
         unreadable_s=coordination.dead_s,
         outage_s=coordination.outage_s,

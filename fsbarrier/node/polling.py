@@ -39,6 +39,11 @@ class Polling:
         self._busy_at = self._looked_at = 0.0
         self._failing_since: float | None = None
 
+    @property
+    def failing(self) -> bool:
+        """Whether the filesystem failed in the last look."""
+        return self._failing_since is not None
+
     def look(self, now: float) -> bool:
         """Run one tick; True if anything happened, so more may follow at once.
 

@@ -13,7 +13,9 @@ from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.record_store import Store
 
 #: the pause before a fact is written again; each further pause is twice as long
-REPEAT_S = 5.0
+REPEAT_S = 0.5
+#: a wait from which on the journal tells when this node's work was done
+LONG_S = 5.0
 
 
 @dataclass
@@ -22,7 +24,8 @@ class Publication:
 
     Some clients cache a directory listing until the directory's modification time changes, and that time may be coarse. Example: node 0
     lists the row, and within the same second node 1's "done" appears. Node 0's client sees the same time and shows the old listing.
-    So a node that waits writes its fact again, which changes the time.
+    So a node that waits writes its fact again, which changes the time. On mounts that refresh a listing only when their own host changes
+    the folder, this shows the node what the others have published.
     """
 
     store: Store
@@ -30,21 +33,26 @@ class Publication:
     rules: Rules
     #: the fact that was published last
     _fact: Fact | None = None
+    _published_at: float = 0.0
     _repeat_at: float = float("inf")
     _pause_s: float = REPEAT_S
+    _was_long: bool = False
 
     def publish(self, node: Node, fact: Fact, now: float) -> None:
         """Write this node's fact about the row that it is in. Raises OSError."""
         self._write(node, fact)
-        self._fact, self._pause_s, self._repeat_at = fact, REPEAT_S, now + REPEAT_S
+        self._fact, self._published_at, self._was_long = fact, now, False
+        self._pause_s, self._repeat_at = REPEAT_S, now + REPEAT_S
 
-    def repeat(self, node: Node, now: float, on_first: Callable[[Fact], None]) -> None:
-        """Write the fact again if the others are still awaited and that is due. The first time, call `on_first`. Raises OSError."""
+    def repeat(self, node: Node, now: float, on_long_wait: Callable[[Fact], None]) -> None:
+        """Write the fact again if the others are still awaited and that is due. Once after `LONG_S`, call `on_long_wait`. Raises
+        OSError."""
         if now < self._repeat_at or self._fact is None or node.part is not RowPart.ANNOUNCED:
             return
         self._write(node, self._fact, again=True)
-        if self._pause_s == REPEAT_S:
-            on_first(self._fact)
+        if not self._was_long and now - self._published_at >= LONG_S:
+            self._was_long = True
+            on_long_wait(self._fact)
         self._pause_s *= 2
         self._repeat_at = now + self._pause_s
 

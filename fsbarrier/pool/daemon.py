@@ -61,7 +61,7 @@ def _membership(pool: PoolDirectory, dead_s: float) -> Iterator[tuple[StartName,
     """Acquire a node number that no other daemon holds: the one this host had before, or a new one."""
     store = PosixStore()
     store.make_dir(pool.paths.joins)
-    store.make_dir(pool.paths.beats)
+    store.make_dir(pool.paths.status)
     while True:
         known = START.parse_all(store.names(pool.paths.joins))
         highest = max((start.rank for start in known), default=-1)
@@ -90,7 +90,7 @@ class _Node:
 
     def run(self) -> None:
         """The main loop, until an exception ends it. Stops the child on the way out."""
-        reader = HeartbeatReader(PosixStore(), self.pool.paths.beats)
+        reader = HeartbeatReader(PosixStore(), self.pool.paths.status)
         pause, look_s = threading.Event(), min(LOOK_S, self.dead_s / 10)
         try:
             while True:
@@ -114,11 +114,10 @@ class _Node:
 
     def _look_at_others(self, reader: HeartbeatReader) -> tuple[set[int], set[int]]:
         """The nodes known to be alive, including this one, and those known to be dead. Raises Fenced."""
-        before = time.monotonic()
         beats = {start: beat for start, beat in reader.read() if beat is not None}
         now = time.monotonic()
         self._ledger = self._ledger.observe(
-            {start.rank: beat for start, beat in beats.items()}, before, now, self.dead_s / 2
+            {start.rank: beat.pulse for start, beat in beats.items()}, now, now, self.dead_s / 2
         )
         living, dead = {self.me.rank}, set[int]()
         for start, beat in beats.items():

@@ -1,6 +1,6 @@
 """The records that nodes leave for each other in the shared directory. A record is written once and never changed.
 
-Heartbeats are the exception: a node replaces its own, as a whole. protocol/codec.py turns records into bytes.
+Only what a node says about itself beside its heartbeat (`Beat`) is replaced. protocol/codec.py turns records into bytes.
 """
 
 from __future__ import annotations
@@ -69,9 +69,25 @@ class Join:
         return [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Pulse:
+    """A heartbeat: the name of a file that its node renames at each beat. Of two of one start, the one with the higher counter is newer.
+
+    `state` tells how the node ended; the last three fields where it is.
+    """
+
+    rank: int
+    incarnation: int
+    counter: int
+    state: str
+    generation: int = 0
+    iteration: int = 0
+    phase: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A heartbeat. `counter` advances while the node is alive; `state` tells how it ended; the other fields are for people."""
+    """What a node says about itself with each heartbeat: for people, and as a second witness before a node is declared dead."""
 
     rank: int
     incarnation: int
@@ -84,6 +100,12 @@ class Beat:
     phase: int = 0
     phase_name: str = ""
     progress: Payload = field(default_factory=dict)
+
+    @property
+    def pulse(self) -> Pulse:
+        """The heartbeat with which this was written."""
+        place = self.generation, self.iteration, self.phase
+        return Pulse(self.rank, self.incarnation, self.counter, self.state, *place)
 
 
 @dataclass(frozen=True, slots=True)

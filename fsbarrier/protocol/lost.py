@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsbarrier.protocol.facts import Beat, Generation, Member, Position
+from fsbarrier.protocol.facts import Generation, Member, Position
 from fsbarrier.protocol.membership import Loss, losses
 from fsbarrier.protocol.situation import Situation
 
@@ -15,7 +15,8 @@ def last_place(at: Situation, loss: Loss) -> Position | None:
     This node entered its row only after every member was done with the row before.
     """
     generation, position, beat = at.node.generation, at.node.position, loss.beat
-    known = [Position(beat.iteration, beat.phase)] if beat is not None and beat.iteration else []
+    said = Position(beat.iteration, beat.phase) if beat is not None and beat.iteration else None
+    known = [said] if said is not None and at.rules.has_row(said) else []
     if generation is not None and position is not None and (known or position > generation.start):
         known.append(position)
     return max(known, default=None)
@@ -65,17 +66,14 @@ def found_by_others(at: Situation, newest: Generation) -> list[Loss]:
         if newest.incarnation_of(m.rank) != m.incarnation and m not in newest.dismissed
     ]
     since = node.watches_since(view.ledger)
-    known = losses(gone, node.rank, view.joins, view.ledger, since, at.now, at.rules.limits)
+    known = losses(gone, node.rank, view.joins, view.ledger, since, at.rules.limits)
     noticed = {loss.member: loss for loss in known}
     return [noticed.get(member) or _loss_from_record(at, member, newest) for member in gone]
 
 
 def _loss_from_record(at: Situation, member: Member, newest: Generation) -> Loss:
     seen, why = at.view.ledger.news(member), f"found by node {newest.created_by}"
-    # The watchers read that member's heartbeat, and this node does not. The record has what they found.
-    if seen is None:
-        return Loss(member, f"{why}, which says: {newest.reason}")
-    return Loss(member, why, seen.beat, at.view.ledger.age(member, at.now))
+    return Loss(member, why, seen.beat if seen is not None else None, at.view.ledger.age(member, at.now))
 
 
 def last_news(at: Situation, rank: int) -> str:
@@ -83,8 +81,6 @@ def last_news(at: Situation, rank: int) -> str:
     seen, join = at.view.ledger.seen.get(rank), at.view.joins.get(rank)
     if seen is None or join is None:
         return "never seen"
-    return f"{join.host}, {_phase_text(seen.beat)}, last heartbeat {at.now - seen.since:.0f} s ago"
-
-
-def _phase_text(beat: Beat) -> str:
-    return f"in {beat.phase_name}" if beat.phase_name else beat.state
+    beat, place = seen.beat, Position(seen.beat.iteration, seen.beat.phase)
+    doing = f"in {at.rules.row_name(place)}" if beat.iteration and at.rules.has_row(place) else beat.state
+    return f"{join.host}, {doing}, last heartbeat {at.now - seen.since:.0f} s ago"

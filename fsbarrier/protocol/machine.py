@@ -265,7 +265,7 @@ def wait_to_be_admitted(at: Situation) -> Step | None:
     """A member of the newest generation may be alive: that generation goes on, and admits this node when an iteration starts."""
     node, view = at.node, at.view
     since = node.watches_since(view.ledger)
-    if not occupied(view.newest, node.rank, view.joins, view.ledger, since, at.now, at.rules.limits):
+    if not occupied(view.newest, node.rank, view.joins, view.ledger, since, at.rules.limits):
         return None
     seen_at_work = not node.saw_others_at_work and any(view.ledger.moved(member) for member in at.others)
     return replace(node, saw_others_at_work=True) if seen_at_work else node, NOTHING

@@ -1,16 +1,16 @@
-"""Failure detection: who is alive, by the age of heartbeat counters on this node's own clock. Pure.
+"""Failure detection: who is alive, by the heartbeats that this node sees, on its own clock. Pure.
 
 A node is declared dead only on evidence: a newer incarnation of its rank has joined, it has said that it left, or its counter has not
-moved for `dead_s` of *this* node's time, not counting time in which this node could not look (invariants I7 and I10). Clocks of two
-hosts are never compared.
+moved for `dead_s` of *this* node's time. Only time in which this node wrote heartbeats itself counts (invariants I7 and I10). Clocks of
+two hosts are never compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from fsbarrier.protocol.facts import Beat, Generation, Join, Member
+from fsbarrier.protocol.facts import Generation, Join, Member, Pulse
 from fsbarrier.protocol.timing import DEAD_S, JOIN_TIMEOUT_S, REJOIN_TIMEOUT_S, STAGGER_S, SUSPECT_S
 
 #: the heartbeat's state of a node that waits to join
@@ -26,105 +26,79 @@ DESERTED = frozenset({"left"})
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The last news of one rank. `since`: the local time just before the read that first showed this counter."""
+    """The last news of one rank. `since`: the local time of the look that first showed this counter."""
 
-    beat: Beat
+    beat: Pulse
     since: float
-    #: this node saw the counter advance, so the file is not a leftover of an earlier session
+    #: this node saw the counter advance, so the name is not a leftover of an earlier session
     moved: bool
-
-    def at(self, since: float) -> Seen:
-        """The same news with another time."""
-        return Seen(self.beat, since, self.moved)
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """The other nodes' heartbeats as this node has seen them. `observe` explains the fields."""
+    """The other nodes' heartbeats as this node has seen them.
+
+    `heard_until`: up to here silence counts. It is the time of this node's own last heartbeat before the last look; None: there was none.
+    """
 
     seen: Mapping[int, Seen] = field(default_factory=dict)
-    #: the time of the last look
-    looked_at: float | None = None
-    #: before its last look this node could not look for longer than `blind_s`
-    blind: bool = False
-    #: rank -> until when its silence proves nothing, because its heartbeat file could not be read whole
-    unsure: Mapping[int, float] = field(default_factory=dict)
-    #: rank -> when this node last left that heartbeat to the watchers
-    unwatched: Mapping[int, float] = field(default_factory=dict)
+    heard_until: float | None = None
     #: all the time so far that did not count as anybody's silence
     missed_s: float = 0.0
 
     def observe(
-        self,
-        beats: Mapping[int, Beat],
-        before: float,
-        after: float,
-        blind_s: float,
-        unread: Set[int] = frozenset(),
-        left_out: Set[int] = frozenset(),
-        *,
-        unheard: bool = False,
+        self, beats: Mapping[int, Pulse], now: float, beaten_at: float | None, blind_s: float
     ) -> Ledger:
-        """The ledger after one look. `before` and `after`: the local time around the reads.
+        """The ledger after a look at `now` that showed `beats`. `beaten_at`: when this node wrote its own last heartbeat before the look.
 
-        Blindness. A gap between two looks of more than `blind_s` does not count as silence. Example: the file server hangs for 20 s.
-        Afterwards every heartbeat is 20 s old, and with `dead_s` = 15 this node would declare all others dead. Of further gaps in
-        a row `blind_s` each do count; otherwise, on a mount where every look takes 4 s, no death would ever be noticed.
+        A listing is only sure to be as new as this node's own last rename in that folder. And a node that cannot write its own heartbeat
+        declares nobody dead. Example: the shared disk fails for a minute. The first node that can write again would declare all others
+        dead. So silence counts up to `beaten_at`.
 
-        `unheard`: this node cannot write its own heartbeat, so the others' silence proves nothing. Example: the shared disk is full for
-        a minute. The first node that can write again would declare all others dead.
-
-        `unread`: ranks whose heartbeat file could not be read whole. Example: node 2's last heartbeat is 14.9 s old, and the read
-        races with its replacement. The torn content may be a new heartbeat, so node 2 is not declared dead for another `blind_s`
-        (`unsure`), and no longer, since the file of a dead node may stay torn.
-
-        `left_out`: ranks whose heartbeats this node leaves to the watchers. Example: node 9 last read node 5's heartbeat an hour ago,
-        and now becomes a watcher. Node 5's silence begins with the last look that left it out (`unwatched`), not an hour ago.
+        Of a gap between two own heartbeats at most `blind_s` counts. Example: the file server hangs for 20 s, or this process is stopped.
+        Afterwards every heartbeat is 20 s old, and with `dead_s` = 15 this node would declare all others dead.
         """
-        gap = after - before if self.looked_at is None else max(before - self.looked_at, after - before)
-        blind = gap > blind_s
-        seen, unwatched, pause = {**self.seen}, {**self.unwatched}, 0.0
-        if blind or unheard:
-            pause = gap - blind_s if self.blind and not unheard else gap
-            seen = {rank: item.at(min(item.since + pause, after)) for rank, item in seen.items()}
-            unwatched = {rank: min(last + pause, after) for rank, last in unwatched.items()}
+        seen, until, pause = {**self.seen}, self.heard_until, 0.0
+        if beaten_at is not None and (until is None or beaten_at > until):
+            pause = max(0.0, beaten_at - until - blind_s) if until is not None else 0.0
+            until = beaten_at
+        if pause:
+            seen = {rank: replace(item, since=min(item.since + pause, now)) for rank, item in seen.items()}
         for rank, beat in beats.items():
             old = seen.get(rank)
-            if unwatched and (last := unwatched.pop(rank, None)) is not None and old is not None:
-                seen[rank] = old = old.at(max(old.since, last))
             if old is None or beat.incarnation > old.beat.incarnation:
-                seen[rank] = Seen(beat, before, False)
+                seen[rank] = Seen(beat, now, False)
             elif beat.incarnation == old.beat.incarnation and beat.counter > old.beat.counter:
-                seen[rank] = Seen(beat, before, True)
-        unsure = {rank: self.unsure.get(rank, after + blind_s) for rank in unread} if unread else {}
-        if left_out:
-            unwatched.update(dict.fromkeys(left_out, after))
-        return Ledger(seen, after, blind, unsure, unwatched, self.missed_s + pause)
+                seen[rank] = Seen(beat, now, True)
+        return Ledger(seen, until, self.missed_s + pause)
 
     def news(self, member: Member) -> Seen | None:
-        """The last heartbeat seen of this incarnation; None if there is none, or if this node leaves it to the watchers."""
+        """The last heartbeat seen of this incarnation; None if there is none."""
         item = self.seen.get(member.rank)
-        if item is None or item.beat.incarnation != member.incarnation or member.rank in self.unwatched:
-            return None
-        return item
+        return item if item is not None and item.beat.incarnation == member.incarnation else None
 
     def age(self, member: Member, now: float) -> float | None:
-        """How long `member`'s counter has not moved; None without news of it."""
+        """How long ago `member`'s counter was seen to move, for people; None without news of it."""
         item = self.news(member)
         return None if item is None else max(0.0, now - item.since)
 
+    def silence(self, member: Member, since: float) -> float:
+        """How long there has been no news of `member`, as far as that counts. Of one never heard it counts from `since` on."""
+        item, until = self.news(member), self.heard_until
+        return 0.0 if until is None else max(0.0, until - (since if item is None else item.since))
+
     def state(self, member: Member) -> str:
-        item = self.seen.get(member.rank)
-        return item.beat.state if item is not None and item.beat.incarnation == member.incarnation else ""
+        item = self.news(member)
+        return item.beat.state if item is not None else ""
 
     def heard(self, member: Member, after: float) -> bool:
         """Whether `member`'s counter moved after local time `after`."""
-        item = self.seen.get(member.rank)
-        return item is not None and item.beat.incarnation == member.incarnation and item.since > after
+        item = self.news(member)
+        return item is not None and item.since > after
 
     def moved(self, member: Member) -> bool:
-        item = self.seen.get(member.rank)
-        return item is not None and item.beat.incarnation == member.incarnation and item.moved
+        item = self.news(member)
+        return item is not None and item.moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +120,7 @@ class Loss:
 
     member: Member
     why: str
-    beat: Beat | None = None
+    beat: Pulse | None = None
     age_s: float | None = None
 
 
@@ -156,26 +130,19 @@ def losses(
     joins: Mapping[int, Join],
     ledger: Ledger,
     since: float,
-    now: float,
     limits: Limits,
 ) -> Sequence[Loss]:
     """The lost members. `since`: from when the silence of a member never seen counts (`Node.watches_since`)."""
-    found = []
-    for member in members:
-        if member.rank != me:
-            loss = _loss(member, joins.get(member.rank), ledger, since, now, limits)
-            if loss is not None:
-                found.append(loss)
-    return found
+    others = [member for member in members if member.rank != me]
+    found = [_loss(member, joins.get(member.rank), ledger, since, limits) for member in others]
+    return [loss for loss in found if loss is not None]
 
 
-def _loss(
-    member: Member, join: Join | None, ledger: Ledger, since: float, now: float, limits: Limits
-) -> Loss | None:
+def _loss(member: Member, join: Join | None, ledger: Ledger, since: float, limits: Limits) -> Loss | None:
     """Whether a member is lost, by the newest heartbeat and the newest start (`join`) of its rank."""
     newest, news = ledger.seen.get(member.rank), ledger.news(member)
     beat, state = (news.beat, news.beat.state) if news is not None else (None, "")
-    age = max(0.0, now - _silent_since(member, news, ledger, since))
+    silent_s = ledger.silence(member, since)
     # A newer start may show by its heartbeat first, while this mount's listing of joins/ is stale.
     started = join.incarnation if join is not None else 0
     if newest is not None and newest.beat.incarnation > started:
@@ -184,47 +151,19 @@ def _loss(
         why = f"restarted as incarnation {started}"
     elif state in DESERTED:
         why = "it was stopped by hand or ended in an error"
-    elif age >= limits.dead_s and now >= ledger.unsure.get(member.rank, now):
-        why = f"{f'it {state}, and no' if state in GONE else 'no'} heartbeat for {age:.1f} s"
+    elif silent_s >= limits.dead_s:
+        why = f"{f'it {state}, and no' if state in GONE else 'no'} heartbeat for {silent_s:.1f} s"
     else:
         return None
-    return Loss(member, why, beat, age)
-
-
-def _silent_since(member: Member, news: Seen | None, ledger: Ledger, since: float) -> float:
-    """When the silence of a member began. One never seen is silent `since` then, or since this node began to watch it."""
-    return news.since if news is not None else max(since, ledger.unwatched.get(member.rank, since))
-
-
-def silence(member: Member, ledger: Ledger, since: float, now: float) -> float:
-    """How long there has been no news of `member`."""
-    return max(0.0, now - _silent_since(member, ledger.news(member), ledger, since))
+    return Loss(member, why, beat, silent_s)
 
 
 def silent_members(
-    members: Iterable[Member], me: int, ledger: Ledger, since: float, now: float, for_s: float
+    members: Iterable[Member], me: int, ledger: Ledger, since: float, for_s: float
 ) -> dict[Member, float]:
     """The other members without news for at least `for_s` seconds, and how long they have been silent."""
-    ages = {member: silence(member, ledger, since, now) for member in members if member.rank != me}
-    return {member: age for member, age in ages.items() if age >= for_s}
-
-
-def left_to_others(
-    generation: Generation | None, me: int, watchers: int, *, suspecting: bool = False
-) -> frozenset[int]:
-    """The members whose heartbeats node `me` need not read.
-
-    The lowest `watchers` ranks of a generation read all heartbeats. Every other node reads that of one watcher, and those of all
-    watchers while it suspects that one (`suspecting`). So the number of reads grows with the number of nodes and not with its square,
-    and every death is still noticed. If all watchers die at once, the others form a generation without them, with new watchers.
-    """
-    if generation is None or len(generation.ranks) <= watchers:
-        return frozenset()
-    watching = sorted(generation.ranks)[:watchers]
-    if me in watching:
-        return frozenset()
-    mine = watching if suspecting else (watching[me % watchers],)
-    return frozenset(generation.ranks).difference(mine, (me,))
+    silent = {member: ledger.silence(member, since) for member in members if member.rank != me}
+    return {member: silent_s for member, silent_s in silent.items() if silent_s >= for_s}
 
 
 def live_joiners(joins: Mapping[int, Join], ledger: Ledger, now: float, limits: Limits) -> dict[int, Join]:
@@ -248,7 +187,6 @@ def occupied(
     joins: Mapping[int, Join],
     ledger: Ledger,
     since: float,
-    now: float,
     limits: Limits,
 ) -> bool:
     """Whether a member of the newest generation may still be alive. Then the generation goes on, and admits joining nodes."""
@@ -258,7 +196,7 @@ def occupied(
         if member.rank == me:
             # The record names an older start of this rank, which this process has replaced.
             continue
-        if losses((member,), me, joins, ledger, since, now, limits) or ledger.state(member) in GONE:
+        if losses((member,), me, joins, ledger, since, limits) or ledger.state(member) in GONE:
             continue
         return True
     return False

@@ -105,14 +105,10 @@ class Situation:
 
     @cached_property
     def gone(self) -> Sequence[Loss]:
-        """The lost members of this node's generation.
-
-        Silence counts up to the last look at the heartbeats, not up to now: a member may have written one since.
-        """
+        """The lost members of this node's generation."""
         node, view = self.node, self.view
-        looked_at = self.now if view.ledger.looked_at is None else view.ledger.looked_at
         members, since = self.generation.members, node.watches_since(view.ledger)
-        return losses(members, node.rank, view.joins, view.ledger, since, looked_at, self.rules.limits)
+        return losses(members, node.rank, view.joins, view.ledger, since, self.rules.limits)
 
     @cached_property
     def living(self) -> Sequence[Member]:

@@ -82,6 +82,10 @@ class Rules:
         """The row at a position of a generation."""
         return self.table.row(position, generation.until, generation.choices.get(SLICE_CHOICE, self.slice))
 
+    def has_row(self, position: Position) -> bool:
+        """Whether the program has such a row; a name that anybody may have made says anything."""
+        return position.phase < len(self.table.rows)
+
     def row_name(self, position: Position) -> str:
         return self.table.rows[position.phase].name
 

@@ -35,7 +35,6 @@ OWN = FREQUENT | {
     "generation_proposed",
     "generation_sealed",
     "generation_started",
-    "heartbeats_hidden",
     "left_generation",
     "node_ended",
     "node_joined",

@@ -13,6 +13,8 @@ from functools import lru_cache
 from string import Formatter
 from typing import Generic, TypeVar
 
+from fsbarrier.protocol.facts import Pulse
+
 T = TypeVar("T")
 
 SPLITS = ("train", "test")
@@ -59,20 +61,10 @@ def _group(spec: str) -> str:
 
 @dataclass(frozen=True, slots=True, order=True)
 class StartName:
-    """One start of a node; the name of its files in joins/ and beats/."""
+    """One start of a node; the name of its files in joins/ and status/."""
 
     rank: int
     incarnation: int
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class PulseName:
-    """The counter of a start's heartbeat, in the generation in which the node runs."""
-
-    rank: int
-    incarnation: int
-    generation: int
-    counter: int
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -102,7 +94,8 @@ class CallName:
 
 
 START = Name("node-{:04d}.inc-{:04d}.json", StartName)
-PULSE = Name("node-{:04d}.inc-{:04d}.gen-{:06d}.pulse-{:d}", PulseName)
+#: a heartbeat
+PULSE = Name("node-{:04d}.inc-{:04d}.beat-{:d}.{:s}.gen-{:06d}.iter-{:06d}.p{:02d}", Pulse)
 GENERATION = Name("gen-{:06d}.json", int)
 GENERATION_FOLDER = Name("gen-{:06d}", int)
 PHASE_FOLDER = Name("p{:02d}-{:s}", PhaseName)

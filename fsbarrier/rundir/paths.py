@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
+from fsbarrier.protocol.facts import Pulse
 from fsbarrier.rundir import names
 
 
@@ -36,15 +37,24 @@ class RunPaths:
 
     @cached_property
     def beats(self) -> Path:
-        """One heartbeat file for each start of a node, which is replaced at each heartbeat, and its pulse."""
+        """The heartbeats: one file for each start of a node, which is renamed at each beat."""
         return self.coordination / "beats"
 
-    def beat(self, rank: int, incarnation: int) -> Path:
-        return self.beats / names.START.build(rank, incarnation)
+    def pulse(self, pulse: Pulse) -> Path:
+        return self.beats / names.PULSE.build(*astuple(pulse))
 
-    def pulse(self, rank: int, incarnation: int, generation: int, counter: int) -> Path:
-        """A file whose name has the heartbeat's counter; see HeartbeatReader."""
-        return self.beats / names.PULSE.build(rank, incarnation, generation, counter)
+    @cached_property
+    def status(self) -> Path:
+        """What each start of a node says about itself with its heartbeats; one file, which is replaced."""
+        return self.coordination / "status"
+
+    def beat(self, rank: int, incarnation: int) -> Path:
+        return self.status / names.START.build(rank, incarnation)
+
+    @property
+    def listed(self) -> tuple[Path, ...]:
+        """The folders of the protocol that every node makes and lists."""
+        return self.joins, self.beats, self.status, self.generations, self.stops
 
     @cached_property
     def generations(self) -> Path:

@@ -257,7 +257,7 @@ def _refuse_links(paths: RunPaths) -> None:
         paths.trackers,
         *map(paths.trajectories, SPLITS),
     )
-    for folder in (*kept, paths.joins, paths.beats, paths.generations, paths.stops, paths.batches):
+    for folder in (*kept, *paths.listed, paths.batches):
         if folder.is_symlink():
             raise UsageError(
                 f"{_shown(folder)}: is a link, and a run follows none below its directory; put the folder itself there "

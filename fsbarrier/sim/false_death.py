@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fsbarrier.sim.history import History, JournalLine
-from fsbarrier.sim.setup import PATHS
+from fsbarrier.sim.history import History
 
 
 def i7_no_false_death(history: History) -> Iterator[str]:
@@ -31,7 +30,7 @@ def i7_no_false_death(history: History) -> Iterator[str]:
             if ended is not None and ended.time <= event.began:
                 continue
             beats = history.beats.get((lost["node_rank"], incarnation), ())
-            until = _last_whole_look(history, event, lost["node_rank"], incarnation) - history.hidden_s
+            until = event.began - history.hidden_s
             shown_from, shown_until = history.old_views.get(event.node.host, (0.0, 0.0))
             if shown_from <= event.time <= shown_until + history.blind_s:
                 until = min(until, shown_from - history.hidden_s)
@@ -39,26 +38,6 @@ def i7_no_false_death(history: History) -> Iterator[str]:
             silent = event.began - max(seen, default=history.starts[event.process][0])
             if silent < least:
                 yield f"node {event.node.rank} took node {lost['node_rank']} for dead after {silent:.1f} s of silence"
-
-
-def _last_whole_look(history: History, event: JournalLine, rank: int, incarnation: int) -> float:
-    """When the node of an event last read a heartbeat. Failed reads do not count; two looks are at most `blind_s` apart, if the
-    node does not stand still and none of them fails as a whole."""
-    looked, apart_s = event.began, history.blind_s * (2 if history.faults & {"lost", "error"} else 1)
-    for time in reversed(history.unread.get((event.node.host, str(PATHS.beat(rank, incarnation))), ())):
-        if (
-            time <= event.time
-            and looked - time - _stood_still(history, event.node.host, time, looked) <= apart_s
-        ):
-            looked = min(looked, time)
-    return looked
-
-
-def _stood_still(history: History, host: str, since: float, until: float) -> float:
-    """For how long the node of a host was stopped, or hung in an operation, in this time."""
-    return sum(
-        max(0.0, min(until, end) - max(since, begin)) for begin, end in history.stood_still.get(host, ())
-    )
 
 
 def _process_of(rank: int, incarnation: int, history: History) -> int:

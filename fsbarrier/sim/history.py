@@ -188,10 +188,6 @@ class History:
     misses: dict[str, int] = field(default_factory=dict)
     # host -> the times in which its mount showed nothing newer
     old_views: dict[str, tuple[float, float]] = field(default_factory=dict)
-    # host -> the times in which its node was stopped, or hung in an operation
-    stood_still: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    # (host, path) -> the times of failed reads: garbled, or with a stale handle
-    unread: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     operations: dict[str, int] = field(default_factory=dict)
 
     @cached_property

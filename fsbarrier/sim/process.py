@@ -45,11 +45,11 @@ BLIND = 1.5
 IDLE = 1.4
 
 
-def usual_paces(settings: Settings, beat_s: float, watchers: int, outage_s: float) -> Paces:
+def usual_paces(settings: Settings, beat_s: float, dead_s: float, outage_s: float) -> Paces:
     """The daemon's paces, without the looks that would show nothing new."""
     values = {"coordination.beat_s": beat_s, "coordination.outage_s": outage_s}
     usual = make_paces(settings.with_values(values))
-    return replace(usual, members_s=RARELY * beat_s, beats_s=RARELY * beat_s, watchers=watchers)
+    return replace(usual, members_s=RARELY * beat_s, beats_s=RARELY * beat_s, dead_s=dead_s)
 
 
 class _BeatStore:
@@ -61,21 +61,25 @@ class _BeatStore:
         self.written: File | None = None
 
     def put(self, path: SimPath, beat: Beat) -> None:
+        self._write(path, lambda: self._client.replace(path, beat))
+
+    def mark(self, path: SimPath, beat: Beat) -> None:
+        self._write(path, lambda: self._client.replace(path, beat), heartbeat=True)
+
+    def rename(self, path: SimPath, new: SimPath) -> bool:
+        return self._write(path, lambda: self._client.move(path, new), heartbeat=True) is not None
+
+    def _write(
+        self, path: SimPath, write: Callable[[], File | None], *, heartbeat: bool = False
+    ) -> File | None:
         if self._trouble.outage is not None:
             raise OSError(self._trouble.outage, "outage", path)
         mishap = strikes.mishap_of_a_beat(self._world)
-        if mishap != "error":
-            self.written = self._client.replace(path, beat)
+        file = write() if mishap != "error" else None
+        if heartbeat and file is not None:
+            self.written = file
         self._raise(mishap, path)
-
-    def rename(self, path: SimPath, new: SimPath) -> bool:
-        mishap = strikes.mishap_of_a_beat(self._world)
-        there = mishap != "error" and self._client.move(path, new)
-        self._raise(mishap, path)
-        return there
-
-    def mark(self, path: SimPath, beat: Beat) -> None:
-        self._client.replace(path, beat)
+        return file
 
     def _raise(self, mishap: str, path: SimPath) -> None:
         if mishap:
@@ -156,7 +160,7 @@ class Process:
 
     def _idle(self) -> None:
         """Plan the next look. Polls that would see nothing new are left out, but not for so long that the gap counts as blindness."""
-        world, seen_at = self.world, self.observer.ledger.looked_at
+        world, seen_at = self.world, self.observer.looked_at
         now, blind_s = world.now, 0.9 * world.beat_s
         if self.failing_since is None and seen_at is not None:
             blind_s = (self.offset + now * self.rate - seen_at) / self.rate
@@ -320,7 +324,7 @@ class Process:
         times.append(world.now)
         # The second heartbeat shows the others that it is alive; later ones are no news.
         if len(times) <= 2:
-            world.first_beat(cast(SimPath, PATHS.beat(self.rank, beat.incarnation)), file)
+            world.first_beat(file)
 
     def _write_journal(self) -> None:
         """The journal is on the shared directory, too. Raises OSError: then the line is written later, or never."""

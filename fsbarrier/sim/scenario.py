@@ -1,7 +1,6 @@
 """Scenarios for tests, in a small language: the nodes, and what happens when. The result is a transcript.
 
-    nodes 3                                   how many (also: iterations, policy, min-nodes, length, seed, stale, stale-content, phases,
-                                              watchers)
+    nodes 3                                   how many (also: iterations, policy, min-nodes, length, seed, stale, stale-content, phases)
     when node 0 enters train_aggregate: kill node 0
     when node 0 enters train_rollout, 2 s later: stop node 2 for 30 s
     at 5 s: ask to stop
@@ -71,7 +70,6 @@ def _world(settings: dict[str, str]) -> World:
         "stale",
         "stale-content",
         "phases",
-        "watchers",
     }
     if settings.keys() - known:
         raise UsageError(f"unknown in a scenario: {', '.join(sorted(settings.keys() - known))}")
@@ -84,7 +82,6 @@ def _world(settings: dict[str, str]) -> World:
         min_nodes=int(settings.get("min-nodes", "1")),
         phases=cast(RlPhase, settings.get("phases", "both")),
         beat_s=BEAT_S,
-        watchers=int(settings.get("watchers", "8")),
         lengths=(float(settings.get("length", "1.0")),),
         habits=Habits(stale, float(settings.get("stale-content", stale)), stale),
         clocks=False,

@@ -57,7 +57,6 @@ class Setup:
     policy: FailurePolicy | None = None
     min_nodes: int | None = None
     phases: RlPhase | None = None
-    watchers: int | None = None
     # seconds between a node's heartbeats
     beat_s: float | None = None
     limits: Limits = field(default_factory=lambda: Limits(join_timeout_s=60.0, rejoin_timeout_s=40.0))

@@ -65,8 +65,6 @@ class MountClient:
         self.stale_handle: Callable[[str, str, float], bool] | None = None
         # reads of names that did not exist (invariant I11)
         self.misses: dict[str, int] = {}
-        # the times of failed reads of a file (invariant I7)
-        self.unread: dict[str, list[float]] = {}
         self._caching = habits != Habits() or bool(disk.coarse_s)
         # Until then this mount shows nothing newer than what it has shown, or shows first.
         self.old_until = 0.0
@@ -142,11 +140,9 @@ class MountClient:
                 after = self.alarm("read", path)
             except OSError as error:
                 if error.errno in OF_ONE_RECORD:
-                    self._unread(path)
                     return None
                 raise
             if after is GarbledRead:
-                self._unread(path)
                 return as_record(MIXED, cls) if path in self.disk.files else None
             if after is not None:
                 raise after()
@@ -157,21 +153,15 @@ class MountClient:
             else:
                 self.misses[path] = self.misses.get(path, 0) + 1
         elif self.disk.spoilt and path in self.disk.spoilt:
-            self._unread(path)
             return as_record(self.disk.spoilt[path], cls)
         elif (self.garbled is not None and self.garbled(self.host, path)) or (
             self.cannot_read and path.startswith(self.cannot_read)
         ):
-            self._unread(path)
             return as_record(MIXED, cls)
         elif self.stale_handle is not None and self.stale_handle(self.host, path, self.disk.now):
-            self._unread(path)
             return None
         content = self._remembered(path, file) if file is None or self._caching else file.content
         return content if content is None or isinstance(content, cls) else as_record(content, cls)
-
-    def _unread(self, path: str) -> None:
-        self.unread.setdefault(path, []).append(self.disk.now)
 
     def fault(self, path: SimPath, cls: type[R]) -> Fault:
         try:
@@ -241,18 +231,18 @@ class MountClient:
 
     def rename(self, path: SimPath, new: SimPath) -> bool:
         after = self._trouble("rename", path)
-        there = self.move(path, new)
+        there = self.move(path, new) is not None
         if after is not None:
             raise after()
         return there
 
-    def move(self, path: SimPath, new: SimPath) -> bool:
+    def move(self, path: SimPath, new: SimPath) -> File | None:
         """As `rename`, but without mishaps."""
         file = self.disk.rename(path, new)
         if self._caching and file is not None:
             self._forget(path, file)
             self._forget(new, file)
-        return file is not None
+        return file
 
     def remove(self, path: SimPath) -> None:
         after = self._trouble("remove", path)
@@ -294,11 +284,6 @@ class MountClient:
         """When this client's cached listing of a directory expires."""
         known = self._lists.get(directory)
         return self.disk.now if known is None else max(self.disk.now, known[2])
-
-    def fresh_at(self, path: str) -> float:
-        """When this client's cached content of a file expires."""
-        known = self._contents.get(path)
-        return self.disk.now if known is None else max(self.disk.now, known[1])
 
     def show_nothing_newer(self, until: float) -> None:
         """Answer from the cache until then, except for this host's own changes."""

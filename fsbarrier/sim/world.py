@@ -44,11 +44,10 @@ class World:
         self.clocks, dice = Random(f"clocks {seed}"), Random(f"world {seed}")
         self.now = 0.0
         self.program = program()
-        self.watchers = setup.watchers or (1, 2, 8, 8)[seed % 4]
         self.beat_s = setup.beat_s or (BEAT_S, 3.0, 4.0)[seed % 3]
         self.settings, self.rules = draw_rules(seed, setup, self.rng, dice, self.beat_s)
         self._draw_disk(seed, dice)
-        self.paces = usual_paces(self.settings, self.beat_s, self.watchers, setup.outage_s)
+        self.paces = usual_paces(self.settings, self.beat_s, self.rules.limits.dead_s, setup.outage_s)
         self.artifacts = Artifacts()
         if self.rules.slice == "update":
             self.artifacts.given = {str(PATHS.merged("train", i + 1)) for i in range(setup.iterations + 1)}
@@ -252,8 +251,6 @@ class World:
         for client, _ in self.clients.values():
             for path, count in client.misses.items():
                 self.history.misses[path] = max(count, self.history.misses.get(path, 0))
-            for path, times in client.unread.items():
-                self.history.unread[client.host, path] = times
             for verb, count in client.ops.items():
                 self.history.operations[verb] = self.history.operations.get(verb, 0) + count
 
@@ -302,7 +299,6 @@ class World:
             self.pause(process, seconds, frozen=True)
             process.deferred.append(process.go_on)
         else:
-            self.history.stood_still.setdefault(process.host, []).append((self.now, self.now + seconds))
             self.say(f"node {process.rank}: an operation hangs for {seconds:g} s")
             self.after(seconds, process.go_on)
         look.park()
@@ -341,7 +337,6 @@ class World:
     def pause(self, process: Process, seconds: float, *, frozen: bool) -> None:
         if process.up and not process.paused:
             process.paused, process.frozen = True, frozen
-            self.history.stood_still.setdefault(process.host, []).append((self.now, self.now + seconds))
             self.say(f"node {process.rank} is stopped for {seconds:g} s{' with its host' if frozen else ''}")
             self.after(seconds, lambda: self.resume(process))
 
@@ -390,11 +385,11 @@ class World:
                 visible = process.client.visible_at(directory)
                 process.wake(visible + self.rng.random() * 0.05, visible)
 
-    def first_beat(self, path: SimPath, file: File) -> None:
+    def first_beat(self, file: File) -> None:
         """Wake the joining processes, since a heartbeat shows them who else is there."""
         for process in self.processes:
             if process.joined and process.loop.node.stage is JOINING and process.host != file.host:
-                seen_at = max(process.client.visible_at(file.directory), process.client.fresh_at(path))
+                seen_at = process.client.visible_at(file.directory)
                 process.wake(seen_at + self.rng.random() * POLL_S, seen_at)
 
     def say(self, text: str, mark: str = "!") -> None:

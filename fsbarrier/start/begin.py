@@ -185,7 +185,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
         fixed |= {"model": str(policy.model)}
     given = {name: value.value for name, value in chosen.items()}
     nodes = given.get("num_nodes", 1)
-    limits = filesystem.limits(mount, given, nodes if isinstance(nodes, int) else 1)
+    limits = filesystem.limits(given, nodes if isinstance(nodes, int) else 1)
     settings = resolve(chosen.values(), {**limits, **defaults, **fixed})
     asked.check_rank(rank, settings.num_nodes)
     _check_slice(settings, program)

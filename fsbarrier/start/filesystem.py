@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fsbarrier import files
-from fsbarrier.doctor import examine, verdict
+from fsbarrier.doctor import examine
 from fsbarrier.doctor.findings import Report
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.host.identity import host_name
@@ -18,7 +18,11 @@ from fsbarrier.rundir.paths import RunPaths
 
 #: Above this number of nodes the timeouts grow with it, so that the heartbeats do not increase the load on the file server.
 MANY_NODES = 160
-LIMITS = ("coordination.beat_s", "coordination.suspect_s", "coordination.dead_s")
+LIMITS = {
+    "coordination.beat_s": BEAT_S,
+    "coordination.suspect_s": SUSPECT_S,
+    "coordination.dead_s": DEAD_S,
+}
 
 
 def admit(log_path: Path, *, write: bool) -> Report:
@@ -41,13 +45,12 @@ def admit(log_path: Path, *, write: bool) -> Report:
     return report
 
 
-def limits(report: Report, given: Mapping[str, object], num_nodes: int) -> dict[str, float]:
-    """Longer timeouts for a filesystem with stale reads or for many nodes; {} if the user set any of them."""
-    stale, crowd = report.stale_s >= verdict.FRESH_S, num_nodes / MANY_NODES
-    if any(name in given for name in LIMITS) or not (stale or crowd > 1):
+def limits(given: Mapping[str, object], num_nodes: int) -> dict[str, float]:
+    """Longer timeouts for many nodes; {} if the user set any of them."""
+    crowd = num_nodes / MANY_NODES
+    if crowd <= 1 or any(name in given for name in LIMITS):
         return {}
-    timeouts = report.timeouts if stale else dict(zip(LIMITS, (BEAT_S, SUSPECT_S, DEAD_S), strict=True))
-    return {name: round(seconds * max(1.0, crowd), 1) for name, seconds in timeouts.items()}
+    return {name: round(seconds * crowd, 1) for name, seconds in LIMITS.items()}
 
 
 def record(report: Report, paths: RunPaths, node_rank: int) -> None:

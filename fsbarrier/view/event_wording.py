@@ -111,15 +111,6 @@ def _suspect(event: Event) -> str:
     return f"{name} has had no heartbeat{f' for {silent_s:.0f} s' if silent_s is not None else ''}"
 
 
-def _hidden(event: Event) -> str:
-    ranks, hidden_s = event.lines("hidden"), event.number("hidden_s")
-    since = f" for {hidden_s:.0f} s" if hidden_s is not None else ""
-    return (
-        f"the heartbeats of node{'s' if len(ranks) != 1 else ''} {', '.join(ranks) or '?'} are listed but have been unreadable{since}: "
-        "this mount shows changes of other nodes late; measure the delay with fsbarrier doctor --num-nodes N"
-    )
-
-
 def _lost(event: Event) -> str:
     each = [
         f"node {node.node_rank} ({node.host or '?'}) is lost: {node.why or 'unknown reason'}"
@@ -260,7 +251,6 @@ WORDING: dict[str, Callable[[Event], str | None]] = {
     "left_generation": _left,
     "node_suspected": _suspect,
     "node_recovered": _suspect,
-    "heartbeats_hidden": _hidden,
     "node_lost": _lost,
     "work_failed": _failed,
     "shares_fixed": lambda event: f"nodes do not take over each other's tasks: {event.text('why') or '?'}",

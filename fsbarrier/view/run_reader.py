@@ -68,6 +68,8 @@ class RunReader:
     arrived_since: dict[int, float] = field(default_factory=dict)
 
     history: RunHistory = field(default_factory=RunHistory)
+    #: the last status of each rank that could be read
+    _beats: dict[int, Beat] = field(default_factory=dict)
     _generations: set[int] = field(default_factory=set)
     _phase_names: dict[int, str] = field(default_factory=dict)
     _clocks: dict[names.StartName, str] = field(default_factory=dict)
@@ -85,7 +87,7 @@ class RunReader:
         self._boot = boot_id()
         self._host = host_name()
         self._store = LenientStore()
-        self._heartbeats = HeartbeatReader(self._store, self.paths.beats)
+        self._heartbeats = HeartbeatReader(self._store, self.paths.status)
 
     def poll(self, now: float) -> list[Event]:
         """Poll everything and return the new events, sorted by wall clock. `now`: this process's monotonic time."""
@@ -150,10 +152,8 @@ class RunReader:
 
     def beat(self, rank: int) -> Beat | None:
         """The last heartbeat of a rank's newest incarnation."""
-        seen, join = self.ledger.seen.get(rank), self.joins.get(rank)
-        if seen is None or (join is not None and seen.beat.incarnation < join.incarnation):
-            return None
-        return seen.beat
+        beat, join = self._beats.get(rank), self.joins.get(rank)
+        return beat if beat is not None and (join is None or beat.incarnation >= join.incarnation) else None
 
     def beat_age_s(self, rank: int, now: float) -> float | None:
         """Seconds since a rank's heartbeat last advanced; None if no advance was seen yet."""
@@ -275,7 +275,10 @@ class RunReader:
         for beat in beats.values():
             with contextlib.suppress(OSError):
                 self.beat_times[beat.rank] = self.paths.beat(beat.rank, beat.incarnation).stat().st_mtime
-        self.ledger = self.ledger.observe(beats, now, now, BLIND_S)
+        self._beats.update(beats)
+        self.ledger = self.ledger.observe(
+            {rank: beat.pulse for rank, beat in beats.items()}, now, now, BLIND_S
+        )
 
     def _read_arrivals(self, now: float) -> None:
         """The members that are done with the current row, according to the facts in the row's folder."""
