@@ -263,6 +263,8 @@ def crash(*, at_start: bool) -> None:
         case "segfault", False:
             faulthandler.enable()
             os.kill(os.getpid(), signal.SIGSEGV)
+            # It is delivered to the main thread: this one must not answer meanwhile.
+            threading.Event().wait()
         case "import", True:
             raise ImportError("libcudart.so.13: cannot open shared object file: No such file or directory")
         case "port", True:

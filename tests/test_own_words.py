@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from engine_bench import write_model
 from fsbarrier.cli import main
 
 TESTS = Path(__file__).parent
+CRASHING = TESTS / "programs" / "crashing.py"
 HEAD_DIM = "RuntimeError: Unsupported CPU attention configuration: head_dim=16"
 
 
@@ -36,7 +38,7 @@ def assert_said_everywhere(cluster: Cluster, line: str, log: str, capsys: pytest
         "report": report.read_text(),
     }
     for place, text in places.items():
-        plain = " ".join(text.replace("&#x27;", "'").replace("\\", "").split())
+        plain = " ".join(html.unescape(text).replace("\\", "").split())
         assert line in plain, f"{place} does not say {line!r}:\n{text}"
         assert log in plain, f"{place} does not name {log}:\n{text}"
 
@@ -94,8 +96,52 @@ def rollouts(folder: Path, *flags: str) -> Cluster:
 def test_an_engine_that_cannot_work_is_said_with_its_own_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], crash: str, line: str
 ) -> None:
+    """Nor is it tried nine times: two attempts, each with one restart of a server that was up."""
     with rollouts(tmp_path) as cluster:
         cluster.env[0] = plant_vllm(tmp_path, crash=crash)
         cluster.start()
         assert cluster.wait() == {0: 4}, cluster.said(0)
         assert_said_everywhere(cluster, line, "logs/attempt_1/node_0/vllm.log", capsys)
+        (log,) = cluster.log_path.glob("logs/attempt_1/node_0/vllm.log")
+        assert log.read_text().count("start vllm:") == (4 if crash in ("head_dim", "segfault") else 2)
+
+
+# --- the programs of the phases ---
+
+CRASHES = {
+    "import": "import fsbarrier_no_such_kernel",
+    "memory": "raise MemoryError('cannot allocate 8 GiB')",
+    "port": "import socket; a = socket.create_server(('127.0.0.1', 0)); socket.create_server(a.getsockname())",
+    "segfault": "import faulthandler, os; faulthandler.enable(); os.kill(os.getpid(), 11)",
+    "killed": "import os; print('step 3', flush=True); os.kill(os.getpid(), 9)",
+    "rank": "import os, sys, time; int(os.environ['RANK']) == 1 and sys.exit(print('[rank1]: Traceback (most recent call last):\\n"
+    '[rank1]:   File "x"\\n[rank1]: KeyError: the loss\', file=sys.stderr) or 1); time.sleep(60)',
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "crash", "line"),
+    [
+        (2, "import", "ended with exit code 1: ModuleNotFoundError: No module named 'fsbarrier_no_such_kernel'"),
+        (4, "memory", "ended with exit code 1: MemoryError: cannot allocate 8 GiB"),
+        (6, "import", "ended with exit code 1: ModuleNotFoundError: No module named 'fsbarrier_no_such_kernel'"),
+        (8, "port", "ended with exit code 1: OSError: [Errno 98] Address already in use"),
+        pytest.param(10, "rank", "ended with exit code 1: [rank1]: KeyError: the loss", marks=pytest.mark.torch),
+        (11, "segfault", "was ended by signal 11 (SIGSEGV): Fatal Python error: Segmentation fault"),
+        (12, "killed", "was ended by signal 9 (SIGKILL; the kernel sends it when memory runs out)"),
+    ],
+)  # fmt: skip
+def test_a_program_that_crashes_is_said_with_its_own_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], row: int, crash: str, line: str
+) -> None:
+    script = tmp_path / "crash.py"
+    script.write_text(CRASHES[crash])
+    flags = (f"custom.row={row}", f"custom.script={script}", f"custom.processes={2 * (crash == 'rank')}")
+    with Cluster(tmp_path, 1, *FAST, *flags, "--iterations", "1", program=str(CRASHING)) as cluster:
+        cluster.start()
+        assert cluster.wait() == {0: 4}, cluster.said(0)
+        assert_said_everywhere(
+            cluster, line.replace("[rank1]: ", ""), "logs/attempt_1/node_0/crash.log", capsys
+        )
+        failed = [event for event in cluster.events() if event["event"] == "work_failed"]
+        assert [event["phase"] for event in failed] == [row] * 2
