@@ -178,6 +178,7 @@ def assert_exactly_once(log_path: Path, iterations: int, tasks: int = 24, split:
         counts = Counter(t["task_index"] for t in merged["trajectories"])
         assert counts == Counter(range(tasks)), f"{split}, iteration {iteration}"
         assert {t["policy_version"] for t in merged["trajectories"]} == {iteration - 1}
+        assert all(len(t["token_ids"]) == len(t["loss_mask"]) for t in merged["trajectories"])
 
 
 def rolled_out_twice(log_path: Path, iteration: int, split: str) -> list[int]:

@@ -98,7 +98,7 @@ def trajectory(origin: Origin, task: int) -> Trajectory:
             {"role": "assistant", "content": digest.hex()},
         ],
         "text": digest.hex(),
-        "token_ids": array("i", digest[1:9]),
+        "token_ids": array("i", list(digest[1:9])),
         "prompt_tokens": 4,
         "loss_mask": array("B", [0] * 4 + [1] * 4),
         "logprobs": array("f", [0.0] * 4 + [-byte / 64 for byte in digest[9:13]]),
