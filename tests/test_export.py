@@ -256,13 +256,10 @@ def test_no_file_outside_is_copied_through_a_link_in_any_precision(
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("how", ["replaced", "written to", "written to and back"])
+@pytest.mark.parametrize("how", ["replaced", "written to"])
 def test_what_takes_a_file_s_place_while_it_is_converted_is_not_exported(
     run: Path, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import torch
-    from safetensors.torch import load_file
-
     from fsbarrier.training import checkpoint_write
 
     file = RunPaths(run).checkpoint(1, 1) / "model" / "model.safetensors"
@@ -274,19 +271,12 @@ def test_what_takes_a_file_s_place_while_it_is_converted_is_not_exported(
             (tmp_path / "swapped").rename(file)
         else:
             file.write_bytes(weights("eno"))
-        if how == "written to and back":
-            file.write_bytes(weights("one"))
         return plan(*words, **more)
 
     monkeypatch.setattr(checkpoint_write, "plan_files", meanwhile)
     code = export(run, tmp_path / "out", "--dtype", "bf16")
-    if how == "replaced":
-        assert code == 0
-        found = load_file(tmp_path / "out" / "model.safetensors")["w"]
-        assert torch.equal(found, torch.tensor(list(b"one"), dtype=torch.uint8))
-    else:
-        assert code == 4 and file.name in capsys.readouterr().err
-        assert not (tmp_path / "out").exists()
+    assert code == 4 and file.name in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.torch

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,15 +99,15 @@ def export(chosen: VersionToExport, target: Path, dtype: str | None) -> None:
             _copy(chosen, staging)
         else:
             # Imported late because torch takes seconds to load and a plain copy does not need it.
-            from fsbarrier.training.convert_model import DTYPES, convert, pinned
+            from fsbarrier.training.convert_model import DTYPES, convert
 
-            with ExitStack() as stack:
-                model, trainer = chosen.model, chosen.trainer
-                if chosen.root is not None:
-                    here = stack.enter_context(pinned(model.parent, _needed(chosen), chosen.root))
-                    model, trainer = here / model.name, here / "trainer" if trainer else None
-                # An untrained model has no trainer state with more precise weights.
-                convert(model, trainer, staging, DTYPES[dtype], trained=bool(chosen.digests))
+            model, trained = chosen.model, bool(chosen.digests)
+            # An untrained model has no trainer state with more precise weights.
+            convert(model, chosen.trainer, staging, DTYPES[dtype], trained=trained, root=chosen.root)
+            # Afterwards: then it was right while it was read.
+            for part in ("model/", "trainer/") if chosen.trainer else ("model/",):
+                if trained:
+                    checkpoints.verify(model.parent, part)
         check_whole(staging)
         files.fsync_dir(staging)
         os.rename(staging, target)
@@ -122,16 +121,6 @@ def _copy(chosen: VersionToExport, out: Path) -> None:
     for name, digest in chosen.digests.items():
         files.make_dirs((out / name).parent)
         checkpoints.copy_listed(chosen.model / name, out / name, digest, chosen.root)
-
-
-def _needed(chosen: VersionToExport) -> dict[str, FileDigest | None]:
-    """The files that the conversion of a policy reads, by path relative to the version's folder. Raises ProgramFailed."""
-    if not chosen.digests:
-        found = (path for path in chosen.model.rglob("*") if path.is_file())
-        return dict.fromkeys(path.relative_to(chosen.model.parent).as_posix() for path in found)
-    manifest = checkpoints.read_manifest(chosen.model.parent)
-    parts = ("model/", "trainer/") if chosen.trainer else ("model/",)
-    return {name: digest for name, digest in manifest.files.items() if name.startswith(parts)}
 
 
 def _refuse_links(model: Path, root: Path) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 
@@ -14,11 +11,8 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from fsbarrier import files, reading
-from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.host.own_folder import own_folder
-from fsbarrier.host.private_folder import private_folder
-from fsbarrier.rundir import checkpoints
-from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed
+from fsbarrier.errors import UsageError
+from fsbarrier.rundir.hashed_file import copy_hashed
 from fsbarrier.training import checkpoint_write, policy, safetensors_file
 from fsbarrier.training.checkpoint_write import ADAPTER
 from fsbarrier.training.stored_tensors import StoredTensors
@@ -28,10 +22,16 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def convert(
-    model: Path, trainer: Path | None, out: Path, dtype: torch.dtype, *, trained: bool = True
+    model: Path,
+    trainer: Path | None,
+    out: Path,
+    dtype: torch.dtype,
+    *,
+    trained: bool = True,
+    root: Path | None = None,
 ) -> None:
     """Write a copy of the folder `model` with its weights in `dtype`. `trainer`: its trainer state; None: there is none.
-    `trained`: whether a trainer had more precise weights than the served ones.
+    `trained`: whether a trainer had more precise weights than the served ones. `root`: no link is followed below it.
 
     Raises OSError, ProgramFailed (damaged file), UsageError (fp32 weights not available).
     """
@@ -65,59 +65,15 @@ def convert(
             safetensors_file.write(out / file, tensors)
             weights |= dict.fromkeys(tensors, file)
     checkpoint_write.write_index(out, weights, sum(sizes.values()))
-    config = json.loads(reading.read_bytes(model / "config.json", reading.JSON_BYTES, links=True))
+    config = json.loads(reading.read_bytes(model / "config.json", reading.JSON_BYTES, links=root is None))
     for key in {"dtype", "torch_dtype"} & set(config):
         config[key] = str(dtype).removeprefix("torch.")
     files.write_atomic(out / "config.json", json.dumps(config, indent=2).encode(), durable=True)
-    checkpoint_write.copy_beside(model, out, None)
+    checkpoint_write.copy_beside(model, out, root)
     if (adapter := model / ADAPTER).is_dir():
         # Adapters are already stored in float32.
         files.make_dirs(out / ADAPTER)
         for path in filter(Path.is_file, sorted(adapter.iterdir())):
-            copy_hashed(path, out / ADAPTER / path.name)
+            copy_hashed(path, out / ADAPTER / path.name, root)
     if (model / "generation_config.json").exists():
-        copy_hashed(model / "generation_config.json", out / "generation_config.json")
-
-
-@contextmanager
-def pinned(folder: Path, listed: Mapping[str, FileDigest | None], root: Path) -> Iterator[Path]:
-    """A folder with these files of `folder`, which is in the run at `root`: tensors as links to open files, the others as copies.
-
-    What is read there is what lay there at the beginning, whatever takes its name meanwhile. At the end all of it is compared with the
-    digests, where there are any. Raises OSError, ProgramFailed naming what differs, also in place of the error that this caused.
-    """
-    with ExitStack() as stack:
-        here = stack.enter_context(own_folder(private_folder().path, "export"))
-        known = {name: digest for name, digest in listed.items() if digest is not None}
-        (here / checkpoints.MANIFEST).write_bytes(checkpoints.Manifest(0, known).encode())
-        opened: dict[str, tuple[int, os.stat_result]] = {}
-        # Each process that trained has left a file.
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        for name, digest in listed.items():
-            files.make_dirs((here / name).parent)
-            if name.endswith(".safetensors"):
-                fd = reading.open_below(root, folder / name)
-                stack.callback(os.close, fd)
-                opened[name] = fd, os.fstat(fd)
-                (here / name).symlink_to(f"/proc/self/fd/{fd}")
-            elif not name.endswith(checkpoint_write.WEIGHTS):
-                checkpoints.copy_listed(folder / name, here / name, digest, root)
-
-        def compare(name: str) -> None:
-            fd, before = opened[name]
-            now, digest = os.fstat(fd), listed[name]
-            if digest is not None and FileDigest(now.st_size, files.sha256_open(fd)) != digest:
-                raise checkpoints.differs(folder / name)
-            # Unlike other timestamps, other writers cannot reset this one.
-            if now.st_mtime_ns != before.st_mtime_ns:
-                raise ProgramFailed(
-                    f"{folder / name} was modified during the export; nothing was exported, try again"
-                )
-
-        try:
-            yield here
-        except ProgramFailed as error:
-            checkpoints.for_all(compare, opened)
-            raise ProgramFailed(str(error).replace(f"{here}/", f"{folder}/")) from None
-        checkpoints.for_all(compare, opened)
+        copy_hashed(model / "generation_config.json", out / "generation_config.json", root)
