@@ -14,6 +14,7 @@ import os
 import runpy
 import select
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -46,7 +47,7 @@ SMALL = (
     *("rollout.tasks=2", "rollout.samples=2", "rollout.max_tokens=16", "eval.tasks=2"),
     *("engine.max_model_len=64", "trainer.minibatch=2", "trainer.epochs=1", "coordination.beat_s=0.1"),
 )
-_real_start = supervisor.Child.start
+_real_start, _real_run = supervisor.Child.start, subprocess.run
 
 
 def warm_up() -> None:
@@ -86,12 +87,11 @@ def write_model(folder: Path) -> Path:
 def write_tasks(folder: Path, count: int = 4) -> Path:
     """Tasks that are half solved, so that every group has a signal."""
     folder.mkdir(parents=True, exist_ok=True)
+    tasks = [
+        {"prompt": f"{'21' * (n + 1)}!mixed=", "answer": "1" * (n + 1) + "2" * (n + 1)} for n in range(count)
+    ]
     for name in ("train", "test"):
-        lines = [
-            {"prompt": f"{'ba' * (n + 1)}!mixed=", "answer": "a" * (n + 1) + "b" * (n + 1)}
-            for n in range(count)
-        ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     return folder
 
 
@@ -102,11 +102,12 @@ class Bench:
         self.folder = folder
         self.model, self.data = write_model(folder / "model"), write_tasks(folder / "data")
         (folder / "fake").mkdir()
+        fake = {"dir": str(folder / "fake"), "logprob": -math.log(VOCABULARY)}
+        self.environ = {"FAKE_VLLM": json.dumps(fake)}
 
-    def run(self, log_path: Path, *words: str, nodes: int = 1, env: Mapping[str, str] | None = None) -> Ended:
+    def run(self, log_path: Path, *words: str, nodes: int = 1) -> Ended:
         """Start all nodes of a run, node 0 with these words, and wait for their ends."""
-        fake = {"dir": str(self.folder / "fake"), "logprob": -math.log(VOCABULARY)}
-        environ = {"FAKE_VLLM": json.dumps(fake), "FSBARRIER_LOG_PATH": str(log_path), **(env or {})}
+        environ = {**self.environ, "FSBARRIER_LOG_PATH": str(log_path)}
         with tempfile.TemporaryFile("w+") as out:
             pids = [
                 in_a_fork(
@@ -130,7 +131,8 @@ class Bench:
         if rank:
             return ("--worker", str(rank))
         several = ("--master", "--num-nodes", str(nodes)) if nodes > 1 else ()
-        given = ("--model", str(self.model), "--data-path", str(self.data))
+        says_where = any(word.startswith(("model=", "init_from=", "data_path=")) for word in words)
+        given = () if says_where else ("--model", str(self.model), "--data-path", str(self.data))
         return (*several, *given, *SMALL, *words)
 
 
@@ -144,8 +146,11 @@ class Ended:
         return [dict(one.fields) for one in read_events(self.log_path) if one.fields["event"] == name]
 
     def check(self) -> Ended:
-        assert set(self.codes) == {0}, f"{self.codes}\n{self.said}\n{logs(self.log_path)}"
+        assert set(self.codes) == {0}, self.described()
         return self
+
+    def described(self) -> str:
+        return f"{self.codes}\n{self.said}\n{logs(self.log_path)}"
 
 
 def logs(log_path: Path) -> str:
@@ -158,6 +163,7 @@ def command(*words: str) -> int:
     from fsbarrier import cli
 
     supervisor.Child.start = start_by_fork  # type: ignore[method-assign, assignment]
+    subprocess.run = run_by_fork  # type: ignore[assignment]
     return cli.main(list(words))
 
 
@@ -277,6 +283,17 @@ def start_by_fork(
     finally:
         os.close(log)
     return Fork(pid, name, log_file)
+
+
+def run_by_fork(argv: Sequence[str], **rest: Any) -> Any:
+    """`subprocess.run` that captures the output. What is no program of ours is started as ever."""
+    if "-m" not in argv or not argv[argv.index("-m") + 1].startswith("fsbarrier."):
+        return _real_run(argv, **rest)
+    with tempfile.TemporaryFile("w+") as out:
+        module, words = argv[argv.index("-m") + 1], argv[argv.index("-m") + 2 :]
+        code = wait_for(in_a_fork(lambda: be_program(module, list(words)), out.fileno(), {}), CASE_S)
+        out.seek(0)
+        return subprocess.CompletedProcess(argv, code, "", out.read())
 
 
 def be_program(module: str, words: list[str]) -> int:

@@ -26,6 +26,8 @@ NOT_EXECUTED = {
     "/tmp/trl/bin/pip install": "downloads another project's program",
     "python scripts/bench_trl.py": "runs another project's program for half an hour",
     ".venv/bin/pip download": "downloads a model",
+    ".venv/bin/hf download": "downloads a model, or a data set",
+    "hf download": "downloads a model's description",
     ".venv/bin/pip install gguf": "changes the environment",
     ".venv/bin/python scripts/real_model.py": "needs the model that was downloaded",
     "python -m pytest": "these files are a part of the suite",

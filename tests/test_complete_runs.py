@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,33 @@ def evaluated_policies(interval: int, part: str, iterations: range) -> list[int]
 
 def numbers(events: list[dict[str, Any]], name: str) -> list[int]:
     return [event[name] for event in events]
+
+
+TRAINER = """
+import json, shutil, sys
+from pathlib import Path
+from fsbarrier.rundir.checkpoints import write_manifest
+spec, model, out = json.loads(Path(sys.argv[1]).read_text()), *map(Path, sys.argv[2:4])
+assert sys.argv[4:6] == ["0", "1"] and Path(sys.argv[6]).is_file()
+before = Path(sys.argv[7] if len(sys.argv) > 7 else "/nowhere") / "updates"
+shutil.copytree(model, out / "model")
+(out / "trainer").mkdir()
+(out / "trainer" / "updates").write_text((before.read_text() if before.exists() else "") + "x")
+write_manifest(out, spec["new_policy_version"])
+"""
+
+
+def test_a_trainer_of_the_users_own_makes_the_versions(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TRAINER)
+    words = "{spec} {model} {out} {node_rank} {num_nodes} {batch} {trainer_state}"
+    for last in (2, 3):
+        ended = bench.run(
+            tmp_path / "run",
+            *("--iterations", str(last), f"trainer.command={sys.executable} {tmp_path / 'mine.py'} {words}"),
+        ).check()
+    assert numbers(ended.events("weights_published"), "policy_version") == [1, 2, 3]
+    (newest,) = (tmp_path / "run" / "checkpoints").glob("policy-000003.*")
+    assert (newest / "trainer" / "updates").read_text() == "xxx"
 
 
 def test_recover_finds_nothing_missing_in_a_finished_run_and_refuses_other_iterations(

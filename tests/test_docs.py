@@ -82,19 +82,14 @@ def runnable() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "block"), list(runnable()) or [pytest.param("", "true", id="none")])
 def test_code_blocks_run(name: str, block: str, tmp_path: Path) -> None:
+    """In a shell that has nothing but PATH and HOME, and the usual variable that keeps temporary files where the test removes them."""
     tools = tmp_path / "bin"
     tools.mkdir()
-    (tools / "fsbarrier").write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m fsbarrier "$@"\n')
-    (tools / "fsbarrier").chmod(0o755)
-    (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    (tools / "python").chmod(0o755)
-    env = {
-        **os.environ,
-        "PATH": f"{tools}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "TMP": str(tmp_path),
-        "COLUMNS": "120",
-    }
+    for tool, words in (("fsbarrier", "-P -m fsbarrier"), ("python", "")):
+        script = f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" {words} "$@"\n'
+        (tools / tool).write_text(script)
+        (tools / tool).chmod(0o755)
+    env = {"PATH": f"{tools}:{os.environ['PATH']}", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
     result = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block],
         cwd=ROOT,

@@ -1,0 +1,256 @@
+"""The values of every setting that complete runs are made with, and the runs: together they contain each pair of values.
+
+A *group* holds settings that depend on each other. Each of its alternatives is a part of a command line, and any alternative of one
+group goes with any of another one. `{bench}` is a folder with a model, tasks and a user's own code (complete_runs.py).
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from random import Random
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "model": (
+        "model={bench}/model",
+        "model=model lora.rank=0",
+        "init_from={bench}/first@1 init_optimizer=true",
+        "init_from={bench}/first lora.rank=1 lora.targets=",
+        "model={bench}/model lora.rank=2 lora.alpha=4 lora.targets=q_proj,v_proj",
+    ),
+    "tasks": (
+        "data_path={bench}/data",
+        "data_path={bench}/chat rollout.chat_template_kwargs=thinking=false",
+        "data_path={bench}/parquet",
+    ),
+    "nodes": (
+        "num_nodes=1 on_node_failure=shrink min_nodes=1 rank_weights=1",
+        "num_nodes=2 on_node_failure=wait rank_weights=1,2 coordination.rejoin_timeout_s=60 min_nodes=2",
+        "num_nodes=2 on_node_failure=abort coordination.last_call_s=30 rank_weights=3,1",
+        "num_nodes=1 coordination.last_call_s=none",
+    ),
+    "group access": ("shared_group=false", "shared_group=true"),
+    "evaluation": (
+        "eval_interval=1 eval.tasks=0 eval.samples=2 eval.temperature=0.5 eval.top_p=0.9 eval.top_k=-1 eval.max_tokens=8"
+        " checkpoint.best_by=pass_at_2",
+        "eval_interval=0",
+        "eval_interval=2 eval.tasks=1 eval.samples=1 eval.temperature=0 eval.top_p=none eval.top_k=none eval.success=0.5"
+        " eval.max_tokens=none",
+        "eval.sets.easy.file=easy.jsonl eval.sets.easy.samples=2 eval.sets.easy.tasks=1 eval.sets.easy.temperature=0.3"
+        " eval.sets.hard.file={bench}/data/test.jsonl eval.sets.hard.top_p=0.5 eval.sets.hard.top_k=none eval.sets.hard.max_tokens=4"
+        " eval.sets.hard.success=0.5 checkpoint.best_by=easy/pass_at_2",
+        "eval.sets.mine.file=none eval.sets.mine.tasks=none eval.sets.mine.samples=none eval.sets.mine.temperature=none"
+        " eval.sets.mine.top_p=none eval.sets.mine.top_k=3 eval.sets.mine.max_tokens=none eval.sets.mine.success=none",
+    ),
+    "how many": ("rollout.tasks=1", "rollout.tasks=3", "rollout.tasks=99"),
+    "samples": ("rollout.samples=2", "rollout.samples=3"),
+    "temperature": ("rollout.temperature=1.0", "rollout.temperature=0.7"),
+    "length": ("rollout.max_tokens=16", "rollout.max_tokens=40"),
+    "rollouts": (
+        "rollout.concurrency=1 rollout.prompts_per_request=0 rollout.retries=0",
+        "rollout.concurrency=64 rollout.prompts_per_request=1 rollout.request_timeout_s=20 rollout.retries=1",
+    ),
+    "seed": ("rollout.seed=0", "rollout.seed=7"),
+    "take over": ("rollout.take_over=true", "rollout.take_over=false"),
+    "early end": (
+        "rollout.completion_threshold=1 rollout.max_refills=1",
+        "rollout.completion_threshold=0.3 rollout.grace_s=0 rollout.carry_over=true",
+        "rollout.completion_threshold=0.5 rollout.grace_s=5 rollout.carry_over=false",
+        "rollout.max_refills=0",
+    ),
+    "oversample": ("rollout.oversample=1", "rollout.oversample=2"),
+    "agent": (
+        "rollout.agent=none rollout.turn_timeout_s=none",
+        "rollout.agent={bench}/mine.py:Agent rollout.turn_timeout_s=30 rollout.max_error_share=0",
+        "rollout.max_error_share=1",
+    ),
+    "task timeout": ("rollout.task_timeout_s=none", "rollout.task_timeout_s=60"),
+    "reward": (
+        "reward.kind=exact",
+        "reward.kind=numeric,exact reward.weights=-0.5,1 reward.max_error_share=0",
+        "reward.kind={bench}/mine.py:reward reward.timeout_s=20 reward.max_error_share=1 custom.any=1",
+        "reward.kind=math,exact",
+        "reward.kind=judge,exact judge.url={judge} judge.model=m judge.api_key_env=JUDGE_KEY judge.concurrency=1 judge.retries=0",
+        "reward.kind={bench}/mine.py:judged judge.url={judge} judge.model=m judge.api_key_env=none judge.timeout_s=20 judge.retries=1",
+    ),
+    "preset": (
+        "algorithm.preset=none",
+        *(
+            f"algorithm.preset={name}"
+            for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "rft")
+        ),
+        *(f"algorithm.preset={name}" for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")),
+    ),
+    "loss": ("", *(f"algorithm.loss={name}" for name in ("grpo", "gspo", "cispo", "sapo", "rft"))),
+    "clip": (
+        "algorithm.clip_low=0.1 algorithm.clip_high=0.5 algorithm.dual_clip=none",
+        "algorithm.clip_low=1 algorithm.dual_clip=3",
+    ),
+    "aggregation": (
+        "algorithm.aggregation=token-mean",
+        "algorithm.aggregation=seq-mean-token-mean",
+        "algorithm.aggregation=seq-mean-token-sum",
+        "algorithm.aggregation=seq-mean-token-sum-norm algorithm.aggregation_length=none",
+        "algorithm.aggregation=seq-mean-token-sum-norm algorithm.aggregation_length=8",
+    ),
+    "advantage": tuple(
+        f"algorithm.advantage={name}"
+        for name in ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+    ),
+    "advantages": (
+        "algorithm.normalize_std=true algorithm.drop_zero_signal=true algorithm.length_penalty=0",
+        "algorithm.normalize_std=false algorithm.drop_zero_signal=false algorithm.length_penalty=0.5",
+    ),
+    "truncated": (
+        "algorithm.truncated=keep",
+        "algorithm.truncated=mask",
+        "algorithm.truncated=shape algorithm.overlong_buffer=none",
+        "algorithm.truncated=shape algorithm.overlong_buffer=4 algorithm.overlong_penalty=2",
+    ),
+    "old log-probabilities": (
+        "algorithm.old_logprobs=auto algorithm.mismatch=token_tis algorithm.mismatch_high=3",
+        "algorithm.old_logprobs=trainer algorithm.mismatch=icepop algorithm.mismatch_low=0.2",
+        "algorithm.old_logprobs=engine algorithm.mismatch=none",
+        "algorithm.mismatch=sequence_mask",
+    ),
+    "reference": (
+        "algorithm.kl_coef=0",
+        "algorithm.kl_coef=0.1 algorithm.kl_estimator=k1 algorithm.kl_reference_every=2",
+        "algorithm.kl_coef=0.1 algorithm.kl_estimator=k2 algorithm.kl_reference_every=0",
+        "algorithm.kl_coef=0.1 algorithm.kl_estimator=k3",
+    ),
+    "entropy": ("algorithm.entropy_coef=0", "algorithm.entropy_coef=0.01"),
+    "gap": ("algorithm.max_logprob_gap=none", "algorithm.max_logprob_gap=0.5"),
+    "optimizer": (
+        "optimizer.lr=1e-6",
+        "optimizer.lr=1e-4 optimizer.betas=0.8,0.9 optimizer.eps=1e-6",
+    ),
+    "decay": (
+        "optimizer.weight_decay=0 optimizer.grad_clip=1",
+        "optimizer.weight_decay=0.1 optimizer.grad_clip=0.01",
+    ),
+    "schedule": (
+        "optimizer.schedule=constant optimizer.warmup_steps=0 optimizer.decay_steps=none",
+        "optimizer.schedule=linear optimizer.warmup_steps=1 optimizer.decay_steps=3",
+        "optimizer.schedule=cosine optimizer.warmup_steps=2 optimizer.decay_steps=100 optimizer.min_lr_ratio=1",
+    ),
+    "batches": (
+        "trainer.minibatch=1 trainer.micro_batch=1 trainer.epochs=2",
+        "trainer.minibatch=256 trainer.micro_batch=none trainer.epochs=1",
+        "trainer.minibatch=3 trainer.micro_batch=2 trainer.max_tokens_per_micro_batch=1 trainer.max_logits_mb=1",
+    ),
+    "memory": (
+        "trainer.gradient_checkpointing=none",
+        "trainer.gradient_checkpointing=true",
+        "trainer.gradient_checkpointing=false",
+    ),
+    "precision": (
+        "trainer.dtype=auto engine.dtype=auto trainer.attention=sdpa",
+        "trainer.dtype=float32 engine.dtype=float32",
+        "trainer.dtype=bfloat16 engine.dtype=bfloat16",
+        "engine.dtype=float16",
+    ),
+    "trainer": (
+        "trainer.backend=torch trainer.shard=auto trainer.processes_per_node=0",
+        "trainer.shard=none trainer.offload=none trainer.processes_per_node=1",
+        "trainer.shard=node trainer.processes_per_node=2 trainer.timeout_s=60",
+        "trainer.shard=all trainer.offload=all",
+        "trainer.offload=optimizer",
+    ),
+    "kept": ("trainer.keep=auto", "trainer.keep=process", "trainer.keep=nothing"),
+    "replay": (
+        "update.recency=1 update.groups=none",
+        "update.recency=2 update.recency_power=0 update.groups=1",
+        "update.recency=3 update.groups=5",
+    ),
+    "engines": (
+        "engine.replicas=0 engine.tensor_parallel_size=1",
+        "engine.replicas=2 engine.start_timeout_s=30",
+        "engine.kv_cache_mb=64 engine.extra_args='--max-num-seqs 8'",
+        "engine.kv_cache_mb=none engine.gpu_memory_utilization=0.5 engine.tensor_parallel_size=2",
+        "engine.url={engine} engine.api_key_env=ENGINE_KEY",
+        "debug_mode=true engine.url={engine} engine.api_key_env=ENGINE_KEY",
+    ),
+    "longest": ("engine.max_model_len=64", "engine.max_model_len=4096"),
+    "release": tuple(f"engine.release={name}" for name in ("auto", "sleep", "stop", "keep")),
+    "checkpoints": (
+        "checkpoint.keep=1 checkpoint.keep_every=1 checkpoint.keep_best=false checkpoint.trainer_every=1",
+        "checkpoint.keep=3 checkpoint.keep_every=2 checkpoint.keep_best=true checkpoint.trainer_every=2 checkpoint.keep_trajectories=1",
+        "checkpoint.keep_every=0 checkpoint.keep_trajectories=0",
+    ),
+    "copies": (
+        "checkpoint.weights_dir=auto",
+        "checkpoint.weights_dir={bench}/copies",
+        "checkpoint.weights_dir=none",
+    ),
+    "coordination": (
+        "coordination.beat_s=0.2 coordination.suspect_s=10 coordination.dead_s=30 coordination.poll_max_s=0.01 coordination.retries=0",
+        "coordination.join_timeout_s=60 coordination.outage_s=20 coordination.stall_timeout_s=60 coordination.retries=1",
+    ),
+    "notify": ("notify.command=none", "notify.command={bench}/notify.sh"),
+    "trackers": ("tracker.project=fsbarrier", "tracker.project=mine"),
+}
+
+#: Settings, or values of settings, that no run here is made with, and why.
+ELSEWHERE = {
+    "log_path": "each run has one",
+    "program": "the table is about `rl`; the others: test_toy_run.py, test_bench.py",
+    "iterations": "each run has two, and one more when it goes on",
+    "rl_phase": "test_complete_runs.py",
+    "rollout_split": "test_complete_runs.py",
+    "expect_gpus": "test_admission.py",
+    "rollout.top_p": "an update refuses it (test_settings.py)",
+    "rollout.top_k": "an update refuses it (test_settings.py)",
+    "update.trajectories": "only with --rl-phase update (test_prepare.py)",
+    "trainer.attention=flash_attention_2": "needs an accelerator and its package",
+    "trainer.backend=deepspeed": "test_deepspeed.py",
+    "trainer.deepspeed": "test_deepspeed.py",
+    "trainer.command": "test_complete_runs.py",
+    "engine.api_key_env=none": "the table's server of a user has a key",
+    "engine.url=none": "what all runs have that do not give one",
+    "tracker.names": "test_trackers.py: their packages are not installed",
+    "toy.tasks": "test_toy_run.py",
+    "toy.phase_s": "test_toy_run.py",
+    "toy.speeds": "test_take_over.py",
+    "data_path=none": "the demo (test_real_run.py)",
+    "model=none": "the demo (test_real_run.py)",
+    "init_from=none": "what all runs have that do not give one",
+    "debug_mode=false": "what all runs have that do not give it",
+    "init_optimizer=false": "what all runs have that do not give it",
+    "judge.url=none": "what all runs have that do not give one",
+    "judge.model=none": "what all runs have that do not give one",
+}
+
+Choice = tuple[str, str]
+
+
+def gain(
+    one: Choice, row: dict[str, str], alone: set[Choice], pairs: set[frozenset[Choice]]
+) -> tuple[bool, int]:
+    """What a choice adds to a row: whether it was in no row yet, and how many new pairs."""
+    return one in alone, sum(frozenset((one, other)) in pairs for other in row.items())
+
+
+def covering_rows(seed: int = 0) -> tuple[list[dict[str, str]], int]:
+    """Rows with one alternative of each group that together contain each pair of alternatives of two groups; and how many of the first
+    rows contain each alternative at least once."""
+    dice, rows, all_once = Random(seed), list[dict[str, str]](), 0
+    pairs = {
+        frozenset(((a, x), (b, y))) for a, b in combinations(GROUPS, 2) for x in GROUPS[a] for y in GROUPS[b]
+    }
+    alone = {(name, value) for name, values in GROUPS.items() for value in values}
+    while pairs:
+        row: dict[str, str] = {}
+        for name in dice.sample(list(GROUPS), len(GROUPS)):
+            values = dice.sample(GROUPS[name], len(GROUPS[name]))
+            row[name] = max(values, key=lambda value: gain((name, value), row, alone, pairs))
+        before = len(alone) + len(pairs)
+        alone -= set(row.items())
+        pairs -= {frozenset(pair) for pair in combinations(row.items(), 2)}
+        if len(alone) + len(pairs) == before:
+            # By chance this row had nothing new: begin with a pair that is missing.
+            first, second = sorted(min(pairs, key=sorted))
+            row |= dict((first, second))
+            pairs -= {frozenset(pair) for pair in combinations(row.items(), 2)}
+        rows.append(row)
+        all_once = all_once if alone else all_once or len(rows)
+    return rows, all_once

@@ -1,0 +1,176 @@
+"""Every value of every setting is in a complete run of the default program: to its last iteration, and on from there.
+
+The values, and the settings that are run elsewhere, stand in options.py. A new setting that is in neither fails here by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+from complete_runs import Bench, be_program, in_a_fork, wait_for, write_tasks
+from options import ELSEWHERE, GROUPS, covering_rows
+from waiting import until
+
+from fsbarrier.settings.sections import EvalSet, Settings, sections
+from fsbarrier.settings.sources import SET_NAME, known_as
+
+pytestmark = pytest.mark.torch
+
+ROWS, EVERY_DAY = covering_rows()
+MINE = """
+class Agent:
+    async def run(self, task, client):
+        text = isinstance(task.prompt, str)
+        await (client.complete(task.prompt) if text else client.chat(task.messages))
+        return client.trajectory(asked=1)
+
+async def reward(prompt, response, answer, metadata):
+    return {"reward": float(response == answer), "length": len(response)}
+
+async def judged(prompt, response, answer, metadata, judge):
+    return float(await judge.ask("?")) + (response == answer)
+"""
+
+
+# --- that nothing is left out ---------------------------------------------------------------------------------------------
+
+
+def wanted() -> Iterator[str]:
+    """What is to be run of each setting: `name`, or `name=value` for each value that its type lists."""
+    owners: dict[str, type] = {"": Settings, **sections(), SET_NAME.rstrip("."): EvalSet}
+    for owner, section in owners.items():
+        for leaf, hint in get_type_hints(section, include_extras=True).items():
+            name = f"{owner}.{leaf}" if owner else leaf
+            if name in owners or name == "eval.sets" or leaf == "FIXED_BECAUSE":
+                continue
+            yield name
+            yield from (f"{name}={value}" for value in listed(hint))
+
+
+def listed(hint: Any) -> Iterator[str]:
+    if NoneType in get_args(hint):
+        yield "none"
+        hint = get_args(hint)[0]
+    if get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    if hint is bool:
+        yield from ("true", "false")
+    elif get_origin(hint) is Literal:
+        yield from get_args(hint)
+
+
+def run_values() -> set[str]:
+    found = set[str]()
+    for alternatives in GROUPS.values():
+        for word in shlex.split(" ".join(alternatives)):
+            name, _, value = word.partition("=")
+            name = "custom" if name.startswith("custom.") else known_as(name)
+            found |= {name, f"{name}={value}"}
+    return found
+
+
+def test_every_value_of_every_setting_is_run() -> None:
+    there, needed = run_values(), list(wanted())
+    missing = [
+        one
+        for one in needed
+        if one not in there and one not in ELSEWHERE and one.partition("=")[0] not in ELSEWHERE
+    ]
+    assert not missing, "in no run of options.py"
+    assert not [one for one in ELSEWHERE if one in there or one not in needed], (
+        "is run here, or is no setting"
+    )
+
+
+# --- the runs -------------------------------------------------------------------------------------------------------------
+
+
+class Judge(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        body = json.dumps({"choices": [{"message": {"content": "1"}}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def write_in_form(folder: Path, form: str) -> None:
+    """The tasks as text in JSON lines, as chat messages, or in Parquet files."""
+    import pyarrow
+    from pyarrow import parquet
+
+    for path in write_tasks(folder).glob("t*.jsonl"):
+        tasks = [json.loads(line) for line in path.read_text().splitlines()]
+        if form == "parquet":
+            parquet.write_table(pyarrow.Table.from_pylist(tasks), path.with_suffix(".parquet"))
+            path.unlink()
+        if form == "chat":
+            for task in tasks:
+                task["prompt"] = [{"role": "user", "content": f"!say {task['answer']}!!mixed"}]
+            path.write_text("".join(json.dumps(task) + "\n" for task in tasks))
+
+
+@pytest.fixture(scope="module")
+def place(bench: Bench) -> Iterator[dict[str, str]]:
+    """What the words of options.py name: data in several forms, a user's code, a run to begin with, a judge, an engine."""
+    folder = bench.folder
+    bench.environ |= {"JUDGE_KEY": "j", "ENGINE_KEY": "e"}
+    (folder / "mine.py").write_text(MINE)
+    (folder / "notify.sh").write_text("#!/bin/sh\ncat > /dev/null\n")
+    (folder / "notify.sh").chmod(0o755)
+    (bench.model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    for form in ("data", "chat", "parquet"):
+        write_in_form(folder / form, form)
+        (folder / form / "model").symlink_to(bench.model)
+        for name in ("easy", "mine"):
+            shutil.copy(bench.data / "test.jsonl", folder / form / f"{name}.jsonl")
+    bench.run(folder / "first", "--iterations", "1", "checkpoint.trainer_every=1").check()
+    judge = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=judge.serve_forever, daemon=True).start()
+    with (folder / "engine.txt").open("w") as out:
+        environ = {**bench.environ, "VLLM_API_KEY": "e"}
+        server = in_a_fork(lambda: be_program("fsbarrier.workers.vllm_server", []), out.fileno(), environ)
+    port = folder / "fake" / "port"
+    until(lambda: port.exists() and port.read_text())
+    yield {
+        "bench": str(folder),
+        "judge": f"http://127.0.0.1:{judge.server_port}/v1",
+        "engine": f"http://127.0.0.1:{port.read_text()}",
+    }
+    judge.shutdown()
+    judge.server_close()
+    os.killpg(server, signal.SIGKILL)
+    wait_for(server, 10)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(n, marks=[pytest.mark.slow] if n >= EVERY_DAY else []) for n in range(len(ROWS))],
+)
+def test_a_run_with_these_settings_reaches_its_end_and_goes_on(
+    bench: Bench, place: dict[str, str], tmp_path: Path, number: int
+) -> None:
+    words = [word.format_map(place) for group in ROWS[number].values() for word in shlex.split(group)]
+    nodes = next(int(word[-1]) for word in words if word.startswith("num_nodes="))
+    for last in (2, 3):
+        ended = bench.run(tmp_path / "run", "--iterations", str(last), *words, nodes=nodes)
+        assert set(ended.codes) == {0}, f"{shlex.join(words)}\n{ended.described()}"
+    published = [event["policy_version"] for event in ended.events("weights_published")]
+    assert published == [1, 2, 3], shlex.join(words)
+    assert {event["iteration"] for event in ended.events("rolled_out")} == {1, 2, 3}
+    shutil.rmtree(tmp_path)
