@@ -640,6 +640,20 @@ def test_a_log_that_cannot_be_opened_is_no_failure_of_the_program(
     assert done["got"] == 1 and not fails
 
 
+def test_a_node_that_may_not_use_a_file_ends_with_the_code_of_a_failed_filesystem(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of its attempts; nobody waits for the permission to come."""
+    monkeypatch.setattr(worker_program, "program_name", lambda argv: "fsbarrier.workers.some")
+    denied = python("import sys; print('/shared/part: Permission denied'); sys.exit(77)")
+    with pytest.raises(
+        StoreError, match="ended with exit code 77: /shared/part: Permission denied"
+    ) as caught:
+        work_kinds.carry_out(denied, context(), RowJob(), place)
+    assert not isinstance(caught.value, NodeUnfit)
+    assert failure(str(caught.value), code=caught.value.exit_code)["exit_code"] == 3
+
+
 def test_a_program_of_the_user_s_own_has_failed_whatever_its_exit_code(place: Workplace) -> None:
     with pytest.raises(ProgramFailed, match=r"python.* ended with exit code 3"):
         work_kinds.carry_out(python("import sys; sys.exit(3)"), context(), RowJob(), place)
@@ -653,6 +667,8 @@ def test_a_program_of_the_user_s_own_has_failed_whatever_its_exit_code(place: Wo
         ("OSError(errno.ENOTCONN, 'gone', '/shared/part')", 3),
         ("OSError(errno.ENOTCONN, 'a socket')", 1),
         ("FileNotFoundError(errno.ENOENT, 'none', '/shared/part')", 1),
+        ("PermissionError(errno.EACCES, 'no', '/shared/part')", 77),
+        ("PermissionError(errno.EPERM, 'no file')", 1),
         ("caused(StoreError('part'), OSError(errno.EIO, 'fails'))", 3),
         ("caused(StoreError('part'), PermissionError(errno.EACCES, 'no'))", 1),
         ("StoreError('part: only 3 of 5 acknowledged bytes are valid')", 1),
