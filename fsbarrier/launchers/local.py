@@ -89,17 +89,15 @@ def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child],
         choices += ["--shared-group"]
     if settings.expect_gpus:
         choices += ["--expect-gpus", str(settings.expect_gpus)]
-    # Only node 0 gets the changed settings; the others take them from the run. The exception is num_nodes: without it, a node whose rank
-    # is beyond the old number of nodes would refuse to start.
+    # Only node 0 gets the changed settings; the others take them from the run.
     changes = [
         f"{key}={'none' if value is None else json.dumps(value)}" for key, value in start.stated.items()
     ]
     if hidden := [word for word in changes if shown_word(word) != word]:
         files.write_atomic(secret, "\n".join(hidden).encode())
         changes = [*(word for word in changes if word not in hidden), "--config", str(secret)]
-    more = [f"num_nodes={settings.num_nodes}"] if "num_nodes" in start.stated else []
     for rank in range(settings.num_nodes):
-        which = ["--master", *changes] if rank == 0 else ["--worker", str(rank), *more]
+        which = ["--master", *changes] if rank == 0 else ["--worker", str(rank)]
         words = [*which, "--log-path", str(record.log_path), *choices]
         command, log = own_program("fsbarrier", "run", *words), logs / f"node_{rank}.log"
         children[rank] = Child.start(

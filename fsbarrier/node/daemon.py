@@ -206,8 +206,16 @@ class Daemon:
         if missing := self.loop.awaited(now):
             nodes = f"node{'s' if len(missing) > 1 else ''} {ranks(missing)}"
             waited_s, up_to_s = now - self.loop.node.since, self.settings.coordination.join_timeout_s
+            seen = self.loop.observer.ledger.seen.values()
+            heard = any(one.moved and one.beat.rank != self.loop.node.rank for one in seen)
+            # A mount that shows nothing of the others looks like nodes that were not started.
+            nobody = (
+                ""
+                if heard
+                else "; nothing of any other node shows here: if they run, compare --log-path and their mounts"
+            )
             self.events.console.say(
-                f"fsbarrier: waiting up to {up_to_s:g} s for {nodes} to join {self.record.log_path} ({waited_s:.0f} s so far)\n"
+                f"fsbarrier: waiting up to {up_to_s:g} s for {nodes} to join {self.record.log_path} ({waited_s:.0f} s so far){nobody}\n"
             )
 
     def _loop(self) -> None:

@@ -44,6 +44,8 @@ CHANGING_RULES = {
     "on_node_failure": "on_node_failure",
     "coordination.retries": "retries",
 }
+#: the only one of `Limits` that a later start may change, with `--num-nodes A:B`
+LAST_CALL = "coordination.last_call_s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class Rules:
         if not settings:
             return self
         changed = {rule: settings[name] for name, rule in CHANGING_RULES.items() if name in settings}
+        if LAST_CALL in settings:
+            changed["limits"] = replace(self.limits, last_call_s=settings[LAST_CALL])
         return replace(self, **changed)
 
     def span(self, choices: Payload) -> tuple[int, int]:

@@ -579,6 +579,7 @@ class CoordinationSettings(Section):
         None,
         "Once `min_nodes` nodes have joined, start the run when no further node has joined for this many seconds; later nodes join at the "
         "next iteration. none: wait up to `join_timeout_s` for all nodes. `--num-nodes A:B` sets it to 10.",
+        AT_ONCE,
     )
     rejoin_timeout_s: Seconds = setting(
         timing.REJOIN_TIMEOUT_S, "Seconds that `--on-node-failure wait` waits for a lost node."

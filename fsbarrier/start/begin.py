@@ -95,6 +95,9 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
     preflight.check_log_path(log_path)
     trusts_group = "shared_group" in chosen and typed.shared_group
     trusted_folder.check(log_path, shared_group=trusts_group, named="--log-path", inside=runrecord.STEERING)
+    if (count := _launchers_count(request, chosen, there=runrecord.exists(log_path))) is not None:
+        chosen["num_nodes"] = ChosenValue("num_nodes", count.value, count.source)
+        typed = replace(typed, num_nodes=count.value)
     mount = filesystem.admit(log_path, write=not request.dry_run)
     known = typed.num_nodes if "num_nodes" in chosen else None
     rank = _rank(request, known)
@@ -102,7 +105,7 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
     record = _find_record(asked, rank)
     # Again, because somebody else may have made it meanwhile.
     trusted_folder.check(log_path, shared_group=trusts_group, named="--log-path", inside=runrecord.STEERING)
-    start = _create(asked, rank) if record is None else _join(asked, record)
+    start = _create(asked, rank) if record is None else _join(asked, record, rank)
     for line in ranks.contradictions(rank, start.settings.num_nodes, request.environ) if rank else ():
         say(line)
     return start
@@ -132,6 +135,16 @@ def _rank(request: Request, num_nodes: int | None) -> ranks.Choice | None:
     return ranks.node_rank(
         master=request.master, worker=request.worker, environ=request.environ, num_nodes=num_nodes
     )
+
+
+def _launchers_count(
+    request: Request, chosen: Mapping[str, ChosenValue], *, there: bool
+) -> ranks.Choice | None:
+    """The number of nodes by the launcher that sets this node's rank, unless the user gives one. So a launcher that starts a run again with
+    more or fewer nodes needs no flag. Of a run that exists WORLD_SIZE says nothing, since it may count processes."""
+    rank = None if "num_nodes" in chosen else _rank(request, None)
+    count = ranks.count_nodes(rank, request.environ)
+    return None if count is not None and count.source == "WORLD_SIZE" and there else count
 
 
 def _find_record(asked: _Asked, rank: ranks.Choice | None) -> RunRecord | None:
@@ -172,7 +185,8 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
             f"--log-path {log_path}: contains {some} but no run.json, so it is not the directory of a run; use a new or empty "
             "folder, or restore run.json if this run lost it"
         )
-    chosen = _with_count(asked, rank)
+    _check_count(asked, rank)
+    chosen = asked.chosen
     program = load_program(typed.program)
     _check_used(typed, program)
     defaults, is_demo = _defaults(request, typed, program)
@@ -214,24 +228,21 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     published = runrecord.publish(record)
     if published.run_id != record.run_id:
         # Another process created the record first.
-        return _join(replace(asked, chosen=chosen), published)
+        return _join(asked, published, rank)
     return Start(record, settings, 0, settings.iterations, created=True, mount=mount)
 
 
-def _with_count(asked: _Asked, rank: ranks.Choice | None) -> Mapping[str, ChosenValue]:
-    """The user's choices plus the number of nodes from the launcher that set the rank. Raises UsageError if the launcher does not set it:
-    a run of one node would look like success while the other nodes wait forever."""
-    request, chosen = asked.request, asked.chosen
-    if "num_nodes" in chosen:
-        return chosen
-    count = ranks.count_nodes(rank, request.environ)
-    if count is not None:
-        return {"num_nodes": ChosenValue("num_nodes", count.value, count.source), **chosen}
-    if rank is None and not request.dry_run:
-        ranks.check_alone(request.environ)
-    if rank is not None and rank.source in request.environ:
-        raise UsageError(ranks.without_count(rank))
-    return chosen
+def _check_count(asked: _Asked, rank: ranks.Choice | None) -> None:
+    """Raises UsageError if a launcher set the rank, and the number of nodes is unknown: a run of one node would look like success while
+    the other nodes wait forever."""
+    if "num_nodes" in asked.chosen:
+        return
+    if rank is None and not asked.request.dry_run:
+        ranks.check_alone(asked.request.environ)
+    if rank is not None and rank.source in asked.request.environ:
+        raise UsageError(
+            f"{rank.source}={rank.value} sets this node's rank, but the number of nodes is unknown; give --num-nodes"
+        )
 
 
 def _policy_to_begin_with(typed: Settings, program: Program) -> VersionToExport | None:
@@ -346,15 +357,15 @@ def _demo_source(folder: Path | None, name: str, file: str) -> TaskSource:
 # --- all other starts ---------------------------------------------------------------------------------------------------
 
 
-def _join(asked: _Asked, record: RunRecord) -> Start:
-    """Start a node of an existing run."""
+def _join(asked: _Asked, record: RunRecord, rank: ranks.Choice | None) -> Start:
+    """Start a node of an existing run. Its rank may be beyond the run's number of nodes: node 0 may be about to ask for more."""
     request, chosen, typed = asked.request, asked.chosen, asked.typed
     settings = checked(revisions.present(record.settings, revisions.newest_revisions(record.paths)))
     files.set_shared_group(settings.shared_group)
     with_folder = _with_models_folder(typed, record, settings.data_path, request.environ)
     stated = runrecord.stated_changes(record, chosen, with_folder)
-    # A worker may give the new number of nodes before node 0 has changed it.
-    rank = _rank(request, typed.num_nodes if "num_nodes" in stated else settings.num_nodes)
+    if rank is not None and rank.source == "RANK":
+        rank = _rank(request, typed.num_nodes if "num_nodes" in chosen else settings.num_nodes)
     if rank is None or rank.value == MASTER:
         # With --rank auto, this node may become node 0.
         settings, stated = _changed(settings, stated, asked)

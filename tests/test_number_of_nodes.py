@@ -1,0 +1,98 @@
+"""A run is started again with another number of nodes and a larger `--iterations`, in every way in which people start nodes."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cluster import FAST, REPO, Cluster, assert_exactly_once
+
+Way = Callable[[Cluster, int, Path], None]
+
+
+def call(cluster: Cluster, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fsbarrier", *words, "--log-path", str(cluster.log_path)]
+    return subprocess.run(
+        command,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPO), "HOME": str(cluster.output), **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def launch_local(cluster: Cluster, nodes: int, folder: Path) -> None:
+    done = call(cluster, "launch", "local", "--nodes", str(nodes), "--iterations", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def launch_ssh(cluster: Cluster, nodes: int, folder: Path) -> None:
+    ssh = folder / "ssh"
+    ssh.write_text('#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n')
+    ssh.chmod(0o700)
+    hosts = ",".join(f"host{rank}" for rank in range(nodes))
+    words = ("--hosts", hosts, "--ssh", shlex.quote(str(ssh)), "--logs", str(folder / "logs"))
+    program = f"{sys.executable} -m fsbarrier"
+    done = call(cluster, "launch", "ssh", *words, "--fsbarrier", program, "--iterations", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def slurm(cluster: Cluster, nodes: int, folder: Path) -> None:
+    """What `launch slurm` starts on each node: the same words everywhere, and the rank from the environment."""
+    for rank in reversed(range(nodes)):
+        cluster.env[rank] = {"SLURM_NODEID": str(rank), "SLURM_NNODES": str(nodes), "SLURM_LOCALID": "0"}
+        cluster.start_as(rank, "--iterations", "2")
+
+
+def kubernetes(cluster: Cluster, nodes: int, folder: Path) -> None:
+    for rank in reversed(range(nodes)):
+        cluster.env[rank] = {"JOB_COMPLETION_INDEX": str(rank)}
+        cluster.start_as(rank, "--iterations", "2", "--num-nodes", str(nodes))
+
+
+def by_hand(cluster: Cluster, nodes: int, folder: Path) -> None:
+    """The workers first; node 0 only once they wait."""
+    for rank in range(nodes - 1, 0, -1):
+        cluster.start_as(rank, "--worker", str(rank))
+    for rank in range(1, nodes):
+        cluster.beating(rank, lambda beat: beat.state == "joining" and beat.counter > 10)
+    weights = ",".join(["2", *["1"] * (nodes - 1)])
+    numbers = ("--num-nodes", str(nodes), "--rank-weights", weights)
+    cluster.start_as(0, "--master", "--iterations", "2", *numbers)
+
+
+def a_range(cluster: Cluster, nodes: int, folder: Path) -> None:
+    for rank in range(nodes):
+        which = ("--worker", str(rank)) if rank else ("--master", "--num-nodes", f"1:{nodes}")
+        cluster.start_as(rank, *which, "--iterations", "2")
+
+
+WAYS: dict[str, Way] = {
+    "launch local": launch_local,
+    "launch ssh": launch_ssh,
+    "slurm": slurm,
+    "kubernetes": kubernetes,
+    "by hand, workers first": by_hand,
+    "a range": a_range,
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)], ids=["more", "fewer"])
+def test_a_run_goes_on_with_another_number_of_nodes(
+    tmp_path: Path, way: Way, before: int, after: int
+) -> None:
+    with Cluster(tmp_path, before, "--iterations", "1", *FAST, "toy.phase_s=0.02") as cluster:
+        cluster.start()
+        assert set(cluster.wait().values()) == {0}, cluster.said_by_all()
+        cluster.processes.clear()
+        way(cluster, after, tmp_path)
+        assert set(cluster.wait().values()) <= {0}, cluster.said_by_all()
+        last = [e for e in cluster.events() if e["event"] == "generation_started"][-1]
+        assert last["members"] == list(range(after)), cluster.said_by_all()
+    assert_exactly_once(cluster.log_path, 2)
