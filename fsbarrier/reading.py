@@ -21,8 +21,12 @@ MIB, GIB = 1 << 20, 1 << 30
 RECORD_BYTES, RUN_RECORD_BYTES = 64 * MIB, 16 * MIB
 #: small JSON files: manifests, layouts, configurations
 JSON_BYTES = 256 * MIB
-#: a line of a journal or a log; longer lines are skipped
-LINE_BYTES = 16 * MIB
+#: a line of a journal; longer lines are skipped. Fsbarrier's own have a few hundred bytes, some with the end of a log a few thousand
+LINE_BYTES = MIB // 4
+#: a task: a line of a task file, with the images that are in it
+TASK_BYTES = 64 * MIB
+#: an answer of a judge, which may be another organisation's server
+ANSWER_BYTES = 8 * MIB
 #: a journal: about a year of one node
 JOURNAL_BYTES = 4 * GIB
 #: the header of a safetensors file (the format's own limit)

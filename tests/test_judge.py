@@ -14,6 +14,7 @@ import pytest
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.errors import UsageError
+from fsbarrier.rewards.judge import Judge, JudgeError
 from fsbarrier.rewards.kinds import open_reward
 from fsbarrier.rewards.score import Score
 from fsbarrier.settings.sections import JudgeSettings
@@ -146,3 +147,45 @@ def test_a_function_of_ones_own_may_ask_it(judge: StandIn, tmp_path: Path) -> No
     for kind in ("judge", f"{tmp_path}/mine.py:asks"):
         with pytest.raises(UsageError, match=r"uses a judge, which needs judge.url and judge.model"):
             open_reward(kind, judge=JudgeSettings())
+
+
+class Hostile(BaseHTTPRequestHandler):
+    """Answers without end, or compressed."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        if b"gzip" in body:
+            self.send_header("Content-Encoding", "gzip")
+        self.end_headers()
+        try:
+            for _ in range(100):
+                self.wfile.write(b" " * (1 << 20))
+        except OSError:
+            return
+
+
+@pytest.mark.parametrize(("question", "says"), [("endless", "longer than 8 MiB"), ("gzip", "compressed")])
+def test_an_answer_is_bounded_and_no_password_is_stored(question: str, says: str) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hostile)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    async def ask(port: int) -> str:
+        judge = Judge(JudgeSettings(url=f"http://me:hidden@127.0.0.1:{port}/v1", model="wise", retries=0))
+        try:
+            with pytest.raises(JudgeError) as failed:
+                await judge.ask(question)
+            return str(failed.value)
+        finally:
+            await judge.close()
+
+    try:
+        assert says in asyncio.run(ask(server.server_port))
+    finally:
+        server.shutdown()
+        server.server_close()
+    gone = asyncio.run(ask(server.server_port))
+    assert "does not answer" in gone and "hidden" not in gone

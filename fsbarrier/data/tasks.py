@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier.errors import UsageError
+from fsbarrier.reading import TASK_BYTES
 
 SUFFIXES = (".jsonl", ".parquet")
 #: maximum length of an invalid value in a message
@@ -119,7 +120,10 @@ def _json_rows(
 ) -> Iterator[tuple[int, Mapping[str, object] | None]]:
     empty: int | None = None
     with path.open("rb") as stream:
-        for index, line in enumerate(stream):
+        # Not by lines: a file that is only a hole would be one line of any length.
+        for index, line in enumerate(iter(lambda: stream.readline(TASK_BYTES + 1), b"")):
+            if len(line) > TASK_BYTES:
+                raise _task_error(path, index, f"is longer than {TASK_BYTES >> 20} MiB")
             if not line.strip():
                 empty = index if empty is None else empty
                 continue

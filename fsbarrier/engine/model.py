@@ -124,8 +124,11 @@ def tensors_in(file: Path) -> tuple[int, dict[str, Any]]:
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if size != 8 + length + end:
             raise ValueError(f"{size} bytes instead of {8 + length + end}")
-        if not all("shape" in entry for entry in header.values()):
-            raise ValueError("a tensor without a shape")
+        shapes = [entry["shape"] for entry in header.values()]
+        if not all(
+            isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape) for shape in shapes
+        ):
+            raise ValueError("a tensor whose shape is not a list of numbers")
         return 8 + length, header
     except OSError as error:
         raise ProgramFailed(f"{file}: cannot read the file: {error.strerror or error}") from None

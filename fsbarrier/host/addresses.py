@@ -7,6 +7,7 @@ import fcntl
 import ipaddress
 import socket
 import struct
+import sys
 from collections.abc import MutableMapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,17 @@ def ipv4_addresses() -> list[tuple[str, str]]:
                 answer = fcntl.ioctl(control, SIOCGIFADDR, request)
                 found.append((name, socket.inet_ntoa(answer[20:24])))
     return found
+
+
+def owner_of_peer(port: int, host: str, table: Path = Path("/proc/net/tcp")) -> int | None:
+    """The user id of the process of this machine whose IPv4 socket has this local `host` and `port`; None if there is none."""
+    local = f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
+    with contextlib.suppress(OSError, ValueError), table.open() as rows:
+        for row in rows:
+            words = row.split()
+            if len(words) > 7 and words[1] == local:
+                return int(words[7])
+    return None
 
 
 def ipv6_addresses(table: Path = IPV6_TABLE) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ The prompt is below. A user's reward function with a parameter `judge` gets the 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ from fsbarrier.openai_http import (
     may_pass,
     refusal_text,
 )
+from fsbarrier.printable import without_passwords
+from fsbarrier.reading import ANSWER_BYTES
 from fsbarrier.rewards.matching import last_number
 from fsbarrier.rewards.score import Messages, Score
 from fsbarrier.settings.sections import JudgeSettings
@@ -57,7 +60,10 @@ class Judge:
         self._free = asyncio.Semaphore(settings.concurrency)
         self._client = httpx.AsyncClient(
             base_url=str(settings.url).rstrip("/"),
-            headers=bearer(os.environ.get(settings.api_key_env or "", "")),
+            headers={
+                **bearer(os.environ.get(settings.api_key_env or "", "")),
+                "Accept-Encoding": "identity",
+            },
             timeout=httpx.Timeout(settings.timeout_s, pool=None),
             limits=httpx.Limits(max_connections=settings.concurrency),
         )
@@ -78,18 +84,32 @@ class Judge:
         try:
             # httpx limits the time between chunks of a response; this limits the whole request.
             async with asyncio.timeout(self.settings.timeout_s):
-                response = await self._client.post("/chat/completions", json=body)
+                status, answer = await self._post(body)
         except (httpx.TransportError, TimeoutError) as error:
+            # Stored with the trajectory, so without the password of its address.
             raise _Again(
-                f"the judge at {self._client.base_url} does not answer: {described(error)}"
+                without_passwords(f"the judge at {self._client.base_url} does not answer: {described(error)}")
             ) from None
-        if response.status_code != 200:
-            refusal = f"the judge refuses: HTTP {response.status_code}: {refusal_text(response.content)}"
-            raise (_Again if may_pass(response.status_code) else JudgeError)(refusal)
+        if status != 200:
+            refusal = f"the judge refuses: HTTP {status}: {refusal_text(answer)}"
+            raise (_Again if may_pass(status) else JudgeError)(without_passwords(refusal))
         try:
-            return str(response.json()["choices"][0]["message"]["content"])
-        except (ValueError, KeyError, IndexError, TypeError):
+            return str(json.loads(answer)["choices"][0]["message"]["content"])
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
             raise JudgeError("the judge's answer is no chat completion") from None
+
+    async def _post(self, body: Mapping[str, object]) -> tuple[int, bytes]:
+        """Status and content of the answer. Raises JudgeError for one that is too long or compressed, httpx.TransportError."""
+        async with self._client.stream("POST", "/chat/completions", json=body) as response:
+            if response.headers.get("content-encoding", "identity").lower() != "identity":
+                # A few bytes of gzip may stand for gigabytes, and none was asked for.
+                raise JudgeError("the judge's answer is compressed, although that was not asked for")
+            answer = bytearray()
+            async for piece in response.aiter_raw():
+                answer += piece
+                if len(answer) > ANSWER_BYTES:
+                    raise JudgeError(f"the judge's answer is longer than {ANSWER_BYTES >> 20} MiB")
+        return response.status_code, bytes(answer)
 
     async def close(self) -> None:
         await self._client.aclose()

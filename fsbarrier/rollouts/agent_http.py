@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import os
 import secrets
 import socket
 import time
@@ -19,7 +20,9 @@ import uvicorn
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from fsbarrier.host.addresses import owner_of_peer
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.agent_client import Client, Reply, TurnFailed
 from fsbarrier.rollouts.samples import EngineGone, Refusal
@@ -42,6 +45,15 @@ class _Error(Exception):
         self.status = status
 
 
+class _OwnUsersOnly(H11Protocol):
+    """Closes connections of other users of this machine at once, before they can use up the open files of this process."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if owner_of_peer(transport.get_extra_info("peername")[1], HOST) not in (os.geteuid(), None):
+            transport.abort()
+
+
 class _Server(uvicorn.Server):
     """Installs no signal handlers: rollout.py handles signals and stops this server."""
 
@@ -59,7 +71,7 @@ class Endpoint:
         config = uvicorn.Config(
             self._application,
             interface="asgi3",
-            http="h11",
+            http=_OwnUsersOnly,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -140,8 +152,8 @@ async def _asked(request: Request) -> JsonObject:
             raise _Error(413, f"the request is longer than {MAX_BODY >> 20} MiB")
     try:
         asked = json.loads(body or b"{}")
-    except ValueError:
-        raise _Error(400, "the request is not valid JSON") from None
+    except (ValueError, RecursionError):
+        raise _Error(400, "the request is not valid JSON, or nested too deeply") from None
     if not isinstance(asked, dict):
         raise _Error(400, "the request is not a JSON object")
     return asked

@@ -26,6 +26,8 @@ from fsbarrier.rundir.record_store import LenientStore
 #: how many bytes a reader reads at a time, and the longest line that it does not skip
 BLOCK_BYTES = 1024 * 1024
 LINE_BYTES = reading.LINE_BYTES
+#: lines beyond the first length take at most the second together: in memory an event takes many times the bytes of its line
+USUAL_BYTES, UNUSUAL_BYTES = 8 << 10, 16 << 20
 
 #: frequent events, of which only the times matter, and in a long run only the newest
 FREQUENT = frozenset({"phase_started", "phase_finished", "work_finished", "iteration_finished", "decision"})
@@ -215,6 +217,7 @@ class JournalReader:
         self.shortened = False
         self._offset = 0
         self._unfinished = b""
+        self._unusual = 0
 
     def read(self) -> Iterator[Event]:
         """The new events since the last call. Torn and foreign lines are skipped. Never raises."""
@@ -259,6 +262,11 @@ class JournalReader:
         return whole
 
     def _parse(self, line: bytes) -> Event | None:
+        if len(line) > USUAL_BYTES:
+            self._unusual += len(line)
+            if len(line) > LINE_BYTES or self._unusual > UNUSUAL_BYTES:
+                self.fault = f"{self.path} has events that are too long, which are not shown"
+                return None
         try:
             return parse(_decode(line.decode()), self.clock)
         except (ValueError, RecursionError):

@@ -315,12 +315,19 @@ def decode(data: bytes, log_path: Path) -> RunRecord:
         raise _Torn("not a run's record (its run_id is no name)")
     if not isinstance(body.get("settings"), dict) or not isinstance(body.get("tasks"), dict):
         raise _Torn("not a run's record (no settings or tasks)")
+    model = body.get("model")
+    if not (model is None or isinstance(model, str)) or not all(map(_is_source, body["tasks"].values())):
+        raise _Torn("not a run's record (its model or tasks have other types)")
     try:
         settings = Settings.from_json(body["settings"])
     except ValueError as error:
         raise _Torn(f"not a run's record ({error})") from None
-    return RunRecord(
-        **texts, settings=settings, tasks=body["tasks"], model=body.get("model"), log_path=log_path
+    return RunRecord(**texts, settings=settings, tasks=body["tasks"], model=model, log_path=log_path)
+
+
+def _is_source(found: object) -> bool:
+    return isinstance(found, dict) and (
+        [type(found.get(name)) for name in ("path", "count", "sha256")] == [str, int, str]
     )
 
 
