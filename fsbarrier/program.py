@@ -6,7 +6,7 @@ See phases/rl.py for an example. The state machine walks the table without knowi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -53,9 +53,10 @@ RL_SLICES = (
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Nothing to do: `value` is the result. Its key "events" is for lines of the journal, objects with an "event" each."""
+    """Nothing to do: `value` is the result, `events` are lines for the journal, objects with an "event" each."""
 
     value: Payload
+    events: Sequence[Payload] = ()
 
 
 #: the resident process of the programs that help an update or a rollout (fsbarrier/workers/helper.py)

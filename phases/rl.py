@@ -72,8 +72,7 @@ def assign_train(ctx: Context) -> Work:
 
 def decide_rollout(decision: RolloutDecision) -> Value:
     """The decision, with its lines for the journal."""
-    events = sharing_events(decision)
-    return Value({**decision.as_json(), **({"events": events} if events else {})})
+    return Value(decision.as_json(), sharing_events(decision))
 
 
 def share_out_train(ctx: Context, sampled: list[int], keep: int | None = None) -> RolloutDecision:

@@ -133,11 +133,12 @@ def test_tasks_are_cut_off_only_where_the_phase_was_ended_with_enough() -> None:
 
 
 def test_shares_are_fixed_where_claims_are_unsafe_and_the_journal_says_so() -> None:
-    decision = assigned(context(claims_unsafe=lambda: "an object store"))
-    assert decision["fixed_shares"] == "an object store"
-    assert decision["events"] == [{"event": "shares_fixed", "why": "an object store"}]
+    work = rl.assign_train(context(claims_unsafe=lambda: "an object store"))
+    assert isinstance(work, Value) and work.value["fixed_shares"] == "an object store"
+    assert work.events == [{"event": "shares_fixed", "why": "an object store"}]
     assert assigned(context(rollout_take_over=False))["fixed_shares"] == "rollout.take_over is off"
-    assert "events" not in assigned(context())
+    work = rl.assign_train(context())
+    assert isinstance(work, Value) and not work.events
 
 
 FIRST = {"policy_version": 1, "folder": "/run/checkpoints/policy-000001.g0002", "digest": "ab" * 32}

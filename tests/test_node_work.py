@@ -79,21 +79,19 @@ def python(code: str, **more: Any) -> Command:
 
 
 def test_results_of_steps_are_merged_and_all_their_events_are_kept(place: Workplace) -> None:
-    both = Steps((Value({"a": 1, "events": [{"event": "x"}]}), Value({"b": 2, "events": [{"event": "y"}]})))
-    done = work_kinds.carry_out(both, context(), RowJob(), place)
-    assert done == {"a": 1, "b": 2, "events": [{"event": "x"}, {"event": "y"}]}
+    both, job = Steps((Value({"a": 1}, [{"event": "x"}]), Value({"b": 2}, [{"event": "y"}]))), RowJob()
+    done = work_kinds.carry_out(both, context(), job, place)
+    assert done == {"a": 1, "b": 2} and job.events == [{"event": "x"}, {"event": "y"}]
 
 
 def test_a_program_reads_its_spec_and_leaves_its_result(place: Workplace) -> None:
     place.engine_access = [{"url": "http://here"}]
     place.engines = cast(Any, SimpleNamespace(kept_alive=lambda: Keeper([])))
     wanted = python(WRITES_RESULT, spec={"n": "{engine}"}, extra={"known": True}, event="ended")
-    done = work_kinds.carry_out(wanted, context(), RowJob(), place)
-    assert done == {
-        "known": True,
-        "got": [{"url": "http://here"}],
-        "events": [{"event": "ended", "known": True}],
-    }
+    job = RowJob()
+    done = work_kinds.carry_out(wanted, context(), job, place)
+    assert done == {"known": True, "got": [{"url": "http://here"}]}
+    assert job.events == [{"event": "ended", "known": True}]
     assert not list(place.work_dir.iterdir())
 
 
@@ -405,7 +403,7 @@ def test_what_the_engine_serves_with_is_kept_for_the_programs(place: Workplace, 
     place.engines = cast(Any, SimpleNamespace(ensure=ensure))
     done = work_kinds.carry_out(ServeWeights(tmp_path, 4, threads=2), context(), job, place)
     assert asked == [(tmp_path, 4, 2)] and (done["engines"], done["engine_s"]) == (2, 2.5)
-    assert [(line["replica"], line["serving"], line["engine_action"]) for line in done["events"]] == [
+    assert [(line["replica"], line["serving"], line["engine_action"]) for line in job.events] == [
         (0, 4, "started"),
         (1, 4, "started"),
     ]
@@ -413,9 +411,11 @@ def test_what_the_engine_serves_with_is_kept_for_the_programs(place: Workplace, 
 
 
 def test_what_listens_beyond_this_host_is_told_with_its_port(place: Workplace) -> None:
-    assert "events" not in work_kinds.carry_out(OpenRendezvous(loopback=True), context(), RowJob(), place)
-    told = work_kinds.carry_out(OpenRendezvous(loopback=False), context(), RowJob(), place)
-    assert told["events"] == [{"event": "listens", "port": told["port"]}]
+    job = RowJob()
+    work_kinds.carry_out(OpenRendezvous(loopback=True), context(), job, place)
+    assert job.events == []
+    told = work_kinds.carry_out(OpenRendezvous(loopback=False), context(), job, place)
+    assert job.events == [{"event": "listens", "port": told["port"]}]
     place.close_rendezvous()
 
 
@@ -433,7 +433,7 @@ def jobs(place: Workplace, each: Callable[[Context], Work]) -> tuple[JobRunner, 
     return JobRunner(lambda node: cast(Context, seen), place, woken.set), woken
 
 
-NODE = cast(Node, SimpleNamespace(rank=0, generation=None))
+NODE = cast(Node, SimpleNamespace(rank=0, place=(SimpleNamespace(era=0), None)))
 
 
 def test_a_job_reports_what_became_of_it(place: Workplace) -> None:
@@ -456,12 +456,12 @@ def test_a_job_reports_what_became_of_it(place: Workplace) -> None:
     ("each", "says"),
     [
         (partial(lambda work, context: work, None), "TypeError: partial returned NoneType, which is no work"),
-        (lambda context: Value({"events": 3}), "TypeError: the key 'events' of a result"),
-        (lambda context: Value({"events": ["begun"]}), "TypeError: the key 'events' of a result"),
-        (lambda context: Value({"events": [{"name": "begun"}]}), "TypeError: the key 'events' of a result"),
+        (lambda context: Value({}, cast(Any, 3)), "TypeError: the events of a Value"),
+        (lambda context: Value({}, cast(Any, ["begun"])), "TypeError: the events of a Value"),
+        (lambda context: Value({}, [{"name": "begun"}]), "TypeError: the events of a Value"),
         (
-            lambda context: Value({"events": [{"event": "node_lost"}]}),
-            "TypeError: the event 'node_lost' of a result",
+            lambda context: Value({}, [{"event": "node_lost"}]),
+            "TypeError: the event 'node_lost' is one",
         ),
         (
             lambda context: Value({"text": "x" * (17 << 20)}),
@@ -600,11 +600,12 @@ def test_a_program_is_started_again_while_the_shared_directory_fails(
     place: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No program has failed, so no attempt is used up."""
-    done = work_kinds.carry_out(of_ours(place, monkeypatch, 2), context(), RowJob(), place)
+    job = RowJob()
+    done = work_kinds.carry_out(of_ours(place, monkeypatch, 2), context(), job, place)
     assert done["got"] == 1
     ended = "fsbarrier.workers.some ended with exit code 3: part: No space left on device"
     why = f"{ended}; {place.log_path} fails or is full"
-    assert done["events"] == [{"event": "program_restarted", "times": 2, "why": why}]
+    assert job.events == [{"event": "program_restarted", "times": 2, "why": why}]
 
 
 def test_where_the_shared_directory_goes_on_failing_the_node_is_unfit_and_not_the_program(

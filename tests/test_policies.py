@@ -151,7 +151,7 @@ def test_a_program_that_fails_once_does_no_harm(tmp_path: Path, rank: int, row: 
     [
         ("returns_nothing", "TypeError: build returned NoneType, which is no work"),
         ("returns_a_set", "TypeError: Object of type set is not JSON serializable"),
-        ("returns_events", "TypeError: the key 'events' of a result"),
+        ("returns_events", "TypeError: the events of a Value"),
         ("leaves", "SystemExit: enough"),
     ],
 )

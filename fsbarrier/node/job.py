@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The result of a piece of work: JSON values. Its "events" are lines for the journal.
+# The result of a piece of work: JSON values.
 Result = JsonObject
 
 
@@ -49,6 +49,8 @@ class RowJob:
     doing: str = ""
     # When the thread last made progress there.
     alive_at: float = 0.0
+    # What happened, as lines for the journal.
+    events: list[Payload] = field(default_factory=list)
 
     @contextmanager
     def using_directory(self, doing: str) -> Iterator[None]:

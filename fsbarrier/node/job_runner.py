@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +20,6 @@ from fsbarrier.program import Context, build_work
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.state import Node, RowPart, WorkReport
 from fsbarrier.protocol.succession import STARTS
-from fsbarrier.rundir import journal
 from fsbarrier.rundir.log_tail import SHOWN_LINES
 from fsbarrier.supervision.last_words import only_noticed
 from fsbarrier.supervision.worker_contract import MAX_NESTING, MAX_RESULT_BYTES, nesting
@@ -113,7 +112,8 @@ class JobRunner:
             # A bug in a user's program file, or in ours, is a failure like any other: the others learn of it and may retry.
             value, ok = failure(f"{type(error).__name__}: {error}"), False
         if not job.cancel.is_set():
-            self._report = WorkReport(part, ok, value, time.monotonic() - started)
+            events = tuple(job.events)
+            self._report = WorkReport(part, ok, value, time.monotonic() - started, events)
             self.wake()
 
     def _carry_out(self, node: Node, part: RowPart, job: RowJob) -> Payload:
@@ -126,14 +126,14 @@ class JobRunner:
                 context = self.workplace.patiently(job, partial(self.make_context, node))
                 build = context.phase.each if part is RowPart.EACH else context.phase.leader
                 assert build is not None
-                warned = self._admit(context, node)
+                job.events += self._admit(context, node)
                 work = self.workplace.patiently(job, partial(build_work, build, context))
         except (OSError, StoreError) as error:
             # Another host may be able to read it, and no program has failed.
             raise NodeUnfit(f"node {node.rank}: this node cannot begin its work: {error}") from None
         value = carry_out(work, context, job, self.workplace)
         _check_result(value)
-        return {**value, "events": [*warned, *value.get("events", ())]} if warned else value
+        return value
 
     def _admit(self, context: Context, node: Node) -> list[Payload]:
         """Once in each era, check whether its nodes are fit for the run; returns lines for the journal.
@@ -158,22 +158,12 @@ class JobRunner:
 
 
 def _check_result(value: Payload) -> None:
-    """Raises TypeError for a result of the user's that no fact can hold, or no journal."""
+    """Raises TypeError for a result of the user's that no fact can hold."""
     size = len(json.dumps(value))
     if size > MAX_RESULT_BYTES:
         raise TypeError(f"a result of {size} bytes; write it to a file, and return the file's path")
     if nesting(value) > MAX_NESTING:
         raise TypeError(f"a result that is nested more than {MAX_NESTING} deep")
-    events = value.get("events", ())
-    lines = events if isinstance(events, list | tuple) else (events,)
-    if not all(isinstance(line, Mapping) and isinstance(line.get("event"), str) for line in lines):
-        raise TypeError(
-            "the key 'events' of a result is reserved for lines of the journal, a list of objects with an \"event\" each"
-        )
-    if taken := sorted({line["event"] for line in lines} & journal.OWN):
-        raise TypeError(
-            f"the event {taken[0]!r} of a result is one that daemons write themselves; choose another name"
-        )
 
 
 def _code_of(error: Exception) -> int:

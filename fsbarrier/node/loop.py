@@ -40,6 +40,7 @@ from fsbarrier.protocol.state import (
     RowPart,
     Rules,
     View,
+    WorkReport,
 )
 from fsbarrier.rundir.journal import summary
 from fsbarrier.rundir.phase_time import PhaseTime
@@ -91,6 +92,8 @@ class NodeLoop:
     #: the names that this node's heartbeat may have now; several after a rename that ended in an error
     _beat_names: list[Path] = field(default_factory=list)
     _beating_as: int = 0
+    #: the last end of a piece of work whose lines are in the journal
+    _told: WorkReport | None = None
 
     def __post_init__(self) -> None:
         paths, fact_removal = self.observer.paths, FactRemoval(self.store, self.observer.paths, self.rules)
@@ -152,6 +155,10 @@ class NodeLoop:
         before = self.node
         # How this node's own work ended, if any was under way.
         work = self.work.report() if before.part in (RowPart.EACH, RowPart.LEADER) else None
+        if work is not None and work is not self._told:
+            for line in work.events:
+                self.write_event(line["event"], before, {k: v for k, v in line.items() if k != "event"})
+            self._told = work
         view = self.observer.view(before, now, work)
         if view is self._idle_view:
             # Most looks of a wait end here: only the row was due, and it showed nothing new.
@@ -283,13 +290,9 @@ class NodeLoop:
         return Outlook.NEWS
 
     def _publish(self, fact: Fact, now: float) -> None:
-        node, events = self.node, fact.value.get("events", ())
-        if events:
-            fact = replace(fact, value={name: one for name, one in fact.value.items() if name != "events"})
+        node, events = self.node, self._told.events if self._told is not None else ()
         self._publication.publish(node, fact, now)
         self._note_work(fact)
-        for line in events:
-            self.write_event(line["event"], node, {k: v for k, v in line.items() if k != "event"})
         if fact.value and fact.status == "done" and node.place[0].leader == node.rank:
             self.write_event("decision", node, {"value": summary(fact.value, events)})
 

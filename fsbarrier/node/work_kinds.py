@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from functools import partial
 
 from fsbarrier import files
@@ -24,14 +26,16 @@ from fsbarrier.program import (
     Value,
     Work,
 )
-from fsbarrier.rundir import checkpoints, retention
+from fsbarrier.protocol.facts import Payload
+from fsbarrier.rundir import checkpoints, journal, retention
 
 
 def carry_out(work: Work, context: Context, job: RowJob, workplace: Workplace) -> Result:
     """Do `work`; returns its result. Raises Cancelled, NodeUnfit, FsbarrierError, and any other exception of the work."""
     job.stop_if_cancelled()
     match work:
-        case Value(value):
+        case Value(value, events):
+            job.events += _checked_lines(events)
             return dict(value)
         case Steps(works):
             return _one_after_the_other(works, context, job, workplace)
@@ -43,7 +47,9 @@ def carry_out(work: Work, context: Context, job: RowJob, workplace: Workplace) -
             workplace.close_rendezvous()
             workplace.rendezvous = listen(loopback=loopback)
             port = port_of(workplace.rendezvous)
-            return {"port": port, **({} if loopback else {"events": [{"event": "listens", "port": port}]})}
+            if not loopback:
+                job.events.append({"event": "listens", "port": port})
+            return {"port": port}
         case ProbeAddresses(addresses, port):
             return {"reached": reachable(addresses, port)}
         case PublishWeights():
@@ -58,15 +64,27 @@ def carry_out(work: Work, context: Context, job: RowJob, workplace: Workplace) -
             return run_program(work, context, job, workplace)
 
 
+def _checked_lines(events: object) -> list[Payload]:
+    """The user's lines for the journal. Raises TypeError for what is none."""
+    given = events if isinstance(events, list | tuple) else (events,)
+    lines = [line for line in given if isinstance(line, Mapping) and isinstance(line.get("event"), str)]
+    if len(lines) < len(given):
+        raise TypeError(
+            'the events of a Value are lines for the journal, a list of objects with an "event" each'
+        )
+    if taken := sorted({line["event"] for line in lines} & journal.OWN):
+        raise TypeError(f"the event {taken[0]!r} is one that daemons write themselves; choose another name")
+    json.dumps(lines)
+    return lines
+
+
 def _one_after_the_other(
     works: tuple[Work, ...], context: Context, job: RowJob, workplace: Workplace
 ) -> Result:
-    """The merged results, with the "events" of all."""
+    """The merged results."""
     merged: Result = {}
     for work in works:
-        value = carry_out(work, context, job, workplace)
-        events = [*merged.get("events", ()), *value.get("events", ())]
-        merged |= value | ({"events": events} if events else {})
+        merged |= carry_out(work, context, job, workplace)
     return merged
 
 
@@ -98,10 +116,10 @@ def _serve_weights(work: ServeWeights, job: RowJob, workplace: Workplace) -> Res
         for number, info in enumerate(infos)
         if info.note or info.action != "kept"
     ]
+    job.events += [*(line for line in lines if line["note"]), *ready]
     return {
         "engines": len(infos),
         "engine_s": round(max(info.seconds for info in infos), 3),
-        "events": [*(line for line in lines if line["note"]), *ready],
     }
 
 
@@ -126,7 +144,7 @@ def _publish_weights(work: PublishWeights, context: Context, job: RowJob, workpl
     patiently(partial(checkpoints.publish_link, log_path, work.folder, last_look))
     decision = PublishDecision(work.policy_version, str(work.folder), manifest.digest, work.needed)
     value = decision.as_json()
-    events = [journal_line("weights_published", value)]
+    job.events.append(journal_line("weights_published", value))
     patiently(last_look)
     needed = (*work.needed.folders, manifest.state_in)
     retention.remove_old_versions(log_path, work.keep, work.folder, work.keep_every, needed, job.live_on)
@@ -139,5 +157,5 @@ def _publish_weights(work: PublishWeights, context: Context, job: RowJob, workpl
         between=job.live_on,
     )
     if removed:
-        events.append({"event": "trajectories_removed", "iterations": removed})
-    return {**value, "events": events}
+        job.events.append({"event": "trajectories_removed", "iterations": removed})
+    return value

@@ -63,7 +63,8 @@ def run_program(work: Command, context: Context, job: RowJob, workplace: Workpla
     if not again:
         return value
     line = {"event": "program_restarted", "times": again, "why": why.splitlines()[0]}
-    return {**value, "events": [line, *value.get("events", ())]}
+    job.events.append(line)
+    return value
 
 
 def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace) -> Result:
@@ -109,7 +110,10 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
     else:
         program = _start_kept(work.keep, own.spec, argv, env, log_file, context, workplace)
     with workplace.own_engines.kept_alive() if uses_engines else nullcontext() as keeper:
-        code = _watch(program, context, job, workplace, keeper)
+        try:
+            code = _watch(program, context, job, workplace, keeper)
+        finally:
+            job.events += keeper.events if keeper else ()
     if code != 0:
         _distrust_engines(own.result, context, workplace)
         said, log = _why_it_failed(program, argv, code), _end_of_log(program)
@@ -123,8 +127,9 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
     result = read_result(own.result, program_name(argv)) if work.result else {}
     shutil.rmtree(own.folder, ignore_errors=True)
     value = {**work.extra, **result}
-    events = [*(keeper.events if keeper else ()), *([journal_line(work.event, value)] if work.event else ())]
-    return {**value, "events": events} if events else value
+    if work.event:
+        job.events.append(journal_line(work.event, value))
+    return value
 
 
 def _environment(argv: Sequence[str], settings: Settings, work_dir: Path) -> Mapping[str, str]:

@@ -148,6 +148,8 @@ class WorkReport:
     ok: bool
     value: Payload
     seconds: float
+    #: lines for the journal; the protocol does not know them
+    events: Sequence[Payload] = ()
 
 
 @dataclass(frozen=True, slots=True)

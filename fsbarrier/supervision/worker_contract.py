@@ -96,14 +96,11 @@ def read_progress(path: Path) -> JsonObject | None:
 def read_result(path: Path, program: str) -> JsonObject:
     """The result of a program that exited with 0. Raises ProgramFailed if it is missing or not a JSON object."""
     try:
-        result = _read_object(path, MAX_RESULT_BYTES)
+        return _read_object(path, MAX_RESULT_BYTES)
     except FileNotFoundError:
         raise ProgramFailed(f"{program} ended well but left no result") from None
     except (OSError, ValueError) as error:
         raise ProgramFailed(f"{program} ended well but left a bad result: {error}") from None
-    # Reserved: the daemon uses this name for lines of the journal.
-    result.pop("events", None)
-    return result
 
 
 def _read_object(path: Path, max_bytes: int) -> JsonObject:

@@ -14,7 +14,7 @@ toy = load_module("toy")
 DOES: dict[str, Callable[[], Any]] = {
     "returns_nothing": lambda: None,
     "returns_a_set": lambda: Value({"tasks": {1, 2}}),
-    "returns_events": lambda: Value({"events": 3}),
+    "returns_events": lambda: Value({}, 3),
     "leaves": lambda: sys.exit("enough"),
 }
 
