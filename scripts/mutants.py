@@ -57,7 +57,7 @@ TESTS = (
     ),
     ("fsbarrier/node/rank_lock", "rank_lock"),
     ("fsbarrier/node/free_ranks", "free_ranks"),
-    ("fsbarrier/node/announcement", "announcement"),
+    ("fsbarrier/node/join_writer", "join_writer"),
     ("fsbarrier/node/context_maker", "revisions resume program_rows | take_over unreadable toy_run"),
     ("fsbarrier/node/job", "node_work admission kept_program"),
     ("fsbarrier/node/wor", "durability node_work admission kept_program"),

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from fsbarrier.group.collective import CollectiveWork
+from fsbarrier.node.fact_writer import FactWriter
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.paces import Paces, next_beat_s
-from fsbarrier.node.publication import Publication
 from fsbarrier.program import Phase, Program, Value
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, Pulse, Record
@@ -303,12 +303,12 @@ def test_rule_8_a_fact_is_published_again_soon_and_then_more_rarely(tmp_path: Pa
     node = Node(1, 1, 0.0, stage=Stage.RUNNING, generation=here, position=here.start, part=RowPart.ANNOUNCED)
     row = observer.row_dir(1, here.start)
     store.make_dir(row)
-    publication, long_at, written_at = Publication(store, observer, rules), list[float](), list[float]()
-    publication.publish(node, Fact(1, 1, "done"), 0.0)
+    writer, long_at, written_at = FactWriter(store, observer, rules), list[float](), list[float]()
+    writer.publish(node, Fact(1, 1, "done"), 0.0)
     for step in range(200):
         now, (path,) = step / 10, row.iterdir()
         before = path.stat().st_ino
-        publication.repeat(node, now, lambda fact, now=now: long_at.append(now))  # type: ignore[misc]
+        writer.repeat(node, now, lambda fact, now=now: long_at.append(now))  # type: ignore[misc]
         if path.stat().st_ino != before:
             written_at.append(now)
     assert (written_at, long_at) == ([0.5, 1.5, 3.5, 7.5, 15.5], [7.5])

@@ -13,7 +13,7 @@ from cluster import FAST, Cluster
 from fsbarrier.errors import Fenced, UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.node.context_maker import ContextMaker
-from fsbarrier.node.loop import NodeLoop, Outlook
+from fsbarrier.node.loop import LookAgain, NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.run_rules import make_rules
 from fsbarrier.node.work_runner import WorkRunner
@@ -323,9 +323,9 @@ def test_whoever_finds_its_generation_recorded_by_another_follows_no_impossible_
     node = NodeLoop(store, observer, Rules(program, 3), work, here, lambda event, node, fields: None)
     mine = Generation(1, (Member(2, 1),), 2, Position(1, 0), "start")
     record(tmp_path, 1, Revision(1, 1, {"rollout.tasks": -5}, {}))
-    assert node._perform(Propose(mine), 0.0) is Outlook.NO_NEWS and observer.newest is None
+    assert node._perform(Propose(mine), 0.0) is LookAgain.LATER and observer.newest is None
     record(tmp_path, 2, FIRST)
-    assert node._perform(Propose(replace(mine, number=2)), 0.0) is Outlook.NEWS
+    assert node._perform(Propose(replace(mine, number=2)), 0.0) is LookAgain.NOW
     assert observer.newest is not None and observer.newest.number == 2
 
 

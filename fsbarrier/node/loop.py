@@ -14,13 +14,13 @@ from enum import Enum
 from pathlib import Path
 
 from fsbarrier.errors import Fenced
-from fsbarrier.node.announcement import Announcement
 from fsbarrier.node.fact_removal import FactRemoval
+from fsbarrier.node.fact_writer import FactWriter
+from fsbarrier.node.join_writer import JoinWriter
 from fsbarrier.node.observer import Observer
-from fsbarrier.node.publication import Publication
+from fsbarrier.node.passed_rows import PassedRows
 from fsbarrier.node.resume import LastGeneration
-from fsbarrier.node.row_trail import RowTrail
-from fsbarrier.node.silence import Silence
+from fsbarrier.node.suspicion_events import SuspicionEvents
 from fsbarrier.node.work_runner import WorkRunner
 from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Payload, Position
 from fsbarrier.protocol.machine import awaited, step
@@ -55,15 +55,15 @@ ASKED_AGAIN = (Propose, FindResumePoint)
 WriteEvent = Callable[[str, Node, Payload], None]
 
 
-class Outlook(Enum):
-    """What another look, right after an action, would show."""
+class LookAgain(Enum):
+    """When another look is worth while after an action."""
 
-    #: perhaps something new
-    NEWS = 0
-    #: nothing new: work has just been launched, or another node's record is not readable yet
-    NO_NEWS = 1
-    #: nothing new, because this node's listings are stale: it looks again at its usual pace
-    BEHIND = 2
+    #: perhaps there is something new
+    NOW = 0
+    #: there is nothing new yet: work has just been launched, or another node's record is not readable yet
+    LATER = 1
+    #: nothing new, because this node's listings are stale: at its usual pace
+    STALE_LISTING = 2
 
 
 @dataclass
@@ -81,10 +81,10 @@ class NodeLoop:
     #: of the heartbeats
     counter: int = 0
     last_generation: LastGeneration = field(init=False)
-    _silence: Silence = field(init=False)
-    _announcement: Announcement = field(init=False)
-    _publication: Publication = field(init=False)
-    _rows: RowTrail = field(init=False)
+    _suspicions: SuspicionEvents = field(init=False)
+    _join_writer: JoinWriter = field(init=False)
+    _fact_writer: FactWriter = field(init=False)
+    _rows: PassedRows = field(init=False)
     #: the actions that are still to be performed
     _pending: deque[Action] = field(default_factory=deque)
     #: the view in which there was nothing to do
@@ -98,10 +98,10 @@ class NodeLoop:
     def __post_init__(self) -> None:
         paths, fact_removal = self.observer.paths, FactRemoval(self.store, self.observer.paths, self.rules)
         self.last_generation = LastGeneration(self.observer)
-        self._silence = Silence(self.observer)
-        self._announcement = Announcement(self.store, paths)
-        self._publication = Publication(self.store, self.observer, self.rules)
-        self._rows = RowTrail(self.store, self.observer, fact_removal)
+        self._suspicions = SuspicionEvents(self.observer)
+        self._join_writer = JoinWriter(self.store, paths)
+        self._fact_writer = FactWriter(self.store, self.observer, self.rules)
+        self._rows = PassedRows(self.store, self.observer, fact_removal)
 
     def start(self, now: float, claimed: int | None = None) -> None:
         """Join the run as the next incarnation of this rank; the observer must be prepared. Raises OSError.
@@ -137,16 +137,16 @@ class NodeLoop:
                 break
             if actions:
                 self._pending.extend(actions)
-                outlook = self._act(now)
+                look_again = self._act(now)
                 # Not in the tick that passed a row, nor before this node has published: no member should wait for the clean-up.
                 self._rows.remove_old_facts(self.node.rank, passed)
-                busy = outlook is not Outlook.BEHIND
-                if outlook is not Outlook.NEWS:
+                busy = look_again is not LookAgain.STALE_LISTING
+                if look_again is not LookAgain.NOW:
                     break
-        for event, fields in self._silence.events(self.node, self.rules.limits):
+        for event, fields in self._suspicions.events(self.node, self.rules.limits):
             self.write_event(event, self.node, fields)
         if self.exit is None:
-            self._publication.repeat(self.node, now, self._note_long_wait)
+            self._fact_writer.repeat(self.node, now, self._note_long_wait)
         self._rows.remove_old_facts(self.node.rank, passed)
         return busy
 
@@ -169,9 +169,9 @@ class NodeLoop:
             return None
         return actions
 
-    def _act(self, now: float) -> Outlook:
+    def _act(self, now: float) -> LookAgain:
         """Perform the pending actions in order."""
-        outlook, pending = Outlook.NEWS, self._pending
+        look_again, pending = LookAgain.NOW, self._pending
         while pending:
             # The action may change what this node sees, so the last view is outdated.
             self.observer.last_view = None
@@ -182,9 +182,9 @@ class NodeLoop:
                     self._pending = deque(action for action in pending if not isinstance(action, ASKED_AGAIN))
                     raise
                 after = None
-            outlook = max(outlook, after or Outlook.NEWS, key=lambda one: one.value)
+            look_again = max(look_again, after or LookAgain.NOW, key=lambda one: one.value)
             pending.popleft()
-        return outlook
+        return look_again
 
     def _is_of_the_past(self, action: Action) -> bool:
         """Whether an action publishes a fact in a generation that is over. Raises OSError.
@@ -209,11 +209,11 @@ class NodeLoop:
         ended = self.exit
         node = self.node
         state = ended.state if ended is not None else node.stage
-        if self._announcement.announced != node.incarnation and state == JOINING:
+        if self._join_writer.announced != node.incarnation and state == JOINING:
             # It is about to rejoin. Nobody may admit the incarnation that was in the old generation.
             state = "leaving"
         here, where = self.join, _place_values(node, node.position, self.rules)
-        about = self._announcement.announced, self.counter, here.host, here.pid, state
+        about = self._join_writer.announced, self.counter, here.host, here.pid, state
         return Beat(node.rank, *about, *where, self.work.progress())
 
     def write_beat(self, beat: Beat, store: Store, now: float) -> None:
@@ -233,12 +233,12 @@ class NodeLoop:
 
     def _announce(self, incarnation: int) -> bool:
         join = replace(self.join, incarnation=incarnation)
-        mine = self._announcement.create(join)
+        mine = self._join_writer.create(join)
         if mine:
             self.observer.registry.learn_join(join)
         return mine
 
-    def _perform(self, action: Action, now: float) -> Outlook | None:
+    def _perform(self, action: Action, now: float) -> LookAgain | None:
         """Perform one action. None: another look may show something new."""
         match action:
             case Publish(fact):
@@ -247,7 +247,7 @@ class NodeLoop:
                 self._enter(action)
             case Launch(part):
                 self.work.launch(self.node, part)
-                return Outlook.NO_NEWS
+                return LookAgain.LATER
             case Note(event, fields, at):
                 self.write_event(event, at or self.node, fields)
             case CancelWork():
@@ -275,23 +275,23 @@ class NodeLoop:
             "node_ended", self.node, {"state": ended.state, "code": ended.code, "reason": ended.reason}
         )
 
-    def _find_resume_point(self, seal: bool, now: float) -> Outlook:
+    def _find_resume_point(self, seal: bool, now: float) -> LookAgain:
         fact = Fact(self.node.rank, self.node.incarnation, SEALED) if seal else None
         found = self.last_generation.resume_point(self.rules, now, fact)
         self.observer.resume_point = found
         if found is None:
             self.observer.hurry()
-            return Outlook.BEHIND
+            return LookAgain.STALE_LISTING
         if seal and found.generation:
             place = [found.position.iteration, found.position.phase]
             self.write_event(
                 "generation_sealed", self.node, {"number": found.generation, "goes_on_at": place}
             )
-        return Outlook.NEWS
+        return LookAgain.NOW
 
     def _publish(self, fact: Fact, now: float) -> None:
         node, events = self.node, self._told.events if self._told is not None else ()
-        self._publication.publish(node, fact, now)
+        self._fact_writer.publish(node, fact, now)
         self._note_work(fact)
         if fact.value and fact.status == "done" and node.place[0].leader == node.rank:
             self.write_event("decision", node, {"value": summary(fact.value, events)})
@@ -310,9 +310,9 @@ class NodeLoop:
             event, fields = ("work_failed", {**work, **details}) if failed else ("work_finished", work)
             self.write_event(event, self.node, fields)
 
-    def _propose(self, generation: Generation) -> Outlook:
+    def _propose(self, generation: Generation) -> LookAgain:
         path = self.observer.paths.generation(generation.number)
-        outlook = Outlook.NEWS
+        look_again = LookAgain.NOW
         if self.store.create(path, generation):
             self.observer.registry.learn(generation)
             self.write_event(
@@ -321,13 +321,13 @@ class NodeLoop:
         else:
             # Another node was first, and all follow its record.
             read = self.observer.registry.read_generation(generation.number)
-            outlook = outlook if read else Outlook.NO_NEWS
+            look_again = look_again if read else LookAgain.LATER
         self.observer.hurry()
-        return outlook
+        return look_again
 
     def _enter(self, row: Entered) -> None:
         if row.begins:
-            self._silence.begin()
+            self._suspicions.begin()
             self.observer.hurry()
         self._rows.enter(row)
         # Without work, `phase_started` also tells that this node is done with the row.

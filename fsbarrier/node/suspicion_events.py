@@ -12,7 +12,7 @@ from fsbarrier.protocol.state import Node, Stage
 
 
 @dataclass
-class Silence:
+class SuspicionEvents:
     """Compares the ledger with the events so far. The state machine decides whether a silent member is lost."""
 
     observer: Observer

@@ -13,7 +13,7 @@ from fsbarrier.rundir.record_store import Store
 
 
 @dataclass
-class RowTrail:
+class PassedRows:
     """Makes the folder of each row that the node enters, and cleans up after those that it has passed."""
 
     store: Store

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fsbarrier.node.announcement import Announcement
 from fsbarrier.node.fingerprint import Fingerprint
+from fsbarrier.node.join_writer import JoinWriter
 from fsbarrier.protocol.facts import Join, Record
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -39,16 +39,16 @@ class OneErrorStore(PosixStore):
 def test_after_an_error_the_record_tells_whose_it_is(tmp_path: Path, done: Join | None, mine: bool) -> None:
     store, paths = OneErrorStore(done), RunPaths(tmp_path)
     store.make_dir(paths.joins)
-    announcement = Announcement(store, paths)
+    writer = JoinWriter(store, paths)
     with pytest.raises(OSError, match="Input/output error"):
-        announcement.create(HERE)
-    assert announcement.announced == 0
-    assert announcement.create(HERE) == mine
-    assert announcement.announced == (1 if mine else 0)
+        writer.create(HERE)
+    assert writer.announced == 0
+    assert writer.create(HERE) == mine
+    assert writer.announced == (1 if mine else 0)
 
 
 def test_without_an_error_a_name_that_is_taken_is_another_process_s(tmp_path: Path) -> None:
     store, paths = PosixStore(), RunPaths(tmp_path)
     store.make_dir(paths.joins)
-    assert Announcement(store, paths).create(HERE)
-    assert not Announcement(store, paths).create(HERE)
+    assert JoinWriter(store, paths).create(HERE)
+    assert not JoinWriter(store, paths).create(HERE)

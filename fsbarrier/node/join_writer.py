@@ -11,7 +11,7 @@ from fsbarrier.rundir.record_store import Store
 
 
 @dataclass
-class Announcement:
+class JoinWriter:
     """Creates this process's join records.
 
     A create may be ambiguous. Example: the server creates the record, its answer is lost, and the client reports EIO. The next try

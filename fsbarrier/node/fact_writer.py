@@ -19,7 +19,7 @@ LONG_S = 5.0
 
 
 @dataclass
-class Publication:
+class FactWriter:
     """Writes this node's facts.
 
     Some clients cache a directory listing until the directory's modification time changes, and that time may be coarse. Example: node 0
