@@ -124,8 +124,11 @@ def test_a_configuration_is_read_through_a_link_and_never_from_a_pipe(tmp_path: 
 
 
 @pytest.mark.torch
-def test_zero_makes_the_same_update(tmp_path: Path) -> None:
-    run_script("parallel_updates.py", tmp_path, "1x2:auto:3:zero2:clip:steps", "2x1:auto:5:zero3:clip:steps")
+def test_zero_3_makes_the_same_update_and_goes_on_bit_by_bit_on_one_process_and_on_two_again(
+    tmp_path: Path,
+) -> None:
+    cases = ("1x2:auto:5:zero3", "1x1:auto:5:zero1", "1x2:auto:5:zero1")
+    run_script("zero_checkpoints.py", tmp_path, "update", *cases)
 
 
 @pytest.mark.torch

@@ -2,7 +2,8 @@
 
 `python zero_checkpoints.py FOLDER CASE...`: the first case writes (parallel_updates.py says what a case is), and goes on in a second
 update; it then does the same from what was written. Each other case reads it, and must find the same weights and moments.
-`tied` among the cases: of a model whose output head is its embedding, and sharded over four processes the last has no row of it.
+`update` among the cases: before that, the update of the first case must be that of one process alone. `tied`: of a model whose output
+head is its embedding, and sharded over four processes the last has no row of it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import parallel_updates
 import torch
 from checkpoint_ranks import in_ranks
 from parallel_updates import Case, import_before_forking, make_batch, step, whole
@@ -122,12 +124,14 @@ def check_exports(case: Case, folder: Path) -> None:
 
 
 def main(folder: Path, texts: list[str]) -> None:
-    import_before_forking(texts)
+    import_before_forking([text for text in texts if text != "update"])
     if "tied" in texts:
         make_batch(folder, tied=True, vocabulary=9)
     else:
         make_batch(folder, tied=False)
-    first, *others = (Case(text) for text in texts if text != "tied")
+    first, *others = (Case(text) for text in texts if text not in ("tied", "update"))
+    if "update" in texts:
+        parallel_updates.main(folder / "update", [first.text])
     write(first, folder)
     check_exports(first, folder)
     for case in others:

@@ -16,7 +16,6 @@ from fsbarrier.training.micro_batch import MicroBatch, plan
 from fsbarrier.training.policy_model import PolicyModel, packs
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout
-from fsbarrier.training.stored_tensors import StoredTensors
 from fsbarrier.training.trainer import Trainer
 
 
@@ -60,9 +59,7 @@ def loaded_for_reading(folder: Path, layout: Layout, processes: Processes, setti
         return model
     sharding.shard(model, layout, processes)
     if empty is not None:
-        with StoredTensors.of_model(folder) as stored, torch.no_grad():
-            for name, parameter in empty.named_parameters():
-                stored.fill(name, parameter)
+        policy.fill(empty, folder)
     return model
 
 

@@ -61,6 +61,13 @@ def without_weights(folder: Path, settings: TrainerSettings) -> PreTrainedModel 
     return model if known else None
 
 
+def fill(model: PreTrainedModel, folder: Path) -> None:
+    """Read this process's parts of the weights in `folder` into the model of `without_weights`. Raises ProgramFailed."""
+    with StoredTensors.of_model(folder) as stored, torch.no_grad():
+        for name, parameter in model.named_parameters():
+            stored.fill(name, parameter)
+
+
 def from_config(folder: Path, settings: TrainerSettings) -> PreTrainedModel:
     """The model of `load` as its configuration makes it, before it has the weights of the folder. Raises UsageError."""
     try:

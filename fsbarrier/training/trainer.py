@@ -28,7 +28,6 @@ from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.policy_model import PolicyModel, packs
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout, choose_layout
-from fsbarrier.training.stored_tensors import StoredTensors
 from fsbarrier.training.torch_backend import TorchBackend
 
 
@@ -90,9 +89,7 @@ class Trainer:
         else:
             backend = TorchBackend(model, settings.optimizer, layout, processes)
         if empty is not None:
-            with StoredTensors.of_model(model_folder) as stored, torch.no_grad():
-                for name, parameter in empty.named_parameters():
-                    stored.fill(name, parameter)
+            policy.fill(empty, model_folder)
         steps = backend.restore(state_folder, policy_version).optimizer_steps if state_folder else 0
         return cls(processes, layout, model, backend, steps, packs(causal), adapters)
 
