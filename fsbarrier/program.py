@@ -97,7 +97,7 @@ class Keep:
     """Keep a command's processes, with their memory, for the next such command (fsbarrier/supervision/kept_program.py).
 
     `processes`: their number on each node. `formed`: the name of the processes that all nodes have kept from the last such command
-    (`Context.kept`) and that take this one as their next job; "": start new ones. A node keeps only one program, in one generation.
+    (`Context.kept`) and that take this one as their next job; "": start new ones. A node keeps only one program, for one era.
     """
 
     processes: int
