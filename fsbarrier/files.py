@@ -17,7 +17,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from fsbarrier import reading
+from fsbarrier import owned, reading
 from fsbarrier.retry import FAILING, retry, until_seen
 
 _modes = {"file": 0o600, "dir": 0o700}
@@ -28,6 +28,7 @@ _run_records: set[Path] = set()
 def set_shared_group(on: bool) -> None:
     """Set the permissions of all files written from now on: owner only (default), or owner and group."""
     _modes["file"], _modes["dir"] = (0o660, 0o770) if on else (0o600, 0o700)
+    owned.trust_group(on)
 
 
 def make_dirs_only_beside(record: Path) -> None:
@@ -188,16 +189,6 @@ def write_in_place(path: Path, data: bytes) -> None:
     _fill(fd, data, durable=False)
 
 
-def remove_tree(folder: Path | str, dir_fd: int | None = None) -> None:
-    """Remove a folder and its contents without following links. Raises OSError, also for folders nested too deeply for Python."""
-    try:
-        shutil.rmtree(folder, dir_fd=dir_fd)
-    except RecursionError:
-        raise OSError(
-            errno.ENAMETOOLONG, "its folders are nested too deeply to remove", str(folder)
-        ) from None
-
-
 def rename(temporary: Path, path: Path) -> None:
     """Rename a file made under a name from `temporary_beside` to its final name. Removes it on failure. Raises OSError."""
     try:
@@ -300,7 +291,7 @@ def _create_as_folder(path: Path, data: bytes, durable: bool) -> bool:
         there = _look(path)
         if there is not None and stat.S_ISDIR(there.st_mode) and record in os.listdir(path):
             return True
-        shutil.rmtree(folder, ignore_errors=True)
+        owned.discard(folder)
         if there is None:
             raise
         return False

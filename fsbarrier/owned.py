@@ -19,11 +19,19 @@ from pathlib import Path
 
 from fsbarrier import reading
 
+#: whether this process works for a run of a group, whose members may remove what another of them made
+_trusts_group = False
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class NotOwn(OSError):
     """It belongs to another user, or others may write to it."""
+
+
+def trust_group(on: bool) -> None:
+    """Whether the folders from now on are those of a run that was started with --shared-group."""
+    global _trusts_group
+    _trusts_group = on
 
 
 def remove(path: Path, root: Path | None = None) -> None:
@@ -32,12 +40,15 @@ def remove(path: Path, root: Path | None = None) -> None:
     No link is followed from `root` on (default: the folder above). It must belong to this user, or to the owner of `root`, who is somebody
     else where a server maps users and in a run of a group. Raises NotOwn, reading.NotPlain, OSError.
     """
-    root = root or path.parent
+    _remove(path, root or path.parent, ignore_errors=False)
+
+
+def _remove(path: Path, root: Path, *, ignore_errors: bool) -> None:
     with suppress(FileNotFoundError), reading.folder_below(root, path.parent) as folder:
         found = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
-        _check_owner(found, path, os.stat(root).st_uid)
+        _check_owner(found, path, found.st_uid if _trusts_group else os.stat(root).st_uid)
         if stat.S_ISDIR(found.st_mode):
-            _remove_tree(path.name, folder)
+            _remove_tree(path.name, folder, ignore_errors=ignore_errors)
         else:
             os.unlink(path.name, dir_fd=folder)
 
@@ -45,12 +56,12 @@ def remove(path: Path, root: Path | None = None) -> None:
 def discard(path: Path, root: Path | None = None) -> None:
     """`remove`, as far as it can be removed. Never raises OSError."""
     with suppress(OSError):
-        remove(path, root)
+        _remove(path, root or path.parent, ignore_errors=True)
 
 
-def _remove_tree(name: str, folder: int) -> None:
+def _remove_tree(name: str, folder: int, *, ignore_errors: bool = False) -> None:
     try:
-        shutil.rmtree(name, dir_fd=folder)
+        shutil.rmtree(name, ignore_errors, dir_fd=folder)
     except RecursionError:
         raise OSError(errno.ENAMETOOLONG, "its folders are nested too deeply to remove", name) from None
 

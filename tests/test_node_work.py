@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 from waiting import until
 
-from fsbarrier import files, reading
+from fsbarrier import files, owned, reading
 from fsbarrier.engine.replicas import Keeper
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.node import work_kinds, worker_program
@@ -228,13 +228,13 @@ def test_a_copied_model_is_replaced_as_a_whole(
     place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "symlink", lambda *_: (_ for _ in ()).throw(PermissionError(1, "none here")))
-    seen, remove = list[bytes](), files.remove_tree
+    seen, remove = list[bytes](), owned.remove
 
     def removing(folder: Path) -> None:
         seen.append((tmp_path / "model.pt" / "weights").read_bytes())
         remove(folder)
 
-    monkeypatch.setattr(files, "remove_tree", removing)
+    monkeypatch.setattr(owned, "remove", removing)
     for version in (6, 7):
         publish = PublishWeights(made(tmp_path, version, 2), version, keep=0)
         work_kinds.carry_out(publish, context(), RowJob(), place)

@@ -12,7 +12,7 @@ import pytest
 from deep_folders import nested
 from other_user import UID, needs_root
 
-from fsbarrier import files
+from fsbarrier import owned
 from fsbarrier.host.own_folder import PREFIX, own_folder, remove_abandoned
 from fsbarrier.rundir.record_store import PosixStore
 
@@ -86,6 +86,28 @@ def test_an_abandoned_folder_that_is_nested_too_deep_stops_no_start(tmp_path: Pa
 
 def test_a_tree_too_deep_is_an_error_of_the_filesystem(tmp_path: Path) -> None:
     """What removes old records or policy versions goes on after those; no other error may end a daemon that meets such a tree."""
-    for remove in (files.remove_tree, PosixStore().remove_dir):
+    for remove in (owned.remove, PosixStore().remove_dir):
         with nested(tmp_path / "deep"), pytest.raises(OSError, match="too deeply to remove"):
             remove(tmp_path / "deep")
+
+
+def test_a_link_and_what_belongs_to_somebody_else_are_not_followed_or_removed(tmp_path: Path) -> None:
+    precious, run = tmp_path / "precious", tmp_path / "run"
+    (precious / "letters").mkdir(parents=True)
+    run.mkdir()
+    (run / "old").symlink_to(precious)
+    with pytest.raises(OSError, match="is a link"):
+        owned.remove(run / "old" / "letters", run)
+    owned.remove(run / "old", run)
+    assert (precious / "letters").is_dir() and not os.path.lexists(run / "old")
+    if os.geteuid() == 0:
+        (run / "theirs").mkdir()
+        os.chown(run / "theirs", 65534, 65534)
+        with pytest.raises(owned.NotOwn, match="belongs to nobody"):
+            owned.remove(run / "theirs", run)
+    with owned.scratch(run, "scratch-") as scratch:
+        (scratch / "mine").mkdir()
+        (made,) = run.glob("scratch-*")
+        made.rename(tmp_path / "moved")
+        made.symlink_to(precious)
+    assert (precious / "letters").is_dir() and os.listdir(tmp_path / "moved") == []

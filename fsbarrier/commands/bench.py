@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from fsbarrier import owned
 from fsbarrier.commands import flags
 from fsbarrier.errors import UsageError
 
@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
         ours = benchmark.ping(folder / "run", args.nodes, args.iterations)
         after = benchmark.scripts("bare", folder / "bare-after", args.nodes, args.iterations * PHASES)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        owned.discard(folder)
     scan_s = (bare.median_s + after.median_s) / 2
     changed = max(bare.median_s, after.median_s) / min(bare.median_s, after.median_s)
     if args.json:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
-from fsbarrier import files, reading
+from fsbarrier import files, owned, reading
 from fsbarrier.engine.model import INDEX, ModelFolder, inspect, tensors_in, weight_files
 from fsbarrier.errors import ProgramFailed
 
@@ -46,7 +45,7 @@ def with_own_head(model: ModelFolder, policy_version: int, place: Path) -> Model
     try:
         with _making:
             if not folder.is_dir():
-                shutil.rmtree(place, ignore_errors=True)
+                owned.discard(place)
                 made = folder.with_suffix(".part")
                 files.make_dirs(made)
                 for path in model.path.iterdir():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsbarrier import owned
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.node.job import Cancelled, NodeUnfit, Result, RowJob, Workplace, journal_line
 from fsbarrier.program import HELPER, Command, Context, Keep
@@ -125,7 +125,7 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
             raise DirectoryFailed(f"{said}; {workplace.log_path} fails or is full{log}")
         raise ProgramFailed(f"{said}{log}")
     result = read_result(own.result, program_name(argv)) if work.result else {}
-    shutil.rmtree(own.folder, ignore_errors=True)
+    owned.discard(own.folder)
     value = {**work.extra, **result}
     if work.event:
         job.events.append(journal_line(work.event, value))

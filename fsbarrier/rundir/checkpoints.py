@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsbarrier import files, reading
+from fsbarrier import files, owned, reading
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.retry import FAILING, retry
 from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed, digest_of
@@ -294,7 +294,7 @@ def _remove(link_or_folder: Path) -> None:
         if link_or_folder.is_symlink():
             link_or_folder.unlink()
         elif link_or_folder.is_dir():
-            files.remove_tree(link_or_folder)
+            owned.remove(link_or_folder)
 
 
 def _refuse_to_go_back(log_path: Path, folder: Path) -> None:

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from fsbarrier import files
+from fsbarrier import files, owned
 from fsbarrier.protocol.codec import CorruptRecord, Fault, decode, encode
 from fsbarrier.protocol.facts import R, Record
 from fsbarrier.reading import NotPlain
@@ -129,7 +129,7 @@ class PosixStore:
             # Without hard links it may be a folder (`files.create_exclusive`).
             if not path.is_dir():
                 raise
-            files.remove_tree(path)
+            owned.remove(path)
 
     def remove_dir(self, path: Path) -> None:
         try:
@@ -138,7 +138,7 @@ class PosixStore:
             return
         except OSError:
             # The folder is not empty: a killed process has left a temporary file.
-            files.remove_tree(path)
+            owned.remove(path)
 
 
 class LenientStore(PosixStore):

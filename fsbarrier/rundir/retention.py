@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from fsbarrier import files, reading
+from fsbarrier import owned
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints, names
 from fsbarrier.rundir.paths import RunPaths
@@ -55,8 +55,7 @@ def _listed(folder: Path) -> list[Path]:
 def _remove(log_path: Path, path: Path) -> bool:
     """Whether the file could be removed. The target of a link does not belong to this run."""
     try:
-        with reading.folder_below(log_path, path.parent) as folder:
-            os.unlink(path.name, dir_fd=folder)
+        owned.remove(path, log_path)
     except OSError:
         return False
     return True
@@ -102,11 +101,10 @@ def remove_old_versions(
 
 def _remove_version(folder: Path) -> None:
     """Raises OSError, also if the folder is a link."""
-    with reading.folder_below(folder.parent.parent, folder) as fd, contextlib.suppress(FileNotFoundError):
-        # First the manifest, so that a half-removed folder does not look complete.
-        os.unlink(checkpoints.MANIFEST, dir_fd=fd)
-    with reading.folder_below(folder.parent.parent, folder.parent) as parent:
-        files.remove_tree(folder.name, parent)
+    log_path = folder.parent.parent
+    # First the manifest, so that a half-removed folder does not look complete.
+    owned.remove(folder / checkpoints.MANIFEST, log_path)
+    owned.remove(folder, log_path)
 
 
 def _state_in(folder: Path) -> str | None:

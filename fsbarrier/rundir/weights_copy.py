@@ -9,12 +9,11 @@ The node's daemon makes the folder, and it goes with that daemon. Nobody reads a
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsbarrier import files
+from fsbarrier import files, owned
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.host.memory import free_bytes
 from fsbarrier.rundir import checkpoints
@@ -43,14 +42,14 @@ class WeightsCopy:
     def begin(self, version: str, size: int) -> bool:
         """Remove all copies, and make a folder for the next one; False if there is no room for `size` bytes."""
         for old in self.folder.iterdir():
-            shutil.rmtree(old, ignore_errors=True)
+            owned.discard(old)
         if free_bytes(self.folder) < size:
             return False
         files.make_dirs(self.unchecked(version))
         return True
 
     def give_up(self, version: str) -> None:
-        shutil.rmtree(self.unchecked(version).parent, ignore_errors=True)
+        owned.discard(self.unchecked(version).parent)
 
     def confirm(self, model: Path, between_reads: Callable[[], None]) -> str:
         """Complete the copy of the committed folder `model` with the files beside the weights, verify it, and rename it for use.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from fsbarrier import files
+from fsbarrier import files, owned
 from fsbarrier.data import demo_tasks
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.host.own_folder import own_folder
@@ -72,4 +71,4 @@ def _copy(source: Path, target: Path) -> None:
             if not demo_tasks.is_ready(target):
                 raise
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        owned.discard(staging)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fsbarrier import files
+from fsbarrier import files, owned
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.rundir import checkpoints, runrecord
 from fsbarrier.rundir.hashed_file import FileDigest, HashedFile
@@ -116,7 +115,7 @@ def copy(init_from: str, policy: VersionToExport, state: TrainersState | None, t
     Returns the model folder of the copy. Raises UsageError.
     """
     # Left by a start that was killed before it created the run.
-    shutil.rmtree(target, ignore_errors=True)
+    owned.discard(target)
     model = target / "model"
     try:
         policy_export.export(policy, model, None)

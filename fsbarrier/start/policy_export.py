@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fsbarrier import files, reading
+from fsbarrier import files, owned, reading
 from fsbarrier.engine import model as model_folder
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.rundir import checkpoints
@@ -112,7 +112,7 @@ def export(chosen: VersionToExport, target: Path, dtype: str | None) -> None:
         files.fsync_dir(staging)
         os.rename(staging, target)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        owned.discard(staging)
 
 
 def _copy(chosen: VersionToExport, out: Path) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import astuple, dataclass, field, replace
@@ -26,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from fsbarrier import files
+from fsbarrier import files, owned
 from fsbarrier.engine.model import INDEX
 from fsbarrier.errors import ProgramFailed, first_line
 from fsbarrier.rundir import checkpoints
@@ -146,7 +145,7 @@ def _begin(out: Path, version: NewVersion, rank: int) -> bool:
 def _make_empty(folder: Path) -> None:
     """Remove the files of an attempt that ended before its manifest."""
     for leftover in FOLDERS:
-        shutil.rmtree(folder / leftover, ignore_errors=True)
+        owned.discard(folder / leftover)
     (folder / checkpoints.MANIFEST).unlink(missing_ok=True)
     files.make_dirs(folder)
 

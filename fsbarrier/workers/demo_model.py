@@ -13,7 +13,6 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import signal
 import sys
 import time
@@ -24,7 +23,7 @@ import filelock
 import torch
 import transformers
 
-from fsbarrier import files
+from fsbarrier import files, owned
 from fsbarrier.data import demo_tasks
 from fsbarrier.errors import UsageError
 from fsbarrier.supervision import signals
@@ -73,7 +72,7 @@ def make(out: Path, seed: int, recipe: WarmStart, progress: Progress) -> None:
                 ) from None
         files.fsync_dir(out.parent)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        owned.discard(staging)
 
 
 def _flush(folder: Path) -> None:
