@@ -124,7 +124,7 @@ def test_whichever_of_its_processes_is_killed_the_next_update_begins_where_the_r
     work = deepspeed(tmp_path, backend)
     trainer = Trainer(work)
     try:
-        for which in range(4):
+        for which in range(3):
             assert trainer.update()["went_on"] is False
             assert trainer.update()["went_on"] is True
             tree = trainer.tree()
@@ -133,7 +133,7 @@ def test_whichever_of_its_processes_is_killed_the_next_update_begins_where_the_r
             os.kill(sorted(tree)[which], signal.SIGKILL)
             # Whoever looks before the guard has told of it gives it an update, which then fails.
             assert trainer.place.kept.child.wait(60.0) is not None and all_gone(tree, 60.0)
-        assert trainer.update()["policy_version"] == 9
+        assert trainer.update()["policy_version"] == 7
     finally:
         trainer.place.end_kept()
 
