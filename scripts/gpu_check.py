@@ -40,8 +40,10 @@ import transformers
 from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.reading import GIB
 from fsbarrier.settings.sections import EngineSettings, LoraSettings, Settings, TrainerSettings
+from fsbarrier.training.architecture import measure
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.optimizer_step import train
+from fsbarrier.training.policy import architecture
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.slices import local_part
 from fsbarrier.training.trainer import Trainer, update_load
@@ -159,7 +161,7 @@ def random_batch(vocabulary: int, options: argparse.Namespace) -> TrainingBatch:
 
 def train_mode(show: Show, mode: Mode, model: Path, out: Path, options: argparse.Namespace) -> Measured:
     """Train for the chosen number of steps, of which the first is not timed, and save."""
-    settings, shape = settings_of(mode, options), ModelShape.of_folder(model)
+    settings, shape = settings_of(mode, options), measure(architecture(model))
     processes = Processes(settings.trainer)
     batch = random_batch(shape.vocabulary, options)
     rest = replace(batch, steps=batch.steps[1:])
@@ -283,7 +285,7 @@ class Runner:
         if isinstance(made, Failed):
             row("model", [self.failed("model", made)])
             return
-        shape = ModelShape.of_folder(self.model)
+        shape = measure(architecture(self.model))
         print(f"{made[0]}; torch {torch.__version__}, transformers {transformers.__version__}")
         print(f"{options.size}: {shape.parameters / 1e6:,.1f} million parameters in {shape.layers} layers")
         print(f"{options.sequences} sequences of up to {options.tokens:,} tokens a step\n")

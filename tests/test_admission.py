@@ -10,14 +10,12 @@ from typing import Any, cast
 
 import pytest
 from cluster import Cluster
-from test_planning import QWEN_7B
 
 from fsbarrier.errors import NodesRefused
 from fsbarrier.host.accelerators import Accelerator, detect
 from fsbarrier.node import job_runner
-from fsbarrier.node.admission import GIB, Objection, cluster_of, examine
+from fsbarrier.node.admission import GIB, Objection, examine
 from fsbarrier.node.fingerprint import Fingerprint
-from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.settings.resolve import resolve
 
 CARD = ("nvidia H100", 80 * GIB, 0)
@@ -31,12 +29,13 @@ NODE = Fingerprint(
     run_disk_free=10_000 * GIB,
     local_disk_free=500 * GIB,
 )
-MODEL = ModelShape.of_config(QWEN_7B)
+# Of a model like Qwen2.5-7B.
+PARAMETERS = 7_615_616_512
 
 
-def found(*nodes: Fingerprint, model: ModelShape | None = MODEL, **chosen: Any) -> list[Objection]:
+def found(*nodes: Fingerprint, parameters: int | None = PARAMETERS, **chosen: Any) -> list[Objection]:
     settings = resolve([], {"num_nodes": len(nodes), **chosen}, cross_checks=False)
-    return examine(dict(enumerate(nodes)), {rank: "abc"[rank] for rank in range(3)}, settings, model)
+    return examine(dict(enumerate(nodes)), {rank: "abc"[rank] for rank in range(3)}, settings, parameters)
 
 
 def only(*nodes: Fingerprint, **more: Any) -> Objection:
@@ -113,22 +112,6 @@ def test_the_worst_comes_first_and_the_rare_is_named() -> None:
     first, second = found(NODE, other, NODE)
     assert (first.what, first.found) == ("torch differs", "node 1 (b): 2.12.1; the others: 2.13.0")
     assert second.what == "Python differs"
-
-
-def test_what_a_plan_finds_impossible_is_a_warning() -> None:
-    small = replace(NODE, accelerators=[("nvidia L4", 22 * GIB, 0)])
-    warned = found(small, **{"trainer.shard": "none"})
-    assert [one.what for one in warned] == [
-        "by estimate"
-    ] and "trainer.shard=none: the update needs" in warned[0].found
-    assert found(small, model=None) == []
-    uneven = cluster_of({0: NODE, 1: replace(small, memory_total=GIB)})
-    assert (uneven.nodes, uneven.accelerators, uneven.memory_bytes, uneven.host_bytes) == (
-        2,
-        1,
-        22 * GIB,
-        GIB,
-    )
 
 
 def test_only_a_session_that_starts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

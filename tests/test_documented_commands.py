@@ -148,7 +148,7 @@ class Scene:
             self.clone / "data",
         ):
             self.write_data(path)
-        for name in ("M", "model", "qwen-7b", "Qwen2.5-7B-Instruct"):
+        for name in ("M", "model", "Qwen2.5-7B-Instruct"):
             self.write_model(self.clone / name, QWEN_7B)
         self.write_model(self.clone / "Qwen2.5-72B-Instruct", QWEN_72B)
         (self.clone / "style.py").write_text(

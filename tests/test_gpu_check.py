@@ -115,8 +115,11 @@ def test_the_arithmetic_of_utilisation() -> None:
     from fsbarrier.planning.model_shape import ModelShape
     from scripts import gpu_check
 
-    shape = ModelShape.of_config(
-        {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512, "num_attention_heads": 4}
+    shape = ModelShape(
+        *(2, 64, 4, 4, 64, 64, 128, 256),
+        vocabulary=512,
+        block=65_664,
+        parameters=196_928,
     )
     # Per token six operations a parameter that multiplies, and attention's two products over half of all pairs.
     products, attention = 6 * (2 * shape.block * 30 + 512 * 64 * 7), 6 * 2 * 64 * (10**2 + 20**2)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_bench import write_model
 
 from fsbarrier.cli import main
-from fsbarrier.errors import UsageError
 from fsbarrier.planning import plan_text
 from fsbarrier.planning.cluster_plan import Cluster, ClusterPlan, make_plan
 from fsbarrier.planning.memory import GIB, UpdateLoad, Zero, choose_sharding
-from fsbarrier.planning.model_shape import ModelShape
+from fsbarrier.planning.model_shape import SIZES, ModelShape
 from fsbarrier.settings.resolve import resolve
+
+pytestmark = pytest.mark.torch
 
 # Public configurations, and how many parameters their checkpoints really have.
 QWEN_7B = {
@@ -79,6 +80,23 @@ GEMMA3_1B = {
 }
 
 
+@cache
+def _measured(config: str) -> ModelShape:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from fsbarrier.training.architecture import measure
+
+    said = json.loads(config)
+    with torch.device("meta"):
+        return measure(AutoModelForCausalLM.from_config(AutoConfig.for_model(said.pop("model_type"), **said)))
+
+
+def shape_of(config: dict[str, Any]) -> ModelShape:
+    """Measured here, in the process of the tests, on the model that transformers makes."""
+    return _measured(json.dumps(config))
+
+
 @pytest.mark.parametrize(
     ("config", "parameters"),
     [
@@ -91,21 +109,11 @@ GEMMA3_1B = {
     ],
 )
 def test_parameters_are_counted_from_the_configuration(config: dict[str, Any], parameters: int) -> None:
-    assert ModelShape.of_config(config).parameters == parameters
-
-
-def test_weights_that_are_there_say_how_many_parameters_there_are(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "m")
-    (folder / "config.json").write_text(json.dumps(QWEN_7B))
-    assert ModelShape.of_folder(folder).parameters < 1000
-    (folder / "model.safetensors").unlink()
-    assert ModelShape.of_folder(folder).parameters == 7_615_616_512
-    with pytest.raises(UsageError, match="lacks hidden_size, num_hidden_layers, vocab_size"):
-        ModelShape.of_config({"model_type": "mystery"})
+    assert shape_of(config).parameters == parameters
 
 
 def load(config: dict[str, Any], **more: Any) -> UpdateLoad:
-    shape = ModelShape.of_config(config)
+    shape = shape_of(config)
     fields = {"shards": 1, "element": 2, "tokens": 16384, "logits": 2048, "trained": shape.parameters}
     return UpdateLoad(shape, **{**fields, "checkpointing": True, **more})
 
@@ -173,7 +181,7 @@ def held(config: dict[str, Any], **more: Any) -> tuple[int, ...]:
 def test_each_stage_of_zero_shards_more(
     stage: int, element: int, offload: str, by_hand: tuple[int, ...]
 ) -> None:
-    assert ModelShape.of_config(TINY).parameters == COUNT == 420
+    assert shape_of(TINY).parameters == COUNT == 420
     chosen = {
         "shards": 3,
         "element": element,
@@ -204,7 +212,7 @@ def test_what_is_offloaded_whole_is_gathered_to_be_computed_with() -> None:
 
 def test_a_reference_policy_counts_where_it_is_the_most() -> None:
     """It is there before the first step only, without gradients and what the backward pass needs."""
-    shape = ModelShape.of_config(QWEN_7B)
+    shape = shape_of(QWEN_7B)
     count, rank_16 = 7_615_616_512, 40_370_176
     lora = {"trained": rank_16, "checkpointing": False}
     without, beside = load(QWEN_7B, **lora), load(QWEN_7B, **lora, reference=True)
@@ -235,7 +243,7 @@ def test_a_reference_policy_counts_where_it_is_the_most() -> None:
 
 
 def test_adapters_train_little_and_hold_the_base_in_the_type_it_computes_in() -> None:
-    shape = ModelShape.of_config(QWEN_7B)
+    shape = shape_of(QWEN_7B)
     # Known of rank 16 on all linear layers.
     assert shape.adapter_parameters(16) == 40_370_176
     assert shape.adapter_parameters(16, ("q_proj", "v_proj")) == 28 * 16 * (2 * 3584 + 3584 + 512)
@@ -267,7 +275,7 @@ def plan(
     config: dict[str, Any], nodes: int, memory: int = 80 * GIB, accelerators: int = 8, **chosen: Any
 ) -> ClusterPlan:
     settings = resolve([], {"num_nodes": nodes, **chosen})
-    shape = ModelShape.of_config(config)
+    shape = shape_of(config)
     return make_plan(shape, settings, Cluster(nodes, accelerators, memory))
 
 
@@ -508,7 +516,7 @@ def test_more_than_the_host_has_is_refused_with_what_fits() -> None:
     def on_host(host_gib: int, config: dict[str, Any], memory: int, **chosen: Any) -> tuple[str, ...]:
         settings = resolve([], {"num_nodes": 1, **chosen})
         cluster = Cluster(1, 8, memory * GIB, host_bytes=host_gib * GIB)
-        return make_plan(ModelShape.of_config(config), settings, cluster).problems
+        return make_plan(shape_of(config), settings, cluster).problems
 
     moments = {"trainer.offload": "optimizer"}
     # 8 bytes a parameter of the node together; sharded over the node it fits without.
@@ -532,33 +540,6 @@ def test_impossible_engines_are_told() -> None:
     assert "engine.tensor_parallel_size=8" in problem and "28 attention heads" in problem
 
 
-def test_a_dry_run_begins_with_the_plan_where_there_is_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write_model(tmp_path / "m")
-    (folder / "tokenizer.json").write_text("{}")
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text('{"prompt": "ba=", "answer": "ab"}\n')
-    words = [
-        "run",
-        "--dry-run",
-        "--data-path",
-        str(tmp_path),
-        "--model",
-        str(folder),
-        "rollout.max_tokens=64",
-    ]
-    words += ["--log-path", str(tmp_path / "run"), "engine.replicas=2"]
-    assert main(words) == 0
-    assert capsys.readouterr().out.startswith(f"# no plan: {folder}/config.json lacks vocab_size\n")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 1000}))
-    assert main(words) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("# 0.00 million parameters on 1 node\n# rollouts      2 engines a node;")
-    assert "engine: 2 servers like this, each on its own accelerators or cores" in shown
-
-
 def test_the_command_plans_for_a_cluster_that_is_not_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -576,3 +557,42 @@ def test_the_command_plans_for_a_cluster_that_is_not_there(
         output.err.startswith("fsbarrier: error: trainer.shard=none: the update needs ")
         and output.err.count("\n") == 1
     )
+
+
+def test_a_size_stands_for_a_published_model(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "plan",
+        "--model",
+        "Qwen-7B",
+        "--nodes",
+        "3",
+        "--accelerators",
+        "8",
+        "--accelerator-memory-gb",
+        "80",
+    ]
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith("7.62 billion parameters on 3 nodes of 8 accelerators")
+
+
+def test_a_model_that_transformers_cannot_make_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mystery"}')
+    assert main(["plan", "--model", str(tmp_path), "--accelerators", "0"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"the model in {tmp_path} cannot be made" in said and "mystery" in said
+
+
+def test_the_sizes_are_those_of_published_models() -> None:
+    sizes = json.loads(SIZES.read_text())
+    found = {name: round(shape_of(config).parameters / 1e9, 1) for name, config in sizes.items()}
+    assert {name: found[name] for name in ("qwen-7b", "qwen-72b", "qwen3-30b-a3b", "llama-8b")} == {
+        "qwen-7b": 7.6,
+        "qwen-72b": 72.7,
+        "qwen3-30b-a3b": 30.5,
+        "llama-8b": 8.0,
+    }
+    for name, billions in found.items():
+        said = float(re.search(r"([\d.]+)[bm]", name.partition("-")[2])[1])  # type: ignore[index]
+        assert abs(billions / (said / 1000 if name.endswith("m") else said) - 1) < 0.35, name

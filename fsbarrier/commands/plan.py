@@ -16,12 +16,15 @@ SUMMARY = (
     "Estimate a run's engines, shards, micro-batches, memory use and checkpoint size. Exits with code 2 if the run does not fit, and shows "
     "the numbers and the nearest configuration that fits."
 )
-EXAMPLE = "fsbarrier plan --model /models/qwen-72b --nodes 32 --accelerators 8 --accelerator-memory-gb 80 engine.tensor_parallel_size=4"
+EXAMPLE = "fsbarrier plan --model qwen-72b --nodes 32 --accelerators 8 --accelerator-memory-gb 80 engine.tensor_parallel_size=4"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", metavar="M", required=True, help="a model folder; its config.json is enough"
+        "--model",
+        metavar="M",
+        required=True,
+        help="a model folder, of which config.json is enough, or a size: qwen-7b, qwen3-4b, llama-8b … (planning.md lists them)",
     )
     parser.add_argument(
         "--nodes", metavar="N", type=flags.whole_number, help="number of nodes (default: num_nodes)"
@@ -68,17 +71,20 @@ def main(args: argparse.Namespace) -> int:
     if args.nodes is not None:
         chosen.append(ChosenValue("num_nodes", args.nodes, "--nodes"))
     settings = resolve(chosen)
-    folder = preflight.absolute(args.model)
-    if not folder.is_dir():
-        folder = find_model(args.model, None, os.environ)
-    check_trainable(folder, settings)
+    shape = None if preflight.absolute(args.model).is_dir() else ModelShape.of_name(args.model)
+    if shape is None:
+        folder = preflight.absolute(args.model)
+        if not folder.is_dir():
+            folder = find_model(args.model, None, os.environ)
+        check_trainable(folder, settings)
+        shape = ModelShape.of_folder(folder)
     cluster = planned(
         settings,
         accelerators=args.accelerators,
         memory_gb=args.accelerator_memory_gb,
         host_gb=args.host_memory_gb,
     )
-    plan = make_plan(ModelShape.of_folder(folder), settings, cluster)
+    plan = make_plan(shape, settings, cluster)
     if args.json:
         print(json.dumps(plan_text.as_json(plan)))
     else:

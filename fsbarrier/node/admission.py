@@ -9,10 +9,10 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.engine.model import inspect
+from fsbarrier.errors import ProgramFailed
 from fsbarrier.node.fingerprint import CLOCKS_APART_S, PACKAGES, Fingerprint
-from fsbarrier.planning.cluster_plan import Cluster, ClusterPlan, make_plan
-from fsbarrier.planning.model_shape import ModelShape
+from fsbarrier.planning.cluster_plan import bytes_of_a_number, checkpoint_bytes
 from fsbarrier.program import Context
 from fsbarrier.protocol.wording import gib
 from fsbarrier.reading import GIB
@@ -46,20 +46,19 @@ def objections(context: Context) -> list[Objection]:
         if (join := context.joins.get(member.rank)) is not None and join.fingerprint
     }
     hosts = {member.rank: member.host for member in context.members}
-    shape = None
+    parameters: int | None = None
     if context.model is not None:
-        # An unreadable model gets no plan; its first use reports the error.
-        with contextlib.suppress(UsageError, ProgramFailed, OSError):
-            shape = ModelShape.of_folder(context.model)
-    return examine(nodes, hosts, context.settings, shape)
+        # The first use of an unreadable model reports the error.
+        parameters = 0
+        with contextlib.suppress(ProgramFailed, OSError):
+            parameters = inspect(context.model).parameters
+    return examine(nodes, hosts, context.settings, parameters)
 
 
-def examine(
-    nodes: Nodes, hosts: Mapping[int, str], settings: Settings, shape: ModelShape | None
-) -> list[Objection]:
-    """The objections, the worst first. `shape`: that of the run's model; None if there is none, or it is unknown."""
+def examine(nodes: Nodes, hosts: Mapping[int, str], settings: Settings, parameters: int) -> list[Objection]:
+    """The objections, the worst first. `parameters`: of the run's model; 0 if there is none, or their number is unknown."""
     found = [*_missing_accelerators(nodes, hosts, settings)]
-    updates = shape is not None and settings.rl_phase != "rollout"
+    updates = parameters is not None and settings.rl_phase != "rollout"
     used = {
         "deepspeed": settings.trainer.backend == "deepspeed",
         "peft": settings.lora.rank > 0,
@@ -67,8 +66,8 @@ def examine(
     needed = [name for name in PACKAGES if used.get(name, True)]
     found += _differences(nodes, hosts, needed, updates=updates)
     found += _shortages(nodes, hosts)
-    if shape is not None:
-        found += _too_small(nodes, hosts, settings, shape)
+    if parameters and updates:
+        found += _checkpoint_room(nodes, hosts, settings, parameters)
     return sorted(found, key=lambda one: not one.refused)
 
 
@@ -137,36 +136,21 @@ def _shortages(nodes: Nodes, hosts: Mapping[int, str]) -> Iterator[Objection]:
         yield Objection(False, "clocks are apart", text)
 
 
-def _too_small(
-    nodes: Nodes, hosts: Mapping[int, str], settings: Settings, shape: ModelShape
+def _checkpoint_room(
+    nodes: Nodes, hosts: Mapping[int, str], settings: Settings, parameters: int
 ) -> Iterator[Objection]:
-    """Warnings where the plan, which is an estimate, exceeds the memory."""
-    plan = make_plan(shape, settings, cluster_of(nodes))
-    if plan.cluster.accelerators and settings.manages_engine:
-        yield from (Objection(False, "by estimate", problem) for problem in plan.problems)
-    if settings.rl_phase != "rollout":
-        yield from _checkpoint_room(nodes, hosts, plan)
-
-
-def _checkpoint_room(nodes: Nodes, hosts: Mapping[int, str], plan: ClusterPlan) -> Iterator[Objection]:
     free = {rank: one.run_disk_free for rank, one in nodes.items() if one.run_disk_free}
     if not free:
         return
     rank, least = min(free.items(), key=lambda item: item[1])
-    one = plan.model_bytes + plan.trainer_state_bytes
-    if least < plan.kept_bytes:
-        text = f"{gib(least)} free as {_node_and_host(rank, hosts)} sees it; a checkpoint is {gib(one)}, those kept {gib(plan.kept_bytes)}"
+    element = bytes_of_a_number(settings.trainer, on_cpu=not any(one.accelerators for one in nodes.values()))
+    # Adapters are small beside the model.
+    trained = 0 if settings.lora.rank else parameters
+    needed = checkpoint_bytes(parameters, trained, element, settings)
+    one = needed.model + needed.trainer_state
+    if least < needed.kept:
+        text = f"{gib(least)} free as {_node_and_host(rank, hosts)} sees it; a checkpoint is {gib(one)}, those kept {gib(needed.kept)}"
         yield Objection(least < one, "room for checkpoints", text)
-
-
-def cluster_of(nodes: Nodes) -> Cluster:
-    """The machines as a plan sees them: all nodes are like the smallest."""
-    counts = [len(one.accelerators) for one in nodes.values()]
-    sizes = [int(size) for one in nodes.values() for _, size, _ in one.accelerators if size]
-    hosts = [one.memory_total for one in nodes.values()]
-    accelerators = min(counts, default=0) if sizes else 0
-    memory = min(sizes) if accelerators else min(hosts, default=0)
-    return Cluster(len(nodes), accelerators, memory, min(hosts, default=0))
 
 
 def _by_value(values: Mapping[int, str], hosts: Mapping[int, str]) -> str:

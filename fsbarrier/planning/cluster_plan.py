@@ -105,13 +105,9 @@ def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Cluste
     steps = trainer.epochs * max(1, round(trajectories / trainer.minibatch))
     longest = settings.engine.max_model_len
     in_one = max(1, load.tokens // longest)
-    serving = EXACT if load.element == EXACT else 2
-    # The served weights do not contain the adapters separately.
-    exact_copy = 0 if serving == EXACT and not settings.lora.rank else EXACT
-    model = shape.parameters * serving
+    checkpoint = checkpoint_bytes(shape.parameters, load.trained, load.element, settings)
     drawn = math.ceil(rollout.tasks * rollout.oversample)
     groups = min(drawn, rollout.concurrency * count * cluster.nodes)
-    state = load.trained * (2 * EXACT + exact_copy)
     return ClusterPlan(
         cluster=cluster,
         parameters=shape.parameters,
@@ -135,13 +131,37 @@ def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Cluste
         update_tokens=trajectories * trainer.epochs * longest,
         update=load.parts,
         available=available,
-        model_bytes=model,
-        trainer_state_bytes=state,
-        kept_bytes=(model + state) * _versions_on_disk(settings),
+        model_bytes=checkpoint.model,
+        trainer_state_bytes=checkpoint.trainer_state,
+        kept_bytes=checkpoint.kept,
         host=load.on_host * per_node,
-        weights_copy=model if copies_weights(settings, cluster) else 0,
+        weights_copy=checkpoint.model if copies_weights(settings, cluster) else 0,
         problems=tuple(problems),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointBytes:
+    """One checkpoint's model and trainer state, and all that are on disk while one is being written."""
+
+    model: int
+    trainer_state: int
+    kept: int
+
+
+def checkpoint_bytes(parameters: int, trained: int, element: int, settings: Settings) -> CheckpointBytes:
+    """`trained`: the parameters that have gradients; `element`: the bytes of a number in the type that updates compute in."""
+    serving = EXACT if element == EXACT else 2
+    # The served weights do not contain the adapters separately.
+    exact_copy = 0 if serving == EXACT and not settings.lora.rank else EXACT
+    model, state = parameters * serving, trained * (2 * EXACT + exact_copy)
+    return CheckpointBytes(model, state, (model + state) * _versions_on_disk(settings))
+
+
+def bytes_of_a_number(trainer: TrainerSettings, *, on_cpu: bool) -> int:
+    """Of the type that an update computes in."""
+    dtype = trainer.dtype if trainer.dtype != "auto" else "float32" if on_cpu else "bfloat16"
+    return EXACT if dtype == "float32" else 2
 
 
 def _versions_on_disk(settings: Settings) -> int:
@@ -171,8 +191,7 @@ def copies_weights(settings: Settings, cluster: Cluster) -> bool:
 def update_load(shape: ModelShape, settings: Settings, cluster: Cluster) -> tuple[Sharding, UpdateLoad]:
     """The sharding of the update, and the load of one process."""
     trainer, on_cpu = settings.trainer, not cluster.accelerators
-    dtype = trainer.dtype if trainer.dtype != "auto" else "float32" if on_cpu else "bfloat16"
-    element = EXACT if dtype == "float32" else 2
+    element = bytes_of_a_number(trainer, on_cpu=on_cpu)
     load = UpdateLoad.whole(shape, settings, element=element, accelerated=not on_cpu)
     per_node, chosen = processes_per_node(trainer, cluster), trainer.shard
     if load.zero:

@@ -16,9 +16,6 @@ from fsbarrier.engine.placement import replicas
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.host import accelerators
 from fsbarrier.loader import load_program
-from fsbarrier.planning import plan_text
-from fsbarrier.planning.cluster_plan import make_plan
-from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.printable import printable, without_passwords
 from fsbarrier.program import (
     Builder,
@@ -42,7 +39,6 @@ from fsbarrier.settings.presets import PRESETS, preset_values
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import flatten
 from fsbarrier.start import preflight
-from fsbarrier.start.machines import planned
 
 PORT, SOCKET = "PORT", "SOCKET"
 
@@ -69,7 +65,7 @@ def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
         print(
             "# This is the light environment for dry runs. A real start creates the full one, and then checks packages and your code."
         )
-    for line in (*planned_lines(record, settings), *preset_lines(settings)):
+    for line in preset_lines(settings):
         print(f"# {printable(line)}")
     print(f"# settings (digest {record.settings_digest[:12]})")
     for key, value in flatten(shown(settings.as_json()), ()).items():
@@ -96,19 +92,6 @@ def preset_lines(settings: Settings) -> list[str]:
         other = "" if used == value else f" (this run uses {json.dumps(used)})"
         lines.append(f"  {name} = {json.dumps(value)}{other}")
     return lines
-
-
-def planned_lines(record: RunRecord, settings: Settings) -> list[str]:
-    """The resource plan on nodes like this one, with its problems; [] without a model folder."""
-    folder = Path(record.model) if record.model else None
-    if folder is None or not folder.is_dir() or not settings.manages_engine:
-        return []
-    try:
-        plan = make_plan(ModelShape.of_folder(folder), settings, planned(settings))
-    except UsageError as error:
-        # An unsupported model type or an accelerator without memory information. A run does not depend on the plan.
-        return [f"no plan: {error}"]
-    return [*plan_text.lines(plan), *plan.problems]
 
 
 def describe(record: RunRecord, settings: Settings) -> Iterator[tuple[int, int, str, str]]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
-import os
-import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +11,12 @@ from typing import TYPE_CHECKING
 from fsbarrier import reading
 from fsbarrier.engine.model import inspect, max_positions, untrainable_parts
 from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.planning.model_shape import examine
 from fsbarrier.settings.checks import answer_lengths, tied_head
-from fsbarrier.start.preflight import TRY_CODE_S, absolute
-from fsbarrier.supervision.supervisor import own_program, with_this_package
+from fsbarrier.start.preflight import absolute
 
 if TYPE_CHECKING:
-    from fsbarrier.settings.sections import LoraSettings, Settings
+    from fsbarrier.settings.sections import Settings
 
 Environ = Mapping[str, str]
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -123,22 +120,4 @@ def check_adapters(folder: Path, settings: Settings, say: Callable[[str], None])
         say(
             f"trying adapters of rank {lora.rank} on the model (this loads PyTorch and takes up to half a minute)"
         )
-        _try_adapters(folder, lora)
-
-
-def _try_adapters(folder: Path, lora: LoraSettings) -> None:
-    """Do what the update will do, in a process of its own, because it loads torch. A model that cannot be made here is not refused:
-    the update has more to say about it."""
-    program = own_program("fsbarrier.training.try_adapters", str(folder), str(lora.rank), *lora.targets)
-    environ = with_this_package(os.environ)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        done = subprocess.run(
-            program,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=TRY_CODE_S,
-        )
-        if done.returncode == 2:
-            raise UsageError(done.stderr.strip().splitlines()[-1])
+        examine(folder, str(lora.rank), *lora.targets)

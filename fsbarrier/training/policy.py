@@ -82,10 +82,13 @@ def from_config(folder: Path, settings: TrainerSettings) -> PreTrainedModel:
 
 
 def architecture(folder: Path) -> PreTrainedModel:
-    """The model in `folder` without any weights or buffers: what it is made of, and what transformers calls that."""
-    with torch.device("meta"):
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        found: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
+    """The model in `folder` without any weights or buffers: what it is made of, and what transformers calls that. Raises UsageError."""
+    try:
+        with torch.device("meta"):
+            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+            found: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
+    except _UNLOADABLE as error:
+        raise UsageError(f"the model in {folder} cannot be made: {_first_sentence(error)}") from None
     return found
 
 

@@ -12,10 +12,10 @@ from typing import Self
 import torch
 
 from fsbarrier.planning.memory import UpdateLoad
-from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training import checkpoint_write, policy
+from fsbarrier.training.architecture import measure
 from fsbarrier.training.checkpoint_write import NewVersion
 from fsbarrier.training.deepspeed_backend import (
     DeepSpeedBackend,
@@ -149,7 +149,7 @@ def bytes_for_engine(settings: Settings, total: int) -> int:
 
 
 def update_load(model_folder: Path, settings: Settings, processes: Processes) -> UpdateLoad:
-    """The memory of one process of this update without sharding. Raises UsageError for an unknown model type."""
+    """The memory of one process of this update without sharding. Raises UsageError for a model that transformers cannot make."""
     accelerated = processes.device.type != "cpu"
-    shape = ModelShape.of_folder(model_folder)
+    shape = measure(policy.architecture(model_folder))
     return UpdateLoad.whole(shape, settings, element=processes.dtype.itemsize, accelerated=accelerated)

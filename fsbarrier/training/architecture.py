@@ -1,0 +1,119 @@
+"""What a model consists of, measured on the one that transformers makes of its configuration without memory for weights.
+
+`python -m fsbarrier.training.architecture FOLDER [RANK [TARGET]...]`
+Prints a ModelShape as JSON; with RANK it also tries whether adapters can be put on the targets. Exit code 2 and one line on stderr
+where the model cannot be made, or not with these adapters; libraries may print something before that.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from fsbarrier.errors import UsageError
+from fsbarrier.planning.model_shape import LinearLayers, ModelShape
+from fsbarrier.settings.sections import LoraSettings
+from fsbarrier.training.lora import Adapters
+from fsbarrier.training.policy import architecture
+
+
+def measure(model: PreTrainedModel) -> ModelShape:
+    """The shape of a causal language model; its weights may be on the device "meta"."""
+    config = model.config.get_text_config()
+    layers = _layers(model, config.num_hidden_layers)
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    key_value_heads = _number(config, "num_key_value_heads") or heads
+    if latent := _number(config, "kv_lora_rank"):
+        # DeepSeek's: keys and values are made of one latent vector, which is what an engine keeps, the same for all heads.
+        query = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+        value = heads * config.v_head_dim
+        width, key_value = max(query, value), (query + value) // 2
+        cached, key_value_heads = latent + config.qk_rope_head_dim, 1
+    else:
+        one = _number(config, "head_dim") or hidden // heads
+        width, key_value = heads * one, key_value_heads * one
+        cached = 2 * key_value
+    return ModelShape(
+        layers=len(layers),
+        hidden=hidden,
+        heads=heads,
+        key_value_heads=key_value_heads,
+        attention=width,
+        key_value=key_value,
+        cached=cached,
+        feed_forward=_feed_forward(config),
+        vocabulary=config.vocab_size,
+        block=max(_parameters(layer) for layer in layers),
+        parameters=_parameters(model),
+        linear=_linear(layers),
+    )
+
+
+def _number(config: Any, name: str) -> int:
+    """A configuration's number, 0 where it has none: families call and leave out different ones."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else 0
+
+
+def _feed_forward(config: Any) -> int:
+    """The width that one token passes through: of all its experts together, or of a layer without experts, if that is more."""
+    dense = _number(config, "intermediate_size")
+    each = _number(config, "moe_intermediate_size") or dense
+    chosen = _number(config, "num_experts_per_tok") if _experts(config) else 0
+    shared = _number(config, "shared_expert_intermediate_size") or _number(config, "n_shared_experts") * each
+    return max(dense, chosen * each + shared)
+
+
+def _experts(config: Any) -> int:
+    """How many experts a layer chooses from; their number has three names."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return max(_number(config, name) for name in names)
+
+
+def _layers(model: PreTrainedModel, count: int) -> torch.nn.ModuleList:
+    """The decoder's blocks. Raises UsageError for a model that has none."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return module
+    raise UsageError(f"{type(model).__name__} has no list of {count} decoder layers")
+
+
+def _parameters(module: torch.nn.Module) -> int:
+    """A tied head counts once."""
+    return sum(one.numel() for one in module.parameters())
+
+
+def _linear(layers: torch.nn.ModuleList) -> tuple[LinearLayers, ...]:
+    counts = Counter(
+        (name.rpartition(".")[2], module.in_features, module.out_features)
+        for name, module in layers.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    )
+    return tuple(LinearLayers(*shape, count) for shape, count in counts.items())
+
+
+def main(arguments: Sequence[str]) -> int:
+    folder, *adapters = arguments
+    try:
+        model = architecture(Path(folder))
+        shape = measure(model)
+        if adapters:
+            lora = LoraSettings(rank=int(adapters[0]), targets=tuple(adapters[1:]))
+            Adapters.put_into(model, lora, Path(folder))
+    except UsageError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 2
+    print(json.dumps(asdict(shape)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
