@@ -32,7 +32,7 @@ PROOF = {
 # (requirements/rocm.txt lists what it does not bring).
 BENEATH = (
     *("torch", "transformers", "vllm", "safetensors", "httpx", "uvicorn", "starlette"),
-    *("filelock", "rich", "pydantic"),
+    *("filelock", "jinja2", "rich", "pydantic"),
 )
 # Stands in an environment that can only show runs, and has nothing of what their programs need (requirements/light.txt).
 # fsbarrier/start/preflight.py looks for it.

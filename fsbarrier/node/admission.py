@@ -55,8 +55,10 @@ def objections(context: Context) -> list[Objection]:
     return examine(nodes, hosts, context.settings, parameters)
 
 
-def examine(nodes: Nodes, hosts: Mapping[int, str], settings: Settings, parameters: int) -> list[Objection]:
-    """The objections, the worst first. `parameters`: of the run's model; 0 if there is none, or their number is unknown."""
+def examine(
+    nodes: Nodes, hosts: Mapping[int, str], settings: Settings, parameters: int | None
+) -> list[Objection]:
+    """The objections, the worst first. `parameters`: of the run's model; None if there is none, 0 if their number is unknown."""
     found = [*_missing_accelerators(nodes, hosts, settings)]
     updates = parameters is not None and settings.rl_phase != "rollout"
     used = {
