@@ -7,6 +7,7 @@ The slow ones use a real sshd and a real Slurm where they are installed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shlex
 import shutil
@@ -201,20 +202,16 @@ def text_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_slurm_file_is_a_shell_script_that_keeps_every_word(
+def test_a_slurm_job_keeps_every_word_and_asks_for_the_queue_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "it's here"
+    folder, tools, said = tmp_path / "it's here", tmp_path / "tools", tmp_path / "said"
     folder.mkdir()
-    monkeypatch.chdir(folder)
-    setting = "reward.kind=my file.py:judge; touch x"
-    words = ("--nodes", "3", "--gpus-per-node", "8", "--time", "1:00:00", "--log-path", str(folder / "run"))
-    text = text_of(capsys, "slurm", *words, "--sbatch=--partition=gpu", "--program", "toy", setting)
-    # Programs that stand for Slurm's: the step ends when it is asked to stop, so the script asks for the queue again.
-    tools = tmp_path / "tools"
     tools.mkdir()
-    said = tmp_path / "said"
+    os.mkfifo(tmp_path / "never")
+    # Programs that stand for Slurm's: the step ends when it is asked to stop.
     for name, does in {
+        "sbatch": "echo '17;cluster'",
         "srun": f"echo $$ > {tmp_path}/step; while [ ! -e {tmp_path}/stop ]; do read -t 0.05 x < {tmp_path}/never; done",
         "fsbarrier": f"touch {tmp_path}/stop",
         "scontrol": ":",
@@ -223,24 +220,29 @@ def test_a_slurm_file_is_a_shell_script_that_keeps_every_word(
             f'#!/usr/bin/env bash\nexec 4<>{tmp_path}/never\nprintf "%s\\n" {name} "$@" >> {said}.{name}\n{does}\n'
         )
         (tools / name).chmod(0o755)
-    os.mkfifo(tmp_path / "never")
-    script = tmp_path / "job.sh"
-    script.write_text(text)
-    env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
-    stop = next(line for line in text.splitlines() if line.startswith("trap"))
-    script.write_text(text.replace(stop, f"trap 'requeue=yes; {tools}/fsbarrier stop' USR1"))
-    with subprocess.Popen(["bash", str(script)], env=env, cwd=tmp_path) as process:
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.chdir(folder)
+    setting, log_path = "reward.kind=my file.py:judge; touch x", str(folder / "run")
+    words = ["--nodes", "3", "--gpus-per-node", "8", "--time", "1:00:00", "--log-path", log_path]
+    words += ["--sbatch=--partition=gpu", "--fsbarrier", "fsbarrier", "--program", "toy", setting]
+    assert main(["launch", "slurm", *words]) == 0
+    out = capsys.readouterr().out
+    assert "as Slurm job 17, 3 nodes" in out and f"{folder}/fsbarrier-17.log" in out and "scancel 17" in out
+    assert shlex.join(["fsbarrier", "status", "--log-path", log_path]) in out
+    with subprocess.Popen(["bash", str(folder / "fsbarrier.sbatch")], cwd=tmp_path) as process:
         until((tmp_path / "step").exists)
         process.send_signal(signal.SIGUSR1)
         assert process.wait(DEADLINE_S) == 0
-    assert setting in Path(f"{said}.srun").read_text().splitlines()
+    step = Path(f"{said}.srun").read_text().splitlines()
+    assert setting in step and "--label" in step[: step.index("fsbarrier")]
+    assert Path(f"{said}.fsbarrier").read_text().splitlines() == ["fsbarrier", "stop", "--log-path", log_path]
     assert Path(f"{said}.scontrol").read_text().split() == ["scontrol", "requeue", "17"]
-    options = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    # Options count only before the first command.
+    lines = (folder / "fsbarrier.sbatch").read_text().splitlines()
+    options = list(itertools.takewhile(lambda line: line.startswith("#SBATCH"), lines[1:]))
     assert {"#SBATCH --nodes=3", "#SBATCH --gpus-per-node=8", "#SBATCH --partition=gpu"} <= set(options)
     assert "#SBATCH --signal=B:USR1@600" in options and "#SBATCH --requeue" in options
-    # Options count only before the first command.
-    assert text.splitlines()[1 : len(options) + 1] == options
-    assert shlex.split(stop)[1].endswith(shlex.join(["stop", "--log-path", str(folder / "run")]))
 
 
 @pytest.mark.parametrize(
@@ -263,6 +265,8 @@ def test_files_for_containers(
     # Kubernetes would put a variable in the place of $(NAME), dstack in that of ${{ NAME }}. Both make $ of $$.
     if place == "kubernetes":
         found = written["spec"]["template"]["spec"]["containers"][0]["args"][-1]
+        # A node that cannot go on does not end the others.
+        assert {rule["action"] for rule in written["spec"]["podFailurePolicy"]["rules"]} == {"FailIndex"}
     else:
         found = shlex.split(written["run"] if place == "skypilot" else written["commands"][0])[-1]
     doubled = place != "skypilot"
@@ -446,7 +450,7 @@ def test_a_real_slurm_job_stops_at_its_time_limit_and_goes_on(
         FSBARRIER,
     ]
     assert main(["launch", "slurm", *words, "--program", "toy", "toy.tasks=6", "toy.phase_s=0.1"]) == 0
-    job = capsys.readouterr().out.split()[-1]
+    job = capsys.readouterr().out.split()[-1]  # … scancel JOB
 
     def finished() -> list[int]:
         events = read_events(log_path) if log_path.is_dir() else []

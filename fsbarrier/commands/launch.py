@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 from fsbarrier.commands import flags
@@ -19,6 +18,7 @@ from fsbarrier.launchers.job import (
     check_below_mount,
     check_name,
     commands_here,
+    fill,
     split,
     write,
 )
@@ -186,20 +186,19 @@ def _slurm(args: argparse.Namespace) -> int:
     text = slurm.batch_file(job, time_limit=args.time, warn_s=warn_s, extra=args.sbatch or ())
     path = _written(args, text, f"{job.name}.sbatch")
     if path is not None:
-        print(slurm.submit(path))
+        number = slurm.submit(path)
+        print(f"submitted {path} as Slurm job {number}, {counted(job.nodes, 'node')}")
+        if not any(option.startswith("--output") for option in args.sbatch or ()):
+            print(f"output of all nodes: {job.folder / f'{job.name}-{number}.log'}")
+        where = shlex.join(["--log-path", job.log_path])
+        print(f"progress: fsbarrier status {where}")
+        print(f"to end it: fsbarrier stop {where}, or at once: scancel {number}")
     return 0
 
 
 def _in_containers(args: argparse.Namespace) -> int:
-    from fsbarrier.launchers import dstack, kubernetes, skypilot
-
     if args.place == "skypilot" and args.gpus_per_node not in (None, "0") and not args.accelerator:
         raise UsageError("launch skypilot: --gpus-per-node needs --accelerator NAME, for example H100")
-    file_of: dict[str, Callable[[ClusterJob, Machine], str]] = {
-        "kubernetes": kubernetes.job_file,
-        "skypilot": partial(skypilot.task_file, accelerator=args.accelerator or ""),
-        "dstack": dstack.task_file,
-    }
     needed = {
         "--image": (args.image, "a container image with fsbarrier installed"),
         "--volume": (args.volume, "the storage shared by all nodes"),
@@ -208,10 +207,16 @@ def _in_containers(args: argparse.Namespace) -> int:
     for flag, (value, what) in needed.items():
         if not value:
             raise UsageError(f"launch {args.place}: give {flag}, {what}")
-    machine = Machine(image=args.image, volume=args.volume, mount=args.mount or "/shared")
+    machine = Machine(
+        image=args.image,
+        volume=args.volume,
+        mount=args.mount or "/shared",
+        accelerator=args.accelerator or "",
+    )
     job = _job(args, _nodes(args), args.log_path)
     check_below_mount(job, machine)
-    path = _written(args, file_of[args.place](job, machine), f"{job.name}.{args.place}.yaml")
+    text = fill(f"{args.place}.yaml.jinja", job, machine=machine)
+    path = _written(args, text, f"{job.name}.{args.place}.yaml")
     if path is not None:
         print(f"wrote {path}; its first line shows how to start it")
     return 0

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,11 +38,15 @@ class ClusterJob:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Settings for schedulers that start containers. `volume`: the shared storage; `mount`: its mount point in the container."""
+    """Settings for schedulers that start containers. `volume`: the shared storage; `mount`: its mount point in the container.
+
+    `accelerator`: SkyPilot's name of the accelerator type, such as H100.
+    """
 
     image: str
     volume: str
     mount: str
+    accelerator: str
 
 
 def commands_here(chosen: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -89,10 +94,26 @@ def check_below_mount(job: ClusterJob, machine: Machine) -> None:
         )
 
 
-def quoted(text: str) -> str:
+def fill(template: str, job: ClusterJob, **values: object) -> str:
+    """The text of a scheduler's file. `template`: its name in this folder; `values`: what it needs besides the job."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters.update(yaml=_yaml_scalar, shell=_shell_words)
+    text = Path(__file__).with_name(template).read_text(encoding="utf-8")
+    return environment.from_string(text).render(mark=MARK, job=job, **values)
+
+
+def _yaml_scalar(text: str) -> str:
     """A YAML scalar for any text: a JSON string, but with one escape for a character that JSON writes as two."""
     whole = json.dumps(text, ensure_ascii=False)
     return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in whole)
+
+
+def _shell_words(words: str | Sequence[str]) -> str:
+    return shlex.join([words] if isinstance(words, str) else words)
 
 
 def write(path: Path, text: str) -> None:

@@ -12,35 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.launchers.job import MARK, ClusterJob
-
-_SCRIPT = """\
-#!/usr/bin/env bash
-{options}
-{mark} To change it, run that command again; to submit it by hand: sbatch FILE
-set -uo pipefail
-cd -- {folder} || exit 2
-
-# Slurm sends this signal {warn_s} s before the time limit.
-requeue=no
-trap 'requeue=yes; {stop}' USR1
-
-# Each task takes its rank from SLURM_NODEID. A failed task must not end the others: the nodes can continue without it.
-srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 \\
-  {run} &
-step=$!
-while true; do
-  wait "$step"
-  code=$?
-  # A signal interrupts the wait, not the step.
-  kill -0 "$step" 2>/dev/null || break
-done
-if [ "$requeue" = yes ]; then
-  wait "$step"
-  scontrol requeue "$SLURM_JOB_ID" && exit 0
-fi
-exit "$code"
-"""
+from fsbarrier.launchers.job import ClusterJob, fill
 
 
 def batch_file(job: ClusterJob, *, time_limit: str | None, warn_s: int, extra: Sequence[str]) -> str:
@@ -65,25 +37,20 @@ def batch_file(job: ClusterJob, *, time_limit: str | None, warn_s: int, extra: S
             raise UsageError(
                 f"--sbatch {option!r}: must be a single sbatch option that begins with --, such as --partition=gpu"
             )
-    return _SCRIPT.format(
-        options="\n".join(f"#SBATCH {option}" for option in (*options, *extra)),
-        mark=MARK,
-        folder=shlex.quote(str(job.folder)),
-        warn_s=warn_s,
-        # This ends up inside the single quotes of the trap.
-        stop=shlex.join([*job.stop, "--log-path", job.log_path]).replace("'", "'\\''"),
-        run=shlex.join([*job.run, *job.words]),
-    )
+    return fill("slurm.sh.jinja", job, options=(*options, *extra), warn_s=warn_s)
 
 
 def submit(path: Path) -> str:
-    """Submit the file with sbatch and return its output. Raises UsageError (no sbatch here), ProgramFailed (sbatch failed)."""
+    """Submit the file with sbatch and return the job's number. Raises UsageError (no sbatch here), ProgramFailed (sbatch failed)."""
     try:
-        done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False
+        )
     except FileNotFoundError:
         raise UsageError(
             f"launch slurm: no sbatch on this machine; wrote {path}, submit it on a machine with Slurm"
         ) from None
     if done.returncode != 0:
         raise ProgramFailed(f"sbatch {path}: {done.stderr.strip() or f'exit code {done.returncode}'}")
-    return done.stdout.strip()
+    # On some systems the cluster's name follows.
+    return done.stdout.strip().partition(";")[0]
