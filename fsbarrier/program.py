@@ -68,9 +68,8 @@ class Command:
     """Launch a program.
 
     `spec` is written to a private file, whose path replaces `{spec}` in argv and env. In the spec's values, the node replaces
-    `{engine}` with a list of the local engines' addresses and keys, `{weights_dir}` with the folder on this node for a copy of the new
-    weights, or null, and `{distrusted}` with the engines, as pairs of node rank and replica, whose log-probabilities differed from the
-    trainer's in this iteration.
+    `{engine}` with a list of the local engines' addresses and keys, and `{weights_dir}` with the folder on this node for a copy of the
+    new weights, or null.
     """
 
     argv: tuple[str, ...]

@@ -352,7 +352,6 @@ def prepare_batch(ctx: Context) -> Work:
         batch=str(ctx.paths.batch(ctx.iteration, ctx.generation)),
         model=str(ctx.policy.model),
         policy_version=ctx.policy_version,
-        without_engines="{distrusted}",
     )
     return Steps((replace(prepare, event="batch_prepared", resident=HELPER), open_rendezvous(ctx)))
 

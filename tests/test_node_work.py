@@ -104,29 +104,6 @@ def test_a_program_that_fails_is_quoted_with_the_end_of_its_log(place: Workplace
         work_kinds.carry_out(python("pass"), context(), RowJob(), place)
 
 
-def test_engines_that_a_program_accuses_are_started_again_once(place: Workplace) -> None:
-    accuses = (
-        "import json, sys; spec = json.load(open(sys.argv[1])); "
-        "json.dump({'differing_engines': spec['they']}, open(spec['result'], 'w')); sys.exit(1)"
-    )
-    again: list[int] = []
-    place.engines = cast(Any, SimpleNamespace(distrust=again.append))
-    here = cast(Any, context())
-
-    def left_out_after(they: object, iteration: int) -> object:
-        here.iteration = iteration
-        with pytest.raises(ProgramFailed):
-            work_kinds.carry_out(python(accuses, spec={"they": they}), here, RowJob(), place)
-        wanted = python(WRITES_RESULT, spec={"n": "{distrusted}"})
-        return work_kinds.carry_out(wanted, here, RowJob(), place)["got"]
-
-    # This is node 3.
-    assert left_out_after([[3, 1], [0, 5]], 6) == [[3, 1], [0, 5]] and again == [1]
-    # If it differs again, a start does not mend it: the failure stands.
-    assert left_out_after([[3, 1]], 7) == [] and again == [1]
-    assert left_out_after([["x"], 4, None], 7) == left_out_after("nonsense", 7) == [] and again == [1]
-
-
 def test_a_program_without_a_sign_of_life_is_ended(place: Workplace) -> None:
     place.stall_timeout_s = 0.3
     with pytest.raises(

@@ -145,7 +145,6 @@ class Bench:
         from fsbarrier.workers import prepare
 
         places = {"merged": [str(self.folder / "merged")], "batch": str(self.folder / "batch")}
-        places["without_engines"] = []
         return prepare.work(self.spec("prepare", **{**places, **fields}), self.settings, ProgressWriter(None))
 
     def update_spec(self, out: str, *, version: int = 1, before: str = "", **fields: Any) -> dict[str, Any]:

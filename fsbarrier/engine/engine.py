@@ -90,8 +90,6 @@ class Engine:
         self.log_file, self.work_dir, self.python, self.threads = log_file, work_dir, python, threads
         # The server does not need any of the user's secrets.
         self._environ = placement.environment(without_secrets(os.environ, secrets_named))
-        # If set, the next `ensure` restarts the server even if it answers.
-        self.distrusted = False
         self._server: Server | None = None
         self._api_key = secrets.token_urlsafe(24)
         self._socket = work_dir / f"{log_file.stem}.sock"
@@ -190,9 +188,7 @@ class Engine:
         """Our server, serving `model`, with the action taken and a note."""
         server, note = self._server, ""
         if server is not None:
-            if self.distrusted:
-                reason = "its log-probabilities differ from the trainer's"
-            elif not server.healthy(cancel):
+            if not server.healthy(cancel):
                 reason = server.how_it_ended().splitlines()[0]
             elif server.serving == (model.path, policy_version) and not server.asleep:
                 return server, "kept", ""
@@ -230,7 +226,6 @@ class Engine:
             self._stop_server()
             raise ProgramFailed(message)
         server.serving = (model.path, policy_version)
-        self.distrusted = False
         return server
 
     def _plan(self, model: ModelFolder, devices: list[accelerators.Accelerator]) -> command.ServerPlan:

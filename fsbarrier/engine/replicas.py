@@ -93,11 +93,6 @@ class Replicas:
 
         return self._side_by_side(bring)
 
-    def distrust(self, replica: int) -> None:
-        """Restart this replica, if it exists, before its next use."""
-        for engine in self.engines[replica : replica + 1]:
-            engine.distrusted = True
-
     def release(self, *, cancel: threading.Event) -> Release:
         """Free all accelerator memory for the trainer. Raises ProgramFailed if some memory is not freed."""
         outcomes = self._side_by_side(lambda engine: engine.release(cancel=cancel))

@@ -99,8 +99,6 @@ class Workplace:
     checked_model: Path | None = None
     # This node's copy of the newest weights, if it has a place for one.
     weights: WeightsCopy | None = None
-    # Engines (node rank, replica) whose log-probabilities differ from the trainer's, and the iteration in which that was first found.
-    distrusted: dict[tuple[int, int], int] = field(default_factory=dict)
     # Copies this node's part of the trainer state to the shared directory.
     programs_started: int = 0
     # The kept program, whose processes wait for another job, and the era (`Generation.era`) for which it is kept.

@@ -78,9 +78,6 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
     known = {
         "{engine}": workplace.engine_access,
         "{weights_dir}": None if copy is None else str(copy.folder),
-        "{distrusted}": [
-            one for one, iteration in workplace.distrusted.items() if iteration == context.iteration
-        ],
     }
     try:
         spec = {
@@ -115,7 +112,6 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
         finally:
             job.events += keeper.events if keeper else ()
     if code != 0:
-        _distrust_engines(own.result, context, workplace)
         said, log = _why_it_failed(program, argv, code), _end_of_log(program)
         ours = program_name(argv).startswith("fsbarrier.")
         if code == NOT_PERMITTED and ours:
@@ -142,22 +138,6 @@ def _environment(argv: Sequence[str], settings: Settings, work_dir: Path) -> Map
     ours = without_secrets(os.environ, (settings.judge.api_key_env, settings.engine.api_key_env))
     # torch loads compiled code from a temporary folder with a predictable name, and leaves folders behind.
     return {**ours, "TMPDIR": str(work_dir)} if name == UPDATE else ours
-
-
-def _distrust_engines(result: Path, context: Context, workplace: Workplace) -> None:
-    """Record the engines whose log-probabilities a failed program found to differ from the trainer's. This node restarts its own before
-    their next use, but only once: if an engine still differs, another restart would not help.
-    """
-    try:
-        said = read_result(result, "")
-        engines = [(int(node), int(replica)) for node, replica in said.get("differing_engines", ())]
-    except (ProgramFailed, TypeError, ValueError):
-        return
-    for node, replica in engines:
-        if (node, replica) not in workplace.distrusted:
-            workplace.distrusted[node, replica] = context.iteration
-            if node == context.node_rank:
-                workplace.own_engines.distrust(replica)
 
 
 def _start_kept(

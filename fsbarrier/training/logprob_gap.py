@@ -48,14 +48,6 @@ class LogprobGap:
     engines: tuple[EngineGap, ...] = ()
 
 
-class EnginesDiffer(ProgramFailed):
-    """`engines`: (node rank, replica) of the engines that differ, if others do not."""
-
-    def __init__(self, message: str, engines: list[tuple[int, int]]) -> None:
-        super().__init__(message)
-        self.engines = engines
-
-
 class GapSums:
     """Accumulates the differences of one process's micro-batches, by engine."""
 
@@ -91,7 +83,7 @@ class GapSums:
 
 
 def check(gap: LogprobGap, settings: Settings, processes: Processes, model: Path) -> None:
-    """Raises EnginesDiffer if the gap of all engines, or of one, exceeds the limit."""
+    """Raises ProgramFailed if the gap of all engines, or of one, exceeds the limit."""
     # With top_p or top_k the engine samples from a truncated distribution, so log-probabilities differ.
     if settings.rollout.top_p < 1 or settings.rollout.top_k not in (-1, 0):
         return
@@ -99,22 +91,21 @@ def check(gap: LogprobGap, settings: Settings, processes: Processes, model: Path
     judged = [one for one in gap.engines if one.tokens >= ENOUGH_TOKENS]
     # The comparison is negated so that NaN counts as bad.
     bad = [one for one in judged if not one.mean <= limit]
-    some = bad if len(bad) < len(judged) else []
     if gap.mean is None or (not bad and gap.mean <= limit):
         return
     who = ", ".join(map(str, bad)) or "the engines"
     worst = max(bad, key=lambda one: one.mean, default=None)
     mean, maximum = (gap.mean, gap.maximum) if worst is None else (worst.mean, worst.maximum)
     advice = (
-        f"; the other {len(judged) - len(bad)} engines agree: restarting it once, and dropping its rollouts in the next try"
-        if some
+        f"; the other {len(judged) - len(bad)} engines agree: start that node again; to train on what was sampled all the "
+        "same, raise algorithm.max_logprob_gap for one update"
+        if 0 < len(bad) < len(judged)
         else "; check its log, or set engine.dtype=float32 to exclude a precision difference"
     )
-    raise EnginesDiffer(
+    raise ProgramFailed(
         f"the sampled tokens' log-probabilities differ by {mean:.4f} on average (at most {maximum:.3f}) between "
         f"engine and trainer, more than {limit:g} (algorithm.max_logprob_gap), for {who}: the engine does not serve the "
-        f"weights in {model}, or computes them differently{advice}",
-        [(one.node_rank, one.replica) for one in some if one.replica >= 0],
+        f"weights in {model}, or computes them differently{advice}"
     )
 
 

@@ -190,12 +190,6 @@ def _noting(field: str, after: str = "") -> Callable[[Event], str | None]:
     return lambda event: f"node {event.node_rank}: {note}{after}" if (note := event.text(field)) else None
 
 
-def _batch_prepared(event: Event) -> str | None:
-    count = event.integer("left_out_groups")
-    what = f"dropped {count} groups from engines whose log-probabilities differ from the trainer's"
-    return f"iteration {event.iteration}: {what}" if count else None
-
-
 def _restarted(event: Event) -> str:
     times = counted(event.integer("times") or 0, "time")
     return f"node {event.node_rank}: {event.phase_name} was started again {times}: {event.text('why')}"
@@ -256,7 +250,6 @@ WORDING: dict[str, Callable[[Event], str | None]] = {
     "shares_fixed": lambda event: f"nodes do not take over each other's tasks: {event.text('why') or '?'}",
     "rolled_out": _rolled_out,
     "evaluated": _evaluated,
-    "batch_prepared": _batch_prepared,
     "updated": _updated,
     "weights_published": _published,
     "code_changed": _code_changed,

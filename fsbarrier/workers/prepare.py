@@ -18,7 +18,7 @@ from fsbarrier.settings.sections import AlgorithmSettings, Settings
 from fsbarrier.supervision.worker_contract import ProgressWriter, run_worker
 from fsbarrier.training import replay
 from fsbarrier.training.advantages import batch_advantages, counted_reward, weigh_group
-from fsbarrier.training.batch import TrainingSequence, engine_of, minibatches, sequences_of, write_batch
+from fsbarrier.training.batch import TrainingSequence, minibatches, sequences_of, write_batch
 from fsbarrier.training.trajectory_source import merged_files, read_merged
 
 
@@ -27,8 +27,6 @@ class LearnedFrom:
     """Totals of the groups read."""
 
     groups: int = 0
-    # Groups dropped because their engine's log-probabilities differ from the trainer's.
-    left_out: int = 0
     trajectories: int = 0
     reward: float = 0.0
 
@@ -42,8 +40,6 @@ class PrepareSpec(TypedDict):
     policy_version: int
     #: the files to draw the batch from, this iteration's merged file first
     merged: list[str]
-    #: (node rank, replica) of engines whose log-probabilities differ from the trainer's; their groups of this iteration are dropped
-    without_engines: list[list[int]]
     #: the file to write
     batch: str
 
@@ -79,7 +75,6 @@ def work(spec: PrepareSpec, settings: Settings, progress: ProgressWriter) -> dic
         "batch": str(out),
         "trajectories": len(sequences),
         "groups": seen.groups,
-        "left_out_groups": seen.left_out,
         "dropped_groups": seen.groups - len(chosen),
         "replayed": sum(not sequence.current for sequence in sequences),
         "tokens": sum(int(sequence.loss_mask.sum()) for sequence in sequences),
@@ -98,7 +93,6 @@ def teaching_groups(
             "(--rl-phase rollout), or set update.trajectories"
         )
     run_id, groups = read_merged(merged)
-    without = {(node, replica) for node, replica in spec["without_engines"]}
     for group in groups:
         seen.groups += 1
         seen.trajectories += len(group)
@@ -106,9 +100,6 @@ def teaching_groups(
         progress.show(seen.trajectories, 0, "trajectories")
         # Whether it was sampled by the current policy, in this run.
         current = run_id in (None, spec["run_id"]) and group[0]["policy_version"] == spec["policy_version"]
-        if current and engine_of(group[0]) in without:
-            seen.left_out += 1
-            continue
         weighed = weigh_group(group, settings.algorithm, settings.rollout.max_tokens)
         sequences = [
             one for trajectory, weight in weighed for one in sequences_of(trajectory, weight, current)

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import sys
@@ -18,7 +17,6 @@ from typing import Self, TypedDict
 
 import torch
 
-from fsbarrier import files
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
@@ -27,7 +25,6 @@ from fsbarrier.supervision.worker_contract import ProgressWriter, run_worker
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.failures import explained, tell_torchrun
 from fsbarrier.training.log_prob_pass import with_old, with_reference
-from fsbarrier.training.logprob_gap import EnginesDiffer
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes, gather_json
@@ -86,13 +83,6 @@ class Updates:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             return self._update(spec, settings, progress)
-        except EnginesDiffer as error:
-            # Report the engines to each node before any process ends, because torchrun then kills the others.
-            differing = {"differing_engines": error.engines}
-            files.write_atomic(Path(spec["result"]), json.dumps(differing).encode())
-            gather_json(None)
-            tell_torchrun(error)
-            raise
         except FsbarrierError as error:
             tell_torchrun(error)
             raise
