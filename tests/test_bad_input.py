@@ -687,11 +687,11 @@ def test_a_log_path_that_is_not_writable(place: Path, quick: Call) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("terminal_picture.py nowhere out.svg", "no run at"),
-        ("bench_aggregate.py --dir nowhere", "--dir nowhere: no such folder"),
-        ("chaos.py --nodes 0", "--nodes 0: must be 1 to 64"),
+        ("lab/terminal_picture.py nowhere out.svg", "no run at"),
+        ("lab/bench_aggregate.py --dir nowhere", "--dir nowhere: no such folder"),
+        ("lab/chaos.py --nodes 0", "--nodes 0: must be 1 to 64"),
         ("learning_curve.py --seeds x", "--seeds: invalid"),
-        ("mutants.py NoSuchFault", "no fault has NoSuchFault in its name"),
+        ("lab/mutants.py NoSuchFault", "no fault has NoSuchFault in its name"),
         ("bench_trl.py --trl-python nowhere", "--trl-python nowhere: no such program"),
         ("real_model.py nowhere.gguf out", "nowhere.gguf: no such file"),
         ("update_locks.py cup", "unknown: cup"),

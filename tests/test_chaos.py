@@ -1,4 +1,4 @@
-"""Real daemons under random strikes (scripts/chaos.py), and that their judge (outside_checker.py) sees what is wrong."""
+"""Real daemons under random strikes (scripts/lab/chaos.py), and that their judge (outside_checker.py) sees what is wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TASKS = 24
 
 def chaos(folder: Path, *arguments: str) -> Path:
     """Strike; the run that is left. The script itself lets the judge read it."""
-    argv = [sys.executable, str(REPO / "scripts" / "chaos.py"), "--path", str(folder), *arguments]
+    argv = [sys.executable, str(REPO / "scripts" / "lab" / "chaos.py"), "--path", str(folder), *arguments]
     done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     [run] = folder.glob("chaos-*/run")

@@ -452,7 +452,7 @@ def test_the_summary_of_a_run_without_anything(tmp_path: Path) -> None:
 
 def test_the_picture_of_a_terminal_loads_nothing(tmp_path: Path, checkout: Path) -> None:
     run, out = busy_run(tmp_path / "run", 3), tmp_path / "view.svg"
-    script = checkout / "scripts" / "terminal_picture.py"
+    script = checkout / "scripts" / "lab" / "terminal_picture.py"
     subprocess.run([sys.executable, script, run.log_path, out, "--width", "90"], check=True)
     svg = out.read_text(encoding="utf-8")
     assert "100/512" in svg and "2&#160;train_rollout" in svg

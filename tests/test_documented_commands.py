@@ -96,7 +96,7 @@ def missing_of(line: str) -> list[str]:
     files = [ROOT / word for word in words if re.match(r"(scripts|tests)/", word)]
     missing = [str(file) for file in files if not file.is_file()]
     for file in files:
-        if file.parent.name == "scripts" and file.is_file():
+        if "scripts" in file.parts and file.is_file():
             source = file.read_text()
             missing += [word for word in words if word.startswith("--") and f'"{word}"' not in source]
     return missing

@@ -1,4 +1,4 @@
-"""Groups of processes that are killed, stopped and started anew at random while they call at random (scripts/group_fuzz.py)."""
+"""Groups of processes that are killed, stopped and started anew at random while they call at random (scripts/lab/group_fuzz.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from cluster import REPO
 from group_members import Failed, Member, Members
 
-sys.path.insert(0, str(REPO / "scripts"))
+sys.path.insert(0, str(REPO / "scripts" / "lab"))
 import group_fuzz
 import group_judge
 from group_judge import digest, filling

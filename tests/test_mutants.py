@@ -1,10 +1,11 @@
-"""scripts/mutants.py: a deliberate fault is put in wherever the code lies, one that cannot is an error, and what finds it is told.
+"""scripts/lab/mutants.py: a deliberate fault is put in wherever the code lies, one that cannot is an error, and what finds it is told.
 
-A slow test puts in all of them (scripts/mutant_tables/), and takes hours.
+A slow test judges all faults of scripts/lab/faults.txt, and takes hours.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from cluster import REPO
 
-sys.path.insert(0, str(REPO / "scripts"))
+sys.path.insert(0, str(REPO / "scripts" / "lab"))
 import mutants
 import mutation
 from mutation import DoesNotApply, Edit, Mutant
@@ -39,7 +40,7 @@ def put_in(folder: Path, where: str, old: str, new: str) -> str:
     """The mutated source."""
     (folder / "fsbarrier" / "anywhere").mkdir(parents=True, exist_ok=True)
     (folder / "fsbarrier" / "anywhere" / "numbers.py").write_text(SOURCE)
-    [text] = mutation.mutate(Mutant("", 0, "", (Edit(where, old, new),)), folder).values()
+    [text] = mutation.mutate(Mutant(0, "", (Edit(where, old, new),)), folder).values()
     return text
 
 
@@ -75,48 +76,35 @@ def test_a_fault_that_does_not_apply_is_an_error(tmp_path: Path, where: str, old
 
 
 def test_a_block_that_is_no_mutant_is_named(tmp_path: Path) -> None:
-    (tmp_path / "area.txt").write_text("# a comment\n\n@ sum: a promise\n? first\n")
-    with pytest.raises(ValueError, match=r"area\.txt, line 4"):
-        mutation.read_tables(tmp_path)
+    table = tmp_path / "some.txt"
+    table.write_text("# a comment\n\n@ sum: a promise\n! first\n")
+    with pytest.raises(ValueError, match=r"some\.txt, line 4"):
+        mutation.read_table(table)
 
 
-# Not every day: whoever changes code need not know the list of faults. The script says which ones no longer apply.
-@pytest.mark.slow
-def test_every_fault_can_be_put_in() -> None:
-    found = mutation.read_tables()
-    assert len(found) >= 400
-    for mutant in found:
-        mutation.check(mutant)
+def test_every_fault_breaks_an_invariant_and_can_be_put_in() -> None:
+    invariants = set(re.findall(r"^\| (I\d+) \|", (REPO / "docs" / "protocol.md").read_text(), re.MULTILINE))
+    faults = mutation.read_table()
+    assert 60 <= len(faults) <= 110
+    assert [fault.name for fault in faults if fault.promise.partition(",")[0] not in invariants] == []
+    asked = {*mutants.USUAL_TESTS, *(name for fault in faults for name in fault.tests)}
+    assert [name for name in sorted(asked) if not (REPO / "tests" / f"test_{name}.py").exists()] == []
+    for fault in faults:
+        mutation.check(fault)
 
 
-@pytest.mark.parametrize(
-    ("name", "tests", "how"),
-    [
-        ("retry: what does not pass", "retry", "tests: test_retry"),
-        ("machine/<module>: a node that the newest generation", "machine", "tests: test_machine"),
-        ("machine/<module>: a node that the newest generation", "assign | machine", "schedules: "),
-    ],
-)
-def test_what_finds_a_fault_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, tests: str, how: str
-) -> None:
-    monkeypatch.setattr(mutants, "TESTS", (("", tests),))
-    [mutant] = [mutant for mutant in mutation.read_tables() if name in mutant.name]
-    copy = mutants.Copy(tmp_path, seeds=100)
-    verdict = copy.judge(mutant)
-    copy.close()
-    assert verdict.line.partition("\n    ")[2].startswith(how)
-
-
-def test_the_table_of_the_proof_names_what_is_harmless() -> None:
-    harmless = {mutant.harmless for mutant in mutation.read_tables() if mutant.harmless}
-    page = mutants.PAGE.read_text()
-    assert [why for why in harmless if why not in page] == []
+def test_what_finds_a_fault_is_told(tmp_path: Path) -> None:
+    by_names = "a barrier compares with the set of members and does not count names"
+    [simulated] = [fault for fault in mutation.read_table() if by_names in fault.promise]
+    copy = mutants.Copy(tmp_path, seeds=20)
+    assert copy.judge(simulated).startswith("schedules: I1 ")
+    edit = Edit("retry", "left_s <= 0 or stays", "left_s <= 0")
+    assert copy.judge(Mutant(0, "", (edit,), ("retry",))).startswith("tests: test_retry.py::")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_no_fault_that_breaks_a_promise_survives() -> None:
-    argv = [sys.executable, str(REPO / "scripts" / "mutants.py"), "--keep-page"]
+def test_no_fault_survives() -> None:
+    argv = [sys.executable, str(REPO / "scripts" / "lab" / "mutants.py")]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

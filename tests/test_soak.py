@@ -1,4 +1,4 @@
-"""scripts/soak.py: what a long run leaves and holds is bounded, and the script says what is not."""
+"""scripts/lab/soak.py: what a long run leaves and holds is bounded, and the script says what is not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cluster import REPO
 
-sys.path.insert(0, str(REPO / "scripts"))
+sys.path.insert(0, str(REPO / "scripts" / "lab"))
 import soak
 
 
@@ -33,7 +33,7 @@ def test_files_and_folders_are_counted_also_while_others_remove_them(tmp_path: P
 def test_two_hundred_iterations_of_three_struck_nodes() -> None:
     argv = [
         sys.executable,
-        str(REPO / "scripts" / "soak.py"),
+        str(REPO / "scripts" / "lab" / "soak.py"),
         "--nodes",
         "3",
         "--iterations",

@@ -26,7 +26,7 @@ from fsbarrier.rollouts.early_end import EarlyEnd
 from fsbarrier.rundir.names import CUT
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import load, scan_rank_file
-from scripts.bench_take_over import roll_out, toy_spec
+from scripts.lab.bench_take_over import roll_out, toy_spec
 
 DEADLINE_S = 60.0
 

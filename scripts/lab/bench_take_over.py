@@ -1,6 +1,6 @@
 """How long a rollout phase takes with a node that is slower than its weight says: fixed shares, take-over, and the ideal.
 
-`python scripts/bench_take_over.py --speeds 1,1,0.333` starts the toy program's rollout once for each node, twice: its tasks take
+`python scripts/lab/bench_take_over.py --speeds 1,1,0.333` starts the toy program's rollout once for each node, twice: its tasks take
 their time and nothing else, so the difference is who did them. The claims are real files in a real directory.
 """
 
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fsbarrier.protocol.assign import split_by_weight
 from fsbarrier.settings.sections import Settings
 from fsbarrier.trajectories import scan_rank_file
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)

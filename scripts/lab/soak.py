@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """A week in an hour: real daemons of the toy program for thousands of iterations, struck now and then, and watched for growth.
 
-    python scripts/soak.py --nodes 8 --iterations 5000 --seed 7
-    python scripts/soak.py --go-on FOLDER --minutes 15     some more of a run that `--minutes` ended, or that was kept
+    python scripts/lab/soak.py --nodes 8 --iterations 5000 --seed 7
+    python scripts/lab/soak.py --go-on FOLDER --minutes 15     some more of a run that `--minutes` ended, or that was kept
 
-Daemons are killed, stopped and started again at random, as scripts/chaos.py does it but less often, until the run has done its
+Daemons are killed, stopped and started again at random, as scripts/lab/chaos.py does it but less often, until the run has done its
 iterations, `--minutes` are over, or a bound is exceeded. All the while each daemon's memory and open files, the files in the run directory
 and the journals are measured. Then tests/outside_checker.py judges the run. Exit code 0: every bound was kept, every daemon ended with 0,
 and nothing is wrong.
 
-The program is scripts/soak_program.py, which starts processes in few iterations. The run lies in memory (/dev/shm) where no other place
+The program is scripts/lab/soak_program.py, which starts processes in few iterations. The run lies in memory (/dev/shm) where no other place
 is named: an iteration flushes some fifty files one after the other, and on a disk most of its time goes there.
 """
 
@@ -248,7 +248,7 @@ def main() -> int:
         "--go-on", type=Path, metavar="FOLDER", help="go on with the run that was kept here; kept again"
     )
     arguments = parser.parse_args()
-    arguments.program = str(REPO / "scripts" / "soak_program.py")
+    arguments.program = str(REPO / "scripts" / "lab" / "soak_program.py")
     in_memory = Path("/dev/shm")
     where = arguments.path or (in_memory if in_memory.is_dir() else None)
     folder = arguments.go_on or Path(tempfile.mkdtemp(prefix="soak-", dir=where))

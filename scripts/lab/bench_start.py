@@ -1,6 +1,6 @@
 """From the command to the first sampled token: a node of fsbarrier beside a bare vLLM server, by turns.
 
-`python scripts/bench_start.py --rounds 3` starts, with the demo's model and the same engine flags,
+`python scripts/lab/bench_start.py --rounds 3` starts, with the demo's model and the same engine flags,
 
 * a bare server, `python -m vllm.entrypoints.openai.api_server` (what `vllm serve` runs), until it has answered a completion of one token;
 * one node, `python -m fsbarrier run --master`, in a new run directory, until the first group of its first rollout is durable in its part
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fsbarrier.data import demo_tasks
 from fsbarrier.engine import command
@@ -107,7 +107,7 @@ def one_node(place: Path, timeout_s: float) -> tuple[float, dict[str, float]]:
     paths = RunPaths(place / "run")
     demo = (f"{name}={value}" for name, value in demo_tasks.DEMO_SETTINGS.items() if name != "iterations")
     words = [sys.executable, "-P", "-m", "fsbarrier", "run", "--master", "--log-path", str(paths.root)]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     began, began_at = time.monotonic(), time.time()
     with Child.start([*words, *demo], env=env, log_file=place / "node.log", name="node") as node:
         for _ in looks(node, timeout_s):

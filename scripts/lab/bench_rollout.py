@@ -1,6 +1,6 @@
 """Rollouts beside the fastest bare loop: the same prompts, the same server, the same data asked for, by turns.
 
-`python scripts/bench_rollout.py --rounds 3` starts one vLLM server with the demo's model (or `--model DIR`), then in each round
+`python scripts/lab/bench_rollout.py --rounds 3` starts one vLLM server with the demo's model (or `--model DIR`), then in each round
 
 * a bare loop: one process that sends the prompts over its open connections, reads the answers as JSON and throws them away. It tries
   several numbers of prompts a request first, and keeps to the fastest. Its process is not counted, nor its imports;
@@ -30,7 +30,7 @@ from pathlib import Path
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fsbarrier import files
 from fsbarrier.data import demo_tasks

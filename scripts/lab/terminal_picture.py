@@ -1,6 +1,6 @@
 """A picture of the live view, as SVG, for pages that show what people see.
 
-python scripts/terminal_picture.py RUN docs/live_view.svg     of the run in that directory, as it is now
+python scripts/lab/terminal_picture.py RUN docs/live_view.svg     of the run in that directory, as it is now
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from rich.console import Console  # noqa: E402

@@ -1,6 +1,6 @@
 """How long the merge of an iteration takes, beside one torch.save of the same trajectories, and how much memory.
 
-`python scripts/bench_aggregate.py --mb 400` makes the files of three ranks, then times both by turns, in processes of their own.
+`python scripts/lab/bench_aggregate.py --mb 400` makes the files of three ranks, then times both by turns, in processes of their own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from array import array
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fsbarrier.trajectories import RankFileWriter
 

@@ -1,6 +1,6 @@
 """Barriers of `fsbarrier.join` beside those of other systems: N processes on this machine, back to back, in one run.
 
-    python scripts/bench_barriers.py --nodes 3,16,64 [--ray-python /tmp/ray/bin/python] [--etcd /usr/bin/etcd] [--zookeeper HOST:PORT]
+    python scripts/lab/bench_barriers.py --nodes 3,16,64 [--ray-python /tmp/ray/bin/python] [--etcd /usr/bin/etcd] [--zookeeper HOST:PORT]
 
 Prints milliseconds from the last arrival to the last release. The bare loop is measured before, between and after the others, since
 other work on the machine changes all of them alike. What is not installed is left out, with a line that says so:
@@ -32,7 +32,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.host.rendezvous import listen, port_of

@@ -1,4 +1,4 @@
-"""The toy program for scripts/soak.py: a phase's work is done in the daemon itself, without a process for it.
+"""The toy program for scripts/lab/soak.py: a phase's work is done in the daemon itself, without a process for it.
 
 An iteration of eight daemons of the toy program on two cores takes four seconds, nine tenths of which are the starts of 43 processes. Every
 `PROCESSES_EVERY`-th iteration is the toy program's own, with all of them, so that what they leave in a daemon is seen too.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Many real daemons on this machine, struck at random, and a judge that knows nothing of their code.
 
-    python scripts/chaos.py --nodes 8 --minutes 2 --seed 7
+    python scripts/lab/chaos.py --nodes 8 --minutes 2 --seed 7
 
 For `--minutes` daemons are killed and started again, stopped and let go on, the leader more often than others. Then all are started,
 the run is stopped in order, and tests/outside_checker.py reads what lies on disk. Exit code 0: every daemon ended with 0, nothing of
@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 # How often the live line is drawn.
 LINE_S = 0.5
 # How long settling and stopping may take.

@@ -1,6 +1,6 @@
 """How long `status`, `top` and `report` take on the journals of a long run, and how much memory.
 
-    python scripts/bench_journals.py --nodes 64 --iterations 430
+    python scripts/lab/bench_journals.py --nodes 64 --iterations 430
 
 writes such a run, looks at it with each of them, and prints the best of three looks. 64 nodes and 430 iterations of ten minutes are three
 days, and some 190 MB. `top` is measured until its first picture, on a terminal of its own.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fsbarrier import files
 from fsbarrier.program import PHASE_NAMES

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Groups of real processes (`fsbarrier.join`) that call at random and are struck at random, and a judge that only reads what each saw.
 
-    python scripts/group_fuzz.py --nodes 8 --seconds 60 --seed 7
+    python scripts/lab/group_fuzz.py --nodes 8 --seconds 60 --seed 7
 
 All members draw the same sequence of collectives from the seed, the generation and the number of the call. Now and then one calls
 something else, does nothing for a while, leaves, has a filesystem that fails, or answers an error in another way than the others. From
@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPO), str(REPO / "scripts")]
+REPO = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPO), str(REPO / "scripts" / "lab")]
 
 from group_judge import Line, digest, filling, judge, read, timing  # noqa: E402
 

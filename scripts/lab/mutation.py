@@ -1,17 +1,18 @@
 """Puts a deliberate fault into the source: finds the function wherever it lies, and the code in it whatever its layout.
 
-scripts/mutant_tables/ holds the faults, one block each:
+scripts/lab/faults.txt holds the faults, one block each:
 
     @ Situation.joiners: I14, only nodes of one code become members
     - not self.differs(join)
     + True
-    = harmless: why it breaks no promise (only where that is so)
+    ? unreadable admission
 
 `@` names the function (its class before it; `<module>` for what stands in none; with a file's name before a slash where two files have
-the same function and code) and the promise that the fault breaks. `-` and `+` are
-what is there and what is put in its place: an expression, some elements of a list or operands of an `and`, an argument with its name,
-an `except` clause, or whole statements. They are compared as syntax trees, so comments, line breaks and the file's name do not matter. A
-block may have further `@` lines, without a promise, for faults that need two places.
+the same function and code), the invariant of docs/protocol.md that the fault breaks, and the promise. `-` and `+` are what is there and
+what is put in its place: an expression, some elements of a list or operands of an `and`, an argument with its name, an `except` clause,
+or whole statements. They are compared as syntax trees, so comments, line breaks and the file's name do not matter. `?` names the tests
+(tests/test_unreadable.py …) that come after the schedules; without it mutants.py takes those of the protocol. A block may have further
+`@` lines, without a promise, for faults that need two places.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
-ROOT = Path(__file__).resolve().parents[1]
-TABLES = ROOT / "scripts" / "mutant_tables"
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = Path(__file__).with_name("faults.txt")
 SOURCES = ("fsbarrier", "phases")
 
 
@@ -43,42 +44,38 @@ class Edit:
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault. `area`: the table that it is in. `harmless`: why it breaks no promise, ""."""
+    """One fault, at a `line` of the table. `tests`: the names of those that are about it, without `test_`."""
 
-    area: str
     line: int
     promise: str
     edits: tuple[Edit, ...]
-    harmless: str = ""
+    tests: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        return f"{self.area}:{self.line} {self.edits[0].where}: {self.promise}"
+        return f"{self.line} {self.edits[0].where}: {self.promise}"
 
 
-# --- reading the tables -------------------------------------------------------------------------------------------------------
+# --- reading the table ----------------------------------------------------------------------------------------------------------
 
 
-def read_tables(folder: Path = TABLES) -> list[Mutant]:
-    """All mutants, in the order of the tables. Raises ValueError for a block that cannot be understood."""
-    return [mutant for path in sorted(folder.glob("*.txt")) for mutant in _read_table(path)]
-
-
-def _read_table(path: Path) -> Iterator[Mutant]:
-    numbered = [*enumerate(path.read_text().splitlines(), start=1), (0, "")]
+def read_table(path: Path = TABLE) -> list[Mutant]:
+    """All mutants, in the order of the table. Raises ValueError for a block that cannot be understood."""
+    found: list[Mutant] = []
     block: list[tuple[int, str]] = []
-    for number, line in numbered:
+    for number, line in [*enumerate(path.read_text().splitlines(), start=1), (0, "")]:
         if line.strip():
             block.append((number, line))
         elif block:
             if not block[0][1].startswith("#"):
-                yield _read_block(path, block)
+                found.append(_read_block(path, block))
             block = []
+    return found
 
 
 def _read_block(path: Path, block: Sequence[tuple[int, str]]) -> Mutant:
     edits: list[tuple[str, list[str], list[str]]] = []
-    promise = harmless = ""
+    promise, tests = "", ""
     for number, line in block:
         mark, text = line[:1], line[2:]
         if mark == "@":
@@ -88,14 +85,14 @@ def _read_block(path: Path, block: Sequence[tuple[int, str]]) -> Mutant:
         elif mark in "-+" and edits:
             _, old, new = edits[-1]
             (old if mark == "-" else new).append(text)
-        elif mark == "=":
-            harmless = text.removeprefix("harmless: ")
+        elif mark == "?":
+            tests = text
         else:
             raise ValueError(f"{path.name}, line {number}: not a line of a mutant: {line!r}")
     if not promise or any(not old for _, old, _ in edits):
         raise ValueError(f"{path.name}, line {block[0][0]}: a mutant needs a promise and what it replaces")
     made = tuple(Edit(where, "\n".join(old), "\n".join(new)) for where, old, new in edits)
-    return Mutant(path.stem, block[0][0], promise, made, harmless)
+    return Mutant(block[0][0], promise, made, tuple(tests.split()))
 
 
 # --- finding a function ---------------------------------------------------------------------------------------------------------
