@@ -49,6 +49,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="times each is measured")
     parser.add_argument("--dir", type=Path, help="the filesystem to measure (default: the temporary one)")
     args = parser.parse_args()
+    if args.dir is not None and not args.dir.is_dir():
+        parser.error(f"--dir {args.dir}: no such folder")
     with tempfile.TemporaryDirectory(prefix="bench-aggregate-", dir=args.dir) as folder:
         paths = make_files(Path(folder), args)
         print(f"{RANKS} files, {sum(path.stat().st_size for path in paths) / 1e6:.0f} MB")
