@@ -63,8 +63,6 @@ class RolloutDecision(JsonRecord):
     with_signal: Sequence[int] = ()
     #: the merge keeps at most so many groups; None: all
     keep: int | None = None
-    #: the tasks that the last iteration cut off, which come first
-    carried: Sequence[int] = ()
 
     @property
     def round_sizes(self) -> Sequence[int]:
@@ -81,7 +79,6 @@ class RolloutDecision(JsonRecord):
             rounds=value.get("rounds"),
             with_signal=value.get("with_signal", ()),
             keep=value.get("keep"),
-            carried=value.get("carried", ()),
         )
 
     def as_json(self) -> JsonObject:
@@ -95,7 +92,7 @@ class RolloutDecision(JsonRecord):
         if self.split == "test":
             return {"evaluate": True, **value}
         rounds = {} if self.rounds is None else {"rounds": self.rounds}
-        return {**value, "keep": self.keep, "carried": self.carried, **rounds}
+        return {**value, "keep": self.keep, **rounds}
 
 
 #: the decision of eval_decide in an iteration that does not evaluate

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -64,10 +63,10 @@ def assign_train(ctx: Context) -> Work:
     if ctx.settings.rollout_split == "eval-only":
         return NOTHING
     settings = ctx.settings.rollout
-    there, wanted = ctx.tasks["train"]["count"], math.ceil(settings.tasks * settings.oversample)
-    sampled = sample_tasks(there, wanted, seed=settings.seed, iteration=ctx.iteration)
-    more = settings.oversample > 1 or settings.max_refills
-    return decide_rollout(share_out_train(ctx, sampled, keep=settings.tasks if more else None))
+    there = ctx.tasks["train"]["count"]
+    sampled = sample_tasks(there, settings.tasks, seed=settings.seed, iteration=ctx.iteration)
+    keep = settings.tasks if settings.max_refills else None
+    return decide_rollout(share_out_train(ctx, sampled, keep=keep))
 
 
 def decide_rollout(decision: RolloutDecision) -> Value:
@@ -76,29 +75,21 @@ def decide_rollout(decision: RolloutDecision) -> Value:
 
 
 def share_out_train(ctx: Context, sampled: list[int], keep: int | None = None) -> RolloutDecision:
-    """Share out the sampled tasks, after those that the last iteration cut off. The merge keeps at most `keep` groups.
+    """Share out the sampled tasks. The merge keeps at most `keep` groups.
 
     With refills there are further rounds of other tasks; fsbarrier/rollouts/refills.py decides whether each takes place.
     """
     settings = ctx.settings.rollout
-    carried = carried_over(ctx) if settings.carry_over else []
-    first = [*dict.fromkeys((*carried, *sampled))]
     there = ctx.tasks.get("train", {"count": 0})["count"]
     # A merge that keeps all groups drops none, so there is nothing to make up for.
     most = settings.max_refills if keep is not None else 0
-    refills = refill_tasks(there, first, len(sampled), most=most, seed=settings.seed, iteration=ctx.iteration)
-    rounds = [first, *refills]
+    refills = refill_tasks(
+        there, sampled, len(sampled), most=most, seed=settings.seed, iteration=ctx.iteration
+    )
+    rounds = [sampled, *refills]
     decision = share_out(ctx, "train", sampled_how(ctx, "train"), rounds)
     sizes = [len(tasks) for tasks in rounds] if refills else None
-    return replace(decision, keep=keep, carried=carried, rounds=sizes)
-
-
-def carried_over(ctx: Context) -> Sequence[int]:
-    """The tasks that were cut off at the end of the last iteration."""
-    last = ctx.decisions.get("train_aggregate")
-    if last is None or last["iteration"] != ctx.iteration - 1:
-        return []
-    return MergeDecision.from_json(last["value"]).cut_off
+    return replace(decision, keep=keep, rounds=sizes)
 
 
 def rollout_train(ctx: Context) -> Work:
@@ -225,7 +216,6 @@ def aggregate(ctx: Context, decision: RolloutDecision | None, rolled_out_in: str
                 "iteration": ctx.iteration,
                 "generation": ctx.generation,
                 "cut_off": cut_off,
-                "carried": decision.carried,
                 **origin,
             },
         },

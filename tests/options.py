@@ -53,11 +53,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "take over": ("rollout.take_over=true", "rollout.take_over=false"),
     "early end": (
         "rollout.completion_threshold=1 rollout.max_refills=1",
-        "rollout.completion_threshold=0.3 rollout.grace_s=0 rollout.carry_over=true",
-        "rollout.completion_threshold=0.5 rollout.grace_s=5 rollout.carry_over=false",
+        "rollout.completion_threshold=0.3 rollout.grace_s=0",
+        "rollout.completion_threshold=0.5 rollout.grace_s=5",
         "rollout.max_refills=0",
     ),
-    "oversample": ("rollout.oversample=1", "rollout.oversample=2"),
     "agent": (
         "rollout.agent=none rollout.turn_timeout_s=none",
         "rollout.agent={bench}/mine.py:Agent rollout.turn_timeout_s=30 rollout.max_error_share=0",

@@ -56,13 +56,6 @@ def cut_off(ctx: Context, done: list[int], **report: Any) -> Any:
     return rl.tasks_cut_off(ctx, [5, 6, 7, 8], [PartGroups("p", None, done)], reports)
 
 
-def test_more_tasks_than_are_wanted_when_asked_for() -> None:
-    plain, more = assigned(context()), assigned(context(rollout_oversample=1.6))
-    assert (len(plain["wanted"]), plain["keep"]) == (4, None)
-    assert (len(more["wanted"]), more["keep"]) == (7, 4)
-    assert [len(share) for share in more["shares"].values()] == [5, 2] and more["fixed_shares"] == ""
-
-
 def test_refills_are_other_tasks_in_rounds_that_are_shared_out_one_by_one() -> None:
     plain, more = assigned(context()), assigned(context(rollout_max_refills=3))
     assert "rounds" not in plain and plain["keep"] is None
@@ -112,17 +105,6 @@ def test_the_merge_wants_the_tasks_of_the_rounds_that_were_begun(
     command = rl.aggregate_train(ctx).works[0]
     assert command.spec["expected"] == decision["wanted"][: 4 * begun] and command.spec["keep"] == 4
     assert command.extra["rounds"] == begun
-
-
-def test_what_was_cut_off_comes_first_the_next_time_and_only_then() -> None:
-    drawn = assigned(context())["wanted"]
-    last = {"train_aggregate": {"iteration": 2, "value": {"cut_off": [99, drawn[1]]}}}
-    again = assigned(context(decisions=last, rollout_carry_over=True))
-    assert again["carried"] == [99, drawn[1]]
-    assert again["wanted"] == [99, drawn[1], drawn[0], drawn[2], drawn[3]]
-    assert assigned(context(decisions=last))["wanted"] == drawn
-    later = assigned(context(iteration=4, decisions=last, rollout_carry_over=True))
-    assert later["carried"] == []
 
 
 def test_tasks_are_cut_off_only_where_the_phase_was_ended_with_enough() -> None:
@@ -341,12 +323,10 @@ def test_engines_are_told_which_policy_was_published(published: dict[str, Any], 
 
 def test_many_tasks_cost_no_more_than_their_number() -> None:
     """Where a row's function is at work, its node does nothing else for the row."""
-    cut = list(range(4000))
-    last = {"train_aggregate": {"iteration": 2, "value": {"merged": "/run/merged", "cut_off": cut}}}
     settings: dict[str, Any] = {"rollout_tasks": 20_000, "rollout_completion_threshold": 0.5}
     tasks = {"train": {"count": 60_000, "path": "/data/train.jsonl"}}
     begin = time.process_time()
-    value = assigned(context(decisions=last, tasks=tasks, rollout_carry_over=True, **settings))
+    value = assigned(context(tasks=tasks, **settings))
     report = {"part": "part", "tasks": value["wanted"][:-6000], "ended_early": True}
     decisions = {"train_assign": {"iteration": 3, "value": value}}
     work = rl.aggregate_train(

@@ -144,7 +144,7 @@ def test_heartbeats_have_mishaps_and_whoever_is_alive_is_heard() -> None:
     [
         (0, {"num_nodes": 2, "rank_weights": [1.0, 1.0]}, "this run has 2 nodes and so no node 2"),
         (1, {"tracker.names": ["tensorboard"]}, "tracker.names=tensorboard contradicts this run's settings"),
-        (1, {"rollout.carry_over": True}, "rollout.carry_over=true contradicts this run's settings (false)"),
+        (1, {"rollout.take_over": False}, "rollout.take_over=false contradicts this run's settings (true)"),
     ],
     ids=["a smaller run", "a list", "a switch"],
 )

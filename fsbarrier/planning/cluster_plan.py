@@ -106,8 +106,7 @@ def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Cluste
     longest = settings.engine.max_model_len
     in_one = max(1, load.tokens // longest)
     checkpoint = checkpoint_bytes(shape.parameters, load.trained, load.element, settings)
-    drawn = math.ceil(rollout.tasks * rollout.oversample)
-    groups = min(drawn, rollout.concurrency * count * cluster.nodes)
+    groups = min(rollout.tasks, rollout.concurrency * count * cluster.nodes)
     return ClusterPlan(
         cluster=cluster,
         parameters=shape.parameters,
@@ -115,7 +114,7 @@ def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Cluste
         tensor_parallel_size=settings.engine.tensor_parallel_size,
         groups_in_flight=groups,
         sequences_in_flight=groups * rollout.samples,
-        idle_engines=max(0, count * cluster.nodes - drawn),
+        idle_engines=max(0, count * cluster.nodes - rollout.tasks),
         engine=engine,
         cache_tokens=cache_tokens,
         world=world,

@@ -116,16 +116,6 @@ class RolloutSettings(Section):
         "Seconds to wait for the remaining tasks once `completion_threshold` is reached.",
         NEXT_ITERATION,
     )
-    carry_over: bool = setting(
-        False,
-        "Tasks that `completion_threshold` cut off are rolled out again in the next iteration, in addition to its own.",
-        NEXT_ITERATION,
-    )
-    oversample: Annotated[float, Bounds(ge=1, le=100)] = setting(
-        1.0,
-        "Roll out this multiple of `rollout.tasks` and keep the first `rollout.tasks` groups whose rewards are not all equal.",
-        NEXT_ITERATION,
-    )
     max_refills: CountOrZero = setting(
         0,
         "Maximum number of extra rounds. Another round of tasks is rolled out while fewer than `rollout.tasks` groups have rewards that "

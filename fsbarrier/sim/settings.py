@@ -13,7 +13,7 @@ from fsbarrier.sim.history import History
 from fsbarrier.sim.setup import CHANGED, FIRST_LR
 
 #: what no start of node 0 asks for
-OTHERS: tuple[Payload, ...] = ({"tracker.names": ["tensorboard"]}, {"rollout.carry_over": True})
+OTHERS: tuple[Payload, ...] = ({"tracker.names": ["tensorboard"]}, {"rollout.take_over": False})
 _valid: dict[str, bool] = {}
 
 

@@ -32,7 +32,7 @@ from fsbarrier.sim.store import Habits
 #: the setting that later starts change; its first value, and those of settings that nobody may change
 CHANGED = "optimizer.lr"
 FIRST_LR = 0.5
-START_SETTINGS: Payload = {CHANGED: FIRST_LR, "tracker.names": [], "rollout.carry_over": False}
+START_SETTINGS: Payload = {CHANGED: FIRST_LR, "tracker.names": [], "rollout.take_over": True}
 ROOT = SimPath("/run")
 PATHS = RunPaths(cast(Path, ROOT))
 # the shortest time that starting nodes wait for each other
