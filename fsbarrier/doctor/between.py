@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -206,7 +207,7 @@ def measure(session: Path, rank: int, members: Sequence[int]) -> Measured:
                 done, result = True, watch.measured()
             if done and len(watch.finished) == len(watch.others):
                 break
-            time.sleep(PAUSE_S)
+            threading.Event().wait(PAUSE_S)
     finally:
         # For those who have not read yet that this node is done, and so that nobody waits for one that is interrupted.
         with contextlib.suppress(OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -182,7 +183,7 @@ def _take_leave(place: Path, session: Path, rank: int, num_nodes: int) -> None:
             if time.monotonic() > end:
                 return
             files.write_atomic(session / "node-0-looks", b"")
-            time.sleep(0.02)
+            threading.Event().wait(0.02)
         for name in os.listdir(place):
             if name == "group" or name.startswith("session-"):
                 owned.discard(place / name)

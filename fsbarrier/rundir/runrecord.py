@@ -14,10 +14,9 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import chain
 from pathlib import Path
 from typing import TypedDict
 
@@ -27,13 +26,10 @@ from fsbarrier.errors import StoreError, TooFewNodes, UsageError
 from fsbarrier.host.identity import user_at_host
 from fsbarrier.protocol.codec import FORMAT
 from fsbarrier.protocol.facts import JsonObject
-from fsbarrier.protocol.revisions import shown
 from fsbarrier.retry import FAILING, Backoff, retry, until_seen
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.settings.section import AT_ONCE, EACH_START, NEXT_ITERATION
-from fsbarrier.settings.sections import Settings, changes_of, fixed_because
-from fsbarrier.settings.sources import SETS, ChosenValue, set_in
+from fsbarrier.settings.sections import Settings
 
 SCHEMA = 1
 # A disk has this folder.
@@ -87,7 +83,7 @@ class RunRecord:
     @property
     def origin(self) -> str:
         """The record's path and author, for messages."""
-        return f"{_shown(self.paths.record)} made by {self.created_by} on {self.created}"
+        return f"{shown_path(self.paths.record)} made by {self.created_by} on {self.created}"
 
 
 class _Torn(ValueError):
@@ -134,9 +130,9 @@ def publish(record: RunRecord) -> RunRecord:
             with contextlib.suppress(OSError):
                 folder.rmdir()
         if error.errno in FAILING:
-            raise StoreError(f"--log-path {_shown(record.log_path)}: {error.strerror or error}") from None
+            raise StoreError(f"--log-path {shown_path(record.log_path)}: {error.strerror or error}") from None
         raise UsageError(
-            f"--log-path {_shown(record.log_path)}: cannot be written: {error.strerror or error}"
+            f"--log-path {shown_path(record.log_path)}: cannot be written: {error.strerror or error}"
         ) from None
     return record if won else load(record.log_path)
 
@@ -201,7 +197,9 @@ def _holds_something(path: Path) -> bool:
 def load(log_path: Path) -> RunRecord:
     """The record of the run in `log_path`. Raises UsageError if there is none that this version can read."""
     if not exists(log_path):
-        raise UsageError(f"--log-path {_shown(log_path)}: no run there (no run.json); name a run's directory")
+        raise UsageError(
+            f"--log-path {shown_path(log_path)}: no run there (no run.json); name a run's directory"
+        )
     return _read(log_path)
 
 
@@ -219,12 +217,12 @@ def wait(log_path: Path, timeout_s: float, *, on_wait: Callable[[str], None] | N
         waited = time.monotonic() - begin
         if waited >= timeout_s:
             raise TooFewNodes(
-                f"node 0 has not made {_shown(RunPaths(log_path).record)} within {timeout_s:g} s; "
+                f"node 0 has not made {shown_path(RunPaths(log_path).record)} within {timeout_s:g} s; "
                 "is it started (--master), with the same --log-path?"
             )
         if on_wait and waited > say_after:
             still = f" ({waited:.0f} s so far)" if say_after > 1.0 else ""
-            record = _shown(RunPaths(log_path).record)
+            record = shown_path(RunPaths(log_path).record)
             on_wait(f"waiting up to {timeout_s:g} s for node 0 (--master) to make {record}{still}")
             say_after = waited + SAY_AGAIN_S
         idle.wait(min(next(pauses), timeout_s - waited))
@@ -241,7 +239,7 @@ def _read(log_path: Path) -> RunRecord:
             return found
         except _Torn as error:
             if not isinstance(error, _NotWholeYet) or time.monotonic() >= torn_until:
-                raise UsageError(f"{_shown(path)}: {error}; use another --log-path") from None
+                raise UsageError(f"{shown_path(path)}: {error}; use another --log-path") from None
         except OSError as error:
             raise _unreadable(path, error) from None
         idle.wait(next(pauses))
@@ -260,7 +258,7 @@ def _refuse_links(paths: RunPaths) -> None:
     for folder in (*kept, *paths.listed, paths.batches):
         if folder.is_symlink():
             raise UsageError(
-                f"{_shown(folder)}: is a link, and a run follows none below its directory; put the folder itself there "
+                f"{shown_path(folder)}: is a link, and a run follows none below its directory; put the folder itself there "
                 "(or mount it), or use another --log-path"
             )
 
@@ -279,9 +277,9 @@ def _read_bytes(path: Path) -> bytes:
 def _unreadable(path: Path, error: OSError) -> Exception:
     if isinstance(error, PermissionError):
         return UsageError(
-            f"{_shown(path)}: not yours to read; the run's owner can start it with --shared-group, or use another --log-path"
+            f"{shown_path(path)}: not yours to read; the run's owner can start it with --shared-group, or use another --log-path"
         )
-    return StoreError(f"{_shown(path)}: cannot be read: {error.strerror or error}")
+    return StoreError(f"{shown_path(path)}: cannot be read: {error.strerror or error}")
 
 
 def decode(data: bytes, log_path: Path) -> RunRecord:
@@ -294,14 +292,14 @@ def decode(data: bytes, log_path: Path) -> RunRecord:
         raise _Torn("not a run's record (no schema number)")
     if body["schema"] != SCHEMA:
         raise UsageError(
-            f"{_shown(RunPaths(log_path).record)}: format {body['schema']}, made by fsbarrier {body.get('version')}; "
+            f"{shown_path(RunPaths(log_path).record)}: format {body['schema']}, made by fsbarrier {body.get('version')}; "
             f"this fsbarrier {fsbarrier.__version__} reads format {SCHEMA}"
         )
     # Nodes with two record formats would not see each other: a split brain.
     written = body.get("format", 1)
     if written != FORMAT:
         raise UsageError(
-            f"{_shown(RunPaths(log_path).record)}: its nodes write record format {written}, as fsbarrier {body.get('version')} does; "
+            f"{shown_path(RunPaths(log_path).record)}: its nodes write record format {written}, as fsbarrier {body.get('version')} does; "
             f"this fsbarrier {fsbarrier.__version__} reads and writes format {FORMAT}"
         )
     claimed = body.pop("digest", None)
@@ -331,49 +329,7 @@ def _is_source(found: object) -> bool:
     )
 
 
-# --- agreeing -----------------------------------------------------------------------------------------------------------
-
-
-def stated_changes(
-    record: RunRecord, chosen: Mapping[str, ChosenValue], settings: Settings
-) -> dict[str, object]:
-    """The changeable settings in `chosen`, by dotted names, as JSON values.
-
-    `settings`: the parsed `chosen`, so that equal values agree however they are written. Raises UsageError, with both values and the
-    reason, for the first unchangeable setting that contradicts the record.
-    """
-    ours, theirs, found = settings.as_json(), record.settings.as_json(), {}
-    sets = record.settings.eval.sets
-    for key, item in chain.from_iterable(map(_stated, chosen.values())):
-        kind, value, recorded = changes_of(key), look_up(ours, key), look_up(theirs, key)
-        own_set = set_in(key)
-        if own_set and own_set not in sets:
-            there = f"its sets are {', '.join(sorted(sets))}" if sets else "it has none, only eval.*"
-            raise UsageError(
-                f"{item.written(shown(value))}: this run has no set {own_set} ({there}), and sets cannot be added, because "
-                f"{fixed_because(key)}; drop it or begin another run from this one's policy (init_from={_shown(record.log_path)})"
-            )
-        if own_set and key == f"{SETS}.{own_set}":
-            # A table without any value says that there is this set, and no more.
-            continue
-        if kind in (NEXT_ITERATION, AT_ONCE):
-            found[key] = value
-        elif kind is not EACH_START and value != recorded:
-            raise UsageError(
-                f"{item.written(shown(value))} contradicts this run's record ({shown(recorded)}, from {record.origin}), "
-                f"and it cannot change, because {fixed_because(key)}; "
-                f"drop {'the flag' if item.is_flag else 'it'} or use another --log-path"
-            )
-    return found
-
-
-def _stated(item: ChosenValue) -> Iterator[tuple[str, ChosenValue]]:
-    """The chosen settings in `item` by name; of a table of one or several sets, each setting in it."""
-    if isinstance(item.value, Mapping) and item.value and (item.key == SETS or set_in(item.key)):
-        for name, value in item.value.items():
-            yield from _stated(ChosenValue(f"{item.key}.{name}", value, f"{item.source}.{name}"))
-    else:
-        yield item.key, item
+# --- the tasks ---------------------------------------------------------------------------------------------------------------
 
 
 def check_tasks(record: RunRecord) -> None:
@@ -388,7 +344,7 @@ def check_tasks(record: RunRecord) -> None:
             ) from None
         if not same:
             raise UsageError(
-                f"{path}: not the {split} tasks that this run began with (SHA-256 differs from {_shown(record.paths.record)}); "
+                f"{path}: not the {split} tasks that this run began with (SHA-256 differs from {shown_path(record.paths.record)}); "
                 "put the file back or use another --log-path"
             )
 
@@ -401,7 +357,7 @@ def look_up(nested: Mapping[str, object], key: str) -> object:
     return value
 
 
-def _shown(path: Path) -> str:
+def shown_path(path: Path) -> str:
     """The path for people: relative to the working directory if that is shorter and does not go up."""
     try:
         relative = os.path.relpath(path)

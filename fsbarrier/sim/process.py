@@ -18,7 +18,7 @@ from fsbarrier.protocol.state import Exit, Node, Stage
 from fsbarrier.retry import PASSING_S
 from fsbarrier.rundir.record_store import Store
 from fsbarrier.settings.sections import Settings
-from fsbarrier.sim import strikes
+from fsbarrier.sim import mishaps
 from fsbarrier.sim.disk import Directory, File, SimPath
 from fsbarrier.sim.faults import Crash, Livelock, Mishap, Trouble
 from fsbarrier.sim.history import JournalLine
@@ -74,7 +74,7 @@ class _BeatStore:
     ) -> File | None:
         if self._trouble.outage is not None:
             raise OSError(self._trouble.outage, "outage", path)
-        mishap = strikes.mishap_of_a_beat(self._world)
+        mishap = mishaps.mishap_of_a_beat(self._world)
         file = write() if mishap != "error" else None
         if heartbeat and file is not None:
             self.written = file
@@ -109,7 +109,7 @@ class Process:
         # Started with `--rank auto`: it takes exactly the next incarnation, or ends.
         self.claims = False
         self.failing_since: float | None = None
-        self.mishap = strikes.mishap_of_a_start(world)
+        self.mishap = mishaps.mishap_of_a_start(world)
         # the directory of its row
         self.watching: Directory | None = None
         # when it can first see new records outside its row
@@ -178,7 +178,7 @@ class Process:
             return
         mishap = self.mishap
         if mishap is None and self.world.mishap_rate:
-            mishap = strikes.small_mishap(self.world)
+            mishap = mishaps.small_mishap(self.world)
         if mishap is not None:
             self._struck(mishap)
             return
@@ -337,9 +337,9 @@ class Process:
         # In this look the node rejoins or proposes a generation.
         mishap = None
         if event == "left_generation":
-            mishap = strikes.mishap_of_a_start(world, 0.2)
+            mishap = mishaps.mishap_of_a_start(world, 0.2)
         elif event == "generation_sealed":
-            mishap = strikes.mishap_after_a_seal(world, self.rank)
+            mishap = mishaps.mishap_after_a_seal(world, self.rank)
         if mishap is not None:
             self.trouble.begin(mishap)
         if event == "phase_started":

@@ -17,8 +17,6 @@ from fsbarrier.sim.faults import (
     Mishap,
     Strike,
     StrikeOnEntry,
-    draw_mishap,
-    draw_mishap_of_a_start,
     draw_old_view,
     draw_strikes,
 )
@@ -366,40 +364,6 @@ def plan_a_stranger(world: World, seed: int) -> None:
 
     world.strikes = []
     world.awaited = [StrikeOnEntry(rank, 1, dice.randint(2, 12), 0.0, die), StrikeOnEntry(0, 2, 5, 0.0, come)]
-
-
-def small_mishap(world: World) -> Mishap | None:
-    """The mishap of the look that begins now."""
-    mishap = draw_mishap(world.rng, world.setup.mix, world.mishap_rate)
-    if mishap is not None:
-        world.history.faults.add(mishap.how)
-    return mishap
-
-
-def mishap_of_a_start(world: World, rate: float = 0.03) -> Mishap | None:
-    """The mishap of a join or rejoin."""
-    mishap = None if world.healed else draw_mishap_of_a_start(world.announcing, world.setup.mix, rate)
-    if mishap is not None:
-        world.history.faults.add(mishap.how)
-    return mishap
-
-
-def mishap_of_a_beat(world: World) -> str:
-    """ "error" if a heartbeat is not written, "lost" if it is and an error is returned; mostly ""."""
-    if not world.beat_mishaps or world.healed or world.beating.random() >= 0.05:
-        return ""
-    mishap = world.beating.choice(world.beat_mishaps)
-    world.history.faults.add(mishap)
-    return mishap
-
-
-def mishap_after_a_seal(world: World, rank: int) -> Mishap | None:
-    """A node may die after it has sealed a generation and before it forms the next. The living members of the old one then do that."""
-    if world.healed or "crash" not in world.setup.mix or world.announcing.random() < 0.5:
-        return None
-    world.history.faults.add("crash")
-    world.start(rank, 0.2 + world.announcing.random() * 20)
-    return Mishap("crash", 1)
 
 
 def ask_to_stop(world: World, *, now: bool) -> None:

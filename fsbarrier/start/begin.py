@@ -21,7 +21,7 @@ from fsbarrier.printable import printable
 from fsbarrier.program import Program
 from fsbarrier.protocol.revisions import MASTER, shown
 from fsbarrier.protocol.wording import counted
-from fsbarrier.rundir import revisions, runrecord
+from fsbarrier.rundir import agreement, revisions, runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord, TaskSource
 from fsbarrier.settings.checks import check, check_change
@@ -34,20 +34,13 @@ from fsbarrier.start import (
     model_folder,
     other_runs_policy,
     preflight,
+    program_checks,
     ranks,
     task_files,
 )
 from fsbarrier.start.policy_export import VersionToExport
 
 Say = Callable[[str], None]
-#: Settings that a program uses only if it needs a model or data (`Program.needs`).
-USED_WITH = {
-    "model": (
-        "has no model",
-        ("init_from", "trainer.command", "trainer.deepspeed", "update.trajectories", "engine.url"),
-    ),
-    "data": ("does not read tasks", ("rollout.agent",)),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +181,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     _check_count(asked, rank)
     chosen = asked.chosen
     program = load_program(typed.program)
-    _check_used(typed, program)
+    program_checks.check_used(typed, program)
     defaults, is_demo = _defaults(request, typed, program)
     demo = RunPaths(log_path).demo
     fixed = {"log_path": str(log_path)}
@@ -202,10 +195,10 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     limits = filesystem.limits(given, nodes if isinstance(nodes, int) else 1)
     settings = resolve(chosen.values(), {**limits, **defaults, **fixed})
     asked.check_rank(rank, settings.num_nodes)
-    _check_slice(settings, program)
+    program_checks.check_slice(settings, program)
     if not request.dry_run:
         preflight.check_accelerators(settings)
-    _check_own(settings, program, request.environ)
+    program_checks.check_own(settings, program, request.environ)
     _check_packages(request, settings, program)
     tasks, model = _inputs(settings, program, asked, is_demo)
     if not request.dry_run:
@@ -272,39 +265,9 @@ def _defaults(request: Request, typed: Settings, program: Program) -> tuple[Mapp
     return {**task, **request.defaults}, True
 
 
-def _check_slice(settings: Settings, program: Program) -> None:
-    """Check that the program has the requested slice of phases."""
-    chosen = settings.rl_phase
-    if chosen != "both" and all(part.name != chosen for part in program.slices):
-        raise UsageError(f"--rl-phase {chosen}: not supported by program {program.name}; drop it")
-
-
-def _check_used(typed: Settings, program: Program) -> None:
-    """Raises UsageError for a setting that the program would silently ignore."""
-    given = typed.as_json()
-    for need, (without_it, names) in USED_WITH.items():
-        for name in names if need not in program.needs else ():
-            if (value := runrecord.look_up(given, name)) is not None:
-                raise UsageError(f"{name}={value}: program {program.name} {without_it}; drop it")
-
-
-def _check_own(settings: Settings, program: Program, environ: Mapping[str, str]) -> None:
-    """Check the user's reward, judge, agent, engine, trainer and notification settings."""
-    if "data" in program.needs:
-        preflight.check_reward(settings.reward.kind)
-        preflight.check_judge(settings, environ)
-        preflight.check_agent(settings.rollout.agent)
-    if "model" in program.needs:
-        preflight.check_engine(settings, environ)
-        preflight.check_replay(settings)
-    preflight.check_trainer(settings.trainer.command)
-    if settings.notify.command is not None:
-        preflight.check_command("notify.command", settings.notify.command)
-
-
 def _check_packages(request: Request, settings: Settings, program: Program) -> None:
     if not (request.dry_run and preflight.only_shows_runs()):
-        preflight.check_packages(settings, program.needs, request.environ)
+        program_checks.check_packages(settings, program, request.environ)
 
 
 def _inputs(
@@ -363,7 +326,7 @@ def _join(asked: _Asked, record: RunRecord, rank: ranks.Choice | None) -> Start:
     settings = checked(revisions.present(record.settings, revisions.newest_revisions(record.paths)))
     files.set_shared_group(settings.shared_group)
     with_folder = _with_models_folder(typed, record, settings.data_path, request.environ)
-    stated = runrecord.stated_changes(record, chosen, with_folder)
+    stated = agreement.stated_changes(record, chosen, with_folder)
     if rank is not None and rank.source == "RANK":
         rank = _rank(request, typed.num_nodes if "num_nodes" in chosen else settings.num_nodes)
     if rank is None or rank.value == MASTER:
@@ -380,7 +343,7 @@ def _join(asked: _Asked, record: RunRecord, rank: ranks.Choice | None) -> Start:
     runrecord.check_tasks(record)
     until = typed.iterations if "iterations" in chosen else settings.iterations
     settings = _with_choices(asked, settings)
-    _check_slice(settings, program)
+    program_checks.check_slice(settings, program)
     if not request.dry_run:
         preflight.check_accelerators(settings)
     if "data" in program.needs:

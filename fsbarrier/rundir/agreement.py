@@ -1,0 +1,55 @@
+"""Whether what a start asks for agrees with the run's record: which settings it may change, and which it contradicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+
+from fsbarrier.errors import UsageError
+from fsbarrier.protocol.revisions import shown
+from fsbarrier.rundir.runrecord import RunRecord, look_up, shown_path
+from fsbarrier.settings.section import AT_ONCE, EACH_START, NEXT_ITERATION
+from fsbarrier.settings.sections import Settings, changes_of, fixed_because
+from fsbarrier.settings.sources import SETS, ChosenValue, set_in
+
+
+def stated_changes(
+    record: RunRecord, chosen: Mapping[str, ChosenValue], settings: Settings
+) -> dict[str, object]:
+    """The changeable settings in `chosen`, by dotted names, as JSON values.
+
+    `settings`: the parsed `chosen`, so that equal values agree however they are written. Raises UsageError, with both values and the
+    reason, for the first unchangeable setting that contradicts the record.
+    """
+    ours, theirs, found = settings.as_json(), record.settings.as_json(), {}
+    sets = record.settings.eval.sets
+    for key, item in chain.from_iterable(map(_stated, chosen.values())):
+        kind, value, recorded = changes_of(key), look_up(ours, key), look_up(theirs, key)
+        own_set = set_in(key)
+        if own_set and own_set not in sets:
+            there = f"its sets are {', '.join(sorted(sets))}" if sets else "it has none, only eval.*"
+            raise UsageError(
+                f"{item.written(shown(value))}: this run has no set {own_set} ({there}), and sets cannot be added, because "
+                f"{fixed_because(key)}; drop it or begin another run from this one's policy (init_from={shown_path(record.log_path)})"
+            )
+        if own_set and key == f"{SETS}.{own_set}":
+            # A table without any value says that there is this set, and no more.
+            continue
+        if kind in (NEXT_ITERATION, AT_ONCE):
+            found[key] = value
+        elif kind is not EACH_START and value != recorded:
+            raise UsageError(
+                f"{item.written(shown(value))} contradicts this run's record ({shown(recorded)}, from {record.origin}), "
+                f"and it cannot change, because {fixed_because(key)}; "
+                f"drop {'the flag' if item.is_flag else 'it'} or use another --log-path"
+            )
+    return found
+
+
+def _stated(item: ChosenValue) -> Iterator[tuple[str, ChosenValue]]:
+    """The chosen settings in `item` by name; of a table of one or several sets, each setting in it."""
+    if isinstance(item.value, Mapping) and item.value and (item.key == SETS or set_in(item.key)):
+        for name, value in item.value.items():
+            yield from _stated(ChosenValue(f"{item.key}.{name}", value, f"{item.source}.{name}"))
+    else:
+        yield item.key, item
