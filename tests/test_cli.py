@@ -320,17 +320,17 @@ def test_a_dry_run_in_an_environment_that_only_shows_runs(
     for name in ("config.json", "tokenizer_config.json"):
         (model / name).write_text('{"model_type": "qwen2", "chat_template": "x"}')
     (model / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
-    found, missing = importlib.util.find_spec, {"torch", "math_verify", "deepspeed", "trackio"}
+    found, missing = importlib.util.find_spec, {"torch", "math_verify", "deepspeed", "mlflow"}
     words = ["run", "--log-path", str(tmp_path / "run"), "--data-path", str(tmp_path), "--model", str(model)]
     words += [
         f"reward.kind=math,{tmp_path}/own.py:judge",
         "trainer.backend=deepspeed",
-        "tracker.names=trackio",
+        "tracker.names=mlflow",
     ]
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else found(name))
         assert main([*words, "--dry-run"]) == 2
-        assert "trackio" in capsys.readouterr().err
+        assert "mlflow" in capsys.readouterr().err
         patch.setattr(sys, "prefix", str(tmp_path / "light"))
         (tmp_path / "light").mkdir()
         (tmp_path / "light" / "only-shows-runs").touch()
@@ -339,7 +339,7 @@ def test_a_dry_run_in_an_environment_that_only_shows_runs(
         assert main([*words, "--dry-run", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["light_environment"] is True
         assert main(words) == 2
-        assert "trackio" in capsys.readouterr().err
+        assert "mlflow" in capsys.readouterr().err
     assert main([*words, "--dry-run"]) == 2
 
 
