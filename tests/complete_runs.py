@@ -1,7 +1,8 @@
 """Complete runs of the default program in about a second: the real commands, daemon, rollouts, merges and updates of a tiny model.
 
-Two things are not real. The server is fake_vllm.py. And no program starts a new Python: the process of the tests has imported what the
-programs import, each daemon is a fork of it, and each program that a daemon starts is a fork of the daemon.
+Two things are not real. The server is fake_vllm.py. And no program starts a new Python: one process has imported what the programs
+import, each daemon is a fork of it, and each program that a daemon starts is a fork of the daemon. It is not the process of the tests,
+because PyTorch does not compute in a fork of a process in which it has computed gradients.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import importlib
 import json
 import math
+import multiprocessing
 import os
 import runpy
 import select
@@ -20,6 +22,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -100,6 +103,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._warm = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), warm_up)
         self.model, self.data = write_model(folder / "model"), write_tasks(folder / "data")
         (folder / "fake").mkdir()
         fake = {"dir": str(folder / "fake"), "logprob": -math.log(VOCABULARY)}
@@ -107,25 +111,20 @@ class Bench:
 
     def run(self, log_path: Path, *words: str, nodes: int = 1) -> Ended:
         """Start all nodes of a run, node 0 with these words, and wait for their ends."""
-        environ = {**self.environ, "FSBARRIER_LOG_PATH": str(log_path)}
-        with tempfile.TemporaryFile("w+") as out:
-            pids = [
-                in_a_fork(
-                    lambda rank=rank: command("run", *self.words(rank, nodes, words)), out.fileno(), environ
-                )
-                for rank in range(nodes)
-            ]
-            codes = [wait_for(pid, CASE_S) for pid in pids]
-            out.seek(0)
-            return Ended(codes, out.read(), log_path)
+        commands = [("run", *self.words(rank, nodes, words)) for rank in range(nodes)]
+        return self._ended(log_path, commands, self.environ)
 
     def type(self, log_path: Path, *words: str) -> Ended:
         """Run another command of fsbarrier on a run."""
-        with tempfile.TemporaryFile("w+") as out:
-            environ = {"FSBARRIER_LOG_PATH": str(log_path)}
-            code = wait_for(in_a_fork(lambda: command(*words), out.fileno(), environ), CASE_S)
-            out.seek(0)
-            return Ended([code], out.read(), log_path)
+        return self._ended(log_path, [words], {})
+
+    def _ended(self, log_path: Path, commands: Sequence[Sequence[str]], environ: Mapping[str, str]) -> Ended:
+        environ = {**environ, "FSBARRIER_LOG_PATH": str(log_path)}
+        codes, said = self._warm.submit(run_in_forks, commands, environ).result()
+        return Ended(codes, said, log_path)
+
+    def close(self) -> None:
+        self._warm.shutdown()
 
     def words(self, rank: int, nodes: int, words: Sequence[str]) -> tuple[str, ...]:
         if rank:
@@ -134,6 +133,15 @@ class Bench:
         says_where = any(word.startswith(("model=", "init_from=", "data_path=")) for word in words)
         given = () if says_where else ("--model", str(self.model), "--data-path", str(self.data))
         return (*several, *given, *SMALL, *words)
+
+
+def run_in_forks(commands: Sequence[Sequence[str]], environ: Mapping[str, str]) -> tuple[list[int], str]:
+    """Run commands of fsbarrier at once, each in a fork of this process: their exit codes, and what they say."""
+    with tempfile.TemporaryFile("w+") as out:
+        pids = [in_a_fork(lambda words=words: command(*words), out.fileno(), environ) for words in commands]
+        codes = [wait_for(pid, CASE_S) for pid in pids]
+        out.seek(0)
+        return codes, out.read()
 
 
 class Ended:

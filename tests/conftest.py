@@ -52,12 +52,13 @@ def fake(tmp_path: Path) -> Iterator[Fake]:
 
 
 @pytest.fixture(scope="session")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """Complete runs of the default program in about a second. Its imports take some."""
     import complete_runs
 
-    complete_runs.warm_up()
-    return complete_runs.Bench(tmp_path_factory.mktemp("bench"))
+    made = complete_runs.Bench(tmp_path_factory.mktemp("bench"))
+    yield made
+    made.close()
 
 
 @pytest.fixture(autouse=True)

@@ -53,8 +53,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "take over": ("rollout.take_over=true", "rollout.take_over=false"),
     "early end": (
         "rollout.completion_threshold=1 rollout.max_refills=1",
-        "rollout.completion_threshold=0.3 rollout.grace_s=0",
-        "rollout.completion_threshold=0.5 rollout.grace_s=5",
+        "rollout.completion_threshold=0.3 rollout.grace_s=0 rollout.max_refills=0",
+        "rollout.completion_threshold=0.5 rollout.grace_s=5 rollout.max_refills=0",
         "rollout.max_refills=0",
     ),
     "agent": (

@@ -613,7 +613,6 @@ def test_a_worker_that_contradicts_the_record(place: Path, quick: Call, real: Ca
     assert said.endswith("use another --log-path")
     words = "run --master --program toy"
     refused(quick, words, place=place, says=["--program toy contradicts", "(ping, from run/run.json"])
-    refused(quick, "run --worker 1", place=place, says=["--worker 1: out of range, this run has one node"])
     refused(quick, "logs --node 7", place=place, says=["--node 7", "no matching logs"])
 
 

@@ -18,7 +18,6 @@ from cluster import FAST, REPO, Cluster
 
 from fsbarrier import files
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.trajectories import scan_rank_file
 
 TASKS = 24
 
@@ -160,7 +159,14 @@ def rewrite_merged(run: Path, old: bytes, new: bytes) -> None:
 
 
 def task_twice(run: Path) -> None:
-    rewrite_merged(run, b"task_indexq\x02K\x01", b"task_indexq\x02K\x02")
+    import torch
+
+    held = torch.load(merged(run), weights_only=True)
+    first, *others = held["trajectories"]
+    first["task_index"] = next(
+        one["task_index"] for one in others if one["task_index"] != first["task_index"]
+    )
+    torch.save(held, merged(run))
 
 
 def unadopted_part(run: Path) -> None:
@@ -169,8 +175,7 @@ def unadopted_part(run: Path) -> None:
 
 def flip_a_byte(run: Path) -> None:
     data = bytearray(merged(run).read_bytes())
-    # Between two entries there is room that means nothing.
-    data[scan_rank_file(merged(run)).groups[0].body_offset + 1] ^= 1
+    data[len(data) // 2] ^= 1
     merged(run).write_bytes(data)
 
 

@@ -149,7 +149,7 @@ def test_what_cannot_have_adapters_is_refused_at_the_start(
 ) -> None:
     from fsbarrier.settings.resolve import resolve
     from fsbarrier.start.model_folder import check_adapters
-    from fsbarrier.training import try_adapters
+    from fsbarrier.training import architecture
 
     mixture("qwen3_moe").save_pretrained(tmp_path)
 
@@ -162,8 +162,8 @@ def test_what_cannot_have_adapters_is_refused_at_the_start(
     # A start is not silent meanwhile.
     assert len(said) == 1 and said[0].startswith("trying adapters of rank 4 on the model")
     # A start does that in a process of its own. This one has loaded torch already.
-    assert try_adapters.main([str(tmp_path), "4", "q_proj"]) == 0
-    assert try_adapters.main([str(tmp_path), "4"]) == 2
+    assert architecture.main([str(tmp_path), "4", "q_proj"]) == 0
+    assert architecture.main([str(tmp_path), "4"]) == 2
     assert "without lora.targets" in capsys.readouterr().err
 
 

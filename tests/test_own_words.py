@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cluster import FAST, Cluster
+from cluster import FAST, REPO, Cluster
 from engine_bench import write_model
 
 from fsbarrier.cli import main
@@ -138,6 +138,8 @@ def test_a_program_that_crashes_is_said_with_its_own_words(
     script.write_text(CRASHES[crash])
     flags = (f"custom.row={row}", f"custom.script={script}", f"custom.processes={2 * (crash == 'rank')}")
     with Cluster(tmp_path, 1, *FAST, *flags, "--iterations", "1", program=str(CRASHING)) as cluster:
+        if crash == "rank":
+            cluster.env[0] = {"PYTHONPATH": str(REPO)}
         cluster.start()
         assert cluster.wait() == {0: 4}, cluster.said(0)
         assert_said_everywhere(

@@ -132,9 +132,7 @@ def assert_trajectories_open_in_torch(paths: RunPaths) -> None:
             merged = torch.load(paths.merged(split, iteration), weights_only=True)
             assert len(merged["trajectories"]) == expected
             assert {t["policy_version"] for t in merged["trajectories"]} == {iteration - 1}
-            parts = [
-                torch.load(paths.rank_checkpoint(split, iteration, r), weights_only=True) for r in (0, 1)
-            ]
+            parts = [load(paths.rank_checkpoint(split, iteration, rank)) for rank in (0, 1)]
             assert sum(len(part["trajectories"]) for part in parts) == expected
     one = merged["trajectories"][0]
     assert len(one["token_ids"]) == len(one["loss_mask"]) == len(one["logprobs"])

@@ -380,6 +380,8 @@ def test_nodes_of_other_versions_are_refused_and_the_run_goes_on(tmp_path: Path)
 
 WITHOUT_LINKS = """
 import os, signal
+# It looks at os.open when it is imported.
+import shutil
 def link(*args, **more):
     raise OSError(95, "no hard links here")
 os.link, last, writes, write, open_ = link, "", 0, os.write, os.open

@@ -71,6 +71,12 @@ def main(args: argparse.Namespace) -> int:
     if args.nodes is not None:
         chosen.append(ChosenValue("num_nodes", args.nodes, "--nodes"))
     settings = resolve(chosen)
+    cluster = planned(
+        settings,
+        accelerators=args.accelerators,
+        memory_gb=args.accelerator_memory_gb,
+        host_gb=args.host_memory_gb,
+    )
     shape = None if preflight.absolute(args.model).is_dir() else ModelShape.of_name(args.model)
     if shape is None:
         folder = preflight.absolute(args.model)
@@ -78,12 +84,6 @@ def main(args: argparse.Namespace) -> int:
             folder = find_model(args.model, None, os.environ)
         check_trainable(folder, settings)
         shape = ModelShape.of_folder(folder)
-    cluster = planned(
-        settings,
-        accelerators=args.accelerators,
-        memory_gb=args.accelerator_memory_gb,
-        host_gb=args.host_memory_gb,
-    )
     plan = make_plan(shape, settings, cluster)
     if args.json:
         print(json.dumps(plan_text.as_json(plan)))

@@ -71,7 +71,9 @@ def main(args: argparse.Namespace) -> int:
             # Fail before changing anything.
             raise UsageError(refused[0])
         superseding = needed(record, args.iteration)
-        if not found and superseding is None and not any(split["gone"] for split in plan):
+        has_something = found or superseding is not None or any(split["gone"] for split in plan)
+        # The next iteration may have begun without a file.
+        if not has_something and args.iteration > max(recovery.iterations(log_path), default=0) + 1:
             raise UsageError(nothing_of(log_path, args.iteration))
         if superseding is not None:
             outcome["goes_on"] = superseding.as_json()

@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from fsbarrier import reading
+from fsbarrier.engine.model import text_config
 from fsbarrier.errors import UsageError
 from fsbarrier.supervision.supervisor import own_program, with_this_package
 
 # What a process may take to import PyTorch and transformers on a busy machine, and to make a large model.
 MAKING_S = 300.0
+_NEEDED = ("hidden_size", "num_hidden_layers", "vocab_size")
 #: configurations of published models, for plans without a folder
 SIZES = Path(__file__).with_name("sizes.json")
 
@@ -81,11 +84,15 @@ class ModelShape:
         """Of a model folder, whose weights may be missing. Takes some seconds. Raises UsageError."""
         if not (folder / "config.json").is_file():
             raise UsageError(f"{folder} has no config.json; give a Hugging Face model folder")
+        text = text_config(reading.json_object(folder / "config.json", UsageError))
+        # transformers would take the sizes of the family's first model instead.
+        if missing := [name for name in _NEEDED if name not in text]:
+            raise UsageError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
         if importlib.util.find_spec("torch") is None:
             raise UsageError(
                 "a plan needs PyTorch and transformers, which this environment lacks: start ./run.sh once without --dry-run or --help"
             )
-        return cls.from_json(json.loads(examine(folder)))
+        return cls.from_json(json.loads(examine(folder).strip().splitlines()[-1]))
 
     @classmethod
     def of_name(cls, name: str) -> Self | None:
@@ -114,4 +121,4 @@ def examine(folder: Path, *words: str) -> str:
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise UsageError(said[-1])
-    return done.stdout.strip().splitlines()[-1]
+    return done.stdout
