@@ -40,5 +40,7 @@ printf '== mypy --strict\n'
 "$python" -m mypy --strict fsbarrier phases scripts
 printf '== the order of the rooms (pyproject.toml, [tool.importlinter])\n'
 "$(dirname -- "$python")/lint-imports" --no-cache
+printf '== size\n'
+"$python" scripts/count_code.py fsbarrier phases
 printf '== pytest\n'
 exec "$python" -m pytest "${selection[@]}" "$@"

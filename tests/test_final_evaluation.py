@@ -28,7 +28,8 @@ def assert_evaluated(cluster: Cluster, iteration: int) -> None:
 
 
 def test_the_final_evaluation_is_done_although_the_leader_dies_in_it(tmp_path: Path) -> None:
-    flags = (*FAST, "--iterations", "1", "toy.phase_s=0.01", "custom.hold_s=60")
+    # Nodes that start together on a busy machine may come seconds apart, and node 0 that has nothing to do stays for `dead_s`.
+    flags = (*FAST, "coordination.dead_s=10", "--iterations", "1", "toy.phase_s=0.01", "custom.hold_s=60")
     with Cluster(tmp_path, 2, *flags, program=str(PROGRAM)) as cluster:
         cluster.start()
         closing = ("phase_started", 0, 13)
