@@ -578,7 +578,8 @@ def test_a_size_stands_for_a_published_model(capsys: pytest.CaptureFixture[str])
 def test_a_model_that_transformers_cannot_make_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "mystery"}')
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mystery", **sizes}))
     assert main(["plan", "--model", str(tmp_path), "--accelerators", "0"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and f"the model in {tmp_path} cannot be made" in said and "mystery" in said
