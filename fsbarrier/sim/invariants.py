@@ -103,7 +103,8 @@ def _adopted(history: History, read: Mapping[Place, Payload], times: Mapping[Pla
                 latest[PHASE_NAMES[place[2]]] = (place[1], read[place])
         for name, (iteration, value) in latest.items():
             if other and (
-                (number - 1, iteration, PHASE_NAMES.index(name)) >= start or newest[name] > iteration + 1
+                (number - 1, iteration, PHASE_NAMES.index(name)) >= start
+                or newest.get(name, 0) > iteration + 1
             ):
                 # A session with other phases may begin some iterations earlier. Only the last two decisions of a row are known then.
                 continue
