@@ -30,7 +30,6 @@ NOT_EXECUTED = {
     "hf download": "downloads a model's description",
     ".venv/bin/pip install gguf": "changes the environment",
     ".venv/bin/python scripts/real_model.py": "needs the model that was downloaded",
-    "python -m pytest": "these files are a part of the suite",
 }
 #: The command lines that are executed as they stand: on which page ("": on any) and how they begin. By it each of these tests of
 #: test_documented_commands.py picks its lines, so a line that no entry picks is executed nowhere.

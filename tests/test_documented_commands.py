@@ -314,7 +314,7 @@ def test_check_sh(line: str, scene: Scene, tmp_path: Path) -> None:
     env = {**scene.env, "FSBARRIER_VENV": str(tools.parent)}
     subprocess.run(shlex.split(line), cwd=ROOT, env=env, check=True, capture_output=True)
     *checks, pytest_words = (tmp_path / "said").read_text().splitlines()
-    assert len(checks) == 3 and pytest_words.startswith("-m pytest ")
+    assert len(checks) == 4 and pytest_words.startswith("-m pytest ")
     flags = {word for word in pytest_words.split()[2:] if word.startswith("-")}
     assert flags <= {"-m", "-n", "--dist", "--no-loadscope-reorder", "-x"} and not missing_of(pytest_words)
 
