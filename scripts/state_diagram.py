@@ -20,15 +20,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from generated_page import write_or_check  # noqa: E402
 
 from fsbarrier.protocol import machine  # noqa: E402
-from fsbarrier.protocol.machine import DECIDED_BY_OTHERS, RULES, Rule  # noqa: E402
+from fsbarrier.protocol.machine import RULES, Rule  # noqa: E402
 from fsbarrier.protocol.state import Action, Stage  # noqa: E402
 
 HEAD = """# The state machine
 
 <!-- Made by scripts/state_diagram.py from fsbarrier/protocol/machine.py. Do not edit by hand. -->
 
-At every look a node evaluates the rules of its stage in this order. The first rule that applies decides what the node does next. If
-none applies, the node stays as it is and looks again. [The protocol](protocol.md) defines the terms.
+A node is JOINING, RUNNING or ENDED. At every look it evaluates the rules of its stage in this order. The first rule that applies
+decides what it does next. If none applies, it stays as it is and looks again. [The protocol](protocol.md) defines the terms.
 """
 
 ACTIONS = {action.__name__ for action in get_args(Action)}
@@ -76,25 +76,12 @@ def first_sentence(rule: Rule) -> str:
 
 def page() -> str:
     """The whole document."""
-    return "\n".join([HEAD, diagram(), *(table(stage) for stage in RULES if RULES[stage])])
+    told: set[Rule] = set()
+    return "\n".join([HEAD, *(table(stage, told) for stage in RULES if RULES[stage])])
 
 
-def diagram() -> str:
-    """The stages, and the rules that lead from one to another or, into a newer generation, to itself."""
-    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {Stage.JOINING.name}"]
-    for stage, rules in RULES.items():
-        leads_to: dict[Stage, list[str]] = {}
-        for rule in rules:
-            for other in stages(rule):
-                leads_to.setdefault(other, []).append(rule.__name__)
-        lines += [
-            f"    {stage.name} --> {other.name}: {'<br>'.join(names)}" for other, names in leads_to.items()
-        ]
-    return "\n".join([*lines, f"    {Stage.ENDED.name} --> [*]", "```", ""])
-
-
-def table(stage: Stage) -> str:
-    """The rules of one stage in their order."""
+def table(stage: Stage, told: set[Rule]) -> str:
+    """The rules of one stage in their order. A rule in `told`, those of the tables before, is only named; this adds its own."""
     lines = [
         f"## {stage.name}",
         "",
@@ -102,11 +89,11 @@ def table(stage: Stage) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for number, rule in enumerate(RULES[stage], 1):
-        name = f"`{rule.__name__}`" + (" (in any stage)" if rule in DECIDED_BY_OTHERS else "")
+        name = f"| {number} | `{rule.__name__}` |"
         leads_to = ", ".join(sorted(other.name for other in stages(rule)))
-        lines.append(
-            f"| {number} | {name} | {first_sentence(rule)} | {leads_to} | {', '.join(actions(rule))} |"
-        )
+        rest = f"{first_sentence(rule)} | {leads_to} | {', '.join(actions(rule))}"
+        lines.append(f"{name} {'as above | | ' if rule in told else rest} |")
+    told.update(RULES[stage])
     return "\n".join(lines) + "\n"
 
 
