@@ -106,7 +106,8 @@ def test_what_is_damaged_is_never_taken_for_a_record(said: str) -> None:
     """Nor for an absent one: why it cannot be read is known, and which format it has."""
     rng = Random(said)
     for write in World(1, replace(ALL, iterations=2)).run().writes:
-        if isinstance(write.record, Generation) and write.record.verdict is not None:
+        ends_the_run = isinstance(write.record, Generation) and write.record.verdict is not None
+        if ends_the_run and said == "{} names a leader who is no member":
             # It may have no members, and so any leader.
             continue
         with pytest.raises(CorruptRecord) as caught:
@@ -238,7 +239,7 @@ def test_i10_clocks_decide_nothing(monkeypatch: pytest.MonkeyPatch, drift: bool)
 
     In a second session, clocks that drift may change which of two nodes is first, which says nothing about the protocol.
     """
-    for seed in range(2, 27):
+    for seed in range(25):
         own, shared = (World(seed, replace(ALL, clocks=clocks)) for clocks in (True, False))
         if drift:
             own.sessions_left = shared.sessions_left = 0

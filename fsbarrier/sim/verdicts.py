@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fsbarrier.protocol.facts import Fact, Generation, StopRequest
 from fsbarrier.protocol.revisions import in_force
+from fsbarrier.protocol.succession import STARTS
 from fsbarrier.sim.history import History, row_of
 
 if TYPE_CHECKING:
@@ -22,17 +23,29 @@ def i15_only_for_a_reason(world: World) -> Iterator[str]:
             continue
         yield from _dismissed_wrongly(history, rules, record, made.time)
         if record.verdict is None:
-            elastic = rules.on_node_failure == "shrink" or rules.limits.last_call_s is not None
-            # Node 0 may have asked for another size.
-            size = in_force(history.settings, record.revisions)["num_nodes"]
-            least = rules.min_nodes if elastic else size
-            if len(record.members) < least:
-                yield f"generation {number} has {len(record.members)} members, at least {least} are asked for"
+            yield from _too_small(history, rules, record)
             continue
         code = record.verdict.exit_code
         why = {0: _asked_to_stop, 2: _refused, 4: _failed_too_often, 5: _too_few}.get(code)
         if why is None or not why(history, rules, record, made.time):
             yield f"generation {number} ends the run with exit code {code}, without a reason: {record.verdict.reason}"
+
+
+def _too_small(history: History, rules: Rules, record: Generation) -> Iterator[str]:
+    """A session begins with as many nodes as the settings ask for, and goes on without one only if they allow that. A run that has grown
+    goes on with the nodes that it has, and takes in the others when they come."""
+    shrinks, elastic = rules.on_node_failure == "shrink", rules.limits.last_call_s is not None
+    # Node 0 may have asked for another size.
+    size = in_force(history.settings, record.revisions)["num_nodes"]
+    begins = record.reason in STARTS
+    least = rules.min_nodes if shrinks or (begins and elastic) else size if begins else 0
+    if len(record.members) < least:
+        yield f"generation {record.number} has {len(record.members)} members, at least {least} are asked for"
+    if not begins and not shrinks:
+        before = history.generations[record.number - 1][1]
+        gone = [rank for rank in before.ranks if rank < size and rank not in record.ranks]
+        if gone:
+            yield f"generation {record.number} goes on without nodes {gone}, which nobody asked for"
 
 
 def _asked_to_stop(history: History, rules: Rules, record: Generation, time: float) -> bool:
