@@ -9,7 +9,7 @@ from functools import partial
 from fsbarrier import files
 from fsbarrier.decisions import PublishDecision
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.host.rendezvous import listen, port_of, reachable
+from fsbarrier.host.rendezvous import LOOPBACK, listen, port_of, reachable
 from fsbarrier.node.job import Result, RowJob, Workplace, journal_line
 from fsbarrier.node.weights import checked_weights
 from fsbarrier.node.worker_program import run_program
@@ -43,11 +43,11 @@ def carry_out(work: Work, context: Context, job: RowJob, workplace: Workplace) -
             return _serve_weights(work, job, workplace)
         case ReleaseEngine():
             return workplace.engines.release(cancel=job.cancel) if workplace.engines else {}
-        case OpenRendezvous(loopback):
+        case OpenRendezvous(addresses):
             workplace.close_rendezvous()
-            workplace.rendezvous = listen(loopback=loopback)
-            port = port_of(workplace.rendezvous)
-            if not loopback:
+            workplace.rendezvous = listen(addresses)
+            port = port_of(workplace.rendezvous[0])
+            if addresses != LOOPBACK:
                 job.events.append({"event": "listens", "port": port})
             return {"port": port}
         case ProbeAddresses(addresses, port):
