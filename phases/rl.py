@@ -362,7 +362,7 @@ def learned_from(ctx: Context) -> list[str]:
 
 
 def open_rendezvous(ctx: Context) -> OpenRendezvous:
-    return OpenRendezvous(leaders_addresses(ctx))
+    return OpenRendezvous(loopback=on_one_host(ctx))
 
 
 def on_one_host(ctx: Context) -> bool:
@@ -437,13 +437,12 @@ def update(ctx: Context) -> Work:
         *("--max-restarts", "0", "--rdzv-conf", f"timeout={trainer.timeout_s:.0f}"),
         *("-m", "fsbarrier.workers.update", "--spec", "{spec}"),
     )
-    leads = ctx.node_rank == ctx.leader
-    event = "updated" if leads else ""
+    event = "updated" if ctx.node_rank == ctx.leader else ""
     # On accelerators only on request: sharing one between an engine and a kept trainer is untested.
     keeps = trainer.keep == "process" or (trainer.keep == "auto" and not ctx.accelerators)
     keep = Keep(processes, rendezvous.trainer) if keeps else None
     spec = {**ctx.identity(), **spec, "weights_dir": "{weights_dir}"}
-    return Command(argv, "update.log", spec=spec, env=env, extra=known, event=event, listens=leads, keep=keep)
+    return Command(argv, "update.log", spec=spec, env=env, extra=known, event=event, keep=keep)
 
 
 def publish_weights(ctx: Context) -> Work:

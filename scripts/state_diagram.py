@@ -85,13 +85,14 @@ def table(stage: Stage, told: set[Rule]) -> str:
     lines = [
         f"## {stage.name}",
         "",
-        "| | rule | when | leads to |",
-        "| --- | --- | --- | --- |",
+        "| | rule | when | leads to | may ask for |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for number, rule in enumerate(RULES[stage], 1):
         name = f"| {number} | `{rule.__name__}` |"
         leads_to = ", ".join(sorted(other.name for other in stages(rule)))
-        lines.append(f"{name} {'as above |' if rule in told else f'{first_sentence(rule)} | {leads_to}'} |")
+        rest = f"{first_sentence(rule)} | {leads_to} | {', '.join(actions(rule))}"
+        lines.append(f"{name} {'as above | | ' if rule in told else rest} |")
     told.update(RULES[stage])
     return "\n".join(lines) + "\n"
 

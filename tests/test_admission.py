@@ -147,21 +147,13 @@ def test_a_node_tells_what_it_is(tmp_path: Path) -> None:
     assert one.accelerators == [("nvidia H100", 80, 3)]
 
 
-def test_a_run_with_too_few_accelerators_does_not_start(tmp_path: Path) -> None:
-    flags = ("--iterations", "1", "toy.phase_s=0.01", "toy.tasks=4")
-    with Cluster(tmp_path, 2, *flags, "--expect-gpus", "32") as cluster:
-        cluster.env[0] = cluster.env[1] = {"CUDA_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
-        cluster.start()
-        assert cluster.wait() == {0: 2, 1: 2}
-        for rank in (0, 1):
-            said = cluster.said(rank)
-            assert "--expect-gpus 32: there are 0: node 0 (" in said and "has 0 of 16, node 1 (" in said
-        failed = [event for event in cluster.events() if event["event"] == "work_failed"]
-        assert len([event for event in failed if event["node_rank"] == 0]) == 1, "it is not tried again"
-        # Another start may ask for less.
-        cluster.flags = ("--program", "toy", *flags, "--expect-gpus", "none")
-        cluster.start()
-        assert cluster.wait() == {0: 0, 1: 0}, cluster.said(0)
+def test_a_node_without_accelerators_does_not_begin_a_run_that_expects_some(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2, "--iterations", "1", "--expect-gpus", "32") as cluster:
+        cluster.env[0] = {"CUDA_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
+        cluster.start(0)
+        assert cluster.wait() == {0: 2}
+        said = "fsbarrier: error: --expect-gpus 32: this node has 0 accelerators\n"
+        assert cluster.said(0).endswith(said) and not cluster.log_path.exists()
 
 
 def test_nodes_that_differ_are_told_once(tmp_path: Path) -> None:

@@ -5,26 +5,21 @@ from __future__ import annotations
 import errno
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from other_user import needs_root, start_as_other
 from waiting import until
 
 from fsbarrier import files, owned, reading
 from fsbarrier.engine.replicas import Keeper
 from fsbarrier.errors import ProgramFailed, StoreError
-from fsbarrier.host.addresses import candidate_addresses
-from fsbarrier.host.rendezvous import LOOPBACK
 from fsbarrier.node import work_kinds, worker_program
 from fsbarrier.node.job import Cancelled, NodeUnfit, RowJob, Workplace
 from fsbarrier.node.job_runner import JobRunner, failure
@@ -73,6 +68,7 @@ def context(*, newest: int = 1) -> Context:
         "joins": {},
         "model": None,
         "leader": 3,
+        "published": None,
         "iteration": 5,
         "run_id": "run",
     }
@@ -394,63 +390,18 @@ def test_what_the_engine_serves_with_is_kept_for_the_programs(place: Workplace, 
 
 def test_what_listens_beyond_this_host_is_told_with_its_port(place: Workplace) -> None:
     job = RowJob()
-    work_kinds.carry_out(OpenRendezvous(LOOPBACK), context(), job, place)
+    work_kinds.carry_out(OpenRendezvous(loopback=True), context(), job, place)
     assert job.events == []
-    told = work_kinds.carry_out(OpenRendezvous(tuple(candidate_addresses())), context(), job, place)
+    told = work_kinds.carry_out(OpenRendezvous(loopback=False), context(), job, place)
     assert job.events == [{"event": "listens", "port": told["port"]}]
     place.close_rendezvous()
 
 
-# Tries to listen on the port of somebody else, in each way that there is, and ends when it does.
-SQUATS = """
-import itertools, socket, sys
-print("trying", flush=True)
-for option, (family, host) in itertools.cycle(itertools.product((0, socket.SO_REUSEADDR, socket.SO_REUSEPORT),
-        ((socket.AF_INET, ""), (socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "")))):
-    with socket.socket(family) as one:
-        try:
-            if option:
-                one.setsockopt(socket.SOL_SOCKET, option, 1)
-            one.bind((host, int(sys.argv[1])))
-            one.listen()
-            break
-        except OSError:
-            pass
-"""
-ANSWERS = """
-import os, socket
-held = [socket.socket(fileno=int(fd)) for fd in os.environ["FSBARRIER_LISTENING"].split(",")]
-for one in held:
-    one.accept()[0].sendall(b"the update")
-assert open("/proc/%d/stat").read().split()[2] != "Z", "somebody else listens on the port"
-"""
-
-
-@needs_root
-@pytest.mark.parametrize("addresses", [LOOPBACK, tuple(candidate_addresses())], ids=["one host", "several"])
-def test_nobody_can_take_the_port_of_an_update_before_its_program(
-    place: Workplace, addresses: tuple[str, ...]
-) -> None:
-    """Another user tries all the time. Who connected before the program ran is answered by it, on each address."""
-    port = work_kinds.carry_out(OpenRendezvous(addresses), context(), RowJob(), place)["port"]
-    with start_as_other(SQUATS, str(port)) as other, ExitStack() as peers:
-        assert other.stdout is not None and other.stdout.readline() == "trying\n"
-        # Of what this host does not know to be its own the last socket hears.
-        others = () if addresses == LOOPBACK else LOOPBACK
-        connected = [
-            peers.enter_context(socket.create_connection((host, port))) for host in (*addresses, *others)
-        ]
-        answers = python(ANSWERS % other.pid, result=False, listens=True)
-        work_kinds.carry_out(answers, context(), RowJob(), place)
-        assert [peer.recv(99) for peer in connected] == [b"the update"] * len(connected)
-        other.wait(60)
-    assert not place.rendezvous
-
-
-def test_a_program_that_does_not_take_the_port_over_finds_it_free(place: Workplace) -> None:
-    port = work_kinds.carry_out(OpenRendezvous(LOOPBACK), context(), RowJob(), place)["port"]
-    listens = f"import socket; socket.create_server(('127.0.0.1', {port}))"
-    work_kinds.carry_out(python(listens, result=False), context(), RowJob(), place)
+def test_the_port_of_a_rendezvous_is_held_until_a_program_starts(place: Workplace) -> None:
+    port = work_kinds.carry_out(OpenRendezvous(loopback=True), context(), RowJob(), place)["port"]
+    assert place.rendezvous is not None and place.rendezvous.getsockname()[1] == port
+    work_kinds.carry_out(python("pass", result=False), context(), RowJob(), place)
+    assert place.rendezvous is None
 
 
 def jobs(place: Workplace, each: Callable[[Context], Work]) -> tuple[JobRunner, threading.Event]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster import FAST, REPO, Cluster, assert_exactly_once
+from waiting import until
 
 Way = Callable[[Cluster, int, Path], None]
 
@@ -96,3 +97,40 @@ def test_a_run_goes_on_with_another_number_of_nodes(
         last = [e for e in cluster.events() if e["event"] == "generation_started"][-1]
         assert last["members"] == list(range(after)), cluster.said_by_all()
     assert_exactly_once(cluster.log_path, 2)
+
+
+@pytest.mark.slow
+def test_a_run_lives_through_stops_more_nodes_a_kill_and_more_iterations(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2, "--iterations", "3", *FAST) as cluster:
+        cluster.start()
+        cluster.in_phase(1, 2)
+        assert call(cluster, "stop", "--now").returncode == 0
+        assert cluster.wait() == {0: 0, 1: 0}, cluster.said_by_all()
+        cluster.nodes = 3
+        cluster.start(2, 1, 0)
+        cluster.in_phase(2, 2)
+        cluster.kill(0)
+        cluster.wait_for(lambda event: event["event"] == "node_lost" and event["node_rank"] == 1)
+        # It comes back when the run may be over.
+        cluster.start(0)
+        assert cluster.wait() == {0: 0, 1: 0, 2: 0}, cluster.said_by_all()
+        cluster.flags = ("--iterations", "4")
+        cluster.start(1, 2)
+        for rank in (1, 2):
+            cluster.beating(rank, lambda beat: beat.state == "joining" and beat.counter > 10)
+        cluster.start(0)
+        assert cluster.wait() == {0: 0, 1: 0, 2: 0}, cluster.said_by_all()
+        last = [e for e in cluster.events() if e["event"] == "generation_started"][-1]
+        assert last["members"] == [0, 1, 2], cluster.said_by_all()
+    assert_exactly_once(cluster.log_path, 4)
+
+
+def test_a_worker_that_waits_for_what_may_never_come_says_so(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2, "--iterations", "1", *FAST, "toy.phase_s=0.02") as cluster:
+        cluster.start()
+        assert cluster.wait() == {0: 0, 1: 0}, cluster.said_by_all()
+        cluster.start(1, 7)
+        done = "the run has done its 1 iteration, so start node 0 (--master) with a larger --iterations"
+        until(lambda: done in cluster.said(1), cluster.said_by_all)
+        few = "node 7: this run has 2 nodes; waiting up to 1800 s for node 0 (--master) to be started with --num-nodes 8 "
+        assert few in cluster.said(7)

@@ -46,6 +46,7 @@ from fsbarrier.node.rank_lock import RankLock
 from fsbarrier.node.run_rules import make_rules
 from fsbarrier.protocol.facts import Join, Payload
 from fsbarrier.protocol.state import Exit, Stage
+from fsbarrier.protocol.wording import counted
 from fsbarrier.retry import Backoff, until_seen
 from fsbarrier.rundir import revisions
 from fsbarrier.rundir.heartbeats import iteration_of_others
@@ -190,8 +191,15 @@ class Daemon:
         return ended.code
 
     def _say_what_it_waits_for(self) -> None:
-        """Say what this node waits for if it joins a running run, since it has nothing to do before the next iteration."""
-        me = self.loop.node.rank
+        """Say what this node waits for if it joins a running run, since it has nothing to do before the next iteration, or if its rank is
+        beyond the run's number of nodes."""
+        me, places = self.loop.node.rank, self.settings.num_nodes
+        if me >= places:
+            asked, up_to_s = f"--num-nodes {me + 1}", self.settings.coordination.join_timeout_s
+            self.events.console.say(
+                f"fsbarrier: node {me}: this run has {counted(places, 'node')}; waiting up to {up_to_s:g} s for node 0 (--master) to be "
+                f"started with {asked} or more\n"
+            )
         # The line is for people only. The observer finds out who is alive.
         with contextlib.suppress(OSError):
             if iteration := iteration_of_others(self.record.log_path, me):
@@ -209,13 +217,17 @@ class Daemon:
             seen = self.loop.observer.ledger.seen.values()
             heard = any(one.moved and one.beat.rank != self.loop.node.rank for one in seen)
             # A mount that shows nothing of the others looks like nodes that were not started.
-            nobody = (
+            why = (
                 ""
                 if heard
                 else "; nothing of any other node shows here: if they run, compare --log-path and their mounts"
             )
+            left, newest = self.loop.observer.resume_point, self.loop.observer.newest
+            if left and newest and newest.until is not None and left.position.iteration > newest.until:
+                done = counted(newest.until, "iteration")
+                why = f"; the run has done its {done}, so start node 0 (--master) with a larger --iterations"
             self.events.console.say(
-                f"fsbarrier: waiting up to {up_to_s:g} s for {nodes} to join {self.record.log_path} ({waited_s:.0f} s so far){nobody}\n"
+                f"fsbarrier: waiting up to {up_to_s:g} s for {nodes} to join {self.record.log_path} ({waited_s:.0f} s so far){why}\n"
             )
 
     def _loop(self) -> None:

@@ -93,8 +93,8 @@ class Workplace:
     grace_s: float = 2.0
     # From ServeWeights, for the programs that call the engines: addresses and keys.
     engine_access: list[Payload] = field(default_factory=list)
-    # From OpenRendezvous: held until the program of the update takes them over.
-    rendezvous: list[socket.socket] = field(default_factory=list)
+    # From OpenRendezvous: holds the port until torchrun takes it over.
+    rendezvous: socket.socket | None = None
     # The last model folder that was compared with its manifest.
     checked_model: Path | None = None
     # This node's copy of the newest weights, if it has a place for one.
@@ -147,8 +147,9 @@ class Workplace:
         self.end_kept()
 
     def close_rendezvous(self) -> None:
-        while self.rendezvous:
-            self.rendezvous.pop().close()
+        if self.rendezvous is not None:
+            self.rendezvous.close()
+            self.rendezvous = None
 
 
 def journal_line(event: str, value: Payload) -> Result:

@@ -9,7 +9,7 @@ from functools import partial
 from fsbarrier import files
 from fsbarrier.decisions import PublishDecision
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.host.rendezvous import LOOPBACK, listen, port_of, reachable
+from fsbarrier.host.rendezvous import listen, port_of, reachable
 from fsbarrier.node.job import Result, RowJob, Workplace, journal_line
 from fsbarrier.node.weights import checked_weights
 from fsbarrier.node.worker_program import run_program
@@ -40,14 +40,14 @@ def carry_out(work: Work, context: Context, job: RowJob, workplace: Workplace) -
         case Steps(works):
             return _one_after_the_other(works, context, job, workplace)
         case ServeWeights():
-            return _serve_weights(work, job, workplace)
+            return _serve_weights(work, context, job, workplace)
         case ReleaseEngine():
             return workplace.engines.release(cancel=job.cancel) if workplace.engines else {}
-        case OpenRendezvous(addresses):
+        case OpenRendezvous(loopback):
             workplace.close_rendezvous()
-            workplace.rendezvous = listen(addresses)
-            port = port_of(workplace.rendezvous[0])
-            if addresses != LOOPBACK:
+            workplace.rendezvous = listen(loopback=loopback)
+            port = port_of(workplace.rendezvous)
+            if not loopback:
                 job.events.append({"event": "listens", "port": port})
             return {"port": port}
         case ProbeAddresses(addresses, port):
@@ -88,11 +88,16 @@ def _one_after_the_other(
     return merged
 
 
-def _serve_weights(work: ServeWeights, job: RowJob, workplace: Workplace) -> Result:
+def _serve_weights(work: ServeWeights, context: Context, job: RowJob, workplace: Workplace) -> Result:
     """Make all of this node's engines serve one policy version; returns when they do."""
     serving = f"engine: policy version {work.policy_version}"
     job.progress = {"note": serving}
     folder, lines = checked_weights(work.folder, job, workplace, work.policy)
+    published = context.published if context.node_rank == context.leader else None
+    if published is not None and published.folder_name == work.folder.parent.name:
+        with job.using_directory("looking at model.pt"):
+            mend = partial(checkpoints.mend_link, workplace.log_path, work.folder.parent)
+            workplace.patiently(job, partial(mend, partial(_refuse_if_outdated, context)))
 
     def show(ready: int) -> None:
         job.progress = {"note": f"{serving}, {ready} ready"}

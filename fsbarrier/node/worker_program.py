@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from fsbarrier import owned
 from fsbarrier.errors import ProgramFailed, StoreError
-from fsbarrier.host.rendezvous import LISTENING
 from fsbarrier.node.job import Cancelled, NodeUnfit, Result, RowJob, Workplace, journal_line
 from fsbarrier.program import HELPER, Command, Context, Keep
 from fsbarrier.retry import Backoff
@@ -70,9 +69,8 @@ def run_program(work: Command, context: Context, job: RowJob, workplace: Workpla
 
 def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace) -> Result:
     """Raises DirectoryFailed, and as `run_program`."""
-    if not work.listens:
-        workplace.close_rendezvous()
-    held = [one.fileno() for one in workplace.rendezvous]
+    # The program may be torchrun, which takes over the port that OpenRendezvous has held.
+    workplace.close_rendezvous()
     workplace.programs_started += 1
     own = WorkerFiles(workplace.work_dir / f"job-{workplace.programs_started:05d}")
     uses_engines, copy = "{engine}" in work.spec.values(), workplace.weights
@@ -96,8 +94,6 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
     argv = [word.replace("{spec}", str(own.spec)) for word in work.argv]
     job.progress_file = own.progress
     env = with_this_package(_environment(argv, context.settings, workplace.work_dir)) | dict(work.env)
-    if held:
-        env[LISTENING] = ",".join(map(str, held))
     log_file, name = workplace.log_dir / work.log, context.phase.name
     program: Child | KeptProgram
     if work.keep is None:
@@ -105,12 +101,11 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
             if work.resident:
                 program = _give_to_resident(work.resident, own.spec, argv, env, log_file, context, workplace)
             else:
-                program = Child.start(argv, env=env, log_file=log_file, name=name, pass_fds=held)
+                program = Child.start(argv, env=env, log_file=log_file, name=name)
         except StoreError as error:
             raise DirectoryFailed(str(error)) from None
     else:
         program = _start_kept(work.keep, own.spec, argv, env, log_file, context, workplace)
-    workplace.close_rendezvous()
     with workplace.own_engines.kept_alive() if uses_engines else nullcontext() as keeper:
         try:
             code = _watch(program, context, job, workplace, keeper)
@@ -168,8 +163,7 @@ def _start_kept(
     made = _kept_program(
         f"{context.generation}.{context.iteration}", keep.processes, "jobs", context, workplace
     )
-    held = [one.fileno() for one in workplace.rendezvous]
-    made.start(argv, env=env, log_file=log_file, name=context.phase.name, pass_fds=held)
+    made.start(argv, env=env, log_file=log_file, name=context.phase.name)
     workplace.kept = made
     return made
 

@@ -267,6 +267,17 @@ def publish_link(log_path: Path, folder: Path, last_look: Callable[[], None] = l
     return served
 
 
+def mend_link(log_path: Path, folder: Path, last_look: Callable[[], None] = lambda: None) -> None:
+    """Point <log-path>/model.pt at `folder`/model, which is published, unless it is there or at a newer version. Raises as `publish_link`.
+
+    Example: a leader's host is suspended between its last look and its rename of model.pt, and the others publish newer versions. When it
+    wakes up it puts model.pt back, to a version that may have been removed.
+    """
+    there, ours = served_policy(log_path), POLICY_FOLDER.parse(folder.name)
+    if ours is not None and (there is None or there < ours):
+        publish_link(log_path, folder, last_look)
+
+
 def _link_or_copy_folder(folder: Path, name: Path) -> None:
     target = folder / "model"
     try:

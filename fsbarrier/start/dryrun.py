@@ -15,7 +15,6 @@ from fsbarrier.engine.command import ServerPlan, argv
 from fsbarrier.engine.placement import replicas
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.host import accelerators
-from fsbarrier.host.rendezvous import LOOPBACK
 from fsbarrier.loader import load_program
 from fsbarrier.printable import printable, without_passwords
 from fsbarrier.program import (
@@ -164,9 +163,9 @@ def describe_work(work: Work, settings: Settings) -> list[str]:
             return [serve, *_server(folder, threads, settings)] if version == 0 else [serve]
         case ReleaseEngine():
             return ["engine: free the accelerator's memory"]
-        case OpenRendezvous(addresses):
+        case OpenRendezvous(loopback):
             return [
-                f"listen on a free port ({'loopback only' if addresses == LOOPBACK else 'all interfaces'}) for the update"
+                f"listen on a free port ({'loopback only' if loopback else 'all interfaces'}) until torchrun takes it"
             ]
         case ProbeAddresses(addresses, port):
             return [f"connect to {', '.join(addresses)} port {port}"]

@@ -152,12 +152,12 @@ def check_packages(settings: Settings, needs: Collection[str], environ: Environ)
 
 
 def check_accelerators(settings: Settings) -> None:
-    """Check `--expect-gpus` where this node is the only one; of several, the leader counts all (node/admission.py)."""
+    """Check `--expect-gpus` as far as this node knows; of several, the leader counts all (node/admission.py)."""
     wanted = settings.expect_gpus
-    if wanted is None or settings.num_nodes > 1:
+    if wanted is None:
         return
-    there = len(accelerators.detect())
-    if there < wanted:
+    there, needed_here = len(accelerators.detect()), wanted if settings.num_nodes == 1 else min(wanted, 1)
+    if there < needed_here:
         raise UsageError(f"--expect-gpus {wanted}: this node has {counted(there, 'accelerator')}")
 
 

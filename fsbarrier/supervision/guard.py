@@ -1,6 +1,6 @@
 """The guard between a daemon and a program it started: no process below it outlives the daemon, even after SIGKILL.
 
-    python -I -S fsbarrier/supervision/guard.py LIFELINE_FD DAEMON_PID [FD ...]     (`fsbarrier.supervision.supervisor.Child` starts it)
+    python -I -S fsbarrier/supervision/guard.py LIFELINE_FD DAEMON_PID     (`fsbarrier.supervision.supervisor.Child` starts it)
 
     daemon --socket--> guard --PR_SET_PDEATHSIG--> main program --> ...
 
@@ -222,11 +222,8 @@ def start_main(cwd: bytes, argv: list[bytes], env: dict[bytes, bytes]) -> tuple[
     return pid, f"started {pid} {Stat(pid).start}"
 
 
-def guard_program(lifeline: int, daemon: int, passed: list[int]) -> int:
-    """Guard the program received over `lifeline` until its process tree is gone; returns the exit code of this process.
-
-    `passed`: the descriptors that only the program keeps.
-    """
+def guard_program(lifeline: int, daemon: int) -> int:
+    """Guard the program received over `lifeline` until its process tree is gone; returns the exit code of this process."""
 
     def report(line: str) -> None:
         try:
@@ -244,8 +241,6 @@ def guard_program(lifeline: int, daemon: int, passed: list[int]) -> int:
         return 1
     guard = Guard(lifeline, daemon)
     pid, line = start_main(*program)
-    for fd in passed:
-        os.close(fd)
     for fd in (1, 2):
         # Standard output and error go to the program's log; from here on only the program writes there.
         os.dup2(0, fd)
@@ -256,8 +251,7 @@ def guard_program(lifeline: int, daemon: int, passed: list[int]) -> int:
 
 
 def main() -> int:
-    lifeline, daemon, *passed = map(int, sys.argv[1:])
-    return guard_program(lifeline, daemon, passed)
+    return guard_program(int(sys.argv[1]), int(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -40,19 +40,10 @@ class KeptProgram:
         self._heard = b""
         self.child: Child
 
-    def start(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        log_file: Path,
-        name: str,
-        pass_fds: Sequence[int] = (),
-    ) -> None:
+    def start(self, argv: Sequence[str], *, env: Mapping[str, str], log_file: Path, name: str) -> None:
         """Start the program with its first job. Raises the errors of Child.start."""
-        env = {**env, JOBS: str(self._path)}
         try:
-            self.child = Child.start(argv, env=env, log_file=log_file, name=name, pass_fds=pass_fds)
+            self.child = Child.start(argv, env={**env, JOBS: str(self._path)}, log_file=log_file, name=name)
         except BaseException:
             self._listener.close()
             raise
