@@ -103,7 +103,9 @@ def test_an_engine_that_cannot_work_is_said_with_its_own_words(
         assert cluster.wait() == {0: 4}, cluster.said(0)
         assert_said_everywhere(cluster, line, "logs/attempt_1/node_0/vllm.log", capsys)
         (log,) = cluster.log_path.glob("logs/attempt_1/node_0/vllm.log")
-        assert log.read_text().count("start vllm:") == (4 if crash in ("head_dim", "segfault") else 2)
+        starts = log.read_text().count("start vllm:")
+        # A server that dies of the first prompt may do so before its restart was seen to be ready: then that attempt has other words.
+        assert starts in ((4, 6) if crash in ("head_dim", "segfault") else (2,))
 
 
 # --- the programs of the phases ---
