@@ -185,68 +185,38 @@ class UpdateDecision(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class BestPolicy:
-    """The policy version with the best evaluation so far. Only figures of one name, sampled in one way, can be compared."""
+    """The policy version with the best mean reward in an evaluation so far. Only what was sampled in one way can be compared."""
 
     reward: float
     version: int
     #: among the checkpoints; None: the run's first model, which is not among them
     folder: str | None
-    figure: str
     sampled_how: str
 
     @classmethod
     def from_json(cls, value: Payload) -> Self | None:
         if "best_reward" not in value:
             return None
-        # An older fsbarrier wrote no "best_measured", or only the figure's name in it.
-        figure, _, sampled_how = value.get("best_measured", "").partition(" ")
-        version, folder = value["best_policy_version"], value.get("best_folder")
-        return cls(value["best_reward"], version, folder, figure, sampled_how)
+        version, folder = value["best_policy_version"], value["best_folder"]
+        return cls(value["best_reward"], version, folder, value["best_sampled_how"])
 
     def as_json(self) -> JsonObject:
-        value = {
+        return {
             "best_reward": self.reward,
             "best_policy_version": self.version,
             "best_folder": self.folder,
+            "best_sampled_how": self.sampled_how,
         }
-        return {**value, "best_measured": f"{self.figure} {self.sampled_how}"} if self.figure else value
-
-    def is_comparable(self, figure: str, sampled_how: str) -> bool:
-        """Whether a new evaluation can be better or worse than this one. Older records lack a part of what must be equal."""
-        return self.figure in ("", figure) and (
-            not self.figure or self.sampled_how == sampled_how or not (self.sampled_how and sampled_how)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class NeededVersions:
-    """Older policy versions that must outlive a publication."""
-
-    best: BestPolicy | None = None
-    #: the folder of the reference policy (`algorithm.kl_coef`); None: the run's first model; "": the reference never moves
-    reference: str | None = ""
-
-    @property
-    def folders(self) -> Sequence[str | None]:
-        return self.best.folder if self.best is not None else None, self.reference or None
-
-    @classmethod
-    def from_json(cls, value: Payload) -> Self:
-        return cls(BestPolicy.from_json(value), value.get("reference_folder", ""))
-
-    def as_json(self) -> JsonObject:
-        best = self.best.as_json() if self.best is not None else {}
-        return best if self.reference == "" else {**best, "reference_folder": self.reference}
 
 
 @dataclass(frozen=True, slots=True)
 class PublishDecision:
-    """The policy version that the run serves from now on, and the older ones that it still needs (weights_publish)."""
+    """The policy version that the run serves from now on, and the best one so far, which is kept (weights_publish)."""
 
     policy_version: int
     folder: str
     digest: str
-    needed: NeededVersions
+    best: BestPolicy | None
 
     @property
     def folder_name(self) -> str:
@@ -255,13 +225,13 @@ class PublishDecision:
 
     @classmethod
     def from_json(cls, value: Payload) -> Self:
-        needed = NeededVersions.from_json(value)
-        return cls(value["policy_version"], str(value.get("folder", "")), value.get("digest", ""), needed)
+        best = BestPolicy.from_json(value)
+        return cls(value["policy_version"], str(value.get("folder", "")), value.get("digest", ""), best)
 
     def as_json(self) -> JsonObject:
         return {
             "policy_version": self.policy_version,
             "folder": self.folder,
             "digest": self.digest,
-            **self.needed.as_json(),
+            **(self.best.as_json() if self.best is not None else {}),
         }

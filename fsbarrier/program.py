@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from fsbarrier.decisions import BestPolicy, JsonRecord, NeededVersions, PublishDecision
+from fsbarrier.decisions import BestPolicy, JsonRecord, PublishDecision
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.protocol.facts import Join, Member, Payload
 from fsbarrier.protocol.rows import Row, Slice, Table
@@ -155,8 +155,8 @@ class PublishWeights:
     keep_trajectories: int = 0
     #: keep every n-th version; 0: no
     keep_every: int = 0
-    #: older versions to keep
-    needed: NeededVersions = field(default_factory=NeededVersions)
+    #: the best version so far, which is kept too
+    best: BestPolicy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,40 +305,26 @@ class Context:
 
     @property
     def best_evaluated(self) -> BestPolicy | None:
-        """The policy with the best evaluation so far by `checkpoint.best_by`. Each publication copies it from the one before.
+        """The policy with the best mean reward in an evaluation so far. Each publication copies it from the one before.
 
         After a change of the settings, figures cannot be compared any more, and the search begins anew.
         """
         published, evaluated = self.published, self.decided("eval_rollout")
-        best = published.needed.best if published is not None else None
+        best = published.best if published is not None else None
         if evaluated is None:
             # The session before may have ended with the evaluation of this very policy.
             final = self.latest("iteration_end") or {}
             evaluated = final if final.get("policy_version") == self.policy_version else {}
-        figure, how = self.settings.checkpoint.best_by, str(evaluated.get("sampled_how", ""))
-        reward = evaluated.get(figure)
-        if reward is None or (best is not None and best.is_comparable(figure, how) and reward <= best.reward):
+        reward, how = evaluated.get("reward_mean"), str(evaluated.get("sampled_how", ""))
+        if reward is None or (best is not None and best.sampled_how == how and reward <= best.reward):
             return best
         folder = published.folder_name if published is not None else None
-        return BestPolicy(reward, self.policy_version, folder, figure, how)
+        return BestPolicy(reward, self.policy_version, folder, how)
 
     @property
     def reference(self) -> Path | None:
-        """The model folder of the reference policy of the KL term; None without that term (`algorithm.kl_coef`)."""
-        if not self.settings.algorithm.kl_coef:
-            return None
-        published = self.published
-        name = published.needed.reference if published is not None else None
-        return self.named_in(self.paths.checkpoints, name) / "model" if name else self.model
-
-    def needed_beside(self, folder: Path, policy_version: int) -> NeededVersions:
-        """The older versions that must be kept once `folder` is published as `policy_version`."""
-        best = self.best_evaluated if self.settings.checkpoint.keep_best else None
-        every = self.settings.algorithm.kl_reference_every if self.settings.algorithm.kl_coef else 0
-        if not every:
-            return NeededVersions(best)
-        before = self.published.needed.reference if self.published is not None else None
-        return NeededVersions(best, folder.name if policy_version % every == 0 else before or None)
+        """The model folder of the reference policy of the KL term, the run's first model; None without that term (`algorithm.kl_coef`)."""
+        return self.model if self.settings.algorithm.kl_coef else None
 
     def named_in(self, folder: Path, said: object) -> Path:
         """The path of a file in `folder` that a record names, maybe by its path on the node that made it. Raises ProgramFailed.

@@ -49,10 +49,12 @@ from fsbarrier.program import (
 from fsbarrier.protocol.assign import refill_tasks, sample_tasks
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rundir.names import SPLITS
-from fsbarrier.settings.sections import EvalSet, RolloutSettings
+from fsbarrier.settings.sections import EvalSettings, RolloutSettings
 from fsbarrier.sharing import share_out, sharing_events
 
 NOTHING = Value({})
+# How long the processes of an update wait for each other, in seconds.
+COLLECTIVES_TIMEOUT_S = 1800
 SAMPLING_SETTINGS = ("samples", "temperature", "top_p", "top_k", "max_tokens")
 
 # --- rollouts (1-6) ---------------------------------------------------------------------------------------------------
@@ -121,7 +123,7 @@ def text_digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def sampling_of(settings: RolloutSettings | EvalSet) -> dict[str, object]:
+def sampling_of(settings: RolloutSettings | EvalSettings) -> dict[str, object]:
     return {name: getattr(settings, name) for name in SAMPLING_SETTINGS}
 
 
@@ -288,7 +290,7 @@ def eval_rounds(ctx: Context) -> list[JsonObject]:
     first = 0
     for name, one in ctx.settings.eval_sets.items():
         source = ctx.tasks[name]
-        chosen = sample_tasks(source["count"], one.tasks or 0, seed=0, iteration=1)
+        chosen = sample_tasks(source["count"], one.tasks, seed=0, iteration=1)
         rounds.append(
             {
                 "tasks": [first + index for index in chosen],
@@ -305,7 +307,7 @@ def eval_rounds(ctx: Context) -> list[JsonObject]:
 def success_by_set(ctx: Context) -> dict[str, float]:
     """The reward from which a trajectory counts as solved, by the name of the set ("" if there is only one)."""
     named = ctx.settings.eval.sets
-    return {name if named else "": one.success or 0.0 for name, one in ctx.settings.eval_sets.items()}
+    return {name if named else "": one.success for name, one in ctx.settings.eval_sets.items()}
 
 
 def evaluating(ctx: Context) -> RolloutDecision | None:
@@ -434,7 +436,7 @@ def update(ctx: Context) -> Work:
         *(ctx.python, "-P", "-m", "fsbarrier.workers.torchrun"),
         *("--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(processes)),
         *("--master-addr", address, "--master-port", str(port)),
-        *("--max-restarts", "0", "--rdzv-conf", f"timeout={trainer.timeout_s:.0f}"),
+        *("--max-restarts", "0", "--rdzv-conf", f"timeout={COLLECTIVES_TIMEOUT_S}"),
         *("-m", "fsbarrier.workers.update", "--spec", "{spec}"),
     )
     event = "updated" if ctx.node_rank == ctx.leader else ""
@@ -452,9 +454,9 @@ def publish_weights(ctx: Context) -> Work:
 
 
 def publish(ctx: Context, folder: Path, version: int) -> PublishWeights:
-    kept, needed = ctx.settings.checkpoint, ctx.needed_beside(folder, version)
+    kept, best = ctx.settings.checkpoint, ctx.best_evaluated
     trajectories = max(kept.keep_trajectories, ctx.settings.update.recency) if kept.keep_trajectories else 0
-    return PublishWeights(folder, version, kept.keep, ctx.iteration, trajectories, kept.keep_every, needed)
+    return PublishWeights(folder, version, kept.keep, ctx.iteration, trajectories, kept.keep_every, best)
 
 
 def start_engine(ctx: Context) -> Work:

@@ -31,23 +31,21 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "group access": ("shared_group=false", "shared_group=true"),
     "evaluation": (
         "eval_interval=1 eval.tasks=0 eval.samples=2 eval.temperature=0.5 eval.top_p=0.9 eval.top_k=-1 eval.max_tokens=8"
-        " checkpoint.best_by=pass_at_2",
+        "",
         "eval_interval=0",
         "eval_interval=2 eval.tasks=1 eval.samples=1 eval.temperature=0 eval.top_p=none eval.top_k=none eval.success=0.5"
         " eval.max_tokens=none",
         "eval.sets.easy.file=easy.jsonl eval.sets.easy.samples=2 eval.sets.easy.tasks=1 eval.sets.easy.temperature=0.3"
-        " eval.sets.hard.file={bench}/data/test.jsonl eval.sets.hard.top_p=0.5 eval.sets.hard.top_k=none eval.sets.hard.max_tokens=4"
-        " eval.sets.hard.success=0.5 checkpoint.best_by=easy/pass_at_2",
-        "eval.sets.mine.file=none eval.sets.mine.tasks=none eval.sets.mine.samples=none eval.sets.mine.temperature=none"
-        " eval.sets.mine.top_p=none eval.sets.mine.top_k=3 eval.sets.mine.max_tokens=none eval.sets.mine.success=none",
+        " eval.sets.hard.file={bench}/data/test.jsonl",
+        "eval.sets.mine.file=none eval.sets.mine.tasks=none eval.sets.mine.samples=none eval.sets.mine.temperature=none",
     ),
     "how many": ("rollout.tasks=1", "rollout.tasks=3", "rollout.tasks=99"),
     "samples": ("rollout.samples=2", "rollout.samples=3"),
     "temperature": ("rollout.temperature=1.0", "rollout.temperature=0.7"),
     "length": ("rollout.max_tokens=16", "rollout.max_tokens=40"),
     "rollouts": (
-        "rollout.concurrency=1 rollout.prompts_per_request=0 rollout.retries=0",
-        "rollout.concurrency=64 rollout.prompts_per_request=1 rollout.request_timeout_s=20 rollout.retries=1",
+        "rollout.concurrency=1",
+        "rollout.concurrency=64",
     ),
     "seed": ("rollout.seed=0", "rollout.seed=7"),
     "take over": ("rollout.take_over=true", "rollout.take_over=false"),
@@ -58,8 +56,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "rollout.max_refills=0",
     ),
     "agent": (
-        "rollout.agent=none rollout.turn_timeout_s=none",
-        "rollout.agent={bench}/mine.py:Agent rollout.turn_timeout_s=30 rollout.max_error_share=0",
+        "rollout.agent=none",
+        "rollout.agent={bench}/mine.py:Agent rollout.max_error_share=0",
         "rollout.max_error_share=1",
     ),
     "task timeout": ("rollout.task_timeout_s=none", "rollout.task_timeout_s=60"),
@@ -68,8 +66,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "reward.kind=numeric,exact reward.weights=-0.5,1 reward.max_error_share=0",
         "reward.kind={bench}/mine.py:reward reward.timeout_s=20 reward.max_error_share=1 custom.any=1",
         "reward.kind=math,exact",
-        "reward.kind=judge,exact judge.url={judge} judge.model=m judge.api_key_env=JUDGE_KEY judge.concurrency=1 judge.retries=0",
-        "reward.kind={bench}/mine.py:judged judge.url={judge} judge.model=m judge.api_key_env=none judge.timeout_s=20 judge.retries=1",
+        "reward.kind=judge,exact judge.url={judge} judge.model=m judge.api_key_env=JUDGE_KEY judge.concurrency=1",
+        "reward.kind={bench}/mine.py:judged judge.url={judge} judge.model=m judge.api_key_env=none",
     ),
     "preset": (
         "algorithm.preset=none",
@@ -88,40 +86,38 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "algorithm.aggregation=token-mean",
         "algorithm.aggregation=seq-mean-token-mean",
         "algorithm.aggregation=seq-mean-token-sum",
-        "algorithm.aggregation=seq-mean-token-sum-norm algorithm.aggregation_length=none",
-        "algorithm.aggregation=seq-mean-token-sum-norm algorithm.aggregation_length=8",
+        "algorithm.aggregation=seq-mean-token-sum-norm",
     ),
     "advantage": tuple(
         f"algorithm.advantage={name}"
         for name in ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
     ),
     "advantages": (
-        "algorithm.normalize_std=true algorithm.drop_zero_signal=true algorithm.length_penalty=0",
-        "algorithm.normalize_std=false algorithm.drop_zero_signal=false algorithm.length_penalty=0.5",
+        "algorithm.normalize_std=true algorithm.drop_zero_signal=true",
+        "algorithm.normalize_std=false algorithm.drop_zero_signal=false",
     ),
     "truncated": (
         "algorithm.truncated=keep",
         "algorithm.truncated=mask",
-        "algorithm.truncated=shape algorithm.overlong_buffer=none",
-        "algorithm.truncated=shape algorithm.overlong_buffer=4 algorithm.overlong_penalty=2",
+        "algorithm.truncated=shape",
     ),
     "old log-probabilities": (
         "algorithm.old_logprobs=auto algorithm.mismatch=token_tis algorithm.mismatch_high=3",
-        "algorithm.old_logprobs=trainer algorithm.mismatch=icepop algorithm.mismatch_low=0.2",
+        "algorithm.old_logprobs=trainer algorithm.mismatch=icepop",
         "algorithm.old_logprobs=engine algorithm.mismatch=none",
         "algorithm.mismatch=sequence_mask",
     ),
     "reference": (
         "algorithm.kl_coef=0",
-        "algorithm.kl_coef=0.1 algorithm.kl_estimator=k1 algorithm.kl_reference_every=2",
-        "algorithm.kl_coef=0.1 algorithm.kl_estimator=k2 algorithm.kl_reference_every=0",
+        "algorithm.kl_coef=0.1 algorithm.kl_estimator=k1",
+        "algorithm.kl_coef=0.1 algorithm.kl_estimator=k2",
         "algorithm.kl_coef=0.1 algorithm.kl_estimator=k3",
     ),
     "entropy": ("algorithm.entropy_coef=0", "algorithm.entropy_coef=0.01"),
     "gap": ("algorithm.max_logprob_gap=none", "algorithm.max_logprob_gap=0.5"),
     "optimizer": (
         "optimizer.lr=1e-6",
-        "optimizer.lr=1e-4 optimizer.betas=0.8,0.9 optimizer.eps=1e-6",
+        "optimizer.lr=1e-4 optimizer.betas=0.8,0.9",
     ),
     "decay": (
         "optimizer.weight_decay=0 optimizer.grad_clip=1",
@@ -130,12 +126,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "schedule": (
         "optimizer.schedule=constant optimizer.warmup_steps=0 optimizer.decay_steps=none",
         "optimizer.schedule=linear optimizer.warmup_steps=1 optimizer.decay_steps=3",
-        "optimizer.schedule=cosine optimizer.warmup_steps=2 optimizer.decay_steps=100 optimizer.min_lr_ratio=1",
+        "optimizer.schedule=cosine optimizer.warmup_steps=2 optimizer.decay_steps=100",
     ),
     "batches": (
-        "trainer.minibatch=1 trainer.micro_batch=1 trainer.epochs=2",
-        "trainer.minibatch=256 trainer.micro_batch=none trainer.epochs=1",
-        "trainer.minibatch=3 trainer.micro_batch=2 trainer.max_tokens_per_micro_batch=1 trainer.max_logits_mb=1",
+        "trainer.minibatch=1 trainer.epochs=2",
+        "trainer.minibatch=256 trainer.epochs=1",
+        "trainer.minibatch=3 trainer.max_tokens_per_micro_batch=1",
     ),
     "memory": (
         "trainer.gradient_checkpointing=none",
@@ -151,29 +147,28 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "trainer": (
         "trainer.backend=torch trainer.shard=auto trainer.processes_per_node=0",
         "trainer.shard=none trainer.offload=none trainer.processes_per_node=1",
-        "trainer.shard=node trainer.processes_per_node=2 trainer.timeout_s=60",
+        "trainer.shard=node trainer.processes_per_node=2",
         "trainer.shard=all trainer.offload=all",
         "trainer.offload=optimizer",
     ),
     "kept": ("trainer.keep=auto", "trainer.keep=process", "trainer.keep=nothing"),
     "replay": (
-        "update.recency=1 update.groups=none",
-        "update.recency=2 update.recency_power=0 update.groups=1",
-        "update.recency=3 update.groups=5",
+        "update.recency=1",
+        "update.recency=2",
+        "update.recency=3",
     ),
     "engines": (
         "engine.replicas=0 engine.tensor_parallel_size=1",
         "engine.replicas=2 engine.start_timeout_s=30",
-        "engine.kv_cache_mb=64 engine.extra_args='--max-num-seqs 8'",
-        "engine.kv_cache_mb=none engine.gpu_memory_utilization=0.5 engine.tensor_parallel_size=2",
+        "engine.extra_args='--max-num-seqs 8'",
+        "engine.gpu_memory_utilization=0.5 engine.tensor_parallel_size=2",
         "engine.url={engine} engine.api_key_env=ENGINE_KEY",
         "debug_mode=true engine.url={engine} engine.api_key_env=ENGINE_KEY",
     ),
     "longest": ("engine.max_model_len=64", "engine.max_model_len=4096"),
-    "release": tuple(f"engine.release={name}" for name in ("auto", "sleep", "stop", "keep")),
     "checkpoints": (
-        "checkpoint.keep=1 checkpoint.keep_every=1 checkpoint.keep_best=false checkpoint.trainer_every=1",
-        "checkpoint.keep=3 checkpoint.keep_every=2 checkpoint.keep_best=true checkpoint.trainer_every=2 checkpoint.keep_trajectories=1",
+        "checkpoint.keep=1 checkpoint.keep_every=1 checkpoint.trainer_every=1",
+        "checkpoint.keep=3 checkpoint.keep_every=2 checkpoint.trainer_every=2 checkpoint.keep_trajectories=1",
         "checkpoint.keep_every=0 checkpoint.keep_trajectories=0",
     ),
     "copies": (

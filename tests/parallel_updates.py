@@ -71,9 +71,9 @@ class Case:
         self.text = text
         place, self.shard, micro_batch, *more = text.split(":")
         self.nodes, self.per_node = map(int, place.split("x"))
+        # A trajectory of this batch has about eight tokens.
         in_tokens = micro_batch.endswith("t")
-        self.micro_batch = None if in_tokens else int(micro_batch)
-        self.tokens = int(micro_batch[:-1]) if in_tokens else 8192
+        self.tokens = int(micro_batch[:-1]) if in_tokens else 8 * int(micro_batch)
         self.dtype = "bfloat16" if "bf16" in more else "float32"
         self.offload = next((one for one in more if one in ("optimizer", "all")), "none")
         self.zero = next((int(one[-1]) for one in more if one.startswith("zero")), None)
@@ -113,7 +113,6 @@ class Case:
         trainer_settings = {
             "shard": self.shard,
             "offload": self.offload,
-            "micro_batch": self.micro_batch,
             "max_tokens_per_micro_batch": self.tokens,
             "dtype": self.dtype,
             "gradient_checkpointing": self.checkpointing,
@@ -150,7 +149,7 @@ class Case:
             if "lora_B" in name:
                 one.data.fill_(0.02)
         if recompute:
-            batch = recomputed(trainer, batch, self.micro_batch, self.tokens)
+            batch = recomputed(trainer, batch, self.tokens)
         tensors = trainer.backend.state(0, without_weights=False).tensors
         before = {name: whole(tensors[f"weight/{name}"]) for name in trained}
         sums = step(trainer, batch, chosen, folder)
@@ -179,10 +178,10 @@ def whole(tensor: Any) -> Tensor:
     return whole_tensor(tensor, torch.float32).clone()
 
 
-def recomputed(trainer: Trainer, batch: TrainingBatch, most: int | None, most_tokens: int) -> TrainingBatch:
+def recomputed(trainer: Trainer, batch: TrainingBatch, most_tokens: int) -> TrainingBatch:
     """The batch with the trainer's own log-probabilities, of this process's sequences, before anything is trained."""
     logprobs, processes = batch.logprobs.clone(), trainer.processes
-    chosen = {"most": most, "most_tokens": most_tokens, "packed": trainer.packs}
+    chosen = {"most_tokens": most_tokens, "packed": trainer.packs}
     for indices in plan(batch.steps[0].tolist(), batch.lengths(), processes.world, **chosen)[processes.rank]:
         micro = MicroBatch.of(
             batch, indices or batch.steps[0][:1].tolist(), processes.device, packed=trainer.packs

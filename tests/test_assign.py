@@ -14,7 +14,7 @@ from fsbarrier.loader import load_module
 from fsbarrier.program import Context, PartOnDisk, ServeWeights, Value
 from fsbarrier.protocol.facts import Member, Position
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.settings.sections import CheckpointSettings, EvalSet, EvalSettings, RolloutSettings, Settings
+from fsbarrier.settings.sections import EvalSet, EvalSettings, RolloutSettings, Settings
 from fsbarrier.settings.value_types import RlPhase
 
 rl = load_module("rl")
@@ -205,61 +205,32 @@ def test_the_sets_of_an_evaluation_are_shared_out_one_by_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("figure", "before", "final", "best"),
+    ("before", "how", "final", "best"),
     [
-        ("reward_mean", None, None, (0.6, 2)),
-        ("aime/pass_at_8", None, None, (0.1, 2)),
-        ("aime/pass_at_8", 0.2, None, (0.2, 1)),
-        ("reward_mean", 0.7, None, (0.7, 1)),
+        (None, "", None, (0.6, 2)),
+        (0.7, "abc", None, (0.7, 1)),
+        (0.5, "abc", None, (0.6, 2)),
+        # It was sampled otherwise: 0.7 was not better than 0.6.
+        (0.7, "def", None, (0.6, 2)),
         # The session before ended with the evaluation of this very policy; this iteration has none.
-        ("reward_mean", 0.7, 2, (0.8, 2)),
-        ("reward_mean", 0.7, 1, (0.7, 1)),
+        (0.7, "abc", 2, (0.8, 2)),
+        (0.7, "abc", 1, (0.7, 1)),
     ],
 )
-def test_the_best_policy_is_best_by_the_figure_that_was_chosen(
-    figure: str, before: float | None, final: int | None, best: tuple[float, int]
+def test_the_best_policy_has_the_highest_reward_of_those_sampled_in_one_way(
+    before: float | None, how: str, final: int | None, best: tuple[float, int]
 ) -> None:
     published: dict[str, Any] = {"policy_version": 2, "folder": "/run/checkpoints/policy-000002.g0001"}
     if before is not None:
-        published |= {"best_reward": before, "best_policy_version": 1, "best_folder": None}
+        known = {"best_reward": before, "best_policy_version": 1, "best_folder": None}
+        published |= {**known, "best_sampled_how": how}
     decisions = {"weights_publish": {"iteration": 2, "value": published}}
     if final is None:
-        figures = {"reward_mean": 0.6, "aime/pass_at_8": 0.1}
-        decisions["eval_rollout"] = {"iteration": 3, "value": figures}
+        decisions["eval_rollout"] = {"iteration": 3, "value": {"reward_mean": 0.6, "sampled_how": "abc"}}
     else:
-        decisions["iteration_end"] = {"iteration": 2, "value": {"reward_mean": 0.8, "policy_version": final}}
-    settings = Settings(checkpoint=CheckpointSettings(best_by=figure))
-    found = context(settings=settings, decisions=decisions).best_evaluated
-    assert found is not None and (found.reward, found.version) == best
-
-
-@pytest.mark.parametrize(
-    ("measured", "figure", "best"),
-    [
-        ("reward_mean abc", "reward_mean", (0.7, 1)),
-        # An older version of fsbarrier did not say how it sampled.
-        ("reward_mean ", "reward_mean", (0.7, 1)),
-        # It was sampled otherwise, or is another figure: 0.7 was not better than 0.6.
-        ("reward_mean def", "reward_mean", (0.6, 2)),
-        ("pass_at_8 abc", "reward_mean", (0.6, 2)),
-        # This evaluation has no such figure to be compared.
-        ("reward_mean abc", "pass_at_8", (0.7, 1)),
-    ],
-)
-def test_only_figures_of_one_kind_are_compared(measured: str, figure: str, best: tuple[float, int]) -> None:
-    published = {"policy_version": 2, "folder": "/run/checkpoints/policy-000002.g0001"}
-    published |= {
-        "best_reward": 0.7,
-        "best_policy_version": 1,
-        "best_folder": None,
-        "best_measured": measured,
-    }
-    decisions = {
-        "weights_publish": {"iteration": 2, "value": published},
-        "eval_rollout": {"iteration": 3, "value": {"reward_mean": 0.6, "sampled_how": "abc"}},
-    }
-    settings = Settings(checkpoint=CheckpointSettings(best_by=figure))
-    found = context(settings=settings, decisions=decisions).best_evaluated
+        value = {"reward_mean": 0.8, "policy_version": final, "sampled_how": "abc"}
+        decisions["iteration_end"] = {"iteration": 2, "value": value}
+    found = context(settings=Settings(), decisions=decisions).best_evaluated
     assert found is not None and (found.reward, found.version) == best
 
 

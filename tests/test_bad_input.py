@@ -378,8 +378,8 @@ CASES = {
         ["eval.sets.aime.file=no.jsonl:", "data/no.jsonl is not a file"],
     ),
     "a set that the model cannot read": (
-        RL.replace("--model model", "--model short") + "eval.sets.test.max_tokens=64 rollout.max_tokens=8",
-        ["eval.sets.test.max_tokens=64: leaves no room", "64 positions"],
+        RL.replace("--model model", "--model short") + "eval.max_tokens=64 rollout.max_tokens=8",
+        ["eval.max_tokens=64: leaves no room", "64 positions"],
     ),
     "a set that the built-in task has not": (
         "run eval.sets.aime.samples=2",

@@ -248,7 +248,7 @@ def test_the_real_vllm_serves_reloads_and_comes_back(tmp_path: Path, monkeypatch
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     first, second = make_model(tmp_path / "first", 1), make_model(tmp_path / "second", 2)
-    settings = resolve([], {"rollout.max_tokens": 8, "engine.kv_cache_mb": 64})
+    settings = resolve([], {"rollout.max_tokens": 8})
     engine = Engine(settings.engine, log_file=tmp_path / "vllm.log", work_dir=tmp_path / "work")
     try:
         info = engine.ensure(first, 0, cancel=NEVER)

@@ -41,7 +41,7 @@ def prompts_at(fake: Fake) -> list[str]:
 def test_work_is_spread_and_a_group_stays_where_it_is(tmp_path: Path, fakes: list[Fake]) -> None:
     # Everything waits at the gates until all is sent.
     prompts = [f"{letter}a!gate=" for letter in "bcdefghi"]
-    spec = spec_for(tmp_path, fakes, prompts, **{"rollout.prompts_per_request": 2})
+    spec = spec_for(tmp_path, fakes, prompts, **{"rollout.concurrency": 4})
     process = start(spec)
 
     def all_is_sent() -> bool:
@@ -73,7 +73,7 @@ def test_the_last_prompts_are_spread_over_the_engines(tmp_path: Path, fakes: lis
 def test_the_other_engines_finish_what_a_dead_one_had_begun(
     tmp_path: Path, fakes: list[Fake], agent: bool
 ) -> None:
-    changes: dict[str, Any] = {"rollout.prompts_per_request": 1, "engine.start_timeout_s": 60.0}
+    changes: dict[str, Any] = {"rollout.concurrency": 2, "engine.start_timeout_s": 60.0}
     if agent:
         (tmp_path / "mine.py").write_text(AGENT)
         changes |= {"rollout.agent": f"{tmp_path}/mine.py:Twice"}

@@ -35,7 +35,7 @@ class StandIn(ThreadingHTTPServer):
 
     def settings(self, **changes: Any) -> JudgeSettings:
         own = {"url": f"http://127.0.0.1:{self.server_port}/v1", "model": "wise", "api_key_env": "JUDGE_KEY"}
-        return JudgeSettings(**{**own, "retries": 1, **changes})
+        return JudgeSettings(**{**own, **changes})
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -115,8 +115,8 @@ def test_the_judge_is_asked_again_where_that_may_help(judge: StandIn) -> None:
 
 
 def test_the_judge_has_a_time_limit_and_a_key(judge: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    (late,) = scores("judge", judge.settings(timeout_s=0.1), "hang")
-    assert late.error is not None and "does not answer" in late.error and len(judge.asked) == 2
+    (late,) = scores("judge", judge.settings(), "hang", timeout_s=0.1)
+    assert late.error is not None and "does not answer" in late.error and len(judge.asked) == 4
     monkeypatch.delenv("JUDGE_KEY")
     (locked,) = scores("judge", judge.settings(), "say 1")
     assert locked.error == "the judge refuses: HTTP 401: not now"
@@ -174,7 +174,9 @@ def test_an_answer_is_bounded_and_no_password_is_stored(question: str, says: str
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
     async def ask(port: int) -> str:
-        judge = Judge(JudgeSettings(url=f"http://me:hidden@127.0.0.1:{port}/v1", model="wise", retries=0))
+        judge = Judge(
+            JudgeSettings(url=f"http://me:hidden@127.0.0.1:{port}/v1", model="wise"), timeout_s=60.0
+        )
         try:
             with pytest.raises(JudgeError) as failed:
                 await judge.ask(question)

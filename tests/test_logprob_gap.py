@@ -32,7 +32,7 @@ def sampled_by(folder: Path, off_by: dict[tuple[int, int], float], length: int =
                 group.append({**one, "node_rank": node, "replica": replica})
             groups.append(group)
     write_groups(folder / "merged", groups)
-    work = Bench(folder, settings(trainer__minibatch=100, trainer__micro_batch=5))
+    work = Bench(folder, settings(trainer__minibatch=100))
     work.prepare()
     return work
 

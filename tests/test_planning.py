@@ -437,7 +437,6 @@ def test_four_billion_on_many_accelerators(
     [
         # Three that are kept, one that is written, and the best.
         ({}, 5),
-        ({"checkpoint.keep_best": False}, 4),
         ({"eval_interval": 0}, 4),
         # The one before the newest stays all the same.
         ({"checkpoint.keep": 1}, 4),

@@ -76,13 +76,9 @@ def test_what_was_cut_off_is_kept_masked_or_shaped(tmp_path: Path) -> None:
 
     assert weights() == [0.5, -0.5, 0.5, -0.5]
     assert weights(algorithm__truncated="mask") == [0.5, -0.5]
-    # They lose 0.5 each, and so the mean loses 0.25.
-    shaped = {"algorithm__truncated": "shape", "algorithm__overlong_penalty": 0.5}
-    assert weights(**shaped) == [0.75, -0.25, 0.25, -0.75]
-    assert weights(**shaped, algorithm__overlong_buffer=4) == [0.625, -0.375, 0.375, -0.625]
+    # They lose 1 each, and so the mean loses 0.5.
+    assert weights(algorithm__truncated="shape") == [1, 0, 0, -1]
     assert weights(algorithm__truncated="mask", algorithm__loss="rft") == [1]
-    # Two of four tokens cost 0.2, four of them 0.4.
-    assert weights(algorithm__length_penalty=0.4) == [0.6, -0.4, 0.4, -0.6]
 
 
 def test_a_batch_may_decide_what_its_sequences_weigh(tmp_path: Path) -> None:
@@ -188,18 +184,15 @@ def test_minibatches_cover_each_epoch_once() -> None:
 @given(
     lengths=st.lists(st.integers(2, 50), min_size=1, max_size=40),
     world=st.integers(1, 5),
-    most=st.none() | st.integers(1, 8),
     most_tokens=st.integers(1, 200),
     packed=st.booleans(),
 )
 def test_a_plan_deals_out_every_trajectory_once(
-    lengths: list[int], world: int, most: int | None, most_tokens: int, packed: bool
+    lengths: list[int], world: int, most_tokens: int, packed: bool
 ) -> None:
     from fsbarrier.training.micro_batch import plan
 
-    planned = plan(
-        list(range(len(lengths))), lengths, world, most=most, most_tokens=most_tokens, packed=packed
-    )
+    planned = plan(list(range(len(lengths))), lengths, world, most_tokens=most_tokens, packed=packed)
     assert sorted(i for rank in planned for micro in rank for i in micro) == list(range(len(lengths)))
     assert len(planned) == world and len({len(rank) for rank in planned}) == 1
 
@@ -209,10 +202,9 @@ def test_a_plan_deals_out_every_trajectory_once(
 
     for rank in planned:
         for micro, following in zip(rank, [*rank[1:], []], strict=True):
-            assert len(micro) <= (most or len(micro))
             assert len(micro) <= 1 or tokens(micro) <= most_tokens
             # None ends while there is room for the next one.
-            if following and len(micro) != most:
+            if following:
                 assert tokens([*micro, following[0]]) > most_tokens
 
 
@@ -263,25 +255,21 @@ def replayed(work: Bench, **changes: Any) -> tuple[dict[str, Any], list[int]]:
 def test_a_batch_is_drawn_from_the_last_iterations_the_later_the_likelier(tmp_path: Path) -> None:
     counts = {1: 0, 2: 0, 3: 0}
     for seed in range(30):
-        work = Bench(tmp_path, settings(update__recency=3, update__groups=6, rollout__seed=seed))
+        work = Bench(tmp_path, settings(update__recency=3, rollout__seed=seed))
         result, first = replayed(work)
-        assert len(first) == len(set(first)) * 2 == 12 and first == sorted(first, key=lambda t: -(t // 10))
+        assert len(first) == len(set(first)) * 2 == 16 and first == sorted(first, key=lambda t: -(t // 10))
         assert result["replayed"] == sum(task < 30 for task in first) and result["groups"] == 27
         for task in set(first):
             counts[task // 10] += 1
     assert counts[3] > 1.3 * counts[2] > 2.6 * counts[1] > 0  # weights 1, 4/9 and 1/9
-    again = replayed(Bench(tmp_path, settings(update__recency=3, update__groups=6, rollout__seed=29)))
-    assert len(replayed(Bench(tmp_path, settings(update__recency=3)))[1]) == 16  # as many as the newest has
+    again = replayed(Bench(tmp_path, settings(update__recency=3, rollout__seed=29)))
     assert again[1] == first
 
 
-def test_so_many_groups_as_set_from_what_is_still_there(tmp_path: Path) -> None:
-    work = Bench(tmp_path, settings(update__recency=3, update__groups=20))
-    assert len(replayed(work)[1]) == 40
+def test_an_iteration_whose_rollouts_are_gone_is_left_out_unless_it_is_the_newest(tmp_path: Path) -> None:
+    work = Bench(tmp_path, settings(update__recency=3))
     merged = [str(tmp_path / name) for name in ("i3", "gone", "i1")]
-    assert len(replayed(work, merged=merged)[1]) == 32  # all there are
-    work.nested["update"] |= {"recency": 1, "groups": 3}
-    assert len(replayed(work, merged=merged[:1])[1]) == 6
+    assert len(replayed(work, merged=merged)[1]) == 16
     with pytest.raises(
         UsageError, match=r"gone: no such file, so iteration 3 has nothing .* \(--rl-phase rollout\)"
     ):

@@ -227,7 +227,7 @@ def test_a_node_that_dies_in_a_refill_costs_only_what_it_had_in_flight(tmp_path:
     flags += ("engine.api_key_env=VLLM_API_KEY", f"rollout.samples={SAMPLES}", "rollout.tasks=4")
     flags += (
         "rollout.max_refills=2",
-        "rollout.prompts_per_request=1",
+        "rollout.concurrency=2",
         "rollout.max_tokens=32",
         "engine.max_model_len=64",
     )

@@ -122,7 +122,8 @@ def test_the_best_evaluated_is_handed_on(tmp_path: Path) -> None:
         )
         folder = RunPaths(tmp_path).checkpoint(iteration, 2)
         known = {"policy_version": iteration, "folder": str(folder)}
-        return {**known, **rl.publish(context, folder, iteration).needed.as_json()}
+        best = rl.publish(context, folder, iteration).best
+        return known | (best.as_json() if best is not None else {})
 
     one = publication(1, 0.5, None)
     assert (one["best_policy_version"], one["best_folder"]) == (0, None)
@@ -132,29 +133,6 @@ def test_the_best_evaluated_is_handed_on(tmp_path: Path) -> None:
     four = publication(4, 0.6, three)
     assert (four["best_policy_version"], four["best_reward"]) == (1, 0.7)
     assert "best_reward" not in publication(1, None, None)
-
-
-def test_the_reference_policy_moves_every_so_often_and_is_kept(tmp_path: Path) -> None:
-    from fsbarrier.program import Context, Phase
-    from fsbarrier.settings.sections import AlgorithmSettings, Settings
-
-    settings = Settings(algorithm=AlgorithmSettings(kl_coef=0.1, kl_reference_every=2))
-    context = Context(
-        *("run", RunPaths(tmp_path), settings, {}, Path("first"), 0, 1, (), 0, 1, 1, 0),
-        phase=Phase(11, "weights_publish"),
-        decisions={},
-        python="python",
-    )
-    held_against = []
-    for version in range(1, 6):
-        held_against.append(context.reference)
-        needed = context.needed_beside(RunPaths(tmp_path).checkpoint(version, 1), version)
-        value = {"policy_version": version, **needed.as_json()}
-        published = {"weights_publish": {"iteration": version, "value": value}}
-        context = replace(context, iteration=version + 1, decisions=published)
-    second, fourth = (RunPaths(tmp_path).checkpoint(version, 1) / "model" for version in (2, 4))
-    assert held_against == [Path("first"), Path("first"), second, second, fourth]
-    assert replace(context, settings=Settings()).reference is None
 
 
 def test_an_update_draws_from_the_iterations_that_are_set(tmp_path: Path) -> None:

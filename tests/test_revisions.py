@@ -147,7 +147,7 @@ def test_every_setting_says_whether_it_changes_and_why_not() -> None:
     for name in known_names():
         assert changes_of(name) is not Changes.NEVER or fixed_because(name), name
     assert changes_of("optimizer.lr") is Changes.NEXT_ITERATION
-    assert changes_of("trainer.micro_batch") is Changes.AT_ONCE
+    assert changes_of("checkpoint.keep") is Changes.AT_ONCE
     assert changes_of("model") is changes_of("algorithm.loss") is changes_of("custom.x") is Changes.NEVER
 
 
@@ -199,7 +199,6 @@ def test_what_was_changed_holds_for_starts_that_do_not_repeat_it(run: Path) -> N
             "it cannot change, because all nodes must use the same failure-detection timeouts",
         ),
         (["optimizer.lr=-1"], "optimizer.lr: must be greater than 0"),
-        (["trainer.micro_batch=512"], "trainer.micro_batch=512: must not exceed trainer.minibatch=256"),
         (["num_nodes=2", "rank_weights=1,2,3"], "rank_weights=1,2,3: 3 weights for 2 nodes"),
         (["update.recency=2", "rollout.temperature=0.5"], "cannot change while update.recency is above 1"),
     ],
@@ -213,7 +212,7 @@ def test_what_is_not_safe_is_refused_with_the_reason(run: Path, words: list[str]
 
 @pytest.fixture
 def with_sets(tmp_path: Path) -> Path:
-    words = ("eval.sets.aime.samples=8", "eval.sets.gsm.file=test.jsonl", "checkpoint.best_by=aime/pass_at_8")
+    words = ("eval.sets.aime.samples=8", "eval.sets.gsm.file=test.jsonl")
     start(tmp_path / "run", "program=ping", *words, master=True)
     return tmp_path / "run"
 
@@ -253,10 +252,6 @@ def test_a_set_of_held_out_tasks_changes_in_all_but_its_file(with_sets: Path) ->
             "this run has no set math (its sets are aime, gsm), and sets cannot be added",
         ),
         (["eval.sets.math.file=math.jsonl"], "begin another run from this one's policy (init_from="),
-        (
-            ["eval.sets.aime.samples=4"],
-            "checkpoint.best_by=aime/pass_at_8: no evaluation produces this metric",
-        ),
         (["eval.sets.aime.samples=0"], "eval.sets.aime.samples: must be 1 or more"),
     ],
 )

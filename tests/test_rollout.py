@@ -69,7 +69,7 @@ def make_spec(folder: Path, url: str, prompts: list[Any], **changes: Any) -> Pat
         answer = "".join(sorted(text.partition("=")[0].partition("!")[0]))
         lines.append(json.dumps({"prompt": prompt, "answer": answer, "level": 3}) + "\n")
     (folder / "train.jsonl").write_text("".join(lines))
-    defaults: dict[str, Any] = {"rollout.max_tokens": 8, "engine.max_model_len": 64, "rollout.retries": 2}
+    defaults: dict[str, Any] = {"rollout.max_tokens": 8, "engine.max_model_len": 64}
     defaults |= {name: changes.pop(name) for name in list(changes) if "." in name}
     sampling = {
         "samples": SAMPLES,
@@ -305,7 +305,7 @@ def test_an_engine_that_is_not_there_is_one_line(tmp_path: Path, fake: Fake) -> 
     fake.process.wait()
     done = run(spec)
     assert done.code == 1
-    assert_one_line(done.stderr, f"the engine at {fake.url} does not answer", "ConnectError", "(3 tries)")
+    assert_one_line(done.stderr, f"the engine at {fake.url} does not answer", "ConnectError", "(4 tries)")
 
 
 def test_a_wrong_key_is_one_line(tmp_path: Path, fake: Fake) -> None:

@@ -109,7 +109,6 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
             "rollout.completion_threshold=0.9: not supported with rollout.max_refills=2, because a round must be complete",
         ),
         (["eval.max_tokens=4096"], "eval.max_tokens=4096: leaves no room"),
-        (["trainer.minibatch=16", "trainer.micro_batch=17"], "must not exceed trainer.minibatch=16"),
         (["trainer.attention=flash_attention_2", "trainer.dtype=float32"], "supports only bfloat16"),
         (["rollout.temperature=0"], "rollout.temperature=0.0: all samples of a task would be identical"),
         (["rollout.samples=1"], "algorithm.loss=grpo compares the samples of a task"),
@@ -131,10 +130,6 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
             "algorithm.mismatch=icepop: needs the trainer's log-probabilities",
         ),
         (
-            ["algorithm.overlong_buffer=600"],
-            "algorithm.overlong_buffer=600: must not exceed rollout.max_tokens=512",
-        ),
-        (
             ["rollout.top_p=0.9"],
             "rollout.top_p=0.9: training rollouts for algorithm.loss=grpo must sample from",
         ),
@@ -148,18 +143,6 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
         (
             ["eval.samples=4", "eval.sets.a.temperature=0"],
             "eval.sets.a.samples=4: all samples of a task are identical at eval.sets.a.temperature=0",
-        ),
-        (
-            ["eval.sets.a.max_tokens=5000"],
-            "eval.sets.a.max_tokens=5000: leaves no room for a prompt in engine.max_model_len=2048",
-        ),
-        (
-            ["eval.samples=2", "checkpoint.best_by=pass_at_4"],
-            "available: reward_mean, pass_at_2, majority_at_2, and reward/SOURCE for the mean reward of one source",
-        ),
-        (
-            ["eval.sets.a.samples=2", "checkpoint.best_by=pass_at_2"],
-            "available: reward_mean, a/reward, a/pass_at_2",
         ),
         (["hello"], "unexpected argument 'hello'; settings are written key=value"),
         (["num-nodes"], "unexpected argument 'num-nodes'; did you mean --num-nodes?"),
@@ -213,17 +196,23 @@ def test_later_sources_win_and_defaults_lie_below(tmp_path: Path) -> None:
 
 def test_sets_of_held_out_tasks_come_from_a_file_and_from_words(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
-    config.write_text("[eval]\nsamples = 2\n[eval.sets.aime]\nsamples = 32\ntop_p = 0.9\n[eval.sets.plain]\n")
-    words = ["eval.sets.aime.samples=8", "eval.sets.gsm.file=test.jsonl", "checkpoint.best_by=aime/pass_at_8"]
+    config.write_text(
+        "[eval]\nsamples = 2\n[eval.sets.aime]\nsamples = 32\ntemperature = 0.9\n[eval.sets.plain]\n"
+    )
+    words = ["eval.sets.aime.samples=8", "eval.sets.gsm.file=test.jsonl"]
     chosen = resolving.resolve([*from_file(config, KNOWN), *from_words(words, KNOWN)])
     assert chosen.eval.sets == {
-        "aime": EvalSet(samples=8, top_p=0.9),
+        "aime": EvalSet(samples=8, temperature=0.9),
         "plain": EvalSet(),
         "gsm": EvalSet(file="test.jsonl"),
     }
     complete = chosen.eval_sets
     assert list(complete) == ["aime", "gsm", "plain"]
-    assert (complete["plain"].samples, complete["plain"].max_tokens, complete["aime"].top_p) == (2, 512, 0.9)
+    assert (complete["plain"].samples, complete["plain"].max_tokens, complete["aime"].temperature) == (
+        2,
+        512,
+        0.9,
+    )
     assert Settings.from_json(json.loads(json.dumps(chosen.as_json()))) == chosen
     inline = resolve("eval.sets={aime={samples=3}}", "eval.sets.aime.tasks=7", "eval.sets.b={}").eval.sets
     assert inline == {"aime": EvalSet(samples=3, tasks=7), "b": EvalSet()}

@@ -309,7 +309,7 @@ def test_what_a_recovery_records_knows_the_newest_starts_and_hands_the_settings_
     assert generation.members == (Member(0, 2), Member(1, 3)) and generation.revisions == (changed,)
 
 
-def test_a_recovered_run_keeps_its_best_version_and_its_reference_policy(tmp_path: Path) -> None:
+def test_a_recovered_run_keeps_its_best_version(tmp_path: Path) -> None:
     paths, store = RunPaths(tmp_path), PosixStore()
     for folder in (paths.joins, paths.generations):
         store.make_dir(folder)
@@ -324,7 +324,7 @@ def test_a_recovered_run_keeps_its_best_version_and_its_reference_policy(tmp_pat
     checkpoints.write_manifest(served, 7)
     checkpoints.publish_link(tmp_path, served)
     beside = {"best_reward": 0.5, "best_policy_version": 3, "best_folder": "policy-000003.g0001"}
-    beside |= {"best_measured": "reward_mean one", "reference_folder": "policy-000004.g0001"}
+    beside["best_sampled_how"] = "one"
     journal = Journal(paths.journal(0, 1), run_id="run", node_rank=0, incarnation=1)
     for number in (6, 7):
         value = {**beside, "folder": str(paths.checkpoint(number, 1)), "best_policy_version": number - 4}
@@ -370,7 +370,9 @@ def test_nodes_of_other_versions_are_refused_and_the_run_goes_on(tmp_path: Path)
         cluster.start(1)
         cluster.in_phase(1, 2)
         cluster.kill(1)
-        cluster.env[1] = other_clone(tmp_path / "code", "phases/rl.py", "math.ceil", "math.floor")
+        cluster.env[1] = other_clone(
+            tmp_path / "code", "phases/rl.py", "COLLECTIVES_TIMEOUT_S = 1800", "COLLECTIVES_TIMEOUT_S = 1801"
+        )
         cluster.start(1)
         assert cluster.wait() == {0: 0, 1: 2}
         assert "start all nodes with the same fsbarrier and program" in cluster.said(1)

@@ -453,7 +453,7 @@ def test_norms_and_biases_do_not_decay(tmp_path: Path) -> None:
 def test_a_try_after_a_failure_takes_less_at_a_time(tmp_path: Path) -> None:
     import torch
 
-    work = bench(tmp_path, trainer__micro_batch=8, trainer__max_tokens_per_micro_batch=64)
+    work = bench(tmp_path, trainer__max_tokens_per_micro_batch=64)
     work.prepare()
     first = work.update("v1")
     second = work.update("w1", attempt=1)

@@ -19,7 +19,7 @@ def test_a_schedule_of_learning_rates_goes_on_from_update_to_update(
     bench: Bench, tmp_path: Path, keep: str
 ) -> None:
     schedule = ("optimizer.lr=8e-6", "optimizer.warmup_steps=2", "optimizer.schedule=linear")
-    more = (*ONE_STEP, *schedule, "optimizer.decay_steps=6", "optimizer.min_lr_ratio=0")
+    more = (*ONE_STEP, *schedule, "optimizer.decay_steps=6")
     # The second session is a restart.
     for last in (2, 4):
         words = ("--iterations", str(last), f"trainer.keep={keep}")
@@ -35,7 +35,7 @@ def test_replayed_samples_are_corrected_for_the_policy_that_sampled_them(
 
     def updates(name: str, recency: int) -> list[dict[str, Any]]:
         learning = ("optimizer.lr=0.03", "optimizer.warmup_steps=0", "algorithm.old_logprobs=trainer")
-        iterations = ("--iterations", "2", f"update.recency={recency}", "update.groups=4")
+        iterations = ("--iterations", "2", f"update.recency={recency}")
         run = tmp_path / name
         # The second update is of a session of its own.
         bench.run(run, *ONE_STEP, *learning, "--iterations", "1", *iterations[2:]).check()

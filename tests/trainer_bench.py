@@ -32,7 +32,7 @@ def settings(**overrides: Any) -> dict[str, Any]:
     """Resolved settings; `section__name=value` changes one."""
     nested = Settings().as_json()
     nested["optimizer"]["lr"] = 1e-3
-    nested["trainer"] |= {"minibatch": 10, "micro_batch": 3, "timeout_s": 120}
+    nested["trainer"] |= {"minibatch": 10, "max_tokens_per_micro_batch": 48}
     for dotted, value in overrides.items():
         section, name = dotted.split("__")
         nested[section][name] = value

@@ -50,7 +50,7 @@ KL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "none": {"mismatch": "none"},
     "token_truncate": {"mismatch": "token_tis", "mismatch_high": 1.4},
-    "token_mask": {"mismatch": "icepop", "mismatch_low": 0.7, "mismatch_high": 1.4},
+    "token_mask": {"mismatch": "icepop", "mismatch_high": 1.4},
     "sequence_mask": {"mismatch": "sequence_mask", "mismatch_high": 1.4},
 }
 
@@ -87,7 +87,7 @@ def importance(mode: str, given: dict[str, Any]) -> Any:
     ratio = torch.exp(apart.sum(-1, keepdim=True) if mode.startswith("sequence") else apart)
     if mode.endswith("truncate"):
         return ratio.clamp(max=1.4)
-    return ratio.masked_fill((ratio < (0.7 if mode == "token_mask" else 0.0)) | (ratio > 1.4), 0.0)
+    return ratio.masked_fill((ratio < (0.5 if mode == "token_mask" else 0.0)) | (ratio > 1.4), 0.0)
 
 
 def trl_loss(arguments: dict[str, Any], mode: str, given: dict[str, Any], new: Any) -> Any:

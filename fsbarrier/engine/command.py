@@ -103,9 +103,7 @@ def argv(plan: ServerPlan) -> list[str]:
         words += ["--enforce-eager"]
         if settings.tensor_parallel_size == 1:
             words += ["--distributed-executor-backend", "uni"]
-    if settings.kv_cache_mb is not None or not plan.accelerated:
-        cache = settings.kv_cache_mb
-        words += ["--kv-cache-memory-bytes", str(cpu_cache_bytes(plan) if cache is None else cache * MIB)]
+        words += ["--kv-cache-memory-bytes", str(cpu_cache_bytes(plan))]
     return [*words, *settings.extra_args]
 
 

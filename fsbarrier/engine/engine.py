@@ -117,23 +117,19 @@ class Engine:
             return EngineInfo(client.url, client.api_key, name, policy_version, pid, seconds, action, note)
 
     def release(self, *, cancel: threading.Event) -> Release:
-        """Free the accelerator's memory for the trainer, according to `engine.release`, and verify it.
+        """Free the accelerator's memory for the trainer, and verify it: the server sleeps if it can, otherwise it is stopped.
 
         Raises ProgramFailed if the memory is not freed even after a stop.
         """
         with self._lock:
             self._stopping.clear()
-            server, wish = self._server, self.settings.release
+            server = self._server
             if self.external:
                 return {"action": "external", "reason": "external server (debug mode or engine.url)"}
             if server is None:
                 return {"action": "none", "reason": "no server is running"}
-            if wish == "keep":
-                return {"action": "keep", "reason": "engine.release=keep"}
-            if wish == "auto" and not server.accelerators_before:
+            if not server.accelerators_before:
                 return {"action": "keep", "reason": "no accelerator, so no memory needs to be freed"}
-            if wish == "stop":
-                return self._stop_and_verify(server, "engine.release=stop", cancel)
             if not server.can_sleep:
                 return self._stop_and_verify(server, "this server cannot sleep", cancel)
             begin = time.monotonic()
@@ -238,7 +234,7 @@ class Engine:
             socket=str(self._short_socket()),
             seed=secrets.randbits(31),
             accelerated=bool(devices),
-            sleeps=nvidia and self.settings.release in ("auto", "sleep") and not model.tied,
+            sleeps=nvidia and not model.tied,
             memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             # Leave one core for the API server.
             threads=self.threads or max(1, len(os.sched_getaffinity(0)) - 1),

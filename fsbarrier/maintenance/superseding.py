@@ -10,7 +10,7 @@ import errno
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsbarrier.decisions import NeededVersions, PublishDecision
+from fsbarrier.decisions import BestPolicy, PublishDecision
 from fsbarrier.errors import EXIT_DONE, UsageError
 from fsbarrier.host.identity import user_at_host
 from fsbarrier.loader import load_program
@@ -111,15 +111,12 @@ def _served(log_path: Path, iteration: int) -> dict[str, Payload]:
         return {}
     folder = RunPaths(log_path).checkpoint(made.number, made.generation)
     digest = checkpoints.read_manifest(folder).digest
-    decision = PublishDecision(made.number, str(folder), digest, _needed_beside(log_path, folder.name))
+    decision = PublishDecision(made.number, str(folder), digest, _best_at(log_path, folder.name))
     return {"weights_publish": {"iteration": iteration - 1, "value": decision.as_json()}}
 
 
-def _needed_beside(log_path: Path, folder: str) -> NeededVersions:
-    """The best version and the reference policy that the journal records for the publication of `folder`.
-
-    Without them, clean-up would remove the best version, and a reference policy that had moved would revert to the initial model.
-    """
+def _best_at(log_path: Path, folder: str) -> BestPolicy | None:
+    """The best version that the journal records for the publication of `folder`. Without it, clean-up would remove that version."""
     lines = (event.fields for event in read_events(log_path) if event.name == "weights_published")
     published = [line for line in lines if Path(str(line.get("folder"))).name == folder]
-    return NeededVersions.from_json(published[-1]) if published else NeededVersions()
+    return BestPolicy.from_json(published[-1]) if published else None

@@ -147,11 +147,11 @@ def _publish_weights(work: PublishWeights, context: Context, job: RowJob, workpl
     patiently = partial(workplace.patiently, job)
     manifest = patiently(partial(checkpoints.check_sizes, work.folder))
     patiently(partial(checkpoints.publish_link, log_path, work.folder, last_look))
-    decision = PublishDecision(work.policy_version, str(work.folder), manifest.digest, work.needed)
+    decision = PublishDecision(work.policy_version, str(work.folder), manifest.digest, work.best)
     value = decision.as_json()
     job.events.append(journal_line("weights_published", value))
     patiently(last_look)
-    needed = (*work.needed.folders, manifest.state_in)
+    needed = (work.best.folder if work.best is not None else None, manifest.state_in)
     retention.remove_old_versions(log_path, work.keep, work.folder, work.keep_every, needed, job.live_on)
     patiently(last_look)
     removed = retention.remove_old(

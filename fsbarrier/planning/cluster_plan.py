@@ -167,7 +167,7 @@ def _versions_on_disk(settings: Settings) -> int:
     """The maximum number of policy versions on disk while one is being written (see retention.py)."""
     kept, iterations = settings.checkpoint, settings.iterations
     for_good = (iterations or 0) // kept.keep_every if kept.keep_every else 0
-    best = kept.keep_best and settings.eval_interval > 0
+    best = settings.eval_interval > 0
     # The newest version and the one before it are always kept.
     at_most = max(kept.keep, 2) + 1 + best + for_good
     return min(at_most, iterations) if iterations else at_most
@@ -271,8 +271,6 @@ def _engine_parts(
     weights = shape.parameters * element // size
     budget = int(cluster.memory_bytes * engine.gpu_memory_utilization)
     cache = budget - weights - ENGINE_BYTES
-    if engine.kv_cache_mb is not None:
-        cache = min(cache, engine.kv_cache_mb << 20)
     # A KV head needed by several accelerators is replicated.
     a_token = element * shape.layers * max(shape.cached // size, shape.cached // shape.key_value_heads)
     parts = {"weights": weights, "key-value cache": max(0, cache), "overhead": ENGINE_BYTES}

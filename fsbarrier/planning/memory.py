@@ -23,6 +23,8 @@ OVERHEAD_BYTES = 2 * GIB
 EXACT = 4
 # Logits are computed in float32, and their gradient with them.
 LOGITS_COPIES = 2
+# What the logits of a micro-batch may take at once; beyond that they are computed in slices.
+LOGITS_BYTES = 512 << 20
 # A sharded update holds two units at a time in the type it computes in, one of which it fetches ahead, and the gradient of one
 # in that type and in float32.
 UNITS_AHEAD = 2
@@ -85,7 +87,7 @@ class UpdateLoad:
             shards=1,
             element=element,
             tokens=tokens,
-            logits=min(tokens, (trainer.max_logits_mb << 20) // (LOGITS_COPIES * EXACT * shape.vocabulary)),
+            logits=min(tokens, LOGITS_BYTES // (LOGITS_COPIES * EXACT * shape.vocabulary)),
             trained=shape.adapter_parameters(lora.rank, lora.targets) if lora.rank else shape.parameters,
             checkpointing=accelerated if checkpointing is None else checkpointing,
             offload=trainer.offload,

@@ -16,7 +16,6 @@ from itertools import groupby
 
 from fsbarrier.data.trajectory import Trajectory, is_judged
 from fsbarrier.rewards.matching import last_number
-from fsbarrier.settings.checks import powers_up_to
 
 #: maximum number of sources with their own metrics
 MOST_SOURCES = 20
@@ -38,6 +37,11 @@ def figures(trajectories: Iterable[Trajectory], success: Mapping[str, float]) ->
         found |= {f"{name}/{figure}": value for figure, value in of_one.items()}
         means += [of_one["reward"]] if "reward" in of_one else []
     return {**found, "reward_mean": statistics.fmean(means)} if means else found
+
+
+def powers_up_to(samples: int) -> list[int]:
+    """The powers of two up to `samples`, and `samples` itself."""
+    return sorted({*(1 << power for power in range(samples.bit_length())), samples})
 
 
 def _figures_of_one(trajectories: Iterable[Trajectory], *, success: float) -> dict[str, float]:

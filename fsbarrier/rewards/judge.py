@@ -29,6 +29,8 @@ from fsbarrier.rewards.matching import last_number
 from fsbarrier.rewards.score import Messages, Score
 from fsbarrier.settings.sections import JudgeSettings
 
+#: how often a question is asked, with pauses
+TRIES = 4
 QUESTION = """You judge an answer to a task.
 
 Task:
@@ -52,11 +54,10 @@ class _Again(JudgeError):
 
 
 class Judge:
-    """Sends prompts to the model in the settings `judge.*`. Raises JudgeError after `judge.retries` retries."""
+    """Sends prompts to the model in the settings `judge.*`; each request gets `timeout_s`. Raises JudgeError after `TRIES` tries."""
 
-    def __init__(self, settings: JudgeSettings) -> None:
-        self.settings = settings
-        self.tries = settings.retries + 1
+    def __init__(self, settings: JudgeSettings, timeout_s: float) -> None:
+        self.settings, self.timeout_s = settings, timeout_s
         self._free = asyncio.Semaphore(settings.concurrency)
         self._client = httpx.AsyncClient(
             base_url=str(settings.url).rstrip("/"),
@@ -64,26 +65,26 @@ class Judge:
                 **bearer(os.environ.get(settings.api_key_env or "", "")),
                 "Accept-Encoding": "identity",
             },
-            timeout=httpx.Timeout(settings.timeout_s, pool=None),
+            timeout=httpx.Timeout(timeout_s, pool=None),
             limits=httpx.Limits(max_connections=settings.concurrency),
         )
 
     @property
     def patience_s(self) -> float:
         """The maximum duration of one question, including retries."""
-        return self.tries * self.settings.timeout_s + (self.tries - 1) * LONGEST_PAUSE_S
+        return TRIES * self.timeout_s + (TRIES - 1) * LONGEST_PAUSE_S
 
     async def ask(self, question: str | Sequence[Mapping[str, object]], **options: object) -> str:
         """The judge's answer to a text or chat messages. `options` are added to the request (default temperature: 0)."""
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
         body = {"model": self.settings.model, "temperature": 0, **options, "messages": messages}
         async with self._free:
-            return await asked_again(lambda: self._ask_once(body), after=_Again, tries=self.tries)
+            return await asked_again(lambda: self._ask_once(body), after=_Again, tries=TRIES)
 
     async def _ask_once(self, body: Mapping[str, object]) -> str:
         try:
             # httpx limits the time between chunks of a response; this limits the whole request.
-            async with asyncio.timeout(self.settings.timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 status, answer = await self._post(body)
         except (httpx.TransportError, TimeoutError) as error:
             # Stored with the trajectory, so without the password of its address.

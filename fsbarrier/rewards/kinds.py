@@ -67,11 +67,11 @@ def _open_one(kind: str, timeout_s: float, judge: JudgeSettings | None) -> Rewar
             # Imported late: only a judge needs httpx, which the checks before a run do not load.
             from fsbarrier.rewards.judge import JudgeReward
 
-            return JudgeReward(_open_judge(kind, judge))
+            return JudgeReward(_open_judge(kind, judge, timeout_s))
     if ":" not in kind:
         raise UsageError(f"reward.kind={kind}: must be {', '.join(KINDS)}, judge or path/file.py:function")
     name, function = kind.rpartition(":")[2], load_function(kind)
-    asked = _open_judge(kind, judge) if asks_judge(function) else None
+    asked = _open_judge(kind, judge, timeout_s) if asks_judge(function) else None
     return (GroupFunctionReward if takes_groups(function) else FunctionReward)(
         name, function, timeout_s, asked
     )
@@ -99,12 +99,12 @@ def asks_judge(function: Callable[..., object]) -> bool:
     return "judge" in inspect.signature(function).parameters
 
 
-def _open_judge(kind: str, settings: JudgeSettings | None) -> Judge:
+def _open_judge(kind: str, settings: JudgeSettings | None, timeout_s: float) -> Judge:
     from fsbarrier.rewards.judge import Judge
 
     if settings is None or not settings.url or not settings.model:
         raise UsageError(f"reward.kind={kind}: uses a judge, which needs judge.url and judge.model")
-    return Judge(settings)
+    return Judge(settings, timeout_s)
 
 
 def check_answers(kinds: str, tasks: Iterable[Task], path: Path) -> None:

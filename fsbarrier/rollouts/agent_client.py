@@ -9,7 +9,6 @@ way, a new *segment* begins: a separate sequence in the same trajectory.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -62,7 +61,6 @@ class Client:
         sampler: Place,
         *,
         custom: Mapping[str, Any] | None = None,
-        turn_timeout_s: float | None = None,
     ) -> None:
         # Valid while agent_http.py serves this episode.
         self.base_url, self.api_key, self.model = "", "", "policy"
@@ -75,7 +73,7 @@ class Client:
         # Stored because the agent may catch this error and continue.
         self.engine_gone: EngineGone | None = None
         self.last: Reply | None = None
-        self._sampler, self._turn_timeout_s = sampler, turn_timeout_s
+        self._sampler = sampler
         self._tool_calls = 0
 
     @property
@@ -163,11 +161,7 @@ class Client:
             return segment
 
         try:
-            async with asyncio.timeout(self._turn_timeout_s):
-                yield hold
-        except TimeoutError:
-            limit = f"within {self._turn_timeout_s:g} s (rollout.turn_timeout_s)"
-            raise TurnFailed(f"turn {self.turns + 1}: no answer {limit}") from None
+            yield hold
         except EngineGone as error:
             self.engine_gone = error
             raise

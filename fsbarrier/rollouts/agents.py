@@ -72,7 +72,6 @@ class AgentSampler:
 
         self.make, self.custom = make, custom
         self.file = code_file(getattr(make, "run", make))
-        self.turn_timeout_s = settings.turn_timeout_s
         self.task_timeout_s = settings.task_timeout_s or EPISODE_TIMEOUT_S
         self._endpoint = Endpoint()
 
@@ -97,7 +96,7 @@ class AgentSampler:
         emit(SampledGroup(task, [], tuple(episode.result() for episode in episodes)))
 
     async def _episode(self, place: Place, task: Task) -> Episode:
-        client = Client(place, custom=self.custom, turn_timeout_s=self.turn_timeout_s)
+        client = Client(place, custom=self.custom)
         returned, error, begin = Trajectory(), None, time.monotonic()
         limit = asyncio.timeout(self.task_timeout_s)
         with self._endpoint.serving(client):

@@ -67,17 +67,6 @@ def one_line(
     return f"{source}: {meaning}{where}, got {_shown(value)}{more}"
 
 
-def names_of_figures(samples: int) -> list[str]:
-    """The metrics of an evaluation with this many samples per task, other than the mean reward."""
-    counts = [k for k in powers_up_to(samples) if k > 1]
-    return [f"pass_at_{k}" for k in counts] + ([f"majority_at_{samples}"] if samples > 1 else [])
-
-
-def powers_up_to(samples: int) -> list[int]:
-    """The powers of two up to `samples`, and `samples` itself."""
-    return sorted({*(1 << power for power in range(samples.bit_length())), samples})
-
-
 def _shown(value: object) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -145,8 +134,6 @@ def _trainer(s: Settings, named: AsChosen) -> Iterator[str]:
     for key, tokens in answer_lengths(s):
         if tokens >= s.engine.max_model_len:
             yield f"{named(key)}: leaves no room for a prompt in {named('engine.max_model_len')}"
-    if trainer.micro_batch is not None and trainer.micro_batch > trainer.minibatch:
-        yield f"{named('trainer.micro_batch')}: must not exceed {named('trainer.minibatch')}"
     if trainer.attention == "flash_attention_2" and trainer.dtype == "float32":
         yield f"{named('trainer.attention')}: supports only bfloat16, not {named('trainer.dtype')}; change one of the two"
     if trainer.deepspeed is not None and not deepspeed:
@@ -164,20 +151,18 @@ def _trainer(s: Settings, named: AsChosen) -> Iterator[str]:
         )
 
 
+def answer_lengths(settings: Settings) -> tuple[tuple[str, int], ...]:
+    """Each setting that limits the length of answers, by dotted name; 0 if it falls back to another setting."""
+    rollout, evaluation = settings.rollout, settings.eval
+    return ("rollout.max_tokens", rollout.max_tokens), ("eval.max_tokens", evaluation.max_tokens or 0)
+
+
 def tied_head(targets: Collection[str]) -> str:
     """The error for adapters in an output head that is tied to the embedding."""
     return (
         f"lora.targets={','.join(targets)}: this model's output head is tied to its embedding (tie_word_embeddings), so adapters in the "
         "head would be trained but not served; drop the head from the list"
     )
-
-
-def answer_lengths(settings: Settings) -> Iterator[tuple[str, int]]:
-    """Each setting that limits the length of answers, by dotted name; 0 if it falls back to another setting."""
-    yield "rollout.max_tokens", settings.rollout.max_tokens
-    yield "eval.max_tokens", settings.eval.max_tokens or 0
-    for name, one in settings.eval.sets.items():
-        yield f"eval.sets.{name}.max_tokens", one.max_tokens or 0
 
 
 def _learns(s: Settings) -> bool:
@@ -217,24 +202,6 @@ def _rewards_and_evaluations(s: Settings, named: AsChosen) -> Iterator[str]:
                 f"{where}.samples={one.samples}: all samples of a task are identical at {where}.temperature=0; use 1 sample or a "
                 "temperature above 0"
             )
-    yield from _best_by(s, named)
-
-
-def _best_by(s: Settings, named: AsChosen) -> Iterator[str]:
-    """`checkpoint.best_by` must name a metric that the evaluations produce."""
-    figure, sets = s.checkpoint.best_by, s.eval.sets
-    if figure == "reward_mean":
-        return
-    names = names_of_figures(s.eval.samples)
-    if sets:
-        figures = {name: ("reward", *names_of_figures(one.samples or 1)) for name, one in s.eval_sets.items()}
-        names = [f"{name}/{one}" for name, known in figures.items() for one in known]
-    by_source = tuple(f"{name}/reward/" for name in sets) or "reward/"
-    if figure not in names and not figure.startswith(by_source):
-        yield (
-            f"{named('checkpoint.best_by')}: no evaluation produces this metric; available: {', '.join(['reward_mean', *names])}, "
-            f"and {'SET/' if sets else ''}reward/SOURCE for the mean reward of one source"
-        )
 
 
 def _algorithm(s: Settings, named: AsChosen) -> Iterator[str]:
@@ -256,8 +223,6 @@ def _algorithm(s: Settings, named: AsChosen) -> Iterator[str]:
             f"{named('rollout.completion_threshold')}: not supported with {named('rollout.max_refills')}, because a round must be "
             "complete before the next one can be decided; set rollout.max_refills=0 or drop rollout.completion_threshold"
         )
-    if a.overlong_buffer is not None and a.overlong_buffer > s.rollout.max_tokens:
-        yield f"{named('algorithm.overlong_buffer')}: must not exceed {named('rollout.max_tokens')}"
     # With top_p or top_k the engine's log-probabilities refer to the truncated distribution and the trainer's to the full one. Their
     # ratio would be below 1 before the first step.
     cut_off = {"rollout.top_p": s.rollout.top_p < 1, "rollout.top_k": s.rollout.top_k > 0}

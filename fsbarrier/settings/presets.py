@@ -59,7 +59,6 @@ PRESETS: Mapping[Preset, tuple[str, Mapping[str, object]]] = {
             **_GROUPS_MEAN,
             "drop_zero_signal": True,
             "truncated": "shape",
-            "overlong_penalty": 1.0,
             # Ten rounds in total, as in verl's recipe; the paper gives no limit.
             "rollout.max_refills": 9,
         },

@@ -76,13 +76,6 @@ class RolloutSettings(Section):
         "less). Other nodes cannot take over tasks that are in flight.",
         AT_ONCE,
     )
-    prompts_per_request: CountOrZero = setting(
-        0, "Prompts per request to the engine; 0: enough for about 128 sequences.", AT_ONCE
-    )
-    request_timeout_s: Seconds = setting(
-        600.0, "A request fails after this many seconds without any output from the engine.", AT_ONCE
-    )
-    retries: CountOrZero = setting(3, "Retries of a failed request, with back-off.", AT_ONCE)
     seed: CountOrZero = setting(0, "Seed for the order in which tasks are drawn.")
     take_over: bool = setting(
         True,
@@ -93,11 +86,6 @@ class RolloutSettings(Section):
         None,
         "A task fails this many seconds after it was started; with an agent the limit applies to each episode. none: no limit, or one "
         "hour with an agent.",
-        AT_ONCE,
-    )
-    turn_timeout_s: Seconds | None = setting(
-        None,
-        "Maximum seconds for one answer to an agent; none: no limit while the engine keeps producing output.",
         AT_ONCE,
     )
     agent: Name | None = setting(
@@ -152,20 +140,6 @@ class EvalSet(Section):
     temperature: NotNegative | None = setting(
         None, "Sampling temperature; 0: greedy; none: `eval.temperature`.", NEXT_ITERATION
     )
-    top_p: Fraction | None = setting(None, "Nucleus sampling; none: `eval.top_p`.", NEXT_ITERATION)
-    top_k: Annotated[int, Bounds(ge=-1)] | None = setting(
-        None,
-        "Sample from the k most likely tokens; -1: from all tokens; none: `eval.top_k`.",
-        NEXT_ITERATION,
-    )
-    max_tokens: Count | None = setting(
-        None, "Maximum tokens in one turn; none: `eval.max_tokens`.", NEXT_ITERATION
-    )
-    success: float | None = setting(
-        None,
-        "A trajectory with at least this reward counts as solved; none: `eval.success`.",
-        NEXT_ITERATION,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +187,9 @@ class RewardSettings(Section):
     weights: Numbers = setting(
         (), "One weight for each reward in `reward.kind`; may be negative. Default: 1 each."
     )
-    timeout_s: Seconds = setting(60.0, "Timeout of one call of the reward, in seconds.", AT_ONCE)
+    timeout_s: Seconds = setting(
+        60.0, "Timeout of one call of the reward, or of one request to its judge, in seconds.", AT_ONCE
+    )
     max_error_share: FractionOrZero = setting(
         0.1,
         "The phase fails if the reward could not be computed for more than this fraction of its trajectories.",
@@ -233,8 +209,6 @@ class JudgeSettings(Section):
         None, "Environment variable that contains the API key; none: send no key."
     )
     concurrency: Count = setting(16, "Maximum concurrent requests from each node.", AT_ONCE)
-    timeout_s: Seconds = setting(60.0, "Timeout of one request, in seconds.", AT_ONCE)
-    retries: CountOrZero = setting(3, "Retries of a failed request, with back-off.", AT_ONCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,19 +237,12 @@ class AlgorithmSettings(Section):
         "token-mean",
         "How token losses are reduced to the minibatch loss: `token-mean`: mean over all tokens; `seq-mean-token-mean`: mean over "
         "sequences of their token means; `seq-mean-token-sum`: mean over sequences of their token sums; `seq-mean-token-sum-norm`: the "
-        "same, divided by `aggregation_length`.",
-    )
-    aggregation_length: Count | None = setting(
-        None, "Divisor for `seq-mean-token-sum-norm` (Dr.GRPO); none: `rollout.max_tokens`."
+        "same, divided by `rollout.max_tokens` (Dr.GRPO).",
     )
     advantage: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = setting(
         "grpo",
         "The baseline that is subtracted from a reward: `grpo`: the group mean; `rloo`: the mean of the other samples in the group; "
         "`reinforce_plus_plus`: the batch mean; `reinforce_plus_plus_baseline`: the group mean, then the batch mean.",
-    )
-    length_penalty: NotNegative = setting(
-        0.0,
-        "Reward subtracted from an answer of `rollout.max_tokens` tokens; shorter answers lose proportionally less.",
     )
     normalize_std: bool = setting(
         True,
@@ -285,13 +252,9 @@ class AlgorithmSettings(Section):
     truncated: Literal["keep", "mask", "shape"] = setting(
         "keep",
         "Answers cut off at the token limit: `keep`: train on them with their reward; `mask`: use their reward in the group's baseline "
-        "but do not train on them; `shape`: keep them, and reduce the reward of every answer that comes close to `rollout.max_tokens`.",
+        "but do not train on them; `shape`: keep them, and subtract up to 1 from the reward of every answer in the last fifth before "
+        "`rollout.max_tokens` (DAPO).",
     )
-    overlong_buffer: Count | None = setting(
-        None,
-        "With `shape`: the penalty starts this many tokens before the limit; none: a fifth of the limit.",
-    )
-    overlong_penalty: Positive = setting(1.0, "With `shape`: the penalty at the limit.")
     old_logprobs: Literal["auto", "trainer", "engine"] = setting(
         "auto",
         "Log-probabilities in the denominator of the ratio: `trainer`: computed by the trainer before the first step; `engine`: "
@@ -300,10 +263,9 @@ class AlgorithmSettings(Section):
     mismatch: Literal["none", "token_tis", "icepop", "sequence_mask"] = setting(
         "none",
         "Importance weights for the difference between trainer and engine probabilities, with w = trainer / engine. `token_tis`: each "
-        "token is weighted with w, capped at `mismatch_high`; `icepop`: with w inside both bounds, otherwise 0; `sequence_mask`: each "
-        "sequence is weighted with the product of its w, or 0 above `mismatch_high`.",
+        "token is weighted with w, capped at `mismatch_high`; `icepop`: with w between 0.5 and `mismatch_high`, otherwise 0; "
+        "`sequence_mask`: each sequence is weighted with the product of its w, or 0 above `mismatch_high`.",
     )
-    mismatch_low: FractionOrZero = setting(0.5, "The lower bound of `icepop`.", NEXT_ITERATION)
     mismatch_high: Positive = setting(2.0, "The upper bound of the correction.", NEXT_ITERATION)
     kl_coef: NotNegative = setting(
         0.0, "Weight of the KL divergence from the reference policy in the loss; 0: no reference policy."
@@ -311,10 +273,6 @@ class AlgorithmSettings(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = setting(
         "k3",
         "Estimator of the KL divergence: `k1`: the log-ratio; `k2`: half its square; `k3`: low-variance and never negative.",
-    )
-    kl_reference_every: CountOrZero = setting(
-        0,
-        "Make every N-th policy version the new reference policy; 0: the initial policy stays the reference.",
     )
     entropy_coef: NotNegative = setting(0.0, "Weight of the entropy bonus in the loss.", NEXT_ITERATION)
     max_logprob_gap: Positive | None = setting(
@@ -333,7 +291,6 @@ class OptimizerSettings(Section):
 
     lr: Positive = setting(1e-6, "Learning rate.", NEXT_ITERATION)
     betas: Betas = setting((0.9, 0.95), "Decay rates of the two moment estimates.")
-    eps: Positive = setting(1e-8, "Added to the denominator for numerical stability.")
     weight_decay: NotNegative = setting(
         0.0, "Decoupled weight decay; not applied to norms and biases.", NEXT_ITERATION
     )
@@ -350,9 +307,6 @@ class OptimizerSettings(Section):
         "Optimizer step, counted from the start of the run, at which the learning rate reaches its minimum and stays there.",
         NEXT_ITERATION,
     )
-    min_lr_ratio: FractionOrZero = setting(
-        0.0, "Minimum learning rate, as a fraction of `lr`.", NEXT_ITERATION
-    )
     grad_clip: Positive = setting(1.0, "Maximum gradient norm.", NEXT_ITERATION)
 
 
@@ -367,16 +321,6 @@ class TrainerSettings(Section):
     max_tokens_per_micro_batch: Count = setting(
         8192,
         "Maximum tokens in one micro-batch of one process; a longer trajectory gets a micro-batch of its own.",
-        AT_ONCE,
-    )
-    micro_batch: Count | None = setting(
-        None,
-        "Maximum trajectories in one micro-batch of one process; none: no limit.",
-        AT_ONCE,
-    )
-    max_logits_mb: Count = setting(
-        512,
-        "Maximum memory for the logits of a micro-batch, in MiB; they are computed in slices of this size.",
         AT_ONCE,
     )
     gradient_checkpointing: bool | None = setting(
@@ -420,9 +364,6 @@ class TrainerSettings(Section):
         "`nothing`: processes are started anew for each update; auto: `process` on CPUs, otherwise `nothing`. On an accelerator without "
         "room for both trainer and engine, the processes end after each update in any case.",
     )
-    timeout_s: Seconds = setting(
-        1800.0, "Timeout of the collectives in the training process group, in seconds.", AT_ONCE
-    )
     command: CommandLine | None = setting(
         None,
         "Your own trainer: a command line, or a list of words, with the placeholders {node_rank} {num_nodes} "
@@ -455,17 +396,6 @@ class UpdateSettings(Section):
         "Draw the batch from the rollouts of the last N iterations, preferring recent ones; 1: only this iteration.",
         NEXT_ITERATION,
     )
-    recency_power: NotNegative = setting(
-        2.0,
-        "Preference for recent groups: a group from the n-th most recent of N iterations is drawn with weight ((N - n + 1) / N) ** "
-        "recency_power.",
-        NEXT_ITERATION,
-    )
-    groups: Count | None = setting(
-        None,
-        "Groups in a batch; none: the number of groups with a training signal in this iteration.",
-        NEXT_ITERATION,
-    )
     trajectories: Name | None = setting(
         None,
         "With `--rl-phase update`: train on another run's rollouts. A run directory: iteration n uses that run's iteration n. A merged "
@@ -491,18 +421,8 @@ class EngineSettings(Section):
     gpu_memory_utilization: Fraction = setting(
         0.85, "Fraction of the accelerator's memory that the engine may use."
     )
-    kv_cache_mb: Count | None = setting(
-        None,
-        "Size of the KV cache in MiB; none: on a CPU room for 16 full sequences (at least 64 MiB, at most an eighth of the memory), "
-        "otherwise the engine decides.",
-    )
     extra_args: Words = setting((), "Additional arguments for the vLLM server.")
     start_timeout_s: Seconds = setting(900.0, "Timeout for a started server to become ready, in seconds.")
-    release: Literal["auto", "sleep", "stop", "keep"] = setting(
-        "auto",
-        "How the engine frees accelerator memory for the update: vLLM's `sleep`, `stop` the server, or `keep` the memory; auto: `keep` on "
-        "a CPU; otherwise `sleep` if the server supports it, else `stop`.",
-    )
     url: str | None = setting(
         None,
         "URL, as seen from each node, of an existing server that fsbarrier uses but does not start or stop; none: fsbarrier starts its "
@@ -523,12 +443,6 @@ class CheckpointSettings(Section):
         3, "Number of recent policy versions and training batches to keep on disk.", AT_ONCE
     )
     keep_every: CountOrZero = setting(0, "Keep every N-th policy version permanently; 0: none.", AT_ONCE)
-    keep_best: bool = setting(True, "Also keep the policy version with the best evaluation so far.", AT_ONCE)
-    best_by: Name = setting(
-        "reward_mean",
-        "Metric of the `evaluated` event that selects the best version, for example `pass_at_8`, or `aime/pass_at_8` for one set.",
-        AT_ONCE,
-    )
     trainer_every: Count = setting(
         1,
         "Save the trainer state with every N-th policy version; processes that end after an update (`trainer.keep`) save it each time. If "
@@ -718,24 +632,24 @@ class Settings(Section):
     )
 
     @property
-    def eval_sets(self) -> dict[str, EvalSet]:
-        """The sets of held-out tasks by name, with defaults filled in except for the file; `test` alone if the user defined none."""
+    def eval_sets(self) -> dict[str, EvalSettings]:
+        """How each set of held-out tasks is evaluated, by its name; `test` alone if the user defined none."""
         own, rollout = self.eval, self.rollout
-        common = EvalSet(
-            tasks=own.tasks,
-            samples=own.samples,
-            temperature=own.temperature,
+        common = replace(
+            own,
             top_p=rollout.top_p if own.top_p is None else own.top_p,
             top_k=rollout.top_k if own.top_k is None else own.top_k,
-            max_tokens=rollout.max_tokens if own.max_tokens is None else own.max_tokens,
-            success=own.success,
+            max_tokens=own.max_tokens or rollout.max_tokens,
+            sets={},
         )
         return {
             name: replace(
                 common,
-                **{field: value for field in one.__slots__ if (value := getattr(one, field)) is not None},
+                tasks=own.tasks if one.tasks is None else one.tasks,
+                samples=one.samples or own.samples,
+                temperature=own.temperature if one.temperature is None else one.temperature,
             )
-            for name, one in sorted((self.eval.sets or {"test": EvalSet()}).items())
+            for name, one in sorted((own.sets or {"test": EvalSet()}).items())
         }
 
     @property

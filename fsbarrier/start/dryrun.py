@@ -181,8 +181,8 @@ def describe_work(work: Work, settings: Settings) -> list[str]:
 
 
 def _also_kept(settings: Settings) -> str:
-    every, best = settings.checkpoint.keep_every, settings.checkpoint.keep_best
-    return (f", every {every}th" if every else "") + (", and the best evaluated" if best else "")
+    every = settings.checkpoint.keep_every
+    return (f", every {every}th" if every else "") + ", and the best evaluated"
 
 
 def _server(folder: Path, threads: int, settings: Settings) -> list[str]:

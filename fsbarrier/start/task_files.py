@@ -25,7 +25,7 @@ def needed_files(settings: Settings) -> dict[str, str | None]:
     the default name."""
     if settings.rl_phase == "update":
         return {}
-    held_out = {name: one.file for name, one in settings.eval_sets.items()}
+    held_out = {name: one.file for name, one in settings.eval.sets.items()} or {"test": None}
     train: dict[str, str | None] = {"train": None}
     return {"train-only": train, "eval-only": held_out}.get(
         settings.rollout_split or "", train | held_out if settings.eval_interval else train

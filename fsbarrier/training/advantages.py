@@ -40,11 +40,9 @@ def weigh_group(
     rewards = torch.tensor([counted_reward(t) for t in judged], dtype=torch.float64)
     if algorithm.drop_zero_signal and bool((rewards == rewards[0]).all()):
         return []
-    if algorithm.truncated == "shape" or algorithm.length_penalty:
+    if algorithm.truncated == "shape":
         lengths = torch.tensor([longest_answer(t) for t in judged], dtype=torch.float64)
-        rewards = rewards - algorithm.length_penalty * lengths / max_tokens
-        if algorithm.truncated == "shape":
-            rewards = rewards + overlong_penalty(algorithm, lengths, max_tokens)
+        rewards = rewards - overlong_penalty(lengths, max_tokens)
     weighed = zip(judged, group_advantages(rewards, algorithm).tolist(), strict=True)
     return [(t, weight) for t, weight in weighed if id(t) not in masked]
 
@@ -84,8 +82,8 @@ def longest_answer(trajectory: Trajectory) -> int:
     return max((sum(1 for _ in run) for sampled, run in runs if sampled), default=0)
 
 
-def overlong_penalty(algorithm: AlgorithmSettings, lengths: Tensor, max_tokens: int) -> Tensor:
-    """The penalty for answers of these lengths: zero up to the buffer before the limit, then increasing linearly."""
-    buffer = algorithm.overlong_buffer or max(1, max_tokens // 5)
+def overlong_penalty(lengths: Tensor, max_tokens: int) -> Tensor:
+    """DAPO's penalty for answers of these lengths: zero up to the last fifth before the limit, then linearly up to 1."""
+    buffer = max(1, max_tokens // 5)
     over = (lengths - (max_tokens - buffer)) / buffer
-    return -algorithm.overlong_penalty * over.clamp(0, 1)
+    return over.clamp(0, 1)

@@ -53,7 +53,7 @@ def loaded_for_reading(folder: Path, layout: Layout, processes: Processes, setti
     """A policy without gradients, sharded like the trained one."""
     empty = policy.without_weights(folder, settings.trainer) if layout.shards > 1 else None
     causal = empty or policy.load(folder, settings.trainer, processes.dtype)
-    model = PolicyModel(causal.requires_grad_(False), settings.trainer.max_logits_mb << 20)
+    model = PolicyModel(causal.requires_grad_(False))
     if layout.shards == 1:
         model.to(processes.device)
         return model
@@ -72,7 +72,6 @@ def log_probs(model: PolicyModel, batch: TrainingBatch, settings: Settings, proc
         indices,
         batch.lengths(),
         processes.world,
-        most=settings.trainer.micro_batch,
         most_tokens=settings.trainer.max_tokens_per_micro_batch,
         packed=packed,
     )[processes.rank]

@@ -29,6 +29,9 @@ from torch import Tensor
 
 from fsbarrier.settings.sections import AlgorithmSettings
 
+#: the lower bound of `icepop`; the upper one is `algorithm.mismatch_high`
+ICEPOP_LOW = 0.5
+
 # Clamp log-ratios to this range to keep the exponential finite; a larger ratio carries no more information.
 MOST_LOG_RATIO = 20.0
 # SAPO's gate temperatures for positive and negative advantages, from its paper.
@@ -153,7 +156,7 @@ def clipped(algorithm: AlgorithmSettings, ratio: Tensor, weight: Tensor) -> tupl
 def mismatch_weight(algorithm: AlgorithmSettings, log_ratio: Tensor, mask: Tensor) -> Tensor:
     """The importance weight of each token for the difference between trainer and engine (`log_ratio`: trainer over engine)."""
     log_ratio = log_ratio.detach()
-    low, high = algorithm.mismatch_low, algorithm.mismatch_high
+    high = algorithm.mismatch_high
     match algorithm.mismatch:
         case "none":
             return torch.ones_like(log_ratio)
@@ -161,7 +164,7 @@ def mismatch_weight(algorithm: AlgorithmSettings, log_ratio: Tensor, mask: Tenso
             return bounded_exp(log_ratio).clamp(max=high)
         case "icepop":
             ratio = bounded_exp(log_ratio)
-            return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+            return torch.where((ratio >= ICEPOP_LOW) & (ratio <= high), ratio, 0.0)
         case "sequence_mask":
             ratio = bounded_exp((log_ratio * mask).sum(1, keepdim=True))
             return torch.where(ratio <= high, ratio, 0.0).expand_as(log_ratio)

@@ -68,22 +68,22 @@ class MicroBatch:
 
 
 def plan(
-    indices: list[int], lengths: list[int], world: int, *, most: int | None, most_tokens: int, packed: bool
+    indices: list[int], lengths: list[int], world: int, *, most_tokens: int, packed: bool
 ) -> list[list[list[int]]]:
     """One minibatch's micro-batches: [rank][round] -> indices of sequences, in the same number of rounds for every rank.
 
-    Dealt out by length, so that ranks get equal work and a micro-batch little padding. A micro-batch has at most `most`
-    sequences (None: any number) and, with the padding that it has unless it is packed, `most_tokens` tokens (always at least one
-    sequence). A rank with nothing left has an empty one. Every process computes the whole plan, so that nothing needs to be agreed on.
+    Dealt out by length, so that ranks get equal work and a micro-batch little padding. A micro-batch has at most
+    `most_tokens` tokens, with the padding that it has unless it is packed, but always at least one sequence.
+    A rank with nothing left has an empty one. Every process computes the whole plan, so that nothing needs to be agreed on.
     """
     dealt = sorted(indices, key=lambda index: (-lengths[index], index))
-    ranks = [_micro_batches(dealt[rank::world], lengths, most, most_tokens, packed) for rank in range(world)]
+    ranks = [_micro_batches(dealt[rank::world], lengths, most_tokens, packed) for rank in range(world)]
     rounds = list(zip_longest(*ranks, fillvalue=[]))
     return [[list(one[rank]) for one in rounds] for rank in range(world)]
 
 
 def _micro_batches(
-    longest_first: list[int], lengths: list[int], most: int | None, most_tokens: int, packed: bool
+    longest_first: list[int], lengths: list[int], most_tokens: int, packed: bool
 ) -> list[list[int]]:
     found: list[list[int]] = []
     tokens = 0
@@ -91,7 +91,7 @@ def _micro_batches(
         last = found[-1] if found else []
         # The first of a micro-batch is its longest, to which the others are padded.
         more = lengths[index] if packed or not last else lengths[last[0]]
-        if last and len(last) != most and tokens + more <= most_tokens:
+        if last and tokens + more <= most_tokens:
             last.append(index)
             tokens += more
         else:

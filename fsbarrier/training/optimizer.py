@@ -21,7 +21,6 @@ def make_optimizer(parameters: Iterable[Parameter], settings: OptimizerSettings)
         groups,
         lr=settings.lr,
         betas=settings.betas,
-        eps=settings.eps,
         weight_decay=settings.weight_decay,
         fused=True,
     )
@@ -47,4 +46,4 @@ def learning_rate_of(settings: OptimizerSettings, step: int) -> float:
     falling = settings.decay_steps - settings.warmup_steps
     done = min(1.0, (step - settings.warmup_steps) / falling)
     left = 1 - done if settings.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * left)
+    return settings.lr * left

@@ -82,13 +82,11 @@ def accumulate(
         indices.tolist(),
         batch.lengths(),
         processes.world,
-        most=settings.trainer.micro_batch,
         most_tokens=settings.trainer.max_tokens_per_micro_batch,
         packed=trainer.packs,
     )[processes.rank]
     sampled = batch.sampled_tokens(indices)
-    constant = settings.algorithm.aggregation_length or settings.rollout.max_tokens
-    divisor = Divisor(int(sampled.sum()), int(sampled.count_nonzero()), constant)
+    divisor = Divisor(int(sampled.sum()), int(sampled.count_nonzero()), settings.rollout.max_tokens)
     sums = torch.zeros(1 + len(TOKEN_SUMS), dtype=torch.float64, device=processes.device)
     for number, chosen in enumerate(mine, start=1):
         micro = MicroBatch.of(batch, chosen or indices[:1].tolist(), processes.device, packed=trainer.packs)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from fsbarrier.planning.memory import LOGITS_BYTES
 from fsbarrier.training.log_prob_head import LogitScaling, LogProbHead
 from fsbarrier.training.losses import token_log_probs
 
@@ -22,7 +23,7 @@ class PolicyModel(nn.Module):
     processes its logits in an unknown way: then the model's own forward computes all logits at once.
     """
 
-    def __init__(self, causal: PreTrainedModel, max_logits_bytes: int) -> None:
+    def __init__(self, causal: PreTrainedModel, max_logits_bytes: int = LOGITS_BYTES) -> None:
         super().__init__()
         self.causal = causal
         scaling = scaling_of(causal)

@@ -19,6 +19,9 @@ from fsbarrier.errors import ProgramFailed
 from fsbarrier.host.addresses import name_interface
 from fsbarrier.settings.sections import TrainerSettings
 
+# Until a collective operation fails that not all processes join.
+TIMEOUT = timedelta(minutes=30)
+
 T = TypeVar("T")
 
 
@@ -38,17 +41,17 @@ class Processes:
         if not on_cpu:
             torch.cuda.set_device(self.device)
         if not dist.is_initialized():
-            self._join(timedelta(seconds=settings.timeout_s))
+            self._join()
         self.processes_by_node = self._processes_by_node()
 
-    def _join(self, timeout: timedelta) -> None:
+    def _join(self) -> None:
         name_interface(os.environ)
         backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if "MASTER_ADDR" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            dist.init_process_group(backend, timeout=TIMEOUT)
         else:
             # Started without torchrun: a single process.
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
 
     def _processes_by_node(self) -> tuple[int, ...]:
         here = [int(os.environ.get(name, "0")) for name in ("GROUP_RANK", "LOCAL_RANK")]

@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 def draws(settings: UpdateSettings) -> bool:
     """Whether groups are drawn; otherwise the batch contains all groups."""
-    return settings.recency > 1 or settings.groups is not None
+    return settings.recency > 1
 
 
 def age_weight(settings: UpdateSettings, age: int) -> float:
     """The relative weight of a group of this age, in iterations: from 1 for the newest to nearly 0."""
     iterations = settings.recency
-    return float(max(0.0, (iterations - age) / iterations) ** settings.recency_power)
+    return float(max(0.0, (iterations - age) / iterations) ** 2)
 
 
 class Draw(Generic[T]):
@@ -36,8 +36,8 @@ class Draw(Generic[T]):
         self._random = random.Random(seed)
         # A heap of key, age, order of arrival and group: the smallest key is the first to be let go.
         self._held: list[tuple[float, int, int, T]] = []
-        # How many are kept. Where nothing says so, as many as the newest iteration offers.
-        self._most = settings.groups
+        # How many are kept: as many as the newest iteration, which comes first, offers.
+        self._most: int | None = None
         self._offers = 0
 
     def offer(self, age: int, items: Iterable[T]) -> None:

@@ -81,7 +81,7 @@ class Trainer:
         exact = processes.dtype if lora.rank else torch.float32
         causal = split or empty or policy.load(model_folder, settings.trainer, exact)
         adapters = Adapters.put_into(causal, lora, model_folder) if lora.rank else None
-        model = PolicyModel(causal, settings.trainer.max_logits_mb << 20)
+        model = PolicyModel(causal)
         model.train()
         backend: TorchBackend | DeepSpeedBackend
         if deepspeed:
@@ -142,10 +142,9 @@ class Trainer:
 
 def bytes_for_engine(settings: Settings, total: int) -> int:
     """The memory that the engine allocates on an accelerator with `total` bytes when it wakes; 0 if it kept it, or is external."""
-    engine = settings.engine
-    if not settings.manages_engine or settings.rl_phase == "update" or engine.release == "keep":
+    if not settings.manages_engine or settings.rl_phase == "update":
         return 0
-    return int(engine.gpu_memory_utilization * total)
+    return int(settings.engine.gpu_memory_utilization * total)
 
 
 def update_load(model_folder: Path, settings: Settings, processes: Processes) -> UpdateLoad:

@@ -43,6 +43,8 @@ from fsbarrier.trajectories import RankFileWriter
 
 #: prompts times samples; see sampling.py
 SEQUENCES_PER_REQUEST = 128
+#: A request fails after so many seconds without any output from the engine, and is tried so often, with pauses.
+REQUEST_TIMEOUT_S, TRIES = 600.0, 4
 #: connections to the engine, in addition to one per answer in flight
 SPARE_CONNECTIONS = 4
 #: maximum backlog of sampled groups that are not on disk, as a multiple of the groups in flight
@@ -224,9 +226,7 @@ class Rollout:
         if self.agents is not None:
             return 1
         # Allow at least two concurrent requests per engine.
-        return min(self.concurrency, self.settings.rollout.prompts_per_request) or max(
-            1, min(SEQUENCES_PER_REQUEST // samples, self.concurrency // 2)
-        )
+        return max(1, min(SEQUENCES_PER_REQUEST // samples, self.concurrency // 2))
 
     def _left_from(self, number: int) -> int:
         """Trajectories of this node's own share in the rounds from `number` on."""
@@ -344,8 +344,8 @@ def servers_of(spec: JsonObject, settings: Settings) -> list[SamplingServer]:
             url=engine["url"],
             api_key=engine.get("api_key") or "",
             model=engine.get("model") or "",
-            timeout_s=settings.rollout.request_timeout_s,
-            tries=settings.rollout.retries + 1,
+            timeout_s=REQUEST_TIMEOUT_S,
+            tries=TRIES,
             template_arguments=settings.rollout.template_arguments,
         )
         for engine in spec["engine"]

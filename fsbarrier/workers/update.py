@@ -258,13 +258,8 @@ def shrink_micro_batch(settings: Settings, attempt: int) -> Settings:
 
     The results only differ in the order of additions, so after any other failure this only costs some speed.
     """
-    own = settings.trainer
-    less = {
-        name: max(1, value >> (2 * attempt))
-        for name in ("max_tokens_per_micro_batch", "micro_batch", "max_logits_mb")
-        if (value := getattr(own, name)) is not None
-    }
-    return replace(settings, trainer=replace(own, **less)) if attempt else settings
+    less = max(1, settings.trainer.max_tokens_per_micro_batch >> (2 * attempt))
+    return replace(settings, trainer=replace(settings.trainer, max_tokens_per_micro_batch=less))
 
 
 def estimated_memory_gb(model_folder: Path, settings: Settings, trainer: Trainer) -> float | None:
