@@ -1,6 +1,6 @@
 """The default program without a model, for tests and demos: the same rows and storage, one deterministic trajectory for each task.
 
-`./run.sh --program toy --num-nodes 3 ...` needs neither vLLM nor torch. Settings: `toy.tasks`, `toy.phase_s` (seconds of each working
+`./run.sh --program toy --num-nodes 3 ...` needs no vLLM and no model. Settings: `toy.tasks`, `toy.phase_s` (seconds of each working
 phase), and `toy.speeds=1,1,0.33` (node 2 is three times slower than its weight says).
 """
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from forks import Daemon
 from waiting import until
 
 from fsbarrier.protocol.facts import Beat
@@ -36,12 +37,19 @@ FAST = (
 
 
 class Cluster:
-    """`nodes` daemons of one run directory, each in its own process group with its own output file."""
+    """`nodes` daemons of one run directory, each in its own process group with its own output file.
 
-    def __init__(self, folder: Path, nodes: int = 3, *flags: str, program: str = "toy") -> None:
+    Daemons are forks (forks.py), except those of the default program, those with another command or other modules to import, and all of a
+    cluster that is `real`: a test that looks at guards, command lines or what is left over needs real ones.
+    """
+
+    def __init__(
+        self, folder: Path, nodes: int = 3, *flags: str, program: str = "toy", real: bool = False
+    ) -> None:
         self.log_path, self.nodes = folder / "run", nodes
+        self.real = real or program == "rl"
         self.program, self.flags = program, ("--program", program, *flags)
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.processes: dict[int, subprocess.Popen[bytes] | Daemon] = {}
         self.prefix: dict[int, tuple[str, ...]] = {}  # of a node's command
         self.env: dict[int, dict[str, str]] = {}
         self.output = folder / "output"
@@ -67,15 +75,15 @@ class Cluster:
 
     def start_as(self, rank: int, *who: str) -> None:
         """Start one node with these words; its rank in the run may be another one, which only the journal tells."""
-        argv = [sys.executable, "-m", "fsbarrier", "run", "--log-path", str(self.log_path), *who]
-        with (self.output / f"node_{rank}.txt").open("ab") as out:
-            paths = (
-                [str(REPO)] if self.program == "rl" else [str(REPO / "tests" / "without_torch"), str(REPO)]
-            )
-            env = {k: v for k, v in os.environ.items() if "RANK" not in k}
-            env["PYTHONPATH"] = os.pathsep.join(paths)
-            env |= self.env.get(rank, {})
-            argv = [*self.prefix.get(rank, ()), *argv]
+        words = ["run", "--log-path", str(self.log_path), *who]
+        given = self.env.get(rank, {})
+        env = {k: v for k, v in os.environ.items() if "RANK" not in k} | {"PYTHONPATH": str(REPO)} | given
+        path = self.output / f"node_{rank}.txt"
+        if not (self.real or rank in self.prefix or "PYTHONPATH" in given):
+            self.processes[rank] = Daemon(words, env, path)
+            return
+        argv = [*self.prefix.get(rank, ()), sys.executable, "-m", "fsbarrier", *words]
+        with path.open("ab") as out:
             self.processes[rank] = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
             )

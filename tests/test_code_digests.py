@@ -74,7 +74,7 @@ def test_a_node_with_another_reward_is_refused_and_a_later_start_may_change_it(t
     reward = tmp_path / "reward.py"
     reward.write_text("def judge(): return 1\n")
     chosen = ("--iterations", "1", f"reward.kind={reward}:judge")
-    with Cluster(tmp_path, 2, *chosen, program="ping") as cluster:
+    with Cluster(tmp_path, 2, *chosen, program="ping", real=True) as cluster:
         cluster.start(0)
         cluster.beating(0, lambda beat: True)
         reward.write_text("def judge(): return 2\n")

@@ -59,7 +59,7 @@ def test_every_program_writes_its_stack_into_its_own_log(
 ) -> None:
     timing = ("coordination.beat_s=0.2", "coordination.suspect_s=8", "coordination.dead_s=16")
     flags = (*timing, "toy.phase_s=600", "toy.tasks=3000", f"custom.secret.word={SECRET}")
-    with Cluster(tmp_path, 2, *flags) as cluster:
+    with Cluster(tmp_path, 2, *flags, real=True) as cluster:
         paths, out = RunPaths(cluster.log_path), tmp_path / "out.tar.gz"
         for rank in range(2):
             cluster.env[rank] = {"OF_NO_CONCERN": SECRET, "SOME_API_KEY": SECRET}
@@ -99,7 +99,9 @@ def test_every_program_writes_its_stack_into_its_own_log(
 
 
 def test_a_program_without_progress_shows_where_it_hung(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 1, "toy.phase_s=600", "toy.tasks=2", "coordination.stall_timeout_s=2") as cluster:
+    with Cluster(
+        tmp_path, 1, "toy.phase_s=600", "toy.tasks=2", "coordination.stall_timeout_s=2", real=True
+    ) as cluster:
         cluster.start()
         failed = cluster.wait_for(lambda e: e["event"] == "work_failed")
         assert "no progress for 2 s" in failed["error"]

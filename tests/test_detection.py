@@ -52,7 +52,9 @@ def assert_found(cluster: Cluster, struck_at: float, what: str = "no heartbeat f
 @contextlib.contextmanager
 def rolling_out(folder: Path, prepare: Callable[[Cluster], None] = lambda _: None) -> Iterator[Cluster]:
     """Three nodes with default timings in the middle of a long rollout; a failing directory is not waited for as long."""
-    with Cluster(folder, 3, "toy.phase_s=120", "toy.tasks=600", "coordination.outage_s=20") as cluster:
+    with Cluster(
+        folder, 3, "toy.phase_s=120", "toy.tasks=600", "coordination.outage_s=20", real=True
+    ) as cluster:
         prepare(cluster)
         cluster.start()
         for rank in range(3):
@@ -136,7 +138,7 @@ def test_a_full_disk_of_its_own_makes_a_node_leave(tmp_path: Path) -> None:
         pytest.skip("cannot mount here")
     try:
         flags = ("--iterations", "1", *FAST, "custom.hold=2")
-        with Cluster(tmp_path, 3, *flags, program=HELD) as cluster:
+        with Cluster(tmp_path, 3, *flags, program=HELD, real=True) as cluster:
             cluster.env[VICTIM] = {"TMPDIR": str(disk)}
             cluster.start()
             cluster.beating(VICTIM, lambda beat: beat.phase == 2 and beat.progress.get("done", 0) >= 2)
@@ -157,7 +159,7 @@ def test_a_program_without_progress_is_a_failed_attempt(tmp_path: Path) -> None:
     # The rollout takes a minute, of which the test sees the first seconds: the program still runs when a busy machine gets to stop it.
     hold = ("custom.hold=2", "custom.hold_s=60", "toy.tasks=96")
     flags = ("--iterations", "1", *FAST, *hold, "coordination.stall_timeout_s=5")
-    with Cluster(tmp_path, 3, *flags, program=HELD) as cluster:
+    with Cluster(tmp_path, 3, *flags, program=HELD, real=True) as cluster:
         cluster.start()
         cluster.beating(VICTIM, lambda beat: beat.phase == 2 and beat.progress.get("done", 0) >= 1)
         (worker,) = [
@@ -237,7 +239,7 @@ def test_a_terminal_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
             os.write(writer, b"x" * 4096)
     os.set_blocking(writer, True)
     run = [sys.executable, "-m", "fsbarrier", "run", "--master", "--log-path", str(tmp_path / "run")]
-    what = ["--program", "toy", "--iterations", "1", *FAST]
+    what = ["--program", "ping", "--iterations", "1", *FAST]
     process = subprocess.Popen([*run, *what], stdout=writer, stderr=subprocess.DEVNULL, cwd=REPO)
     try:
         assert process.wait(60) == 0
@@ -246,7 +248,6 @@ def test_a_terminal_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
         process.wait()
         os.close(reader)
         os.close(writer)
-    assert_exactly_once(tmp_path / "run", 1)
 
 
 def command_line(pid: int) -> bytes:

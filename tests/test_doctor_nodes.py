@@ -112,6 +112,7 @@ def test_without_a_rank_and_with_contradictions_it_is_refused(doctors: Doctors) 
     )
 
 
+@pytest.mark.slow
 def test_one_that_is_interrupted_is_named_by_the_other(doctors: Doctors) -> None:
     staying = doctors.start("--num-nodes", "2", "--master")
     leaving = doctors.start("--num-nodes", "2", "--worker", "1")

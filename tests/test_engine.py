@@ -1,4 +1,7 @@
-"""The engine as the daemon uses it: against a stand-in server for what goes wrong, and once against the real vLLM."""
+"""The engine as the daemon uses it: against a stand-in server for what goes wrong, and with --all against the real vLLM.
+
+Every day test_real_run.py serves, reloads and compares log-probabilities with the real one.
+"""
 
 from __future__ import annotations
 
@@ -241,6 +244,7 @@ def test_in_debug_mode_the_server_is_asked_and_never_told(
 
 @pytest.mark.engine
 @pytest.mark.torch
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_real_vllm_serves_reloads_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")

@@ -315,7 +315,7 @@ def test_a_manifest(policy: Path) -> None:
     read()
 
 
-@settings(fuzz, max_examples=max(1, EXAMPLES // 8))
+@settings(fuzz, max_examples=max(1, EXAMPLES // 20))
 @given(st.data())
 def test_commands_that_look_at_a_run(
     tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str], data: st.DataObject

@@ -16,6 +16,7 @@ EITHER += ["result"]
 FIRST = ["commit", "committed"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_process_that_is_killed_in_an_update_costs_that_update_alone(tmp_path: Path) -> None:
     run_script("killed_updates.py", tmp_path, "forked", "2x1:all:4", "gather:0")

@@ -37,7 +37,7 @@ CASES = [
 def test_a_node_is_struck(tmp_path: Path, name: str, rank: int, phase: int) -> None:
     iterations = 1 if name == "SIGKILL" and phase < 12 else 2
     flags = ("--iterations", str(iterations), *QUICK, f"custom.hold={phase}")
-    with Cluster(tmp_path, 3, *flags, program=str(HELD)) as cluster:
+    with Cluster(tmp_path, 3, *flags, program=str(HELD), real=True) as cluster:
         cluster.start()
         others = [other for other in range(3) if other != rank]
         cluster.beating(rank, lambda beat: (beat.iteration, beat.phase) == (1, phase))
@@ -71,7 +71,7 @@ def test_a_node_is_struck(tmp_path: Path, name: str, rank: int, phase: int) -> N
 def test_the_leader_and_then_the_next_one_are_struck(tmp_path: Path, phase: int) -> None:
     """Node 0 dies, node 1 takes over and dies as soon as it leads: node 2 does the rest alone."""
     flags = ("--iterations", "1", *QUICK, f"custom.hold={phase}")
-    with Cluster(tmp_path, 3, *flags, program=str(HELD)) as cluster:
+    with Cluster(tmp_path, 3, *flags, program=str(HELD), real=True) as cluster:
         cluster.start()
         for rank in range(3):
             cluster.beating(rank, lambda beat: (beat.iteration, beat.phase) == (1, phase))
@@ -91,7 +91,7 @@ def test_the_leader_and_then_the_next_one_are_struck(tmp_path: Path, phase: int)
 @pytest.mark.parametrize("phase", [2, 10])
 def test_two_are_struck_at_once_one_of_them_wakes(tmp_path: Path, phase: int) -> None:
     flags = ("--iterations", "2", *QUICK, f"custom.hold={phase}")
-    with Cluster(tmp_path, 3, *flags, program=str(HELD)) as cluster:
+    with Cluster(tmp_path, 3, *flags, program=str(HELD), real=True) as cluster:
         cluster.start()
         for rank in range(3):
             cluster.beating(rank, lambda beat: (beat.iteration, beat.phase) == (1, phase))

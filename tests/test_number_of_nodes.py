@@ -83,8 +83,23 @@ WAYS: dict[str, Way] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)], ids=["more", "fewer"])
+#: each way and each direction; both ways of each with --all
+EVERY_DAY = (
+    "launch local more",
+    "slurm fewer",
+    "kubernetes fewer",
+    "by hand, workers first more",
+    "a range fewer",
+)
+CASES = [
+    pytest.param(way, *change, marks=() if name in EVERY_DAY else pytest.mark.slow, id=name)
+    for title, way in WAYS.items()
+    for more, change in (("more", (2, 3)), ("fewer", (3, 2)))
+    for name in [f"{title} {more}"]
+]
+
+
+@pytest.mark.parametrize(("way", "before", "after"), CASES)
 def test_a_run_goes_on_with_another_number_of_nodes(
     tmp_path: Path, way: Way, before: int, after: int
 ) -> None:

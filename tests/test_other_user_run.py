@@ -56,7 +56,9 @@ def test_another_user_learns_nothing_and_no_key_is_left(
         f'judge.url = "https://me:{PASSWORD}@judge/v1"\njudge.api_key_env = "JUDGE_KEY"\n'
         f'[custom]\n"secret.key" = "{SETTING}"\n'
     )
-    with Cluster(place, 2, *FAST, "--iterations", "2", "toy.tasks=8", "--config", str(config)) as cluster:
+    with Cluster(
+        place, 2, *FAST, "--iterations", "2", "toy.tasks=8", "--config", str(config), real=True
+    ) as cluster:
         for rank in range(2):
             cluster.env[rank] = {**KEYS, "TMPDIR": str(place / "tmp")}
         cluster.output.chmod(0o700)

@@ -88,9 +88,9 @@ def rollouts(folder: Path, *flags: str) -> Cluster:
     ("crash", "line"),
     [
         ("head_dim", f"engine 0 keeps failing and is not restarted again: vLLM ended with exit code 0: {HEAD_DIM}"),
-        ("segfault", "vLLM was ended by signal 11 (SIGSEGV): Fatal Python error: Segmentation fault"),
+        pytest.param("segfault", "vLLM was ended by signal 11 (SIGSEGV): Fatal Python error: Segmentation fault", marks=pytest.mark.slow),
         ("import", "vLLM ended with exit code 1: ImportError: libcudart.so.13: cannot open shared object file"),
-        ("port", "vLLM ended with exit code 1: OSError: [Errno 98] Address already in use"),
+        pytest.param("port", "vLLM ended with exit code 1: OSError: [Errno 98] Address already in use", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_an_engine_that_cannot_work_is_said_with_its_own_words(

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import FAST, REPO, Cluster, assert_exactly_once, leftovers, rolled_out_twice
+from cluster import FAST, REPO, Cluster, assert_exactly_once, rolled_out_twice
 
 PROGRAMS = Path(__file__).parent / "programs"
 HELD = str(PROGRAMS / "held.py")
@@ -67,7 +67,6 @@ def test_wait_ends_when_the_node_does_not_come_back(tmp_path: Path, victim: int)
         assert cluster.wait(*others) == dict.fromkeys(others, 5)
         for other in others:
             assert f"node {victim} (" in cluster.said(other) and "not back within 1 s" in cluster.said(other)
-        assert leftovers(cluster.log_path) == {}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,6 @@ def test_the_leaders_loss_ends_the_run_where_that_is_asked_for(
         for other in (1, 2):
             assert "node 0 (" in cluster.said(other) and why in cluster.said(other)
             assert "phase 2 train_rollout" in cluster.said(other)
-        assert leftovers(cluster.log_path) == {}
 
 
 @pytest.mark.parametrize(
@@ -108,7 +106,6 @@ def test_a_node_whose_program_cannot_work_leaves_and_the_others_go_on(
             assert "cannot work and leaves" in said and "ended with exit code 3" in said
         assert f"| row {row} comes to its bad end" in cluster.said(rank)
         assert_exactly_once(cluster.log_path, 2)
-        assert leftovers(cluster.log_path) == {}
 
 
 @pytest.mark.parametrize(
@@ -170,7 +167,6 @@ def test_stop_ends_a_run_from_elsewhere(tmp_path: Path) -> None:
         argv = [sys.executable, "-m", "fsbarrier", "stop", "--log-path", str(cluster.log_path), *flags]
         subprocess.run(argv, check=True, cwd=REPO)
         assert cluster.wait() == {0: 0, 1: 0}
-        assert leftovers(cluster.log_path) == {}
         ended = [e for e in cluster.events() if e["event"] == "node_ended"][-2:]
         return {(e["state"], e["iteration"], e["phase"]) for e in ended}
 

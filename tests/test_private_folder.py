@@ -80,7 +80,7 @@ def test_another_user_cannot_block_a_rank(tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     (temporary / "fsbarrier-0").mkdir(parents=True)
     os.chown(temporary / "fsbarrier-0", UID, UID)
-    with Cluster(tmp_path, 1, "--iterations", "1", program="ping") as cluster:
+    with Cluster(tmp_path, 1, "--iterations", "1", program="ping", real=True) as cluster:
         cluster.env[0] = {"TMPDIR": str(temporary), "HOME": str(tmp_path), "XDG_RUNTIME_DIR": ""}
         cluster.start()
         assert cluster.wait() == {0: 0}, cluster.said(0)
@@ -92,7 +92,7 @@ def test_a_start_clears_away_the_folders_of_killed_daemons_wherever_they_lie(tmp
     """Also where it makes none itself: a folder for sockets, a copy of weights in memory."""
     places = [place for place in (SHORT_PLACE, SHARED_MEMORY) if os.access(place, os.W_OK)]
     left = [Path(tempfile.mkdtemp(prefix=PREFIX, dir=place)) for place in places]
-    with Cluster(tmp_path, 1, "--iterations", "1", program="ping") as cluster:
+    with Cluster(tmp_path, 1, "--iterations", "1", program="ping", real=True) as cluster:
         cluster.env[0] = {"TMPDIR": str(tmp_path)}
         cluster.start()
         assert cluster.wait() == {0: 0}, cluster.said(0)

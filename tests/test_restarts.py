@@ -31,7 +31,7 @@ LATEST_S = 4.0  # after the start; an iteration takes about as long
 @pytest.mark.timeout(600)
 def test_all_are_killed_and_started_again(tmp_path: Path, seed: int, kills: int) -> None:
     generator, pause = random.Random(seed), threading.Event()
-    with Cluster(tmp_path, 3, *QUICK) as cluster:
+    with Cluster(tmp_path, 3, *QUICK, real=True) as cluster:
         for start in range(1, kills + 1):
             cluster.start()
             for rank in range(3):

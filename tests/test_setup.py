@@ -162,6 +162,7 @@ def test_the_first_start_makes_the_environment_and_the_second_only_uses_it(
     assert len(environments(clone)) == 2 and (clone / ".venv").resolve().name != name
 
 
+@pytest.mark.slow
 def test_what_only_shows_something_waits_for_no_whole_environment(
     clone: Path, env: dict[str, str], bare_path: Path
 ) -> None:
@@ -263,6 +264,7 @@ def test_a_killed_setup_is_made_again_and_what_it_left_is_removed(clone: Path, e
     assert environments(clone) == [environment.name]
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_setup_that_fails_fails_with_its_reason(clone: Path, env: dict[str, str]) -> None:
     with setup_under_way(environment_path(clone)) as lock:
         second = start(clone, env)
@@ -283,6 +285,7 @@ def test_waiting_ends_with_an_environment_of_ones_own(clone: Path, env: dict[str
     assert code == 0 and "STARTED" in output, output
 
 
+@pytest.mark.slow
 def test_the_first_of_two_that_were_made_at_once_stays(clone: Path, env: dict[str, str]) -> None:
     """As on a filesystem without locks: the second finds the name taken when it is done."""
     environment = environment_path(clone)
@@ -382,6 +385,7 @@ def test_an_environment_made_by_hand_is_used_as_it_is(clone: Path, bare_path: Pa
     assert output.count("\n") == 1 and "-m pip install -r" in output
 
 
+@pytest.mark.slow
 def test_the_environment_with_the_tools_serves_the_product_too(clone: Path, env: dict[str, str]) -> None:
     (clone / "scripts" / "requirements" / "cpu.txt").write_text("# nothing\n")
     check = [clone / "scripts" / "check.sh"]

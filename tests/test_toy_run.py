@@ -18,7 +18,7 @@ from fsbarrier.rundir.paths import RunPaths
 
 
 def test_clean_run_shows_every_phase_in_order(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3, "--iterations", "2", *FAST) as cluster:
+    with Cluster(tmp_path, 3, "--iterations", "2", *FAST, real=True) as cluster:
         cluster.start(2, 0, 1)
         assert cluster.wait() == {0: 0, 1: 0, 2: 0}, cluster.said(0)
         for rank in range(3):
@@ -58,7 +58,10 @@ def test_a_run_that_is_moved_away_is_not_begun_again_in_its_old_place(tmp_path: 
 def test_two_runs_on_the_same_nodes_do_not_disturb_each_other(tmp_path: Path) -> None:
     """Each has its own accelerators. One of them is killed as a whole and started again meanwhile."""
     flags, patient = ("--iterations", "3", *FAST), ("coordination.suspect_s=20", "coordination.dead_s=40")
-    with Cluster(tmp_path / "a", 2, *flags) as killed, Cluster(tmp_path / "b", 2, *flags, *patient) as other:
+    with (
+        Cluster(tmp_path / "a", 2, *flags, real=True) as killed,
+        Cluster(tmp_path / "b", 2, *flags, *patient, real=True) as other,
+    ):
         for cluster, devices in ((killed, "0,1"), (other, "2,3")):
             cluster.env = {rank: {"CUDA_VISIBLE_DEVICES": devices} for rank in range(2)}
             cluster.start()
@@ -85,7 +88,7 @@ def test_two_runs_on_the_same_nodes_do_not_disturb_each_other(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_a_node_completely(tmp_path: Path, number: int, code: int) -> None:
-    with Cluster(tmp_path, 1, *FAST, "toy.phase_s=30") as cluster:
+    with Cluster(tmp_path, 1, *FAST, "toy.phase_s=30", real=True) as cluster:
         cluster.start()
         cluster.wait_for(lambda e: e["event"] == "phase_started" and e["phase"] == 2)
         cluster.signal(0, number)

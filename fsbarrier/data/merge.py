@@ -26,7 +26,6 @@ from fsbarrier.data.rank_file import (
     opened,
     read_trajectories,
 )
-from fsbarrier.data.rank_file_writer import RankFileWriter
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.files import fsync_dir, make_dirs, open_new, rename
@@ -201,20 +200,15 @@ def _write(collected: Collected, metadata: dict[str, object]) -> int:
     remove_leftovers(out)
     temporary = out.with_name(f"{_temporary_start(out)}{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
-        if _has_torch():
-            tensors: list[Any] = []
-            for task in sorted(collected.groups):
-                tensors += merged_file.as_tensors(collected.groups[task])
-            fd = open_new(temporary)
-            try:
-                merged_file.save(fd, tensors, metadata)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        else:
-            with RankFileWriter(temporary, header=metadata) as writer:
-                writer.append_groups({task: collected.groups[task] for task in sorted(collected.groups)})
-                writer.finish()
+        tensors: list[Any] = []
+        for task in sorted(collected.groups):
+            tensors += merged_file.as_tensors(collected.groups[task])
+        fd = open_new(temporary)
+        try:
+            merged_file.save(fd, tensors, metadata)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
         size = temporary.stat().st_size
         rename(temporary, out)
         fsync_dir(out.parent)
@@ -222,15 +216,6 @@ def _write(collected: Collected, metadata: dict[str, object]) -> int:
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-
-
-def _has_torch() -> bool:
-    """Where torch is not installed (the toy program does not need it), a merged file has the format of a rank's file."""
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def remove_leftovers(out: Path) -> None:

@@ -1,0 +1,15 @@
+"""Imported by the process that the daemons of tests are forks of (forks.py): what they and their programs import."""
+
+import http.server  # noqa: F401
+
+import jinja2  # noqa: F401
+import rich.console  # noqa: F401
+import torch  # noqa: F401
+import watchdog.observers  # noqa: F401
+
+import fsbarrier.aggregate
+import fsbarrier.cli
+import fsbarrier.node.run_node
+import fsbarrier.start.begin
+import fsbarrier.workers.helper
+import fsbarrier.workers.toy  # noqa: F401
