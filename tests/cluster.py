@@ -52,6 +52,7 @@ class Cluster:
         self.processes: dict[int, subprocess.Popen[bytes] | Daemon] = {}
         self.prefix: dict[int, tuple[str, ...]] = {}  # of a node's command
         self.env: dict[int, dict[str, str]] = {}
+        self.modules = str(REPO)  # where daemons and their programs find modules
         self.output = folder / "output"
         self.output.mkdir(parents=True, exist_ok=True)
 
@@ -77,7 +78,7 @@ class Cluster:
         """Start one node with these words; its rank in the run may be another one, which only the journal tells."""
         words = ["run", "--log-path", str(self.log_path), *who]
         given = self.env.get(rank, {})
-        env = {k: v for k, v in os.environ.items() if "RANK" not in k} | {"PYTHONPATH": str(REPO)} | given
+        env = {k: v for k, v in os.environ.items() if "RANK" not in k} | {"PYTHONPATH": self.modules} | given
         path = self.output / f"node_{rank}.txt"
         if not (self.real or rank in self.prefix or "PYTHONPATH" in given):
             self.processes[rank] = Daemon(words, env, path)

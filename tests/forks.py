@@ -281,5 +281,6 @@ def be_daemon(words: list[str], env: dict[str, str], out: str) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(env)
+    sys.path[:0] = [folder for folder in env["PYTHONPATH"].split(os.pathsep) if folder not in sys.path]
     tempfile.tempdir = None
     end_with(lambda: command(*words), os.open(out, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600))

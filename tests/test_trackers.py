@@ -60,7 +60,6 @@ def stand_ins(folder: Path) -> dict[str, str]:
     for name in ("wandb", "tensorboard"):
         (package.parent / f"{name}.py").write_text("")
     return {
-        "PYTHONPATH": f"{REPO}:{package.parent}",
         "HEARD": str(folder / "heard"),
         "WANDB_API_KEY": "k",
         "RANK": "7",
@@ -110,6 +109,7 @@ def test_every_iteration_is_told_once_whoever_leads(tmp_path: Path) -> None:
     env = stand_ins(tmp_path)
     with Cluster(tmp_path, 2, *FAST, "tracker.names=wandb,tensorboard", "tracker.project=mine") as cluster:
         cluster.env = {0: env, 1: env}
+        cluster.modules = f"{tmp_path / 'stand-ins'}:{REPO}"
         cluster.start()
         has(cluster, "wandb", 1)
         told = cluster.wait_for(failed, deadline_s=250)
