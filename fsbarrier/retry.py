@@ -48,6 +48,7 @@ def retry(
     errnos: Container[int] | None = None,
     cancel: threading.Event | None = None,
     passing: tuple[type[Exception], ...] = (OSError,),
+    clock: Callable[[], float] = time.monotonic,
 ) -> T:
     """Call `operation`, and retry while it raises one of `passing`, for `within_s` after its first failure.
 
@@ -60,7 +61,7 @@ def retry(
         try:
             return operation()
         except passing as error:
-            now = time.monotonic()
+            now = clock()
             failing_since = now if failing_since is None else failing_since
             left_s = failing_since + within_s - now
             stays = isinstance(error, OSError) and errnos is not None and error.errno not in errnos

@@ -39,7 +39,7 @@ class ContextMaker:
         settings = replace(settings, **generation.choices)
         return Context(
             run_id=self.record.run_id,
-            paths=self.observer.paths,
+            paths=self.record.paths,
             settings=settings,
             tasks=self.record.tasks,
             model=Path(self.record.model) if self.record.model else None,

@@ -5,19 +5,21 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from fsbarrier.errors import StoreError
+from fsbarrier.host import rendezvous
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.timing import OUTAGE_S
 from fsbarrier.retry import retry
 from fsbarrier.rundir.checkpoints import PolicyUnreadable
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.supervision.kept_program import KeptProgram
+from fsbarrier.supervision.supervisor import Child
 from fsbarrier.supervision.worker_contract import read_progress
 
 if TYPE_CHECKING:
@@ -37,11 +39,53 @@ class Cancelled(Exception):
     """The job was cancelled, and nobody waits for its report."""
 
 
+class InBackground(Protocol):
+    """A call in a thread."""
+
+    def join(self, timeout: float) -> None: ...
+
+    def is_alive(self) -> bool: ...
+
+
+class Surroundings:
+    """What a node's work uses of its host: the clock, threads, processes and the network. The simulator has others."""
+
+    def now(self) -> float:
+        """The monotonic clock."""
+        return time.monotonic()
+
+    def flag(self) -> threading.Event:
+        """A flag that one thread sets, and for which another may wait."""
+        return threading.Event()
+
+    def call_in_background(self, call: Callable[[], None]) -> InBackground:
+        thread = threading.Thread(target=call, name="work", daemon=True)
+        thread.start()
+        return thread
+
+    def start(self, argv: Sequence[str], *, env: Mapping[str, str], log_file: Path, name: str) -> Child:
+        """Start a program. Raises the errors of Child.start."""
+        return Child.start(argv, env=env, log_file=log_file, name=name)
+
+    def keep(self, name: str, processes: int, path: Path) -> KeptProgram:
+        """A program whose processes stay, not started yet. Raises OSError."""
+        return KeptProgram(name, processes, path)
+
+    def listen(self, *, loopback: bool) -> socket.socket:
+        """Listen on a free port. Raises OSError."""
+        return rendezvous.listen(loopback=loopback)
+
+    def reachable(self, addresses: Sequence[str], port: int) -> list[str]:
+        """The addresses that answer on `port`."""
+        return rendezvous.reachable(addresses, port)
+
+
 @dataclass
 class RowJob:
     """One launch of a row's work. The node's loop may cancel it and read its progress; a thread does the rest."""
 
     cancel: threading.Event = field(default_factory=threading.Event)
+    clock: Callable[[], float] = time.monotonic
     progress: Payload = field(default_factory=dict)
     # The running program's progress file.
     progress_file: Path | None = None
@@ -55,7 +99,7 @@ class RowJob:
     @contextmanager
     def using_directory(self, doing: str) -> Iterator[None]:
         """In this block, a call to the shared directory that does not return counts as a stall."""
-        self.alive_at, self.doing = time.monotonic(), doing
+        self.alive_at, self.doing = self.clock(), doing
         try:
             yield
         finally:
@@ -64,7 +108,7 @@ class RowJob:
     def live_on(self) -> None:
         """Called between two steps in a `using_directory` block, to show progress. Raises Cancelled."""
         self.stop_if_cancelled()
-        self.alive_at = time.monotonic()
+        self.alive_at = self.clock()
 
     def stop_if_cancelled(self) -> None:
         if self.cancel.is_set():
@@ -99,13 +143,13 @@ class Workplace:
     checked_model: Path | None = None
     # This node's copy of the newest weights, if it has a place for one.
     weights: WeightsCopy | None = None
-    # Copies this node's part of the trainer state to the shared directory.
     programs_started: int = 0
     # The kept program, whose processes wait for another job, and the era (`Generation.era`) for which it is kept.
     kept: KeptProgram | None = None
     era: int = 0
     # The other processes that do one job after the other, by name (`Command.resident`).
     residents: dict[str, KeptProgram] = field(default_factory=dict)
+    host: Surroundings = field(default_factory=Surroundings)
 
     @property
     def own_engines(self) -> Replicas:
@@ -121,7 +165,7 @@ class Workplace:
         """
         failures = (OSError, StoreError, PolicyUnreadable)
         try:
-            return retry(ask, within_s=self.outage_s, cancel=job.cancel, passing=failures)
+            return retry(ask, within_s=self.outage_s, cancel=job.cancel, passing=failures, clock=job.clock)
         except failures:
             job.stop_if_cancelled()
             raise

@@ -6,15 +6,13 @@ The loop launches and cancels jobs and reads their reports; a job never changes 
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from fsbarrier.errors import FsbarrierError, NodesRefused, ProgramFailed, StoreError
 from fsbarrier.node.admission import objections
-from fsbarrier.node.job import Cancelled, NodeUnfit, RowJob, Workplace
+from fsbarrier.node.job import Cancelled, InBackground, NodeUnfit, RowJob, Workplace
 from fsbarrier.node.work_kinds import carry_out
 from fsbarrier.program import Context, build_work
 from fsbarrier.protocol.facts import JsonObject, Payload
@@ -40,7 +38,7 @@ class JobRunner:
     # Why no job can run on this node, whatever its program. The node then ends, since a "failed" fact would blame the program.
     unfit: StoreError | None = None
     _job: RowJob | None = None
-    _thread: threading.Thread | None = None
+    _thread: InBackground | None = None
     _report: WorkReport | None = None
     # The last era (`Generation.era`) whose nodes were checked.
     _admitted: int = 0
@@ -50,11 +48,9 @@ class JobRunner:
     def launch(self, node: Node, part: RowPart) -> None:
         """Start `part` of the work in the node's row."""
         self.cancel()
-        self._report, self._job = None, RowJob()
-        self._thread = threading.Thread(
-            target=self._run, args=(node, part, self._job), name="work", daemon=True
-        )
-        self._thread.start()
+        host = self.workplace.host
+        self._report, self._job = None, RowJob(host.flag(), host.now)
+        self._thread = host.call_in_background(partial(self._run, node, part, self._job))
 
     def cancel(self) -> None:
         """End the running job; returns when nothing of it is left. Raises StoreError if it cannot be ended."""
@@ -77,7 +73,7 @@ class JobRunner:
     def _notice_a_stall(self) -> None:
         """If the job's thread hangs in the shared directory, the node is unfit: nothing can end a call that hangs in the kernel."""
         job, stall_s = self._job, self.workplace.stall_timeout_s
-        if job is not None and job.doing and time.monotonic() - job.alive_at > stall_s:
+        if job is not None and job.doing and job.clock() - job.alive_at > stall_s:
             where = self.workplace.log_path
             self.unfit = StoreError(
                 f"{job.doing}: no progress for {stall_s:g} s (coordination.stall_timeout_s); does {where} hang?"
@@ -95,7 +91,7 @@ class JobRunner:
     # --- the job's thread ---
 
     def _run(self, node: Node, part: RowPart, job: RowJob) -> None:
-        started = time.monotonic()
+        started = job.clock()
         try:
             value, ok = self._carry_out(node, part, job), True
         except Cancelled:
@@ -113,7 +109,7 @@ class JobRunner:
             value, ok = failure(f"{type(error).__name__}: {error}"), False
         if not job.cancel.is_set():
             events = tuple(job.events)
-            self._report = WorkReport(part, ok, value, time.monotonic() - started, events)
+            self._report = WorkReport(part, ok, value, job.clock() - started, events)
             self.wake()
 
     def _carry_out(self, node: Node, part: RowPart, job: RowJob) -> Payload:

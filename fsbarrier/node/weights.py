@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +28,7 @@ def checked_weights(
         return here, []
     if model == workplace.checked_model:
         return model, []
-    began, why_not = time.monotonic(), ""
+    began, why_not = job.clock(), ""
     with job.using_directory(f"checking {version}"):
         if not workplace.patiently(job, (model.parent / checkpoints.MANIFEST).exists):
             return model, []
@@ -43,7 +42,7 @@ def checked_weights(
     fields = {
         "serving": version,
         "weights_from": "run directory" if folder == model else "node",
-        "seconds": round(time.monotonic() - began, 3),
+        "seconds": round(job.clock() - began, 3),
         "note": why_not,
     }
     return folder, [{"event": "weights_checked", **fields}]

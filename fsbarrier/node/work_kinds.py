@@ -9,7 +9,7 @@ from functools import partial
 from fsbarrier import files
 from fsbarrier.decisions import PublishDecision
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.host.rendezvous import listen, port_of, reachable
+from fsbarrier.host.rendezvous import port_of
 from fsbarrier.node.job import Result, RowJob, Workplace, journal_line
 from fsbarrier.node.weights import checked_weights
 from fsbarrier.node.worker_program import run_program
@@ -45,13 +45,13 @@ def carry_out(work: Work, context: Context, job: RowJob, workplace: Workplace) -
             return workplace.engines.release(cancel=job.cancel) if workplace.engines else {}
         case OpenRendezvous(loopback):
             workplace.close_rendezvous()
-            workplace.rendezvous = listen(loopback=loopback)
+            workplace.rendezvous = workplace.host.listen(loopback=loopback)
             port = port_of(workplace.rendezvous)
             if not loopback:
                 job.events.append({"event": "listens", "port": port})
             return {"port": port}
         case ProbeAddresses(addresses, port):
-            return {"reached": reachable(addresses, port)}
+            return {"reached": workplace.host.reachable(addresses, port)}
         case PublishWeights():
             with job.using_directory(f"publishing {work.folder.name}"):
                 return _publish_weights(work, context, job, workplace)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -46,12 +45,12 @@ def run_program(work: Command, context: Context, job: RowJob, workplace: Workpla
     """
     pauses, failing_since, again, why = iter(AGAIN), 0.0, 0, ""
     while True:
-        began = time.monotonic()
+        began = job.clock()
         try:
             value = _run_once(work, context, job, workplace)
             break
         except DirectoryFailed as error:
-            now, why = time.monotonic(), str(error)
+            now, why = job.clock(), str(error)
             if not again or now - began > workplace.outage_s:
                 pauses, failing_since = iter(AGAIN), now
             left_s = failing_since + workplace.outage_s - now
@@ -101,7 +100,7 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
             if work.resident:
                 program = _give_to_resident(work.resident, own.spec, argv, env, log_file, context, workplace)
             else:
-                program = Child.start(argv, env=env, log_file=log_file, name=name)
+                program = workplace.host.start(argv, env=env, log_file=log_file, name=name)
         except StoreError as error:
             raise DirectoryFailed(str(error)) from None
     else:
@@ -199,7 +198,7 @@ def _kept_program(
 ) -> KeptProgram:
     """Raises NodeUnfit."""
     try:
-        return KeptProgram(name, processes, workplace.work_dir / socket)
+        return workplace.host.keep(name, processes, workplace.work_dir / socket)
     except OSError as error:
         raise NodeUnfit(
             f"node {context.node_rank}: no socket in its temporary folder {workplace.work_dir}: {error.strerror}"
@@ -212,7 +211,7 @@ def _watch(
     """Wait for the program; returns its exit code. Ends it if its progress file and log do not change for `stall_timeout_s`, or if it
     needs an engine and none is left."""
     assert job.progress_file is not None
-    last_stamp, changed_at = 0, time.monotonic()
+    last_stamp, changed_at = 0, job.clock()
     while (code := child.wait(WATCH_S)) is None:
         if job.cancel.is_set():
             child.stop(workplace.grace_s)
@@ -222,8 +221,8 @@ def _watch(
             raise ProgramFailed(keeper.problem)
         stamp = _modified_ns(job.progress_file) + _modified_ns(child.log_file)
         if stamp != last_stamp:
-            last_stamp, changed_at = stamp, time.monotonic()
-        elif time.monotonic() - changed_at > workplace.stall_timeout_s:
+            last_stamp, changed_at = stamp, job.clock()
+        elif job.clock() - changed_at > workplace.stall_timeout_s:
             # Where it hangs is then among the last lines of its log.
             write_stacks(child.tree())
             child.stop(workplace.grace_s)

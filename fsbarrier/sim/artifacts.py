@@ -1,21 +1,25 @@
-"""The results of simulated work: parts, merges, checkpoints; and the running pieces of work."""
+"""The run directory beside the protocol's own files: merged files, batches and checkpoints as small real files, on which the node's own
+code works; and parts of rollouts in a table, since mounts may hide their ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import os
+import secrets
+import tempfile
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import count
+from pathlib import Path
 
-from fsbarrier.errors import FsbarrierError, NodesRefused, ProgramFailed
-from fsbarrier.node.job import NodeUnfit
-from fsbarrier.protocol.state import Exit, Node, RowPart
-from fsbarrier.sim.history import Merged
+from fsbarrier import owned
+from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir.names import SPLITS
+from fsbarrier.rundir.paths import RunPaths
 
-if TYPE_CHECKING:
-    from fsbarrier.sim.process import Process
-
-FOREVER = float("inf")
-Waiting = Generator[float, None, dict[str, object]]
+_BASE = Path("/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else tempfile.gettempdir())
+_PROCESS, _NUMBERS = f"fsbarrier-sim-{secrets.token_hex(8)}", count()
+#: the file of a model's weights
+WEIGHTS = "model.safetensors"
 
 
 @dataclass
@@ -31,94 +35,59 @@ class PartFile:
     groups: list[tuple[int, float]] = field(default_factory=list)
 
 
-class Checkpoint(NamedTuple):
-    """A policy version's folder. `digest`: that of its content, unique in the schedule."""
-
-    version: int
-    generation: int
-    digest: str
-
-
-@dataclass
-class SimTorchrun:
-    """A torchrun: it continues when all its nodes are there, and no node can finish it alone."""
-
-    size: int
-    pieces: dict[int, WorkPiece] = field(default_factory=dict)
-    lost: bool = False
-
-
-@dataclass
 class Artifacts:
-    """The files in the run directory beside the protocol's own."""
+    """The files of one schedule."""
 
-    parts: dict[str, PartFile] = field(default_factory=dict)
-    merged: dict[str, Merged] = field(default_factory=dict)
-    # merged files of another run, for runs that only update
-    given: set[str] = field(default_factory=set)
-    batches: set[str] = field(default_factory=set)
-    checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
-    # public name -> stamp of the merge
-    public: dict[str, int] = field(default_factory=dict)
-    meetings: dict[tuple[str, str], SimTorchrun] = field(default_factory=dict)
-    stamps: int = 0
-    ports: int = 40000
+    def __init__(self) -> None:
+        self.root = _BASE / f"{_PROCESS}-{next(_NUMBERS)}"
+        self.paths = RunPaths(self.root)
+        self.parts: dict[str, PartFile] = {}
+        # path -> the number of the process whose program wrote it
+        self.writers: dict[str, int] = {}
+        # what is in a file of weights -> the identity of that policy
+        self.policies: dict[str, str] = {}
+        # public name -> the stamp in it
+        self.public: dict[str, str] = {}
+        self.served = ""
+        self.stamps = 0
 
-    def identity(self, folder: str) -> str:
-        """The identity of the policy in a folder."""
-        return f"{folder.rpartition('/')[2]}:{self.checkpoints[folder].digest}"
+    def make(self, given: int) -> None:
+        """Make the run directory; `given`: of so many iterations there are merged files of another run."""
+        self.root.mkdir(mode=0o700)
+        for folder in (*map(self.paths.trajectories, SPLITS), self.paths.checkpoints, self.paths.batches):
+            folder.mkdir()
+        for iteration in range(1, given + 1):
+            self.paths.merged("train", iteration).write_text("0")
 
-    def retain(self, keep: int, current: str) -> None:
-        """Clean up after a publication, as rundir.retention.remove_old_versions does."""
-        newest = self.checkpoints[current].version
-        versions = {made.version for made in self.checkpoints.values() if made.version <= newest}
-        spared = {*sorted(versions, reverse=True)[: max(keep, 2)], newest}
-        for folder, made in list(self.checkpoints.items()):
-            if made.version < newest and made.version not in spared:
-                del self.checkpoints[folder]
+    def remove(self) -> None:
+        owned.discard(self.root)
 
+    def stamp(self) -> int:
+        """A number that nothing else has."""
+        self.stamps += 1
+        return self.stamps
 
-@dataclass(slots=True)
-class WorkPiece:
-    """A running piece of work of one process. `inside`: the daemon itself does it, not a program."""
+    def make_policy(self, folder: Path, version: int, content: str) -> None:
+        """Write a policy version, as the update does. `content`: of its weights."""
+        for name, text in ((f"model/{WEIGHTS}", content), ("model/config.json", "{}"), ("trainer/state", "")):
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        digest = checkpoints.write_manifest(folder, version).digest
+        self.policies[content] = checkpoints.identity(folder.name, digest)
 
-    process: Process
-    node: Node
-    part: RowPart
-    began: float
-    # the fraction of the program's time after which it fails, and its message; None: it succeeds
-    fails: tuple[float, str] | None
-    alive: bool = True
-    inside: bool = True
-    broken: str = ""
-    meeting: SimTorchrun | None = None
-    steps: Waiting = field(init=False)
+    def policy_in(self, model: Path) -> str:
+        """The identity of the policy that an engine gets from this folder."""
+        return self.policies[(model / WEIGHTS).read_text()]
 
-    def advance(self) -> None:
-        """Take the next step, unless the work was cancelled. While the process is stopped, the step is deferred."""
-        process = self.process
-        if not self.alive or not process.up:
-            return
-        if process.paused and (self.inside or process.frozen):
-            process.deferred.append(self.advance)
-            return
-        try:
-            if self.broken:
-                raise ProgramFailed(self.broken)
-            wait = next(self.steps)
-        except StopIteration as stop:
-            process.work.ended(self, True, stop.value)
-        except NodeUnfit as error:
-            self.alive = False
-            process.loop.exit = Exit(error.exit_code, "left", str(error))
-            process.world.finish(process)
-        except FsbarrierError as error:
-            value: dict[str, object] = {"error": str(error), "log": ["the program's last line"]}
-            if self.broken:
-                value["noticed"] = True
-            if isinstance(error, NodesRefused):
-                value["refused"] = True
-            process.work.ended(self, False, value)
-        else:
-            if wait != FOREVER:
-                process.world.after(wait, self.advance)
+    def point_at(self, folder: str) -> None:
+        """Point model.pt at a policy, as an operator does."""
+        served = self.paths.served_model
+        served.unlink(missing_ok=True)
+        served.symlink_to(os.path.relpath(f"{folder}/model", self.root))
+        self.served = folder
+
+    def served_now(self) -> str:
+        """The folder of the policy that model.pt points at; "": none."""
+        served = self.paths.served_model
+        return str(self.root / os.readlink(served)).removesuffix("/model") if served.is_symlink() else ""

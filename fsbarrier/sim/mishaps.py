@@ -1,10 +1,10 @@
-"""Draws the small mishaps of a node's single steps: of a look, a start, a heartbeat, a seal."""
+"""Draws the small mishaps of a node's single steps: of a look, a start, a heartbeat, a seal, a program."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fsbarrier.sim.faults import Mishap, draw_mishap, draw_mishap_of_a_start
+from fsbarrier.sim.faults import FAILURES, Mishap, draw_mishap, draw_mishap_of_a_start
 
 if TYPE_CHECKING:
     from fsbarrier.sim.world import World
@@ -42,3 +42,17 @@ def mishap_after_a_seal(world: World, rank: int) -> Mishap | None:
     world.history.faults.add("crash")
     world.start(rank, 0.2 + world.announcing.random() * 20)
     return Mishap("crash", 1)
+
+
+def failure_of_a_program(world: World, rank: int, phase_name: str) -> tuple[float, str] | None:
+    """The fraction of its time after which a program fails, and its message; None if it succeeds."""
+    key = (rank, phase_name)
+    told = world.failures.get(key, 0) > 0
+    world.failures[key] = world.failures.get(key, 0) - told
+    found = (0.5, FAILURES[0]) if told else None
+    if world.failure_rate and not world.healed and world.rng.random() < world.failure_rate:
+        found = found or (world.rng.random(), world.rng.choice(FAILURES))
+    if rank == world.broken_node and not world.healed:
+        found = found or (0.1, "a library is missing")
+    world.history.faults |= {"program"} if found else set()
+    return found

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from fsbarrier.errors import Fenced
+from fsbarrier.errors import Fenced, StoreError
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.paces import Paces, make_paces
@@ -21,12 +21,12 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.sim import mishaps
 from fsbarrier.sim.disk import Directory, File, SimPath
 from fsbarrier.sim.faults import Crash, Livelock, Mishap, Trouble
-from fsbarrier.sim.history import JournalLine
+from fsbarrier.sim.history import JournalLine, Missing
 from fsbarrier.sim.interruptible import InterruptibleCall
 from fsbarrier.sim.settings import can_hold
 from fsbarrier.sim.setup import PATHS
 from fsbarrier.sim.store import MountClient
-from fsbarrier.sim.work import SimWork
+from fsbarrier.sim.work import SimHost, make_work
 
 if TYPE_CHECKING:
     from fsbarrier.sim.world import World
@@ -119,7 +119,7 @@ class Process:
         self.rate = world.clocks.choice((1.0, 1.0001, 0.9999)) if clocks else 1.0
         valid = partial(can_hold, world.settings)
         self.observer: Observer = Observer(cast(Store, client), PATHS, world.program, world.paces, valid)
-        self.work = SimWork(world, self)
+        self.work = make_work(world, self)
         session = world.sessions[-1]
         join = Join(
             rank,
@@ -132,11 +132,20 @@ class Process:
             choices={SLICE_CHOICE: session.phases} if len(world.sessions) > 1 else {},
             digest=world.codes[rank],
             # An earlier version did not list the digests of its code.
-            fingerprint={"code": {"program": world.codes[rank]}} if number % 4 else {},
+            fingerprint={"code": {"program": world.codes[rank]}, **self._packages()} if number % 4 else {},
             time=f"p{number}",
             stated=world.command_lines.of(rank, again=number >= world.setup.nodes),
         )
         self.loop = NodeLoop(cast(Store, client), self.observer, world.rules, self.work, join, self._record)
+
+    def _packages(self) -> Payload:
+        """What is installed on this host; sometimes what does not fit together with the others."""
+        world, right = self.world, "2.9"
+        if world.refusals and not world.healed:
+            world.refusals -= 1
+            world.history.faults.add("refused")
+            right = "1.13"
+        return {"packages": {"torch": right}}
 
     @property
     def clock(self) -> float:
@@ -221,8 +230,13 @@ class Process:
                 self.news_at = None
                 self.observer.hurry()
             self.loop.tick(self.offset + now * self.rate)
+            if self.work.unfit is not None:
+                raise self.work.unfit
         except OSError as error:
             return f"error {error}"
+        except StoreError as error:
+            self.loop.exit = Exit(error.exit_code, "left", str(error))
+            return ""
         except Fenced as error:
             self.loop.exit = Exit(6, "left", str(error))
             return ""
@@ -233,6 +247,16 @@ class Process:
             return "crash"
         self.failing_since = None
         return ""
+
+    @property
+    def host_of_work(self) -> SimHost:
+        return cast(SimHost, self.work.workplace.host)
+
+    def end_work(self) -> None:
+        """As the daemon does at its end."""
+        self.work.cancel()
+        self.work.workplace.end_residents()
+        self.host_of_work.engines.stop()
 
     def _join(self) -> str:
         if not self.prepared:
@@ -334,6 +358,8 @@ class Process:
         world = self.world
         self._write_journal()
         world.history.events.append(JournalLine(world.now, self.number, event, node, fields, self.ticked_at))
+        if event == "work_failed" and "is no complete policy version" in str(fields.get("error")):
+            world.history.missing.append(Missing(world.now, self.number, node, str(fields["error"])))
         # In this look the node rejoins or proposes a generation.
         mishap = None
         if event == "left_generation":

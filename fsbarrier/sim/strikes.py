@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, cast
 
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position, StopRequest, Verdict
 from fsbarrier.protocol.state import Exit
+from fsbarrier.rundir import checkpoints
 from fsbarrier.sim.damage import DAMAGES, WRONG_SETTINGS
 from fsbarrier.sim.disk import SimPath
 from fsbarrier.sim.faults import (
@@ -228,12 +230,13 @@ def take_back(world: World) -> bool:
     for join in records:
         if isinstance(join, Join):
             starts[join.rank] = max(join.incarnation, starts.get(join.rank, 0))
-    served = [put for put in history.served if put.folder in world.artifacts.checkpoints]
+    served = [put for put in history.served if Path(put.folder).is_dir()]
     serves = [put for put in served if put.version == iteration - 1] or served[-1:]
     decisions: dict[str, Payload] = {}
     for put in serves[-1:]:
         history.served.append(put._replace(generation=newest + 1, shown=()))
-        digest = world.artifacts.checkpoints[put.folder].digest
+        digest = checkpoints.read_manifest(Path(put.folder)).digest
+        world.artifacts.point_at(put.folder)
         value = {"policy_version": put.version, "folder": put.folder, "digest": digest}
         decisions["weights_publish"] = {"iteration": iteration - 1, "value": value}
     members = tuple(Member(rank, starts[rank]) for rank in sorted(starts))

@@ -32,6 +32,7 @@ def transcript(history: History, *, every_row: bool = False) -> str:
             following = next(said)
         if line is not None and line.text:
             lines.append(line)
+    lines = [line._replace(text=line.text.replace(history.root, "/run")) for line in lines]
     return "\n".join(_rendered(lines if every_row else _joined(lines))) + "\n"
 
 

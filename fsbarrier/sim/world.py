@@ -18,12 +18,13 @@ from fsbarrier.sim import faults, strikes
 from fsbarrier.sim.artifacts import Artifacts
 from fsbarrier.sim.damage import VERSIONS, written
 from fsbarrier.sim.disk import Disk, File, SimPath
-from fsbarrier.sim.faults import FAILURES, StrikeOnEntry, Trouble
+from fsbarrier.sim.faults import StrikeOnEntry, Trouble
 from fsbarrier.sim.history import Asked, History, ProcessEnd, Removed, Said, Write, row_of
 from fsbarrier.sim.process import BLIND, JOINING, POLL_S, Process, usual_paces
+from fsbarrier.sim.programs import SimTorchrun
 from fsbarrier.sim.sessions import OTHERS, Session, another
 from fsbarrier.sim.settings import CommandLines
-from fsbarrier.sim.setup import PATHS, START_SETTINGS, Setup, draw_rules, litter, program
+from fsbarrier.sim.setup import START_SETTINGS, Setup, draw_rules, litter, program
 from fsbarrier.sim.store import Habits, MountClient
 
 # the limit for each node and iteration, a hundred times the usual number; more is a livelock
@@ -46,11 +47,12 @@ class World:
         self.program = program()
         self.beat_s = setup.beat_s or (BEAT_S, 3.0, 4.0)[seed % 3]
         self.settings, self.rules = draw_rules(seed, setup, self.rng, dice, self.beat_s)
+        self.artifacts = Artifacts()
         self._draw_disk(seed, dice)
         self.paces = usual_paces(self.settings, self.beat_s, self.rules.limits.dead_s, setup.outage_s)
-        self.artifacts = Artifacts()
-        if self.rules.slice == "update":
-            self.artifacts.given = {str(PATHS.merged("train", i + 1)) for i in range(setup.iterations + 1)}
+        # what runs in several nodes at once, by its address and the folder that it writes
+        self.meetings: dict[tuple[str, str, str], SimTorchrun] = {}
+        self.copies_weights = Random(f"weights {seed}").random() < 0.3
         # what the nodes were started for, and how often they will be again after the run has ended
         self.sessions = [Session(0.0, self.settings.rl_phase, setup.iterations)]
         self.later = Random(f"later {seed}")
@@ -99,7 +101,7 @@ class World:
             first, last, setup.limits.dead_s, blind_s, hidden_s, caches, self.rules.longest
         )
         size = {"num_nodes": setup.nodes, "rank_weights": [1.0] * setup.nodes}
-        self.history.phases = self.settings.rl_phase
+        self.history.phases, self.history.root = self.settings.rl_phase, str(self.artifacts.root)
         self.history.spans = {phases: self.program.span(phases) for phases in OTHERS}
         self.history.settings = {**START_SETTINGS, **size}
         self.history.tasks = {"train": self.settings.rollout.tasks, "test": self.settings.eval.tasks}
@@ -161,24 +163,18 @@ class World:
         """The duration of a program."""
         return self.rng.choice(self.lengths) * (0.5 + self.rng.random())
 
-    def failure_of(self, node: Node, part: RowPart) -> tuple[float, str] | None:
-        """The fraction of its time after which a program fails, and its message; None if it succeeds."""
-        assert node.position is not None
-        key = (node.rank, self.rules.row_name(node.position))
-        told = self.failures.get(key, 0) > 0
-        self.failures[key] = self.failures.get(key, 0) - told
-        found = (0.5, FAILURES[0]) if told else None
-        if self.failure_rate and not self.healed and self.rng.random() < self.failure_rate:
-            found = found or (self.rng.random(), self.rng.choice(FAILURES))
-        if node.rank == self.broken_node and not self.healed:
-            found = found or (0.1, "a library is missing")
-        self.history.faults |= {"program"} if found else set()
-        return found
-
     # --- the schedule ---
 
     def run(self) -> History:
         """Run from the first start to the end of the last process."""
+        self.artifacts.make(self.setup.iterations + 1 if self.rules.slice == "update" else 0)
+        try:
+            self._run()
+        finally:
+            self.artifacts.remove()
+        return self.history
+
+    def _run(self) -> None:
         self._begin()
         most, agenda, disk = EVENTS * self.setup.nodes * self.setup.iterations, self._agenda, self.disk
         while agenda:
@@ -193,7 +189,6 @@ class World:
                 self.history.stuck.append(f"{most} events, and no end")
                 break
         self._close()
-        return self.history
 
     def _all_ended(self) -> bool:
         """Whether the schedule is over. If all processes have ended but the run could go on, end the faults, which restarts some."""
@@ -307,7 +302,7 @@ class World:
         """End a process gracefully: cancel its work, then write its last heartbeat."""
         ended = process.loop.exit
         assert ended is not None
-        process.work.cancel()
+        process.end_work()
         process.put_beat()
         self.end(process, ended.code, f"{ended.state}: {ended.reason}")
 
@@ -325,8 +320,8 @@ class World:
         """Kill a process and its programs."""
         if not process.up:
             return
-        process.work.cancel()
         process.up = process.paused = False
+        process.host_of_work.kill()
         if process.held_look is not None:
             process.held_look.kill()
         process.trouble.rest()

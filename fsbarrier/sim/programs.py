@@ -1,0 +1,290 @@
+"""The programs that a simulated node starts: rollout, merge, prepare, update. They take time, fail, and leave small files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsbarrier.errors import ProgramFailed, StoreError
+from fsbarrier.node.worker_program import program_name
+from fsbarrier.protocol.facts import JsonObject, Payload
+from fsbarrier.protocol.state import Node
+from fsbarrier.rundir.weights_copy import WeightsCopy
+from fsbarrier.sim.artifacts import WEIGHTS, PartFile
+from fsbarrier.sim.history import Merged, MergedGroup, Missing, Used
+from fsbarrier.sim.mishaps import failure_of_a_program
+
+if TYPE_CHECKING:
+    from fsbarrier.sim.work import SimHost
+
+FOREVER = float("inf")
+Waiting = Generator[float, None, JsonObject]
+# the size of one group of trajectories in a simulated part
+GROUP_BYTES = 100
+# how long a program's end may stay unnoticed where nothing else happens
+POLL_S = 2.0
+# what a process says whose partner has gone
+PARTNER_GONE = "connection closed by peer"
+
+
+@dataclass
+class SimTorchrun:
+    """A torchrun's job: it continues when all its nodes are there, and no node can finish it alone."""
+
+    size: int
+    programs: dict[int, SimProgram] = field(default_factory=dict)
+    lost: bool = False
+    #: the weights that it makes
+    weights: str = ""
+
+
+class SimProgram:
+    """A program with the methods of Child, and if its process stays for other jobs, of KeptProgram."""
+
+    def __init__(self, host: SimHost, name: str = "", *, stays: bool = False) -> None:
+        self.host, self.name, self._stays = host, name, stays
+        self.alive, self.log_file = True, Path()
+        self.meeting: SimTorchrun | None = None
+        self.broken = ""
+        self._argv: Sequence[str] = ()
+        self._code: int | None = None
+        self._said = ""
+        self._result = Path()
+        self._steps: Waiting
+        self._node: Node
+        self._fails: tuple[float, str] | None = None
+        # which job the pending steps belong to
+        self._job = 0
+
+    # --- what the node does with it ---
+
+    def start(self, argv: Sequence[str], *, env: Mapping[str, str], log_file: Path, name: str) -> None:
+        self._argv, self.log_file = argv, log_file
+        self.give(Path(argv[argv.index("--spec") + 1]))
+
+    def give(self, spec: Path) -> None:
+        """The next job."""
+        world, told = self.host.world, json.loads(spec.read_text())
+        module = told.get("module") or program_name(self._argv)
+        self._code, self._result, self._job = None, Path(told["result"]), self._job + 1
+        assert self.host.node is not None
+        self._node = self.host.node
+        self._fails = failure_of_a_program(world, self.host.process.rank, told["phase_name"])
+        works: dict[str, Callable[[Payload], Waiting]] = {
+            "fsbarrier.workers.rollout": self._rollout,
+            "fsbarrier.aggregate": self._aggregate,
+            "fsbarrier.workers.prepare": self._prepare,
+            "fsbarrier.workers.update": self._update,
+        }
+        self._steps = works[module](told)
+        world.after(world.short(), partial(self._advance, self._job))
+
+    def wait(self, timeout_s: float) -> int | None:
+        if self._code is None:
+            self.host.sleep(max(timeout_s, POLL_S))
+        return self._code
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        """End it, as its guard also does when its node is killed."""
+        self.alive = False
+        self._leave_meeting()
+
+    def tree(self) -> dict[int, int]:
+        return {}
+
+    def last_log_lines(self, lines: int = 1) -> list[str]:
+        return [self._said]
+
+    # --- time ---
+
+    def advance(self) -> None:
+        """Take the next step, unless the program has ended. While its host is stopped, the step is deferred."""
+        self._advance(self._job)
+
+    def _advance(self, job: int) -> None:
+        process = self.host.process
+        if not self.alive or job != self._job or self._code is not None:
+            return
+        if process.paused and process.frozen:
+            process.deferred.append(partial(self._advance, job))
+            return
+        try:
+            if self.broken:
+                raise ProgramFailed(self.broken)
+            wait = next(self._steps)
+        except StopIteration as stop:
+            self._end(stop.value)
+        except StoreError as error:
+            self._fail(StoreError.exit_code, str(error))
+        except ProgramFailed as error:
+            self._fail(1, str(error))
+        else:
+            if wait != FOREVER:
+                self.host.world.after(wait, partial(self._advance, job))
+
+    def _end(self, result: Payload) -> None:
+        if self.host.process.trouble.outage is not None:
+            self._fail(StoreError.exit_code, "the shared directory fails")
+            return
+        self._result.write_text(json.dumps(result))
+        self._code, self.alive = 0, self._stays
+        self.host.wake()
+
+    def _fail(self, code: int, said: str) -> None:
+        self._code, self._said, self.alive = code, said, False
+        self._leave_meeting()
+        self.host.wake()
+
+    def _leave_meeting(self) -> None:
+        """A node leaves a torchrun. Half of the time the others' processes fail a second later; otherwise they hang."""
+        meeting, world = self.meeting, self.host.world
+        if meeting is None or meeting.lost:
+            return
+        meeting.lost = True
+        if world.rng.random() < 0.5:
+            for other in meeting.programs.values():
+                if other.alive:
+                    other.broken = PARTNER_GONE
+                    world.after(1.0, other.advance)
+
+    def _busy(self, parts: int = 1) -> Iterator[float]:
+        """The duration of a program, in `parts` pieces. A failing program raises ProgramFailed on the way."""
+        length = self.host.world.length()
+        for number in range(parts):
+            if self._fails is not None and (number + 1) / parts >= self._fails[0]:
+                yield length / parts * self._fails[0]
+                raise ProgramFailed(self._fails[1])
+            yield length / parts
+
+    # --- what they do ---
+
+    def _rollout(self, spec: Payload) -> Waiting:
+        artifacts, world = self.host.artifacts, self.host.world
+        self._need(spec)
+        serving = self.host.engines.serving
+        fresh = PartFile(spec["generation"], spec["iteration"], spec["split"], spec["policy"], serving)
+        self._only_writer(spec["part"])
+        part = artifacts.parts.setdefault(spec["part"], fresh)
+        done = {task for task, _ in part.groups}
+        tasks, rounds = _tasks_of_rounds(spec)
+        left = [task for task in tasks if task not in done]
+        for task, wait in zip(left, self._busy(len(left)), strict=True):
+            yield wait
+            part.groups.append((task, world.now))
+        return {"part": spec["part"], "groups": len(part.groups), "tasks": tasks, "rounds": rounds}
+
+    def _aggregate(self, spec: Payload) -> Waiting:
+        artifacts, world = self.host.artifacts, self.host.world
+        entries = self._taken(spec["parts"], spec["expected"])
+        absent = set(spec["expected"]) ^ {entry.task for entry in entries}
+        if absent:
+            raise ProgramFailed(f"tasks {sorted(absent)} are in no part, or not expected")
+        yield from self._busy()
+        meta, out = spec["metadata"], spec["out"]
+        merged = Merged(
+            artifacts.stamp(),
+            world.now,
+            out,
+            meta["split"],
+            meta["iteration"],
+            meta["generation"],
+            meta["policy"],
+            tuple(p for p in spec["parts"] if p["valid_bytes"] is not None),
+            tuple(entries),
+            final=meta.get("final", False),
+            rounds=max(1, len(spec["expected"]) // world.history.tasks[meta["split"]]),
+        )
+        self._only_writer(out)
+        Path(out).write_text(str(merged.stamp))
+        world.history.merges.append(merged)
+        rank, name = self.host.process.rank, out.rpartition("/")[2]
+        world.say(
+            f"node {rank} merged {len(entries)} tasks of generation {merged.generation} into {name}", "="
+        )
+        return {"stamp": merged.stamp, "groups": len(entries)}
+
+    def _taken(self, sources: list[JsonObject], expected: Container[int]) -> list[MergedGroup]:
+        """For each expected task, its first group in a source that lists the task."""
+        taken: dict[int, MergedGroup] = {}
+        for source in sources:
+            part, valid = self.host.artifacts.parts[source["path"]], source["valid_bytes"]
+            for index, (task, _) in enumerate(part.groups[: None if valid is None else valid // GROUP_BYTES]):
+                if task in source["tasks"] and task in expected:
+                    entry = MergedGroup(task, source["path"], index, part.generation, part.made_by)
+                    taken.setdefault(task, entry)
+        return [*taken.values()]
+
+    def _prepare(self, spec: Payload) -> Waiting:
+        history, now = self.host.world.history, self.host.world.now
+        newest, *earlier = map(Path, spec["merged"])
+        if not newest.exists():
+            raise ProgramFailed(f"{newest} is not there")
+        for path in (newest, *(path for path in earlier if path.exists())):
+            if (stamp := int(path.read_text())) != 0:
+                history.used.append(Used(now, self._node, stamp))
+        yield from self._busy()
+        self._only_writer(spec["batch"])
+        Path(spec["batch"]).touch()
+        return {"batch": spec["batch"]}
+
+    def _update(self, spec: Payload) -> Waiting:
+        host, argv = self.host, dict(zip(self._argv[:-1], self._argv[1:], strict=True))
+        if not Path(spec["batch"]).exists():
+            raise ProgramFailed(f"{spec['batch']} is not there")
+        self._need(spec)
+        for wait in self._busy():
+            yield wait / 2
+        key = argv["--master-addr"], argv["--master-port"], spec["out"]
+        meeting = host.world.meetings.setdefault(key, SimTorchrun(int(argv["--nnodes"])))
+        meeting.programs[int(argv["--node-rank"])] = self
+        self.meeting = meeting
+        if len(meeting.programs) == meeting.size and not meeting.lost:
+            meeting.weights, length = f"weights {host.artifacts.stamp()}", host.world.length()
+            for other in meeting.programs.values():
+                if other is not self and other.alive:
+                    host.world.after(length, other.advance)
+            yield length
+        else:
+            yield FOREVER
+        while meeting.lost:
+            yield FOREVER
+        self.meeting, out = None, Path(spec["out"])
+        if spec["weights_dir"]:
+            copies = WeightsCopy(Path(spec["weights_dir"]))
+            copies.begin(out.name, 0)
+            (copies.unchecked(out.name) / WEIGHTS).write_text(meeting.weights)
+        if argv["--node-rank"] == "0":
+            if out.exists():
+                raise AssertionError(f"two writers of {out}")
+            host.artifacts.make_policy(out, spec["new_policy_version"], meeting.weights)
+        return {}
+
+    def _only_writer(self, name: str) -> None:
+        """Check that nobody else is writing or has written a file. A program that is started again may go on with it."""
+        number = self.host.process.number
+        if self.host.artifacts.writers.setdefault(name, number) != number:
+            raise AssertionError(f"two writers of {name}")
+
+    def _need(self, spec: Payload) -> None:
+        """Fail if the folder of the policy that the program works with has been removed; the run's first model is always there."""
+        if spec["policy_version"] and not Path(spec["model"]).is_dir():
+            missing = Missing(self.host.world.now, self.host.process.number, self._node, str(spec["model"]))
+            self.host.world.history.missing.append(missing)
+            raise ProgramFailed(f"{spec['model']} is not there")
+
+
+def _tasks_of_rounds(spec: Payload) -> tuple[list[int], int | None]:
+    """This node's tasks of the rounds that take place, and how many those are; None without refills.
+
+    The real programs see by the claims whether a round is needed. All of a generation's nodes see the same.
+    """
+    if spec["refills"] is None:
+        return spec["tasks"], None
+    sizes = spec["refills"]["rounds"]
+    rounds = 1 + (spec["generation"] + spec["iteration"]) % len(sizes)
+    wanted = spec["expected"][: sum(sizes[:rounds])]
+    return [task for task in spec["tasks"] if task in wanted], rounds
