@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from generated_page import write_or_check  # noqa: E402
 
-from fsbarrier.settings.section import AT_ONCE, NEXT_ITERATION, Changes, Section  # noqa: E402
+from fsbarrier.settings.section import EACH_SESSION, Changes, Section  # noqa: E402
 from fsbarrier.settings.sections import EvalSet, EvalSettings, Settings, sections  # noqa: E402
 from fsbarrier.settings.sources import FLAGS, SET_NAME  # noqa: E402
 from fsbarrier.settings.value_types import Bounds  # noqa: E402
@@ -45,25 +45,23 @@ temperature = 0.9
 anything starts, unknown names, values of the wrong type or out of range, and contradictory settings are refused (exit code 2).
 
 **Changing a setting later.** Node 0 writes the resolved settings into `run.json` when the run is created, and every later start of
-every node reads them there. To change one, start node 0 (`--master`) again and name another value. The column *changes* says when
-the change takes effect:
+every node reads them there. To change one, stop the run and start all nodes again, node 0 (`--master`) with the new value. The column
+*changes* says when that is possible:
 
 | changes | meaning |
 | --- | --- |
-| *next iteration* | from the next iteration that begins |
-| *at once* | from the moment when node 0 is admitted |
+| *each session* | when all nodes are started again; a start that names another value while others are at work is refused |
 | *each start* | each start chooses the value anew |
 | empty | the setting cannot change: a start that names another value is refused with both values and the reason |
 
-Change settings on node 0 only. The other nodes follow, including those that were down, and refuse to start if their own command line
-says otherwise ([how](protocol.md#settings-that-change)). A change holds until the next one, whether later starts repeat it or not.
+Change settings on node 0 only. The other nodes follow, and refuse to start if their own command line says otherwise
+([how](protocol.md#settings-that-change)). A change holds until the next one, whether later starts repeat it or not.
 """
 
 
 CHANGES = {
     Changes.NEVER: "",
-    NEXT_ITERATION: "next iteration",
-    AT_ONCE: "at once",
+    EACH_SESSION: "each session",
     Changes.EACH_START: "each start",
 }
 

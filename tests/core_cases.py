@@ -68,10 +68,10 @@ def entered(rank: int, newest: Generation, **fields: Any) -> Node:
     return Node(**{**node, **at, **fields})
 
 
-def goes_along(newest: Generation) -> tuple[Action, ...]:
-    """What a node asks for when it enters `newest`."""
+def goes_along(newest: Generation, **more: Any) -> tuple[Action, ...]:
+    """What a node asks for when it enters `newest`. `more`: further fields of the journal's line."""
     about = {"members": list(newest.ranks), "leader": newest.leader, "reason": newest.reason}
-    note = Note("generation_started", {"number": newest.number, **about})
+    note = Note("generation_started", {"number": newest.number, **about, **more})
     return CancelWork(), note, Entered(newest.start, newest, begins=True)
 
 

@@ -1,4 +1,4 @@
-"""Rows of the state machine's tests: settings that a start of node 0 changes, and starts that ask for others than the run's."""
+"""Rows of the state machine's tests: settings that a session of node 0 begins with, and starts that ask for others than the run's."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 
 from core_builders import (
     ASSIGN,
-    NOW,
     OPEN,
-    ROLL_OUT,
     RULES,
     at_row,
     done,
@@ -21,18 +19,19 @@ from core_builders import (
     started,
     waiting,
 )
-from core_cases import ENDED, Case, ends, entered, goes_along, is_lost, proposes
+from core_cases import ENDED, Case, ends, entered, goes_along, proposes
 
 from fsbarrier.protocol import machine
-from fsbarrier.protocol.facts import Join, Revision
+from fsbarrier.protocol.facts import Join
 from fsbarrier.protocol.membership import JOINING
-from fsbarrier.protocol.state import FindResumePoint, Node, Note, Publish, RowPart
+from fsbarrier.protocol.state import FindResumePoint, Node, Publish, RowPart
 
 #: as the run began with them
 BEGAN = {"optimizer.lr": 1.0, "num_nodes": 3}
 KNOWN = replace(RULES, settings=BEGAN)
-CHANGE = Revision(2, 2, {"optimizer.lr": 3.0}, {"optimizer.lr": 1.0}, "ann@host9", "noon")
-CHANGED = generation(2, reason="joined", revisions=(CHANGE,))
+CHANGE = {"optimizer.lr": 3.0}
+HOW = "a setting changes when all nodes are stopped and started again, node 0 (--master) with the new value"
+CHANGED = generation(2, reason="start again", settings=CHANGE)
 
 
 def asks(
@@ -50,15 +49,10 @@ def second(rank: int, **fields: Any) -> Node:
 
 
 def refused(rank: int, ours: str, theirs: str) -> tuple[Any, ...]:
-    what = f"node {rank}: {ours} contradicts this run's settings ({theirs}); drop it, or start node 0 (--master) with it"
-    return ends(2, "left", what)
+    return ends(2, "left", f"node {rank}: {ours} contradicts this run's settings ({theirs}); {HOW}")
 
 
-NO_NODE_2 = ends(
-    2,
-    "left",
-    "this run has 2 nodes and so no node 2; stop it, and start node 0 (--master) with --num-nodes 3 or more",
-)
+NO_NODE_2 = ends(2, "left", f"node 2: this run has 2 nodes and so no node 2; {HOW}")
 
 SETTINGS_ROWS = [
     # --- a worker's command line
@@ -66,7 +60,7 @@ SETTINGS_ROWS = [
         "a worker that asks for other settings than those of the members at work is refused",
         second(1),
         sees(joins=started(0, 2) | asks(1, 2, optimizer__lr=2.0)),
-        machine.end_when_its_settings_differ,
+        machine.end_when_it_does_not_fit,
         refused(1, "optimizer.lr=2", "1"),
         ENDED,
         rules=KNOWN,
@@ -83,7 +77,7 @@ SETTINGS_ROWS = [
         "what the run has is what it was changed to",
         second(1, baseline=2),
         sees(CHANGED, joins=started(0, 2) | asks(1, 2, optimizer__lr=1.0)),
-        machine.end_when_its_settings_differ,
+        machine.end_when_it_does_not_fit,
         refused(1, "optimizer.lr=1", "3"),
         ENDED,
         rules=KNOWN,
@@ -139,7 +133,7 @@ SETTINGS_ROWS = [
             joins=started(0, incarnation=2) | asks(1, 2, optimizer__lr=2.0),
             ledger=heard(seen(0, state=JOINING, incarnation=2), ranks=()),
         ),
-        machine.end_when_its_settings_differ,
+        machine.end_when_it_does_not_fit,
         refused(1, "optimizer.lr=2", "1"),
         ENDED,
         rules=KNOWN,
@@ -159,7 +153,7 @@ SETTINGS_ROWS = [
         "a generation that names it has other settings: it ends before it does any work there",
         second(1),
         sees(generation(2, restarted={1: 2}), joins=started(0, 2) | asks(1, 2, optimizer__lr=2.0)),
-        machine.end_when_its_settings_differ,
+        machine.end_when_it_does_not_fit,
         refused(1, "optimizer.lr=2", "1"),
         ENDED,
         rules=KNOWN,
@@ -211,70 +205,59 @@ SETTINGS_ROWS = [
     ),
     # --- node 0's
     Case(
-        "node 0 is admitted, and what it asks for holds from the iteration that starts",
-        at_row(1, OPEN, RowPart.NONE, iteration=4, generation=generation(ranks=(1, 2))),
+        "node 0 comes while others are at work, and names another value than they have: it is refused like any node",
+        second(0),
+        sees(joins=asks(0, 2, optimizer__lr=3.0) | started(1, 2), ledger=heard(ranks=(1, 2))),
+        machine.end_when_it_does_not_fit,
+        refused(0, "optimizer.lr=3", "1"),
+        ENDED,
+        rules=KNOWN,
+    ),
+    Case(
+        "node 0 is not admitted with another value than the session has",
+        at_row(1, OPEN, RowPart.NONE, generation=generation(ranks=(1, 2))),
         sees(
             generation(ranks=(1, 2)),
             joins=started(1, 2) | asks(0, 1, optimizer__lr=3.0),
             ledger=heard(seen(0, state=JOINING)),
         ),
+        machine.begin_the_row,
+        (Publish(done(1)),),
+        {"part": RowPart.ANNOUNCED},
+        rules=KNOWN,
+    ),
+    Case(
+        "it is with the value that the session has",
+        at_row(1, OPEN, RowPart.NONE, iteration=4, generation=generation(2, ranks=(1, 2), settings=CHANGE)),
+        sees(
+            generation(2, ranks=(1, 2), settings=CHANGE),
+            joins=started(1, 2) | asks(0, 1, optimizer__lr=3.0),
+            ledger=heard(seen(0, state=JOINING)),
+        ),
         machine.admit_joiners,
         proposes(
-            2,
+            3,
             start=(4, OPEN),
             leader=0,
             reason="joined: node 0 (host0)",
             created_by=1,
-            revisions=(replace(CHANGE, iteration=4),),
+            settings=CHANGE,
         ),
         rules=KNOWN,
     ),
     Case(
-        "with `wait` a lost node comes back and asks for what a waiting node 0 asks for: both are taken in",
-        at_row(1, ROLL_OUT, generation=generation(ranks=(1, 2)), trouble_since=NOW - 20.0),
+        "who was seen at work and is dead now does not keep node 0 from asking",
+        second(0, for_s=20.0),
         sees(
-            generation(ranks=(1, 2)),
-            joins=started(1) | asks(0, 1, optimizer__lr=3.0) | asks(2, 2, optimizer__lr=3.0),
-            ledger=heard(seen(0, state=JOINING), seen(2, incarnation=2, state=JOINING)),
+            joins=asks(0, 2, optimizer__lr=3.0) | started(1, 2),
+            ledger=heard(seen(1, ago=15.0), seen(2, ago=15.0), ranks=()),
         ),
-        machine.wait_for_the_lost,
-        proposes(
-            2,
-            start=(1, ASSIGN),
-            restarted={2: 2},
-            reason=is_lost(2, "restarted as incarnation 2"),
-            created_by=1,
-            revisions=(CHANGE,),
-        ),
-        rules=replace(KNOWN, on_node_failure="wait"),
-    ),
-    *(
-        Case(
-            f"a node 0 that {what} waits until an iteration starts, also with `wait`",
-            at_row(1, ROLL_OUT, generation=generation(ranks=(1, 2)), trouble_since=NOW - 20.0),
-            sees(
-                generation(ranks=(1, 2)),
-                joins=started(1) | asks(0, 1, **stated) | asks(2, 2, optimizer__lr=1.0),
-                ledger=heard(seen(0, state=JOINING), seen(2, incarnation=2, state=JOINING)),
-            ),
-            machine.wait_for_the_lost,
-            proposes(
-                2,
-                (1, 2),
-                start=(1, ASSIGN),
-                restarted={2: 2},
-                reason=is_lost(2, "restarted as incarnation 2"),
-                created_by=1,
-            ),
-            rules=replace(KNOWN, on_node_failure="wait"),
-        )
-        for what, stated in (
-            ("asks for nothing", {}),
-            ("asks for what the run has", {"num_nodes": 3, "optimizer__lr": 1.0}),
-        )
+        machine.look_where_the_run_was_left,
+        (FindResumePoint(),),
+        rules=KNOWN,
     ),
     Case(
-        "a session begins in the middle of an iteration, which ends with the settings that it began with",
+        "a session has what node 0 asks for",
         second(0),
         sees(
             joins=asks(0, 2, optimizer__lr=3.0) | started(1, 2, incarnation=2),
@@ -287,36 +270,22 @@ SETTINGS_ROWS = [
             start=(4, ASSIGN),
             restarted={0: 2, 1: 2, 2: 2},
             reason="start again",
-            revisions=(replace(CHANGE, iteration=5),),
+            settings=CHANGE,
         ),
         rules=KNOWN,
     ),
     Case(
-        "who enters it tells of the change",
+        "who enters it tells of its settings",
         waiting(1),
         sees(CHANGED),
         machine.enter_newer_generation,
-        (
-            *goes_along(CHANGED)[:2],
-            Note(
-                "settings_changed",
-                {
-                    "from_iteration": 2,
-                    "values": {"optimizer.lr": 3.0},
-                    "before": {"optimizer.lr": 1.0},
-                    "by": "ann@host9",
-                    "asked_at": "noon",
-                },
-                at=entered(1, CHANGED),
-            ),
-            *goes_along(CHANGED)[2:],
-        ),
+        goes_along(CHANGED, settings=CHANGE),
         entered(1, CHANGED),
     ),
     Case(
-        "of an earlier change nobody tells again",
+        "later in the session nobody tells of them again",
         waiting(1, baseline=2),
-        sees(later := generation(3, revisions=(CHANGE,))),
+        sees(later := generation(3, reason="joined", settings=CHANGE)),
         machine.enter_newer_generation,
         goes_along(later),
         replace(entered(1, later), baseline=2),
@@ -347,7 +316,7 @@ SETTINGS_ROWS = [
             (0, 1),
             restarted={0: 2, 1: 2},
             reason="start again",
-            revisions=(Revision(2, 1, {"num_nodes": 2}, {"num_nodes": 3}, "ann@host9", "noon"),),
+            settings={"num_nodes": 2},
         ),
         rules=KNOWN,
     ),
@@ -358,7 +327,7 @@ SETTINGS_ROWS = [
             joins=asks(0, 2, num_nodes=2) | started(1, 2, incarnation=2),
             ledger=heard(seen(0, state=JOINING, incarnation=2), ranks=()),
         ),
-        machine.end_when_the_run_is_smaller,
+        machine.end_when_it_does_not_fit,
         NO_NODE_2,
         ENDED,
         rules=KNOWN,
@@ -378,7 +347,7 @@ SETTINGS_ROWS = [
         "not where others are at work without it",
         second(2),
         sees(joins=started(2, incarnation=2), ledger=heard(seen(0), seen(1))),
-        machine.end_when_the_run_is_smaller,
+        machine.end_when_it_does_not_fit,
         NO_NODE_2,
         ENDED,
         rules=replace(KNOWN, num_nodes=2),
@@ -387,46 +356,9 @@ SETTINGS_ROWS = [
         "nor for ever",
         second(2, for_s=60.0),
         sees(joins=started(2, incarnation=2), ledger=heard(ranks=()), resume_point=left_off(1, OPEN, of=1)),
-        machine.end_without_a_place,
+        machine.end_when_nobody_asks_for_the_same,
         NO_NODE_2,
         ENDED,
         rules=replace(KNOWN, num_nodes=2),
-    ),
-    Case(
-        "with `wait` nobody waits for a lost node for which the new number leaves no place",
-        at_row(1, ROLL_OUT, trouble_since=NOW - 20.0),
-        sees(
-            joins=started(1, 2) | asks(0, 2, num_nodes=2),
-            ledger=heard(seen(0, incarnation=2, state=JOINING), seen(2, ago=30.0)),
-        ),
-        machine.wait_for_the_lost,
-        proposes(
-            2,
-            (0, 1),
-            start=(1, ASSIGN),
-            restarted={0: 2},
-            reason=f"{is_lost(0, 'restarted as incarnation 2')}; {is_lost(2, 'no heartbeat for 30.0 s')}",
-            created_by=1,
-            revisions=(Revision(2, 2, {"num_nodes": 2}, {"num_nodes": 3}, "ann@host9", "noon"),),
-        ),
-        rules=replace(KNOWN, on_node_failure="wait"),
-    ),
-    Case(
-        "members beyond the new number are left behind when node 0 is admitted",
-        at_row(1, OPEN, RowPart.NONE, generation=generation(ranks=(1, 2))),
-        sees(
-            generation(ranks=(1, 2)),
-            joins=started(1, 2) | asks(0, 1, num_nodes=2),
-            ledger=heard(seen(0, state=JOINING)),
-        ),
-        machine.admit_joiners,
-        proposes(
-            2,
-            (0, 1),
-            reason="joined: node 0 (host0)",
-            created_by=1,
-            revisions=(Revision(2, 1, {"num_nodes": 2}, {"num_nodes": 3}, "ann@host9", "noon"),),
-        ),
-        rules=KNOWN,
     ),
 ]

@@ -143,7 +143,7 @@ def test_heartbeats_have_mishaps_and_whoever_is_alive_is_heard() -> None:
 @pytest.mark.parametrize(
     ("rank", "asked", "why"),
     [
-        (0, {"num_nodes": 2, "rank_weights": [1.0, 1.0]}, "this run has 2 nodes and so no node 2"),
+        (0, {"num_nodes": 2, "rank_weights": [1.0, 1.0]}, "num_nodes=2 contradicts this run's settings (3)"),
         (1, {"tracker.names": ["tensorboard"]}, "tracker.names=tensorboard contradicts this run's settings"),
         (1, {"rollout.take_over": False}, "rollout.take_over=false contradicts this run's settings (true)"),
     ],

@@ -32,8 +32,7 @@ from core_builders import (
     waiting,
 )
 
-from fsbarrier.protocol.facts import Generation, Payload, Position, Revision, Verdict
-from fsbarrier.protocol.revisions import in_force
+from fsbarrier.protocol.facts import Generation, Payload, Position, Verdict
 from fsbarrier.protocol.rows import Row, Slice, Table
 from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.state import Node, ResumePoint, View
@@ -135,40 +134,12 @@ def test_a_verdict_names_the_starts_that_wait_to_be_taken_in() -> None:
     assert made.verdict == Verdict(4, "failed", (member(1, 2), member(3)))
 
 
-CHANGE = Revision(2, 2, {"lr": 3.0}, {"lr": 1.0}, "ann", "noon")
-
-
-@pytest.mark.parametrize(
-    ("asked", "incarnation", "expected"),
-    [
-        pytest.param({"lr": 5.0}, 2, Revision(4, 2, {"lr": 5.0}, {"lr": 3.0}, "bob", "six"), id="once more"),
-        pytest.param({"lr": 1.0}, 2, Revision(4, 2, {"lr": 1.0}, {"lr": 3.0}, "bob", "six"), id="back"),
-        pytest.param({"lr": 3.0}, 2, None, id="what the run has"),
-        pytest.param({"lr": 5.0}, 3, None, id="a start that this generation does not take in"),
-    ],
-)
-def test_the_settings_change_by_what_the_admitted_start_of_node_0_asks_for(
-    asked: Payload, incarnation: int, expected: Revision | None
-) -> None:
-    known = generation(3, ranks=(1,), revisions=(CHANGE,))
-    joins = started(1) | started(0, incarnation=incarnation, stated=asked, by="bob", time="six")
-    node = at_row(1, MERGE, generation=known)
-    at = situation(node, sees(known, joins=joins), settings={"lr": 1.0, "num_nodes": 3})
-    made = successor(at, (member(0, 2), member(1)), "why")
-    assert made.revisions == (CHANGE, *([expected] if expected else []))
-
-
-def test_a_later_change_holds_also_one_back_to_an_older_value() -> None:
-    back = replace(CHANGE, values={"lr": 1.0}, before={"lr": 3.0})
-    assert in_force({"lr": 1.0, "seed": 7}, (CHANGE, back)) == {"lr": 1.0, "seed": 7}
-    assert in_force({"lr": 1.0, "seed": 7}, (back, CHANGE)) == {"lr": 3.0, "seed": 7}
-
-
-def test_a_verdict_carries_the_changes_on() -> None:
-    known = generation(3, revisions=(CHANGE,))
-    at = situation(at_row(1, MERGE, generation=known), sees(known))
+def test_a_generation_and_a_verdict_have_the_settings_of_the_one_before() -> None:
+    known = generation(3, settings={"lr": 3.0})
+    joins = started(1) | started(0, incarnation=2, stated={"lr": 5.0})
+    at = situation(at_row(1, MERGE, generation=known), sees(known, joins=joins), settings={"lr": 1.0})
     for verdict in (None, Verdict(0, "asked to stop")):
-        assert successor(at, known.members, "why", verdict=verdict).revisions == (CHANGE,)
+        assert successor(at, known.members, "why", verdict=verdict).settings == {"lr": 3.0}
 
 
 # --- the first of a session ----------------------------------------------------------------------------------------------------

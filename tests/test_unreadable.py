@@ -21,7 +21,7 @@ from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.paces import Paces
 from fsbarrier.program import PHASE_NAMES, Phase, Program
-from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, Revision
+from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position
 from fsbarrier.protocol.state import Node, RowPart, Rules, Stage
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.journal import Journal
@@ -32,7 +32,7 @@ from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.sections import Settings
 
 ROWS = tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES))
-RULES = Rules(Program("ping", ROWS), 1)
+RULES = Rules(Program("ping", ROWS), 2)
 
 
 class NoWork:
@@ -293,10 +293,10 @@ def test_what_a_recovery_records_knows_the_newest_starts_and_hands_the_settings_
         store.make_dir(folder)
     for rank, incarnation in ((0, 1), (0, 2), (1, 1), (1, 3), (1, 2)):
         store.create(paths.join(rank, incarnation), Join(rank, incarnation, "host", 1, "boot"))
-    changed = Revision(1, 2, {"optimizer.lr": 0.5}, {"optimizer.lr": 1.0}, "me@here", "2026")
+    changed = {"optimizer.lr": 0.5}
     for number in (1, 2):
         made = Generation(
-            number, (Member(0, 2), Member(1, 3)), 0, Position(number, 0), "start", revisions=(changed,)
+            number, (Member(0, 2), Member(1, 3)), 0, Position(number, 0), "start", settings=changed
         )
         store.create(paths.generation(number), made)
     flip_a_bit(paths.generation(2))
@@ -306,16 +306,14 @@ def test_what_a_recovery_records_knows_the_newest_starts_and_hands_the_settings_
     assert found is not None
     generation = found.generation
     assert (generation.number, generation.start, generation.leader) == (3, Position(2, 0), 0)
-    assert generation.members == (Member(0, 2), Member(1, 3)) and generation.revisions == (changed,)
+    assert generation.members == (Member(0, 2), Member(1, 3)) and generation.settings == changed
 
 
 def test_a_recovered_run_keeps_its_best_version(tmp_path: Path) -> None:
     paths, store = RunPaths(tmp_path), PosixStore()
     for folder in (paths.joins, paths.generations):
         store.make_dir(folder)
-    store.create(
-        paths.generation(1), Generation(1, (Member(0, 1),), 0, Position(1, 0), "start", revisions=())
-    )
+    store.create(paths.generation(1), Generation(1, (Member(0, 1),), 0, Position(1, 0), "start"))
     store.create(paths.join(0, 1), Join(0, 1, "host", 1, "boot"))
     flip_a_bit(paths.generation(1))
     served = paths.checkpoint(7, 1)

@@ -75,7 +75,7 @@ def needed(record: RunRecord, iteration: int) -> Superseding | None:
         reason=why,
         decisions=_served(record.log_path, iteration),
         verdict=Verdict(EXIT_DONE, why),
-        revisions=observer.newest.revisions if observer.newest is not None else (),
+        settings=observer.newest.settings if observer.newest is not None else {},
     )
     return Superseding(because, generation)
 

@@ -15,8 +15,8 @@ from fsbarrier.protocol.state import Node
 from fsbarrier.reading import NotPlain, check_plain
 from fsbarrier.rundir.names import PART
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.revisions import settings_in
 from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.rundir.session_settings import in_force
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,7 @@ class ContextMaker:
 
     def __call__(self, node: Node) -> Context:
         generation, position = node.place
-        settings = settings_in(self.record.settings, generation.revisions, position.iteration)
-        settings = replace(settings, **generation.choices)
+        settings = replace(in_force(self.record.settings, generation.settings), **generation.choices)
         return Context(
             run_id=self.record.run_id,
             paths=self.record.paths,

@@ -48,10 +48,10 @@ from fsbarrier.protocol.facts import Join, Payload
 from fsbarrier.protocol.state import Exit, Stage
 from fsbarrier.protocol.wording import counted
 from fsbarrier.retry import Backoff, until_seen
-from fsbarrier.rundir import revisions
 from fsbarrier.rundir.heartbeats import iteration_of_others
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.rundir.session_settings import can_hold
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.signals import ending_signals_handled
@@ -85,7 +85,7 @@ class Daemon:
     def __init__(
         self,
         record: RunRecord,
-        settings: Settings,
+        choices: Payload,
         stated: Payload,
         rank: int,
         until: int | None,
@@ -93,16 +93,20 @@ class Daemon:
         weights: WeightsCopy | None,
         lock: RankLock,
     ) -> None:
-        """Read the run directory and create everything that this node needs. Raises OSError."""
-        self.record, self.settings, self._lock = record, settings, lock
+        """Read the run directory and create everything that this node needs. Raises OSError.
+
+        What this process reads of the run's settings never changes. Work has those of its generation (`ContextMaker`).
+        """
+        self.record, self.settings, self._lock = record, record.settings, lock
+        settings = record.settings
         self._signal: int | None = None
         self._looked_at = time.monotonic()
         self._say_awaited_at = self._looked_at + SAY_AWAITED_S
         self._ended = threading.Event()
         self._program = program = load_program(settings.program)
-        rules, wake = make_rules(record.settings, program), threading.Event()
-        can_hold = partial(revisions.can_hold, record.settings)
-        observer = Observer(PosixStore(), record.paths, program, make_paces(settings), can_hold)
+        rules, wake = make_rules(settings, program), threading.Event()
+        valid = partial(can_hold, settings)
+        observer = Observer(PosixStore(), record.paths, program, make_paces(settings), valid)
         until_seen(observer.prepare)
         last = observer.joins.get(rank)
         log_dir = record.paths.node_logs(1 + (last.incarnation if last else 0), rank)
@@ -114,9 +118,7 @@ class Daemon:
         self.jobs = JobRunner(self._context_maker(observer), self.workplace, wake.set)
         code = code_digests(settings)
         fingerprint = Fingerprint.collect(devices, code, log_dir=log_dir, work_dir=work_dir)
-        join = describe_start(
-            rank, until, settings.choices, stated, digest=one_digest(code), fingerprint=fingerprint
-        )
+        join = describe_start(rank, until, choices, stated, digest=one_digest(code), fingerprint=fingerprint)
         self._changed_code = last.other_code(join) if last else []
         self.loop = NodeLoop(observer.store, observer, rules, self.jobs, join, self.events.write)
         self._polling = Polling(self.loop, wake)

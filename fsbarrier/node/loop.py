@@ -263,8 +263,6 @@ class NodeLoop:
         return None
 
     def _announce_again(self, incarnation: int) -> None:
-        # The settings on its command line were adopted or refused when this process joined first. The run may have changed since.
-        self.join = replace(self.join, stated={})
         if not self._announce(incarnation):
             raise Fenced(f"node {self.node.rank}: another process took this rank (incarnation {incarnation})")
         self.observer.hurry()

@@ -76,7 +76,7 @@ def _run_as(
             work_dir = stack.enter_context(own_folder(private.path, name))
             place = place_for_weights(settings, record.log_path)
             weights = WeightsCopy(stack.enter_context(own_folder(place, name))) if place else None
-            daemon = Daemon(record, settings, stated, rank, until, work_dir, weights, lock)
+            daemon = Daemon(record, settings.choices, stated, rank, until, work_dir, weights, lock)
         stack.callback(daemon.close)
         with daemon.signals():
             try:

@@ -18,8 +18,8 @@ from fsbarrier import files
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node
-from fsbarrier.rundir.revisions import present
 from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.rundir.session_settings import in_force
 from fsbarrier.settings.sections import Settings, TrackerSettings
 from fsbarrier.supervision.secret_variables import without_variables
 from fsbarrier.supervision.supervisor import Child, own_program, with_this_package
@@ -59,7 +59,7 @@ class TrackerProgram:
         if generation is None:
             return
         if event == "generation_started":
-            settings = present(self._record.settings, generation.revisions)
+            settings = in_force(self._record.settings, generation.settings)
             wanted = settings if generation.leader == node.rank and settings.tracker.names else None
             if wanted is not None and self._thread is None:
                 self._thread = threading.Thread(target=self._carry_out_orders, name="trackers", daemon=True)

@@ -24,7 +24,6 @@ from fsbarrier.protocol.facts import (
     Position,
     R,
     Record,
-    Revision,
     StopRequest,
     Verdict,
 )
@@ -155,10 +154,6 @@ def _members(value: list[object]) -> tuple[Member, ...]:
     return tuple(_build(Member, item) for item in value)
 
 
-def _revisions(value: list[object]) -> tuple[Revision, ...]:
-    return tuple(_build(Revision, item) for item in value)
-
-
 def _failures(value: list[object]) -> tuple[FailedProgram, ...]:
     return tuple(_build(FailedProgram, item) for item in value)
 
@@ -174,7 +169,6 @@ _NESTED: dict[tuple[type, str], tuple[tuple[type, ...], Convert]] = {
     (Generation, "members"): ((list,), _members),
     (StopRequest, "alive"): ((list,), _members),
     (StopRequest, "ended"): ((list,), _members),
-    (Generation, "revisions"): ((list,), _revisions),
     (Generation, "failures"): ((list,), _failures),
     (Generation, "dismissed"): ((list,), _members),
     (Verdict, "waiting"): ((list,), _members),
@@ -204,7 +198,7 @@ def _shape(cls: type[Any]) -> _Shape:
 
 
 _SHAPES: dict[type, _Shape] = {
-    cls: _shape(cls) for cls in (*_KINDS.values(), Member, Position, Verdict, Revision, FailedProgram)
+    cls: _shape(cls) for cls in (*_KINDS.values(), Member, Position, Verdict, FailedProgram)
 }
 
 

@@ -54,7 +54,7 @@ class Join:
     time: str = ""
     #: the settings that each start may choose anew; the run follows the lowest rank
     choices: Payload = field(default_factory=dict)
-    #: the settings on its command line that may change between starts, by their dotted names
+    #: the settings on its command line that may change from session to session, by their dotted names
     stated: Payload = field(default_factory=dict)
     #: the user and host that typed the command
     by: str = ""
@@ -133,21 +133,6 @@ class FailedProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class Revision:
-    """A change of the run's settings by a start of node 0: dotted name -> value.
-
-    `generation` is the first one with the new values, `iteration` the first one that uses them; `before` has the old values.
-    """
-
-    generation: int
-    iteration: int
-    values: Payload
-    before: Payload
-    by: str = ""
-    time: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Generation:
     """The members from now on, their leader, and the position where the run goes on. A number is never used twice.
 
@@ -171,8 +156,8 @@ class Generation:
     created_by: int = -1
     #: ends the run
     verdict: Verdict | None = None
-    #: all changes of the settings so far, in order
-    revisions: tuple[Revision, ...] = ()
+    #: the settings of its session that differ from those that the run began with, by dotted names
+    settings: Payload = field(default_factory=dict)
     #: The number of the first of the generations that follow each other only because none lasts for ever. What a node keeps between
     #: iterations, such as its trainer's processes, lasts for an era.
     era: int = 0

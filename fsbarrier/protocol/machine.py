@@ -30,7 +30,6 @@ from fsbarrier.protocol.attempts import after_a_failure, failures_so_far, pause_
 from fsbarrier.protocol.facts import Fact, Generation, Member, Payload, Position, Verdict
 from fsbarrier.protocol.lost import found_by_others, last_news, lost_as_fields, lost_as_text
 from fsbarrier.protocol.membership import FINISHED, GONE, occupied
-from fsbarrier.protocol.revisions import MASTER, revision_as_fields
 from fsbarrier.protocol.rows import Row
 from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.state import (
@@ -54,6 +53,7 @@ from fsbarrier.protocol.state import (
 from fsbarrier.protocol.stops import ends
 from fsbarrier.protocol.succession import (
     RENEWED,
+    STARTS,
     all_done,
     first_of_session,
     lowest_start,
@@ -158,13 +158,11 @@ def _enter(at: Situation, generation: Generation) -> Step:
         missed_s=at.view.ledger.missed_s,
     )
     about = {"members": list(generation.ranks), "leader": generation.leader, "reason": generation.reason}
-    started = Note("generation_started", {"number": generation.number, **about})
-    changed = [
-        Note("settings_changed", revision_as_fields(revision), at=entered)
-        for revision in generation.revisions
-        if revision.generation == generation.number
-    ]
-    return entered, (CancelWork(), started, *changed, Entered(generation.start, generation, begins=True))
+    settings = (
+        {"settings": generation.settings} if generation.settings and generation.reason in STARTS else {}
+    )
+    started = Note("generation_started", {"number": generation.number, **about, **settings})
+    return entered, (CancelWork(), started, Entered(generation.start, generation, begins=True))
 
 
 def _end(at: Situation, code: int, state: str, reason: str) -> Step:
@@ -208,50 +206,23 @@ def end_when_the_code_differs(at: Situation) -> Step | None:
     )
 
 
-def end_when_its_settings_differ(at: Situation) -> Step | None:
-    """This node's command line contradicts the run's settings, and only node 0 may change settings: it ends.
+def end_when_it_does_not_fit(at: Situation) -> Step | None:
+    """The session's settings contradict this node's command line, or have no place for its rank: it ends.
 
-    It knows the settings once a generation names it, it sees a member of the newest generation at work, or node 0 waits beside it.
+    They are known once a generation names this node, it sees members at work, or node 0 is there. Until then node 0 may come and ask for
+    the same, or for more nodes.
     """
-    view, node = at.view, at.node
-    newest = view.newest
-    named = newest is not None and newest.incarnation_of(node.rank) == node.incarnation
-    at_work = any(view.ledger.moved(m) and view.ledger.state(m) not in GONE for m in at.others)
-    if not (named or at_work or MASTER in at.joiners):
-        return None
-    return _end_for_its_settings(at, at.changes if named else at.next_changes)
+    return end_when_nobody_asks_for_the_same(at) if at.named or at.others_at_work or at.master_comes else None
 
 
 def end_when_nobody_asks_for_the_same(at: Situation) -> Step | None:
-    """The waiting is over, and node 0 did not ask for the settings on this node's command line: the node ends."""
-    return _end_for_its_settings(at, at.next_changes)
-
-
-def _end_for_its_settings(at: Situation, changes: Payload) -> Step | None:
+    """The waiting is over, and node 0 did not ask for what this node's command line says: the node ends."""
     own = at.view.joins.get(at.node.rank)
-    found = at.contradiction(own, changes) if own is not None else ""
-    why = f"node {at.node.rank}: {found}; drop it, or start node 0 (--master) with it"
-    return _end(at, UsageError.exit_code, "left", why) if found else None
-
-
-def end_when_the_run_is_smaller(at: Situation) -> Step | None:
-    """The run has no place for this rank, by the members at work, or by node 0, which waits beside it: end. Until node 0 is here, it may
-    come and ask for more nodes."""
-    at_work = any(at.view.ledger.moved(m) and at.view.ledger.state(m) not in GONE for m in at.others)
-    return end_without_a_place(at) if at_work or MASTER in at.joiners else None
-
-
-def end_without_a_place(at: Situation) -> Step | None:
-    """The waiting is over, and node 0 did not ask for so many nodes that this rank is one of them: end."""
-    if at.node.rank < at.places:
-        return None
-    return _end(
-        at,
-        UsageError.exit_code,
-        "left",
-        f"this run has {counted(at.places, 'node')} and so no node {at.node.rank}; stop it, and start node 0 (--master) with "
-        f"--num-nodes {at.node.rank + 1} or more",
+    found = at.objection(own) if own is not None else ""
+    how = (
+        "a setting changes when all nodes are stopped and started again, node 0 (--master) with the new value"
     )
+    return _end(at, UsageError.exit_code, "left", f"node {at.node.rank}: {found}; {how}") if found else None
 
 
 def stop_before_the_start(at: Situation) -> Step | None:
@@ -534,18 +505,10 @@ def abort_after_a_loss(at: Situation) -> Step | None:
 
 
 def wait_for_the_lost(at: Situation) -> Step | None:
-    """A member is lost, and with `--on-node-failure wait` the others wait at the barrier until it is back.
-
-    If node 0 waits to join and asks for other settings, the generation that takes the lost back admits it too. Example: nodes 1 and 2
-    run, node 0 comes and asks for a lower learning rate, and node 2 is restarted with the same flag. `at.joiners` has node 2 only
-    because node 0 asks for that. A lost rank for which node 0 leaves no place is not waited for.
-    """
+    """A member is lost, and with `--on-node-failure wait` the others wait at the barrier until it is back."""
     if at.rules.on_node_failure != "wait" or not at.gone:
         return None
-    awaited = {loss.member.rank for loss in at.gone if loss.member.rank < at.places}
-    settings = {**at.rules.settings, **at.changes}
-    if any(settings.get(name) != value for name, value in at.next_changes.items()):
-        awaited.add(MASTER)
+    awaited = {loss.member.rank for loss in at.gone}
     if awaited <= at.joiners.keys():
         members = {member.rank: member for member in at.generation.members}
         members |= {rank: at.joiners[rank] for rank in awaited}
@@ -685,11 +648,10 @@ DECIDED_BY_OTHERS: tuple[Rule, ...] = (
 #: the rules of each stage; the first that applies wins
 RULES: dict[Stage, tuple[Rule, ...]] = {
     Stage.JOINING: (
-        end_when_its_settings_differ,
+        end_when_it_does_not_fit,
         *DECIDED_BY_OTHERS,
         take_note_of_a_generation,
         end_when_the_code_differs,
-        end_when_the_run_is_smaller,
         stop_before_the_start,
         wait_to_be_admitted,
         end_when_too_late,
@@ -700,7 +662,6 @@ RULES: dict[Stage, tuple[Rule, ...]] = {
         wait_for_all_nodes,
         give_up_waiting,
         end_when_nobody_asks_for_the_same,
-        end_without_a_place,
         let_lower_ranks_go_first,
         seal_the_old_generation,
         form_a_generation,

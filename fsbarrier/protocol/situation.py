@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Payload, Position
-from fsbarrier.protocol.membership import Loss, live_joiners, losses
-from fsbarrier.protocol.revisions import MASTER, contradiction, in_force
+from fsbarrier.protocol.membership import GONE, Loss, live_joiners, losses
 from fsbarrier.protocol.rows import Row
+from fsbarrier.protocol.session import MASTER, contradiction
 from fsbarrier.protocol.state import Node, Rules, View
+from fsbarrier.protocol.wording import counted
 
 
 @dataclass(eq=False)
@@ -26,7 +27,7 @@ class Situation:
     rules: Rules
 
     def __post_init__(self) -> None:
-        self.rules = self.rules.under(self.changes if self.node.generation is not None else self.next_changes)
+        self.rules = self.rules.under(self.settings)
 
     @property
     def generation(self) -> Generation:
@@ -71,35 +72,48 @@ class Situation:
         fact = self.view.leaders_fact
         return fact if fact is not None and fact.status == SEALED else None
 
-    # --- changed settings ---
-
-    @property
-    def changes(self) -> Payload:
-        """The changes in this node's generation; while it joins, in the newest one."""
-        generation = self.node.generation or self.view.newest
-        return in_force({}, generation.revisions) if generation is not None else {}
+    # --- the settings ---
 
     @cached_property
-    def next_changes(self) -> Payload:
-        """The changes after the next generation: those that node 0 asks for are added, if it is this node, or waits to join and runs the
-        same code."""
-        newest, own = self.view.newest, self.view.joins.get(MASTER)
-        if own is None or not own.stated:
-            return self.changes
-        comes = self.node.rank == MASTER or (MASTER in self.waiting and not self.differs(own))
-        taken_in = newest is not None and newest.incarnation_of(MASTER) == own.incarnation
-        return {**self.changes, **own.stated} if comes and not taken_in else self.changes
+    def named(self) -> bool:
+        """Whether the newest generation names this start."""
+        newest = self.view.newest
+        return newest is not None and newest.incarnation_of(self.node.rank) == self.node.incarnation
 
     @cached_property
-    def places(self) -> int:
-        """The number of nodes after the next generation."""
-        return self.rules.under(self.next_changes).num_nodes
+    def others_at_work(self) -> bool:
+        """Whether this node sees another member of the newest generation at work."""
+        node, view, ledger = self.node, self.view, self.view.ledger
+        seen = [member for member in self.others if ledger.moved(member) and ledger.state(member) not in GONE]
+        since = node.watches_since(ledger)
+        return len(losses(seen, node.rank, view.joins, ledger, since, self.rules.limits)) < len(seen)
 
-    def contradiction(self, join: Join, changes: Payload) -> str:
-        """The first setting in which a start contradicts the run after `changes`; "" if there is none."""
-        if not join.stated or join.rank == MASTER:
-            return ""
-        return contradiction(join.stated, {**self.rules.settings, **changes})
+    @cached_property
+    def master_comes(self) -> bool:
+        """Whether node 0 is this node, or waits beside it and runs the same code."""
+        join = self.waiting.get(MASTER)
+        return self.node.rank == MASTER or (join is not None and not self.differs(join))
+
+    @cached_property
+    def settings(self) -> Payload:
+        """What the starts of node 0 have changed of the run's settings: in this node's session, or in the one that it joins.
+
+        A session that is about to begin has the settings of the last one, and those that node 0 asks for.
+        """
+        generation, master = self.node.generation or self.view.newest, self.view.joins.get(MASTER)
+        known = generation.settings if generation is not None else {}
+        if self.node.generation is not None or master is None or not master.stated:
+            return known
+        if self.named or self.others_at_work or not self.master_comes:
+            return known
+        began = self.rules.settings
+        return {name: value for name, value in {**known, **master.stated}.items() if began.get(name) != value}
+
+    def objection(self, join: Join) -> str:
+        """What in a start does not fit the session's settings, for people; "" if it fits."""
+        if join.rank >= self.rules.num_nodes:
+            return f"this run has {counted(self.rules.num_nodes, 'node')} and so no node {join.rank}"
+        return contradiction(join.stated, {**self.rules.settings, **self.settings}) if join.stated else ""
 
     # --- who is alive ---
 
@@ -123,13 +137,11 @@ class Situation:
 
     @cached_property
     def joiners(self) -> Mapping[int, Member]:
-        """The starts that may become members: they wait, run the same code as this node, and do not contradict the run's settings."""
+        """The starts that may become members: they wait, run the same code as this node, and fit the session's settings."""
         return {
             rank: Member(rank, join.incarnation, join.host)
             for rank, join in self.waiting.items()
-            if rank < self.places
-            and not self.differs(join)
-            and not self.contradiction(join, self.next_changes)
+            if not self.differs(join) and not self.objection(join)
         }
 
     def differs(self, join: Join) -> bool:

@@ -44,7 +44,7 @@ CHANGING_RULES = {
     "on_node_failure": "on_node_failure",
     "coordination.retries": "retries",
 }
-#: the only one of `Limits` that a later start may change, with `--num-nodes A:B`
+#: the only one of `Limits` that a later session may change, with `--num-nodes A:B`
 LAST_CALL = "coordination.last_call_s"
 
 
@@ -66,7 +66,7 @@ class Rules:
     limits: Limits = field(default_factory=Limits)
     #: a group's caller wants a new generation after the one with this number
     regroup: int = 0
-    #: the settings that may change between starts, by their dotted names, with the values that the run began with
+    #: the settings that may change from session to session, by their dotted names, with the values that the run began with
     settings: Payload = field(default_factory=dict)
 
     def under(self, settings: Payload) -> Rules:

@@ -12,13 +12,11 @@ from fsbarrier.protocol.facts import (
     Member,
     Payload,
     Position,
-    Revision,
     Verdict,
 )
-from fsbarrier.protocol.revisions import in_force, revised
 from fsbarrier.protocol.rows import Table
 from fsbarrier.protocol.situation import Situation
-from fsbarrier.protocol.state import ResumePoint, Rules, View
+from fsbarrier.protocol.state import ResumePoint, View
 
 #: the reason of a session's first generation: in the first session, and in every later one
 STARTS = ("start", "start again")
@@ -53,8 +51,6 @@ def successor(
     table, position, generation = at.rules.table, at.position, at.generation
     start = Position(position.iteration, max(at.span[0], table.resume_index(at.row)))
     number = next_number(at.view, generation.number)
-    revisions = revised(generation, number, start, at.span[0], members, at.view.joins, at.rules.settings)
-    members = members if verdict is not None else with_a_place(members, at.rules, revisions)
     return Generation(
         number=number,
         members=tuple(sorted(members, key=lambda m: m.rank)),
@@ -69,15 +65,9 @@ def successor(
         dismissed=dismissed,
         created_by=at.node.rank,
         verdict=verdict and replace(verdict, waiting=tuple(_newer_starts(at))),
-        revisions=revisions,
+        settings=generation.settings,
         era=era or number,
     )
-
-
-def with_a_place(members: Sequence[Member], rules: Rules, revisions: Sequence[Revision]) -> Sequence[Member]:
-    """The `members` that the run still has a place for, since a revision may lower `num_nodes`."""
-    num_nodes = rules.under(in_force({}, revisions)).num_nodes
-    return [member for member in members if member.rank < num_nodes]
 
 
 def _newer_starts(at: Situation) -> Iterator[Member]:
@@ -94,10 +84,9 @@ def first_of_session(at: Situation, found: ResumePoint) -> Generation:
     span = at.rules.span(choices)
     start = start_of_session(found, span, at.rules.table, asked.until if asked else None)
     members = [at.starting[rank] for rank in sorted(at.starting)]
-    revisions = revised(at.view.newest, number, start, span[0], members, at.view.joins, at.rules.settings)
     return Generation(
         number=number,
-        members=tuple(with_a_place(members, at.rules, revisions)),
+        members=tuple(members),
         leader=leader_of(members),
         start=start,
         reason=STARTS[number > 1],
@@ -105,7 +94,7 @@ def first_of_session(at: Situation, found: ResumePoint) -> Generation:
         until=asked.until if asked else None,
         choices=choices,
         created_by=at.node.rank,
-        revisions=revisions,
+        settings=at.settings,
         era=number,
     )
 

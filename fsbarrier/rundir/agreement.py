@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 
 from fsbarrier.errors import UsageError
-from fsbarrier.protocol.revisions import shown
+from fsbarrier.protocol.session import shown
 from fsbarrier.rundir.runrecord import RunRecord, look_up, shown_path
-from fsbarrier.settings.section import AT_ONCE, EACH_START, NEXT_ITERATION
+from fsbarrier.settings.section import EACH_SESSION, EACH_START
 from fsbarrier.settings.sections import Settings, changes_of, fixed_because
 from fsbarrier.settings.sources import SETS, ChosenValue, set_in
 
@@ -35,7 +35,7 @@ def stated_changes(
         if own_set and key == f"{SETS}.{own_set}":
             # A table without any value says that there is this set, and no more.
             continue
-        if kind in (NEXT_ITERATION, AT_ONCE):
+        if kind is EACH_SESSION:
             found[key] = value
         elif kind is not EACH_START and value != recorded:
             raise UsageError(

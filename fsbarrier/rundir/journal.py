@@ -43,7 +43,6 @@ OWN = FREQUENT | {
     "node_lost",
     "node_recovered",
     "node_suspected",
-    "settings_changed",
     "tracker_failed",
     "work_failed",
 }

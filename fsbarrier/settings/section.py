@@ -12,19 +12,17 @@ S = TypeVar("S", bound="Section")
 
 
 class Changes(Enum):
-    """Whether a later start of node 0 may change a setting, and when the new value takes effect."""
+    """Whether a setting may have another value later."""
 
     #: fixed for the life of the run, as recorded in run.json
     NEVER = "never"
-    #: with the next iteration, so that one iteration never mixes two values
-    NEXT_ITERATION = "with the next iteration"
-    #: with the generation that admits node 0, even in the middle of an iteration
-    AT_ONCE = "at once"
+    #: when a session begins, by what its start of node 0 names
+    EACH_SESSION = "each session"
     #: each start chooses its own value; the run's record keeps the first one
     EACH_START = "each start"
 
 
-NEXT_ITERATION, AT_ONCE, EACH_START = Changes.NEXT_ITERATION, Changes.AT_ONCE, Changes.EACH_START
+EACH_SESSION, EACH_START = Changes.EACH_SESSION, Changes.EACH_START
 
 
 def setting(default: T, description: str, changes: Changes = Changes.NEVER) -> T:

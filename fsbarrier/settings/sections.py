@@ -16,9 +16,8 @@ from typing import Annotated, Any, Literal
 
 from fsbarrier.protocol import timing
 from fsbarrier.settings.section import (
-    AT_ONCE,
+    EACH_SESSION,
     EACH_START,
-    NEXT_ITERATION,
     Changes,
     Section,
     setting,
@@ -56,16 +55,16 @@ class RolloutSettings(Section):
     FIXED_BECAUSE = "trajectories from before and after the change would not be comparable"
 
     tasks: Count = setting(
-        96, "Training tasks per iteration, capped at the number of tasks in the file.", NEXT_ITERATION
+        96, "Training tasks per iteration, capped at the number of tasks in the file.", EACH_SESSION
     )
-    samples: Count = setting(16, "Trajectories per task, i.e. the group size.", NEXT_ITERATION)
-    temperature: NotNegative = setting(1.0, "Sampling temperature.", NEXT_ITERATION)
-    top_p: Fraction = setting(1.0, "Nucleus sampling: the probability mass to keep.", NEXT_ITERATION)
+    samples: Count = setting(16, "Trajectories per task, i.e. the group size.", EACH_SESSION)
+    temperature: NotNegative = setting(1.0, "Sampling temperature.", EACH_SESSION)
+    top_p: Fraction = setting(1.0, "Nucleus sampling: the probability mass to keep.", EACH_SESSION)
     top_k: Annotated[int, Bounds(ge=-1)] = setting(
-        -1, "Sample from the k most likely tokens; -1: from all tokens.", NEXT_ITERATION
+        -1, "Sample from the k most likely tokens; -1: from all tokens.", EACH_SESSION
     )
     max_tokens: Count = setting(
-        512, "Maximum number of tokens the policy may generate in one turn.", NEXT_ITERATION
+        512, "Maximum number of tokens the policy may generate in one turn.", EACH_SESSION
     )
     chat_template_kwargs: Words = setting(
         (), "Extra arguments for the model's chat template, for example `enable_thinking=false`."
@@ -74,41 +73,43 @@ class RolloutSettings(Section):
         64,
         "Maximum number of groups in flight on each engine replica, counted in groups of `rollout.samples` (smaller groups count for "
         "less). Other nodes cannot take over tasks that are in flight.",
-        AT_ONCE,
+        EACH_SESSION,
     )
     seed: CountOrZero = setting(0, "Seed for the order in which tasks are drawn.")
     take_over: bool = setting(
         True,
         "A node that has finished its tasks takes over tasks that the slowest node has not started.",
-        NEXT_ITERATION,
+        EACH_SESSION,
     )
     task_timeout_s: Seconds | None = setting(
         None,
         "A task fails this many seconds after it was started; with an agent the limit applies to each episode. none: no limit, or one "
         "hour with an agent.",
-        AT_ONCE,
+        EACH_SESSION,
     )
     agent: Name | None = setting(
         None, "Your own agent for multi-turn episodes, `path/file.py:Class`; none: one answer per task."
     )
     max_error_share: FractionOrZero = setting(
-        0.1, "The phase fails if the agent failed in more than this fraction of its trajectories.", AT_ONCE
+        0.1,
+        "The phase fails if the agent failed in more than this fraction of its trajectories.",
+        EACH_SESSION,
     )
     completion_threshold: Fraction = setting(
         1.0,
         "End the training rollout `grace_s` after this fraction of the tasks is done; 1: wait for all tasks.",
-        NEXT_ITERATION,
+        EACH_SESSION,
     )
     grace_s: NotNegative = setting(
         30.0,
         "Seconds to wait for the remaining tasks once `completion_threshold` is reached.",
-        NEXT_ITERATION,
+        EACH_SESSION,
     )
     max_refills: CountOrZero = setting(
         0,
         "Maximum number of extra rounds. Another round of tasks is rolled out while fewer than `rollout.tasks` groups have rewards that "
         "are not all equal.",
-        NEXT_ITERATION,
+        EACH_SESSION,
     )
 
     @property
@@ -134,11 +135,11 @@ class EvalSet(Section):
     tasks: CountOrZero | None = setting(
         None,
         "Number of tasks, the same ones in every evaluation; 0: all; none: `eval.tasks`.",
-        NEXT_ITERATION,
+        EACH_SESSION,
     )
-    samples: Count | None = setting(None, "Trajectories per task; none: `eval.samples`.", NEXT_ITERATION)
+    samples: Count | None = setting(None, "Trajectories per task; none: `eval.samples`.", EACH_SESSION)
     temperature: NotNegative | None = setting(
-        None, "Sampling temperature; 0: greedy; none: `eval.temperature`.", NEXT_ITERATION
+        None, "Sampling temperature; 0: greedy; none: `eval.temperature`.", EACH_SESSION
     )
 
 
@@ -149,23 +150,23 @@ class EvalSettings(Section):
     FIXED_BECAUSE = "the run's record names the sets and their task files"
 
     tasks: CountOrZero = setting(
-        0, "Number of test tasks, the same ones in every evaluation; 0: all.", NEXT_ITERATION
+        0, "Number of test tasks, the same ones in every evaluation; 0: all.", EACH_SESSION
     )
-    samples: Count = setting(1, "Trajectories per test task.", NEXT_ITERATION)
-    temperature: NotNegative = setting(1.0, "Sampling temperature; 0: greedy.", NEXT_ITERATION)
-    top_p: Fraction | None = setting(None, "Nucleus sampling; none: `rollout.top_p`.", NEXT_ITERATION)
+    samples: Count = setting(1, "Trajectories per test task.", EACH_SESSION)
+    temperature: NotNegative = setting(1.0, "Sampling temperature; 0: greedy.", EACH_SESSION)
+    top_p: Fraction | None = setting(None, "Nucleus sampling; none: `rollout.top_p`.", EACH_SESSION)
     top_k: Annotated[int, Bounds(ge=-1)] | None = setting(
         None,
         "Sample from the k most likely tokens; -1: from all tokens; none: `rollout.top_k`.",
-        NEXT_ITERATION,
+        EACH_SESSION,
     )
     max_tokens: Count | None = setting(
-        None, "Maximum tokens in one turn; none: `rollout.max_tokens`.", NEXT_ITERATION
+        None, "Maximum tokens in one turn; none: `rollout.max_tokens`.", EACH_SESSION
     )
     success: float = setting(
         1.0,
         "A trajectory with at least this reward counts as solved (pass@k, majority@k).",
-        NEXT_ITERATION,
+        EACH_SESSION,
     )
     sets: Mapping[str, EvalSet] = table_of(
         EvalSet,
@@ -188,12 +189,12 @@ class RewardSettings(Section):
         (), "One weight for each reward in `reward.kind`; may be negative. Default: 1 each."
     )
     timeout_s: Seconds = setting(
-        60.0, "Timeout of one call of the reward, or of one request to its judge, in seconds.", AT_ONCE
+        60.0, "Timeout of one call of the reward, or of one request to its judge, in seconds.", EACH_SESSION
     )
     max_error_share: FractionOrZero = setting(
         0.1,
         "The phase fails if the reward could not be computed for more than this fraction of its trajectories.",
-        AT_ONCE,
+        EACH_SESSION,
     )
 
 
@@ -203,12 +204,12 @@ class JudgeSettings(Section):
 
     FIXED_BECAUSE = "rewards from before and after the change would not be comparable"
 
-    url: Name | None = setting(None, "Base URL of the API, for example https://host/v1.", AT_ONCE)
+    url: Name | None = setting(None, "Base URL of the API, for example https://host/v1.", EACH_SESSION)
     model: Name | None = setting(None, "Model name to request.")
     api_key_env: Name | None = setting(
         None, "Environment variable that contains the API key; none: send no key."
     )
-    concurrency: Count = setting(16, "Maximum concurrent requests from each node.", AT_ONCE)
+    concurrency: Count = setting(16, "Maximum concurrent requests from each node.", EACH_SESSION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +227,10 @@ class AlgorithmSettings(Section):
         "`grpo`: policy gradient with a clipped token ratio; `gspo`: one clipped ratio per sequence; `cispo`: the clipped ratio is a "
         "detached weight; `sapo`: a soft gate instead of clipping; `rft`: fine-tuning on successful answers.",
     )
-    clip_low: Fraction = setting(0.2, "The probability ratio is clipped at 1 - clip_low.", NEXT_ITERATION)
-    clip_high: Positive = setting(0.28, "The probability ratio is clipped at 1 + clip_high.", NEXT_ITERATION)
+    clip_low: Fraction = setting(0.2, "The probability ratio is clipped at 1 - clip_low.", EACH_SESSION)
+    clip_high: Positive = setting(0.28, "The probability ratio is clipped at 1 + clip_high.", EACH_SESSION)
     dual_clip: Annotated[float, Bounds(gt=1)] | None = setting(
-        10.0, "Upper bound of the ratio where the advantage is negative; none: no bound.", NEXT_ITERATION
+        10.0, "Upper bound of the ratio where the advantage is negative; none: no bound.", EACH_SESSION
     )
     aggregation: Literal[
         "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
@@ -266,7 +267,7 @@ class AlgorithmSettings(Section):
         "token is weighted with w, capped at `mismatch_high`; `icepop`: with w between 0.5 and `mismatch_high`, otherwise 0; "
         "`sequence_mask`: each sequence is weighted with the product of its w, or 0 above `mismatch_high`.",
     )
-    mismatch_high: Positive = setting(2.0, "The upper bound of the correction.", NEXT_ITERATION)
+    mismatch_high: Positive = setting(2.0, "The upper bound of the correction.", EACH_SESSION)
     kl_coef: NotNegative = setting(
         0.0, "Weight of the KL divergence from the reference policy in the loss; 0: no reference policy."
     )
@@ -274,12 +275,12 @@ class AlgorithmSettings(Section):
         "k3",
         "Estimator of the KL divergence: `k1`: the log-ratio; `k2`: half its square; `k3`: low-variance and never negative.",
     )
-    entropy_coef: NotNegative = setting(0.0, "Weight of the entropy bonus in the loss.", NEXT_ITERATION)
+    entropy_coef: NotNegative = setting(0.0, "Weight of the entropy bonus in the loss.", EACH_SESSION)
     max_logprob_gap: Positive | None = setting(
         None,
         "The update fails if, on the first minibatch, the sampled tokens' log-probabilities from trainer and engine differ by more than "
         "this on average; none: a limit that depends on the precision.",
-        AT_ONCE,
+        EACH_SESSION,
     )
 
 
@@ -289,25 +290,25 @@ class OptimizerSettings(Section):
 
     FIXED_BECAUSE = "the saved optimizer state depends on it"
 
-    lr: Positive = setting(1e-6, "Learning rate.", NEXT_ITERATION)
+    lr: Positive = setting(1e-6, "Learning rate.", EACH_SESSION)
     betas: Betas = setting((0.9, 0.95), "Decay rates of the two moment estimates.")
     weight_decay: NotNegative = setting(
-        0.0, "Decoupled weight decay; not applied to norms and biases.", NEXT_ITERATION
+        0.0, "Decoupled weight decay; not applied to norms and biases.", EACH_SESSION
     )
     warmup_steps: CountOrZero = setting(
-        4, "Optimizer steps of linear warm-up, once at the start of the run.", NEXT_ITERATION
+        4, "Optimizer steps of linear warm-up, once at the start of the run.", EACH_SESSION
     )
     schedule: Literal["constant", "linear", "cosine"] = setting(
         "constant",
         "Learning rate after the warm-up: constant, or falling until `decay_steps`.",
-        NEXT_ITERATION,
+        EACH_SESSION,
     )
     decay_steps: Count | None = setting(
         None,
         "Optimizer step, counted from the start of the run, at which the learning rate reaches its minimum and stays there.",
-        NEXT_ITERATION,
+        EACH_SESSION,
     )
-    grad_clip: Positive = setting(1.0, "Maximum gradient norm.", NEXT_ITERATION)
+    grad_clip: Positive = setting(1.0, "Maximum gradient norm.", EACH_SESSION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,18 +317,18 @@ class TrainerSettings(Section):
 
     FIXED_BECAUSE = "the trainer's saved state and its processes depend on it"
 
-    epochs: Count = setting(2, "Passes over each iteration's batch.", NEXT_ITERATION)
-    minibatch: Count = setting(256, "Trajectories per optimizer step, across all nodes.", NEXT_ITERATION)
+    epochs: Count = setting(2, "Passes over each iteration's batch.", EACH_SESSION)
+    minibatch: Count = setting(256, "Trajectories per optimizer step, across all nodes.", EACH_SESSION)
     max_tokens_per_micro_batch: Count = setting(
         8192,
         "Maximum tokens in one micro-batch of one process; a longer trajectory gets a micro-batch of its own.",
-        AT_ONCE,
+        EACH_SESSION,
     )
     gradient_checkpointing: bool | None = setting(
         None,
         "Recompute each block's activations in the backward pass instead of storing them; about a third slower. none: only on "
         "accelerators.",
-        AT_ONCE,
+        EACH_SESSION,
     )
     attention: Literal["sdpa", "flash_attention_2"] = setting(
         "sdpa",
@@ -394,7 +395,7 @@ class UpdateSettings(Section):
     recency: Count = setting(
         1,
         "Draw the batch from the rollouts of the last N iterations, preferring recent ones; 1: only this iteration.",
-        NEXT_ITERATION,
+        EACH_SESSION,
     )
     trajectories: Name | None = setting(
         None,
@@ -440,14 +441,14 @@ class CheckpointSettings(Section):
     FIXED_BECAUSE = "the nodes have already stored files there"
 
     keep: Count = setting(
-        3, "Number of recent policy versions and training batches to keep on disk.", AT_ONCE
+        3, "Number of recent policy versions and training batches to keep on disk.", EACH_SESSION
     )
-    keep_every: CountOrZero = setting(0, "Keep every N-th policy version permanently; 0: none.", AT_ONCE)
+    keep_every: CountOrZero = setting(0, "Keep every N-th policy version permanently; 0: none.", EACH_SESSION)
     trainer_every: Count = setting(
         1,
         "Save the trainer state with every N-th policy version; processes that end after an update (`trainer.keep`) save it each time. If "
         "N > 1, a node that leaves or comes back, or a restart, costs up to N - 1 updates.",
-        AT_ONCE,
+        EACH_SESSION,
     )
     weights_dir: str = setting(
         "auto",
@@ -457,7 +458,7 @@ class CheckpointSettings(Section):
     keep_trajectories: CountOrZero = setting(
         0,
         "Number of recent iterations whose trajectories stay on disk (at least `update.recency`); 0: all.",
-        AT_ONCE,
+        EACH_SESSION,
     )
 
 
@@ -483,7 +484,7 @@ class CoordinationSettings(Section):
         None,
         "Once `min_nodes` nodes have joined, start the run when no further node has joined for this many seconds; later nodes join at the "
         "next iteration. none: wait up to `join_timeout_s` for all nodes. `--num-nodes A:B` sets it to 10.",
-        AT_ONCE,
+        EACH_SESSION,
     )
     rejoin_timeout_s: Seconds = setting(
         timing.REJOIN_TIMEOUT_S, "Seconds that `--on-node-failure wait` waits for a lost node."
@@ -499,7 +500,7 @@ class CoordinationSettings(Section):
         2,
         "Retries of a failed phase before the nodes where it failed leave, or the run ends with exit code 4. What fails twice in the same "
         "way is not tried a third time.",
-        AT_ONCE,
+        EACH_SESSION,
     )
     poll_max_s: Seconds = setting(
         0.05,
@@ -526,21 +527,23 @@ class TrackerSettings(Section):
     """Experiment trackers that receive the metrics of each iteration (docs/trackers.md)."""
 
     names: Trackers = setting(
-        (), "Trackers to use; each needs its own package in addition to accelerate.", AT_ONCE
+        (), "Trackers to use; each needs its own package in addition to accelerate.", EACH_SESSION
     )
-    project: Name = setting("fsbarrier", "Project (or experiment) under which the run is listed.", AT_ONCE)
+    project: Name = setting(
+        "fsbarrier", "Project (or experiment) under which the run is listed.", EACH_SESSION
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class ToySettings(Section):
     """The program `toy`: the same phases without a model."""
 
-    tasks: Count = setting(64, "Tasks per iteration.", NEXT_ITERATION)
-    phase_s: NotNegative = setting(0.5, "Duration of each working phase, in seconds.", AT_ONCE)
+    tasks: Count = setting(64, "Tasks per iteration.", EACH_SESSION)
+    phase_s: NotNegative = setting(0.5, "Duration of each working phase, in seconds.", EACH_SESSION)
     speeds: Weights = setting(
         (),
         "Relative speed of each node, independent of its weight (0.5: half as fast); empty: 1 for all nodes.",
-        AT_ONCE,
+        EACH_SESSION,
     )
 
 
@@ -577,14 +580,14 @@ class Settings(Section):
     eval_interval: CountOrZero = setting(
         1,
         "Evaluate when iteration % N == 1 (1: every iteration; 0: never, no test tasks needed).",
-        NEXT_ITERATION,
+        EACH_SESSION,
     )
-    num_nodes: Nodes = setting(1, "Number of nodes.", AT_ONCE)
+    num_nodes: Nodes = setting(1, "Number of nodes.", EACH_SESSION)
     rank_weights: Weights = setting(
-        (1.0,), "One positive weight per node: its share of the tasks. Default: all equal.", AT_ONCE
+        (1.0,), "One positive weight per node: its share of the tasks. Default: all equal.", EACH_SESSION
     )
     min_nodes: Count = setting(
-        1, "The run ends with exit code 5 when fewer nodes than this are left.", AT_ONCE
+        1, "The run ends with exit code 5 when fewer nodes than this are left.", EACH_SESSION
     )
     expect_gpus: Count | None = setting(
         None,
@@ -594,7 +597,7 @@ class Settings(Section):
     on_node_failure: Literal["shrink", "wait", "abort"] = setting(
         "shrink",
         "When a node is lost: `shrink`: continue with the others; `wait`: hold the phase until it is back; `abort`: end the run.",
-        AT_ONCE,
+        EACH_SESSION,
     )
     debug_mode: bool = setting(
         False, "Do not start or stop vLLM; use the server that is already running (`engine.url`)."
@@ -682,7 +685,7 @@ def fixed_because(name: str) -> str:
 
 def names_that_change(settings: Settings) -> list[str]:
     """Dotted names of the settings that a later start of node 0 may change, including those of the evaluation sets in `settings`."""
-    names = [name for name, kind in _changes().items() if kind in (NEXT_ITERATION, AT_ONCE)]
+    names = [name for name, kind in _changes().items() if kind is EACH_SESSION]
     one_each = [name.removeprefix(SET_NAME) for name in names if name.startswith(SET_NAME)]
     of_sets = [f"{SETS}.{own}{leaf}" for own in settings.eval.sets for leaf in one_each]
     return [*(name for name in names if not name.startswith(SET_NAME)), *of_sets]

@@ -13,7 +13,7 @@ from fsbarrier.sim.setup import CHANGED
 
 VERSIONS = ("this", "later", "earlier")
 #: fields that some records of earlier versions do not have
-NEW_FIELDS = ("addresses", "decisions", "ended", "revisions")
+NEW_FIELDS = ("addresses", "decisions", "ended", "settings")
 
 
 def written(record: Record, *, version: str) -> bytes:
@@ -59,8 +59,7 @@ def _led_by_nobody(body: JsonObject) -> JsonObject:
 
 def _with_a_wrong_setting(body: JsonObject) -> JsonObject:
     wrong = {CHANGED: -1.0}
-    revision = {"generation": 1, "iteration": 1, "values": wrong, "before": {}, "by": "", "time": ""}
-    return {**body, "stated": wrong, "revisions": [revision]}
+    return {**body, "stated": wrong, "settings": wrong}
 
 
 def _without_an_iteration(body: JsonObject) -> JsonObject:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fsbarrier.protocol.facts import Fact, Generation, StopRequest
-from fsbarrier.protocol.revisions import in_force
 from fsbarrier.protocol.succession import STARTS
 from fsbarrier.sim.history import History, row_of
 
@@ -32,18 +31,16 @@ def i15_only_for_a_reason(world: World) -> Iterator[str]:
 
 
 def _too_small(history: History, rules: Rules, record: Generation) -> Iterator[str]:
-    """A session begins with as many nodes as the settings ask for, and goes on without one only if they allow that. A run that has grown
-    goes on with the nodes that it has, and takes in the others when they come."""
+    """A session begins with as many nodes as its settings ask for, and goes on without one only if they allow that."""
     shrinks, elastic = rules.on_node_failure == "shrink", rules.limits.last_call_s is not None
-    # Node 0 may have asked for another size.
-    size = in_force(history.settings, record.revisions)["num_nodes"]
+    size = {**history.settings, **record.settings}["num_nodes"]
     begins = record.reason in STARTS
     least = rules.min_nodes if shrinks or (begins and elastic) else size if begins else 0
     if len(record.members) < least:
         yield f"generation {record.number} has {len(record.members)} members, at least {least} are asked for"
     if not begins and not shrinks:
         before = history.generations[record.number - 1][1]
-        gone = [rank for rank in before.ranks if rank < size and rank not in record.ranks]
+        gone = [rank for rank in before.ranks if rank not in record.ranks]
         if gone:
             yield f"generation {record.number} goes on without nodes {gone}, which nobody asked for"
 

@@ -1,7 +1,7 @@
 """Turns the user's input into a run that can begin: settings, rank, record. Used by `run` and `launch`.
 
 On the first start, node 0 validates everything and creates run.json. All later starts load that record. A start may give different values
-only for settings that may change, and only node 0 changes them (protocol/revisions.py). Nothing is started before all checks have passed,
+only for settings that may change, and only node 0 changes them (protocol/session.py). Nothing is started before all checks have passed,
 and a failed check leaves nothing behind.
 """
 
@@ -19,14 +19,15 @@ from fsbarrier.host import trusted_folder
 from fsbarrier.loader import load_program
 from fsbarrier.printable import printable
 from fsbarrier.program import Program
-from fsbarrier.protocol.revisions import MASTER, shown
+from fsbarrier.protocol.session import MASTER, shown
 from fsbarrier.protocol.wording import counted
-from fsbarrier.rundir import agreement, revisions, runrecord
+from fsbarrier.rundir import agreement, runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord, TaskSource
+from fsbarrier.rundir.session_settings import in_force, newest_settings
 from fsbarrier.settings.checks import check, check_change
 from fsbarrier.settings.resolve import checked, resolve
-from fsbarrier.settings.sections import Settings, changes_of
+from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import ChosenValue
 from fsbarrier.start import (
     demo_folder,
@@ -323,7 +324,7 @@ def _demo_source(folder: Path | None, name: str, file: str) -> TaskSource:
 def _join(asked: _Asked, record: RunRecord, rank: ranks.Choice | None) -> Start:
     """Start a node of an existing run. Its rank may be beyond the run's number of nodes: node 0 may be about to ask for more."""
     request, chosen, typed = asked.request, asked.chosen, asked.typed
-    settings = checked(revisions.present(record.settings, revisions.newest_revisions(record.paths)))
+    settings = checked(in_force(record.settings, newest_settings(record.paths)))
     files.set_shared_group(settings.shared_group)
     with_folder = _with_models_folder(typed, record, settings.data_path, request.environ)
     stated = agreement.stated_changes(record, chosen, with_folder)
@@ -367,8 +368,10 @@ def _changed(
         check(changed, asked.chosen)
         check_change(changed, differing)
     for name, value in differing.items():
-        was, when = runrecord.look_up(before, name), changes_of(name).value
-        asked.say(printable(f"{name} changes {when} from {shown(was)} to {shown(value)}"))
+        was = runrecord.look_up(before, name)
+        asked.say(
+            printable(f"{name} changes from {shown(was)} to {shown(value)} if this start begins a session")
+        )
     return changed, stated
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 from fsbarrier.printable import printable
-from fsbarrier.protocol.revisions import shown
+from fsbarrier.protocol.session import shown
 from fsbarrier.protocol.succession import RENEWED
 from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir.journal import Event, lost_nodes
@@ -72,21 +72,15 @@ def _generation(event: Event) -> str:
     # The lost node already has its own line.
     if reason in ("", "start") or " is lost: " in reason:
         why = ""
-    return f"generation {event.generation}: nodes {nodes}; leader {_or_unknown(leader)}{why}"
+    settings = event.fields.get("settings")
+    each = settings.items() if isinstance(settings, Mapping) else ()
+    changed = "".join(f"; {name}={shown(value)}" for name, value in each)
+    return f"generation {event.generation}: nodes {nodes}; leader {_or_unknown(leader)}{why}{changed}"
 
 
 def says_generation(line: str) -> bool:
     """Whether a line of a node's output reports a new generation, in the wording of `_generation`."""
     return _GENERATION_LINE.search(line) is not None
-
-
-def _settings_changed(event: Event) -> str:
-    values, before = event.fields.get("values"), event.fields.get("before")
-    old = before if isinstance(before, Mapping) else {}
-    each = values.items() if isinstance(values, Mapping) else ()
-    what = ", ".join(f"{name} from {shown(old.get(name))} to {shown(value)}" for name, value in each)
-    since = _or_unknown(event.integer("from_iteration"))
-    return f"settings changed: {what or '?'}, from iteration {since} ({event.text('by') or 'unknown user'})"
 
 
 def _sealed(event: Event) -> str:
@@ -238,7 +232,6 @@ WORDING: dict[str, Callable[[Event], str | None]] = {
     "node_joined": _joined,
     "generation_started": _generation,
     "generation_sealed": _sealed,
-    "settings_changed": _settings_changed,
     "tracker_failed": lambda event: (
         f"tracker {event.text('tracker') or 'program'} fails: {event.text('why')}"
     ),

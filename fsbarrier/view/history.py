@@ -158,8 +158,6 @@ def _subject(event: Event) -> tuple[object, ...]:
             return tuple(node.node_rank for node in lost_nodes(event))
         case "generation_started" | "generation_proposed":
             return (event.integer("number"),)
-        case "settings_changed":
-            return (event.integer("from_iteration"),)
         case "node_ended" if event.text("state") != "left":
             return (event.text("reason"),)
         case _:

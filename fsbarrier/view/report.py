@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import fsbarrier
-from fsbarrier.protocol.revisions import shown as plain
+from fsbarrier.protocol.session import shown as plain
 from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir.journal import Event
 from fsbarrier.rundir.phase_time import PARTS
@@ -173,14 +173,16 @@ def _rewards(reader: RunReader, status: RunStatus) -> Chart | None:
 
 
 def _changes(reader: RunReader) -> dict[int, str]:
-    """Iteration -> the settings that changed there."""
-    found: dict[int, str] = {}
-    for one in reader.revisions:
-        text = ", ".join(
-            f"{name} {plain(one.before.get(name))} → {plain(value)}" for name, value in one.values.items()
-        )
-        found[one.iteration] = "; ".join(filter(None, (found.get(one.iteration), one_line(text))))
-    return found
+    """Iteration -> the settings that changed there, by the sessions that began with others than the one before."""
+    found: dict[int, list[str]] = {}
+    now = flatten(reader.record.settings.as_json(), ())
+    for event in sorted(reader.history.events, key=lambda one: one.generation):
+        settings = event.fields.get("settings")
+        for name, value in settings.items() if isinstance(settings, Mapping) else ():
+            before, now[name] = now.get(name), value
+            texts = [one_line(f"{name} {plain(before)} → {plain(value)}")] if before != value else []
+            found[event.iteration] = found.get(event.iteration, []) + texts
+    return {iteration: ", ".join(texts) for iteration, texts in found.items() if texts}
 
 
 def _curves(reader: RunReader) -> list[tuple[str, str, str]]:

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from fsbarrier.errors import UsageError
 from fsbarrier.host.identity import boot_id, host_name
-from fsbarrier.protocol.facts import Beat, Generation, Join, Revision
+from fsbarrier.protocol.facts import Beat, Generation, Join
 from fsbarrier.protocol.membership import GONE, Ledger
 from fsbarrier.rundir import names, runrecord
 from fsbarrier.rundir.heartbeats import HeartbeatReader
 from fsbarrier.rundir.journal import FREQUENT, Event, JournalReader
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import LenientStore
-from fsbarrier.rundir.revisions import present
+from fsbarrier.rundir.session_settings import in_force
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.processes import Stat
 from fsbarrier.view.history import MAX_EVENTS, RunHistory
@@ -105,14 +105,9 @@ class RunReader:
         return self._phase_names.get(index) or phase_name(index)
 
     @property
-    def revisions(self) -> tuple[Revision, ...]:
-        """All changes of the run's settings."""
-        return self.newest.revisions if self.newest is not None else ()
-
-    @property
     def settings(self) -> Settings:
-        """The run's current settings, including changes that take effect in a later iteration."""
-        return present(self.record.settings, self.revisions)
+        """The run's settings in its newest session."""
+        return in_force(self.record.settings, self.newest.settings if self.newest is not None else {})
 
     @property
     def faults(self) -> list[str]:

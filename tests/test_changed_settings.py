@@ -1,4 +1,4 @@
-"""Settings that a later start of node 0 changes: what is refused, what holds in which iteration, and three daemons of which one is down."""
+"""Settings that change when a session begins: what is refused, what holds, and three daemons."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from fsbarrier.node.loop import LookAgain, NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.run_rules import make_rules
 from fsbarrier.node.work_runner import WorkRunner
-from fsbarrier.protocol.facts import Generation, Join, Member, Position, Revision
+from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.state import Announce, Node, Propose, Rules
-from fsbarrier.rundir import revisions
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
-from fsbarrier.rundir.revisions import newest_revisions, present, settings_in
 from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.rundir.session_settings import can_hold, in_force, newest_settings
 from fsbarrier.rundir.stop_requests import request_stop
 from fsbarrier.settings.resolve import known_names
 from fsbarrier.settings.section import Changes
@@ -36,10 +35,7 @@ from fsbarrier.trajectories import load
 from fsbarrier.view.report import page
 from fsbarrier.view.run_status import look_once
 
-FIRST = Revision(
-    2, 3, {"optimizer.lr": 2e-6, "rollout.concurrency": 8}, {"optimizer.lr": 1e-6, "rollout.concurrency": 64}
-)
-SECOND = Revision(4, 2, {"optimizer.lr": 5e-6}, {"optimizer.lr": 2e-6})
+LOWER = {"optimizer.lr": 2e-6, "rollout.concurrency": 8}
 
 
 def start(log_path: Path, *words: str, **who: Any) -> Start:
@@ -47,35 +43,16 @@ def start(log_path: Path, *words: str, **who: Any) -> Start:
     return begin_request(Request(**{"chosen": tuple(chosen), "environ": {}, **who}))
 
 
-def record(log_path: Path, number: int, *revisions: Revision) -> Path:
-    """A generation with these revisions, as the nodes of a run record it."""
+def record(log_path: Path, number: int, settings: Payload) -> Path:
+    """A generation with these settings, as the nodes of a run record it."""
     paths = RunPaths(log_path)
     paths.generations.mkdir(parents=True, exist_ok=True)
-    made = Generation(number, (Member(0, number),), 0, Position(1, 0), "start", revisions=revisions)
+    made = Generation(number, (Member(0, number),), 0, Position(1, 0), "start", settings=settings)
     assert PosixStore().create(paths.generation(number), made)
     return paths.generation(number)
 
 
-# --- what holds when ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("revisions", "iteration", "lr", "concurrency"),
-    [
-        ((), 9, 1e-6, 64),
-        ((FIRST,), 2, 1e-6, 8),
-        ((FIRST,), 3, 2e-6, 8),
-        # The run was taken back, and changed again: what was asked for last holds.
-        ((FIRST, SECOND), 1, 1e-6, 8),
-        ((FIRST, SECOND), 2, 5e-6, 8),
-        ((FIRST, SECOND), 3, 5e-6, 8),
-    ],
-)
-def test_an_iteration_has_the_settings_of_its_beginning(
-    revisions: tuple[Revision, ...], iteration: int, lr: float, concurrency: int
-) -> None:
-    found = settings_in(Settings(), revisions, iteration)
-    assert (found.optimizer.lr, found.rollout.concurrency) == (lr, concurrency)
+# --- what holds ---------------------------------------------------------------------------------------------------------------
 
 
 def test_work_has_the_settings_and_the_choices_of_its_own_generation(tmp_path: Path) -> None:
@@ -88,21 +65,17 @@ def test_work_has_the_settings_and_the_choices_of_its_own_generation(tmp_path: P
     )
     observer.registry.learn_join(Join(0, 1, "host", 1, "boot"))
     old = Generation(
-        1, (Member(0, 1),), 0, Position(3, 0), "start", revisions=(FIRST,), choices={"rl_phase": "update"}
+        1, (Member(0, 1),), 0, Position(3, 0), "start", settings=LOWER, choices={"rl_phase": "update"}
     )
-    observer.registry.learn(replace(old, number=2, revisions=(FIRST, SECOND)))
+    observer.registry.learn(replace(old, number=2, settings={"optimizer.lr": 5e-6}))
     node = Node(0, 1, 0.0, generation=old, position=Position(3, 0))
     found = context(node).settings
     assert (found.optimizer.lr, found.rl_phase) == (2e-6, "update")
 
 
 def test_a_record_names_no_program_and_no_setting_that_there_is_not(tmp_path: Path) -> None:
-    forged = Revision(
-        2, 1, {"trainer.command": "evil", "custom.x": 1, "later.name": 1, "optimizer.lr": 2e-6}, {}
-    )
-    expected = Settings().with_values({"optimizer.lr": 2e-6})
-    assert settings_in(Settings(), (forged,), 1) == expected
-    assert present(Settings(), (forged,)) == expected
+    forged = {"trainer.command": "evil", "custom.x": 1, "later.name": 1, "optimizer.lr": 2e-6}
+    assert in_force(Settings(), forged) == Settings().with_values({"optimizer.lr": 2e-6})
 
 
 IMPOSSIBLE: list[dict[str, object]] = [
@@ -123,15 +96,13 @@ def test_what_asks_for_values_that_no_start_could_choose_counts_as_unreadable(
     tmp_path: Path, values: dict[str, object]
 ) -> None:
     paths, store = RunPaths(tmp_path), PosixStore()
-    observer = Observer(
-        store, paths, load_program("ping"), can_hold=partial(revisions.can_hold, Settings(num_nodes=3))
-    )
-    record(tmp_path, 9, FIRST)
+    observer = Observer(store, paths, load_program("ping"), can_hold=partial(can_hold, Settings(num_nodes=3)))
+    record(tmp_path, 9, LOWER)
     observer.prepare()
     store.create(paths.join(0, 1), Join(0, 1, "host", 1, "boot", stated={"optimizer.lr": 2e-6}))
     store.create(paths.join(0, 2), Join(0, 2, "host", 1, "boot", stated=values))
     store.create(paths.join(1, 1), Join(1, 1, "host", 1, "boot", choices={"no choice": 1}))
-    record(tmp_path, 10, FIRST, Revision(10, 1, values, {}))
+    record(tmp_path, 10, values)
     me = Node(2, 1, 0.0)
     assert observer.view(me, 0.0).unreadable is not None
     assert observer.newest is not None and observer.newest.number == 9
@@ -146,18 +117,17 @@ def test_what_asks_for_values_that_no_start_could_choose_counts_as_unreadable(
 def test_every_setting_says_whether_it_changes_and_why_not() -> None:
     for name in known_names():
         assert changes_of(name) is not Changes.NEVER or fixed_because(name), name
-    assert changes_of("optimizer.lr") is Changes.NEXT_ITERATION
-    assert changes_of("checkpoint.keep") is Changes.AT_ONCE
+    assert changes_of("optimizer.lr") is changes_of("num_nodes") is Changes.EACH_SESSION
     assert changes_of("model") is changes_of("algorithm.loss") is changes_of("custom.x") is Changes.NEVER
 
 
 def test_what_the_newest_record_that_can_be_read_says(tmp_path: Path) -> None:
-    assert newest_revisions(RunPaths(tmp_path)) == ()
-    record(tmp_path, 9, FIRST)
-    newest = record(tmp_path, 10, FIRST, SECOND)
-    assert newest_revisions(RunPaths(tmp_path)) == (FIRST, SECOND)
+    assert newest_settings(RunPaths(tmp_path)) == {}
+    record(tmp_path, 9, LOWER)
+    newest = record(tmp_path, 10, {"optimizer.lr": 5e-6})
+    assert newest_settings(RunPaths(tmp_path)) == {"optimizer.lr": 5e-6}
     newest.write_bytes(newest.read_bytes()[:-9])
-    assert newest_revisions(RunPaths(tmp_path)) == (FIRST,)
+    assert newest_settings(RunPaths(tmp_path)) == LOWER
 
 
 # --- what a start may say -------------------------------------------------------------------------------------------------------
@@ -175,11 +145,11 @@ def test_node_0_changes_a_setting_and_states_what_it_repeats(run: Path) -> None:
     found = begin_request(Request(tuple(chosen), {}, master=True), said.append)
     assert found.stated == {"optimizer.lr": 2.0, "rollout.tasks": 96}
     assert (found.settings.optimizer.lr, found.record.settings.optimizer.lr) == (2.0, 1.0)
-    assert said == ["optimizer.lr changes with the next iteration from 1 to 2"]
+    assert said == ["optimizer.lr changes from 1 to 2 if this start begins a session"]
 
 
 def test_what_was_changed_holds_for_starts_that_do_not_repeat_it(run: Path) -> None:
-    record(run, 1, Revision(1, 4, {"optimizer.lr": 2.0}, {"optimizer.lr": 1.0}))
+    record(run, 1, {"optimizer.lr": 2.0})
     for who in ({"master": True}, {"worker": 2}):
         found = start(run, **who)
         assert (found.settings.optimizer.lr, found.stated) == (2.0, {})
@@ -225,13 +195,11 @@ def test_a_set_of_held_out_tasks_changes_in_all_but_its_file(with_sets: Path) ->
         "aime": (16, 0),
         "gsm": (1, 50),
     }
-    # From the next iteration on; the other set stays as it is, and so does what nobody has named.
-    changed = Revision(2, 5, {"eval.sets.aime.samples": 16}, {"eval.sets.aime.samples": 8})
-    recorded = found.record.settings
-    assert settings_in(recorded, (changed,), 4) == recorded
-    assert settings_in(recorded, (changed,), 5).eval.sets["aime"].samples == 16
-    assert settings_in(recorded, (changed,), 5).eval.sets["gsm"] == recorded.eval.sets["gsm"]
-    # Whoever decides of revisions knows each value by its name.
+    # The other set stays as it is, and so does what nobody has named.
+    changed, recorded = {"eval.sets.aime.samples": 16}, found.record.settings
+    assert in_force(recorded, changed).eval.sets["aime"].samples == 16
+    assert in_force(recorded, changed).eval.sets["gsm"] == recorded.eval.sets["gsm"]
+    # Whoever decides of settings knows each value by its name.
     record(with_sets, 1, changed)
     assert start(with_sets, "eval.sets.aime.samples=8", master=True).stated == {"eval.sets.aime.samples": 8}
     # A table says the same, and an empty one that there is such a set.
@@ -265,8 +233,7 @@ def test_what_is_not_safe_with_a_set_is_refused_with_the_reason(
 
 def test_a_record_that_names_a_set_that_there_is_not_changes_nothing(with_sets: Path) -> None:
     settings = start(with_sets, master=True).settings
-    forged = Revision(2, 1, {"eval.sets.math.samples": 4, "eval.sets.aime.file": "evil"}, {})
-    assert settings_in(settings, (forged,), 1) == settings
+    assert in_force(settings, {"eval.sets.math.samples": 4, "eval.sets.aime.file": "evil"}) == settings
 
 
 def test_the_number_of_nodes_changes_with_their_weights(run: Path) -> None:
@@ -276,23 +243,8 @@ def test_the_number_of_nodes_changes_with_their_weights(run: Path) -> None:
     # It may come before node 0 has changed the number.
     assert start(run, worker=3).node_rank == 3
     assert start(run, "num_nodes=4", worker=3).stated == {"num_nodes": 4}
-    record(run, 1, Revision(1, 1, found.stated, {"num_nodes": 3, "rank_weights": [1.0] * 3}))
+    record(run, 1, found.stated)
     assert start(run, worker=3).settings.num_nodes == 4
-
-
-def test_a_node_that_comes_back_by_itself_asks_for_nothing_again(tmp_path: Path) -> None:
-    """Its command line was taken in with its first start, and the run may have been changed since."""
-    store, paths, program = PosixStore(), RunPaths(tmp_path), load_program("ping")
-    observer = Observer(store, paths, program)
-    observer.prepare()
-    join = Join(2, 0, "host", 1, "boot", stated={"optimizer.lr": 2.0})
-    # Joining starts no work.
-    work = cast(WorkRunner, None)
-    node = NodeLoop(store, observer, Rules(program, 3), work, join, lambda event, node, fields: None)
-    node.start(0.0)
-    node._perform(Announce(2), 0.0)
-    stated = [found.stated for n in (1, 2) if (found := store.read(paths.join(2, n), Join)) is not None]
-    assert stated == [{"optimizer.lr": 2.0}, {}]
 
 
 def test_a_node_that_comes_back_and_finds_its_next_start_taken_ends(tmp_path: Path) -> None:
@@ -311,15 +263,15 @@ def test_a_node_that_comes_back_and_finds_its_next_start_taken_ends(tmp_path: Pa
 def test_whoever_finds_its_generation_recorded_by_another_follows_no_impossible_one(tmp_path: Path) -> None:
     """It may be recorded between a node's look and its own proposal."""
     store, paths, program = PosixStore(), RunPaths(tmp_path), load_program("ping")
-    observer = Observer(store, paths, program, can_hold=partial(revisions.can_hold, Settings(num_nodes=3)))
+    observer = Observer(store, paths, program, can_hold=partial(can_hold, Settings(num_nodes=3)))
     observer.prepare()
     work = cast(WorkRunner, None)
     here = Join(2, 0, "host", 1, "boot")
     node = NodeLoop(store, observer, Rules(program, 3), work, here, lambda event, node, fields: None)
     mine = Generation(1, (Member(2, 1),), 2, Position(1, 0), "start")
-    record(tmp_path, 1, Revision(1, 1, {"rollout.tasks": -5}, {}))
+    record(tmp_path, 1, {"rollout.tasks": -5})
     assert node._perform(Propose(mine), 0.0) is LookAgain.LATER and observer.newest is None
-    record(tmp_path, 2, FIRST)
+    record(tmp_path, 2, LOWER)
     assert node._perform(Propose(replace(mine, number=2)), 0.0) is LookAgain.NOW
     assert observer.newest is not None and observer.newest.number == 2
 
@@ -332,42 +284,44 @@ def tasks_of(log_path: Path, iteration: int) -> int:
 
 
 @pytest.mark.timeout(900)
-def test_a_change_reaches_a_node_that_was_down(tmp_path: Path) -> None:
+def test_settings_change_when_all_nodes_are_started_again(tmp_path: Path) -> None:
     with Cluster(tmp_path, 3, *FAST, "coordination.dead_s=4") as cluster:
         cluster.start()
         cluster.wait_for(lambda e: e["event"] == "iteration_finished", deadline_s=250)
-        cluster.kill(2)
+        # While others are at work, other values are refused, also of node 0.
         cluster.kill(0)
-        cluster.flags = (*cluster.flags, "toy.tasks=6")
+        before, cluster.flags = cluster.flags, (*cluster.flags, "toy.tasks=6")
         cluster.start(0)
-        changed = cluster.wait_for(
-            lambda e: e["event"] == "settings_changed" and e["node_rank"] == 1, deadline_s=250
-        )
-        since, generation = changed["from_iteration"], changed["generation"]
-        assert (changed["values"], changed["before"]) == ({"toy.tasks": 6}, {"toy.tasks": 24})
-        # A worker that says what held before is refused, and one that says nothing follows.
-        refused = Cluster(tmp_path, 3, *FAST)
-        with refused:
-            refused.start_as(2, "--worker", "2", "toy.tasks=24")
-            assert refused.wait(deadline_s=250) == {2: 2}
-        assert "toy.tasks=24 contradicts this run's settings (6)" in refused.said(2)
-        cluster.start(2)
-        done_here = ("phase_finished", 2, "train_rollout")
-        back = cluster.wait_for(
-            lambda e: (
-                (e["event"], e["node_rank"], e["phase_name"]) == done_here and e["generation"] > generation
-            ),
-            deadline_s=250,
-        )
+        assert cluster.wait(0, deadline_s=250) == {0: 2}
+        assert "toy.tasks=6 contradicts this run's settings (24)" in cluster.said(0)
+        cluster.flags = before
+        cluster.start(0)
         cluster.wait_for(
-            lambda e: e["event"] == "iteration_finished" and e["iteration"] > back["iteration"],
+            lambda e: e["event"] == "generation_started" and "node 0" in e["reason"], deadline_s=250
+        )
+        request_stop(cluster.log_path, now=False)
+        assert cluster.wait(deadline_s=250) == {0: 0, 1: 0, 2: 0}
+        # A new session, the workers first, one of which names what node 0 will name.
+        cluster.start(1)
+        cluster.start_as(2, "--worker", "2", "toy.tasks=6")
+        for rank in (1, 2):
+            cluster.beating(rank, lambda beat: beat.state == "joining" and beat.counter > 10)
+        cluster.flags = (*before, "toy.tasks=6")
+        cluster.start(0)
+        began = cluster.wait_for(
+            lambda e: e["event"] == "generation_started" and "settings" in e, deadline_s=250
+        )
+        assert (began["settings"], began["members"]) == ({"toy.tasks": 6}, [0, 1, 2])
+        cluster.wait_for(
+            lambda e: e["event"] == "iteration_finished" and e["generation"] >= began["generation"],
             deadline_s=250,
         )
         request_stop(cluster.log_path, now=False)
         assert cluster.wait(deadline_s=250) == {0: 0, 1: 0, 2: 0}
         done = max(e["iteration"] for e in cluster.events() if e["event"] == "iteration_finished")
+        since = began["iteration"]
         assert {i: tasks_of(cluster.log_path, i) for i in range(1, done + 1)} == {
             i: 24 if i < since else 6 for i in range(1, done + 1)
         }
     reader, status = look_once(cluster.log_path)
-    assert f"iteration {since}: toy.tasks 24 → 6" in page(reader, status)
+    assert "toy.tasks 24 → 6" in page(reader, status)

@@ -1,0 +1,46 @@
+"""A run's settings in a session: those of run.json, and what the session's generations record (see protocol/session.py).
+
+Only settings that may change are taken from a record, so that a forged one cannot name a program. Names that this version does not know
+are ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fsbarrier.errors import UsageError
+from fsbarrier.protocol.facts import Generation, Join, Payload
+from fsbarrier.rundir.names import GENERATION
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.record_store import LenientStore
+from fsbarrier.settings.sections import Settings, names_that_change
+
+
+def in_force(recorded: Settings, values: Payload) -> Settings:
+    """The settings in a session. `recorded`: those of run.json; `values`: what its generations record as changed."""
+    if not values:
+        return recorded
+    there = set(names_that_change(recorded))
+    return recorded.with_values({name: value for name, value in values.items() if name in there})
+
+
+def can_hold(recorded: Settings, record: Generation | Join) -> bool:
+    """Whether the settings in a record are valid for this run."""
+    from fsbarrier.settings.resolve import checked
+
+    values = record.stated if isinstance(record, Join) else record.settings
+    try:
+        checked(replace(in_force(recorded, values), **record.choices))
+    except (UsageError, TypeError):
+        return False
+    return True
+
+
+def newest_settings(paths: RunPaths) -> Payload:
+    """The `settings` of the newest readable generation, for display and early errors. The protocol itself does not use them."""
+    store = LenientStore()
+    for number in sorted(GENERATION.parse_all(store.names(paths.generations)), reverse=True):
+        record = store.read(paths.generation(number), Generation)
+        if record is not None:
+            return record.settings
+    return {}
