@@ -6,8 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from fsbarrier.aggregate import merge_with_bar
 from fsbarrier.commands import flags
+from fsbarrier.commands.aggregate import merge_with_bar
 from fsbarrier.data import rank_files
 from fsbarrier.data.rank_files import FoundFile, RanksRequest
 from fsbarrier.errors import StoreError, UsageError
