@@ -15,10 +15,10 @@ from pathlib import Path
 from fsbarrier.data.merge import AggregateReport, OnProgress, collect, merge, publish
 from fsbarrier.data.merge_plan import MergeRequest, Part
 from fsbarrier.data.reader import iter_trajectories, load
+from fsbarrier.processes import worker_contract
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.evaluation import figures
 from fsbarrier.settings.sections import Settings
-from fsbarrier.supervision import worker_contract
 
 __all__ = ["AggregateReport", "Part", "aggregate", "iter_trajectories", "load"]
 

@@ -1,7 +1,7 @@
 """The types of a program: a table of phases, and pure functions that turn a Context into Work for each phase.
 
 See phases/rl.py for an example. The state machine walks the table without knowing what a phase means, and the job runner
-(node/work_kinds.py) does the Work. The file is longer than others, because it is everything that the author of a program has to read.
+(run/work_kinds.py) does the Work. The file is longer than others, because it is everything that the author of a program has to read.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keep a command's processes, with their memory, for the next such command (fsbarrier/supervision/kept_program.py).
+    """Keep a command's processes, with their memory, for the next such command (fsbarrier/processes/kept_program.py).
 
     `processes`: their number on each node. `formed`: the name of the processes that all nodes have kept from the last such command
     (`Context.kept`) and that take this one as their next job; "": start new ones. A node keeps only one program, for one era.

@@ -48,9 +48,9 @@ from fsbarrier.program import (
 )
 from fsbarrier.protocol.assign import refill_tasks, sample_tasks
 from fsbarrier.protocol.facts import JsonObject
+from fsbarrier.rollouts.sharing import share_out, sharing_events
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.settings.sections import EvalSettings, RolloutSettings
-from fsbarrier.sharing import share_out, sharing_events
 
 NOTHING = Value({})
 # How long the processes of an update wait for each other, in seconds.

@@ -11,7 +11,7 @@ from dataclasses import replace
 from fsbarrier.decisions import NO_EVALUATION, RolloutDecision
 from fsbarrier.loader import load_module
 from fsbarrier.program import RL_SLICES, Command, Context, Phase, Program, Steps, Value, Work
-from fsbarrier.sharing import share_out
+from fsbarrier.rollouts.sharing import share_out
 
 # What this program does not define, it takes from the default one.
 rl = load_module("rl")

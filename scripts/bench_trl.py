@@ -33,8 +33,8 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 from fsbarrier.data import demo_tasks  # noqa: E402
+from fsbarrier.processes.processes import below  # noqa: E402
 from fsbarrier.rundir.journal import JournalReader, journal_files  # noqa: E402
-from fsbarrier.supervision.processes import below  # noqa: E402
 from fsbarrier.view.timings import PASSED, Span, read_spans  # noqa: E402
 
 DEMO: dict[str, Any] = {

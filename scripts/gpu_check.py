@@ -38,8 +38,8 @@ import torch
 import transformers
 
 from fsbarrier.planning.model_shape import ModelShape
-from fsbarrier.reading import GIB
 from fsbarrier.settings.sections import EngineSettings, LoraSettings, Settings, TrainerSettings
+from fsbarrier.store.reading import GIB
 from fsbarrier.training.architecture import measure
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.optimizer_step import train

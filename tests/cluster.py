@@ -17,11 +17,11 @@ from typing import Any
 from forks import Daemon
 from waiting import until
 
+from fsbarrier.processes import processes
 from fsbarrier.protocol.facts import Beat
 from fsbarrier.rundir.heartbeats import read_beats
 from fsbarrier.rundir.journal import read_events
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.supervision import processes
 from fsbarrier.trajectories import load, scan_rank_file
 
 REPO = Path(__file__).resolve().parent.parent

@@ -29,8 +29,8 @@ IMPORTED = (
     *("fsbarrier.workers.rollout", "fsbarrier.workers.prepare", "fsbarrier.workers.update"),
     *(
         "fsbarrier.aggregate",
-        "fsbarrier.node.run_node",
-        "fsbarrier.start.begin",
+        "fsbarrier.run.run_node",
+        "fsbarrier.cli.start.begin",
         "fsbarrier.cli",
         "http.server",
     ),

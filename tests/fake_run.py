@@ -10,7 +10,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from fsbarrier import files
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, Verdict
@@ -18,6 +17,7 @@ from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.names import FACT
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.resolve import resolve
+from fsbarrier.store import files
 
 BEGIN = datetime(2026, 3, 1, 9, 0, 0, tzinfo=UTC)
 #: seconds of work in each phase that has any: (phase, of the leader only)

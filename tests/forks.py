@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fsbarrier import files
+from fsbarrier.processes import supervisor
 from fsbarrier.rundir import log_tail
-from fsbarrier.supervision import supervisor
+from fsbarrier.store import files
 
 FAKE_VLLM = Path(__file__).parent / "fake_vllm.py"
 CASE_S = 120.0

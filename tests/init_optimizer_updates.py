@@ -16,10 +16,10 @@ from parallel_updates import Case, import_before_forking, make_batch
 from trainer_bench import Bench
 from zero_checkpoints import in_place
 
+from fsbarrier.cli.start import other_runs_policy
+from fsbarrier.processes.worker_contract import ProgressWriter
 from fsbarrier.rundir import runrecord
 from fsbarrier.settings.sections import Settings
-from fsbarrier.start import other_runs_policy
-from fsbarrier.supervision.worker_contract import ProgressWriter
 from fsbarrier.workers.update import Updates
 
 FIRST, SECOND = (f"checkpoints/policy-{version:06d}.g0001" for version in (1, 2))

@@ -15,8 +15,8 @@ from parallel_updates import Case, import_before_forking, make_batch
 from trainer_bench import Bench
 from zero_checkpoints import in_place
 
-from fsbarrier.supervision.kept_program import JOBS
-from fsbarrier.supervision.worker_contract import ProgressWriter
+from fsbarrier.processes.kept_program import JOBS
+from fsbarrier.processes.worker_contract import ProgressWriter
 from fsbarrier.training import safetensors_file
 from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.workers.update import Updates

@@ -25,10 +25,10 @@ from trainer_bench import Bench
 from zero_checkpoints import in_place
 
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.processes.worker_contract import ProgressWriter
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.names import POLICY_FOLDER
 from fsbarrier.rundir.weights_copy import WeightsCopy
-from fsbarrier.supervision.worker_contract import ProgressWriter
 from fsbarrier.training import checkpoint_write
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.deepspeed_backend import DeepSpeedBackend

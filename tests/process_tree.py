@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from fsbarrier.supervision import supervisor
+from fsbarrier.processes import supervisor
 
 ROOT = Path(supervisor.__file__).parents[2]
 DEADLINE_S = 60.0  # for a machine under any load; what is waited for takes milliseconds
@@ -77,8 +77,8 @@ if sys.stdin.isatty():
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the suite was started in the background
 from pathlib import Path
-from fsbarrier.supervision import supervisor
-from fsbarrier.supervision.supervisor import Child
+from fsbarrier.processes import supervisor
+from fsbarrier.processes.supervisor import Child
 supervisor.SNAPSHOT_S = float(os.environ.get("SNAPSHOT_S", supervisor.SNAPSHOT_S))
 children = []
 def start(number, command):

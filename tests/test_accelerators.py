@@ -26,7 +26,7 @@ from fsbarrier.host.accelerators import (
     detect,
     wait_released,
 )
-from fsbarrier.supervision import processes
+from fsbarrier.processes import processes
 
 GIB = 1 << 30
 OURS = 999_999_999  # no process has it: pids end at 4 million

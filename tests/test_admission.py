@@ -13,9 +13,9 @@ from cluster import Cluster
 
 from fsbarrier.errors import NodesRefused
 from fsbarrier.host.accelerators import Accelerator, detect
-from fsbarrier.node import job_runner
-from fsbarrier.node.admission import GIB, Objection, examine
-from fsbarrier.node.fingerprint import Fingerprint
+from fsbarrier.run import job_runner
+from fsbarrier.run.admission import GIB, Objection, examine
+from fsbarrier.run.fingerprint import Fingerprint
 from fsbarrier.settings.resolve import resolve
 
 CARD = ("nvidia H100", 80 * GIB, 0)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from trajectory_files import group, write_part
 
-from fsbarrier import cli, files
+from fsbarrier import cli
 from fsbarrier.aggregate import AggregateReport, Part, aggregate, command_line
 from fsbarrier.data import merge as merge_module
 from fsbarrier.data.merge import remove_leftovers
@@ -29,6 +29,7 @@ from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
+from fsbarrier.store import files
 from fsbarrier.trajectories import FormatError, RankFileWriter, iter_trajectories, load, scan_rank_file
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,11 +15,11 @@ from engine_bench import NEVER, largest_gap, make_model, roll_out
 from trainer_bench import Bench, rollouts, settings, write_groups
 
 from fsbarrier.cli import main
+from fsbarrier.cli.start.policy_export import VersionToExport, export
 from fsbarrier.engine.engine import Engine, EngineInfo
 from fsbarrier.rundir import checkpoints, runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.resolve import resolve
-from fsbarrier.start.policy_export import VersionToExport, export
 
 pytestmark = [pytest.mark.engine, pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(3600)]
 

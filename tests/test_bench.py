@@ -10,8 +10,8 @@ import pytest
 
 from fsbarrier.cli import main
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.maintenance import benchmark
-from fsbarrier.maintenance.benchmark import Latency, scripts
+from fsbarrier.run import benchmark
+from fsbarrier.run.benchmark import Latency, scripts
 
 
 def test_latencies_are_summarised() -> None:

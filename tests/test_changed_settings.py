@@ -10,15 +10,17 @@ from typing import Any, cast
 import pytest
 from cluster import FAST, Cluster
 
+from fsbarrier.cli.start.begin import Request, Start
+from fsbarrier.cli.start.begin import begin as begin_request
+from fsbarrier.coordination.loop import LookAgain, NodeLoop
+from fsbarrier.coordination.observer import Observer
+from fsbarrier.coordination.run_rules import make_rules
+from fsbarrier.coordination.work_runner import WorkRunner
 from fsbarrier.errors import Fenced, UsageError
 from fsbarrier.loader import load_program
-from fsbarrier.node.context_maker import ContextMaker
-from fsbarrier.node.loop import LookAgain, NodeLoop
-from fsbarrier.node.observer import Observer
-from fsbarrier.node.run_rules import make_rules
-from fsbarrier.node.work_runner import WorkRunner
 from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.state import Announce, Node, Propose, Rules
+from fsbarrier.run.context_maker import ContextMaker
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -29,8 +31,6 @@ from fsbarrier.settings.resolve import known_names
 from fsbarrier.settings.section import Changes
 from fsbarrier.settings.sections import Settings, changes_of, fixed_because
 from fsbarrier.settings.sources import from_words
-from fsbarrier.start.begin import Request, Start
-from fsbarrier.start.begin import begin as begin_request
 from fsbarrier.trajectories import load
 from fsbarrier.view.report import page
 from fsbarrier.view.run_status import look_once

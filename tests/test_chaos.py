@@ -16,8 +16,8 @@ import outside_checker
 import pytest
 from cluster import FAST, REPO, Cluster
 
-from fsbarrier import files
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.store import files
 
 TASKS = 24
 

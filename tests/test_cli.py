@@ -21,12 +21,12 @@ from fake_run import long_run
 
 from fsbarrier import errors
 from fsbarrier.cli import COMMANDS, main
-from fsbarrier.commands import logs
-from fsbarrier.launchers.processes import outcome
-from fsbarrier.run_command import Parser
+from fsbarrier.cli.commands import logs
+from fsbarrier.cli.launchers.processes import outcome
+from fsbarrier.cli.run_command import Parser
 
 REPO = Path(__file__).resolve().parent.parent
-PRESENT = [name for name in COMMANDS if (REPO / "fsbarrier" / "commands" / f"{name}.py").is_file()]
+PRESENT = [name for name in COMMANDS if (REPO / "fsbarrier" / "cli" / "commands" / f"{name}.py").is_file()]
 
 
 def call(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -42,10 +42,10 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[argparse.Nam
     """Makes `fsbarrier fake` a command that does what it is given."""
 
     def install(work: Callable[[argparse.Namespace], int]) -> None:
-        module = types.ModuleType("fsbarrier.commands.fake")
+        module = types.ModuleType("fsbarrier.cli.commands.fake")
         module.SUMMARY, module.EXAMPLE, module.main = "fake", "fsbarrier fake", work  # type: ignore[attr-defined]
         module.add_arguments = lambda parser: parser.add_argument("--log-path")  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "fsbarrier.commands.fake", module)
+        monkeypatch.setitem(sys.modules, "fsbarrier.cli.commands.fake", module)
         monkeypatch.setitem(COMMANDS, "fake", "fake")
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: module)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 
-from fsbarrier.node.code_digests import code_digests, one_digest
+from fsbarrier.run.code_digests import code_digests, one_digest
 from fsbarrier.settings.resolve import resolve
 
 

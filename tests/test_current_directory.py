@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from fsbarrier.cli.start.preflight import try_user_code
 from fsbarrier.errors import UsageError
+from fsbarrier.processes.supervisor import own_program, with_this_package
 from fsbarrier.rundir.journal import read_events
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sources import ChosenValue
-from fsbarrier.start.preflight import try_user_code
-from fsbarrier.supervision.supervisor import own_program, with_this_package
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from cluster import Cluster
 from waiting import until
 
 from fsbarrier import cli
+from fsbarrier.processes.stack_signal import SIGNAL
+from fsbarrier.processes.stacks import write_stacks
+from fsbarrier.processes.supervisor import Child, with_this_package
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.stack_signal import SIGNAL
-from fsbarrier.supervision.stacks import write_stacks
-from fsbarrier.supervision.supervisor import Child, with_this_package
 
 SECRET = "a canary that nobody may copy"
 HANGS = """

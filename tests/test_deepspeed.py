@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from trainer_bench import bench, largest_difference, run_script
 
-from fsbarrier import reading
 from fsbarrier.errors import UsageError
 from fsbarrier.settings import deepspeed_config
 from fsbarrier.settings.sections import Settings
+from fsbarrier.store import reading
 
 # As people have them, for other trainers: whatever the trainer knows itself is left to it.
 USUAL: dict[str, Any] = {

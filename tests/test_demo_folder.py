@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from fsbarrier.cli.start import demo_folder
 from fsbarrier.data import demo_tasks
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.host.private_folder import private_folder
-from fsbarrier.start import demo_folder
+from fsbarrier.store.private_folder import private_folder
 
 
 def fill(folder: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fsbarrier import files
-from fsbarrier.host.mounts import Mount
-from fsbarrier.node import directory_watch
+from fsbarrier.coordination import directory_watch
+from fsbarrier.store import files
+from fsbarrier.store.mounts import Mount
 
 
 @pytest.fixture

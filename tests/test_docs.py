@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from test_hygiene import ROOT, relative
 
-from fsbarrier import cli, run_command
-from fsbarrier.commands import flags
+from fsbarrier import cli
+from fsbarrier.cli import run_command
+from fsbarrier.cli.commands import flags
 from fsbarrier.errors import FsbarrierError
 from fsbarrier.settings.resolve import known_names, resolve
 from fsbarrier.settings.sources import from_words

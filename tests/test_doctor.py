@@ -15,10 +15,10 @@ from fsbarrier import cli
 from fsbarrier.doctor import examine, mount_options, probes, verdict
 from fsbarrier.doctor.between import ROUNDS, NodeFindings
 from fsbarrier.doctor.findings import Check, Level, Times
-from fsbarrier.host import mounts
-from fsbarrier.host.mounts import Mount, claims_unsafe
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.store import mounts
+from fsbarrier.store.mounts import Mount, claims_unsafe
 
 # --- mounts ---------------------------------------------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ def test_a_mount_without_any_exclusive_create_is_refused(
     def refuse(*args: object, **kwargs: object) -> None:
         raise error
 
-    monkeypatch.setattr("fsbarrier.files.create_exclusive", refuse)
+    monkeypatch.setattr("fsbarrier.store.files.create_exclusive", refuse)
     report = examine.short(tmp_path)
     assert [check.name for check in report.refused] == ["exclusive create"]
     error = OSError(errno.ENOSPC, "No space left on device")

@@ -12,18 +12,18 @@ from core_builders import ROLL_OUT, RULES, generation
 from operations import Recorder, recording
 from trajectory_files import write_part
 
-from fsbarrier import files
+from fsbarrier.coordination.loop import NodeLoop
+from fsbarrier.coordination.observer import Observer
+from fsbarrier.coordination.paces import Paces
 from fsbarrier.data.merge import merge
 from fsbarrier.data.merge_plan import MergeRequest, Part
-from fsbarrier.node.loop import NodeLoop
-from fsbarrier.node.observer import Observer
-from fsbarrier.node.paces import Paces
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Payload, Position, Record
 from fsbarrier.protocol.state import Node, RowPart, WorkReport
 from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.rundir.hashed_file import HashedFile
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.store import files
 
 
 def refuse(number: int) -> Any:

@@ -33,8 +33,8 @@ from fsbarrier.engine.client import EngineClient
 from fsbarrier.engine.engine import Engine
 from fsbarrier.engine.model import inspect
 from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.processes import processes
 from fsbarrier.settings.resolve import resolve
-from fsbarrier.supervision import processes
 
 Make = Callable[..., Engine]
 

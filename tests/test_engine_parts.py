@@ -25,8 +25,8 @@ from fsbarrier.engine.server import Server
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.host import accelerators
 from fsbarrier.host.accelerators import Accelerator, Released
-from fsbarrier.host.own_folder import PREFIX, remove_abandoned
 from fsbarrier.settings.resolve import resolve
+from fsbarrier.store.own_folder import PREFIX, remove_abandoned
 from fsbarrier.workers.vllm_server import KeyGuard
 
 

@@ -85,8 +85,8 @@ def test_a_merged_evaluation_has_its_figures_in_its_result(tmp_path: Path) -> No
     from trainer_bench import write_groups
 
     from fsbarrier.aggregate import work
+    from fsbarrier.processes.worker_contract import ProgressWriter
     from fsbarrier.settings.sections import Settings
-    from fsbarrier.supervision.worker_contract import ProgressWriter
 
     groups = [
         [

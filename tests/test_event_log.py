@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from core_builders import MERGE, OPEN, ROLL_OUT, RULES, at_row
 
-from fsbarrier.node import event_log, tracking
+from fsbarrier.processes.supervisor import Child
 from fsbarrier.protocol.state import Node
+from fsbarrier.run import event_log, tracking
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.journal import OWN, read_events, rounded, summary
 from fsbarrier.settings.resolve import resolve
-from fsbarrier.supervision.supervisor import Child
 
 
 class Clock:
@@ -109,7 +109,7 @@ def test_all_events_that_daemons_write_themselves_are_known(log: Log) -> None:
     """A program's result may contain none of them (`_check_result`)."""
     source = Path(event_log.__file__).parents[1]
     calls = re.compile(r'(?:Note|write_event|events\.write|self\.write|yield )\(?\s*"(\w+)"')
-    folders = (source / "node", source / "protocol")
+    folders = (source / "coordination", source / "run", source / "protocol")
     found = {
         name for folder in folders for path in folder.glob("*.py") for name in calls.findall(path.read_text())
     }

@@ -13,11 +13,11 @@ import pytest
 from hub_stand_in import Hub
 
 from fsbarrier.cli import main
+from fsbarrier.cli.start import policy_export
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints, runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
-from fsbarrier.start import policy_export
 
 
 def weights(text: str, name: str = "w") -> bytes:

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 from core_builders import ASSIGN, MERGE, OPEN, PROBE, PUBLISH, RULES, decided, generation
 
-from fsbarrier import files
+from fsbarrier.coordination.fact_removal import AT_ONCE, FactRemoval
+from fsbarrier.coordination.loop import NodeLoop
+from fsbarrier.coordination.observer import Observer
+from fsbarrier.coordination.paces import Paces
+from fsbarrier.coordination.resume import LastGeneration
 from fsbarrier.group.collective import Collective, CollectiveWork
 from fsbarrier.group.group import make_member
-from fsbarrier.node.fact_removal import AT_ONCE, FactRemoval
-from fsbarrier.node.loop import NodeLoop
-from fsbarrier.node.observer import Observer
-from fsbarrier.node.paces import Paces
-from fsbarrier.node.resume import LastGeneration
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import SEALED, Fact, Join, Position, Record
 from fsbarrier.protocol.membership import Limits
@@ -25,6 +24,7 @@ from fsbarrier.rundir.names import FACT
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.sim.scenario import play
+from fsbarrier.store import files
 
 PING = Rules(Program("ping", tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES))), 2)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from fsbarrier import files
 from fsbarrier.protocol.facts import Fact
 from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.store import files
 
 PROCESSES, NAMES = 4, 50
 

@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 
-from fsbarrier.commands import run
+from fsbarrier.cli.commands import run
+from fsbarrier.cli.run_command import parse
+from fsbarrier.coordination.free_ranks import free_ranks
+from fsbarrier.coordination.loop import NodeLoop
+from fsbarrier.coordination.observer import Observer
+from fsbarrier.coordination.paces import make_paces
 from fsbarrier.errors import Fenced
-from fsbarrier.host.identity import host_name
-from fsbarrier.node.free_ranks import free_ranks
-from fsbarrier.node.loop import NodeLoop
-from fsbarrier.node.observer import Observer
-from fsbarrier.node.paces import make_paces
 from fsbarrier.protocol.facts import Beat, Join
-from fsbarrier.run_command import parse
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.names import StartName
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.resolve import resolve
+from fsbarrier.store.identity import host_name
 
 STORE = PosixStore()
 #: nothing here is found out by a silence, however slow the machine is
@@ -153,7 +153,7 @@ def test_nodes_find_their_ranks_and_come_back_to_them(tmp_path: Path) -> None:
 
 
 def test_a_range_of_nodes_is_what_its_settings_say() -> None:
-    from fsbarrier.commands import flags
+    from fsbarrier.cli.commands import flags
 
     args = parse(run, "run", ["--num-nodes", "2:8", "--program", "ping"])  # type: ignore[arg-type]
     settings = resolve(flags.gather(args))

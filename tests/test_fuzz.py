@@ -26,10 +26,11 @@ from hypothesis import strategies as st
 from trajectory_files import group, write_part
 
 from fsbarrier import aggregate, cli
+from fsbarrier.coordination.observer import Observer
 from fsbarrier.data import rank_files
 from fsbarrier.data.tasks import read_tasks
 from fsbarrier.errors import EXIT_INTERNAL, ProgramFailed, StoreError, UsageError
-from fsbarrier.node.observer import Observer
+from fsbarrier.processes import worker_contract
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol import codec, facts
 from fsbarrier.protocol.codec import CorruptRecord
@@ -41,7 +42,6 @@ from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.settings import sources as given_settings
 from fsbarrier.settings.resolve import known_names
 from fsbarrier.settings.sections import Settings
-from fsbarrier.supervision import worker_contract
 from fsbarrier.trajectories import FormatError, RankFileWriter, iter_trajectories, load, scan_rank_file
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "120"))

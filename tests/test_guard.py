@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from process_tree import ALL, DAEMON, DEADLINE_S, ROOT, Daemon, Fifo, Watched, kill_at_once
 
-from fsbarrier.supervision import guard, processes, supervisor
-from fsbarrier.supervision.supervisor import Child
+from fsbarrier.processes import guard, processes, supervisor
+from fsbarrier.processes.supervisor import Child
 
 Start = Callable[[list[str]], Child]
 RunDaemon = Callable[..., Daemon]
@@ -292,7 +292,7 @@ def test_it_works_without_pidfds(
 ) -> None:
     """Old kernels, Pythons built for old ones, and some containers' seccomp filters have none."""
     for name in ("guard.py", "processes.py"):
-        shutil.copy(ROOT / "fsbarrier" / "supervision" / name, tmp_path / name)
+        shutil.copy(ROOT / "fsbarrier" / "processes" / name, tmp_path / name)
     with (tmp_path / "processes.py").open("a") as stream:
         stream.write("\n\ndef open_pidfd(pid: int) -> int:\n    return -1\n")
     monkeypatch.setattr(supervisor, "GUARD", tmp_path / "guard.py")
@@ -318,7 +318,7 @@ while True:  # as PID 1 should; the kernel kills nobody for us while we live
         reaped.append(os.wait()[0])
     except ChildProcessError:
         break
-from fsbarrier.supervision import processes
+from fsbarrier.processes import processes
 print("left", sorted(set(processes.scan()) - {1}), "reaped", len(reaped))
 """
 

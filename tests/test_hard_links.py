@@ -13,11 +13,11 @@ from test_export import checkpoint, export
 from test_hostile_files import SECRET, as_fifo, as_link, policy
 from trajectory_files import group
 
-from fsbarrier import files
-from fsbarrier.maintenance import recovery
+from fsbarrier.run import recovery
 from fsbarrier.rundir import checkpoints, retention, runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
+from fsbarrier.store import files
 from fsbarrier.trajectories import RankFileWriter, scan_rank_file
 
 

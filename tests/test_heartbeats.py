@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from fsbarrier.coordination.fact_writer import FactWriter
+from fsbarrier.coordination.loop import NodeLoop
+from fsbarrier.coordination.observer import Observer
+from fsbarrier.coordination.paces import Paces, next_beat_s
 from fsbarrier.group.collective import CollectiveWork
-from fsbarrier.node.fact_writer import FactWriter
-from fsbarrier.node.loop import NodeLoop
-from fsbarrier.node.observer import Observer
-from fsbarrier.node.paces import Paces, next_beat_s
 from fsbarrier.program import Phase, Program, Value
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, Pulse, Record

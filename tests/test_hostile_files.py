@@ -19,13 +19,14 @@ import pytest
 from fake_run import long_run
 from trajectory_files import write_part
 
-from fsbarrier import cli, reading
+from fsbarrier import cli
 from fsbarrier.errors import EXIT_INTERNAL, ProgramFailed, StoreError
-from fsbarrier.maintenance import recovery
-from fsbarrier.node.context_maker import parts_on_disk
+from fsbarrier.run import recovery
+from fsbarrier.run.context_maker import parts_on_disk
 from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.rundir.log_tail import last_lines_of_node
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.store import reading
 from fsbarrier.trajectories import RankFileWriter, load, scan_rank_file
 
 REPO = Path(__file__).resolve().parent.parent

@@ -11,14 +11,14 @@ import pytest
 from test_export import checkpoint, weights
 from trainer_bench import run_script
 
+from fsbarrier.cli.start import begin as beginning
+from fsbarrier.cli.start import model_folder
+from fsbarrier.cli.start.begin import Request, Start
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir import checkpoints, runrecord
 from fsbarrier.settings.resolve import known_names
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import from_words
-from fsbarrier.start import begin as beginning
-from fsbarrier.start import model_folder
-from fsbarrier.start.begin import Request, Start
 
 
 def start(log_path: Path, *words: str, **more: Any) -> Start:

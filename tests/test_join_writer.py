@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fsbarrier.node.fingerprint import Fingerprint
-from fsbarrier.node.join_writer import JoinWriter
+from fsbarrier.coordination.join_writer import JoinWriter
 from fsbarrier.protocol.facts import Join, Record
+from fsbarrier.run.fingerprint import Fingerprint
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 

@@ -14,21 +14,21 @@ from typing import Any, cast
 import pytest
 from cluster import all_gone
 
+from fsbarrier.coordination.observer import Observer
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.loader import load_program
-from fsbarrier.node import work_kinds
-from fsbarrier.node.context_maker import ContextMaker
-from fsbarrier.node.job import Cancelled, RowJob, Workplace
-from fsbarrier.node.observer import Observer
+from fsbarrier.processes import processes
 from fsbarrier.program import HELPER, Command, Context, Keep
 from fsbarrier.protocol.facts import Generation, Join, Member, Position
 from fsbarrier.protocol.state import Node
+from fsbarrier.run import work_kinds
+from fsbarrier.run.context_maker import ContextMaker
+from fsbarrier.run.job import Cancelled, RowJob, Workplace
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.sections import Settings
 from fsbarrier.sim.work import TASKS
-from fsbarrier.supervision import processes
 
 # An agent and two workers, as torchrun has them on a node: if one of them fails, the agent ends. Both do every job, and the first leaves
 # the result.
@@ -45,7 +45,7 @@ if "NUMBER" not in os.environ:
             os._exit(abs(code))
     os._exit(0)
 
-from fsbarrier.supervision.worker_contract import run_worker
+from fsbarrier.processes.worker_contract import run_worker
 
 done = []
 

@@ -16,11 +16,11 @@ import pytest
 from cluster import all_gone
 from trainer_bench import Bench, bench, run_script
 
-from fsbarrier.node import work_kinds
-from fsbarrier.node.job import RowJob, Workplace
+from fsbarrier.processes import processes
 from fsbarrier.program import Command, Context, Keep
+from fsbarrier.run import work_kinds
+from fsbarrier.run.job import RowJob, Workplace
 from fsbarrier.rundir import checkpoints
-from fsbarrier.supervision import processes
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 UPDATES, SETTLED = 110, 10

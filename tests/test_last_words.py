@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsbarrier.supervision.last_words import cause, how_it_ended, only_noticed
+from fsbarrier.processes.last_words import cause, how_it_ended, only_noticed
 
 HEAD = "(EngineCore pid=6395) ERROR 11-21 03:26:59 [core.py:10] "
 SERVER = "(APIServer pid=6390) ERROR 11-21 03:27:00 [async_llm.py:906] "

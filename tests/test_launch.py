@@ -14,7 +14,7 @@ import pytest
 from cluster import leftovers
 from waiting import until
 
-from fsbarrier.commands.run import demo_path, is_finished, leave_other_runs_alone
+from fsbarrier.cli.commands.run import demo_path, is_finished, leave_other_runs_alone
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Beat
@@ -103,7 +103,7 @@ def test_one_signal_ends_everything(
 
 STORM = """
 import os, signal, subprocess, sys, threading, types
-from fsbarrier.node.daemon import Daemon
+from fsbarrier.run.daemon import Daemon
 
 send = "import os, signal, sys; [os.kill(int(sys.argv[1]), signal.SIGTERM) for _ in range(100_000)]"
 daemon = Daemon.__new__(Daemon)

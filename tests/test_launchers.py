@@ -24,8 +24,8 @@ from cluster import leftovers
 from waiting import until
 
 from fsbarrier.cli import main
-from fsbarrier.launchers.job import commands_here
-from fsbarrier.launchers.ssh import read_hosts
+from fsbarrier.cli.launchers.job import commands_here
+from fsbarrier.cli.launchers.ssh import read_hosts
 from fsbarrier.rundir.journal import read_events
 
 REPO = Path(__file__).resolve().parent.parent

@@ -147,8 +147,8 @@ def test_a_mixture_of_experts_needs_the_names_of_its_layers(tmp_path: Path, kind
 def test_what_cannot_have_adapters_is_refused_at_the_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from fsbarrier.cli.start.model_folder import check_adapters
     from fsbarrier.settings.resolve import resolve
-    from fsbarrier.start.model_folder import check_adapters
     from fsbarrier.training import architecture
 
     mixture("qwen3_moe").save_pretrained(tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from core_builders import FIRST, LIMITS, NOW, generation, heard, seen, started
 
-from fsbarrier.node.observer import Observer
+from fsbarrier.coordination.observer import Observer
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Position, Pulse, StopRequest, Verdict
 from fsbarrier.protocol.membership import (

@@ -17,13 +17,9 @@ from typing import Any, cast
 import pytest
 from waiting import until
 
-from fsbarrier import files, owned, reading
 from fsbarrier.engine.replicas import Keeper
 from fsbarrier.errors import ProgramFailed, StoreError
-from fsbarrier.node import work_kinds, worker_program
-from fsbarrier.node.job import Cancelled, NodeUnfit, RowJob, Workplace
-from fsbarrier.node.job_runner import JobRunner, failure
-from fsbarrier.node.worker_program import program_name
+from fsbarrier.processes.worker_contract import WorkerFiles
 from fsbarrier.program import (
     Command,
     Context,
@@ -36,10 +32,14 @@ from fsbarrier.program import (
     Work,
 )
 from fsbarrier.protocol.state import Node, RowPart, WorkReport
-from fsbarrier.retry import Backoff
+from fsbarrier.run import work_kinds, worker_program
+from fsbarrier.run.job import Cancelled, NodeUnfit, RowJob, Workplace
+from fsbarrier.run.job_runner import JobRunner, failure
+from fsbarrier.run.worker_program import program_name
 from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.settings.sections import Settings
-from fsbarrier.supervision.worker_contract import WorkerFiles
+from fsbarrier.store import files, owned, reading
+from fsbarrier.store.retry import Backoff
 
 WRITES_RESULT = "import json, sys; spec = json.load(open(sys.argv[1])); json.dump({'got': spec['n']}, open(spec['result'], 'w'))"
 
@@ -504,7 +504,7 @@ def test_a_job_that_cannot_be_ended_ends_the_node(place: Workplace, monkeypatch:
         assert let_go.wait(60)
         return Value({})
 
-    monkeypatch.setattr("fsbarrier.node.job_runner.CANCEL_S", 0.05)
+    monkeypatch.setattr("fsbarrier.run.job_runner.CANCEL_S", 0.05)
     running, _ = jobs(place, each)
     running.launch(NODE, RowPart.EACH)
     thread = running._thread
@@ -661,7 +661,7 @@ def test_a_program_says_by_its_exit_code_that_the_mount_failed(
     program = f"""
 import errno, os, sys
 from fsbarrier.errors import StoreError, UsageError
-from fsbarrier.supervision.worker_contract import run_worker
+from fsbarrier.processes.worker_contract import run_worker
 def caused(error, cause):
     error.__cause__ = cause
     return error
@@ -709,7 +709,7 @@ def test_a_job_that_was_about_to_report_when_it_was_cancelled_reports_nothing(
         assert waited_for.wait(30)
         return WorkReport(*about)
 
-    monkeypatch.setattr("fsbarrier.node.job_runner.WorkReport", report)
+    monkeypatch.setattr("fsbarrier.run.job_runner.WorkReport", report)
     running, _ = jobs(place, lambda context: Value({}))
     running.launch(NODE, RowPart.EACH)
     thread = running._thread

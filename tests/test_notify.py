@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from fsbarrier.cli import main
-from fsbarrier.node.notifier import Notifier
 from fsbarrier.protocol.facts import Generation, Member, Position
 from fsbarrier.protocol.state import Node
+from fsbarrier.run.notifier import Notifier
 
 REPO = Path(__file__).resolve().parent.parent
 ABOUT = {"run_id": "r", "log_path": "/r"}
@@ -119,7 +119,7 @@ def test_a_loss_is_told_however_long_the_last_lines_of_its_logs_are(tmp_path: Pa
 def test_a_command_that_fails_or_hangs_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsbarrier.node.notifier.COMMAND_S", 0.2)
+    monkeypatch.setattr("fsbarrier.run.notifier.COMMAND_S", 0.2)
     fifo = tmp_path / "never"
     os.mkfifo(fifo)
     for command in ("false", f"cat '{fifo}'", "/nowhere/program"):

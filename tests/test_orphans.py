@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from process_tree import ALL, Daemon, Fifo, Watched, kill_at_once
 
-from fsbarrier.supervision import orphans, processes
+from fsbarrier.processes import orphans, processes
 
 
 @pytest.fixture

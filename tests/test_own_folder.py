@@ -12,9 +12,9 @@ import pytest
 from deep_folders import nested
 from other_user import UID, needs_root
 
-from fsbarrier import owned
-from fsbarrier.host.own_folder import PREFIX, own_folder, remove_abandoned
 from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.store import owned
+from fsbarrier.store.own_folder import PREFIX, own_folder, remove_abandoned
 
 
 def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(

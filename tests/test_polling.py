@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
+from fsbarrier.coordination.paces import make_paces
+from fsbarrier.coordination.polling import Polling
+from fsbarrier.coordination.run_rules import make_rules
 from fsbarrier.errors import StoreError
-from fsbarrier.node.paces import make_paces
-from fsbarrier.node.polling import Polling
-from fsbarrier.node.run_rules import make_rules
 from fsbarrier.program import Phase, Program
 from fsbarrier.settings.sections import CoordinationSettings, Settings
 

@@ -19,17 +19,17 @@ import pytest
 from cluster import REPO, leftovers
 from waiting import until
 
-from fsbarrier import files
 from fsbarrier.cli import main
-from fsbarrier.commands import jobs
+from fsbarrier.cli.commands import jobs
+from fsbarrier.cli.pool import directory
+from fsbarrier.cli.pool.directory import JOB, PoolDirectory, existing
+from fsbarrier.cli.pool.facts import Decision, Facts, Job, Placement, next_decision, waits_for
 from fsbarrier.errors import StoreError
-from fsbarrier.pool import directory
-from fsbarrier.pool.directory import JOB, PoolDirectory, existing
-from fsbarrier.pool.facts import Decision, Facts, Job, Placement, next_decision, waits_for
 from fsbarrier.protocol.facts import Beat
 from fsbarrier.rundir.names import START, StartName
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.store import files
 
 # for whole jobs on a machine that does much else
 DEADLINE_S = 1000.0
@@ -402,7 +402,7 @@ def test_a_pool_that_others_may_write_is_refused(
     pool: PoolDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The group has other members.
-    monkeypatch.setattr("fsbarrier.host.trusted_folder._is_only_ours", lambda group: False)
+    monkeypatch.setattr("fsbarrier.store.trusted_folder._is_only_ours", lambda group: False)
     assert pool.root.stat().st_mode & 0o777 == 0o700
     (pool.root / "jobs").chmod(0o770)
     assert main(["daemon", str(pool.root)]) == 2

@@ -12,8 +12,8 @@ from cluster import Cluster
 from other_user import UID, needs_root
 
 from fsbarrier.host.memory import SHARED_MEMORY
-from fsbarrier.host.own_folder import PREFIX, SHORT_PLACE
-from fsbarrier.host.private_folder import private_folder
+from fsbarrier.store.own_folder import PREFIX, SHORT_PLACE
+from fsbarrier.store.private_folder import private_folder
 
 
 @pytest.fixture

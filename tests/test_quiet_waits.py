@@ -11,18 +11,18 @@ import pytest
 from core_builders import generation
 from test_fact_removal import PING
 
+from fsbarrier.cli.start import filesystem
+from fsbarrier.coordination import directory_watch, loop
+from fsbarrier.coordination.loop import NodeLoop
+from fsbarrier.coordination.observer import Observer
+from fsbarrier.coordination.paces import crowding, make_paces
+from fsbarrier.coordination.polling import FIRST_PAUSE_S, Polling
 from fsbarrier.group.collective import CollectiveWork
 from fsbarrier.group.group import make_member
-from fsbarrier.node import directory_watch, loop
-from fsbarrier.node.loop import NodeLoop
-from fsbarrier.node.observer import Observer
-from fsbarrier.node.paces import crowding, make_paces
-from fsbarrier.node.polling import FIRST_PAUSE_S, Polling
 from fsbarrier.protocol.facts import Beat, Fact, Join, Position, Pulse, R, Record
 from fsbarrier.protocol.machine import step
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import RowPart, Rules
-from fsbarrier.retry import Backoff
 from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.record_store import Store
 from fsbarrier.settings.resolve import resolve
@@ -30,7 +30,7 @@ from fsbarrier.settings.sources import ChosenValue
 from fsbarrier.sim.disk import Disk, SimPath
 from fsbarrier.sim.setup import PATHS
 from fsbarrier.sim.store import Habits, MountClient
-from fsbarrier.start import filesystem
+from fsbarrier.store.retry import Backoff
 
 #: how many files each verb opens or names
 COST = {

@@ -12,17 +12,16 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 
-from fsbarrier import reading
+from fsbarrier.coordination.rank_lock import hold_rank
 from fsbarrier.errors import UsageError
-from fsbarrier.host import mounts
-from fsbarrier.host.identity import host_name
-from fsbarrier.host.private_folder import private_folder
-from fsbarrier.node.rank_lock import hold_rank
 from fsbarrier.protocol.facts import Beat
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.resolve import resolve
+from fsbarrier.store import mounts, reading
+from fsbarrier.store.identity import host_name
+from fsbarrier.store.private_folder import private_folder
 
 FOREVER_S = 250.0
 

@@ -6,9 +6,9 @@ import ipaddress
 
 import pytest
 
+from fsbarrier.cli.start import ranks
 from fsbarrier.errors import UsageError
 from fsbarrier.host import addresses
-from fsbarrier.start import ranks
 
 
 def rank(

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from fsbarrier.coordination.loop import NodeLoop
+from fsbarrier.coordination.observer import Observer
+from fsbarrier.coordination.paces import Paces
+from fsbarrier.coordination.resume import LastGeneration
+from fsbarrier.coordination.unreadable import must_read
 from fsbarrier.group.collective import CollectiveWork
-from fsbarrier.node.loop import NodeLoop
-from fsbarrier.node.observer import Observer
-from fsbarrier.node.paces import Paces
-from fsbarrier.node.resume import LastGeneration
-from fsbarrier.node.unreadable import must_read
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position
 from fsbarrier.protocol.state import ResumePoint, Rules

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fsbarrier.retry import Backoff, retry, until_seen
+from fsbarrier.store.retry import Backoff, retry, until_seen
 
 
 def failing(times: int, number: int = errno.EIO) -> tuple[Callable[[], str], list[int]]:

@@ -18,16 +18,17 @@ from hypothesis import given as hypothesis_given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from fsbarrier import cli, files
+from fsbarrier import cli
+from fsbarrier.cli.start.begin import Request, Start
+from fsbarrier.cli.start.begin import begin as begin_node
 from fsbarrier.errors import TooFewNodes, UsageError
-from fsbarrier.files import sha256_file
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.resolve import known_names, resolve
 from fsbarrier.settings.sources import from_words
-from fsbarrier.start.begin import Request, Start
-from fsbarrier.start.begin import begin as begin_node
+from fsbarrier.store import files
+from fsbarrier.store.files import sha256_file
 
 KNOWN = known_names()
 

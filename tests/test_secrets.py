@@ -11,16 +11,16 @@ import pytest
 from fake_run import FakeRun
 
 from fsbarrier import cli
+from fsbarrier.cli.pool.directory import PoolDirectory
 from fsbarrier.engine.engine import Engine
-from fsbarrier.node.worker_program import _environment
-from fsbarrier.pool.directory import PoolDirectory
-from fsbarrier.printable import printable, without_passwords
+from fsbarrier.processes.secret_variables import TRACKERS_KEYS, without_secrets
+from fsbarrier.processes.supervisor import Child, StartFailed
+from fsbarrier.run.worker_program import _environment
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.journal import Journal
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.resolve import resolve
-from fsbarrier.supervision.secret_variables import TRACKERS_KEYS, without_secrets
-from fsbarrier.supervision.supervisor import Child, StartFailed
+from fsbarrier.store.printable import printable, without_passwords
 
 CANARY = "hunter2canary"
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 
-from fsbarrier.commands import flags
+from fsbarrier.cli.commands import flags
 from fsbarrier.data.demo_tasks import DEMO_SETTINGS
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir.runrecord import look_up
@@ -320,7 +320,7 @@ def test_every_preset_can_be_chosen(preset: str) -> None:
 
 
 def test_a_dry_run_shows_what_a_preset_means() -> None:
-    from fsbarrier.start.dryrun import preset_lines
+    from fsbarrier.cli.start.dryrun import preset_lines
 
     lines = preset_lines(resolve("algorithm.preset=dr_grpo", "algorithm.clip_high=0.3"))
     assert lines[0] == "algorithm.preset=dr_grpo: Understanding R1-Zero-like training, arXiv 2503.20783"

@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from fsbarrier.node import observer
+from fsbarrier.coordination import observer
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.codec import CorruptRecord, decode, encode
 from fsbarrier.protocol.facts import Generation, Join, Payload, StopRequest

@@ -17,8 +17,8 @@ from fake_run import FakeRun, long_run
 from rich.console import Console
 
 from fsbarrier import cli
-from fsbarrier.host.identity import boot_id
 from fsbarrier.rundir import journal
+from fsbarrier.store.identity import boot_id
 from fsbarrier.view import run_status, terminal_lines
 from fsbarrier.view.node_table import nodes_table
 from fsbarrier.view.run_reader import RunReader

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from process_tree import DEADLINE_S
 
-from fsbarrier import files
 from fsbarrier.errors import ProgramFailed, StoreError
+from fsbarrier.processes import processes, supervisor
+from fsbarrier.processes.supervisor import Child, StartFailed, StillRunning
 from fsbarrier.rundir import log_tail
-from fsbarrier.supervision import processes, supervisor
-from fsbarrier.supervision.supervisor import Child, StartFailed, StillRunning
+from fsbarrier.store import files
 
 Start = Callable[..., Child]
 
@@ -354,7 +354,7 @@ def test_without_standard_streams_of_our_own(tmp_path: Path) -> None:
 import os, sys
 sys.path.insert(0, {str(Path(supervisor.__file__).parents[2])!r})
 from pathlib import Path
-from fsbarrier.supervision.supervisor import Child
+from fsbarrier.processes.supervisor import Child
 os.closerange(0, 3)
 child = Child.start(["sh", "-c", "echo out; exit 9"], log_file=Path({str(tmp_path / "log")!r}), name="work")
 os._exit(child.wait({DEADLINE_S}))

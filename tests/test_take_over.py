@@ -17,7 +17,6 @@ import pytest
 from cluster import FAST, REPO, Cluster
 from waiting import until
 
-from fsbarrier import files
 from fsbarrier.aggregate import Part, aggregate
 from fsbarrier.errors import StoreError
 from fsbarrier.protocol.assign import lots, split_by_weight
@@ -25,6 +24,7 @@ from fsbarrier.rollouts.claims import Claims, remove_old
 from fsbarrier.rollouts.early_end import EarlyEnd
 from fsbarrier.rundir.names import CUT
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.store import files
 from fsbarrier.trajectories import load, scan_rank_file
 from scripts.lab.bench_take_over import roll_out, toy_spec
 

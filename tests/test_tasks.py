@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from fsbarrier.cli.start.task_files import check_recorded, needed_files
 from fsbarrier.data.tasks import read_tasks
 from fsbarrier.errors import UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.settings.sections import Settings
-from fsbarrier.start.task_files import check_recorded, needed_files
 
 
 def write(path: Path, *rows: Any) -> Path:

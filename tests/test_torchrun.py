@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsbarrier.host.rendezvous import listen, listen_on, port_of
-from fsbarrier.supervision.supervisor import own_program
+from fsbarrier.processes.supervisor import own_program
 
 HERE = Path(__file__).resolve().parent
 

@@ -18,12 +18,12 @@ from cluster import FAST, REPO, Cluster, Event
 from fake_run import long_run
 from test_hostile_files import KINDS
 
+from fsbarrier.cli.start.begin import Request, begin
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.stop_requests import request_stop
 from fsbarrier.settings.resolve import known_names
 from fsbarrier.settings.sources import from_words
-from fsbarrier.start.begin import Request, begin
 from fsbarrier.workers.track import OneTracker, TrackerState
 
 STATE = "class PartialState:\n    def __init__(self, cpu=False): pass\n"

@@ -12,11 +12,11 @@ import pytest
 from trainer_bench import bench
 
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.processes.kept_program import JOBS
 from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.rundir.names import POLICY_FOLDER
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.weights_copy import WeightsCopy
-from fsbarrier.supervision.kept_program import JOBS
 
 pytestmark = pytest.mark.torch
 
@@ -33,7 +33,7 @@ class Run:
         self.stays, self.updates = stays, Updates()
 
     def update(self, version: int, generation: int = 1, **fields: Any) -> dict[str, Any]:
-        from fsbarrier.supervision.worker_contract import ProgressWriter
+        from fsbarrier.processes.worker_contract import ProgressWriter
 
         before = POLICY_FOLDER.build(version - 1, 1) if version > 1 else ""
         out = POLICY_FOLDER.build(version, generation)

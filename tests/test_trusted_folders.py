@@ -10,7 +10,7 @@ import pytest
 
 from fsbarrier.cli import main
 from fsbarrier.errors import UsageError
-from fsbarrier.host import trusted_folder
+from fsbarrier.store import trusted_folder
 
 SOMEBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes another user's files")

@@ -15,14 +15,13 @@ from typing import cast
 import pytest
 from cluster import FAST, REPO, Cluster, assert_exactly_once
 
-from fsbarrier import files
-from fsbarrier.maintenance import superseding
-from fsbarrier.node.loop import NodeLoop
-from fsbarrier.node.observer import Observer
-from fsbarrier.node.paces import Paces
+from fsbarrier.coordination.loop import NodeLoop
+from fsbarrier.coordination.observer import Observer
+from fsbarrier.coordination.paces import Paces
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position
 from fsbarrier.protocol.state import Node, RowPart, Rules, Stage
+from fsbarrier.run import superseding
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.journal import Journal
 from fsbarrier.rundir.names import fact_name
@@ -30,6 +29,7 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.sections import Settings
+from fsbarrier.store import files
 
 ROWS = tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES))
 RULES = Rules(Program("ping", ROWS), 2)

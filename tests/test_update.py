@@ -133,7 +133,7 @@ def test_an_update_goes_on_with_what_is_in_memory_only_if_that_is_what_the_run_s
     """Equal to the last bit to one that loads, and anything but the very policy by its digest is loaded."""
     from transformers import AutoModelForCausalLM
 
-    from fsbarrier.supervision.worker_contract import ProgressWriter
+    from fsbarrier.processes.worker_contract import ProgressWriter
     from fsbarrier.workers.update import Updates, leave
 
     def update(out: str, **fields: Any) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def test_an_update_goes_on_with_what_is_in_memory_only_if_that_is_what_the_run_s
 
 def test_what_is_in_memory_was_made_with_the_settings_of_now_or_is_not_gone_on_with(tmp_path: Path) -> None:
     """A weight decay that is changed during a run is in effect from the next update on, also for processes that stay."""
-    from fsbarrier.supervision.worker_contract import ProgressWriter
+    from fsbarrier.processes.worker_contract import ProgressWriter
     from fsbarrier.workers.update import Updates, leave
 
     def update(updates: Updates, out: str, **fields: Any) -> bool:

@@ -14,17 +14,17 @@ from typing import Any, cast
 
 import pytest
 
-from fsbarrier import reading
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.host import memory
-from fsbarrier.host.own_folder import own_folder
-from fsbarrier.node import run_node, work_kinds
-from fsbarrier.node.job import RowJob, Workplace
-from fsbarrier.node.weights import checked_weights
 from fsbarrier.program import PublishWeights
+from fsbarrier.run import run_node, work_kinds
+from fsbarrier.run.job import RowJob, Workplace
+from fsbarrier.run.weights import checked_weights
 from fsbarrier.rundir import checkpoints, weights_copy
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import CheckpointSettings, EngineSettings, Settings
+from fsbarrier.store import reading
+from fsbarrier.store.own_folder import own_folder
 
 VERSION = "policy-000006.g0004"
 WEIGHTS = {"model-00001-of-00002.safetensors": b"w" * 1000, "model-00002-of-00002.safetensors": b"v" * 500}
@@ -281,7 +281,7 @@ def test_where_the_copy_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 HOLDS = """
 import sys
 from pathlib import Path
-from fsbarrier.host.own_folder import own_folder
+from fsbarrier.store.own_folder import own_folder
 with own_folder(Path(sys.argv[1]), "n0") as folder:
     (folder / "weights").write_text("w")
     print(folder, flush=True)

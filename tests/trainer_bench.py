@@ -141,7 +141,7 @@ class Bench:
 
     def prepare(self, **fields: Any) -> dict[str, Any]:
         """The batch of the file `merged`, made in this process; gives the result."""
-        from fsbarrier.supervision.worker_contract import ProgressWriter
+        from fsbarrier.processes.worker_contract import ProgressWriter
         from fsbarrier.workers import prepare
 
         places = {"merged": [str(self.folder / "merged")], "batch": str(self.folder / "batch")}
@@ -173,7 +173,7 @@ class Bench:
 
     def update(self, out: str, *, version: int = 1, before: str = "", **fields: Any) -> dict[str, Any]:
         """One update in this process; gives the result. Raises what it raises."""
-        from fsbarrier.supervision.worker_contract import ProgressWriter
+        from fsbarrier.processes.worker_contract import ProgressWriter
         from fsbarrier.workers import update
 
         result = update.main(

@@ -9,7 +9,7 @@ import watchdog.observers  # noqa: F401
 
 import fsbarrier.aggregate
 import fsbarrier.cli
-import fsbarrier.node.run_node
-import fsbarrier.start.begin
+import fsbarrier.cli.start.begin
+import fsbarrier.run.run_node
 import fsbarrier.workers.helper
 import fsbarrier.workers.toy  # noqa: F401

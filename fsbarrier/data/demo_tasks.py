@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from fsbarrier.files import write_atomic
+from fsbarrier.store.files import write_atomic
 
 # Version of the demo folder's contents; changed whenever older folders must not be reused.
 RECIPE: Final = "sort4-v1"

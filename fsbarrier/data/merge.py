@@ -28,9 +28,9 @@ from fsbarrier.data.rank_file import (
 )
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import StoreError, UsageError
-from fsbarrier.files import fsync_dir, make_dirs, open_new, rename
-from fsbarrier.host.identity import host_name
-from fsbarrier.retry import FAILING, retry
+from fsbarrier.store.files import fsync_dir, make_dirs, open_new, rename
+from fsbarrier.store.identity import host_name
+from fsbarrier.store.retry import FAILING, retry
 
 
 @dataclass(frozen=True, slots=True)

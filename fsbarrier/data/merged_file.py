@@ -18,8 +18,8 @@ from typing import Any
 from fsbarrier.data.rank_file import TYPECODES, FormatError, NotOurs, opened
 from fsbarrier.data.trajectory import Trajectory, TrajectoryFile
 from fsbarrier.errors import first_line
-from fsbarrier.files import write_all
-from fsbarrier.retry import FAILING, retry
+from fsbarrier.store.files import write_all
+from fsbarrier.store.retry import FAILING, retry
 
 #: how every zip file, and so every file of torch.save, begins
 ZIP = b"PK\3\4"

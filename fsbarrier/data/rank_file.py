@@ -31,8 +31,8 @@ from fsbarrier.data.group_stats import GroupStats, mean_reward
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.protocol.facts import JsonObject
-from fsbarrier.reading import PIECE_BYTES, open_plain
-from fsbarrier.retry import FAILING, retry
+from fsbarrier.store.reading import PIECE_BYTES, open_plain
+from fsbarrier.store.retry import FAILING, retry
 
 MAGIC = b"fsbgrp1\n"
 HEAD = struct.Struct("<5I")

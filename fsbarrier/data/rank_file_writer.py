@@ -16,9 +16,9 @@ from fsbarrier.data.group_stats import GroupStats, mean_reward
 from fsbarrier.data.rank_file import HEAD, MAGIC, GroupEntry, check_plain, frame, pack, scan_rank_file, unpack
 from fsbarrier.data.trajectory import REQUIRED
 from fsbarrier.errors import StoreError, UsageError
-from fsbarrier.files import fsync_dir, open_new, open_own
 from fsbarrier.protocol.facts import Payload
-from fsbarrier.retry import FAILING, retry
+from fsbarrier.store.files import fsync_dir, open_new, open_own
+from fsbarrier.store.retry import FAILING, retry
 
 
 @dataclass(frozen=True, slots=True)

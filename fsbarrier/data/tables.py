@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fsbarrier import files
 from fsbarrier.data import rank_files, reader
 from fsbarrier.data.rank_file import FormatError
 from fsbarrier.data.rank_files import FileState
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.rundir.names import SPLITS, parse_trajectories
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.store import files
 
 SUFFIXES = (".jsonl", ".parquet")
 ARRAYS = ("token_ids", "loss_mask", "logprobs")

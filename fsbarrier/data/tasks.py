@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier.errors import UsageError
-from fsbarrier.reading import TASK_BYTES
+from fsbarrier.store.reading import TASK_BYTES
 
 SUFFIXES = (".jsonl", ".parquet")
 #: maximum length of an invalid value in a message

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsbarrier import files
 from fsbarrier.doctor.findings import Check, Times
-from fsbarrier.reading import RECORD_BYTES, read_bytes
+from fsbarrier.store import files
+from fsbarrier.store.reading import RECORD_BYTES, read_bytes
 
 #: how long to measure, at most if changes do not become visible, and the pause between two looks
 MEASURE_S, LONGEST_S, PAUSE_S = 4.0, 25.0, 0.005

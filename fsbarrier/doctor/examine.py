@@ -10,15 +10,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from fsbarrier import files, owned
 from fsbarrier.doctor import between, mount_options, probes, verdict
 from fsbarrier.doctor.findings import OK, REFUSED, Check, Report
 from fsbarrier.errors import BarrierTimeout, Fenced, PeerLost, StoreError, TooFewNodes, UsageError
 from fsbarrier.group import Group, join
 from fsbarrier.host.addresses import candidate_addresses
-from fsbarrier.host.identity import boot_id, host_name
-from fsbarrier.host.mounts import LOCAL, Mount, mount_of
 from fsbarrier.host.rendezvous import listen, port_of, reachable
+from fsbarrier.store import files, owned
+from fsbarrier.store.identity import boot_id, host_name
+from fsbarrier.store.mounts import LOCAL, Mount, mount_of
 
 WAIT_S = 60.0
 #: where several doctors meet; a scratch folder has random letters after it

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check
-from fsbarrier.host.mounts import INSTEAD, OBJECT_STORE, UNKNOWN, Mount
+from fsbarrier.store.mounts import INSTEAD, OBJECT_STORE, UNKNOWN, Mount
 
 OWN_LOCKS = "locks are local to this node; fsbarrier does not use locks between nodes"
 OUTAGES = "a server outage makes writes fail with an error"

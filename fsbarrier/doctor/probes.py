@@ -15,13 +15,13 @@ from itertools import chain
 from pathlib import Path
 
 import fsbarrier
-from fsbarrier import files
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check, Times
 from fsbarrier.host import accelerators
 from fsbarrier.host.memory import SHARED_MEMORY
-from fsbarrier.node.fingerprint import PACKAGES
 from fsbarrier.protocol.wording import gib
-from fsbarrier.retry import FAILING
+from fsbarrier.run.fingerprint import PACKAGES
+from fsbarrier.store import files
+from fsbarrier.store.retry import FAILING
 
 RACES, RACERS = 40, 4
 REPLACEMENTS = 300

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from fsbarrier.doctor.between import LONGEST_S, ROUNDS, Findings
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, SEVERITY, WARNING, Check, shown
 from fsbarrier.doctor.probes import NEEDED, judge_races
-from fsbarrier.host.mounts import CLOSE_TO_OPEN, COHERENT, INSTEAD
-from fsbarrier.node.fingerprint import CLOCKS_APART_S
+from fsbarrier.run.fingerprint import CLOCKS_APART_S
+from fsbarrier.store.mounts import CLOSE_TO_OPEN, COHERENT, INSTEAD
 
 #: a mount that shows changes sooner than this counts as coherent; a longer delay makes barriers slow enough for a warning
 FRESH_S, SLOW_S = 0.5, 2.0

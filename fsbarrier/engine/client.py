@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
+from fsbarrier.engine.openai_http import UNIX, base_and_socket, bearer, refusal_text
 from fsbarrier.errors import FsbarrierError, UsageError
-from fsbarrier.openai_http import UNIX, base_and_socket, bearer, refusal_text
 
 # How quickly a call notices cancellation, or the end of the server's process.
 SLICE_S = 0.1

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsbarrier.engine.model import ModelFolder
-from fsbarrier.reading import MIB
+from fsbarrier.processes.supervisor import with_this_package
 from fsbarrier.settings.sections import EngineSettings
-from fsbarrier.supervision.supervisor import with_this_package
+from fsbarrier.store.reading import MIB
 
 HOST = "127.0.0.1"
 # The served model name, constant across policy versions.

@@ -20,7 +20,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fsbarrier import files
 from fsbarrier.engine import command, external
 from fsbarrier.engine.model import ModelFolder, inspect
 from fsbarrier.engine.own_head import with_own_head
@@ -28,9 +27,10 @@ from fsbarrier.engine.placement import ANYWHERE, ReplicaPlacement
 from fsbarrier.engine.server import Server
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.host import accelerators
-from fsbarrier.host.own_folder import SHORT_PLACE, own_folder
+from fsbarrier.processes.secret_variables import without_secrets
 from fsbarrier.settings.sections import EngineSettings
-from fsbarrier.supervision.secret_variables import without_secrets
+from fsbarrier.store import files
+from fsbarrier.store.own_folder import SHORT_PLACE, own_folder
 
 # Maximum length of a socket path (unix(7)), without the terminating zero.
 SOCKET_PATH_BYTES = 107

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsbarrier import reading
+from fsbarrier.store import reading
 
 
 def size(path: Path) -> int:

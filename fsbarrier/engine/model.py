@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsbarrier import reading
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.store import reading
 
 INDEX = "model.safetensors.index.json"
 

@@ -13,9 +13,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from fsbarrier import files, owned, reading
 from fsbarrier.engine.model import INDEX, ModelFolder, inspect, tensors_in, weight_files
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.store import files, owned, reading
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 HEAD_FILE = "model-head.safetensors"

@@ -18,13 +18,13 @@ from fsbarrier.engine import command
 from fsbarrier.engine import log as engine_log
 from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachable
 from fsbarrier.engine.model import ModelFolder
+from fsbarrier.engine.openai_http import UNIX
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.host import accelerators
-from fsbarrier.openai_http import UNIX
-from fsbarrier.retry import Backoff
+from fsbarrier.processes import last_words
+from fsbarrier.processes.supervisor import Child
 from fsbarrier.rundir.log_tail import SHOWN_LINES
-from fsbarrier.supervision import last_words
-from fsbarrier.supervision.supervisor import Child
+from fsbarrier.store.retry import Backoff
 
 # Polling intervals while a server starts, or while its last requests finish.
 LOOKS = Backoff(0.05, 0.5)

@@ -19,6 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from fsbarrier.coordination.loop import NodeLoop
+from fsbarrier.coordination.observer import Observer
+from fsbarrier.coordination.paces import Paces, eagerness
 from fsbarrier.errors import NodeError, StoreError
 from fsbarrier.group.bounded_wait import BoundedWait
 from fsbarrier.group.collective import TABLE, Collective, CollectiveWork, Outcome, broadcast_from
@@ -26,16 +29,13 @@ from fsbarrier.group.json_objects import to_json
 from fsbarrier.group.member import GroupMember, Snapshot
 from fsbarrier.group.member_threads import MemberThreads
 from fsbarrier.group.noted_store import NotedStore
-from fsbarrier.host.identity import boot_id, host_name
-from fsbarrier.node.loop import NodeLoop
-from fsbarrier.node.observer import Observer
-from fsbarrier.node.paces import Paces, eagerness
 from fsbarrier.protocol.facts import Generation, Join, Position
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Node, Rules
 from fsbarrier.protocol.timing import BEAT_S, DEAD_S, SUSPECT_S
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import Store
+from fsbarrier.store.identity import boot_id, host_name
 
 #: how long the last heartbeat may take on a hanging filesystem
 LEAVE_S = 5.0

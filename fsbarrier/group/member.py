@@ -12,16 +12,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from fsbarrier.coordination.loop import NodeLoop
+from fsbarrier.coordination.row_watch import RowListing
+from fsbarrier.coordination.unreadable import must_read
 from fsbarrier.errors import Fenced, FsbarrierError, NodeError, OutOfStep, PeerLost, StoreError
 from fsbarrier.group.collective import Collective, CollectiveWork, Outcome, as_typed
-from fsbarrier.node.loop import NodeLoop
-from fsbarrier.node.row_watch import RowListing
-from fsbarrier.node.unreadable import must_read
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Pulse
 from fsbarrier.protocol.membership import Ledger, Loss, live_joiners, losses
 from fsbarrier.protocol.state import Node, View
-from fsbarrier.retry import FAILING
 from fsbarrier.rundir.names import CALL_FACT, CALLS_FACTS, ITERATIONS_FACTS, fact_name
+from fsbarrier.store.retry import FAILING
 
 #: errors of a start that may be transient: the mount fails for a moment, or shows new directories late
 _MAY_PASS = FAILING | {errno.ENOENT}

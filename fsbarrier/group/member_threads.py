@@ -10,15 +10,15 @@ import os
 import threading
 import time
 
+from fsbarrier.coordination.paces import next_beat_s
+from fsbarrier.coordination.polling import FIRST_PAUSE_S, Polling
 from fsbarrier.errors import Fenced, FsbarrierError
 from fsbarrier.group.collective import Collective
 from fsbarrier.group.member import GroupMember, Snapshot
 from fsbarrier.group.noted_store import NotedStore
-from fsbarrier.node.paces import next_beat_s
-from fsbarrier.node.polling import FIRST_PAUSE_S, Polling
 from fsbarrier.protocol.state import Exit, Stage
-from fsbarrier.retry import Backoff
 from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.store.retry import Backoff
 
 #: the first pause while a caller waits, for each member: members on one host compete for CPU time
 PAUSE_FOR_EACH_S = 0.0003

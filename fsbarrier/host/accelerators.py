@@ -19,8 +19,8 @@ from typing import Literal
 
 from fsbarrier.host.accelerator_device import Accelerator, Device, Kind
 from fsbarrier.host.accelerator_drivers import devices, initialised_nvml
-from fsbarrier.reading import MIB
-from fsbarrier.retry import Backoff
+from fsbarrier.store.reading import MIB
+from fsbarrier.store.retry import Backoff
 
 __all__ = ["Accelerator", "HeldMemory", "Released", "StillHeld", "detect", "wait_released"]
 

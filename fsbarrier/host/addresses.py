@@ -12,7 +12,7 @@ from collections.abc import MutableMapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsbarrier.host.identity import host_name
+from fsbarrier.store.identity import host_name
 
 #: interfaces of containers and virtual machines, which other hosts cannot reach
 BRIDGES = tuple(

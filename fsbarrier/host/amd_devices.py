@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier.host.accelerator_device import Accelerator, Device
-from fsbarrier.reading import MIB
+from fsbarrier.store.reading import MIB
 
 #: exists wherever ROCm works
 KFD_DEVICE = Path("/dev/kfd")

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 from pathlib import Path
 
-from fsbarrier.host.mounts import mount_of
+from fsbarrier.store.mounts import mount_of
 
 # Linux's shared in-memory filesystem.
 SHARED_MEMORY = Path("/dev/shm")

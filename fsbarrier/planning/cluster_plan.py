@@ -17,8 +17,8 @@ from fsbarrier.host.memory import SHARED_MEMORY
 from fsbarrier.planning.memory import EXACT, Sharding, UpdateLoad, choose_sharding, shards_of
 from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.protocol.wording import gib
-from fsbarrier.reading import GIB
 from fsbarrier.settings.sections import Settings, TrainerSettings
+from fsbarrier.store.reading import GIB
 
 # Memory of an engine other than weights and cache: activations of one step, graphs, context.
 ENGINE_BYTES = 2 * GIB

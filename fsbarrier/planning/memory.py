@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from fsbarrier.planning.model_shape import ModelShape
-from fsbarrier.reading import GIB
 from fsbarrier.settings import deepspeed_config
 from fsbarrier.settings.sections import Settings
+from fsbarrier.store.reading import GIB
 
 Sharding = Literal["none", "node", "all"]
 Offload = Literal["none", "optimizer", "all"]

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from fsbarrier import reading
 from fsbarrier.engine.model import text_config
 from fsbarrier.errors import UsageError
-from fsbarrier.supervision.supervisor import own_program, with_this_package
+from fsbarrier.processes.supervisor import own_program, with_this_package
+from fsbarrier.store import reading
 
 # What a process may take to import PyTorch and transformers on a busy machine, and to make a large model.
 MAKING_S = 300.0

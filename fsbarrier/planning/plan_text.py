@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from fsbarrier.planning.cluster_plan import ClusterPlan
 from fsbarrier.protocol.wording import gib
-from fsbarrier.reading import GIB, MIB
+from fsbarrier.store.reading import GIB, MIB
 
 
 def lines(plan: ClusterPlan) -> list[str]:

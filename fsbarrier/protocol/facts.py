@@ -58,7 +58,7 @@ class Join:
     stated: Payload = field(default_factory=dict)
     #: the user and host that typed the command
     by: str = ""
-    #: the node's packages, devices and disk space, and the digests of its code by name (node/fingerprint.py)
+    #: the node's packages, devices and disk space, and the digests of its code by name (run/fingerprint.py)
     fingerprint: Payload = field(default_factory=dict)
 
     def other_code(self, other: Join) -> list[str]:
@@ -182,7 +182,7 @@ class Fact:
     """One node's result in one row. `status` is "done", "failed" or SEALED.
 
     A seal has the name of the leader's fact, which then cannot be created any more: no member passes that row, and the generation
-    is fenced (node/resume.py).
+    is fenced (coordination/resume.py).
     """
 
     rank: int

@@ -333,7 +333,7 @@ def seal_the_old_generation(at: Situation) -> Step | None:
     """Fence the old generation with a seal before the run goes on without it, so that none of its members can pass a row any more.
 
     Its members look dead from here, but may be at work. Example: this node's listing of beats/ is 20 s stale. It would start the
-    next generation in row 7 while the old members pass row 7 with a different decision. node/resume.py explains the seal.
+    next generation in row 7 while the old members pass row 7 with a different decision. coordination/resume.py explains the seal.
     """
     return (
         None
@@ -405,7 +405,7 @@ def stop_when_asked(at: Situation) -> Step | None:
 def go_on_behind_a_seal(at: Situation) -> Step | None:
     """A starting node believed all members dead and sealed this generation: if it forms no new one, the living members do.
 
-    The seal has the name of the leader's fact about this row, so nobody can pass the row any more (node/resume.py).
+    The seal has the name of the leader's fact about this row, so nobody can pass the row any more (coordination/resume.py).
     """
     seal = at.seal
     if seal is None or at.gone:

@@ -236,7 +236,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class FindResumePoint:
-    """Find where the newest generation left the run. `seal`: also fence it there, before the next one is proposed (node/resume.py)."""
+    """Find where the newest generation left the run. `seal`: also fence it there, before the next one is proposed (resume.py)."""
 
     seal: bool = False
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import httpx
 
 from fsbarrier.data.tasks import Task
-from fsbarrier.openai_http import (
+from fsbarrier.engine.openai_http import (
     LONGEST_PAUSE_S,
     asked_again,
     bearer,
@@ -23,11 +23,11 @@ from fsbarrier.openai_http import (
     may_pass,
     refusal_text,
 )
-from fsbarrier.printable import without_passwords
-from fsbarrier.reading import ANSWER_BYTES
 from fsbarrier.rewards.matching import last_number
 from fsbarrier.rewards.score import Messages, Score
 from fsbarrier.settings.sections import JudgeSettings
+from fsbarrier.store.printable import without_passwords
+from fsbarrier.store.reading import ANSWER_BYTES
 
 #: how often a question is asked, with pauses
 TRIES = 4

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from fsbarrier.data.tasks import Task
-from fsbarrier.openai_http import may_pass, refusal_text
+from fsbarrier.engine.openai_http import may_pass, refusal_text
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.samples import Again, Emit, EngineGone, Refusal, Sample, SampledGroup
 

@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from fsbarrier import files
 from fsbarrier.errors import StoreError
 from fsbarrier.protocol.assign import lots
-from fsbarrier.retry import until_seen
 from fsbarrier.rundir.names import CUT, DURABLE_COUNT, LOT, ROUND_DONE
 from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.store import files
+from fsbarrier.store.retry import until_seen
 
 T = TypeVar("T")
 

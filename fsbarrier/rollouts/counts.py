@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 
 from fsbarrier.data.group_stats import GroupStats
 from fsbarrier.data.trajectory import Trajectory
+from fsbarrier.processes.worker_contract import SHOW_S, ProgressWriter
 from fsbarrier.rollouts.samples import SampledGroup
-from fsbarrier.supervision.worker_contract import SHOW_S, ProgressWriter
 
 #: counts that the result omits or contains under other names
 NOT_IN_RESULT = {"groups", "trajectories", "reward_sum", "unjudged", "tokens"}

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fsbarrier import files
-from fsbarrier.reading import RECORD_BYTES, read_bytes
 from fsbarrier.rundir.names import CUT, DURABLE_COUNT
+from fsbarrier.store import files
+from fsbarrier.store.reading import RECORD_BYTES, read_bytes
 
 #: polling interval; it grows with the number of nodes above FULL_RATE, to limit the total read rate
 LOOK_S = 1.0

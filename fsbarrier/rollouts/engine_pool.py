@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from typing import Self, TypeVar
 
 from fsbarrier.data.tasks import Task
-from fsbarrier.openai_http import asked_again
+from fsbarrier.engine.openai_http import asked_again
 from fsbarrier.rollouts.engine_queue import EngineMetrics
 from fsbarrier.rollouts.samples import Emit, EngineDown, Sample, SampledGroup, Sampling
 from fsbarrier.rollouts.sampling import Sampler, SamplingServer

@@ -15,8 +15,8 @@ from typing import Self
 import httpx
 
 from fsbarrier.engine.client import normal_url
-from fsbarrier.openai_http import base_and_socket, bearer
-from fsbarrier.retry import Backoff
+from fsbarrier.engine.openai_http import base_and_socket, bearer
+from fsbarrier.store.retry import Backoff
 
 WAITING = ("vllm:num_requests_waiting{", "vllm:num_requests_waiting ")
 #: delay after a request before the engine's count is trusted

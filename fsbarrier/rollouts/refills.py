@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from fsbarrier import files
 from fsbarrier.errors import StoreError
-from fsbarrier.retry import Backoff, until_seen
 from fsbarrier.rundir.names import ROUND_DONE, RoundDoneName
+from fsbarrier.store import files
+from fsbarrier.store.retry import Backoff, until_seen
 
 T = TypeVar("T")
 

@@ -8,18 +8,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from fsbarrier import files
 from fsbarrier.data.rank_file_writer import RankFileInfo
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.protocol.assign import LOTS
 from fsbarrier.protocol.facts import Payload
-from fsbarrier.retry import FAILING, retry
 from fsbarrier.rollouts.claims import Claims, remove_old
 from fsbarrier.rollouts.early_end import EarlyEnd
 from fsbarrier.rollouts.refills import Refills
 from fsbarrier.rundir.names import GENERATION
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.store import files
+from fsbarrier.store.retry import FAILING, retry
 
 
 @dataclass(frozen=True, slots=True)

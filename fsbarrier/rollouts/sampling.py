@@ -21,7 +21,7 @@ import httpx
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.client import normal_url
-from fsbarrier.openai_http import asked_again, base_and_socket, bearer, described
+from fsbarrier.engine.openai_http import asked_again, base_and_socket, bearer, described
 from fsbarrier.rollouts.answer_stream import AnswerStream, failure
 from fsbarrier.rollouts.samples import (
     Again,

@@ -21,12 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsbarrier import files, owned, reading
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.retry import FAILING, retry
 from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed, digest_of
 from fsbarrier.rundir.names import POLICY_FOLDER, MadeBy
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.store import files, owned, reading
+from fsbarrier.store.retry import FAILING, retry
 
 MANIFEST = "MANIFEST.json"
 #: in a copy of a model's folder: the name of the copied policy version

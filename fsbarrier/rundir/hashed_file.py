@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from fsbarrier import files, reading
+from fsbarrier.store import files, reading
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from fsbarrier.protocol.facts import Beat
 from fsbarrier.protocol.membership import GONE
-from fsbarrier.retry import FAILING, retry
 from fsbarrier.rundir.names import START, StartName
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore, Store
+from fsbarrier.store.retry import FAILING, retry
 
 LOOK_S = 0.05
 

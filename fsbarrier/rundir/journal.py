@@ -16,12 +16,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO
 
-from fsbarrier import files, reading
-from fsbarrier.printable import without_passwords
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.rundir.names import JOURNAL
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import LenientStore
+from fsbarrier.store import files, reading
+from fsbarrier.store.printable import without_passwords
 
 #: how many bytes a reader reads at a time, and the longest line that it does not skip
 BLOCK_BYTES = 1024 * 1024

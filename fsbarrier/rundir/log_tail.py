@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fsbarrier import reading
-from fsbarrier.printable import printable
 from fsbarrier.rundir.names import ATTEMPT_FOLDER
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.store import reading
+from fsbarrier.store.printable import printable
 
 TAIL_BYTES = 64 * 1024
 # how many of the last lines of a failed program's log are shown

@@ -11,10 +11,10 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from fsbarrier import files, owned
 from fsbarrier.protocol.codec import CorruptRecord, Fault, decode, encode
 from fsbarrier.protocol.facts import R, Record
-from fsbarrier.reading import NotPlain
+from fsbarrier.store import files, owned
+from fsbarrier.store.reading import NotPlain
 
 #: errors of one record, whose writer is replacing it, or is another user; all other errors are the mount's, and are raised
 OF_ONE_RECORD = frozenset({errno.ENOENT, errno.ESTALE, errno.EACCES, errno.EPERM})

@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from fsbarrier import owned
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints, names
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.store import owned
 
 
 def remove_old(

@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import TypedDict
 
 import fsbarrier
-from fsbarrier import files, reading
 from fsbarrier.errors import StoreError, TooFewNodes, UsageError
-from fsbarrier.host.identity import user_at_host
 from fsbarrier.protocol.codec import FORMAT
 from fsbarrier.protocol.facts import JsonObject
-from fsbarrier.retry import FAILING, Backoff, retry, until_seen
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
+from fsbarrier.store import files, reading
+from fsbarrier.store.identity import user_at_host
+from fsbarrier.store.retry import FAILING, Backoff, retry, until_seen
 
 SCHEMA = 1
 # A disk has this folder.

@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fsbarrier.errors import UsageError
-from fsbarrier.host.identity import user_at_host
 from fsbarrier.protocol.facts import Beat, Member, StopRequest
 from fsbarrier.protocol.membership import GONE
 from fsbarrier.protocol.stops import concerns
@@ -16,6 +15,7 @@ from fsbarrier.rundir.heartbeats import LOOK_S, beats_of_newest_starts, read_bea
 from fsbarrier.rundir.names import START, STOP_REQUEST
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.store.identity import user_at_host
 
 
 def request_stop(log_path: Path, *, now: bool) -> StopRequest:

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsbarrier import files, owned
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.host.memory import free_bytes
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.hashed_file import copy_hashed
+from fsbarrier.store import files, owned
 
 GB = 1e9
 

@@ -11,9 +11,9 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from fsbarrier import reading
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.sections import Settings
+from fsbarrier.store import reading
 
 AUTO = "auto"
 ZERO = "zero_optimization"

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from fsbarrier import owned
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.store import owned
 
 _BASE = Path("/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else tempfile.gettempdir())
 _PROCESS, _NUMBERS = f"fsbarrier-sim-{secrets.token_hex(8)}", count()

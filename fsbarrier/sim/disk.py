@@ -95,7 +95,7 @@ class Disk:
     `encode`: writes a record as bytes; None: the record itself is stored, for speed.
 
     `order` of listings: 0 as created, 1 reversed, 2 by name. `exclusive` False: every create succeeds (filesystems that must be refused).
-    `links` False: an exclusive create takes three steps, as in fsbarrier.files without hard links.
+    `links` False: an exclusive create takes three steps, as in fsbarrier.store.files without hard links.
     """
 
     def __init__(

@@ -142,7 +142,7 @@ def i3_only_forward(history: History) -> Iterator[str]:
     for removed in history.removed:
         removals[removed.path].append(removed.time)
     for write in history.writes:
-        # A late seal may have the name of a removed fact (fsbarrier/node/fact_removal.py).
+        # A late seal may have the name of a removed fact (fsbarrier/coordination/fact_removal.py).
         life = sum(1 for time in removals.get(write.path, ()) if time <= write.time)
         first = once.setdefault((write.path, life), write.record)
         if first is not write.record and first != write.record:

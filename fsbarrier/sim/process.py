@@ -8,14 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+from fsbarrier.coordination.loop import NodeLoop
+from fsbarrier.coordination.observer import Observer
+from fsbarrier.coordination.paces import Paces, make_paces
 from fsbarrier.errors import Fenced, StoreError
-from fsbarrier.node.loop import NodeLoop
-from fsbarrier.node.observer import Observer
-from fsbarrier.node.paces import Paces, make_paces
 from fsbarrier.protocol.facts import Beat, Join, Payload
 from fsbarrier.protocol.rows import SLICE_CHOICE
 from fsbarrier.protocol.state import Exit, Node, Stage
-from fsbarrier.retry import PASSING_S
 from fsbarrier.rundir.record_store import Store
 from fsbarrier.settings.sections import Settings
 from fsbarrier.sim import mishaps
@@ -27,6 +26,7 @@ from fsbarrier.sim.settings import can_hold
 from fsbarrier.sim.setup import PATHS
 from fsbarrier.sim.store import MountClient
 from fsbarrier.sim.work import SimHost, make_work
+from fsbarrier.store.retry import PASSING_S
 
 if TYPE_CHECKING:
     from fsbarrier.sim.world import World

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsbarrier.errors import ProgramFailed, StoreError
-from fsbarrier.node.worker_program import program_name
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.state import Node
+from fsbarrier.run.worker_program import program_name
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.sim.artifacts import WEIGHTS, PartFile
 from fsbarrier.sim.history import Merged, MergedGroup, Missing, Used

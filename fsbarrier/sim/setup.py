@@ -8,8 +8,8 @@ from pathlib import Path
 from random import Random
 from typing import Literal, cast
 
+from fsbarrier.coordination.run_rules import make_rules
 from fsbarrier.loader import load_program
-from fsbarrier.node.run_rules import make_rules
 from fsbarrier.program import Program
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Join, Payload

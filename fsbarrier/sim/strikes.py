@@ -210,7 +210,7 @@ def mend(world: World) -> None:
 def take_back(world: World) -> bool:
     """The newest generation is unreadable for good: an operator ends all nodes and recovers the run.
 
-    As `fsbarrier recover --iteration N` does (fsbarrier/maintenance/superseding.py), after pointing model.pt at the policy with which
+    As `fsbarrier recover --iteration N` does (fsbarrier/run/superseding.py), after pointing model.pt at the policy with which
     iteration N began, if that still exists. Then there will be two policies of each later version.
     """
     history, iteration = world.history, world.taken_back_to

@@ -1,4 +1,4 @@
-"""What the real work of a simulated node runs on (node/job_runner.py, phases/rl.py): virtual time, programs and engines that are none, and
+"""What the real work of a simulated node runs on (run/job_runner.py, phases/rl.py): virtual time, programs and engines that are none, and
 small files.
 """
 
@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from fsbarrier.engine.engine import EngineInfo
 from fsbarrier.engine.replicas import Keeper, Replicas
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.node.context_maker import ContextMaker
-from fsbarrier.node.job import Cancelled, RowJob, Surroundings, Workplace
-from fsbarrier.node.job_runner import JobRunner
+from fsbarrier.processes.kept_program import KeptProgram
+from fsbarrier.processes.supervisor import Child
 from fsbarrier.program import Context, PartOnDisk
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.protocol.state import Node, RowPart
+from fsbarrier.run.context_maker import ContextMaker
+from fsbarrier.run.job import Cancelled, RowJob, Surroundings, Workplace
+from fsbarrier.run.job_runner import JobRunner
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.runrecord import RunRecord, TaskSource
 from fsbarrier.rundir.weights_copy import WeightsCopy
@@ -30,8 +32,6 @@ from fsbarrier.sim.history import Published, Served
 from fsbarrier.sim.interruptible import InterruptibleCall
 from fsbarrier.sim.programs import GROUP_BYTES, SimProgram
 from fsbarrier.sim.setup import PATHS
-from fsbarrier.supervision.kept_program import KeptProgram
-from fsbarrier.supervision.supervisor import Child
 
 if TYPE_CHECKING:
     from fsbarrier.sim.process import Process

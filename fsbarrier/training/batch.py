@@ -23,9 +23,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from fsbarrier import files
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.store import files
 from fsbarrier.training.tensor_file import load_tensors
 
 

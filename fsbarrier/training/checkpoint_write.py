@@ -25,12 +25,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from fsbarrier import files, owned
 from fsbarrier.engine.model import INDEX
 from fsbarrier.errors import ProgramFailed, first_line
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.hashed_file import FileDigest, HashedFile, digest_of
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.store import files, owned
 from fsbarrier.training import safetensors_file
 from fsbarrier.training.lora import Adapters
 from fsbarrier.training.node_copy import NodeCopy

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from fsbarrier import files, reading
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir.hashed_file import copy_hashed
+from fsbarrier.store import files, reading
 from fsbarrier.training import checkpoint_write, policy, safetensors_file
 from fsbarrier.training.checkpoint_write import ADAPTER
 from fsbarrier.training.stored_tensors import StoredTensors

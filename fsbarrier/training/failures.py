@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from fsbarrier import files
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.store import files
 
 # Parts of error messages about a lost peer.
 PEER_GONE = ("gloo", "connection closed", "connection reset", "connect()", "broken pipe", "timed out")

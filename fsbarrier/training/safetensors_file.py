@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsbarrier import files
 from fsbarrier.rundir.hashed_file import FileDigest, HashedFile
+from fsbarrier.store import files
 
 BLOCK_BYTES = 16 << 20
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from fsbarrier import files
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.store import files
 from fsbarrier.training.checkpoint_write import sizes_on_disk
 from fsbarrier.training.processes import gather_json
 from fsbarrier.training.trainer import Trainer

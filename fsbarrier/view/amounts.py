@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
-from fsbarrier.printable import printable
+from fsbarrier.store.printable import printable
 
 #: maximum number of node ranks to list
 MOST_RANKS = 6

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from fsbarrier.printable import printable
 from fsbarrier.protocol.session import shown
 from fsbarrier.protocol.succession import RENEWED
 from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir.journal import Event, lost_nodes
+from fsbarrier.store.printable import printable
 from fsbarrier.view.amounts import amount, clock_time, duration, one_line
 from fsbarrier.view.phase_names import LONG
 

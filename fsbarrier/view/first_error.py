@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fsbarrier import reading
-from fsbarrier.printable import printable
+from fsbarrier.processes import last_words
 from fsbarrier.rundir.journal import Event
-from fsbarrier.supervision import last_words
+from fsbarrier.store import reading
+from fsbarrier.store.printable import printable
 from fsbarrier.view.event_wording import event_line, log_lines
 
 #: Show events of all nodes within this many seconds of the failure, and at most this many before and after it.
@@ -19,7 +19,7 @@ BEFORE, AFTER = 40, 5
 #: How much of the end of a log is searched.
 SEARCHED_BYTES = 16 << 20
 _LOG_NAME = re.compile(r"^\(from (.+)\)$")
-#: The header line of each start of a program in its log (supervision/supervisor.py).
+#: The header line of each start of a program in its log (processes/supervisor.py).
 _START = re.compile(r"^--- \S+ start ")
 
 

@@ -12,9 +12,9 @@ from fsbarrier.data import rank_files
 from fsbarrier.data.rank_file import FormatError, GroupEntry, opened, read_trajectories
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import StoreError
-from fsbarrier.printable import printable
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.store.printable import printable
 from fsbarrier.view.amounts import amount, one_line
 
 TITLES = {"train": "Answers in training", "test": "Held-out answers"}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsbarrier.errors import UsageError
-from fsbarrier.host.identity import boot_id, host_name
+from fsbarrier.processes.processes import Stat
 from fsbarrier.protocol.facts import Beat, Generation, Join
 from fsbarrier.protocol.membership import GONE, Ledger
 from fsbarrier.rundir import names, runrecord
@@ -22,7 +22,7 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import LenientStore
 from fsbarrier.rundir.session_settings import in_force
 from fsbarrier.settings.sections import Settings
-from fsbarrier.supervision.processes import Stat
+from fsbarrier.store.identity import boot_id, host_name
 from fsbarrier.view.history import MAX_EVENTS, RunHistory
 from fsbarrier.view.phase_names import last_phase, phase_name
 from fsbarrier.view.timings import IterationTime, Span, SpanReader, iteration_times, row_times

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from rich.cells import cell_len
 from rich.text import Text
 
-from fsbarrier.printable import printable
 from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir.journal import Event, number
+from fsbarrier.store.printable import printable
 from fsbarrier.view import phase_names
 from fsbarrier.view.amounts import amount, clock_time, duration, one_line, percent, ranks, sparkline
 from fsbarrier.view.event_wording import event_text

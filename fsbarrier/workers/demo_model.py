@@ -23,10 +23,10 @@ import filelock
 import torch
 import transformers
 
-from fsbarrier import files, owned
 from fsbarrier.data import demo_tasks
 from fsbarrier.errors import UsageError
-from fsbarrier.supervision import signals
+from fsbarrier.processes import signals
+from fsbarrier.store import files, owned
 from fsbarrier.training.warm_start import (
     Progress,
     WarmStart,

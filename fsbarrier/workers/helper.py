@@ -9,9 +9,9 @@ import importlib
 import sys
 from collections.abc import Mapping
 
+from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.settings.sections import Settings
-from fsbarrier.supervision.worker_contract import ProgressWriter, run_worker
 
 
 def main(spec: JsonObject, settings: Settings, progress: ProgressWriter) -> Mapping[str, object] | None:

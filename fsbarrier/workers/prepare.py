@@ -14,8 +14,8 @@ from typing import TypedDict
 import torch
 
 from fsbarrier.errors import UsageError
+from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.settings.sections import AlgorithmSettings, Settings
-from fsbarrier.supervision.worker_contract import ProgressWriter, run_worker
 from fsbarrier.training import replay
 from fsbarrier.training.advantages import batch_advantages, counted_reward, weigh_group
 from fsbarrier.training.batch import TrainingSequence, minibatches, sequences_of, write_batch

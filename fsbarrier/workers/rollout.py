@@ -19,10 +19,11 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
 
-from fsbarrier import files, user_code
+from fsbarrier import user_code
 from fsbarrier.data.tasks import Task
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import FsbarrierError, ProgramFailed
+from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.kinds import check_answers, open_reward
 from fsbarrier.rollouts.agents import AgentSampler, load_agent
@@ -38,7 +39,7 @@ from fsbarrier.rollouts.samples import SampledGroup
 from fsbarrier.rollouts.sampling import SamplingServer
 from fsbarrier.rollouts.shared_flush import SharedFlush
 from fsbarrier.settings.sections import Settings
-from fsbarrier.supervision.worker_contract import ProgressWriter, run_worker
+from fsbarrier.store import files
 from fsbarrier.trajectories import RankFileWriter
 
 #: prompts times samples; see sampling.py

@@ -13,14 +13,14 @@ import time
 from array import array
 from pathlib import Path
 
-from fsbarrier import files
 from fsbarrier.data.trajectory import Trajectory
+from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.early_end import EarlyEnd
 from fsbarrier.rollouts.rollout_spec import Assignment, Origin
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
-from fsbarrier.supervision.worker_contract import ProgressWriter, run_worker
+from fsbarrier.store import files
 from fsbarrier.trajectories import RankFileWriter
 
 #: number of progress updates of a waiting phase

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsbarrier import files, reading
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.sources import flatten
+from fsbarrier.store import files, reading
 from fsbarrier.view.report_formats import csv_table, iteration_rows
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import REPORT_BYTES, status_of

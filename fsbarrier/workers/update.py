@@ -18,10 +18,10 @@ from typing import Self, TypedDict
 import torch
 
 from fsbarrier.errors import FsbarrierError, UsageError
+from fsbarrier.processes.kept_program import JOBS
+from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
-from fsbarrier.supervision.kept_program import JOBS
-from fsbarrier.supervision.worker_contract import ProgressWriter, run_worker
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.failures import explained, tell_torchrun
 from fsbarrier.training.log_prob_pass import with_old, with_reference

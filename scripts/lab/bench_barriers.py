@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.host.rendezvous import listen, port_of
-from fsbarrier.maintenance import benchmark
-from fsbarrier.maintenance.benchmark import Latency, Passage, passages
+from fsbarrier.run import benchmark
+from fsbarrier.run.benchmark import Latency, Passage, passages
 
 Barriers = Callable[[Path, int, int, int], list[Passage]]
 

@@ -23,13 +23,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fsbarrier import files
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Position
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.resolve import resolve
+from fsbarrier.store import files
 
 #: seconds of work in the phases that have some, and those in which only the leader works
 WORK = {1: 0.02, 2: 300.0, 4: 2.0, 5: 0.01, 6: 30.0, 7: 0.5, 8: 1.5, 9: 0.01, 10: 240.0, 11: 3.0, 12: 4.0}

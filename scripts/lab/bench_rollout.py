@@ -32,17 +32,17 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fsbarrier import files
+from fsbarrier.cli.start import demo_folder, preflight
 from fsbarrier.data import demo_tasks
 from fsbarrier.engine.engine import Engine
-from fsbarrier.openai_http import base_and_socket, bearer
-from fsbarrier.reading import read_bytes
+from fsbarrier.engine.openai_http import base_and_socket, bearer
+from fsbarrier.processes.supervisor import Child, own_program, with_this_package
+from fsbarrier.processes.worker_contract import WorkerFiles, read_result
 from fsbarrier.rollouts.sampling import NEUTRAL
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sections import RolloutSettings, Settings
-from fsbarrier.start import demo_folder, preflight
-from fsbarrier.supervision.supervisor import Child, own_program, with_this_package
-from fsbarrier.supervision.worker_contract import WorkerFiles, read_result
+from fsbarrier.store import files
+from fsbarrier.store.reading import read_bytes
 
 PROGRAM = "fsbarrier.workers.rollout"
 PROMPTS_PER_REQUEST = (1, 4, 8, 16, 64, 128)

@@ -25,21 +25,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from fsbarrier.cli.start import demo_folder, preflight
 from fsbarrier.data import demo_tasks
 from fsbarrier.engine import command
 from fsbarrier.engine.client import EngineClient, Refused, Unreachable
 from fsbarrier.engine.model import inspect
-from fsbarrier.openai_http import UNIX
-from fsbarrier.reading import read_bytes
+from fsbarrier.engine.openai_http import UNIX
+from fsbarrier.processes.supervisor import Child
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import EngineSettings
-from fsbarrier.start import demo_folder, preflight
-from fsbarrier.supervision.supervisor import Child
+from fsbarrier.store.reading import read_bytes
 from fsbarrier.trajectories import scan_rank_file
 
 BARE = "vllm.entrypoints.openai.api_server"
 LOOK_S = 0.02
-# A start line in a program's log, as fsbarrier/supervision/supervisor.py writes it.
+# A start line in a program's log, as fsbarrier/processes/supervisor.py writes it.
 STARTED = re.compile(rb"^--- (\S+) start ", re.MULTILINE)
 
 

@@ -32,7 +32,8 @@ COPIED = ("fsbarrier", "phases", "tests", "docs", "scripts", "pyproject.toml", "
 #: what the simulator runs of the package; a fault elsewhere is left to its tests
 SIMULATED = (
     "protocol",
-    "node",
+    "coordination",
+    "run",
     "group",
     "sim",
     "rundir",

@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 from fsbarrier.data.merge import merge
 from fsbarrier.data.merge_plan import MergeRequest
 from fsbarrier.loader import load_module
+from fsbarrier.processes.worker_contract import ProgressWriter
 from fsbarrier.program import Command, Context, Program, Steps, Value, Work
-from fsbarrier.supervision.worker_contract import ProgressWriter
 from fsbarrier.workers import toy
 
 PROCESSES_EVERY = 50

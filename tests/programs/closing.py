@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fsbarrier.loader import load_module
 from fsbarrier.program import Command, Context, Phase, Program, Work
-from fsbarrier.sharing import share_out
+from fsbarrier.rollouts.sharing import share_out
 
 rl, toy = load_module("rl"), load_module("toy")
 

@@ -1,0 +1,87 @@
+"""The `fsbarrier` command: dispatches to the modules in fsbarrier/cli/commands.
+
+Imports only the requested command. The summaries for --help are listed here so that the other modules need not be imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from typing import cast
+
+import fsbarrier
+from fsbarrier.cli import run_command
+from fsbarrier.cli.run_command import CommandModule
+from fsbarrier.errors import UsageError
+from fsbarrier.settings.sources import nearest
+
+#: Name -> summary, in the order in which a user needs them.
+COMMANDS = {
+    "run": "run this node (./run.sh does the same, but creates its environment first)",
+    "plan": "estimate engines, sharding and memory of a run on given machines, before starting it",
+    "launch": "start several nodes: on this machine, or through ssh, Slurm, Kubernetes, SkyPilot or dstack",
+    "daemon": "add this node to a pool and run its jobs",
+    "submit": "add a run to a pool's queue",
+    "jobs": "list a pool's jobs, show their logs, stop one",
+    "status": "show the progress of a run and the state of each node",
+    "runs": "list the runs in a folder",
+    "top": "watch a run live",
+    "logs": "show or follow the nodes' logs",
+    "debug": "collect the logs of all nodes, with the stacks of this host's programs, in one archive",
+    "stop": "end a run on all its nodes",
+    "recover": "after a disaster: check what each rank left, and repair the run",
+    "aggregate": "merge the ranks' trajectory files by hand",
+    "export": "export a policy as a Hugging Face model folder, or trajectories as a table",
+    "report": "write a run's metrics to a file",
+    "doctor": "check whether a filesystem and the nodes can support a run",
+    "bench": "measure barrier latency on this machine",
+    "simulate": "test the protocol under injected faults, in virtual time",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code. Never raises, except for a second Ctrl-C."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments:
+        print(overview(), end="", file=sys.stderr)
+        return UsageError.exit_code
+    if arguments[0] in ("-h", "--help", "help"):
+        return run_command.show(overview())
+    if arguments[0] == "--version":
+        return run_command.show(f"fsbarrier {fsbarrier.__version__}\n")
+    if arguments[0] == "run" and arguments[1:2] and arguments[1] in COMMANDS:
+        # A user typed `./run.sh COMMAND`, but run.sh only supports `run`.
+        other = f"fsbarrier {arguments[1]}"
+        error = UsageError(
+            f"{arguments[1]} is a separate command: type `{other}`, in a clone `.venv/bin/{other}`"
+        )
+        print(run_command.error_text(error), file=sys.stderr)
+        return error.exit_code
+    return run_command.run(arguments[0], arguments[1:], load_command)
+
+
+def overview() -> str:
+    """The text of `fsbarrier --help`; imports no command."""
+    lines = [
+        "usage: fsbarrier COMMAND [flags]",
+        "",
+        "Synchronous multi-node RL post-training: one command per node and a shared directory.",
+        "",
+        *(f"  {name:<10} {summary}" for name, summary in COMMANDS.items()),
+        "",
+        "example: fsbarrier run --demo",
+        "`fsbarrier COMMAND --help` explains a command; docs/settings.md lists every setting.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def load_command(name: str) -> CommandModule:
+    """Import the module of a command. Raises UsageError for an unknown one."""
+    if name not in COMMANDS:
+        hint = nearest(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
+        raise UsageError(f"unknown command {name!r}{hint}")
+    if importlib.util.find_spec(f"fsbarrier.cli.commands.{name}") is None:
+        raise UsageError(f"{name}: not part of this version ({fsbarrier.__version__})")
+    return cast(CommandModule, importlib.import_module(f"fsbarrier.cli.commands.{name}"))

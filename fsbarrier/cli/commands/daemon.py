@@ -1,0 +1,42 @@
+"""`fsbarrier daemon POOL_DIR`: adds this machine to a pool and runs the jobs submitted there."""
+
+from __future__ import annotations
+
+import argparse
+
+from fsbarrier.cli.commands import flags
+from fsbarrier.cli.start import preflight
+from fsbarrier.errors import UsageError
+from fsbarrier.protocol.timing import DEAD_S
+
+SUMMARY = (
+    "Add this node to a pool and run one job at a time, until Ctrl-C. A pool is a directory shared by all of its nodes. To run two jobs "
+    "at once on one machine, start two daemons with different CUDA_VISIBLE_DEVICES."
+)
+EXAMPLE = "fsbarrier daemon /shared/pool"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("pool", metavar="POOL_DIR", help="the pool's directory; created if it does not exist")
+    parser.add_argument(
+        "--dead",
+        metavar="S",
+        type=float,
+        default=DEAD_S,
+        help=f"seconds without a heartbeat after which another node is considered dead (default {DEAD_S:g})",
+    )
+    parser.add_argument(
+        "--shared-group",
+        action="store_true",
+        help="let the owner's group submit jobs, which run under your account",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    if not 0.5 <= args.dead <= 86400:
+        raise UsageError(f"--dead {args.dead:g}: must be between 0.5 and 86400 seconds")
+    from fsbarrier.cli.pool.daemon import serve
+
+    root = preflight.absolute(args.pool)
+    preflight.check_log_path(root, named="daemon")
+    return serve(root, args.dead, args.shared_group, flags.say)

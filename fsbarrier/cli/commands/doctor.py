@@ -1,0 +1,107 @@
+"""`fsbarrier doctor PATH`: checks whether a directory can support a run; exits with code 3 if not. Several nodes can check it together."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+from pathlib import Path
+
+from fsbarrier.cli.commands import flags
+from fsbarrier.cli.start import ranks
+from fsbarrier.doctor import examine
+from fsbarrier.doctor.findings import Level, Report
+from fsbarrier.errors import StoreError, UsageError
+from fsbarrier.processes.signals import end, ending_signals_handled
+
+SUMMARY = "Check whether a directory can support a run. On several nodes at once: also measure how late they see each other's files."
+EXAMPLE = "fsbarrier doctor /shared/runs\n  fsbarrier doctor /shared/runs --num-nodes 3 --worker 1      (on each node, with its rank)"
+MARKS = {
+    Level.OK: "[green]ok[/]",
+    Level.NOTE: "note",
+    Level.WARNING: "[yellow]warning[/]",
+    Level.REFUSED: "[red]refused[/]",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, help="an existing directory on the filesystem to check")
+    parser.add_argument(
+        "--num-nodes",
+        metavar="N",
+        type=flags.whole_number,
+        help="number of nodes that run this command at about the same time, on the same directory",
+    )
+    parser.add_argument("--master", action="store_true", help="this is node 0")
+    parser.add_argument(
+        "--worker",
+        "--node-rank",
+        metavar="R",
+        type=flags.whole_number,
+        help="this is node R (default: the rank that a launcher gives, such as Slurm)",
+    )
+    parser.add_argument(
+        "--wait",
+        metavar="S",
+        type=float,
+        default=examine.WAIT_S,
+        help="seconds to wait for the other nodes (default 60)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    if not args.path.is_dir():
+        raise UsageError(f"{args.path} is not an existing directory")
+    if not 0 < args.wait <= 86400:
+        raise UsageError(f"--wait {args.wait:g}: must be more than 0 and at most 86400 seconds")
+    rank = ranks.node_rank(
+        master=args.master, worker=args.worker, environ=os.environ, num_nodes=args.num_nodes
+    )
+    count = args.num_nodes
+    if count is None and (found := ranks.count_nodes(rank, os.environ)) is not None:
+        count = found.value
+    if count is None and (args.master or args.worker is not None):
+        raise UsageError("--num-nodes is missing: give the number of nodes along with the rank")
+    if count == 0:
+        raise UsageError("--num-nodes 0: must be 1 or more")
+    if count is not None and count > 1 and rank is None:
+        raise UsageError(f"--num-nodes {count}: also say which node this is: --master (node 0) or --worker R")
+    try:
+        with ending_signals_handled(end):
+            if count is None or count == 1 or rank is None:
+                report = examine.alone(args.path)
+            else:
+                report = examine.together(args.path, count, rank.value, args.wait, flags.say)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UsageError(f"{args.path}: not writable ({error.strerror})") from None
+        raise StoreError(f"{args.path}: {error}") from None
+    if args.json:
+        print(json.dumps(report.as_json(), indent=2))
+    else:
+        show(report)
+    return StoreError.exit_code if report.refused else 0
+
+
+def show(report: Report) -> None:
+    """Print the report as a table."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=f"fsbarrier doctor {escape(report.path)}", title_justify="left")
+    for name in ("check", "", "finding"):
+        table.add_column(name, overflow="fold")
+    for check in report.checks:
+        advice = f"\n→ {check.advice}" if check.advice else ""
+        table.add_row(check.name, MARKS[check.level], escape(check.finding + advice))
+    console = Console()
+    console.print(table)
+    console.print(f"Class: {report.category}. Proven {report.proven}.", markup=False)
+    if report.refused:
+        names = ", ".join(check.name for check in report.refused)
+        console.print(f"[red]This directory cannot support a run[/]: {escape(names)}.")
+        return
+    console.print("[green]This directory can support a run.[/]")

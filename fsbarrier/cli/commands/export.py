@@ -1,0 +1,165 @@
+"""`fsbarrier export DIR`: copies a policy version out of a run as a Hugging Face model folder.
+
+`fsbarrier export FILE.jsonl` (or .parquet) writes the run's trajectories as a table instead (fsbarrier/data/tables.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from fsbarrier.cli.commands import flags
+from fsbarrier.cli.start import policy_export, preflight
+from fsbarrier.data import tables
+from fsbarrier.errors import StoreError, UsageError
+from fsbarrier.protocol.wording import counted
+from fsbarrier.rundir.names import SPLITS
+from fsbarrier.rundir.runrecord import load
+from fsbarrier.store.printable import printable
+
+SUMMARY = (
+    "Copy a policy out of a run as a Hugging Face model folder, verifying the SHA-256 of every file; or export trajectories as JSON "
+    "lines or Parquet."
+)
+EXAMPLE = "fsbarrier export ./my-model --policy-version 6; fsbarrier export ./five.parquet --iteration 5"
+# A user who names such a target expects a table in that format. It is not supported, and a folder of that name would be a surprise.
+DATA_SUFFIXES = (
+    ".csv",
+    ".tsv",
+    ".json",
+    ".txt",
+    ".xlsx",
+    ".arrow",
+    ".feather",
+    ".pt",
+    ".safetensors",
+    ".zip",
+    ".gz",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "to",
+        metavar="DIR|FILE",
+        type=Path,
+        help="the folder (for a policy) or the .jsonl or .parquet file (for trajectories) to create",
+    )
+    parser.add_argument(
+        "--policy-version",
+        metavar="V",
+        type=flags.whole_number,
+        help="policy version (default: the one the run serves now; 0: the initial model)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp32"),
+        help="precision of the weights (default: as served; fp32: the trainer's full-precision weights)",
+    )
+    parser.add_argument(
+        "--push",
+        metavar="REPO",
+        help="also upload the folder to the Hugging Face Hub (or $HF_ENDPOINT); a new repository is private",
+    )
+    rows = parser.add_argument_group("trajectories, to a .jsonl or .parquet file")
+    rows.add_argument(
+        "--iteration",
+        metavar="N",
+        type=flags.whole_number,
+        action="append",
+        help="iteration to export; may be repeated (default: all on disk)",
+    )
+    rows.add_argument("--split", choices=SPLITS, default="train", help="train (default) or test")
+    rows.add_argument(
+        "--file",
+        metavar="F",
+        type=Path,
+        action="append",
+        help="export this trajectory file instead of a run's; may be repeated",
+    )
+    rows.add_argument("--no-tokens", action="store_true", help="omit token ids, masks and log-probabilities")
+    flags.add_log_path(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    log_path, target = flags.find_log_path(args), preflight.absolute(args.to)
+    if target.suffix in tables.SUFFIXES:
+        return export_table(args, log_path, target)
+    for flag, given in (
+        ("--iteration", args.iteration),
+        ("--file", args.file),
+        ("--no-tokens", args.no_tokens),
+    ):
+        if given:
+            raise UsageError(
+                f"{flag}: only for exporting trajectories; name a target that ends in {' or '.join(tables.SUFFIXES)}"
+            )
+    if target.suffix in DATA_SUFFIXES:
+        raise UsageError(
+            f"{target}: unsupported format; to export trajectories, name a file that ends in {' or '.join(tables.SUFFIXES)}; to export "
+            "a policy, name a folder"
+        )
+    record = load(log_path)
+    if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
+        raise UsageError(f"{target}: already exists; name a new folder")
+    chosen = policy_export.find(record, args.policy_version)
+    make_parents(target)
+    try:
+        policy_export.export(chosen, target, args.dtype)
+    except OSError as error:
+        raise StoreError(f"{error.filename or target}: {error.strerror or error}") from None
+    title = f"policy version {chosen.version} of run {printable(record.run_id)}"
+    pushed = printable(policy_export.push(target, args.push, title)) if args.push else None
+    if args.json:
+        result = {"policy_version": chosen.version, "folder": str(target), "from": str(chosen.model)}
+        print(json.dumps({**result, "checked": bool(chosen.digests), "pushed": pushed}))
+    else:
+        print(f"exported {title} to {target}{f' and {pushed}' if pushed else ''}")
+    return 0
+
+
+def export_table(args: argparse.Namespace, log_path: Path, target: Path) -> int:
+    """Write trajectories as a table. Raises UsageError, StoreError."""
+    for flag, given in (
+        ("--policy-version", args.policy_version is not None),
+        ("--dtype", args.dtype),
+        ("--push", args.push),
+    ):
+        if given:
+            raise UsageError(f"{flag}: only for exporting a policy; name a folder as the target")
+    aside: list[str] = []
+    if args.file:
+        found = [preflight.absolute(path).resolve() for path in args.file]
+        for path in found:
+            if not path.is_file():
+                raise UsageError(f"--file {path}: {'is not a file' if path.exists() else 'no such file'}")
+    else:
+        found, aside = tables.sources(log_path, args.split, args.iteration)
+    make_parents(target)
+    done = tables.export(found, target, tokens=not args.no_tokens)
+    if args.json:
+        sources = [str(path) for path in done.files]
+        print(
+            json.dumps(
+                {"file": str(target), "trajectories": done.trajectories, "from": sources, "aside": aside}
+            )
+        )
+    else:
+        for note in aside:
+            print(f"skipped: {printable(note)}")
+        read = f"{done.trajectories} trajectories from {counted(len(done.files), 'file')}"
+        print(f"exported {read} to {target}")
+    return 0
+
+
+def make_parents(target: Path) -> None:
+    """Create the folder that the target goes into. Raises UsageError."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{target}: cannot create its folder: {error.strerror or error}") from None
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{target}: you have no write permission for {target.parent}")

@@ -1,0 +1,240 @@
+"""`fsbarrier launch`: starts all nodes of a run from one machine (fsbarrier/cli/launchers)."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fsbarrier.cli.commands import flags
+from fsbarrier.cli.launchers.job import (
+    ClusterJob,
+    Machine,
+    check_below_mount,
+    check_name,
+    commands_here,
+    fill,
+    split,
+    write,
+)
+from fsbarrier.errors import UsageError
+from fsbarrier.protocol.wording import counted
+
+SUMMARY = """Start all nodes of a run from one machine, or write the file with which a scheduler starts them. PLACE is
+
+  local       several nodes on this machine, with one live view
+  ssh         other machines, through ssh; Ctrl-C stops them all
+  slurm       write a batch file and submit it with sbatch
+  kubernetes  write an indexed Job
+  skypilot    write a task file
+  dstack      write a task file
+
+All accept the flags and settings of `fsbarrier run`. docs/launching.md has an example of each."""
+EXAMPLE = """fsbarrier launch local --nodes 3 --program toy --iterations 2
+  fsbarrier launch ssh --hosts a,b,c --data-path /data/math --model Qwen2.5-0.5B-Instruct
+  fsbarrier launch slurm --nodes 4 --gpus-per-node 8 --time 12:00:00 --sbatch=--partition=gpu --config run.toml"""
+
+CONTAINERS = ("kubernetes", "skypilot", "dstack")
+#: Flag -> the places that accept it, its metavar, its help. All places accept --nodes and the flags of `run`.
+FLAGS = {
+    "--hosts": (("ssh",), "A,B,...", "the machines, node 0 first"),
+    "--hosts-file": (("ssh",), "FILE", "a file with the machines, one per line"),
+    "--ssh": (("ssh",), "COMMAND", "ssh command (default: ssh), for example 'ssh -p 2222'"),
+    "--fsbarrier": (
+        ("ssh", "slurm", *CONTAINERS),
+        "COMMAND",
+        "the fsbarrier command on the nodes (default: this clone's; in containers: fsbarrier)",
+    ),
+    "--logs": (("ssh",), "DIR", "folder for the nodes' output (default: ./launch-logs/TIME)"),
+    "--name": (("slurm", *CONTAINERS), "NAME", "job name (default: fsbarrier)"),
+    "--gpus-per-node": (("slurm", *CONTAINERS), "N", "accelerators to request on each node"),
+    "--output": (
+        ("slurm", *CONTAINERS),
+        "FILE",
+        "path of the file to write (default: NAME with a suffix, in this folder)",
+    ),
+    "--time": (("slurm",), "LIMIT", "time limit, for example 12:00:00"),
+    "--warn": (("slurm",), "S", "stop and requeue this many seconds before the time limit (default: 600)"),
+    "--sbatch": (
+        ("slurm",),
+        "OPTION",
+        "additional sbatch option, for example --sbatch=--partition=gpu; may be repeated",
+    ),
+    "--image": (CONTAINERS, "IMAGE", "container image with fsbarrier installed (see scripts/Dockerfile)"),
+    "--volume": (
+        CONTAINERS,
+        "NAME",
+        "the shared storage: a volume claim, a volume, or for dstack a folder on the instances",
+    ),
+    "--mount": (CONTAINERS, "PATH", "mount path of the volume on the nodes (default: /shared)"),
+    "--accelerator": (("skypilot",), "NAME", "accelerator type, for example H100"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("place", nargs="?", default="", metavar="PLACE", help=", ".join(PLACES))
+    parser.add_argument(
+        "--nodes", metavar="N", help="number of nodes (default: 1, or as in the run's record)"
+    )
+    for flag, (places, value, text) in FLAGS.items():
+        action = "append" if flag == "--sbatch" else "store"
+        parser.add_argument(flag, metavar=value, action=action, help=f"{', '.join(places)}: {text}")
+    flags.add_run_flags(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.place not in PLACES:
+        mistake = f"launch {args.place}: not" if args.place and "=" not in args.place else "launch: say"
+        raise UsageError(
+            f"{mistake} {', '.join(f'`{place}`' for place in PLACES)} (see fsbarrier launch --help)"
+        )
+    for flag, (places, _, _) in FLAGS.items():
+        if _value(args, flag) is not None and args.place not in places:
+            raise UsageError(f"{flag}: only valid with launch {', '.join(places)}")
+    if None not in (args.nodes, args.num_nodes) and args.nodes != args.num_nodes:
+        raise UsageError(
+            f"--nodes {args.nodes} contradicts --num-nodes {args.num_nodes}; drop one of the two"
+        )
+    return PLACES[args.place](args)
+
+
+def _value(args: argparse.Namespace, flag: str) -> str | list[str] | None:
+    value: str | list[str] | None = getattr(args, flag[2:].replace("-", "_"))
+    return value
+
+
+# --- on this machine ----------------------------------------------------------------------------------------------------
+
+
+def _local(args: argparse.Namespace) -> int:
+    flag = "--num-nodes"
+    if args.nodes is not None:
+        flag, args.num_nodes = "--nodes", args.nodes
+    chosen = flags.gather(args)
+    # Report a wrong number under the flag that the user typed.
+    chosen = tuple(replace(item, source=flag) if item.source == "--num-nodes" else item for item in chosen)
+    from fsbarrier.cli.launchers import local
+
+    return local.run_all(chosen, {}, args, flags.say)
+
+
+# --- on other machines --------------------------------------------------------------------------------------------------
+
+
+def _job(args: argparse.Namespace, nodes: int, log_path: str) -> ClusterJob:
+    """The job for the launcher. Validates flags and settings before anything starts. Raises UsageError."""
+    from fsbarrier.settings.resolve import resolve
+
+    args.num_nodes, args.log_path = str(nodes), log_path
+    resolve(flags.gather(args))
+    words = flags.words_for_others(args, f"launch {args.place}")
+    run, stop = commands_here(args.fsbarrier or ("fsbarrier" if args.place in CONTAINERS else None))
+    return ClusterJob(
+        name=check_name(args.name or "fsbarrier"),
+        nodes=nodes,
+        gpus_per_node=_count("--gpus-per-node", args.gpus_per_node, least=0) if args.gpus_per_node else 0,
+        folder=Path.cwd(),
+        log_path=log_path,
+        run=run,
+        stop=stop,
+        words=words,
+    )
+
+
+def _nodes(args: argparse.Namespace) -> int:
+    flag, text = ("--nodes", args.nodes) if args.nodes is not None else ("--num-nodes", args.num_nodes)
+    if text is None:
+        raise UsageError(f"launch {args.place}: give --nodes N")
+    return _count(flag, text)
+
+
+def _count(flag: str, text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise UsageError(f"{flag} {text}: must be a whole number, {least} or more")
+    return int(text)
+
+
+def _ssh(args: argparse.Namespace) -> int:
+    from fsbarrier.cli.launchers import ssh
+
+    hosts = ssh.read_hosts(args.hosts, Path(args.hosts_file) if args.hosts_file else None)
+    if (args.nodes or args.num_nodes) is not None and _nodes(args) != len(hosts):
+        raise UsageError(
+            f"--nodes {_nodes(args)} contradicts the {counted(len(hosts), 'host')} listed; drop --nodes"
+        )
+    job = _job(args, len(hosts), str(flags.find_log_path(args)))
+    words = split("--ssh", args.ssh or "ssh")
+    if args.dry_run:
+        for command in ssh.commands(job, hosts, words):
+            print(shlex.join(command))
+        return 0
+    if shutil.which(words[0]) is None:
+        raise UsageError(f"--ssh {words[0]}: no such program on this machine")
+    logs = Path(args.logs or f"launch-logs/{datetime.now(UTC):%Y%m%dT%H%M%SZ}").absolute()
+    return ssh.run_all(job, hosts, words, logs, flags.say)
+
+
+def _slurm(args: argparse.Namespace) -> int:
+    from fsbarrier.cli.launchers import slurm
+
+    job = _job(args, _nodes(args), str(flags.find_log_path(args)))
+    warn_s = _count("--warn", args.warn or "600")
+    text = slurm.batch_file(job, time_limit=args.time, warn_s=warn_s, extra=args.sbatch or ())
+    path = _written(args, text, f"{job.name}.sbatch")
+    if path is not None:
+        number = slurm.submit(path)
+        print(f"submitted {path} as Slurm job {number}, {counted(job.nodes, 'node')}")
+        if not any(option.startswith("--output") for option in args.sbatch or ()):
+            print(f"output of all nodes: {job.folder / f'{job.name}-{number}.log'}")
+        where = shlex.join(["--log-path", job.log_path])
+        print(f"progress: fsbarrier status {where}")
+        print(f"to end it: fsbarrier stop {where}, or at once: scancel {number}")
+    return 0
+
+
+def _in_containers(args: argparse.Namespace) -> int:
+    if args.place == "skypilot" and args.gpus_per_node not in (None, "0") and not args.accelerator:
+        raise UsageError("launch skypilot: --gpus-per-node needs --accelerator NAME, for example H100")
+    needed = {
+        "--image": (args.image, "a container image with fsbarrier installed"),
+        "--volume": (args.volume, "the storage shared by all nodes"),
+        "--log-path": (args.log_path, "the run directory on that volume"),
+    }
+    for flag, (value, what) in needed.items():
+        if not value:
+            raise UsageError(f"launch {args.place}: give {flag}, {what}")
+    machine = Machine(
+        image=args.image,
+        volume=args.volume,
+        mount=args.mount or "/shared",
+        accelerator=args.accelerator or "",
+    )
+    job = _job(args, _nodes(args), args.log_path)
+    check_below_mount(job, machine)
+    text = fill(f"{args.place}.yaml.jinja", job, machine=machine)
+    path = _written(args, text, f"{job.name}.{args.place}.yaml")
+    if path is not None:
+        print(f"wrote {path}; its first line shows how to start it")
+    return 0
+
+
+def _written(args: argparse.Namespace, text: str, name: str) -> Path | None:
+    """Write the file and return its path; in a dry run print it and return None."""
+    if args.dry_run:
+        print(text, end="")
+        return None
+    path = Path(args.output or name)
+    write(path, text)
+    return path
+
+
+PLACES: dict[str, Callable[[argparse.Namespace], int]] = {
+    "local": _local,
+    "ssh": _ssh,
+    "slurm": _slurm,
+    **dict.fromkeys(CONTAINERS, _in_containers),
+}

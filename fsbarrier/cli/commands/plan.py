@@ -1,0 +1,95 @@
+"""`fsbarrier plan`: estimates engines, sharding and memory of a run on given machines, which need not be available."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from fsbarrier.cli.commands import flags
+from fsbarrier.errors import UsageError
+from fsbarrier.settings.sources import ChosenValue
+
+SUMMARY = (
+    "Estimate a run's engines, shards, micro-batches, memory use and checkpoint size. Exits with code 2 if the run does not fit, and shows "
+    "the numbers and the nearest configuration that fits."
+)
+EXAMPLE = "fsbarrier plan --model qwen-72b --nodes 32 --accelerators 8 --accelerator-memory-gb 80 engine.tensor_parallel_size=4"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        metavar="M",
+        required=True,
+        help="a model folder, of which config.json is enough, or a size: qwen-7b, qwen3-4b, llama-8b … (planning.md lists them)",
+    )
+    parser.add_argument(
+        "--nodes", metavar="N", type=flags.whole_number, help="number of nodes (default: num_nodes)"
+    )
+    parser.add_argument(
+        "--accelerators",
+        metavar="N",
+        type=flags.whole_number,
+        help="accelerators per node; 0: train on CPUs (default: as on this machine)",
+    )
+    parser.add_argument(
+        "--accelerator-memory-gb",
+        metavar="G",
+        type=float,
+        help="memory of each accelerator (default: as on this machine)",
+    )
+    parser.add_argument(
+        "--host-memory-gb", metavar="G", type=float, help="host memory of each node (default: not checked)"
+    )
+    parser.add_argument(
+        "--config", metavar="FILE.toml", help="read settings from a file; key=value overrides it"
+    )
+    parser.add_argument("--json", action="store_true", help="print all numbers as JSON, sizes in bytes")
+    parser.add_argument(
+        "settings", nargs="*", metavar="key=value", help="any setting, for example trainer.shard=all"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    from fsbarrier.cli.start import preflight
+    from fsbarrier.cli.start.machines import planned
+    from fsbarrier.cli.start.model_folder import check_trainable, find_model
+    from fsbarrier.planning import plan_text
+    from fsbarrier.planning.cluster_plan import make_plan
+    from fsbarrier.planning.model_shape import ModelShape
+    from fsbarrier.settings.resolve import known_names, resolve
+    from fsbarrier.settings.sources import from_file, from_words
+
+    known = known_names()
+    chosen = [
+        *(from_file(Path(args.config), known) if args.config else ()),
+        *from_words(args.settings, known),
+    ]
+    if args.nodes is not None:
+        chosen.append(ChosenValue("num_nodes", args.nodes, "--nodes"))
+    settings = resolve(chosen)
+    cluster = planned(
+        settings,
+        accelerators=args.accelerators,
+        memory_gb=args.accelerator_memory_gb,
+        host_gb=args.host_memory_gb,
+    )
+    shape = None if preflight.absolute(args.model).is_dir() else ModelShape.of_name(args.model)
+    if shape is None:
+        folder = preflight.absolute(args.model)
+        if not folder.is_dir():
+            folder = find_model(args.model, None, os.environ)
+        check_trainable(folder, settings)
+        shape = ModelShape.of_folder(folder)
+    plan = make_plan(shape, settings, cluster)
+    if args.json:
+        print(json.dumps(plan_text.as_json(plan)))
+    else:
+        print("\n".join(plan_text.lines(plan)))
+    sys.stdout.flush()
+    if plan.problems:
+        raise UsageError("; ".join(plan.problems))
+    return 0

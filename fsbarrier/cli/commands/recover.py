@@ -1,0 +1,201 @@
+"""`fsbarrier recover`: checks the files of an iteration, quarantines unusable ones, and merges the rest on request."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from fsbarrier.cli.commands import flags
+from fsbarrier.cli.commands.aggregate import merge_with_bar
+from fsbarrier.data import rank_files
+from fsbarrier.data.rank_files import FoundFile, RanksRequest
+from fsbarrier.errors import StoreError, UsageError
+from fsbarrier.protocol.facts import JsonObject
+from fsbarrier.run import recovery
+from fsbarrier.run.superseding import needed, record_generation
+from fsbarrier.rundir import heartbeats
+from fsbarrier.rundir.names import SPLITS
+from fsbarrier.store.printable import printable
+from fsbarrier.view.amounts import ranks
+
+SUMMARY = "After a disaster: show the files each rank left, move unusable ones to quarantine/, and merge the valid ones on request."
+EXAMPLE = "fsbarrier recover --iteration 5 --dry-run"
+WATCHED_BEATS = 2.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_log_path(parser)
+    parser.add_argument(
+        "--iteration", metavar="N", type=flags.whole_number, required=True, help="the iteration to check"
+    )
+    parser.add_argument("--aggregate", action="store_true", help="merge the valid files")
+    parser.add_argument(
+        "--allow-partial",
+        action="store_true",
+        help="with --aggregate: merge even if tasks are missing, and record that in the result",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show what would be done without changing anything"
+    )
+    parser.add_argument(
+        "--shared-group",
+        action="store_true",
+        help="trust the owner's group, whose members can write to the run, with your account",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    record = flags.find_own_run(args)
+    log_path = record.log_path
+    if args.iteration < 1:
+        raise UsageError(f"--iteration {args.iteration}: iterations are numbered from 1")
+    if args.allow_partial and not args.aggregate:
+        raise UsageError("--allow-partial: only valid with --aggregate")
+    if not args.dry_run:
+        refuse_if_live(log_path, record.settings.coordination.beat_s)
+    found = recovery.inspect(log_path, args.iteration)
+    aside = [item for item in found if item.state.in_the_way]
+    outcome: JsonObject = {
+        "log_path": str(log_path),
+        "iteration": args.iteration,
+        "dry_run": args.dry_run,
+        "files": [_file_json(item) for item in found],
+        "would_quarantine" if args.dry_run else "quarantined": [str(item.path) for item in aside],
+    }
+    try:
+        plan = [merge(log_path, split, found, args, dry_run=True) for split in SPLITS]
+        refused = [split["refused"] for split in plan if "refused" in split]
+        if refused and not args.dry_run:
+            # Fail before changing anything.
+            raise UsageError(refused[0])
+        superseding = needed(record, args.iteration)
+        has_something = found or superseding is not None or any(split["gone"] for split in plan)
+        # The next iteration may have begun without a file.
+        if not has_something and args.iteration > max(recovery.iterations(log_path), default=0) + 1:
+            raise UsageError(nothing_of(log_path, args.iteration))
+        if superseding is not None:
+            outcome["goes_on"] = superseding.as_json()
+        if not args.dry_run:
+            if superseding is not None:
+                record_generation(record, superseding)
+            outcome["quarantined_in"] = str(recovery.quarantine(log_path, aside) or "")
+            plan = [merge(log_path, split, found, args, dry_run=False) for split in SPLITS]
+        outcome["splits"] = plan
+    except OSError as error:
+        raise StoreError(f"{error.filename or log_path}: {error.strerror or error}") from None
+    print(json.dumps(outcome, indent=2) if args.json else as_text(outcome, found))
+    return 0
+
+
+def refuse_if_live(log_path: Path, beat_s: float) -> None:
+    """Raises UsageError if nodes of the run are alive, and names them."""
+    live = heartbeats.live_nodes(log_path, WATCHED_BEATS * beat_s)
+    if live:
+        names = ", ".join(f"node {beat.rank} ({beat.host}, process {beat.pid})" for beat in live)
+        raise UsageError(
+            f"{log_path} is in use by {names}; stop them first (fsbarrier stop --now), or use --dry-run"
+        )
+
+
+def nothing_of(log_path: Path, iteration: int) -> str:
+    """The error for an iteration of which the run has nothing."""
+    known = recovery.iterations(log_path)
+    has = f"it has files of iterations {ranks(known)}" if known else "it has none of any iteration"
+    return f"--iteration {iteration}: {log_path} has no trajectories of it; {has}"
+
+
+def _file_json(item: FoundFile) -> dict[str, object]:
+    return {
+        "path": str(item.path),
+        "split": item.split,
+        "node_rank": item.node_rank,
+        "state": item.state.value,
+        **item.counts(),
+        "note": item.note,
+    }
+
+
+def merge(
+    log_path: Path, split: str, found: list[FoundFile], args: argparse.Namespace, *, dry_run: bool
+) -> JsonObject:
+    """Merge one split, or plan the merge; "refused" in the result is the reason for not merging. Raises StoreError, OSError."""
+    gone = recovery.gone(log_path, split, args.iteration, found)
+    outcome: JsonObject = {"split": split, "gone": [str(path) for path in gone]}
+    usable = {item.path for item in found if not item.state.in_the_way}
+    # List the files again, because quarantined ones must not be merged.
+    parts = [item for item in rank_files.find(log_path, split, args.iteration) if item.path in usable]
+    if not parts:
+        return outcome
+    expected = rank_files.expected_tasks(parts)
+    there = {task for item in parts for task in item.tasks}
+    outcome["expected"] = None if expected is None else len(expected)
+    outcome["missing"] = [task for task in expected or () if task not in there]
+    if not args.aggregate:
+        return outcome
+    request = RanksRequest(
+        log_path,
+        split,
+        args.iteration,
+        tuple(parts),
+        allow_partial=args.allow_partial,
+        dry_run=dry_run,
+    )
+    try:
+        outcome |= merge_with_bar(request).as_json()
+    except UsageError as error:
+        return outcome | {"refused": str(error)}
+    if not dry_run:
+        outcome["restored"] = [str(path) for path in recovery.restore(request.out, gone)]
+    return outcome
+
+
+def as_text(outcome: JsonObject, found: list[FoundFile]) -> str:
+    lines = [f"iteration {outcome['iteration']} in {outcome['log_path']}"]
+    for item in found:
+        who = "merged" if item.node_rank is None else f"node {item.node_rank}"
+        note = f"  ({item.note})" if item.note else ""
+        counts = item.counts()
+        count = f"{counts['groups']:6} groups {counts['trajectories']:7} trajectories"
+        state = item.state.value
+        lines.append(f"  {item.split:5}  {who:8} {state:10} {count}  {item.path.name}{note}")
+    if not found:
+        lines.append("  no files")
+    if outcome.get("would_quarantine"):
+        lines.append(f"would move {len(outcome['would_quarantine'])} file(s) to quarantine/")
+    if outcome.get("quarantined_in"):
+        lines.append(f"moved unusable files to {outcome['quarantined_in']}")
+    if on := outcome.get("goes_on"):
+        does = "would continue" if outcome["dry_run"] else "continues"
+        lines.append(f"the run cannot continue from {on['unreadable']}")
+        lines.append(
+            f"generation {on['generation']} supersedes it: the run {does} at iteration {on['iteration']} with {on['policy']}"
+        )
+    for split in outcome["splits"]:
+        lines += _merged_as_text(split)
+    lines.append(
+        "nothing was changed" if outcome["dry_run"] else "start the run with its normal command to continue"
+    )
+    return "\n".join(map(printable, lines))
+
+
+def _merged_as_text(split: JsonObject) -> list[str]:
+    name, lines = split["split"], []
+    missing = f", {len(split['missing'])} tasks missing" if split.get("missing") else ""
+    if split.get("expected"):
+        lines.append(
+            f"{name}: the nodes completed {split['expected'] - len(split['missing'])} of {split['expected']} tasks"
+        )
+    if split.get("report"):
+        report = split["report"]
+        verb = "already merged" if report["already_done"] else "merged"
+        lines.append(f"{verb} {name}: {report['trajectories']} trajectories{missing}: {report['out']}")
+    elif "refused" in split:
+        lines.append(f"would not merge {name}: {split['refused']}")
+    elif "would_merge" in split:
+        lines.append(f"would merge {name}: {split['would_merge']['groups']} groups{missing}")
+    if split["gone"] and not split.get("restored"):
+        names = ", ".join(Path(path).name for path in split["gone"])
+        lines.append(f"{names} is missing, but the run needs it: --aggregate recreates it")
+    return lines

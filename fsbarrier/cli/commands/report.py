@@ -1,0 +1,82 @@
+"""`fsbarrier report`: writes a run's metrics as a self-contained HTML file, CSV, Perfetto trace or Prometheus text."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fsbarrier.cli.commands import flags
+from fsbarrier.cli.start import preflight
+from fsbarrier.errors import UsageError
+from fsbarrier.store import files, reading
+
+SUMMARY = "Write a run's rewards, timings, node timelines and events as one self-contained HTML file. The run may still be in progress."
+EXAMPLE = """fsbarrier report --log-path runs/default --out report.html
+  fsbarrier report --csv table.csv --perfetto trace.json"""
+
+FORMATS = {
+    "--csv": "write a table of the iterations",
+    "--perfetto": "write a trace of all nodes for ui.perfetto.dev",
+    "--prometheus": "write the latest metrics for Prometheus's textfile collector",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_log_path(parser)
+    parser.add_argument(
+        "--out", metavar="FILE", help="the HTML file (default: report.html in the run directory)"
+    )
+    parser.add_argument(
+        "--iterations",
+        metavar="N",
+        type=flags.whole_number,
+        default=3,
+        help="number of recent iterations to draw timelines for (default 3)",
+    )
+    parser.add_argument(
+        "--no-samples",
+        action="store_true",
+        help="leave out prompts and answers, for sharing the page",
+    )
+    for flag, what in FORMATS.items():
+        parser.add_argument(
+            flag, metavar="FILE", help=f"{what}; the HTML page is then written only with --out"
+        )
+
+
+def main(args: argparse.Namespace) -> int:
+    from fsbarrier.view import report_formats
+    from fsbarrier.view.report import page
+    from fsbarrier.view.run_status import look_once
+
+    log_path = flags.find_log_path(args)
+    reader, status = look_once(log_path)
+    files.set_shared_group(reader.record.settings.shared_group)
+    texts = {}
+    if args.csv:
+        texts["--csv"] = (args.csv, report_formats.csv_table(reader, status))
+    if args.perfetto:
+        texts["--perfetto"] = (args.perfetto, report_formats.perfetto_trace(reader))
+    if args.prometheus:
+        texts["--prometheus"] = (args.prometheus, report_formats.prometheus_text(reader, status))
+    if args.out or not texts:
+        html = page(reader, status, iterations=args.iterations, with_samples=not args.no_samples)
+        texts["--out"] = (args.out or str(log_path / "report.html"), html)
+    for flag, (name, text) in texts.items():
+        path = preflight.absolute(name)
+        write(path, text.encode(), flag)
+        print(path)
+    return 0
+
+
+def write(out: Path, data: bytes, flag: str = "--out") -> None:
+    """Write the file atomically. Raises UsageError on failure."""
+    if out.is_dir():
+        raise UsageError(f"{flag} {out}: is a directory; name a file")
+    try:
+        reading.check_may_replace(out)
+        files.write_atomic(out, data)
+    except OSError as error:
+        raise UsageError(
+            f"{flag} {out}: cannot write the file: {error.strerror or error}; name another file with {flag}"
+        ) from None

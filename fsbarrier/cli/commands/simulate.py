@@ -1,0 +1,162 @@
+"""`fsbarrier simulate`: runs the real protocol code under injected faults, in virtual time. Each seed is a replayable schedule."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from fsbarrier.cli.commands import flags
+from fsbarrier.errors import EXIT_INTERNAL, UsageError
+from fsbarrier.protocol.wording import counted
+from fsbarrier.sim.campaign import SeedVerdict, campaign, make_world, violations_in
+from fsbarrier.sim.faults import KINDS, parse_mix
+from fsbarrier.sim.setup import Setup
+from fsbarrier.sim.transcript import transcript, violations
+
+SUMMARY = "Run the real protocol code under injected faults, in virtual time: one schedule per seed, checked against the invariants."
+EXAMPLE = "fsbarrier simulate --nodes 8 --seeds 10000"
+#: maximum number of failing seeds to print
+SHOWN = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    number = flags.whole_number
+    parser.add_argument("--nodes", metavar="N", type=number, default=3, help="nodes per schedule (default 3)")
+    parser.add_argument(
+        "--seeds", metavar="K", type=number, default=1000, help="number of schedules to run (default 1000)"
+    )
+    parser.add_argument("--first-seed", metavar="S", type=number, default=0, help="first seed (default 0)")
+    parser.add_argument(
+        "--iterations", metavar="I", type=number, default=1, help="iterations of 14 phases each (default 1)"
+    )
+    kinds = "; ".join(f"{name}: {what}" for name, what in KINDS.items())
+    parser.add_argument(
+        "--faults",
+        metavar="LIST",
+        default="all",
+        help=f"all, none, or a comma-separated list of faults. {kinds}",
+    )
+    parser.add_argument("--jobs", metavar="J", type=number, default=1, help="parallel processes (default 1)")
+    parser.add_argument(
+        "--trace", metavar="SEED", type=number, help="run only this seed and print its history"
+    )
+    parser.add_argument(
+        "--groups",
+        action="store_true",
+        help="simulate groups (fsbarrier.join) with random calls instead of runs",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    for name, least in (("nodes", 1), ("seeds", 1), ("iterations", 1), ("jobs", 1), ("first_seed", 0)):
+        if getattr(args, name) < least:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be {least} or more")
+    setup = Setup(
+        nodes=args.nodes, iterations=args.iterations, mix=parse_mix(args.faults), groups=args.groups
+    )
+    if args.trace is not None:
+        return _trace(args.trace, setup)
+    began = time.monotonic()
+    verdicts = campaign(range(args.first_seed, args.first_seed + args.seeds), setup, args.jobs)
+    if not args.json and sys.stderr.isatty():
+        verdicts = _with_a_bar(verdicts, args.seeds)
+    found = Found()
+    for verdict in verdicts:
+        found.add(verdict)
+    print_found = _print_json if args.json else _print_text
+    print_found(args, found, time.monotonic() - began)
+    return EXIT_INTERNAL if found.failed else 0
+
+
+@dataclass
+class Found:
+    """The results of all schedules. `struck`: number of schedules with a fault of each kind."""
+
+    failed: list[SeedVerdict] = field(default_factory=list)
+    struck: Counter[str] = field(default_factory=Counter)
+    virtual_s: float = 0.0
+
+    def add(self, verdict: SeedVerdict) -> None:
+        self.struck.update(verdict.struck)
+        self.virtual_s += verdict.virtual_s
+        if verdict.violations:
+            self.failed.append(verdict)
+
+
+def _with_a_bar(verdicts: Iterator[SeedVerdict], total: int) -> Iterator[SeedVerdict]:
+    """Pass the verdicts through, with a progress bar on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        yield from progress.track(verdicts, total=total)
+
+
+def _trace(seed: int, setup: Setup) -> int:
+    world = make_world(seed, setup)
+    history = world.run()
+    found = violations_in(world)
+    rules = world.rules
+    print(
+        f"seed {seed}: {counted(setup.nodes, 'node')}, --on-node-failure {rules.on_node_failure}, --min-nodes {rules.min_nodes}"
+    )
+    print(f"mounts: {world.habits}; directory times in steps of {world.disk.coarse_s:g} s")
+    print(transcript(history, every_row=True), end="")
+    print(violations(found) or "every invariant held")
+    return EXIT_INTERNAL if found else 0
+
+
+def _print_text(args: argparse.Namespace, found: Found, seconds: float) -> None:
+    for verdict in found.failed[:SHOWN]:
+        for violation in verdict.violations[:3]:
+            print(f"seed {verdict.seed}: {violation.number}: {violation.what}")
+    if len(found.failed) > SHOWN:
+        print(f"... and {len(found.failed) - SHOWN} more seeds")
+    hours, rate = f"{found.virtual_s / 3600:.1f} hours of virtual time", f"{args.seeds / seconds:.0f}"
+    print(
+        f"{counted(args.seeds, 'schedule')} of {counted(args.nodes, 'node')}, {hours}, in {seconds:.1f} s ({rate} schedules a second)"
+    )
+    print(
+        "faults: " + (", ".join(f"{kind} {count}" for kind, count in sorted(found.struck.items())) or "none")
+    )
+    if found.failed:
+        first = found.failed[0]
+        print(f"{len(found.failed)} violated an invariant; to replay the first: {_replay(args, first.seed)}")
+    else:
+        print("every invariant held in all of them")
+
+
+def _print_json(args: argparse.Namespace, found: Found, seconds: float) -> None:
+    failed = [
+        {
+            "seed": verdict.seed,
+            "violations": [violation._asdict() for violation in verdict.violations],
+            "replay": _replay(args, verdict.seed),
+        }
+        for verdict in found.failed
+    ]
+    result = {
+        "nodes": args.nodes,
+        "iterations": args.iterations,
+        "faults": sorted(parse_mix(args.faults)),
+        "first_seed": args.first_seed,
+        "seeds": args.seeds,
+        "failed": failed,
+        "struck": dict(sorted(found.struck.items())),
+        "virtual_s": round(found.virtual_s, 1),
+        "seconds": round(seconds, 3),
+    }
+    print(json.dumps(result))
+
+
+def _replay(args: argparse.Namespace, seed: int) -> str:
+    """The command that replays one seed."""
+    schedule = f"--nodes {args.nodes} --iterations {args.iterations} --faults {args.faults}"
+    return f"fsbarrier simulate {schedule}{' --groups' if args.groups else ''} --trace {seed}"

@@ -1,0 +1,69 @@
+"""`fsbarrier submit POOL_DIR`: adds a run to a pool's queue."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fsbarrier.cli.commands import flags
+from fsbarrier.cli.start import preflight
+from fsbarrier.errors import UsageError
+from fsbarrier.store.identity import user_at_host
+
+SUMMARY = (
+    "Add a run to a pool's queue. Accepts the flags and settings of `fsbarrier run`; the job starts in the current directory. "
+    "Jobs run in order of --priority, then of age."
+)
+EXAMPLE = "fsbarrier submit /shared/pool --nodes 3 --data-path /data/math --model Qwen2.5-0.5B-Instruct"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("pool", metavar="POOL_DIR", help="the pool's directory")
+    parser.add_argument(
+        "--nodes", metavar="N", type=flags.whole_number, default=1, help="number of nodes (default 1)"
+    )
+    parser.add_argument("--name", metavar="NAME", default="", help="name to show in lists")
+    parser.add_argument(
+        "--priority",
+        metavar="P",
+        type=int,
+        default=0,
+        help="jobs with a higher priority run first (default 0)",
+    )
+    flags.add_run_flags(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    from fsbarrier.cli.pool import directory
+    from fsbarrier.cli.pool.facts import Job
+    from fsbarrier.settings.resolve import resolve
+
+    if args.nodes < 1:
+        raise UsageError(f"--nodes {args.nodes}: must be 1 or more")
+    if args.num_nodes is not None or args.dry_run:
+        raise UsageError(
+            "--num-nodes: use --nodes N with submit"
+            if args.num_nodes
+            else "--dry-run: not supported by submit; use fsbarrier run --dry-run"
+        )
+    pool = directory.existing(preflight.absolute(args.pool))
+    directory.check_private(pool.root, shared_group=args.shared_group)
+    args.num_nodes = str(args.nodes)
+    # Report a mistyped setting now instead of on a node an hour later.
+    resolve(flags.gather(args))
+    log_path = str(preflight.absolute(args.log_path)) if args.log_path else ""
+    args.num_nodes = args.log_path = None
+    words = flags.words_for_others(args, "submit")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    name = args.name or next((word for word in words if "=" not in word and word[0] != "-"), "run")
+    try:
+        job = Job(name, args.nodes, args.priority, words, str(Path.cwd()), log_path, user_at_host(), now)
+        name.encode()
+    except ValueError as error:
+        raise UsageError(f"submit: every argument must be valid UTF-8: {error}") from None
+    number = pool.submit(job)
+    print(
+        f"queued job {number}; see `fsbarrier jobs {args.pool}` for its state and `fsbarrier jobs logs {args.pool} {number}` for its output"
+    )
+    return 0

@@ -1,0 +1,127 @@
+"""The job that a launcher starts: the same command on every node. Nodes take their rank from the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsbarrier.cli.start import preflight
+from fsbarrier.errors import UsageError
+from fsbarrier.store import files, reading
+
+#: The first line of each generated file. A file without it is not ours and is never overwritten.
+MARK = "# Written by `fsbarrier launch`."
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterJob:
+    """`run`, `stop`: the beginning of these commands on a node. `words`: the arguments of `run`, the same on every node.
+
+    `folder`: the working directory, to which relative paths in `words` refer.
+    """
+
+    name: str
+    nodes: int
+    gpus_per_node: int
+    folder: Path
+    log_path: str
+    run: tuple[str, ...]
+    stop: tuple[str, ...]
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Settings for schedulers that start containers. `volume`: the shared storage; `mount`: its mount point in the container.
+
+    `accelerator`: SkyPilot's name of the accelerator type, such as H100.
+    """
+
+    image: str
+    volume: str
+    mount: str
+    accelerator: str
+
+
+def commands_here(chosen: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The beginning of `fsbarrier run` and `fsbarrier stop` on a node that shares this machine's files.
+
+    Uses `chosen` if the user gave a command, else the clone's run.sh (which creates its environment first), else this Python.
+    Raises UsageError.
+    """
+    clone = preflight.checkout()
+    if chosen is None and clone is not None and (clone / "run.sh").is_file():
+        stop: tuple[str, ...] = (str(clone / ".venv" / "bin" / "fsbarrier"), "stop")
+        if os.environ.get("FSBARRIER_VENV"):
+            # This is not the clone's own environment, so it finds the clone's code only through PYTHONPATH.
+            stop = ("env", f"PYTHONPATH={clone}", sys.executable, "-P", "-m", "fsbarrier", "stop")
+        return (str(clone / "run.sh"),), stop
+    fsbarrier = [sys.executable, "-P", "-m", "fsbarrier"] if chosen is None else split("--fsbarrier", chosen)
+    return (*fsbarrier, "run"), (*fsbarrier, "stop")
+
+
+def split(flag: str, text: str) -> list[str]:
+    """Split a command into words like a shell. Raises UsageError."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{flag} {text}: {error}") from None
+    if not words:
+        raise UsageError(f"{flag}: must not be empty; give a command")
+    return words
+
+
+def check_name(name: str) -> str:
+    """Check that all schedulers accept the name, i.e. that it is a DNS label. Raises UsageError."""
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?", name):
+        raise UsageError(
+            f"--name {name}: use at most 50 lower-case letters, digits and hyphens, starting with a letter and not ending with a hyphen"
+        )
+    return name
+
+
+def check_below_mount(job: ClusterJob, machine: Machine) -> None:
+    """Check that the run directory is on the shared volume: other files do not survive a container restart. Raises UsageError."""
+    if Path(machine.mount) not in Path(job.log_path).parents:
+        raise UsageError(
+            f"--log-path {job.log_path}: must be below {machine.mount}, the mount point of the shared volume {machine.volume}"
+        )
+
+
+def fill(template: str, job: ClusterJob, **values: object) -> str:
+    """The text of a scheduler's file. `template`: its name in this folder; `values`: what it needs besides the job."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters.update(yaml=_yaml_scalar, shell=_shell_words)
+    text = Path(__file__).with_name(template).read_text(encoding="utf-8")
+    return environment.from_string(text).render(mark=MARK, job=job, **values)
+
+
+def _yaml_scalar(text: str) -> str:
+    """A YAML scalar for any text: a JSON string, but with one escape for a character that JSON writes as two."""
+    whole = json.dumps(text, ensure_ascii=False)
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in whole)
+
+
+def _shell_words(words: str | Sequence[str]) -> str:
+    return shlex.join([words] if isinstance(words, str) else words)
+
+
+def write(path: Path, text: str) -> None:
+    """Write the file, readable only by its owner, and replace an older one of ours. Raises UsageError."""
+    try:
+        reading.check_may_replace(path)
+        if path.exists() and MARK.encode() not in reading.read_bytes(path, reading.JSON_BYTES)[:500]:
+            raise UsageError(f"--output {path}: exists and was not written by fsbarrier; choose another name")
+        files.write_atomic(path, os.fsencode(text))
+    except OSError as error:
+        raise UsageError(f"--output {path}: cannot write the file: {error.strerror}") from None

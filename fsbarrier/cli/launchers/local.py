@@ -1,0 +1,128 @@
+"""Starts all nodes of a run on this machine, each as a daemon in its own session: `launch local` and `run --demo`.
+
+Validates the input and creates the run's record before starting the daemons, so that a mistake is reported once, in one line. The daemons
+then need only their ranks. They end when this process ends, for whatever reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsbarrier.cli.launchers.processes import Interrupted, ending_signals, failed_to_begin, outcome, stop_all
+from fsbarrier.errors import EXIT_INTERNAL, UsageError
+from fsbarrier.protocol.wording import counted
+from fsbarrier.settings.hidden import shown_word
+from fsbarrier.settings.sources import ChosenValue
+from fsbarrier.store import files
+from fsbarrier.store.own_folder import own_folder
+from fsbarrier.store.private_folder import private_folder
+
+if TYPE_CHECKING:
+    from fsbarrier.cli.start.begin import Start
+    from fsbarrier.processes.supervisor import Child
+
+Say = Callable[[str], None]
+
+
+def run_all(
+    chosen: tuple[ChosenValue, ...], defaults: Mapping[str, object], args: argparse.Namespace, say: Say
+) -> int:
+    """Validate, create or load the run's record, and run all nodes here; returns one exit code for all."""
+    from fsbarrier.cli.start import begin, ranks
+
+    # A launcher's variables describe this process. The nodes started here must not take their rank from them.
+    environ = {name: value for name, value in os.environ.items() if name not in ranks.VARIABLES}
+    request = begin.Request(
+        chosen=chosen,
+        environ=environ,
+        master=True,
+        resume=args.resume,
+        dry_run=args.dry_run,
+        defaults=defaults,
+    )
+    start = begin.begin(request, say)
+    if args.dry_run:
+        from fsbarrier.cli.start import dryrun
+
+        return dryrun.show(start.record, start.settings, as_json=args.json)
+    log_path = start.record.log_path
+    with ending_signals(), own_folder(private_folder().path, "launch") as private:
+        children: dict[int, Child] = {}
+        try:
+            logs = _start(start, environ, children, private / "secret.toml")
+            say(
+                f"started {counted(len(children), 'node')} in {log_path}, output in {logs}; Ctrl-C stops them"
+            )
+            codes = _follow(log_path, children, say)
+        except Interrupted as stopped:
+            stop_all(children)
+            _print_summary(log_path)
+            say("all nodes have stopped; run the same command again to resume")
+            return 128 + stopped.number
+        except BaseException:
+            stop_all(children)
+            raise
+        return outcome(codes, say)
+
+
+def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child], secret: Path) -> Path:
+    """Start the daemons and return the folder of their logs. Each one is added to `children` immediately so that the caller can stop
+    it if a later step fails.
+
+    `secret`: path of a file for values that must not appear in process lists.
+    """
+    from fsbarrier.processes.supervisor import Child, own_program, with_this_package
+
+    record, settings = start.record, start.settings
+    logs = record.paths.logs / f"launch_{datetime.now(UTC):%Y%m%dT%H%M%S}Z_{os.getpid()}"
+    choices = [] if start.until is None else ["--iterations", str(start.until)]
+    choices += ["--rl-phase", settings.rl_phase]
+    if settings.rollout_split:
+        choices += ["--rollout-split", settings.rollout_split]
+    if settings.shared_group:
+        choices += ["--shared-group"]
+    if settings.expect_gpus:
+        choices += ["--expect-gpus", str(settings.expect_gpus)]
+    # Only node 0 gets the changed settings; the others take them from the run.
+    changes = [
+        f"{key}={'none' if value is None else json.dumps(value)}" for key, value in start.stated.items()
+    ]
+    if hidden := [word for word in changes if shown_word(word) != word]:
+        files.write_atomic(secret, "\n".join(hidden).encode())
+        changes = [*(word for word in changes if word not in hidden), "--config", str(secret)]
+    for rank in range(settings.num_nodes):
+        which = ["--master", *changes] if rank == 0 else ["--worker", str(rank)]
+        words = [*which, "--log-path", str(record.log_path), *choices]
+        command, log = own_program("fsbarrier", "run", *words), logs / f"node_{rank}.log"
+        children[rank] = Child.start(
+            command, env=with_this_package(environ), log_file=log, name=f"node {rank}"
+        )
+    return logs
+
+
+def _follow(log_path: Path, children: Mapping[int, Child], say: Say) -> dict[int, int]:
+    """Show the run live until all nodes have ended, then its summary. Returns the exit codes of the nodes that ended by themselves."""
+    from fsbarrier.view.live_view import follow
+
+    follow(log_path, children, failed=lambda: failed_to_begin(children))
+    codes = {rank: code for rank, child in children.items() if (code := child.poll()) is not None}
+    stop_all({rank: child for rank, child in children.items() if rank not in codes})
+    ended_by_itself = len(codes) == len(children)
+    for rank, code in codes.items():
+        # The reason of a refused start or a crash is only in the daemon's own output, not in the journal.
+        if code in (EXIT_INTERNAL, UsageError.exit_code) or (code and not ended_by_itself):
+            say(f"node {rank}: {' | '.join(children[rank].last_log_lines(1))}")
+    _print_summary(log_path)
+    return codes
+
+
+def _print_summary(log_path: Path) -> None:
+    from fsbarrier.view.summary import print_summary
+
+    print_summary(log_path)

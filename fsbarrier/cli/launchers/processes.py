@@ -1,0 +1,81 @@
+"""Manages the processes of several nodes: stops them together and reduces their exit codes to one."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from fsbarrier.processes.signals import ENDING, ending_signals_handled
+from fsbarrier.view.event_wording import says_generation
+
+if TYPE_CHECKING:
+    from fsbarrier.processes.supervisor import Child
+
+#: A daemon needs a second or two to stop its own programs. It is killed after this many seconds.
+GRACE_S = 15.0
+#: If the exit codes differ, the first of these is reported, because it is closest to the root cause: "too few nodes", for example, usually
+#: follows from another failure.
+_NEAREST_CAUSE = (2, 4, 3, 1, 5, 6)
+
+
+class Interrupted(BaseException):
+    """A signal asked this process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def ending_signals() -> Iterator[None]:
+    """In this context the first SIGINT, SIGTERM or SIGHUP raises Interrupted. Later ones are ignored because shutdown is in progress."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        for each in ENDING:
+            signal.signal(each, signal.SIG_IGN)
+        raise Interrupted(number)
+
+    with ending_signals_handled(handle):
+        yield
+
+
+def stop_all(children: Mapping[int, Child]) -> None:
+    """Stop all children in parallel and wait for them."""
+    threads = [
+        threading.Thread(target=child.stop, kwargs={"grace_s": GRACE_S}) for child in children.values()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def failed_to_begin(children: Mapping[int, Child]) -> bool:
+    """Whether a node failed before the first generation began. The other nodes would wait for it forever.
+
+    After that, a failed node need not stop the others: they continue without it.
+    """
+    failed = any(child.poll() for child in children.values())
+    return failed and not any(_was_in_a_generation(child.log_file) for child in children.values())
+
+
+def _was_in_a_generation(output: Path) -> bool:
+    with output.open(encoding="utf-8", errors="replace") as lines:
+        return any(says_generation(line) for line in lines)
+
+
+def outcome(codes: Mapping[int, int], say: Callable[[str], None]) -> int:
+    """One exit code for all nodes. Ignores a node that was killed from outside if the others finished without it."""
+    killed = {rank: -code for rank, code in codes.items() if code < 0}
+    for rank, number in killed.items():
+        say(f"node {rank} was killed by {signal.Signals(number).name}")
+    if len(killed) == len(codes):
+        return 128 + next(iter(killed.values()))
+    failed = [code for code in codes.values() if code > 0]
+    known = [code for code in _NEAREST_CAUSE if code in failed]
+    return next(iter(known + failed), 0)

@@ -1,0 +1,159 @@
+"""`fsbarrier launch ssh`: runs the nodes on other machines, through the system's ssh.
+
+Each node's output is stored in a local file; node 0's output also goes to the terminal. Ctrl-C stops all nodes. A node also stops when this
+process ends or its connection breaks: on each machine a short shell script stops the node on EOF of its standard input.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsbarrier.cli.launchers import open_stdin
+from fsbarrier.cli.launchers.job import ClusterJob
+from fsbarrier.cli.launchers.processes import Interrupted, ending_signals, failed_to_begin, outcome, stop_all
+from fsbarrier.errors import TooFewNodes, UsageError
+from fsbarrier.protocol.wording import counted
+from fsbarrier.rundir.log_tail import fit_for_terminal, last_lines
+
+if TYPE_CHECKING:
+    from fsbarrier.processes.supervisor import Child
+
+Say = Callable[[str], None]
+#: ssh's exit code for a failed connection
+NO_CONNECTION = 255
+#: The first line of a node's output. It distinguishes a lost connection from one that was never established.
+CONNECTED = "fsbarrier: connected"
+#: polling interval
+LOOK_S = 0.25
+#: Disable prompts, which nobody could answer; give up on a machine after a minute without an answer.
+OPTIONS = ("BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=15", "ServerAliveCountMax=4")
+# Runs on each machine: starts the node in its own process group and stops it on EOF.
+_ON_EACH_MACHINE = f"""
+echo "{CONNECTED}"
+cd -- "$1" || exit 2
+shift
+exec 3<&0
+setsid "$@" </dev/null 3<&- &
+node=$!
+{{
+  cat <&3 >/dev/null
+  kill -s TERM -- "-$node" && sleep 20 && kill -s KILL -- "-$node"
+}} >/dev/null 2>&1 &
+watcher=$!
+wait "$node"
+code=$?
+kill "$watcher"
+exit "$code"
+"""
+
+
+def read_hosts(text: str | None, file: Path | None) -> tuple[str, ...]:
+    """Parse `a,b,user@c`, or a file with one host per line; node 0 comes first. Raises UsageError."""
+    if (text is None) == (file is None):
+        raise UsageError("launch ssh: give --hosts a,b,c or --hosts-file FILE")
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise UsageError(f"--hosts-file {file}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise UsageError(f"--hosts-file {file}: is not text in UTF-8") from None
+        hosts = [line.partition("#")[0].strip() for line in lines]
+    else:
+        hosts = [host.strip() for host in (text or "").split(",")]
+    hosts = [host for host in hosts if host]
+    for host in hosts:
+        # The user's ssh configuration may pass a host name to a shell (ProxyCommand, Match exec).
+        if not re.fullmatch(r"[A-Za-z0-9_\[][A-Za-z0-9_.:%@/+\[\]-]*", host) or "@-" in host:
+            raise UsageError(f"--hosts: {host!r} is not a valid host; use HOST or USER@HOST")
+    if not hosts:
+        raise UsageError("launch ssh: the list of hosts is empty; name at least one")
+    return tuple(hosts)
+
+
+def commands(job: ClusterJob, hosts: Sequence[str], ssh: Sequence[str]) -> list[list[str]]:
+    """The ssh command of each node, by rank."""
+    options = [word for option in OPTIONS for word in ("-o", option)]
+    found = []
+    for rank, host in enumerate(hosts):
+        node = ["env", f"NODE_RANK={rank}", f"NNODES={len(hosts)}", *job.run, *job.words]
+        # ssh passes a single string to the remote shell, so every word is quoted.
+        script = shlex.join(["sh", "-c", _ON_EACH_MACHINE, "fsbarrier-node", str(job.folder), *node])
+        found.append([*ssh, *options, host, script])
+    return found
+
+
+def run_all(job: ClusterJob, hosts: Sequence[str], ssh: Sequence[str], logs: Path, say: Say) -> int:
+    """Start all nodes and wait for them; returns one exit code for all. Raises UsageError, StoreError."""
+    from fsbarrier.processes.supervisor import Child
+
+    children: dict[int, Child] = {}
+    with ending_signals():
+        try:
+            for rank, command in enumerate(commands(job, hosts, ssh)):
+                argv = [sys.executable, "-I", "-S", open_stdin.__file__, *command]
+                children[rank] = Child.start(
+                    argv, log_file=logs / f"node_{rank}.log", name=f"node {rank} on {hosts[rank]}"
+                )
+            say(
+                f"started {counted(len(children), 'node')} on {', '.join(hosts)}, output in {logs}; Ctrl-C stops them"
+            )
+            codes = _follow(children, hosts, logs / "node_0.log", say)
+        except Interrupted as stopped:
+            stop_all(children)
+            say("all nodes have stopped; run the same command again to resume")
+            return 128 + stopped.number
+        except BaseException:
+            stop_all(children)
+            raise
+    return outcome(codes, say)
+
+
+def _follow(children: Mapping[int, Child], hosts: Sequence[str], shown: Path, say: Say) -> dict[int, int]:
+    """Show node 0's output until all nodes have ended. Returns the exit codes of the nodes that ended by themselves.
+
+    If a node fails to start, the others are stopped, because they would wait for it. After a later failure they continue.
+    """
+    codes: dict[int, int] = {}
+    pause = threading.Event()
+    with shown.open(encoding="utf-8", errors="replace", newline="\n") as output:
+        rest, connected = "", False
+        while len(codes) < len(children):
+            pause.wait(LOOK_S)
+            for rank in children.keys() - codes.keys():
+                child, code = children[rank], children[rank].poll()
+                if code is None:
+                    continue
+                codes[rank] = _exit_code(code, child.log_file)
+                if code != 0:
+                    say(
+                        f"node {rank} on {hosts[rank]}: {_reason(code)}: {' '.join(last_lines(child.log_file, 1))}"
+                    )
+            if failed_to_begin(children):
+                stop_all({rank: child for rank, child in children.items() if rank not in codes})
+                return codes
+            *lines, rest = (rest + output.read()).split("\n")
+            for line in lines:
+                if connected:
+                    print(fit_for_terminal(line), flush=True)
+                # Lines before this one come from ssh or the shell, not from the node.
+                connected = connected or line == CONNECTED
+    return codes
+
+
+def _exit_code(code: int, log: Path) -> int:
+    """The node's exit code. Of a connection that failed: that of a wrong host, or of a lost node if it had been established."""
+    if code != NO_CONNECTION:
+        return code
+    established = CONNECTED in log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return TooFewNodes.exit_code if established else UsageError.exit_code
+
+
+def _reason(code: int) -> str:
+    return "ssh could not connect" if code == NO_CONNECTION else f"ended with exit code {code}"

@@ -1,0 +1,179 @@
+"""Parses a command line, runs the command, and turns every error into a message and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import os
+import re
+import secrets
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from fsbarrier.errors import EXIT_INTERNAL, EXIT_SIGINT, FsbarrierError, StoreError, UsageError
+from fsbarrier.settings.sources import nearest
+from fsbarrier.store import reading
+from fsbarrier.store.printable import printable, without_passwords
+from fsbarrier.store.retry import FAILING
+
+
+class CommandModule(Protocol):
+    """The interface of a module in fsbarrier/cli/commands. --help shows SUMMARY and EXAMPLE."""
+
+    SUMMARY: str
+    EXAMPLE: str
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None: ...
+
+    @staticmethod
+    def main(args: argparse.Namespace) -> int:
+        """Run the command and return its exit code."""
+
+
+def run(name: str, arguments: Sequence[str], find_command: Callable[[str], CommandModule]) -> int:
+    """Run the command `name` and return its exit code. Never raises, except for a second Ctrl-C."""
+    args: argparse.Namespace | None = None
+    _open_missing_streams()
+    try:
+        command = find_command(name)
+        args = parse(command, name, arguments)
+        code = command.main(args)
+        sys.stdout.flush()
+        return code
+    except FsbarrierError as error:
+        print(error_text(error), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_SIGINT
+    except BrokenPipeError:
+        return reader_left()
+    except SystemExit as error:
+        # rich ends the program like this when the reader of our output has exited, and argparse after --help.
+        if isinstance(error.__context__, BrokenPipeError):
+            return reader_left()
+        raise
+    except Exception as error:
+        if isinstance(error, PermissionError):
+            said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            print(error_text(UsageError(said)), file=sys.stderr)
+            return UsageError.exit_code
+        if isinstance(error, OSError) and error.errno in (*FAILING, errno.ENOSPC, errno.EDQUOT):
+            print(error_text(StoreError(f"the filesystem failed: {error}")), file=sys.stderr)
+            return StoreError.exit_code
+        where = save_traceback(args)
+        what = one_line(f"{type(error).__name__}: {error}")
+        print(f"fsbarrier: internal error: {what} (traceback: {where})", file=sys.stderr)
+        return EXIT_INTERNAL
+
+
+def show(text: str) -> int:
+    """Print what the user asked for, and return the exit code."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        return reader_left()
+    return 0
+
+
+def reader_left() -> int:
+    """The exit code when the reader of our output (head, less) has exited. Nothing more is written to it, at the exit either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
+
+
+def _open_missing_streams() -> None:
+    """Open stdin, stdout and stderr on /dev/null if they are closed. Otherwise the next file opened would get that file descriptor and
+    receive our output."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
+
+
+def error_text(error: FsbarrierError) -> str:
+    """The text shown for an error: one line for a usage error; a failed program's last log lines may follow other errors."""
+    lines = [str(error)] if isinstance(error, UsageError) else str(error).splitlines()
+    return "\n".join(
+        ["fsbarrier: error: " + one_line(lines[0] if lines else "")] + [one_line(line) for line in lines[1:]]
+    )
+
+
+def one_line(message: str) -> str:
+    """`message` as one printable line. It may contain arbitrary text from a user or a file."""
+    return printable(re.sub(r"\s+", " ", message)).strip()
+
+
+def parse(command: CommandModule, name: str, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments of one command. Raises UsageError."""
+    parser = Parser(
+        prog=f"fsbarrier {name}",
+        description=command.SUMMARY,
+        epilog=f"example:\n  {command.EXAMPLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        # An abbreviated flag could become ambiguous in the next version.
+        allow_abbrev=False,
+    )
+    command.add_arguments(parser)
+    return parser.parse(arguments)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one-line errors that suggest the nearest flag."""
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Parse flags and positional arguments in any order. Raises UsageError."""
+        args, rest = self.parse_known_intermixed_args(self._with_values_joined(arguments))
+        if rest:
+            flag = rest[0].partition("=")[0]
+            hint = nearest(flag, self._option_string_actions) if flag.startswith("-") else ""
+            raise UsageError(f"unknown {'flag' if flag.startswith('-') else 'argument'} {flag}{hint}")
+        return args
+
+    def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument (-[^:/]*?)(/[^:]*)?: ", r"\1: ", message)
+        for kind, meaning in (("int", "a whole number"), ("float", "a number")):
+            message = message.replace(f"invalid {kind} value: ", f"must be {meaning}, got ")
+        raise UsageError(message)
+
+    def _with_values_joined(self, arguments: Sequence[str]) -> list[str]:
+        """Rewrite `--flag -1,2` as `--flag=-1,2`, because argparse would take the value for a flag."""
+        joined: list[str] = []
+        for argument in arguments:
+            before = joined[-1] if joined else ""
+            action = self._option_string_actions.get(before)
+            if action is not None and action.nargs != 0 and re.match(r"-[\d.,]", argument):
+                joined[-1] = f"{before}={argument}"
+            else:
+                joined.append(argument)
+        return joined
+
+
+def save_traceback(args: argparse.Namespace | None) -> Path | str:
+    """Save the current traceback in the run's logs, or in a temporary file if there is no run. Never follows a link inside the run."""
+    text = without_passwords(traceback.format_exc()).encode(errors="replace")
+    # Pairs of a folder and the root below which no component may be a link.
+    temporary = Path(tempfile.gettempdir())
+    folders = [(temporary, temporary)]
+    if args is not None and hasattr(args, "log_path"):
+        from fsbarrier.cli.start import preflight
+        from fsbarrier.rundir.paths import RunPaths
+
+        given = args.log_path
+        log_path = preflight.absolute(given) if given else preflight.default_log_path(os.environ)
+        folders.insert(0, (RunPaths(log_path).logs, log_path))
+    name = f"fsbarrier-error-{secrets.token_hex(6)}.txt"
+    for folder, root in folders:
+        # The folder does not exist or is not writable: try the next one.
+        with contextlib.suppress(OSError), reading.folder_below(root, folder) as fd:
+            new = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=fd)
+            with os.fdopen(new, "wb") as stream:
+                stream.write(text)
+            return folder / name
+    return "could not be saved"

@@ -1,0 +1,398 @@
+"""Turns the user's input into a run that can begin: settings, rank, record. Used by `run` and `launch`.
+
+On the first start, node 0 validates everything and creates run.json. All later starts load that record. A start may give different values
+only for settings that may change, and only node 0 changes them (protocol/session.py). Nothing is started before all checks have passed,
+and a failed check leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fsbarrier.cli.start import (
+    demo_folder,
+    filesystem,
+    model_folder,
+    other_runs_policy,
+    preflight,
+    program_checks,
+    ranks,
+    task_files,
+)
+from fsbarrier.cli.start.policy_export import VersionToExport
+from fsbarrier.data import demo_tasks
+from fsbarrier.doctor.findings import Report
+from fsbarrier.errors import UsageError
+from fsbarrier.loader import load_program
+from fsbarrier.program import Program
+from fsbarrier.protocol.session import MASTER, shown
+from fsbarrier.protocol.wording import counted
+from fsbarrier.rundir import agreement, runrecord
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.runrecord import RunRecord, TaskSource
+from fsbarrier.rundir.session_settings import in_force, newest_settings
+from fsbarrier.settings.checks import check, check_change
+from fsbarrier.settings.resolve import checked, resolve
+from fsbarrier.settings.sections import Settings
+from fsbarrier.settings.sources import ChosenValue
+from fsbarrier.store import files, trusted_folder
+from fsbarrier.store.printable import printable
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The user's input for one start of one node. `chosen`: lowest precedence first; `defaults` are below all of them."""
+
+    chosen: tuple[ChosenValue, ...]
+    environ: Mapping[str, str]
+    master: bool = False
+    worker: int | None = None
+    #: take any free rank; `Start.node_rank` is then meaningless
+    any_rank: bool = False
+    resume: bool = False
+    dry_run: bool = False
+    defaults: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A node that is ready to begin.
+
+    `settings`: the run's settings including the changes of this start; `stated`: the changeable settings given on the command line, by
+    dotted name. `until`: the last iteration requested. `created`: whether this start created the run's record. `mount`: the filesystem
+    check of this node.
+    """
+
+    record: RunRecord
+    settings: Settings
+    node_rank: int
+    until: int | None
+    created: bool
+    mount: Report
+    stated: Mapping[str, object] = field(default_factory=dict)
+
+
+def begin(request: Request, say: Say = lambda line: None) -> Start:
+    """Determine this node's rank, and create or load the run's record. `say` receives progress messages.
+
+    Raises UsageError for invalid input, TooFewNodes if node 0 does not create the record in time.
+    """
+    chosen = {item.key: item for item in preflight.with_absolute_paths(request.chosen)}
+    # Reject a mistyped value before waiting for another node or reading any file.
+    typed = resolve(chosen.values(), cross_checks=False)
+    log_path = Path(typed.log_path) if typed.log_path else preflight.default_log_path(request.environ)
+    preflight.check_log_path(log_path)
+    trusts_group = "shared_group" in chosen and typed.shared_group
+    trusted_folder.check(log_path, shared_group=trusts_group, named="--log-path", inside=runrecord.STEERING)
+    if (count := _launchers_count(request, chosen, there=runrecord.exists(log_path))) is not None:
+        chosen["num_nodes"] = ChosenValue("num_nodes", count.value, count.source)
+        typed = replace(typed, num_nodes=count.value)
+    mount = filesystem.admit(log_path, write=not request.dry_run)
+    known = typed.num_nodes if "num_nodes" in chosen else None
+    rank = _rank(request, known)
+    asked = _Asked(request, chosen, typed, log_path, mount, say)
+    record = _find_record(asked, rank)
+    # Again, because somebody else may have made it meanwhile.
+    trusted_folder.check(log_path, shared_group=trusts_group, named="--log-path", inside=runrecord.STEERING)
+    start = _create(asked, rank) if record is None else _join(asked, record, rank)
+    for line in ranks.contradictions(rank, start.settings.num_nodes, request.environ) if rank else ():
+        say(line)
+    return start
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The request of a start before the run's record is known. `chosen`: the user's choices by dotted name; `typed`: those choices and
+    defaults as Settings."""
+
+    request: Request
+    chosen: Mapping[str, ChosenValue]
+    typed: Settings
+    log_path: Path
+    mount: Report
+    say: Say
+
+    def check_rank(self, rank: ranks.Choice | None, num_nodes: int) -> None:
+        """Raises UsageError if the run has several nodes and this node's rank is unknown."""
+        if rank is None and num_nodes > 1 and not self.request.dry_run and not self.request.any_rank:
+            raise UsageError(ranks.which_node(num_nodes, self.request.environ))
+
+
+def _rank(request: Request, num_nodes: int | None) -> ranks.Choice | None:
+    if request.any_rank:
+        return None
+    return ranks.node_rank(
+        master=request.master, worker=request.worker, environ=request.environ, num_nodes=num_nodes
+    )
+
+
+def _launchers_count(
+    request: Request, chosen: Mapping[str, ChosenValue], *, there: bool
+) -> ranks.Choice | None:
+    """The number of nodes by the launcher that sets this node's rank, unless the user gives one. So a launcher that starts a run again with
+    more or fewer nodes needs no flag. Of a run that exists WORLD_SIZE says nothing, since it may count processes."""
+    rank = None if "num_nodes" in chosen else _rank(request, None)
+    count = ranks.count_nodes(rank, request.environ)
+    return None if count is not None and count.source == "WORLD_SIZE" and there else count
+
+
+def _find_record(asked: _Asked, rank: ranks.Choice | None) -> RunRecord | None:
+    """The run's record; None if this start must create it. Raises UsageError, TooFewNodes."""
+    request, log_path = asked.request, asked.log_path
+    if runrecord.exists(log_path):
+        return runrecord.load(log_path)
+    if request.resume:
+        raise UsageError(
+            f"--resume: {log_path} contains no run (no run.json); drop --resume to start a new one"
+        )
+    # With --rank auto, a node that knows the number of nodes creates the record.
+    waits = "num_nodes" not in asked.chosen if request.any_rank else rank is not None and rank.value > 0
+    if waits and request.worker is not None and request.dry_run and "num_nodes" not in asked.chosen:
+        raise UsageError(
+            f"--worker {request.worker}: {log_path} contains no run yet, so the worker's settings are unknown; "
+            "start node 0 first, or give --num-nodes to show a new run"
+        )
+    if not waits or request.dry_run:
+        return None
+    # --worker R says that node 0 knows the rest; a variable may be all that is left of a launcher's.
+    known = (
+        "num_nodes" in asked.chosen or rank is None or ranks.count_nodes(rank, request.environ) is not None
+    )
+    if rank is not None and rank.source in request.environ and not known:
+        raise UsageError(ranks.without_count(rank))
+    return runrecord.wait(log_path, asked.typed.coordination.join_timeout_s, on_wait=asked.say)
+
+
+# --- node 0, first start ------------------------------------------------------------------------------------------------
+
+
+def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
+    request, typed, log_path, mount = asked.request, asked.typed, asked.log_path, asked.mount
+    if found := runrecord.without_record(log_path):
+        some = printable(", ".join(found[:5])) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+        raise UsageError(
+            f"--log-path {log_path}: contains {some} but no run.json, so it is not the directory of a run; use a new or empty "
+            "folder, or restore run.json if this run lost it"
+        )
+    _check_count(asked, rank)
+    chosen = asked.chosen
+    program = load_program(typed.program)
+    program_checks.check_used(typed, program)
+    defaults, is_demo = _defaults(request, typed, program)
+    demo = RunPaths(log_path).demo
+    fixed = {"log_path": str(log_path)}
+    if is_demo:
+        fixed |= {"data_path": str(demo), "model": str(demo / "model")}
+    policy = _policy_to_begin_with(typed, program)
+    if policy is not None:
+        fixed |= {"model": str(policy.model)}
+    given = {name: value.value for name, value in chosen.items()}
+    nodes = given.get("num_nodes", 1)
+    limits = filesystem.limits(given, nodes if isinstance(nodes, int) else 1)
+    settings = resolve(chosen.values(), {**limits, **defaults, **fixed})
+    asked.check_rank(rank, settings.num_nodes)
+    program_checks.check_slice(settings, program)
+    if not request.dry_run:
+        preflight.check_accelerators(settings)
+    program_checks.check_own(settings, program, request.environ)
+    _check_packages(request, settings, program)
+    tasks, model = _inputs(settings, program, asked, is_demo)
+    if not request.dry_run:
+        # Determines the permissions of everything written from here on.
+        files.set_shared_group(settings.shared_group)
+    if policy is not None:
+        state = other_runs_policy.find_state(settings, policy) if settings.init_optimizer else None
+        if not request.dry_run:
+            first_policy = RunPaths(log_path).first_policy
+            model = str(other_runs_policy.copy(str(settings.init_from), policy, state, first_policy))
+    settings = replace(settings, model=model)
+    record = runrecord.new(log_path, settings, tasks=tasks, model=model)
+    if request.dry_run:
+        return Start(record, settings, 0, settings.iterations, created=False, mount=mount)
+    if is_demo:
+        # Create the record last, so that a failed start leaves nothing behind.
+        demo_folder.make(demo, preflight.cache_folder(request.environ), asked.say)
+        named = task_files.needed_files(settings)
+        record = replace(record, tasks=task_files.read_tasks(demo, named, settings))
+    published = runrecord.publish(record)
+    if published.run_id != record.run_id:
+        # Another process created the record first.
+        return _join(asked, published, rank)
+    return Start(record, settings, 0, settings.iterations, created=True, mount=mount)
+
+
+def _check_count(asked: _Asked, rank: ranks.Choice | None) -> None:
+    """Raises UsageError if a launcher set the rank, and the number of nodes is unknown: a run of one node would look like success while
+    the other nodes wait forever."""
+    if "num_nodes" in asked.chosen:
+        return
+    if rank is None and not asked.request.dry_run:
+        ranks.check_alone(asked.request.environ)
+    if rank is not None and rank.source in asked.request.environ:
+        raise UsageError(
+            f"{rank.source}={rank.value} sets this node's rank, but the number of nodes is unknown; give --num-nodes"
+        )
+
+
+def _policy_to_begin_with(typed: Settings, program: Program) -> VersionToExport | None:
+    """The policy of another run selected by `init_from`. Raises UsageError."""
+    if typed.init_from is None:
+        return None
+    if typed.model is not None:
+        raise UsageError(
+            f"init_from={typed.init_from}: contradicts --model, which also sets the initial policy; drop one of the two"
+        )
+    return other_runs_policy.find(typed.init_from)
+
+
+def _defaults(request: Request, typed: Settings, program: Program) -> tuple[Mapping[str, object], bool]:
+    """The defaults of this request, and whether it uses the built-in task, i.e. has neither data nor a model."""
+    has_data = typed.data_path is not None
+    has_model = typed.model is not None or typed.init_from is not None
+    needs_data = "data" in program.needs and typed.rl_phase != "update"
+    needs_model = "model" in program.needs
+    if has_data or has_model or not (needs_data or needs_model):
+        if needs_data and not has_data:
+            raise UsageError("--model without --data-path: give both, or neither for the built-in task")
+        if needs_model and not has_model:
+            raise UsageError("--data-path without --model: give both, or neither for the built-in task")
+        return request.defaults, False
+    task = {key: value for key, value in demo_tasks.DEMO_SETTINGS.items() if key != "iterations"}
+    return {**task, **request.defaults}, True
+
+
+def _check_packages(request: Request, settings: Settings, program: Program) -> None:
+    if not (request.dry_run and preflight.only_shows_runs()):
+        program_checks.check_packages(settings, program, request.environ)
+
+
+def _inputs(
+    settings: Settings, program: Program, asked: _Asked, is_demo: bool
+) -> tuple[dict[str, TaskSource], str | None]:
+    """The validated task files and model folder. Those of the built-in task do not exist yet."""
+    named = task_files.needed_files(settings) if "data" in program.needs else {}
+    data_path = Path(settings.data_path) if settings.data_path else None
+    if is_demo:
+        return {
+            name: _demo_source(data_path, name, file or f"{name}.jsonl") for name, file in named.items()
+        }, settings.model
+    if data_path and named:
+        # Check this first, because the model may be inside it.
+        task_files.check_folder(data_path)
+    environ = asked.request.environ
+    model = model_folder.find_model(settings.model, data_path, environ) if settings.model else None
+    if model is not None:
+        model_folder.check_trainable(model, settings)
+        model_folder.check_lengths(model, settings)
+        model_folder.check_adapters(model, settings, asked.say)
+    tasks: dict[str, TaskSource] = {}
+    if data_path and named:
+        tasks = task_files.read_tasks(data_path, named, settings, model=model)
+        _say_who_idles(tasks, settings, asked.say)
+    return tasks, str(model) if model else None
+
+
+def _say_who_idles(tasks: Mapping[str, TaskSource], settings: Settings, say: Say) -> None:
+    """Tell if an iteration has fewer tasks than there are nodes."""
+    count = min(settings.rollout.tasks, tasks["train"]["count"]) if "train" in tasks else settings.num_nodes
+    if count < settings.num_nodes:
+        say(
+            f"an iteration has {counted(count, 'task')} for {settings.num_nodes} nodes, so "
+            f"{counted(settings.num_nodes - count, 'node')} will roll out nothing"
+        )
+
+
+def _demo_source(folder: Path | None, name: str, file: str) -> TaskSource:
+    """A task file of the built-in task, which does not exist yet."""
+    counts = {"train.jsonl": demo_tasks.TRAIN_TASKS, "test.jsonl": demo_tasks.TEST_TASKS}
+    if file not in counts:
+        raise UsageError(
+            f"eval.sets.{name}: the built-in task has no file {file}; use test.jsonl (eval.sets.{name}.file=test.jsonl), or "
+            "give --data-path"
+        )
+    return {"path": f"{folder}/{file}", "count": counts[file], "sha256": ""}
+
+
+# --- all other starts ---------------------------------------------------------------------------------------------------
+
+
+def _join(asked: _Asked, record: RunRecord, rank: ranks.Choice | None) -> Start:
+    """Start a node of an existing run. Its rank may be beyond the run's number of nodes: node 0 may be about to ask for more."""
+    request, chosen, typed = asked.request, asked.chosen, asked.typed
+    settings = checked(in_force(record.settings, newest_settings(record.paths)))
+    files.set_shared_group(settings.shared_group)
+    with_folder = _with_models_folder(typed, record, settings.data_path, request.environ)
+    stated = agreement.stated_changes(record, chosen, with_folder)
+    if rank is not None and rank.source == "RANK":
+        rank = _rank(request, typed.num_nodes if "num_nodes" in chosen else settings.num_nodes)
+    if rank is None or rank.value == MASTER:
+        # With --rank auto, this node may become node 0.
+        settings, stated = _changed(settings, stated, asked)
+    asked.check_rank(rank, settings.num_nodes)
+    program = load_program(settings.program)
+    if "model" in program.needs:
+        # Environment variables and file locations may differ between nodes.
+        preflight.check_engine(settings, request.environ)
+        preflight.check_judge(settings, request.environ)
+        preflight.check_agent(settings.rollout.agent)
+    _check_packages(request, settings, program)
+    runrecord.check_tasks(record)
+    until = typed.iterations if "iterations" in chosen else settings.iterations
+    settings = _with_choices(asked, settings)
+    program_checks.check_slice(settings, program)
+    if not request.dry_run:
+        preflight.check_accelerators(settings)
+    if "data" in program.needs:
+        task_files.check_recorded(settings, record.tasks)
+    number = rank.value if rank else 0
+    return Start(record, settings, number, until, created=False, mount=asked.mount, stated=stated)
+
+
+def _changed(
+    settings: Settings, stated: dict[str, object], asked: _Asked
+) -> tuple[Settings, dict[str, object]]:
+    """The run's settings with the changes of this start of node 0, and all settings it states. Raises UsageError."""
+    even = len(set(settings.rank_weights)) == 1
+    if "num_nodes" in stated and "rank_weights" not in stated and even:
+        # Equal weights are the default and follow the number of nodes.
+        stated = {**stated, "rank_weights": [settings.rank_weights[0]] * int(str(stated["num_nodes"]))}
+    changed = checked(settings.with_values(stated))
+    before = settings.as_json()
+    differing = {name: value for name, value in stated.items() if runrecord.look_up(before, name) != value}
+    if differing:
+        check(changed, asked.chosen)
+        check_change(changed, differing)
+    for name, value in differing.items():
+        was = runrecord.look_up(before, name)
+        asked.say(
+            printable(f"{name} changes from {shown(was)} to {shown(value)} if this start begins a session")
+        )
+    return changed, stated
+
+
+def _with_choices(asked: _Asked, recorded: Settings) -> Settings:
+    """The run's settings with this start's own choices. Raises UsageError for a rollout split without a rollout."""
+    chosen, typed = asked.chosen, asked.typed
+    rl_phase, split = recorded.rl_phase, recorded.rollout_split
+    if "rl_phase" in chosen:
+        rl_phase, split = typed.rl_phase, None
+    if "rollout_split" in chosen:
+        split = typed.rollout_split
+    if split is not None and rl_phase != "rollout":
+        raise UsageError(f"--rollout-split {split}: requires --rl-phase rollout")
+    expected = typed.expect_gpus if "expect_gpus" in chosen else recorded.expect_gpus
+    return replace(recorded, rl_phase=rl_phase, rollout_split=split, expect_gpus=expected)
+
+
+def _with_models_folder(
+    typed: Settings, record: RunRecord, data_path: str | None, environ: Mapping[str, str]
+) -> Settings:
+    """The user's settings, with a model name resolved to its folder as in the record."""
+    if typed.model is None or typed.model == record.model:
+        return typed
+    folder = model_folder.find_model(typed.model, Path(data_path) if data_path else None, environ)
+    return replace(typed, model=str(folder))

@@ -1,0 +1,65 @@
+"""A short `fsbarrier doctor` at each start: rejects an unsuitable filesystem and records the findings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fsbarrier.doctor import examine
+from fsbarrier.doctor.findings import Report
+from fsbarrier.errors import StoreError, UsageError
+from fsbarrier.protocol.timing import BEAT_S, DEAD_S, SUSPECT_S
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.store import files
+from fsbarrier.store.identity import host_name
+from fsbarrier.store.retry import FAILING, retry, until_seen
+
+#: Above this number of nodes the timeouts grow with it, so that the heartbeats do not increase the load on the file server.
+MANY_NODES = 160
+LIMITS = {
+    "coordination.beat_s": BEAT_S,
+    "coordination.suspect_s": SUSPECT_S,
+    "coordination.dead_s": DEAD_S,
+}
+
+
+def admit(log_path: Path, *, write: bool) -> Report:
+    """A quick check of the filesystem under `log_path`, which need not exist yet. `write`: include write tests.
+
+    Raises StoreError if the filesystem fails or is unsuitable, UsageError without write permission.
+    """
+    try:
+        report = retry(lambda: examine.short(log_path, write=write), errnos=FAILING)
+    except OSError as error:
+        if error.errno in FAILING:
+            raise StoreError(f"--log-path {log_path}: {error.strerror}") from None
+        raise UsageError(f"--log-path {log_path}: not writable: {error.strerror or error}") from None
+    if report.refused:
+        found = report.refused[0]
+        advice = f"; {found.advice}" if found.advice else ""
+        raise StoreError(
+            f"--log-path {log_path}: its filesystem cannot support a run: {found.finding}{advice} (details: fsbarrier doctor)"
+        )
+    return report
+
+
+def limits(given: Mapping[str, object], num_nodes: int) -> dict[str, float]:
+    """Longer timeouts for many nodes; {} if the user set any of them."""
+    crowd = num_nodes / MANY_NODES
+    if crowd <= 1 or any(name in given for name in LIMITS):
+        return {}
+    return {name: round(seconds * crowd, 1) for name, seconds in LIMITS.items()}
+
+
+def record(report: Report, paths: RunPaths, node_rank: int) -> None:
+    """Store this node's findings in the run directory, replacing those of an earlier start. Raises StoreError."""
+    about = {"host": host_name(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    body = json.dumps({"node_rank": node_rank, **about, **report.as_json()}, indent=2)
+    path = paths.filesystem(node_rank)
+    try:
+        files.make_dirs_below(paths.root, path.parent)
+        until_seen(lambda: files.write_atomic(path, body.encode() + b"\n"))
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror or error}") from None

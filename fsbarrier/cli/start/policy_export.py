@@ -1,0 +1,182 @@
+"""Exports a policy version of a run as a Hugging Face model folder: finds, copies or converts, verifies and uploads it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fsbarrier.engine import model as model_folder
+from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed
+from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.store import files, owned, reading
+
+# A weights file whose name contains the number of files.
+NUMBERED = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class VersionToExport:
+    """A policy version to export. `digests`: of the files in its model folder; empty for the initial model."""
+
+    version: int
+    model: Path
+    trainer: Path | None = None
+    digests: Mapping[str, FileDigest] = field(default_factory=dict)
+    # The run directory that contains the model; links below it are not followed. None: the model is outside a run.
+    root: Path | None = None
+
+
+def find(record: RunRecord, wanted: int | None, named: str = "--policy-version") -> VersionToExport:
+    """The requested policy version; `wanted=None`: the one the run serves now. `named`: how an error names the version.
+
+    Raises UsageError if the run has no such version, ProgramFailed if it is incomplete.
+    """
+    made = checkpoints.served_policy(record.log_path)
+    served = record.paths.checkpoint(made.number, made.generation) if made else None
+    there = checkpoints.versions(record.log_path)
+    folders = [folder for version, folder in there if version == wanted] if wanted is not None else [served]
+    complete = [
+        folder for folder in folders if folder is not None and (folder / checkpoints.MANIFEST).is_file()
+    ]
+    # Of several attempts at one version, prefer the one that the run serves, then the newest.
+    if complete:
+        folder = served if served in complete else complete[-1]
+        assert folder is not None
+        manifest = checkpoints.check_sizes(folder)
+        digests = {
+            name.removeprefix("model/"): digest
+            for name, digest in manifest.files.items()
+            if name.startswith("model/")
+        }
+        if not any(name.endswith((".safetensors", ".bin")) for name in digests):
+            raise _no_policy(record)
+        state = any(name.startswith("trainer/") for name in manifest.files)
+        trainer = folder / "trainer" if state else None
+        return VersionToExport(manifest.policy_version, folder / "model", trainer, digests, record.log_path)
+    if not wanted and (first := first_model(record)) is not None:
+        return first
+    if wanted is None:
+        raise _no_policy(record)
+    whole = (version for version, folder in there if (folder / checkpoints.MANIFEST).is_file())
+    kept = ", ".join(str(version) for version in sorted({0, *whole}))
+    raise UsageError(
+        f"{named} {wanted}: not on disk; available: {kept} (checkpoint.keep limits how many are kept)"
+    )
+
+
+def _no_policy(record: RunRecord) -> UsageError:
+    return UsageError(
+        f"--log-path {record.log_path}: this run has no policy to export (program {record.settings.program})"
+    )
+
+
+def first_model(record: RunRecord) -> VersionToExport | None:
+    """The run's initial model, which has no manifest; None for a program without a model."""
+    if record.model is None:
+        return None
+    model = Path(record.model)
+    root = record.log_path if model.is_relative_to(record.log_path) else None
+    return VersionToExport(0, model, root=root)
+
+
+def export(chosen: VersionToExport, target: Path, dtype: str | None) -> None:
+    """Create `target` atomically, after verifying all of it. `dtype`: bf16 or fp32; None: as served.
+
+    Raises OSError, ProgramFailed (damaged or missing files), UsageError (precision not available).
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = files.temporary_beside(target)
+    if not chosen.digests and chosen.root is not None:
+        _refuse_links(chosen.model, chosen.root)
+    try:
+        if dtype is None:
+            _copy(chosen, staging)
+        else:
+            # Imported late because torch takes seconds to load and a plain copy does not need it.
+            from fsbarrier.training.convert_model import DTYPES, convert
+
+            model, trained = chosen.model, bool(chosen.digests)
+            # An untrained model has no trainer state with more precise weights.
+            convert(model, chosen.trainer, staging, DTYPES[dtype], trained=trained, root=chosen.root)
+            # Afterwards: then it was right while it was read.
+            for part in ("model/", "trainer/") if chosen.trainer else ("model/",):
+                if trained:
+                    checkpoints.verify(model.parent, part)
+        check_whole(staging)
+        files.fsync_dir(staging)
+        os.rename(staging, target)
+    finally:
+        owned.discard(staging)
+
+
+def _copy(chosen: VersionToExport, out: Path) -> None:
+    if not chosen.digests:
+        _copy_first_model(chosen, out)
+    for name, digest in chosen.digests.items():
+        files.make_dirs((out / name).parent)
+        checkpoints.copy_listed(chosen.model / name, out / name, digest, chosen.root)
+
+
+def _refuse_links(model: Path, root: Path) -> None:
+    """Reject links in a model below `root` that has no manifest. Raises ProgramFailed, OSError."""
+    reading.check_below(root, model)
+    for path in model.rglob("*"):
+        if path.is_symlink():
+            raise ProgramFailed(
+                f"{path} is a symbolic link, which could lead out of the run; not exporting it"
+            )
+
+
+def _copy_first_model(chosen: VersionToExport, out: Path) -> None:
+    """Copy the initial model, which has no manifest. A user's own folder may contain links, as the Hugging Face cache does."""
+
+    def copy(source: str, target: str) -> None:
+        copy_hashed(Path(source), Path(target), chosen.root)
+
+    shutil.copytree(chosen.model, out, copy_function=copy)
+
+
+def check_whole(folder: Path) -> None:
+    """Check that a model folder has all weights that its index lists. Raises ProgramFailed naming a missing one."""
+    shapes = model_folder.inspect(folder).shapes
+    index = folder / "model.safetensors.index.json"
+    if shapes is None:
+        return
+    if index.is_file():
+        listed = reading.json_object(index, ProgramFailed).get("weight_map")
+        lacking = sorted(set(listed if isinstance(listed, Mapping) else ()) - set(shapes))
+        if lacking:
+            raise ProgramFailed(f"{folder}: no file contains the weight {lacking[0]} listed in {index.name}")
+    numbered = [match for path in folder.iterdir() if (match := NUMBERED.fullmatch(path.name))]
+    if numbered and len(numbered) != int(numbered[0].group(1)):
+        raise ProgramFailed(
+            f"{folder}: has {len(numbered)} weight files, which contradicts the name {numbered[0].group()}"
+        )
+
+
+def push(folder: Path, repository: str, message: str) -> str:
+    """Upload a model folder with Hugging Face's client, which finds the token, and return the URL.
+
+    Creates a private repository if necessary. Raises ProgramFailed.
+    """
+    try:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError
+    except ImportError:
+        raise UsageError("--push: needs the package huggingface_hub, which is not installed here") from None
+    from httpx import HTTPError
+
+    try:
+        hub = HfApi()
+        made = hub.create_repo(repository, private=True, exist_ok=True)
+        hub.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message)
+        return str(made)
+    except (HfHubHTTPError, HTTPError, OSError, ValueError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ProgramFailed(f"--push {repository}: {first}; the folder is in {folder}") from None

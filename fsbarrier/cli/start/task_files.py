@@ -1,0 +1,110 @@
+"""Finds the task files of a run and validates every line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsbarrier.cli.start import chat_template
+from fsbarrier.errors import UsageError
+from fsbarrier.rundir.runrecord import TaskSource
+from fsbarrier.store import files
+
+if TYPE_CHECKING:
+    from fsbarrier.data.tasks import Task
+    from fsbarrier.settings.sections import Settings
+
+# The longest tokens of usual vocabularies are 128 blanks.
+MOST_CHARACTERS_PER_TOKEN = 128
+
+
+def needed_files(settings: Settings) -> dict[str, str | None]:
+    """The task files that a run reads: `train` and the evaluation sets, by name. The value is the file that the user named, or None for
+    the default name."""
+    if settings.rl_phase == "update":
+        return {}
+    held_out = {name: one.file for name, one in settings.eval.sets.items()} or {"test": None}
+    train: dict[str, str | None] = {"train": None}
+    return {"train-only": train, "eval-only": held_out}.get(
+        settings.rollout_split or "", train | held_out if settings.eval_interval else train
+    )
+
+
+def check_folder(data_path: Path) -> None:
+    """Raises UsageError if the data path is not a folder."""
+    if not data_path.is_dir():
+        raise UsageError(
+            f"--data-path {data_path}: {'not a folder' if data_path.exists() else 'no such folder'}"
+        )
+
+
+def read_tasks(
+    data_path: Path, named: Mapping[str, str | None], settings: Settings, *, model: Path | None = None
+) -> dict[str, TaskSource]:
+    """Validate the `needed_files` and return {"path", "count", "sha256"} for each.
+
+    Checks that the reward can score each answer, and that `model` (None: skip) can be given each prompt. Raises UsageError naming file
+    and line number.
+    """
+    # Imported late because it can load a Parquet library, which other commands do not need.
+    from fsbarrier.data import tasks
+    from fsbarrier.rewards.kinds import check_answers
+
+    found: dict[str, TaskSource] = {}
+    for split, file in named.items():
+        path = _task_file(data_path, split) if file is None else _named_file(data_path, split, file)
+        read = tasks.read_tasks(path)
+        if read.count == 0:
+            raise UsageError(f"{path}: contains no tasks")
+        check_answers(settings.reward.kind, read.tasks.values(), path)
+        if model is not None:
+            _check_lengths(read.tasks.values(), path, settings.engine.max_model_len)
+            chat_template.check(model, read.tasks.values(), path, settings.rollout.template_arguments)
+        found[split] = {"path": str(path), "count": read.count, "sha256": files.sha256_file(path)}
+    return found
+
+
+def _check_lengths(tasks: Iterable[Task], path: Path, max_model_len: int) -> None:
+    """Refuse a prompt that cannot fit however it is cut into tokens; whether one of about the right size does, the engine knows."""
+    for task in tasks:
+        length = sum(len(message["content"]) for message in task.messages)
+        if length > MOST_CHARACTERS_PER_TOKEN * max_model_len:
+            raise UsageError(
+                f"{path}, task {task.index}: the prompt has {length} characters, which do not fit into the {max_model_len} tokens of "
+                "engine.max_model_len"
+            )
+
+
+def check_recorded(settings: Settings, recorded: Collection[str]) -> None:
+    """Raises UsageError if this start needs tasks that are not in the run's record."""
+    for split in needed_files(settings):
+        if split not in recorded:
+            raise UsageError(
+                f"this run was created without {split} tasks (--eval-interval 0, or --rollout-split); start a new run to use them"
+            )
+
+
+def _named_file(data_path: Path, name: str, file: str) -> Path:
+    # An absolute path stays as it is.
+    path = data_path / file
+    if not path.is_file():
+        raise UsageError(f"eval.sets.{name}.file={file}: {path} is not a file")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"{path}: no read permission")
+    return path
+
+
+def _task_file(data_path: Path, split: str) -> Path:
+    names = (data_path / f"{split}.jsonl", data_path / f"{split}.parquet")
+    there = [path for path in names if path.is_file()]
+    if len(there) == 2:
+        raise UsageError(f"--data-path {data_path}: has both {there[0].name} and {there[1].name}; keep one")
+    if not there:
+        odd = next((path.name for path in names if path.is_symlink() or path.exists()), None)
+        what = f"{odd} is a folder or a broken link" if odd else f"has no {split}.jsonl or {split}.parquet"
+        raise UsageError(f"--data-path {data_path}: {what}")
+    if not os.access(there[0], os.R_OK):
+        raise UsageError(f"{there[0]}: no read permission")
+    return there[0]

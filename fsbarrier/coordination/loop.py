@@ -1,0 +1,350 @@
+"""One node of a run: look, decide, act. The same code runs in the daemon and in the simulator.
+
+`NodeLoop.tick(now)` looks at the shared directory, lets the state machine decide, and performs the actions in order, until nothing is
+left to do. It has no clock, thread or process of its own: time is passed in, and a `WorkRunner` does the work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+
+from fsbarrier.coordination.fact_removal import FactRemoval
+from fsbarrier.coordination.fact_writer import FactWriter
+from fsbarrier.coordination.join_writer import JoinWriter
+from fsbarrier.coordination.observer import Observer
+from fsbarrier.coordination.passed_rows import PassedRows
+from fsbarrier.coordination.resume import LastGeneration
+from fsbarrier.coordination.suspicion_events import SuspicionEvents
+from fsbarrier.coordination.work_runner import WorkRunner
+from fsbarrier.errors import Fenced
+from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Payload, Position
+from fsbarrier.protocol.machine import awaited, step
+from fsbarrier.protocol.membership import JOINING
+from fsbarrier.protocol.state import (
+    Action,
+    Announce,
+    CancelWork,
+    Entered,
+    Exit,
+    FindResumePoint,
+    Launch,
+    Node,
+    Note,
+    Propose,
+    Publish,
+    RowPart,
+    Rules,
+    View,
+    WorkReport,
+)
+from fsbarrier.rundir.journal import summary
+from fsbarrier.rundir.phase_time import PhaseTime
+from fsbarrier.rundir.record_store import Store
+
+#: Actions that do not change the node, so the state machine asks again while there is a reason to, and a failed one must not be
+#: repeated blindly. Example: node 2 is silent, and an outage keeps node 0 from creating a generation without it. After the outage
+#: node 2 is heard again.
+ASKED_AGAIN = (Propose, FindResumePoint)
+
+#: writes an event, the node as it is then, and the event's fields to the journal
+WriteEvent = Callable[[str, Node, Payload], None]
+
+
+class LookAgain(Enum):
+    """When another look is worth while after an action."""
+
+    #: perhaps there is something new
+    NOW = 0
+    #: there is nothing new yet: work has just been launched, or another node's record is not readable yet
+    LATER = 1
+    #: nothing new, because this node's listings are stale: at its usual pace
+    STALE_LISTING = 2
+
+
+@dataclass
+class NodeLoop:
+    """The body of a node's loop. `join` describes this process; each joining fills in an incarnation."""
+
+    store: Store
+    observer: Observer
+    rules: Rules
+    work: WorkRunner
+    join: Join
+    write_event: WriteEvent
+    node: Node = field(init=False)
+    exit: Exit | None = None
+    #: of the heartbeats
+    counter: int = 0
+    last_generation: LastGeneration = field(init=False)
+    _suspicions: SuspicionEvents = field(init=False)
+    _join_writer: JoinWriter = field(init=False)
+    _fact_writer: FactWriter = field(init=False)
+    _rows: PassedRows = field(init=False)
+    #: the actions that are still to be performed
+    _pending: deque[Action] = field(default_factory=deque)
+    #: the view in which there was nothing to do
+    _idle_view: View | None = None
+    #: the names that this node's heartbeat may have now; several after a rename that ended in an error
+    _beat_names: list[Path] = field(default_factory=list)
+    _beating_as: int = 0
+    #: the last end of a piece of work whose lines are in the journal
+    _told: WorkReport | None = None
+
+    def __post_init__(self) -> None:
+        paths, fact_removal = self.observer.paths, FactRemoval(self.store, self.observer.paths, self.rules)
+        self.last_generation = LastGeneration(self.observer)
+        self._suspicions = SuspicionEvents(self.observer)
+        self._join_writer = JoinWriter(self.store, paths)
+        self._fact_writer = FactWriter(self.store, self.observer, self.rules)
+        self._rows = PassedRows(self.store, self.observer, fact_removal)
+
+    def start(self, now: float, claimed: int | None = None) -> None:
+        """Join the run as the next incarnation of this rank; the observer must be prepared. Raises OSError.
+
+        `claimed`: join as exactly this incarnation. Raises Fenced if another process has it.
+        """
+        newest = self.observer.newest
+        previous = self.observer.joins.get(self.join.rank)
+        incarnation = claimed or 1 + (previous.incarnation if previous is not None else 0)
+        baseline = newest.number if newest is not None else 0
+        while not self._announce(incarnation):
+            if claimed:
+                raise Fenced(f"node {self.join.rank} was taken by another process in this moment")
+            incarnation += 1
+        self.node = Node(
+            self.join.rank, incarnation, now, self.join.host, started_as=incarnation, baseline=baseline
+        )
+        # The first tick writes the event: a journal that is not writable yet must not make this node join twice.
+        self._pending.append(Note("node_joined", {"host": self.join.host, "pid": self.join.pid}))
+
+    def tick(self, now: float) -> bool:
+        """Look, decide and act until nothing is left to do. True if anything happened. Raises OSError when the filesystem fails.
+
+        If an action fails, the next tick begins with it and those after it, since the state machine will not ask for them again.
+        Actions that it does ask for again (`ASKED_AGAIN`) are dropped, and so are facts in a generation that is over.
+        """
+        passed = self._rows.take_passed()
+        busy = bool(self._pending)
+        self._act(now)
+        while self.exit is None:
+            actions = self._decide(now)
+            if actions is None:
+                break
+            if actions:
+                self._pending.extend(actions)
+                look_again = self._act(now)
+                # Not in the tick that passed a row, nor before this node has published: no member should wait for the clean-up.
+                self._rows.remove_old_facts(self.node.rank, passed)
+                busy = look_again is not LookAgain.STALE_LISTING
+                if look_again is not LookAgain.NOW:
+                    break
+        for event, fields in self._suspicions.events(self.node, self.rules.limits):
+            self.write_event(event, self.node, fields)
+        if self.exit is None:
+            self._fact_writer.repeat(self.node, now, self._note_long_wait)
+        self._rows.remove_old_facts(self.node.rank, passed)
+        return busy
+
+    def _decide(self, now: float) -> Sequence[Action] | None:
+        """Look, and let the state machine decide: the actions to perform; None if there is nothing to do."""
+        before = self.node
+        # How this node's own work ended, if any was under way.
+        work = self.work.report() if before.part in (RowPart.EACH, RowPart.LEADER) else None
+        if work is not None and work is not self._told:
+            for line in work.events:
+                self.write_event(line["event"], before, {k: v for k, v in line.items() if k != "event"})
+            self._told = work
+        view = self.observer.view(before, now, work)
+        if view is self._idle_view:
+            # Most looks of a wait end here: only the row was due, and it showed nothing new.
+            return None
+        self.node, actions = step(before, view, now, self.rules)
+        if not actions and self.node == before:
+            self._idle_view = view
+            return None
+        return actions
+
+    def _act(self, now: float) -> LookAgain:
+        """Perform the pending actions in order."""
+        look_again, pending = LookAgain.NOW, self._pending
+        while pending:
+            # The action may change what this node sees, so the last view is outdated.
+            self.observer.last_view = None
+            try:
+                after = self._perform(pending[0], now)
+            except OSError as error:
+                if not (isinstance(error, FileNotFoundError) and self._is_of_the_past(pending[0])):
+                    self._pending = deque(action for action in pending if not isinstance(action, ASKED_AGAIN))
+                    raise
+                after = None
+            look_again = max(look_again, after or LookAgain.NOW, key=lambda one: one.value)
+            pending.popleft()
+        return look_again
+
+    def _is_of_the_past(self, action: Action) -> bool:
+        """Whether an action publishes a fact in a generation that is over. Raises OSError.
+
+        Example: this process was stopped while it published, and the others have removed the folder of that generation. To try again
+        would fail for ever, and the node would never learn that it is no member any more.
+        """
+        if not isinstance(action, Publish):
+            return False
+        generation, _ = self.node.place
+        return self.observer.registry.newest_number() > generation.number
+
+    def awaited(self, now: float) -> Sequence[int]:
+        """The missing ranks that this node waits for, by its last view."""
+        seen = self._idle_view
+        return awaited(self.node, seen, now, self.rules) if seen is not None else ()
+
+    def beat(self) -> Beat:
+        """The next heartbeat."""
+        self.counter += 1
+        # Read the exit first: once it is set, the node no longer changes, so "finished" comes with the right generation.
+        ended = self.exit
+        node = self.node
+        state = ended.state if ended is not None else node.stage
+        if self._join_writer.announced != node.incarnation and state == JOINING:
+            # It is about to rejoin. Nobody may admit the incarnation that was in the old generation.
+            state = "leaving"
+        here, where = self.join, _place_values(node, node.position, self.rules)
+        about = self._join_writer.announced, self.counter, here.host, here.pid, state
+        return Beat(node.rank, *about, *where, self.work.progress())
+
+    def write_beat(self, beat: Beat, store: Store, now: float) -> None:
+        """Write a heartbeat. Errors are ignored: whoever cannot write its own declares nobody dead (`Observer`)."""
+        observer, new = self.observer, self.observer.paths.pulse(beat.pulse)
+        # First, so that whoever sees how this node ended can read more about it.
+        with contextlib.suppress(OSError):
+            store.put(observer.paths.beat(beat.rank, beat.incarnation), beat)
+        with contextlib.suppress(OSError):
+            # If an incarnation begins, the last one's heartbeat stays as it was.
+            before, self._beat_names = self._beat_names, [new, *self._beat_names]
+            if beat.incarnation != self._beating_as:
+                before, self._beating_as = [], beat.incarnation
+            if not any(store.rename(old, new) for old in before):
+                store.mark(new, beat)
+            self._beat_names, observer.beaten_at = [new], now
+
+    def _announce(self, incarnation: int) -> bool:
+        join = replace(self.join, incarnation=incarnation)
+        mine = self._join_writer.create(join)
+        if mine:
+            self.observer.registry.learn_join(join)
+        return mine
+
+    def _perform(self, action: Action, now: float) -> LookAgain | None:
+        """Perform one action. None: another look may show something new."""
+        match action:
+            case Publish(fact):
+                self._publish(fact, now)
+            case Entered():
+                self._enter(action)
+            case Launch(part):
+                self.work.launch(self.node, part)
+                return LookAgain.LATER
+            case Note(event, fields, at):
+                self.write_event(event, at or self.node, fields)
+            case CancelWork():
+                self.work.cancel()
+            case Propose(generation):
+                return self._propose(generation)
+            case Announce(incarnation):
+                self._announce_again(incarnation)
+            case FindResumePoint(seal):
+                return self._find_resume_point(seal, now)
+            case Exit():
+                self._end(action)
+        return None
+
+    def _announce_again(self, incarnation: int) -> None:
+        if not self._announce(incarnation):
+            raise Fenced(f"node {self.node.rank}: another process took this rank (incarnation {incarnation})")
+        self.observer.hurry()
+
+    def _end(self, ended: Exit) -> None:
+        self.exit = ended
+        self.write_event(
+            "node_ended", self.node, {"state": ended.state, "code": ended.code, "reason": ended.reason}
+        )
+
+    def _find_resume_point(self, seal: bool, now: float) -> LookAgain:
+        fact = Fact(self.node.rank, self.node.incarnation, SEALED) if seal else None
+        found = self.last_generation.resume_point(self.rules, now, fact)
+        self.observer.resume_point = found
+        if found is None:
+            self.observer.hurry()
+            return LookAgain.STALE_LISTING
+        if seal and found.generation:
+            place = [found.position.iteration, found.position.phase]
+            self.write_event(
+                "generation_sealed", self.node, {"number": found.generation, "goes_on_at": place}
+            )
+        return LookAgain.NOW
+
+    def _publish(self, fact: Fact, now: float) -> None:
+        node, events = self.node, self._told.events if self._told is not None else ()
+        self._fact_writer.publish(node, fact, now)
+        self._note_work(fact)
+        if fact.value and fact.status == "done" and node.place[0].leader == node.rank:
+            self.write_event("decision", node, {"value": summary(fact.value, events)})
+
+    def _note_long_wait(self, fact: Fact) -> None:
+        """The others take long: tell the journal now when this node's work was done."""
+        if fact.status == "done":
+            self._note_work(fact)
+
+    def _note_work(self, fact: Fact) -> None:
+        """Tell the journal how long the work took, if there was any, or why it failed."""
+        failed = fact.status != "done"
+        if failed or self._has_work(*self.node.place):
+            work = PhaseTime.of_work(fact.work_s, fact.value).fields()
+            details = {key: fact.value[key] for key in ("error", "exit_code", "log") if key in fact.value}
+            event, fields = ("work_failed", {**work, **details}) if failed else ("work_finished", work)
+            self.write_event(event, self.node, fields)
+
+    def _propose(self, generation: Generation) -> LookAgain:
+        path = self.observer.paths.generation(generation.number)
+        look_again = LookAgain.NOW
+        if self.store.create(path, generation):
+            self.observer.registry.learn(generation)
+            self.write_event(
+                "generation_proposed", self.node, {"number": generation.number, "reason": generation.reason}
+            )
+        else:
+            # Another node was first, and all follow its record.
+            read = self.observer.registry.read_generation(generation.number)
+            look_again = look_again if read else LookAgain.LATER
+        self.observer.hurry()
+        return look_again
+
+    def _enter(self, row: Entered) -> None:
+        if row.begins:
+            self._suspicions.begin()
+            self.observer.hurry()
+        self._rows.enter(row)
+        # Without work, `phase_started` also tells that this node is done with the row.
+        works = self._has_work(row.generation, row.position)
+        self.write_event("phase_started", self.node, {} if works else {"waits": True})
+
+    def _has_work(self, generation: Generation, position: Position) -> bool:
+        """Whether this node has work of its own in a row."""
+        row = self.rules.row(position, generation)
+        return row.each is not None or (row.leader is not None and generation.leader == self.node.rank)
+
+
+def place(node: Node, position: Position | None, rules: Rules) -> dict[str, object]:
+    """A node's position, in the fields that heartbeats and the journal share."""
+    fields = ("generation", "iteration", "phase", "phase_name")
+    return dict(zip(fields, _place_values(node, position, rules), strict=True))
+
+
+def _place_values(node: Node, position: Position | None, rules: Rules) -> tuple[int, int, int, str]:
+    if node.generation is None or position is None:
+        return (node.generation.number if node.generation is not None else 0), 0, 0, ""
+    return node.generation.number, position.iteration, position.phase, rules.row_name(position)

@@ -1,0 +1,194 @@
+"""Turns the shared directory into the View that the state machine decides from. Reads only; no clock of its own.
+
+Each kind of news has its own object and its own pace: the facts about the row (coordination/row_watch.py) are listed at every look,
+generations and joins (registry.py), requests (stops_seen.py) and heartbeats when they are due (schedule.py).
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
+from operator import itemgetter
+from pathlib import Path
+
+from fsbarrier.coordination.paces import Paces
+from fsbarrier.coordination.registry import Registry
+from fsbarrier.coordination.row_watch import NO_ROW, RowWatch
+from fsbarrier.coordination.schedule import Schedule
+from fsbarrier.coordination.stops_seen import StopsSeen
+from fsbarrier.coordination.unreadable import ReadFailures
+from fsbarrier.protocol.facts import Generation, Join, Position, Pulse
+from fsbarrier.protocol.membership import FINISHED, Ledger, silent_members
+from fsbarrier.protocol.rows import Table
+from fsbarrier.protocol.state import WATCHING, Node, ResumePoint, View, WorkReport
+from fsbarrier.protocol.stops import concerns, missed_by
+from fsbarrier.rundir.heartbeats import HeartbeatReader
+from fsbarrier.rundir.names import PULSE, StartName
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.record_store import Store
+
+
+@dataclass
+class Observer:
+    """What one node has seen of the shared directory; each look makes a View of it."""
+
+    store: Store
+    paths: RunPaths
+    table: Table[object]
+    paces: Paces = field(default_factory=Paces)
+    #: see Registry
+    can_hold: Callable[[Join | Generation], bool] = lambda record: True
+    registry: Registry = field(init=False)
+    stops: StopsSeen = field(init=False)
+    row: RowWatch = field(init=False)
+    schedule: Schedule = field(init=False)
+    ledger: Ledger = field(default_factory=Ledger)
+    resume_point: ResumePoint | None = None
+    #: the view of the last look; None once anything may be new
+    last_view: View | None = None
+    #: when this node wrote its last heartbeat; None: not yet
+    beaten_at: float | None = None
+    #: the time of the last look at the heartbeats, which of its own was written before it, and how long it has written none, as far as
+    #: it looked meanwhile
+    looked_at: float | None = None
+    _beaten_before: float | None = None
+    _unwritten_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        store, paths, failures = self.store, self.paths, ReadFailures(self.store, self.paces.blind_s)
+        self.registry = Registry(store, paths, self.table, failures, self.can_hold)
+        self.stops = StopsSeen(store, paths, self.paces.unreadable_s)
+        self.row = RowWatch(store, paths, self.table, failures)
+        self.schedule = Schedule(self.paces)
+
+    @property
+    def newest(self) -> Generation | None:
+        """The newest generation that this node has read."""
+        return self.registry.newest
+
+    @property
+    def joins(self) -> Mapping[int, Join]:
+        """The newest known start of each rank."""
+        return self.registry.joins
+
+    def row_dir(self, generation: int, position: Position) -> Path:
+        """The folder of the facts about one row."""
+        return self.row.row_dir(generation, position)
+
+    def prepare(self) -> None:
+        """Make the directories that will be listed, and look at what is there. Raises OSError; may be tried again."""
+        for directory in self.paths.listed:
+            self.store.make_dir(directory)
+        self.read_beats()
+        self._look_at_records(None)
+
+    def hurry(self) -> None:
+        """Look at everything at the next view, whatever its pace."""
+        self.schedule.hurry()
+
+    def view(self, node: Node, now: float, work: WorkReport | None = None) -> View:
+        """What the node sees at `now`; `work`: how its own work ended. The same object as last time if nothing is new and only the
+        row was due. Raises OSError when the filesystem fails."""
+        self._look_around(node, now)
+        # A node whose own work has just ended publishes that before it looks at the others.
+        watches = node.part in WATCHING and work is None
+        if watches:
+            self.row.look(node, now)
+        if self.row.news:
+            self.last_view, self.row.news = None, False
+        if self.last_view is not None and self.last_view.work is work:
+            return self.last_view
+        row = self.row.listing if watches and self.row.listing is not None else NO_ROW
+        stop, missed = self.stops.newest(node, concerns), self.stops.newest(node, missed_by)
+        self.last_view = View(
+            self.newest,
+            self.registry.unreadable or row.unreadable,
+            self.joins,
+            self.ledger,
+            stop,
+            missed,
+            self.resume_point,
+            row.arrived,
+            row.failed,
+            row.leaders_fact,
+            work,
+        )
+        return self.last_view
+
+    def _look_around(self, node: Node, now: float) -> None:
+        """Look at what is due beside the row."""
+        if self.schedule.follow(node, now):
+            self.last_view = None
+        if now >= self.schedule.records_due:
+            self.last_view = None
+            self._look_at_records(now)
+            self.schedule.records_seen(node, now)
+        if now >= self.schedule.beats_due:
+            self.last_view = None
+            self._look_at_beats(node, now)
+            self.schedule.beats_seen(node, now)
+
+    def _look_at_records(self, now: float | None) -> None:
+        self.registry.look(now)
+        self.stops.look(now, self.joins.values())
+
+    def _look_at_beats(self, node: Node, now: float) -> None:
+        """List all heartbeats. Raises OSError, also if this node cannot write its own: then it cannot take part, and the others go on."""
+        # Before the listing, which is only sure to be as new as that.
+        beaten_at, blind_s = self.beaten_at, self.paces.blind_s
+        self._check_own_beats(beaten_at, now)
+        beats = self.read_beats()
+        beats.pop(node.rank, None)
+        self.ledger = self.ledger.observe(beats, now, beaten_at, blind_s)
+        if silent := self._silent(node):
+            self.ledger = self.ledger.observe(self._look_again(silent), now, beaten_at, blind_s)
+        self.row.finished.update(beat.generation for beat in beats.values() if beat.state == FINISHED)
+
+    def _check_own_beats(self, beaten_at: float | None, now: float) -> None:
+        gap_s = 0.0 if self.looked_at is None else min(now - self.looked_at, self.paces.blind_s)
+        written = beaten_at is None or beaten_at != self._beaten_before
+        self._unwritten_s = 0.0 if written else self._unwritten_s + gap_s
+        self.looked_at, self._beaten_before = now, beaten_at
+        if self._unwritten_s >= self.paces.dead_s:
+            why = f"this node could not write its heartbeat for {self._unwritten_s:.0f} s"
+            raise OSError(errno.EIO, why, str(self.paths.beats))
+
+    def _silent(self, node: Node) -> set[int]:
+        """The members that this node would declare dead by their heartbeats' names."""
+        generation = node.generation or self.newest
+        if generation is None:
+            return set()
+        since, dead_s = node.watches_since(self.ledger), self.paces.dead_s
+        return {
+            member.rank
+            for member in silent_members(generation.members, node.rank, self.ledger, since, dead_s)
+        }
+
+    def _look_again(self, ranks: Set[int]) -> dict[int, Pulse]:
+        """The newest heartbeats of `ranks`, by another listing and by their status, whichever is newer.
+
+        A listing that is made while names change may miss a name, and some mounts show old listings and fresh contents.
+        """
+        listed = self.read_beats()
+        status = HeartbeatReader(self.store, self.paths.status).read(lambda newest: newest.rank in ranks)
+        told = {start.rank: beat.pulse for start, beat in status if beat is not None}
+        found = [(rank, beats[rank]) for beats in (listed, told) for rank in ranks if rank in beats]
+        return dict(sorted(found, key=itemgetter(1)))
+
+    def read_beats(self) -> dict[int, Pulse]:
+        """The newest heartbeat of each rank. Raises OSError.
+
+        A heartbeat may name a generation or a start that this node's listings do not show yet. Those records exist, and are opened by
+        their names here.
+        """
+        newest: dict[int, Pulse] = {}
+        for beat in PULSE.parse_all(self.store.names(self.paths.beats)):
+            if beat.rank not in newest or beat > newest[beat.rank]:
+                newest[beat.rank] = beat
+        for rank, beat in newest.items():
+            if rank not in self.joins or beat.incarnation > self.joins[rank].incarnation:
+                self.registry.read_join(StartName(rank, beat.incarnation))
+            if beat.generation > self.registry.newest_known:
+                self.registry.read_generation(beat.generation)
+        return newest

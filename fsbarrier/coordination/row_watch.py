@@ -1,0 +1,144 @@
+"""The facts about the row that a node is in, as far as the node has seen them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fsbarrier.coordination.unreadable import ReadFailures, must_read
+from fsbarrier.protocol.facts import Fact, Generation, Payload, Position
+from fsbarrier.protocol.rows import Table
+from fsbarrier.protocol.state import Node, RowPart, Unreadable
+from fsbarrier.rundir.names import FACT, fact_name
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.record_store import Store
+
+
+@dataclass
+class RowListing:
+    """What the directory of a row showed when it was last listed. `names` is None before the first listing.
+
+    `call`: what this node called in the row, where that is part of the facts' names. `done`: the name that each member's fact has
+    if it called the same -> its rank.
+    """
+
+    generation: int
+    position: Position
+    call: str
+    directory: Path
+    done: Mapping[str, int]
+    names: list[str] | None = None
+    arrived: frozenset[int] = frozenset()
+    failed: Mapping[int, Fact] = field(default_factory=dict)
+    #: the leader's fact, once all members are done and it can be read
+    leaders_fact: Fact | None = None
+    #: a fact in it that could not be read
+    unreadable: Unreadable | None = None
+
+    @classmethod
+    def of(cls, generation: Generation, position: Position, call: str, directory: Path) -> RowListing:
+        """Before the first look."""
+        done = {fact_name(position.iteration, rank, "done", call): rank for rank in generation.ranks}
+        return cls(generation.number, position, call, directory, done)
+
+
+#: of a node that looks at no row
+NO_ROW = RowListing(0, Position(0, 0), "", Path(), {})
+
+
+@dataclass
+class RowWatch:
+    """Looks at the row that a node is in: who is done, who has failed, and once all are done, what the leader's fact says."""
+
+    store: Store
+    paths: RunPaths
+    table: Table[object]
+    failures: ReadFailures
+    #: the row that this node looked at last
+    listing: RowListing | None = None
+    #: the fact that this node, as a leader, created last: where, and what it says to whoever reads it
+    created: tuple[Path, Fact] | None = None
+    #: generations whose last row was passed, as a member's last heartbeat says
+    finished: set[int] = field(default_factory=set)
+    #: a look has shown something that the last view does not have
+    news: bool = False
+
+    def look(self, node: Node, now: float) -> None:
+        """List the folder of the node's row, and read what matters in it. Raises OSError."""
+        generation, position = node.place
+        row, call = self.listing, self.table.rows[position.phase].call(node.result)
+        if row is None or (row.generation, row.position, row.call) != (generation.number, position, call):
+            directory = self.row_dir(generation.number, position)
+            row = self.listing = RowListing.of(generation, position, call, directory)
+        names = self.store.names(row.directory)
+        if names != row.names:
+            self.news = True
+            row.arrived = frozenset([row.done[name] for name in names if name in row.done])
+            failures = [name for name in names if name.endswith(".failed")]
+            if self._read_failures(generation, row, failures, now):
+                row.names = names
+        if generation.number in self.finished and len(row.arrived) < len(generation.members):
+            # A member has passed this row, the last of all: all facts exist, even if a stale listing does not show them yet.
+            self.news = True
+            row.arrived = frozenset(generation.ranks)
+        row.leaders_fact = None
+        if node.part is RowPart.ANNOUNCED and len(row.arrived) == len(generation.members):
+            self.news = True
+            row.leaders_fact = self._leaders_fact(generation, row, now)
+
+    def _leaders_fact(self, generation: Generation, row: RowListing, now: float) -> Fact | None:
+        """The leader's fact about a row in which all members' facts are listed; None while it cannot be read.
+
+        It is not read where this node has created it itself, nor in a transient row, where no seal can lie.
+        """
+        if self.table.rows[row.position.phase].transient:
+            return Fact(generation.leader, generation.incarnation_of(generation.leader) or 0, "done")
+        path = row.directory / fact_name(row.position.iteration, generation.leader, "done", row.call)
+        if self.created is not None and self.created[0] == path:
+            return self.created[1]
+        fact = self.store.read(path, Fact)
+        row.unreadable = self.failures.note(path, Fact, now, row.unreadable) if fact is None else None
+        return fact
+
+    def _read_failures(self, generation: Generation, row: RowListing, names: list[str], now: float) -> bool:
+        """Read the members' failures in a row, `names`; False while one of them cannot be read."""
+        failed, before, row.unreadable = dict(row.failed), row.unreadable, None
+        for rank in (fact.rank for fact in FACT.parse_all(names) if fact.iteration == row.position.iteration):
+            if rank in generation.ranks and rank not in failed:
+                path = row.directory / fact_name(row.position.iteration, rank, "failed")
+                record = self.store.read(path, Fact)
+                if record is None:
+                    row.unreadable = self.failures.note(path, Fact, now, before)
+                    return False
+                failed[rank] = record
+        row.failed = failed
+        return True
+
+    def row_dir(self, generation: int, position: Position) -> Path:
+        """The folder of the facts about one row."""
+        row = self.table.rows[position.phase]
+        return self.paths.phase(generation, row.index, row.name)
+
+    def names_in(self, generation: Generation, position: Position) -> list[str]:
+        """The last listing of a row; nothing if this node has looked at another row since."""
+        row = self.listing
+        if row is None or (row.generation, row.position) != (generation.number, position):
+            return []
+        return row.names or []
+
+    def reports(self, node: Node, phase_name: str) -> Mapping[int, Payload]:
+        """What each member published about a row of this iteration that `node` has passed, or in which it leads.
+
+        Raises OSError, also for a fact that cannot be read.
+        """
+        generation, position = node.place
+        at = Position(position.iteration, self.table.index(phase_name))
+        # The leader publishes its own result only after the leader's work, which asks for it here.
+        own = {node.rank: node.result} if at == position else {}
+        directory = self.row_dir(generation.number, at)
+        others = [rank for rank in generation.ranks if rank not in own]
+        return own | {
+            rank: must_read(self.store, directory / fact_name(at.iteration, rank), Fact).value
+            for rank in others
+        }

@@ -1,1 +1,0 @@
-"""One node of a run: the loop around the protocol, the daemon's threads, and what it does in the shared directory."""

@@ -1,0 +1,39 @@
+"""Removes secrets from the environment of programs that do not need them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+from fsbarrier.store.printable import without_passwords
+
+#: A part of a variable's name, between underscores, that marks it as a secret.
+_SECRET = re.compile(
+    r"(^|_)(\w*KEY|KEYS|TOKEN|TOKENS|SECRET|SECRETS|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE
+)
+
+#: Secrets that only a tracker needs, by tracker.
+TRACKERS_KEYS: Mapping[str, tuple[str, ...]] = {
+    "wandb": ("WANDB_API_KEY",),
+    "mlflow": ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"),
+}
+
+
+def without_secrets(environ: Mapping[str, str], named: Collection[str | None] = ()) -> dict[str, str]:
+    """The environment for a program that needs no secrets: without variables that are in `named` or look like secrets, and without URLs
+    that contain a password (a proxy's)."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in named and not _SECRET.search(name) and without_passwords(value) == value
+    }
+
+
+def without_trackers_keys(environ: Mapping[str, str], trackers: Collection[str]) -> dict[str, str]:
+    """The environment for a program that may need any secret except those of the run's trackers."""
+    return without_variables(environ, {key for name in trackers for key in TRACKERS_KEYS.get(name, ())})
+
+
+def without_variables(environ: Mapping[str, str], named: Collection[str | None]) -> dict[str, str]:
+    """The environment without these variables."""
+    return {name: value for name, value in environ.items() if name not in named}

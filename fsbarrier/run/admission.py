@@ -1,0 +1,174 @@
+"""Checks whether the nodes of a session fit together and are large enough for the run, by their fingerprints.
+
+The leader does this before anything is loaded. It refuses what cannot work and warns of risks, in one table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fsbarrier.engine.model import inspect
+from fsbarrier.errors import ProgramFailed
+from fsbarrier.planning.cluster_plan import bytes_of_a_number, checkpoint_bytes
+from fsbarrier.program import Context
+from fsbarrier.protocol.wording import gib
+from fsbarrier.run.fingerprint import CLOCKS_APART_S, PACKAGES, Fingerprint
+from fsbarrier.settings.sections import Settings
+from fsbarrier.store.reading import GIB
+
+# With less than this a node can hardly write logs, or start a program.
+LITTLE_DISK, LITTLE_MEMORY = GIB // 4, GIB // 2
+# The driver itself may use this much of an accelerator.
+IN_USE_BY_NOBODY = GIB
+
+Nodes = Mapping[int, Fingerprint]
+
+
+@dataclass(frozen=True, slots=True)
+class Objection:
+    """What is wrong, and the values on the nodes (`found`)."""
+
+    refused: bool
+    what: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{'refused' if self.refused else 'warning'}  {self.what:<22} {self.found}"
+
+
+def objections(context: Context) -> list[Objection]:
+    """The objections to the nodes of a generation."""
+    nodes = {
+        member.rank: Fingerprint.of(join.fingerprint)
+        for member in context.members
+        if (join := context.joins.get(member.rank)) is not None and join.fingerprint
+    }
+    hosts = {member.rank: member.host for member in context.members}
+    parameters: int | None = None
+    if context.model is not None:
+        # The first use of an unreadable model reports the error.
+        parameters = 0
+        with contextlib.suppress(ProgramFailed, OSError):
+            parameters = inspect(context.model).parameters
+    return examine(nodes, hosts, context.settings, parameters)
+
+
+def examine(
+    nodes: Nodes, hosts: Mapping[int, str], settings: Settings, parameters: int | None
+) -> list[Objection]:
+    """The objections, the worst first. `parameters`: of the run's model; None if there is none, 0 if their number is unknown."""
+    found = [*_missing_accelerators(nodes, hosts, settings)]
+    updates = parameters is not None and settings.rl_phase != "rollout"
+    used = {
+        "deepspeed": settings.trainer.backend == "deepspeed",
+        "peft": settings.lora.rank > 0,
+    }
+    needed = [name for name in PACKAGES if used.get(name, True)]
+    found += _differences(nodes, hosts, needed, updates=updates)
+    found += _shortages(nodes, hosts)
+    if parameters and updates:
+        found += _checkpoint_room(nodes, hosts, settings, parameters)
+    return sorted(found, key=lambda one: not one.refused)
+
+
+def _missing_accelerators(nodes: Nodes, hosts: Mapping[int, str], settings: Settings) -> Iterator[Objection]:
+    """`--expect-gpus`: the nodes that lack some, if all should have equally many."""
+    wanted, there = settings.expect_gpus, sum(len(one.accelerators) for one in nodes.values())
+    if wanted is None or there >= wanted:
+        return
+    each = -(-wanted // settings.num_nodes)
+    lacking = [
+        f"{_node_and_host(rank, hosts)} has {len(nodes[rank].accelerators)} of {each}"
+        if rank in nodes
+        else f"node {rank} is not there"
+        for rank in range(settings.num_nodes)
+        if rank not in nodes or len(nodes[rank].accelerators) < each
+    ]
+    yield Objection(True, f"--expect-gpus {wanted}", f"there are {there}: {', '.join(lacking)}")
+
+
+def _differences(
+    nodes: Nodes, hosts: Mapping[int, str], packages: Sequence[str], *, updates: bool
+) -> Iterator[Objection]:
+    def differ(what: str, values: Mapping[int, str], refused: bool = False) -> Iterator[Objection]:
+        if len(set(values.values())) > 1:
+            yield Objection(refused, f"{what} differs", _by_value(values, hosts))
+
+    kinds = {rank: "accelerators" if one.accelerators else "a CPU" for rank, one in nodes.items()}
+    yield from differ("what computes", kinds, updates)
+    for name in packages:
+        versions = {rank: str(one.packages.get(name) or "not installed") for rank, one in nodes.items()}
+        # The processes of an update communicate through torch, and its minor versions may be incompatible.
+        minors = {".".join(text.split(".")[:2]) for text in versions.values()}
+        yield from differ(name, versions, updates and name == "torch" and len(minors) > 1)
+    yield from differ("Python", {rank: one.python for rank, one in nodes.items()})
+    yield from differ("driver", {rank: one.driver or "none" for rank, one in nodes.items()})
+    if len(set(kinds.values())) == 1:
+        yield from differ("accelerators", {rank: _accelerators_as_text(one) for rank, one in nodes.items()})
+
+
+def _shortages(nodes: Nodes, hosts: Mapping[int, str]) -> Iterator[Objection]:
+    def short(what: str, free: Mapping[int, int], least: int) -> Iterator[Objection]:
+        lacking = {rank: amount for rank, amount in free.items() if 0 < amount < least}
+        if lacking:
+            text = ", ".join(
+                f"{_node_and_host(rank, hosts)}: {gib(amount)} free" for rank, amount in lacking.items()
+            )
+            yield Objection(False, what, text)
+
+    yield from short("little memory", {rank: one.memory_free for rank, one in nodes.items()}, LITTLE_MEMORY)
+    yield from short(
+        "little local disk", {rank: one.local_disk_free for rank, one in nodes.items()}, LITTLE_DISK
+    )
+    used = [
+        f"{_node_and_host(rank, hosts)}: {gib(int(taken))} of accelerator {number}"
+        for rank, one in nodes.items()
+        for number, (_, _, taken) in enumerate(one.accelerators)
+        if int(taken) > IN_USE_BY_NOBODY
+    ]
+    if used:
+        yield Objection(False, "in use by others", ", ".join(used))
+    ahead = {rank: one.clock_ahead_s for rank, one in nodes.items()}
+    if ahead and max(ahead.values()) - min(ahead.values()) > CLOCKS_APART_S:
+        text = ", ".join(
+            f"{_node_and_host(rank, hosts)}: {seconds:+.1f} s" for rank, seconds in ahead.items()
+        )
+        yield Objection(False, "clocks are apart", text)
+
+
+def _checkpoint_room(
+    nodes: Nodes, hosts: Mapping[int, str], settings: Settings, parameters: int
+) -> Iterator[Objection]:
+    free = {rank: one.run_disk_free for rank, one in nodes.items() if one.run_disk_free}
+    if not free:
+        return
+    rank, least = min(free.items(), key=lambda item: item[1])
+    element = bytes_of_a_number(settings.trainer, on_cpu=not any(one.accelerators for one in nodes.values()))
+    # Adapters are small beside the model.
+    trained = 0 if settings.lora.rank else parameters
+    needed = checkpoint_bytes(parameters, trained, element, settings)
+    one = needed.model + needed.trainer_state
+    if least < needed.kept:
+        text = f"{gib(least)} free as {_node_and_host(rank, hosts)} sees it; a checkpoint is {gib(one)}, those kept {gib(needed.kept)}"
+        yield Objection(least < one, "room for checkpoints", text)
+
+
+def _by_value(values: Mapping[int, str], hosts: Mapping[int, str]) -> str:
+    """The values and the nodes that have them; nodes with the most common value are "the others"."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        ranks.setdefault(value, []).append(rank)
+    *rare, (common, _) = sorted(ranks.items(), key=lambda item: len(item[1]))
+    named = [f"{', '.join(_node_and_host(rank, hosts) for rank in some)}: {value}" for value, some in rare]
+    return "; ".join([*named, f"the others: {common}"])
+
+
+def _accelerators_as_text(one: Fingerprint) -> str:
+    kinds = [f"{name} ({gib(int(size))})" for name, size, _ in one.accelerators]
+    return ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)) or "none"
+
+
+def _node_and_host(rank: int, hosts: Mapping[int, str]) -> str:
+    return f"node {rank} ({hosts.get(rank, '?')})"

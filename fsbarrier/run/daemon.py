@@ -1,0 +1,350 @@
+"""The daemon of one node: it joins the run and loops (look, decide, act) until the run ends or a signal comes.
+
+It has three threads: the loop, the heartbeat (so that a slow disk or a long clean-up does not look like death), and the work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import fsbarrier
+from fsbarrier.coordination.loop import NodeLoop
+from fsbarrier.coordination.observer import Observer
+from fsbarrier.coordination.paces import crowding, make_paces, next_beat_s
+from fsbarrier.coordination.polling import FIRST_PAUSE_S, Polling
+from fsbarrier.coordination.rank_lock import RankLock
+from fsbarrier.coordination.run_rules import make_rules
+from fsbarrier.errors import (
+    EXIT_INTERNAL,
+    EXIT_SIGINT,
+    EXIT_SIGTERM,
+    Fenced,
+    StoreError,
+)
+from fsbarrier.host import accelerators
+from fsbarrier.host.addresses import candidate_addresses
+from fsbarrier.loader import load_program
+from fsbarrier.processes.signals import ending_signals_handled
+from fsbarrier.protocol.facts import Join, Payload
+from fsbarrier.protocol.state import Exit, Stage
+from fsbarrier.protocol.wording import counted
+from fsbarrier.run.code_digests import code_digests, one_digest
+from fsbarrier.run.context_maker import ContextMaker, parts_on_disk
+from fsbarrier.run.event_log import EventLog
+from fsbarrier.run.fingerprint import Fingerprint
+from fsbarrier.run.job import Workplace
+from fsbarrier.run.job_runner import JobRunner
+from fsbarrier.rundir.heartbeats import iteration_of_others
+from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.rundir.session_settings import can_hold
+from fsbarrier.rundir.weights_copy import WeightsCopy
+from fsbarrier.settings.sections import Settings
+from fsbarrier.store import files
+from fsbarrier.store.identity import boot_id, host_name, user_at_host
+from fsbarrier.store.mounts import claims_unsafe
+from fsbarrier.store.retry import Backoff, until_seen
+from fsbarrier.view.amounts import ranks
+
+if TYPE_CHECKING:
+    from fsbarrier.engine.replicas import Replicas
+
+# Between two heartbeats of a joining node, which the others wait for.
+JOINING_BEAT_S = 0.2
+# How long the last heartbeat and the last console lines may take if a filesystem or a terminal hangs.
+LAST_WORDS_S = 1.0
+# A start that waits for other nodes names them after this time, and then every minute.
+SAY_AWAITED_S, SAY_AGAIN_S = 5.0, 60.0
+# How long a program may take to end when its node ends.
+GRACE_S = 0.5
+
+
+@contextmanager
+def starting(record: RunRecord) -> Iterator[None]:
+    """In this block a failing filesystem ends the start with a message. Raises StoreError."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"cannot join the run at {record.log_path}: {error}") from None
+
+
+class Daemon:
+    """One process of one node. After the others went on without it, it rejoins as its next incarnation."""
+
+    def __init__(
+        self,
+        record: RunRecord,
+        choices: Payload,
+        stated: Payload,
+        rank: int,
+        until: int | None,
+        work_dir: Path,
+        weights: WeightsCopy | None,
+        lock: RankLock,
+    ) -> None:
+        """Read the run directory and create everything that this node needs. Raises OSError.
+
+        What this process reads of the run's settings never changes. Work has those of its generation (`ContextMaker`).
+        """
+        self.record, self.settings, self._lock = record, record.settings, lock
+        settings = record.settings
+        self._signal: int | None = None
+        self._looked_at = time.monotonic()
+        self._say_awaited_at = self._looked_at + SAY_AWAITED_S
+        self._ended = threading.Event()
+        self._program = program = load_program(settings.program)
+        rules, wake = make_rules(settings, program), threading.Event()
+        valid = partial(can_hold, settings)
+        observer = Observer(PosixStore(), record.paths, program, make_paces(settings), valid)
+        until_seen(observer.prepare)
+        last = observer.joins.get(rank)
+        log_dir = record.paths.node_logs(1 + (last.incarnation if last else 0), rank)
+        files.make_dirs_below(record.log_path, log_dir)
+        self.events = until_seen(lambda: EventLog(record, rules, log_dir / "daemon.log", work_dir))
+        devices = accelerators.detect()
+        self._accelerators = len(devices)
+        self.workplace = self._make_workplace(log_dir, work_dir, weights, devices)
+        self.jobs = JobRunner(self._context_maker(observer), self.workplace, wake.set)
+        code = code_digests(settings)
+        fingerprint = Fingerprint.collect(devices, code, log_dir=log_dir, work_dir=work_dir)
+        join = describe_start(rank, until, choices, stated, digest=one_digest(code), fingerprint=fingerprint)
+        self._changed_code = last.other_code(join) if last else []
+        self.loop = NodeLoop(observer.store, observer, rules, self.jobs, join, self.events.write)
+        self._polling = Polling(self.loop, wake)
+
+    def _make_workplace(
+        self,
+        log_dir: Path,
+        work_dir: Path,
+        weights: WeightsCopy | None,
+        devices: Sequence[accelerators.Accelerator],
+    ) -> Workplace:
+        """Raises UsageError if there are too few accelerators."""
+        settings, coordination = self.settings, self.settings.coordination
+        return Workplace(
+            engines=make_engines(settings, log_dir, work_dir, devices)
+            if "model" in self._program.needs
+            else None,
+            work_dir=work_dir,
+            log_dir=log_dir,
+            log_path=self.record.log_path,
+            stall_timeout_s=coordination.stall_timeout_s,
+            outage_s=coordination.outage_s,
+            weights=weights,
+        )
+
+    def _context_maker(self, observer: Observer) -> ContextMaker:
+        record = self.record
+        return ContextMaker(
+            record,
+            self._program,
+            observer,
+            parts_of=partial(parts_on_disk, record.paths),
+            claims_unsafe=partial(claims_unsafe, record.log_path),
+            accelerators=self._accelerators,
+            cpus=len(os.sched_getaffinity(0)),
+            kept_in=self.workplace.kept_in,
+        )
+
+    def join(self, incarnation: int | None) -> None:
+        """Join the run as the next incarnation of this rank, or as exactly `incarnation`. Raises StoreError; Fenced if that is taken."""
+        # The others do not know this start yet, so announcing it may be retried.
+        with starting(self.record):
+            until_seen(lambda: self.loop.start(time.monotonic(), incarnation))
+
+    def run(self) -> int:
+        """Run to the end; returns the exit code."""
+        if self._changed_code:
+            with starting(self.record):
+                self.events.write("code_changed", self.loop.node, {"what": self._changed_code})
+        self._say_what_it_waits_for()
+        beats = threading.Thread(target=self._write_heartbeats, name="beat", daemon=True)
+        beats.start()
+        try:
+            self._loop()
+        except (Fenced, StoreError) as error:
+            self._leave(error.exit_code, str(error))
+        except OSError as error:
+            self._leave(StoreError.exit_code, f"node {self.loop.node.rank}: the filesystem failed: {error}")
+        except Exception as error:
+            self._leave(EXIT_INTERNAL, f"internal error: {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._end_work()
+            # The thread still writes the last heartbeat, which says how this node ended.
+            self._ended.set()
+            beats.join(LAST_WORDS_S)
+        ended = self.loop.exit
+        assert ended is not None
+        if ended.code:
+            self.events.console.say(f"fsbarrier: {ended.reason}\n", to=2)
+        self.events.console.close(LAST_WORDS_S)
+        return ended.code
+
+    def _say_what_it_waits_for(self) -> None:
+        """Say what this node waits for if it joins a running run, since it has nothing to do before the next iteration, or if its rank is
+        beyond the run's number of nodes."""
+        me, places = self.loop.node.rank, self.settings.num_nodes
+        if me >= places:
+            asked, up_to_s = f"--num-nodes {me + 1}", self.settings.coordination.join_timeout_s
+            self.events.console.say(
+                f"fsbarrier: node {me}: this run has {counted(places, 'node')}; waiting up to {up_to_s:g} s for node 0 (--master) to be "
+                f"started with {asked} or more\n"
+            )
+        # The line is for people only. The observer finds out who is alive.
+        with contextlib.suppress(OSError):
+            if iteration := iteration_of_others(self.record.log_path, me):
+                where = f"the others were in iteration {iteration}; it is taken in when the next one begins, at once if they are gone"
+                self.events.console.say(f"fsbarrier: node {me}: {where}\n")
+
+    def _name_missing_nodes(self, now: float) -> None:
+        """Name the missing nodes, because a start that waits looks like one that hangs."""
+        if now < self._say_awaited_at:
+            return
+        self._say_awaited_at = now + SAY_AGAIN_S
+        if missing := self.loop.awaited(now):
+            nodes = f"node{'s' if len(missing) > 1 else ''} {ranks(missing)}"
+            waited_s, up_to_s = now - self.loop.node.since, self.settings.coordination.join_timeout_s
+            seen = self.loop.observer.ledger.seen.values()
+            heard = any(one.moved and one.beat.rank != self.loop.node.rank for one in seen)
+            # A mount that shows nothing of the others looks like nodes that were not started.
+            why = (
+                ""
+                if heard
+                else "; nothing of any other node shows here: if they run, compare --log-path and their mounts"
+            )
+            left, newest = self.loop.observer.resume_point, self.loop.observer.newest
+            if left and newest and newest.until is not None and left.position.iteration > newest.until:
+                done = counted(newest.until, "iteration")
+                why = f"; the run has done its {done}, so start node 0 (--master) with a larger --iterations"
+            self.events.console.say(
+                f"fsbarrier: waiting up to {up_to_s:g} s for {nodes} to join {self.record.log_path} ({waited_s:.0f} s so far){why}\n"
+            )
+
+    def _loop(self) -> None:
+        """Look, decide and act until this node has ended or received a signal. Raises Fenced, StoreError."""
+        crowd = crowding(self.settings.num_nodes)
+        pauses = Backoff(FIRST_PAUSE_S * crowd, self.settings.coordination.poll_max_s * crowd)
+        while self.loop.exit is None and self._signal is None:
+            now = time.monotonic()
+            if not self._polling.failing:
+                self._looked_at = now
+            busy = self._polling.look(now)
+            self._name_missing_nodes(now)
+            if self.jobs.unfit is not None:
+                raise self.jobs.unfit
+            self._polling.pause(pauses, busy=busy, ended=lambda: self._signal is not None)
+
+    def _end_work(self) -> None:
+        """End everything that this node runs. After a signal, record that as its end."""
+        if self.loop.exit is None:
+            number = self._signal or signal.SIGTERM
+            code = EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM
+            self._leave(code, f"stopped by {signal.Signals(number).name}")
+        self.workplace.grace_s = GRACE_S
+        # A program may hang in the kernel. Its guard keeps trying to end it.
+        with contextlib.suppress(StoreError):
+            self.jobs.cancel()
+            self.workplace.end_residents()
+        if self.workplace.engines is not None:
+            self.workplace.engines.stop()
+
+    def _leave(self, code: int, reason: str) -> None:
+        """End this node and not the run. The others see that in the last heartbeat, and go on without it."""
+        with contextlib.suppress(OSError):
+            fields = {"state": "left", "code": code, "reason": reason}
+            self.events.write("node_ended", self.loop.node, fields)
+        self.loop.exit = Exit(code, "left", reason)
+
+    def _write_heartbeats(self) -> None:
+        """Write heartbeats, in a thread, until this node has ended, and one last time then.
+
+        A node whose loop hangs must not look alive, or the others would wait for it for ever. So the heartbeats stop when the loop has
+        not looked, or only in vain, for `suspect_s` / 2. Half, because the others count its silence only from the last heartbeat.
+        """
+        coordination, noted = self.settings.coordination, 0
+        while True:
+            last = self._ended.is_set()
+            silent_s = time.monotonic() - self._looked_at
+            held_back = silent_s > coordination.suspect_s / 2 and self.loop.exit is None
+            if not held_back:
+                beat = self.loop.beat()
+                if beat.incarnation != noted:
+                    noted = beat.incarnation
+                    self._lock.note_start(noted)
+                self.loop.write_beat(beat, self.loop.store, time.monotonic())
+            if last:
+                return
+            joining = self.loop.node.stage is Stage.JOINING
+            # If the loop was only paused, the others should see that at once when it looks again.
+            usual_s = JOINING_BEAT_S if joining or held_back else coordination.beat_s
+            self._ended.wait(next_beat_s(usual_s))
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """In this block SIGINT, SIGTERM and SIGHUP end the node gracefully, and `fsbarrier debug` makes it write its stacks."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            # Above all do not set the loop's event here. If the signal interrupts the loop's wait, which holds the event's lock,
+            # setting the event would deadlock.
+            self._signal = number
+
+        self.events.write_stacks_on_signal()
+        with ending_signals_handled(note):
+            yield
+
+    def close(self) -> None:
+        self._polling.close()
+        # This may fail too; the exit code is decided already.
+        with contextlib.suppress(OSError):
+            self.events.close()
+
+
+def describe_start(
+    rank: int, until: int | None, choices: Payload, stated: Payload, *, digest: str, fingerprint: Fingerprint
+) -> Join:
+    """The join record of this start, without its incarnation."""
+    return Join(
+        rank=rank,
+        incarnation=0,
+        host=host_name(),
+        pid=os.getpid(),
+        boot_id=boot_id(),
+        addresses=tuple(candidate_addresses()),
+        until=until,
+        version=fsbarrier.__version__,
+        digest=digest,
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        choices=choices,
+        stated=stated,
+        by=user_at_host(),
+        fingerprint=fingerprint.as_json(),
+    )
+
+
+def make_engines(
+    settings: Settings, log_dir: Path, work_dir: Path, devices: Sequence[accelerators.Accelerator]
+) -> Replicas:
+    """The local engines of this node. Raises UsageError if there are too few accelerators."""
+    # Imported late: a program without a model does not need the engine's libraries.
+    from fsbarrier.engine.replicas import Replicas
+
+    return Replicas(
+        settings.engine,
+        external=not settings.manages_engine,
+        log_dir=log_dir,
+        work_dir=work_dir,
+        devices=devices,
+        secrets_named=(settings.judge.api_key_env,),
+    )

@@ -1,0 +1,202 @@
+"""A job is one launch of a row's work. RowJob cancels it and shows its progress; Workplace is shared by all jobs of a node."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from fsbarrier.errors import StoreError
+from fsbarrier.host import rendezvous
+from fsbarrier.processes.kept_program import KeptProgram
+from fsbarrier.processes.supervisor import Child
+from fsbarrier.processes.worker_contract import read_progress
+from fsbarrier.protocol.facts import JsonObject, Payload
+from fsbarrier.protocol.timing import OUTAGE_S
+from fsbarrier.rundir.checkpoints import PolicyUnreadable
+from fsbarrier.rundir.weights_copy import WeightsCopy
+from fsbarrier.store.retry import retry
+
+if TYPE_CHECKING:
+    from fsbarrier.engine.replicas import Replicas
+
+T = TypeVar("T")
+
+# The result of a piece of work: JSON values.
+Result = JsonObject
+
+
+class NodeUnfit(StoreError):
+    """This node cannot begin any work; another could."""
+
+
+class Cancelled(Exception):
+    """The job was cancelled, and nobody waits for its report."""
+
+
+class InBackground(Protocol):
+    """A call in a thread."""
+
+    def join(self, timeout: float) -> None: ...
+
+    def is_alive(self) -> bool: ...
+
+
+class Surroundings:
+    """What a node's work uses of its host: the clock, threads, processes and the network. The simulator has others."""
+
+    def now(self) -> float:
+        """The monotonic clock."""
+        return time.monotonic()
+
+    def flag(self) -> threading.Event:
+        """A flag that one thread sets, and for which another may wait."""
+        return threading.Event()
+
+    def call_in_background(self, call: Callable[[], None]) -> InBackground:
+        thread = threading.Thread(target=call, name="work", daemon=True)
+        thread.start()
+        return thread
+
+    def start(self, argv: Sequence[str], *, env: Mapping[str, str], log_file: Path, name: str) -> Child:
+        """Start a program. Raises the errors of Child.start."""
+        return Child.start(argv, env=env, log_file=log_file, name=name)
+
+    def keep(self, name: str, processes: int, path: Path) -> KeptProgram:
+        """A program whose processes stay, not started yet. Raises OSError."""
+        return KeptProgram(name, processes, path)
+
+    def listen(self, *, loopback: bool) -> socket.socket:
+        """Listen on a free port. Raises OSError."""
+        return rendezvous.listen(loopback=loopback)
+
+    def reachable(self, addresses: Sequence[str], port: int) -> list[str]:
+        """The addresses that answer on `port`."""
+        return rendezvous.reachable(addresses, port)
+
+
+@dataclass
+class RowJob:
+    """One launch of a row's work. The node's loop may cancel it and read its progress; a thread does the rest."""
+
+    cancel: threading.Event = field(default_factory=threading.Event)
+    clock: Callable[[], float] = time.monotonic
+    progress: Payload = field(default_factory=dict)
+    # The running program's progress file.
+    progress_file: Path | None = None
+    # What the thread does in the shared directory; "" while a program or the engine works, which have their own timeouts.
+    doing: str = ""
+    # When the thread last made progress there.
+    alive_at: float = 0.0
+    # What happened, as lines for the journal.
+    events: list[Payload] = field(default_factory=list)
+
+    @contextmanager
+    def using_directory(self, doing: str) -> Iterator[None]:
+        """In this block, a call to the shared directory that does not return counts as a stall."""
+        self.alive_at, self.doing = self.clock(), doing
+        try:
+            yield
+        finally:
+            self.doing = ""
+
+    def live_on(self) -> None:
+        """Called between two steps in a `using_directory` block, to show progress. Raises Cancelled."""
+        self.stop_if_cancelled()
+        self.alive_at = self.clock()
+
+    def stop_if_cancelled(self) -> None:
+        if self.cancel.is_set():
+            raise Cancelled
+
+    def read_progress(self) -> None:
+        """Read the running program's progress file, if there is one."""
+        if self.progress_file is not None:
+            self.progress = read_progress(self.progress_file) or self.progress
+
+
+@dataclass
+class Workplace:
+    """The state that all jobs of this node share."""
+
+    # None: the program has no model.
+    engines: Replicas | None
+    work_dir: Path
+    log_dir: Path
+    log_path: Path
+    # The node ends a program that shows no sign of life for this long.
+    stall_timeout_s: float
+    # How long a job retries reads of the shared directory while that fails.
+    outage_s: float = OUTAGE_S
+    # How long a program may take to end after SIGTERM, before it is killed.
+    grace_s: float = 2.0
+    # From ServeWeights, for the programs that call the engines: addresses and keys.
+    engine_access: list[Payload] = field(default_factory=list)
+    # From OpenRendezvous: holds the port until torchrun takes it over.
+    rendezvous: socket.socket | None = None
+    # The last model folder that was compared with its manifest.
+    checked_model: Path | None = None
+    # This node's copy of the newest weights, if it has a place for one.
+    weights: WeightsCopy | None = None
+    programs_started: int = 0
+    # The kept program, whose processes wait for another job, and the era (`Generation.era`) for which it is kept.
+    kept: KeptProgram | None = None
+    era: int = 0
+    # The other processes that do one job after the other, by name (`Command.resident`).
+    residents: dict[str, KeptProgram] = field(default_factory=dict)
+    host: Surroundings = field(default_factory=Surroundings)
+
+    @property
+    def own_engines(self) -> Replicas:
+        """Raises StoreError if there are none."""
+        if self.engines is None:
+            raise StoreError("this program has no engine")
+        return self.engines
+
+    def patiently(self, job: RowJob, ask: Callable[[], T]) -> T:
+        """The result of `ask`, which reads the shared directory, retried for `outage_s` while that fails.
+
+        Raises OSError, StoreError, PolicyUnreadable, Cancelled, and immediately whatever else `ask` raises.
+        """
+        failures = (OSError, StoreError, PolicyUnreadable)
+        try:
+            return retry(ask, within_s=self.outage_s, cancel=job.cancel, passing=failures, clock=job.clock)
+        except failures:
+            job.stop_if_cancelled()
+            raise
+
+    def kept_in(self, era: int) -> str:
+        """The name of the kept program, if it is of this era and alive. Any other is ended. Raises StillRunning."""
+        if era != self.era or (self.kept is not None and not self.kept.alive):
+            self.end_kept()
+        self.era = era
+        return self.kept.name if self.kept else ""
+
+    def end_kept(self) -> None:
+        """Returns when all its processes have ended. Raises StillRunning."""
+        kept, self.kept = self.kept, None
+        if kept is not None:
+            kept.stop(self.grace_s)
+
+    def end_residents(self) -> None:
+        """End everything that stays between jobs. Raises StillRunning."""
+        while self.residents:
+            _, resident = self.residents.popitem()
+            resident.stop(self.grace_s)
+        self.end_kept()
+
+    def close_rendezvous(self) -> None:
+        if self.rendezvous is not None:
+            self.rendezvous.close()
+            self.rendezvous = None
+
+
+def journal_line(event: str, value: Payload) -> Result:
+    """A result as a line of the journal, with its plain values only."""
+    plain = {k: v for k, v in value.items() if isinstance(v, (int, float, str)) or v is None}
+    return {**plain, "event": event}

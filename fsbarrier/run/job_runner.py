@@ -1,0 +1,179 @@
+"""Runs a node's work beside its loop: one job at a time, in its own thread, cancellable at any moment.
+
+The loop launches and cancels jobs and reads their reports; a job never changes the node's state. run/work_kinds.py does the work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from fsbarrier.errors import FsbarrierError, NodesRefused, ProgramFailed, StoreError
+from fsbarrier.processes.last_words import only_noticed
+from fsbarrier.processes.worker_contract import MAX_NESTING, MAX_RESULT_BYTES, nesting
+from fsbarrier.program import Context, build_work
+from fsbarrier.protocol.facts import JsonObject, Payload
+from fsbarrier.protocol.state import Node, RowPart, WorkReport
+from fsbarrier.protocol.succession import STARTS
+from fsbarrier.run.admission import objections
+from fsbarrier.run.job import Cancelled, InBackground, NodeUnfit, RowJob, Workplace
+from fsbarrier.run.work_kinds import carry_out
+from fsbarrier.rundir.log_tail import SHOWN_LINES
+
+# How long `cancel` waits: longer than supervisor.KILL_S, the limit for ending a program that hangs in the kernel.
+CANCEL_S = 60.0
+# How much of a line a failure's fact contains.
+SHOWN_CHARACTERS = 10_000
+
+
+@dataclass
+class JobRunner:
+    """The daemon's `WorkRunner`. `wake` is called when a job has a report."""
+
+    make_context: Callable[[Node], Context]
+    workplace: Workplace
+    wake: Callable[[], None]
+    # Why no job can run on this node, whatever its program. The node then ends, since a "failed" fact would blame the program.
+    unfit: StoreError | None = None
+    _job: RowJob | None = None
+    _thread: InBackground | None = None
+    _report: WorkReport | None = None
+    # The last era (`Generation.era`) whose nodes were checked.
+    _admitted: int = 0
+
+    # --- called from the node's loop ---
+
+    def launch(self, node: Node, part: RowPart) -> None:
+        """Start `part` of the work in the node's row."""
+        self.cancel()
+        host = self.workplace.host
+        self._report, self._job = None, RowJob(host.flag(), host.now)
+        self._thread = host.call_in_background(partial(self._run, node, part, self._job))
+
+    def cancel(self) -> None:
+        """End the running job; returns when nothing of it is left. Raises StoreError if it cannot be ended."""
+        job, thread = self._job, self._thread
+        if job is None or thread is None:
+            return
+        job.cancel.set()
+        self._thread = None
+        thread.join(CANCEL_S)
+        # After the join, since the thread may have been about to report.
+        self._report = None
+        if thread.is_alive():
+            where = self.workplace.log_path
+            raise StoreError(f"the work of this node does not end within {CANCEL_S:g} s; does {where} hang?")
+
+    def report(self) -> WorkReport | None:
+        self._notice_a_stall()
+        return self._report
+
+    def _notice_a_stall(self) -> None:
+        """If the job's thread hangs in the shared directory, the node is unfit: nothing can end a call that hangs in the kernel."""
+        job, stall_s = self._job, self.workplace.stall_timeout_s
+        if job is not None and job.doing and job.clock() - job.alive_at > stall_s:
+            where = self.workplace.log_path
+            self.unfit = StoreError(
+                f"{job.doing}: no progress for {stall_s:g} s (coordination.stall_timeout_s); does {where} hang?"
+            )
+
+    def progress(self) -> Payload:
+        """The progress of the last launched job, even after its end; {} if there is none."""
+        job = self._job
+        if job is None:
+            return {}
+        if self._report is None:
+            job.read_progress()
+        return job.progress
+
+    # --- the job's thread ---
+
+    def _run(self, node: Node, part: RowPart, job: RowJob) -> None:
+        started = job.clock()
+        try:
+            value, ok = self._carry_out(node, part, job), True
+        except Cancelled:
+            return
+        except NodeUnfit as error:
+            self.unfit = error
+            self.wake()
+            return
+        except NodesRefused as error:
+            value, ok = {**failure(str(error)), "refused": True}, False
+        except (FsbarrierError, OSError) as error:
+            value, ok = failure(str(error), code=_code_of(error)), False
+        except (Exception, SystemExit) as error:
+            # A bug in a user's program file, or in ours, is a failure like any other: the others learn of it and may retry.
+            value, ok = failure(f"{type(error).__name__}: {error}"), False
+        if not job.cancel.is_set():
+            events = tuple(job.events)
+            self._report = WorkReport(part, ok, value, job.clock() - started, events)
+            self.wake()
+
+    def _carry_out(self, node: Node, part: RowPart, job: RowJob) -> Payload:
+        """Build the context, ask the row's function for the work, and do it.
+
+        The first two read the shared directory and are retried while that fails, since no program has failed.
+        """
+        try:
+            with job.using_directory("reading what the phase needs"):
+                context = self.workplace.patiently(job, partial(self.make_context, node))
+                build = context.phase.each if part is RowPart.EACH else context.phase.leader
+                assert build is not None
+                job.events += self._admit(context, node)
+                work = self.workplace.patiently(job, partial(build_work, build, context))
+        except (OSError, StoreError) as error:
+            # Another host may be able to read it, and no program has failed.
+            raise NodeUnfit(f"node {node.rank}: this node cannot begin its work: {error}") from None
+        value = carry_out(work, context, job, self.workplace)
+        _check_result(value)
+        return value
+
+    def _admit(self, context: Context, node: Node) -> list[Payload]:
+        """Once in each era, check whether its nodes are fit for the run; returns lines for the journal.
+
+        A starting session is refused if they are not (NodesRefused); a running one goes on with the nodes that it has.
+        """
+        generation, _ = node.place
+        if generation.era == self._admitted:
+            return []
+        self._admitted = generation.era
+        found = objections(context)
+        refused = [one for one in found if one.refused]
+        if refused and generation.reason in STARTS:
+            what = "; ".join(f"{one.what}: {one.found}" for one in refused)
+            # The table says more only where there is more than the one refusal.
+            table = map(str, found) if len(found) > 1 else ()
+            raise NodesRefused("\n".join([f"the nodes cannot carry this run: {what}", *table]))
+        # All nodes know the same, so that one says it.
+        if context.node_rank != context.leader:
+            return []
+        return [{"event": "nodes_differ", "what": one.what, "found": one.found} for one in found]
+
+
+def _check_result(value: Payload) -> None:
+    """Raises TypeError for a result of the user's that no fact can hold."""
+    size = len(json.dumps(value))
+    if size > MAX_RESULT_BYTES:
+        raise TypeError(f"a result of {size} bytes; write it to a file, and return the file's path")
+    if nesting(value) > MAX_NESTING:
+        raise TypeError(f"a result that is nested more than {MAX_NESTING} deep")
+
+
+def _code_of(error: Exception) -> int:
+    """The exit code of a node that cannot work because of this error."""
+    return StoreError.exit_code if isinstance(error, OSError | StoreError) else ProgramFailed.exit_code
+
+
+def failure(message: str, code: int = ProgramFailed.exit_code) -> Payload:
+    """The value of a "failed" fact: the first line as the error, the log's path and last lines, each cut to `SHOWN_CHARACTERS`.
+
+    `code`: the exit code of a node that ends because of it.
+    """
+    first, *rest = (line[:SHOWN_CHARACTERS] for line in message.splitlines() or ["failed"])
+    value: JsonObject = {"error": first, "log": [*rest[:1], *rest[1:][-SHOWN_LINES:]]}
+    if only_noticed(first):
+        value["noticed"] = True
+    return value if code == ProgramFailed.exit_code else {**value, "exit_code": code}

@@ -1,0 +1,105 @@
+"""Runs a node: takes its rank, makes its folders, starts its daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from fsbarrier.coordination.free_ranks import free_ranks
+from fsbarrier.coordination.rank_lock import RankTaken, hold_rank
+from fsbarrier.errors import Fenced, StoreError, UsageError
+from fsbarrier.host.memory import SHARED_MEMORY
+from fsbarrier.protocol.facts import Payload
+from fsbarrier.run.daemon import Daemon, starting
+from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.rundir.weights_copy import WeightsCopy
+from fsbarrier.settings.sections import Settings
+from fsbarrier.store import files
+from fsbarrier.store.mounts import LOCAL, mount_of
+from fsbarrier.store.own_folder import SHORT_PLACE, own_folder, remove_abandoned
+from fsbarrier.store.private_folder import private_folder
+
+
+def run_node(
+    record: RunRecord,
+    settings: Settings,
+    stated: Payload,
+    *,
+    node_rank: int | None,
+    until: int | None,
+    joined: Callable[[int], None],
+) -> int:
+    """Run node `node_rank` (None: any free rank) until it ends; returns the exit code.
+
+    `settings`: the run's settings with this start's choices. `stated`: the changeable settings on its command line, by dotted names.
+    `joined` is called with the rank once this node has it. Raises UsageError (the rank is taken), StoreError.
+    """
+    files.set_shared_group(settings.shared_group)
+    files.make_dirs_only_beside(record.paths.record)
+    if node_rank is not None:
+        return _run_as(record, settings, stated, node_rank, None, until, joined)
+    with starting(record):
+        candidates = free_ranks(record.paths, settings.num_nodes, settings.coordination.dead_s)
+    for start in candidates:
+        # If another node takes this rank first, the next one may still be free.
+        with contextlib.suppress(RankTaken):
+            return _run_as(record, settings, stated, start.rank, start.incarnation, until, joined)
+    raise UsageError(
+        f"--rank auto: all {settings.num_nodes} ranks of {record.log_path} are taken (fsbarrier status shows by whom)"
+    )
+
+
+def _run_as(
+    record: RunRecord,
+    settings: Settings,
+    stated: Payload,
+    rank: int,
+    incarnation: int | None,
+    until: int | None,
+    joined: Callable[[int], None],
+) -> int:
+    with ExitStack() as stack:
+        with starting(record):
+            lock = stack.enter_context(
+                hold_rank(record.log_path, record.run_id, rank, settings.coordination.suspect_s)
+            )
+            private = private_folder()
+            if private.passed_over:
+                print(f"fsbarrier: warning: {private.passed_over}; using {private.path}", flush=True)
+            # Copies of weights and sockets that killed daemons left.
+            for shared_place in (SHARED_MEMORY, SHORT_PLACE):
+                remove_abandoned(shared_place)
+            name = f"{record.run_id[-8:]}-n{rank}"
+            work_dir = stack.enter_context(own_folder(private.path, name))
+            place = place_for_weights(settings, record.log_path)
+            weights = WeightsCopy(stack.enter_context(own_folder(place, name))) if place else None
+            daemon = Daemon(record, settings.choices, stated, rank, until, work_dir, weights, lock)
+        stack.callback(daemon.close)
+        with daemon.signals():
+            try:
+                daemon.join(incarnation)
+            except Fenced as error:
+                raise RankTaken(str(error)) from None
+            # `joined` only writes a note for people, so its failure does not end the node.
+            with contextlib.suppress(StoreError):
+                joined(rank)
+            return daemon.run()
+
+
+def place_for_weights(settings: Settings, log_path: Path) -> Path | None:
+    """The folder for this node's copy of the newest weights; None: its engines read the run directory. Raises UsageError, OSError."""
+    wanted = settings.checkpoint.weights_dir
+    if wanted == "none" or not settings.manages_engine:
+        return None
+    if wanted == "auto":
+        elsewhere = mount_of(log_path).family.category != LOCAL
+        # In memory, so a copy needs no disk.
+        return SHARED_MEMORY if elsewhere and os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else None
+    try:
+        files.make_dirs(Path(wanted))
+    except OSError as error:
+        raise UsageError(f"checkpoint.weights_dir={wanted}: {error.strerror or error}") from None
+    return Path(wanted)

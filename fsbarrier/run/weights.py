@@ -1,0 +1,60 @@
+"""Finds the folder from which a node's engines load a policy version, and verifies it against the version's manifest."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from fsbarrier.errors import ProgramFailed
+from fsbarrier.run.job import Result, RowJob, Workplace
+from fsbarrier.rundir import checkpoints
+
+#: files beside weights that no engine reads
+NOT_LOADED = (".md", ".log")
+
+
+def checked_weights(
+    model: Path, job: RowJob, workplace: Workplace, policy: str = ""
+) -> tuple[Path, list[Result]]:
+    """The node's own copy of the policy in `model`, else `model` itself, and lines for the journal. The files are verified once a version.
+
+    `policy`: the published identity, which is compared with the folder's each time. The run's first model, and a user's model folder,
+    have no manifest. Raises ProgramFailed, Cancelled.
+    """
+    copies, version = workplace.weights, model.parent.name
+    with job.using_directory(f"checking {version}"):
+        workplace.patiently(job, partial(checkpoints.check_identity, model.parent, policy))
+    if copies is not None and (here := copies.nearest(model)) != model:
+        return here, []
+    if model == workplace.checked_model:
+        return model, []
+    began, why_not = job.clock(), ""
+    with job.using_directory(f"checking {version}"):
+        if not workplace.patiently(job, (model.parent / checkpoints.MANIFEST).exists):
+            return model, []
+        if copies is not None:
+            why_not = workplace.patiently(job, partial(copies.confirm, model, job.live_on))
+        if copies is None or why_not:
+            # The engines will then find it in the page cache.
+            workplace.patiently(job, partial(_check_all, model, job))
+            workplace.checked_model = model
+    folder = model if copies is None else copies.nearest(model)
+    fields = {
+        "serving": version,
+        "weights_from": "run directory" if folder == model else "node",
+        "seconds": round(job.clock() - began, 3),
+        "note": why_not,
+    }
+    return folder, [{"event": "weights_checked", **fields}]
+
+
+def _check_all(model: Path, job: RowJob) -> None:
+    """Verify the model's folder. It must have no files beside those of the manifest, since an engine may load any file."""
+    version, part = model.parent, f"{model.name}/"
+    manifest = checkpoints.verify(version, part, job.live_on)
+    for path in sorted(model.iterdir()):
+        harmless = path.is_dir() or path.name.startswith(".") or path.suffix in NOT_LOADED
+        if not harmless and f"{part}{path.name}" not in manifest.files:
+            raise ProgramFailed(
+                f"{path} is not listed in {checkpoints.MANIFEST}, and an engine might load it; move it away"
+            )

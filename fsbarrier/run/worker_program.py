@@ -1,0 +1,259 @@
+"""Starts the program that a row asks for, ends it if it hangs, and reads its result."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsbarrier.errors import ProgramFailed, StoreError
+from fsbarrier.processes import last_words
+from fsbarrier.processes.kept_program import KeptProgram
+from fsbarrier.processes.secret_variables import without_secrets, without_trackers_keys
+from fsbarrier.processes.stacks import write_stacks
+from fsbarrier.processes.supervisor import Child, own_program, with_this_package
+from fsbarrier.processes.worker_contract import NOT_PERMITTED, WorkerFiles, read_result
+from fsbarrier.program import HELPER, Command, Context, Keep
+from fsbarrier.run.job import Cancelled, NodeUnfit, Result, RowJob, Workplace, journal_line
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.settings.sections import Settings
+from fsbarrier.store import owned
+from fsbarrier.store.retry import Backoff
+
+if TYPE_CHECKING:
+    from fsbarrier.engine.replicas import Keeper
+
+# How often to check for cancellation and for a sign of life.
+WATCH_S = 0.25
+UPDATE = "fsbarrier.workers.update"
+# The pauses before a program is started again while the shared directory fails.
+AGAIN = Backoff(0.5, 10.0, factor=2.0)
+NO_SECRETS = ("fsbarrier.aggregate", "fsbarrier.workers.prepare", UPDATE)
+
+
+class DirectoryFailed(ProgramFailed):
+    """The program ended, or could not be started, because the shared directory fails."""
+
+
+def run_program(work: Command, context: Context, job: RowJob, workplace: Workplace) -> Result:
+    """Run the program to its end; returns its result. Raises ProgramFailed, StartFailed, NodeUnfit, Cancelled.
+
+    While the shared directory fails, the program is started again, and continues where it was, for `outage_s`. Then this node is unfit,
+    and not the program. The programs of an update belong together, so their failure is one of the attempt.
+    """
+    pauses, failing_since, again, why = iter(AGAIN), 0.0, 0, ""
+    while True:
+        began = job.clock()
+        try:
+            value = _run_once(work, context, job, workplace)
+            break
+        except DirectoryFailed as error:
+            now, why = job.clock(), str(error)
+            if not again or now - began > workplace.outage_s:
+                pauses, failing_since = iter(AGAIN), now
+            left_s = failing_since + workplace.outage_s - now
+            if left_s <= 0:
+                raise NodeUnfit(f"node {context.node_rank}: {context.phase.name}: {why}") from None
+            again += 1
+            if job.cancel.wait(min(next(pauses), left_s)):
+                raise Cancelled from None
+    if not again:
+        return value
+    line = {"event": "program_restarted", "times": again, "why": why.splitlines()[0]}
+    job.events.append(line)
+    return value
+
+
+def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace) -> Result:
+    """Raises DirectoryFailed, and as `run_program`."""
+    # The program may be torchrun, which takes over the port that OpenRendezvous has held.
+    workplace.close_rendezvous()
+    workplace.programs_started += 1
+    own = WorkerFiles(workplace.work_dir / f"job-{workplace.programs_started:05d}")
+    uses_engines, copy = "{engine}" in work.spec.values(), workplace.weights
+    # Placeholders in the spec that this node fills in.
+    known = {
+        "{engine}": workplace.engine_access,
+        "{weights_dir}": None if copy is None else str(copy.folder),
+    }
+    try:
+        spec = {
+            key: known.get(value, value) if isinstance(value, str) else value
+            for key, value in work.spec.items()
+        }
+        record = RunPaths(workplace.log_path).record
+        module = {"module": program_name(work.argv)} if work.resident == HELPER else {}
+        own.write_spec({"settings": context.settings.as_json(), "run_record": str(record), **module, **spec})
+    except OSError as error:
+        raise NodeUnfit(
+            f"node {context.node_rank}: its temporary folder {workplace.work_dir} cannot be written to: {error.strerror}"
+        ) from None
+    argv = [word.replace("{spec}", str(own.spec)) for word in work.argv]
+    job.progress_file = own.progress
+    env = with_this_package(_environment(argv, context.settings, workplace.work_dir)) | dict(work.env)
+    log_file, name = workplace.log_dir / work.log, context.phase.name
+    program: Child | KeptProgram
+    if work.keep is None:
+        try:
+            if work.resident:
+                program = _give_to_resident(work.resident, own.spec, argv, env, log_file, context, workplace)
+            else:
+                program = workplace.host.start(argv, env=env, log_file=log_file, name=name)
+        except StoreError as error:
+            raise DirectoryFailed(str(error)) from None
+    else:
+        program = _start_kept(work.keep, own.spec, argv, env, log_file, context, workplace)
+    with workplace.own_engines.kept_alive() if uses_engines else nullcontext() as keeper:
+        try:
+            code = _watch(program, context, job, workplace, keeper)
+        finally:
+            job.events += keeper.events if keeper else ()
+    if code != 0:
+        said, log = _why_it_failed(program, argv, code), _end_of_log(program)
+        ours = program_name(argv).startswith("fsbarrier.")
+        if code == NOT_PERMITTED and ours:
+            raise StoreError(f"{said}{log}")
+        if code == StoreError.exit_code and work.keep is None and ours:
+            # Perhaps not even its log could be written.
+            raise DirectoryFailed(f"{said}; {workplace.log_path} fails or is full{log}")
+        raise ProgramFailed(f"{said}{log}")
+    result = read_result(own.result, program_name(argv)) if work.result else {}
+    owned.discard(own.folder)
+    value = {**work.extra, **result}
+    if work.event:
+        job.events.append(journal_line(work.event, value))
+    return value
+
+
+def _environment(argv: Sequence[str], settings: Settings, work_dir: Path) -> Mapping[str, str]:
+    """The daemon's environment without keys. A program that runs the user's code (a reward, an agent, a trainer) may need some of
+    them, and loses only the trackers' keys.
+    """
+    name = program_name(argv)
+    if name not in NO_SECRETS:
+        return without_trackers_keys(os.environ, settings.tracker.names)
+    ours = without_secrets(os.environ, (settings.judge.api_key_env, settings.engine.api_key_env))
+    # torch loads compiled code from a temporary folder with a predictable name, and leaves folders behind.
+    return {**ours, "TMPDIR": str(work_dir)} if name == UPDATE else ours
+
+
+def _start_kept(
+    keep: Keep,
+    spec: Path,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    log_file: Path,
+    context: Context,
+    workplace: Workplace,
+) -> KeptProgram:
+    """A program whose processes stay, with `spec` as its job: the one that all nodes have kept, or a new one.
+
+    Raises ProgramFailed, StoreError, NodeUnfit.
+    """
+    if keep.formed:
+        if workplace.kept is None or workplace.kept.name != keep.formed:
+            raise ProgramFailed(f"{program_name(argv)}, kept from an earlier update, has ended")
+        workplace.kept.give(spec)
+        return workplace.kept
+    workplace.end_kept()
+    # The same on every node, and unique.
+    made = _kept_program(
+        f"{context.generation}.{context.iteration}", keep.processes, "jobs", context, workplace
+    )
+    made.start(argv, env=env, log_file=log_file, name=context.phase.name)
+    workplace.kept = made
+    return made
+
+
+def _give_to_resident(
+    name: str,
+    spec: Path,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    log_file: Path,
+    context: Context,
+    workplace: Workplace,
+) -> KeptProgram:
+    """The node's resident process of this name, with `spec` as its job; a new one if there is none.
+
+    Raises StoreError, NodeUnfit, StartFailed.
+    """
+    resident = workplace.residents.pop(name, None)
+    if resident is not None and resident.alive:
+        resident.give(spec)
+    else:
+        if resident is not None:
+            resident.stop(workplace.grace_s)
+        resident = _kept_program(name, 1, f"{name}-jobs", context, workplace)
+        helper = own_program("fsbarrier.workers.helper", "--spec", str(spec))
+        resident.start(helper if name == HELPER else argv, env=env, log_file=log_file, name=name)
+    workplace.residents[name] = resident
+    return resident
+
+
+def _kept_program(
+    name: str, processes: int, socket: str, context: Context, workplace: Workplace
+) -> KeptProgram:
+    """Raises NodeUnfit."""
+    try:
+        return workplace.host.keep(name, processes, workplace.work_dir / socket)
+    except OSError as error:
+        raise NodeUnfit(
+            f"node {context.node_rank}: no socket in its temporary folder {workplace.work_dir}: {error.strerror}"
+        ) from None
+
+
+def _watch(
+    child: Child | KeptProgram, context: Context, job: RowJob, workplace: Workplace, keeper: Keeper | None
+) -> int:
+    """Wait for the program; returns its exit code. Ends it if its progress file and log do not change for `stall_timeout_s`, or if it
+    needs an engine and none is left."""
+    assert job.progress_file is not None
+    last_stamp, changed_at = 0, job.clock()
+    while (code := child.wait(WATCH_S)) is None:
+        if job.cancel.is_set():
+            child.stop(workplace.grace_s)
+            raise Cancelled
+        if keeper is not None and keeper.problem:
+            child.stop(workplace.grace_s)
+            raise ProgramFailed(keeper.problem)
+        stamp = _modified_ns(job.progress_file) + _modified_ns(child.log_file)
+        if stamp != last_stamp:
+            last_stamp, changed_at = stamp, job.clock()
+        elif job.clock() - changed_at > workplace.stall_timeout_s:
+            # Where it hangs is then among the last lines of its log.
+            write_stacks(child.tree())
+            child.stop(workplace.grace_s)
+            raise ProgramFailed(
+                f"no progress for {workplace.stall_timeout_s:g} s (coordination.stall_timeout_s); "
+                f"{context.phase.name} was ended{_end_of_log(child)}"
+            )
+    return code
+
+
+def program_name(argv: Sequence[str]) -> str:
+    """A command's name for people: the module after the last `-m` (torchrun has an earlier one), else the file name."""
+    modules = [argv[i + 1] for i, word in enumerate(argv[:-1]) if word == "-m"]
+    return modules[-1] if modules else Path(argv[0]).name
+
+
+def _why_it_failed(program: Child | KeptProgram, argv: Sequence[str], code: int) -> str:
+    """How the program ended, with the line of its log that says why."""
+    name = program_name(argv)
+    lines = program.last_log_lines(last_words.SEARCHED_LINES)
+    cause = last_words.cause(lines, killed=code < 0, speaks=name.startswith("fsbarrier."))
+    return f"{name} {last_words.how_it_ended(code)}{f': {cause}' if cause else ''}"
+
+
+def _end_of_log(child: Child | KeptProgram) -> str:
+    lines = (f"(from {child.log_file})", *child.last_log_lines())
+    return "".join(f"\n{line}" for line in lines)
+
+
+def _modified_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

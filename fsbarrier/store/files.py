@@ -1,0 +1,420 @@
+"""Crash-safe atomic writes on a shared filesystem. All other modules write files through this one.
+
+A reader sees either no file, the old file or the complete new one: data is written to a temporary file in the same directory, fsynced if it
+must survive a power loss, and then renamed or linked to its final name. The file is longer than others, so that all these steps and their
+ambiguous errors are in one place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from fsbarrier.store import owned, reading
+from fsbarrier.store.retry import FAILING, retry, until_seen
+
+_modes = {"file": 0o600, "dir": 0o700}
+# The record of the run that this process works for.
+_run_records: set[Path] = set()
+
+
+def set_shared_group(on: bool) -> None:
+    """Set the permissions of all files written from now on: owner only (default), or owner and group."""
+    _modes["file"], _modes["dir"] = (0o660, 0o770) if on else (0o600, 0o700)
+    owned.trust_group(on)
+
+
+def make_dirs_only_beside(record: Path) -> None:
+    """From now on this process makes folders in the directory of a run only while the run's `record` is there.
+
+    Example: the run directory was renamed, or its disk unmounted. Without this, nodes would make it again at its old place and work there.
+    """
+    _run_records.add(record)
+
+
+def make_dirs(path: Path) -> None:
+    """Create `path` and its missing parents with the run's directory mode, whatever the umask, and wait until this mount shows it.
+
+    Raises OSError if the directory cannot be created. An existing one is not changed.
+    """
+    until_seen(lambda: try_to_make_dirs(path))
+
+
+def make_dirs_below(root: Path, folder: Path) -> None:
+    """`make_dirs` that does not follow links below `root`. Raises reading.NotPlain, OSError."""
+    parts = reading.parts_below(root, folder)
+    for depth in range(len(parts) + 1):
+        path = root.joinpath(*parts[:depth])
+        make_dirs(path)
+        reading.check_below(root, path)
+
+
+def try_to_make_dirs(path: Path) -> None:
+    """`make_dirs` without waiting. Raises FileNotFoundError while this mount does not show a directory made by another node, OSError."""
+    missing = []
+    current = path
+    while not current.is_dir():
+        missing.append(current)
+        if current.parent == current:
+            break
+        current = current.parent
+    for record in _run_records if missing else ():
+        if record.parent in (path, *path.parents):
+            _check_is_there(record)
+    for directory in reversed(missing):
+        try:
+            os.mkdir(directory, _modes["dir"])
+            _open_to_group(directory)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            # The call may have succeeded despite the error. If the directory exists but is not visible, another node made it, and
+            # this host still has a negative cache entry.
+            there = _look(directory)
+            if there is None and error.errno == errno.EEXIST:
+                raise FileNotFoundError(
+                    errno.ENOENT, "not visible on this mount yet", str(directory)
+                ) from None
+            if there is None or not stat.S_ISDIR(there.st_mode):
+                raise
+
+
+def _check_is_there(record: Path) -> None:
+    """Raises OSError, and not FileNotFoundError: callers wait for directories that are only late."""
+    try:
+        names = os.listdir(record.parent)
+    except FileNotFoundError:
+        names = []
+    if record.name not in names:
+        raise OSError(errno.ESTALE, "the run was moved, removed or unmounted", str(record.parent))
+
+
+def _open_to_group(directory: Path) -> None:
+    """Restore the mode bits that the umask removed from a new directory. Raises OSError."""
+    if _modes["dir"] == 0o700:
+        return
+    # O_NOFOLLOW, because another user with write access to the parent could replace the directory by a link.
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        # Keep the setgid bit, which makes new files belong to the shared group.
+        os.fchmod(fd, _modes["dir"] | os.fstat(fd).st_mode & stat.S_ISGID)
+    finally:
+        os.close(fd)
+
+
+def open_new(path: Path, more_flags: int = 0) -> int:
+    """Create `path` exclusively with the run's file mode and return a descriptor for writing. Raises OSError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC | more_flags
+    fd = os.open(path, flags, _modes["file"])
+    # The umask can only have removed bits if the mode is wider than the default.
+    if _modes["file"] != 0o600:
+        os.fchmod(fd, _modes["file"])
+    return fd
+
+
+def open_append(path: Path) -> int:
+    """A descriptor that appends to `path`, which is created with the run's file mode if necessary. Raises OSError."""
+    try:
+        return open_new(path, os.O_APPEND)
+    except OSError as error:
+        # It already exists, or was created despite the error.
+        try:
+            return open_own(path, os.O_APPEND)
+        except FileNotFoundError:
+            raise error from None
+
+
+def open_own(path: Path, more_flags: int = 0) -> int:
+    """A descriptor of the regular file `path`, for reading and writing. Raises OSError.
+
+    A file with a second hard link may belong to a snapshot of the run or to another user, so it is not modified under that name. `path`
+    becomes a copy of it if the same users may read both, or otherwise a new file.
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | more_flags
+    fd = os.open(path, flags)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, fd)
+        found = os.fstat(fd)
+        reading.check_plain(found, path)
+        if found.st_nlink <= 1:
+            stack.pop_all()
+            return fd
+        temporary = temporary_beside(path)
+        os.close(open_new(temporary))
+        own = os.open(temporary, flags)
+        stack.callback(os.close, own)
+        try:
+            if (found.st_uid, stat.S_IMODE(found.st_mode)) == (os.geteuid(), _modes["file"]):
+                with open(fd, "rb", closefd=False) as source, open(own, "wb", closefd=False) as copy:
+                    shutil.copyfileobj(source, copy, READ_BYTES)
+                os.fsync(own)
+        except OSError:
+            os.unlink(temporary)
+            raise
+        rename(temporary, path)
+        fsync_dir(path.parent)
+        return os.dup(own)
+
+
+def temporary_beside(path: Path) -> Path:
+    """A unique temporary name in the directory of `path`, to be renamed to `path` when complete.
+
+    It begins with a dot, so readers that list the directory skip it.
+    """
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+
+
+def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Write `data` to `path` atomically, replacing an existing file. `durable`: survives a power loss. Raises OSError."""
+    rename(_write_temporary(path, data, durable), path)
+    if durable:
+        fsync_dir(path.parent)
+
+
+def write_in_place(path: Path, data: bytes) -> None:
+    """Write `data` to `path` without a temporary file: readers may see a partial file. Raises OSError."""
+    try:
+        fd = open_new(path)
+    except FileExistsError:
+        # Never write to an existing file: it may be a FIFO, a link, or a hard link to another user's file.
+        os.unlink(path)
+        fd = open_new(path)
+    _fill(fd, data, durable=False)
+
+
+def rename(temporary: Path, path: Path) -> None:
+    """Rename a file made under a name from `temporary_beside` to its final name. Removes it on failure. Raises OSError."""
+    try:
+        os.replace(temporary, path)
+    except OSError:
+        try:
+            os.unlink(temporary)
+        except FileNotFoundError:
+            # The rename succeeded despite the error: only this process knows the temporary name, and it is gone.
+            if path.name in os.listdir(path.parent):
+                return
+        except OSError:
+            pass
+        raise
+
+
+def create_exclusive(path: Path, data: bytes, *, durable: bool = True, never_torn: bool = False) -> bool:
+    """Create `path` with `data` unless it exists; True if `path` now contains *our* file.
+
+    A hard link decides which process is first. After an error, inspect the file to find the winner and ignore the error code: an NFS server
+    may return EEXIST for a retransmitted request of our own, and some filesystems return EPERM to the loser of a race. Without hard links,
+    the final name is created with O_EXCL, and a process killed while writing leaves a torn file for good. With `never_torn`, it is created
+    as a folder that contains the record, which `read_created` can read. Raises OSError for other errors.
+    `durable`: the name is flushed even if it is taken, because an earlier call may have created it and failed to flush it.
+    """
+    temporary = _write_temporary(path, data, durable)
+    try:
+        won = _link(temporary, path, data)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+    if won is None:
+        won = (_create_as_folder if never_torn else _create_in_place)(path, data, durable)
+    if durable:
+        fsync_dir(path.parent)
+    return won
+
+
+def _link(temporary: Path, path: Path, data: bytes) -> bool | None:
+    """Whether `path` is now a link to `temporary`, which contains `data`; None if the filesystem has no hard links. Raises OSError."""
+    try:
+        os.link(temporary, path)
+        return True
+    except OSError as error:
+        there, mine = _look(path), os.stat(temporary)
+        if there is None:
+            if error.errno in NO_LINKS:
+                return None
+            raise
+        if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
+            return True
+        # The link may have been created despite the error. sshfs gives each hard link its own inode number, so compare the
+        # contents.
+        return error.errno in FAILING and reading.read_bytes(path, reading.RECORD_BYTES) == data
+
+
+#: error codes of a filesystem without hard links (on some, also of a lost race: then the name exists)
+NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+
+
+def _look(path: Path) -> os.stat_result | None:
+    """The stat of `path`; None if it does not exist and is not in its parent's listing either.
+
+    Reopening the parent makes an NFS client drop a negative cache entry.
+    """
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return os.stat(path) if path.name in os.listdir(path.parent) else None
+
+
+def _create_in_place(path: Path, data: bytes, durable: bool) -> bool:
+    """`create_exclusive` without hard links. A torn file is never removed, because a process presumed dead may still complete it."""
+    try:
+        fd = open_new(path)
+    except OSError as error:
+        if error.errno == errno.EEXIST or _look(path) is not None:
+            return False
+        raise
+    _fill(fd, data, durable)
+    return True
+
+
+def _create_as_folder(path: Path, data: bytes, durable: bool) -> bool:
+    """`create_exclusive` without hard links and never torn: renames a folder that contains the record to `path`.
+
+    A folder cannot be renamed onto a file or a non-empty folder, so exactly one process wins, even if another host uses hard links. A
+    process that dies before the rename leaves only a temporary folder.
+    """
+    folder, record = temporary_beside(path), f"record-{secrets.token_hex(6)}"
+    try_to_make_dirs(folder)
+    try:
+        _fill(open_new(folder / record), data, durable)
+        if durable:
+            fsync_dir(folder)
+        os.rename(folder, path)
+        return True
+    except OSError:
+        # The record inside has a unique name, which identifies the winner if the rename succeeded despite an error.
+        there = _look(path)
+        if there is not None and stat.S_ISDIR(there.st_mode) and record in os.listdir(path):
+            return True
+        owned.discard(folder)
+        if there is None:
+            raise
+        return False
+
+
+def read_created(path: Path) -> bytes:
+    """The data that `create_exclusive` wrote to `path`, as a file or a folder. Opens it anew. Raises OSError."""
+    try:
+        return reading.read_bytes(path, reading.RECORD_BYTES)
+    except IsADirectoryError:
+        pass
+    for name in os.listdir(path):
+        return reading.read_bytes(path / name, reading.RECORD_BYTES)
+    raise FileNotFoundError(errno.ENOENT, "its record is not visible on this mount yet", str(path))
+
+
+def _write_temporary(path: Path, data: bytes, durable: bool) -> Path:
+    temporary = temporary_beside(path)
+    try:
+        fd = open_new(temporary)
+    except OSError as error:
+        # The file may have been created despite the error, and a retry by the client then returns EEXIST. Remove it and use another
+        # name.
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if error.errno not in FAILING and error.errno != errno.EEXIST:
+            raise
+        temporary = temporary_beside(path)
+        fd = open_new(temporary)
+    try:
+        _fill(fd, data, durable)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return temporary
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all of `data`; one call may write only a part, for example on a disk that becomes full. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _fill(fd: int, data: bytes, durable: bool) -> None:
+    """Write all of `data` and close. Raises OSError, including errors that are only reported on close."""
+    try:
+        write_all(fd, data)
+        if durable:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_dir(path: Path) -> None:
+    """fsync a directory, to make its names durable; does nothing on filesystems that do not support it (NFS)."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(fd)
+
+
+#: how much of a large file to read between two calls of `between_reads`
+READ_BYTES = 1 << 20
+
+
+def sha256_file(path: Path) -> str:
+    """The SHA-256 of a user's file, in hexadecimal. Raises OSError."""
+    fd = reading.open_plain(path, links=True)
+    try:
+        return sha256_open(fd)
+    finally:
+        os.close(fd)
+
+
+def sha256_open(fd: int, between_reads: Callable[[], None] = lambda: None) -> str:
+    """`sha256_file` of an open file. `between_reads` may raise to abort a long computation. Raises OSError."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(READ_BYTES))
+    while size := retry(lambda: os.readv(fd, [buffer]), errnos=FAILING):
+        digest.update(buffer[:size])
+        between_reads()
+    return digest.hexdigest()
+
+
+def link_or_copy(
+    source: Path,
+    target: Path,
+    last_look: Callable[[], None] = lambda: None,
+    between_reads: Callable[[], None] = lambda: None,
+) -> None:
+    """Hard-link `source` to a second name, atomically replacing an existing file; copies it if the filesystem has no hard links.
+
+    `last_look` is called directly before the final step, and `between_reads` repeatedly during a copy; both may raise to abort. Raises
+    OSError, and their exceptions.
+    """
+    temporary = temporary_beside(target)
+    try:
+        _link_or_copy(source, temporary, between_reads)
+        last_look()
+        rename(temporary, target)
+    finally:
+        with contextlib.suppress(OSError):
+            # Renaming one hard link of a file onto another does nothing, so the temporary name may still exist after a success.
+            os.unlink(temporary)
+    fsync_dir(target.parent)
+
+
+def _link_or_copy(source: Path, temporary: Path, between_reads: Callable[[], None]) -> None:
+    try:
+        os.link(source, temporary)
+        return
+    except OSError:
+        # If the link was created despite the error, copying would overwrite the source, so remove it first.
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+    with reading.open_stream(source) as stream, open(open_new(temporary), "wb") as copy:
+        while piece := stream.read(READ_BYTES):
+            copy.write(piece)
+            between_reads()
+        copy.flush()
+        os.fsync(copy.fileno())

@@ -1,0 +1,77 @@
+"""Local folders that belong to one process and are removed after it, even if it is killed.
+
+The owner holds a lock on its folder, which the kernel releases when the owner dies. The next process that creates a folder in the same
+place removes the unlocked folders of the same user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fsbarrier.store.mounts import LOCAL, mount_of
+
+PREFIX = "fsbarrier-own-"
+#: for sockets, whose paths have a length limit
+SHORT_PLACE = Path("/tmp")
+
+
+@contextmanager
+def own_folder(base: Path, name: str) -> Iterator[Path]:
+    """A new folder in `base` for this process, private to its user, with `name` in its name. Raises OSError."""
+    remove_abandoned(base)
+    # Until it is locked, another process may remove it as abandoned.
+    while (made := _make_and_lock(base, name)) is None:
+        pass
+    folder, lock = made
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _make_and_lock(base: Path, name: str) -> tuple[Path, int] | None:
+    """A new folder and the descriptor that locks it; None if another process removed it in the meantime. Raises OSError."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{name}-", dir=base))
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return None
+    # On a filesystem without such locks, the folder of a killed owner is never removed.
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    if folder.is_dir():
+        return folder, lock
+    os.close(lock)
+    return None
+
+
+def remove_abandoned(base: Path) -> None:
+    """Remove the folders in `base` whose owners are dead processes of this user. Never raises.
+
+    These locks are local to one machine, so nothing is removed if `base` is on a shared filesystem.
+    """
+    with contextlib.suppress(OSError):
+        if mount_of(base).family.category == LOCAL:
+            _remove_unheld(base)
+
+
+def _remove_unheld(base: Path) -> None:
+    for folder in base.glob(f"{PREFIX}*"):
+        # A folder in use cannot be locked. A folder may be nested too deeply for Python.
+        with contextlib.suppress(OSError, RecursionError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                # Root can open other users' folders too.
+                if os.fstat(lock).st_uid == os.geteuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

@@ -1,0 +1,95 @@
+"""Whether a run directory or a pool may be trusted: whoever can write to it decides which code its nodes run.
+
+As sshd's StrictModes does for ~/.ssh: the folder and everything on the way to it belong to this user or to root, and nobody else may write
+there. A sticky folder such as /tmp may be on the way, because nobody can rename what others made in it.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from fsbarrier.errors import UsageError
+from fsbarrier.store.mounts import LOCAL, mount_of
+from fsbarrier.store.owned import owner_here, user_name
+
+_UID_MAP, _OVERFLOW = Path("/proc/self/uid_map"), Path("/proc/sys/fs/overflowuid")
+#: how many user ids a machine has whose users are not mapped
+_ALL = "4294967295"
+
+
+def check(folder: Path, *, shared_group: bool, named: str, inside: Iterable[str] = ()) -> None:
+    """Raises UsageError if somebody else could decide what is in `folder`, which need not exist yet.
+
+    `shared_group`: this command line trusts the group of the folder, whoever of it made it. `named`: the flag or command to show.
+    `inside`: what must be trusted too, if it is there.
+    """
+    real = Path(os.path.realpath(folder))
+    there = next(one for one in (real, *real.parents) if one.exists())
+    trusted = {os.geteuid(), 0}
+    if mount_of(there).family.category != LOCAL and os.stat(there).st_uid not in trusted:
+        # A file server may map users: then whoever owns what we make there is us.
+        trusted.add(_owner_at(there))
+    way = [one for one in (real, *(real / name for name in inside)) if os.path.lexists(one)]
+    for one in way:
+        _check(one, trusted, shared_group, f"{named} {folder}")
+    for one in real.parents:
+        if one.exists():
+            _check(one, trusted | _not_mapped(), shared_group, f"{named} {folder}", sticky=True)
+
+
+def _check(one: Path, trusted: set[int], shared_group: bool, named: str, *, sticky: bool = False) -> None:
+    found = os.lstat(one)
+    if sticky and found.st_mode & stat.S_ISVTX:
+        return
+    advice = (
+        ""
+        if shared_group
+        else ", or give --shared-group if you trust everybody in its group with your account"
+    )
+    if found.st_mode & stat.S_IWOTH and not stat.S_ISLNK(found.st_mode):
+        raise UsageError(
+            f"{named}: everybody may write to {one} and could run code as you; run chmod o-w {one}"
+        )
+    if shared_group:
+        return
+    if found.st_uid not in trusted:
+        raise UsageError(
+            f"{named}: {one} belongs to {user_name(found.st_uid)}, who could run code as you; use a directory of your own{advice}"
+        )
+    if found.st_mode & stat.S_IWGRP and not stat.S_ISLNK(found.st_mode) and not _is_only_ours(found.st_gid):
+        raise UsageError(
+            f"{named}: its group may write to {one} and could run code as you; run chmod g-w {one}{advice}"
+        )
+
+
+def _is_only_ours(group: int) -> bool:
+    """Whether it is the user's own group without other members, which many systems make for each user."""
+    try:
+        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return (user.pw_gid, user.pw_name) == (group, found.gr_name) and not {*found.gr_mem} - {user.pw_name}
+
+
+def _owner_at(folder: Path) -> int:
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+    try:
+        return owner_here(fd)
+    finally:
+        os.close(fd)
+
+
+def _not_mapped() -> set[int]:
+    """Who the host's root looks like in a container that maps only its own user (as Apptainer's)."""
+    try:
+        return set() if _ALL in _UID_MAP.read_text().split() else {int(_OVERFLOW.read_text())}
+    except (OSError, ValueError):
+        return set()
