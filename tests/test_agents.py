@@ -489,6 +489,25 @@ def test_two_requests_at_once_are_two_turns(fake: Fake) -> None:
     assert talk(fake, at_once).turns == 2
 
 
+def nested(depth: int) -> object:
+    inner: object = "a"
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
+NOT_OPENAIS: list[tuple[dict[str, object], str]] = [
+    ({"messages": nested(900)}, "messages: must be a list of objects"),
+    ({"messages": "abc"}, "messages: must be a list of objects"),
+    ({"messages": [{"role": "user", "content": nested(900)}]}, "the request is nested too deeply"),
+    ({"messages": [user("\ud800")]}, "half of a surrogate pair"),
+    ({"tools": "x"}, "tools: must be a list of objects"),
+    ({"tools": [{"function": nested(900)}]}, "the request is nested too deeply"),
+    ({"stop": [5]}, "stop: must be a string or a list of strings"),
+    ({"max_tokens": "x"}, "max_tokens: must be a positive whole number"),
+]
+
+
 def test_what_is_asked_wrongly_is_answered_as_json(fake: Fake) -> None:
     async def wrongly(client: Client) -> None:
         key = {"Authorization": f"Bearer {client.api_key}"}
@@ -502,6 +521,15 @@ def test_what_is_asked_wrongly_is_answered_as_json(fake: Fake) -> None:
                 (await http.put("/models"), 404, "PUT .*/models is not served"),
                 (await http.post("/chat/completions", content=b"{"), 400, "the request is not valid JSON"),
                 (await http.post("/chat/completions", content=b"[]"), 400, "not a JSON object"),
+                *[
+                    (
+                        await http.post("/chat/completions", content=json.dumps({**turn, **field})),
+                        400,
+                        message,
+                    )
+                    for field, message in NOT_OPENAIS
+                ],
+                (await http.post("/completions", json={"prompt": ["a"]}), 400, "prompt: must be one string"),
             ):
                 error = response.json()["error"]
                 assert (response.status_code, error["code"]) == (status, status)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
+import resource
 import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from other_user import needs_root, start_as_other
 
 from fsbarrier.cli import main
 from fsbarrier.data.tasks import read_tasks
@@ -73,34 +73,85 @@ def test_a_record_with_other_types_is_one_line(
     assert "not a run's record" in capsys.readouterr().err
 
 
+# Connects as another user, from each kind of socket and address, and says how each connection ended.
 KNOCK = """
-import encodings.idna, os, socket, sys
-os.setuid(65534)
-line = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
-line.settimeout(20)
-print(line.recv(1) == b"")
+import socket, sys
+for family, host, source in ((2, "127.0.0.1", ""), (2, "127.0.0.1", "127.0.0.9"), (10, "::ffff:127.0.0.1", "")):
+    line = socket.socket(family)
+    line.bind((source, 0))
+    line.settimeout(20)
+    try:
+        line.connect((host, int(sys.argv[1])))
+        line.sendall(b"GET / HTTP/1.0\\r\\n\\r\\n")
+        print("answered" if line.recv(9) else "closed")
+    except ConnectionError:
+        print("closed")
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="connects as another user")
-def test_another_users_connection_to_the_agents_port_is_closed_at_once() -> None:
+@needs_root
+def test_another_users_connections_to_the_agents_port_are_closed_at_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     from fsbarrier.rollouts.agent_http import Endpoint
 
-    async def knock() -> tuple[bytes, float]:
+    async def knock() -> tuple[str, str, list[bytes]]:
         endpoint = Endpoint()
         await endpoint.open()
-        began = time.monotonic()
-        words = [sys.executable, "-c", KNOCK, str(endpoint._port)]
-        peer = await asyncio.create_subprocess_exec(*words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        said, _ = await peer.communicate()
-        took = time.monotonic() - began
-        with socket.create_connection(("127.0.0.1", endpoint._port)) as own:
-            own.setblocking(False)
-            await asyncio.get_running_loop().sock_sendall(own, b"GET / HTTP/1.0\r\n\r\n")
-            answer = await asyncio.get_running_loop().sock_recv(own, 100)
+        other = start_as_other(KNOCK, str(endpoint._port))
+        said, errors = await asyncio.to_thread(other.communicate)
+        own = []
+        for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::ffff:127.0.0.1")):
+            reader, writer = await asyncio.open_connection(host, endpoint._port, family=family)
+            writer.write(b"GET / HTTP/1.0\r\n\r\n")
+            own.append(await reader.read(13))
+            writer.close()
         await endpoint.close()
-        assert b" 401 " in answer, "its own user is answered"
-        return said, took
+        return said, errors, own
 
-    said, took = asyncio.run(knock())
-    assert (b"True" in said or b"ConnectionResetError" in said) and took < 15
+    said, errors, own = asyncio.run(knock())
+    assert said == "closed\n" * 3, errors
+    assert own == [b"HTTP/1.1 401 "] * 2, "its own user is answered"
+    assert "closed a connection of user id 64123 (from 127.0.0.1" in capsys.readouterr().out
+
+
+def test_connections_without_a_key_are_bounded_in_number_and_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The oldest make room; who has shown the key stays."""
+    from fsbarrier.rollouts import agent_http
+
+    monkeypatch.setattr(agent_http, "KEYLESS_S", 3)
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, usual[1]))
+
+    async def crowd() -> list[bytes]:
+        endpoint = agent_http.Endpoint()
+        await endpoint.open()
+        head = f"GET /episode/x/v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {endpoint._key}\r\n"
+        asked = f"{head}Content-Length: 0\r\n\r\n".encode()
+        (reader, with_key), *others = [
+            await asyncio.open_connection("127.0.0.1", endpoint._port) for _ in range(2)
+        ]
+        endpoint._clients["x"] = cast(Any, SimpleNamespace(model="m"))
+        with_key.write(asked)
+        first = await reader.read(13)
+        others += [await asyncio.open_connection("127.0.0.1", endpoint._port) for _ in range(120)]
+        assert await others[0][0].read() == b"", "the oldest makes room at once"
+        assert await others[-1][0].read() == b"", "and all the others in time"
+        await reader.readuntil(b'"model"}]}')
+        with_key.write(asked)
+        again = await reader.readuntil(b'"model"}]}')
+        for _, writer in [(reader, with_key), *others]:
+            writer.close()
+        await endpoint.close()
+        return [first, again]
+
+    try:
+        first, again = asyncio.run(crowd())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+    assert first == b"HTTP/1.1 200 " and b" 200 " in again
+    said = capsys.readouterr().out
+    assert "without a key, because there were more than 100 of them" in said
+    assert "that has shown no key for 3 s" in said and said.count("closed a connection") == 2

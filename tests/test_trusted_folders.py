@@ -86,6 +86,7 @@ def test_another_users_pool_is_refused(foreign: Path, capsys: pytest.CaptureFixt
     ("change", "shared_group", "says"),
     [
         (lambda home: None, False, ""),
+        (lambda home: None, False, "the link is somebody's"),
         (lambda home: home.chmod(0o777), False, "everybody may write"),
         (lambda home: home.chmod(0o777), True, "everybody may write"),
         (lambda home: home.chmod(0o1777), False, ""),
@@ -106,6 +107,11 @@ def test_nobody_else_may_write_on_the_way(
         # The user's own group would do no harm.
         os.chown(folder, -1, SOMEBODY)
     change(home)
+    if "link" in says:
+        os.chown(tmp_path / "link", SOMEBODY, SOMEBODY, follow_symlinks=False)
+        with pytest.raises(UsageError, match="/link belongs to nobody"):
+            trusted_folder.check(tmp_path / "link" / "one", shared_group=False, named="--log-path")
+        return
     for folder in (home / "runs" / "one", tmp_path / "link" / "one"):
         try:
             trusted_folder.check(

@@ -110,14 +110,17 @@ def ipv4_addresses() -> list[tuple[str, str]]:
     return found
 
 
-def owner_of_peer(port: int, host: str, table: Path = Path("/proc/net/tcp")) -> int | None:
-    """The user id of the process of this machine whose IPv4 socket has this local `host` and `port`; None if there is none."""
-    local = f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
-    with contextlib.suppress(OSError, ValueError), table.open() as rows:
-        for row in rows:
-            words = row.split()
-            if len(words) > 7 and words[1] == local:
-                return int(words[7])
+def owner_of_peer(host: str, port: int) -> int | None:
+    """The user id of the process of this machine whose socket has this local IPv4 address and port; None if there is none."""
+    address = f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
+    mapped = f"{0:016X}{int.from_bytes(bytes.fromhex('0000ffff'), sys.byteorder):08X}{address}"
+    # An IPv6 socket that is connected to an IPv4 address is in the other table.
+    for table, local in (("/proc/net/tcp", address), ("/proc/net/tcp6", mapped)):
+        with contextlib.suppress(OSError, ValueError), Path(table).open() as rows:
+            for row in rows:
+                words = row.split()
+                if len(words) > 7 and words[1] == local:
+                    return int(words[7])
     return None
 
 

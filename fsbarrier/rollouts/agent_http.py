@@ -11,6 +11,7 @@ import contextlib
 import hmac
 import json
 import os
+import resource
 import secrets
 import socket
 import time
@@ -23,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fsbarrier.host.addresses import owner_of_peer
+from fsbarrier.owned import user_name
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.agent_client import Client, Reply, TurnFailed
 from fsbarrier.rollouts.samples import EngineGone, Refusal
@@ -35,6 +37,8 @@ UNREAD = (401, 404, 413)
 KEEPALIVE_S = 24 * 3600
 #: timeout for connections whose client does not read its last response
 CLOSE_S = 1
+#: how long a connection may take to show the key
+KEYLESS_S = 30
 
 
 class _Error(Exception):
@@ -45,13 +49,58 @@ class _Error(Exception):
         self.status = status
 
 
-class _OwnUsersOnly(H11Protocol):
-    """Closes connections of other users of this machine at once, before they can use up the open files of this process."""
+class _Door:
+    """Closes connections of other users of this machine at once, and those that show no key in time or are too many of that kind.
+
+    Otherwise they could use up the open files of this process. The first of each kind is named in the rollout's log.
+    """
+
+    def __init__(self) -> None:
+        self._most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+        # By the peer's address, the oldest first: connections without a key, with what closes them.
+        self._keyless: dict[tuple[str, int], tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
+        self._told: set[str] = set()
+
+    def came(self, transport: asyncio.Transport, peer: tuple[str, int]) -> None:
+        owner = owner_of_peer(*peer)
+        if owner != os.geteuid():
+            whose = "an unknown user" if owner is None else user_name(owner)
+            self._shut(transport, f"of {whose}")
+            return
+        if len(self._keyless) >= self._most:
+            oldest, _ = self._keyless[next(iter(self._keyless))]
+            self._shut(oldest, f"without a key, because there were more than {self._most} of them")
+        late = asyncio.get_running_loop().call_later(
+            KEYLESS_S, self._shut, transport, f"that has shown no key for {KEYLESS_S} s"
+        )
+        self._keyless[peer] = transport, late
+
+    def forget(self, peer: tuple[str, int]) -> None:
+        """The connection has shown the key, or is closed."""
+        if peer in self._keyless:
+            self._keyless.pop(peer)[1].cancel()
+
+    def _shut(self, transport: asyncio.Transport, why: str) -> None:
+        peer = transport.get_extra_info("peername")
+        self.forget(peer)
+        transport.abort()
+        if why not in self._told:
+            self._told.add(why)
+            print(f"agents' address: closed a connection {why} (from {peer[0]}:{peer[1]})", flush=True)
+
+
+class _Guarded(H11Protocol):
+    """HTTP behind a `_Door`."""
+
+    door: _Door
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if owner_of_peer(transport.get_extra_info("peername")[1], HOST) not in (os.geteuid(), None):
-            transport.abort()
+        self.door.came(transport, transport.get_extra_info("peername"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.door.forget(self.transport.get_extra_info("peername"))
+        super().connection_lost(exc)
 
 
 class _Server(uvicorn.Server):
@@ -68,10 +117,11 @@ class Endpoint:
     def __init__(self) -> None:
         self._key = secrets.token_urlsafe(24)
         self._clients: dict[str, Client] = {}
+        self._door = _Door()
         config = uvicorn.Config(
             self._application,
             interface="asgi3",
-            http=_OwnUsersOnly,
+            http=type("Guarded", (_Guarded,), {"door": self._door}),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -122,6 +172,8 @@ class Endpoint:
         key = request.headers.get("authorization", "")
         if not hmac.compare_digest(key.encode(), f"Bearer {self._key}".encode()):
             raise _Error(401, "wrong API key; use the client's api_key")
+        if request.client is not None:
+            self._door.forget((request.client.host, request.client.port))
         parts = request.url.path.strip("/").split("/")
         client = self._clients.get(parts[1]) if len(parts) > 2 and parts[0] == "episode" else None
         if client is None:
@@ -175,16 +227,40 @@ async def _turn(client: Client, asked: JsonObject, *, chat: bool) -> dict[str, o
         "max_tokens": asked.get("max_completion_tokens") or asked.get("max_tokens"),
         "stop": [stop] if isinstance(stop, str) else stop,
     }
+    _check_types(asked, known, chat=chat)
     try:
         if chat:
-            reply = await client.chat(asked.get("messages") or (), tools=asked.get("tools"), **known)
+            reply = await client.chat(asked["messages"], tools=asked.get("tools"), **known)
         else:
-            reply = await client.complete(str(asked.get("prompt", "")), **known)
+            reply = await client.complete(asked["prompt"], **known)
     except (TurnFailed, Refusal) as error:
         raise _Error(400, str(error)) from None
+    except RecursionError:
+        raise _Error(400, "the request is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise _Error(400, "the request contains half of a surrogate pair, which is no text") from None
     except EngineGone as error:
         raise _Error(503, str(error)) from None
     return _as_openai(client, reply, chat=chat)
+
+
+def _check_types(asked: JsonObject, known: JsonObject, *, chat: bool) -> None:
+    """Raises _Error for a field of a turn that has another type than OpenAI's."""
+
+    def listed(value: object, kind: type) -> bool:
+        return isinstance(value, list | tuple) and all(isinstance(item, kind) for item in value)
+
+    messages, tools, most = asked.get("messages"), asked.get("tools"), known["max_tokens"]
+    if chat and not (messages and listed(messages, dict)):
+        raise _Error(400, "messages: must be a list of objects")
+    if not chat and not isinstance(asked.get("prompt"), str):
+        raise _Error(400, "prompt: must be one string")
+    if chat and tools is not None and not listed(tools, dict):
+        raise _Error(400, "tools: must be a list of objects")
+    if not listed(known["stop"], str):
+        raise _Error(400, "stop: must be a string or a list of strings")
+    if most is not None and (type(most) is not int or most < 1):
+        raise _Error(400, "max_tokens: must be a positive whole number")
 
 
 def _as_openai(client: Client, reply: Reply, *, chat: bool) -> dict[str, object]:

@@ -10,7 +10,7 @@ import grp
 import os
 import pwd
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fsbarrier.errors import UsageError
@@ -20,6 +20,8 @@ from fsbarrier.store.owned import owner_here, user_name
 _UID_MAP, _OVERFLOW = Path("/proc/self/uid_map"), Path("/proc/sys/fs/overflowuid")
 #: how many user ids a machine has whose users are not mapped
 _ALL = "4294967295"
+#: as many as the kernel follows
+MAX_LINKS = 40
 
 
 def check(folder: Path, *, shared_group: bool, named: str, inside: Iterable[str] = ()) -> None:
@@ -37,14 +39,26 @@ def check(folder: Path, *, shared_group: bool, named: str, inside: Iterable[str]
     way = [one for one in (real, *(real / name for name in inside)) if os.path.lexists(one)]
     for one in way:
         _check(one, trusted, shared_group, f"{named} {folder}")
-    for one in real.parents:
-        if one.exists():
-            _check(one, trusted | _not_mapped(), shared_group, f"{named} {folder}", sticky=True)
+    for one in _on_the_way(folder):
+        _check(one, trusted | _not_mapped(), shared_group, f"{named} {folder}", sticky=True)
+
+
+def _on_the_way(path: Path) -> Iterator[Path]:
+    """The folders through which the kernel comes to `path`, and the links: whoever made one can let it lead elsewhere later."""
+    at, names, links = Path("/"), [*reversed(Path(os.path.abspath(path)).parts[1:])], 0
+    while names and os.path.lexists(at):
+        yield at
+        at = at.parent if (name := names.pop()) == ".." else at / name
+        if at.is_symlink() and links < MAX_LINKS:
+            yield at
+            target, links = Path(os.readlink(at)), links + 1
+            names += reversed([part for part in target.parts if part != "/"])
+            at = Path("/") if target.is_absolute() else at.parent
 
 
 def _check(one: Path, trusted: set[int], shared_group: bool, named: str, *, sticky: bool = False) -> None:
     found = os.lstat(one)
-    if sticky and found.st_mode & stat.S_ISVTX:
+    if sticky and found.st_mode & stat.S_ISVTX and not stat.S_ISLNK(found.st_mode):
         return
     advice = (
         ""
