@@ -205,6 +205,7 @@ class FakeRun:
                 "reward_mean": train,
                 "trajectories": 1536,
                 "groups": 96,
+                "answer_tokens_mean": 310.2,
                 "split": "train",
                 "policy_version": version,
             }
@@ -223,6 +224,7 @@ class FakeRun:
                 "logprob_gap_mean": 2.1e-5,
                 "logprob_gap_max": 4e-4,
                 "optimizer_steps": 12,
+                "entropy": 1.5 / iteration,
             }
             self.line(
                 leader, "updated", at, after=after, **fields, grad_norm=0.8 / iteration, clip_fraction=0.013

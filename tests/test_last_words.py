@@ -72,6 +72,8 @@ NO_TRACEBACK = "To enable traceback see: https://pytorch.org/docs/stable/elastic
                      "  what():  CUDA error: no kernel image is available"),
             "what():  CUDA error: no kernel image is available",
         ),
+        (["usage: vllm serve [--a A]", "              [--b B]", "vllm_server.py: error: unrecognized arguments: --c"],
+         "vllm_server.py: error: unrecognized arguments: --c"),
         (["rollout.samples=3: not a multiple"], ""),
         ([], ""),
     ],

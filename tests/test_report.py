@@ -95,8 +95,15 @@ def test_a_report_has_all_its_parts(tmp_path: Path) -> None:
     ):
         assert wanted in page.text, wanted
     # The rewards, two charts of bars, the last three iterations and the one with the loss, each for a desk and for a phone; curves.
-    assert page.tags.count("svg") == 2 * (3 + 4) + 4
-    curves = ("Clip fraction", "Log-prob gap between engine and trainer", "Gradient norm", "Loss")
+    assert page.tags.count("svg") == 2 * (3 + 4) + 6
+    curves = (
+        "Entropy",
+        "Tokens per answer",
+        "Clip fraction",
+        "Log-prob gap between engine and trainer",
+        "Gradient norm",
+        "Loss",
+    )
     assert [text for text in page.texts if text.strip() in curves] and "KL to the reference" not in page.text
     assert re.search(r"[\d.]+ % of (node \d's time|the time of nodes [\d, ]+): \w+", page.text)
 

@@ -251,7 +251,9 @@ def test_a_lost_node_stays_named_while_the_others_go_on(tmp_path: Path) -> None:
         stop.set()
     assert status.generation == 2 and status.state == "running"
     assert [one.state for one in status.nodes] == ["running", "running", "lost"]
-    assert "node 2 (gpu-c) is lost: no heartbeat for 15.4 s" in status.problems
+    lost = status.problems.index("node 2 (gpu-c) is lost: no heartbeat for 15.4 s")
+    again = f"start it again there: fsbarrier run --worker 2 --log-path {run.log_path}"
+    assert status.problems[lost + 1].strip() == again
 
 
 # --- damaged directories -------------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ TRACEBACK = "Traceback (most recent call last):"
 # The last line of a traceback. Any class may stand there; elsewhere its name must say that it is an error.
 _RAISED = re.compile(r"^(?:\w+\.)*[A-Za-z_]\w*(?:: |:?$)")
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|error)(?:: \S|$)")
+# What argparse writes below the usage, at the end.
+_USAGE = re.compile(r"^[\w.-]+: error: \S")
 # What a dying process says for itself: Python's faulthandler, and C++.
 _FATAL = re.compile(r"^(?:Fatal Python error: \S| *what\(\): +\S)")
 # Errors that only refer to another one.
@@ -95,5 +97,5 @@ def _errors(lines: Sequence[str]) -> Iterator[str]:
             in_traceback = False
             if _RAISED.match(line):
                 yield line.strip()
-        elif _ERROR.match(line.strip()):
+        elif _ERROR.match(line.strip()) or _USAGE.match(line):
             yield line.strip()

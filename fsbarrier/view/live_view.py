@@ -143,7 +143,7 @@ def frame(status: RunStatus, reader: RunReader, width: int, height: int) -> Rend
     top = [*lines.header(status, width, _elapsed_s(reader)), rule]
     troubles = [*lines.waiting_line(status), *lines.problem_lines(status, width, 5)]
     rewards = lines.reward_lines(status.rewards, width, lines.reward_so_far(status))
-    results = [*rewards, *lines.time_line(status.times, width)]
+    results = [*rewards, *lines.time_line(status.times, width), *lines.figures_line(status.figures, width)]
     # The node table gets the space that the other parts leave, and the events the rest. The 3 lines are the table's header and two rules.
     fixed = len(top) + len(troubles) + len(results) + 3
     table_rows = max(2, min(len(status.nodes), height - fixed - 4))

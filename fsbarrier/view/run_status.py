@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -14,12 +15,15 @@ from fsbarrier.rundir.names import MERGED
 from fsbarrier.view.amounts import duration, one_line, ranks
 from fsbarrier.view.history import Rewards
 from fsbarrier.view.node_status import ALIVE, WATCHED_BEATS, NodeStatus, PhaseAt, beat_s, node_status
+from fsbarrier.view.phase_names import TRAIN_ROLLOUT
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.timings import IterationTime, together
 
 #: polling interval while watching heartbeats
 LOOK_S = 0.05
 
+#: the number of complete iterations by whose mean the time that is left is estimated
+NEWEST_ITERATIONS = 5
 #: number of iterations whose timings `status` keeps
 KEPT_ITERATIONS = 50
 #: How much of the end of the journals to read on the first poll: for `status` and `top`, which show only a few iterations, and for reports,
@@ -57,6 +61,8 @@ class RunStatus:
     times: tuple[IterationTime, ...]
     problems: tuple[str, ...]
     files: Mapping[str, str]
+    #: the latest figures of the training, by name
+    figures: Mapping[str, float]
     exit_code: int | None = None
 
     @property
@@ -118,6 +124,7 @@ def status_of(reader: RunReader, now: float, *, one_look: bool = False) -> RunSt
     ranks = sorted({*range(num_nodes), *reader.joins, *reader.ledger.seen})
     nodes = tuple(node_status(reader, rank, now) for rank in ranks)
     state, exit_code = _state(reader, nodes)
+    times = tuple(one for one in reader.times() if one.complete or len(one.phases) > 1)
     return RunStatus(
         state=state,
         run_id=reader.record.run_id,
@@ -132,9 +139,10 @@ def status_of(reader: RunReader, now: float, *, one_look: bool = False) -> RunSt
         nodes=nodes,
         waiting_for=_waiting(reader, nodes, state, now, one_look),
         rewards=tuple(reader.history.rewards()),
-        times=tuple(one for one in reader.times() if one.complete or len(one.phases) > 1),
+        times=times,
         problems=tuple(problems(reader, nodes, state)),
         files=_files(reader, nodes),
+        figures=_figures(reader, times) | (_time_left(reader, times) if state == "running" else {}),
         exit_code=exit_code,
     )
 
@@ -189,6 +197,41 @@ def _waiting(
     return Waiting(missing, round(seconds, 3) if exact or not one_look else None)
 
 
+# --- the training ---------------------------------------------------------------------------------------------------------
+
+
+def _figures(reader: RunReader, times: Sequence[IterationTime]) -> dict[str, float]:
+    """The latest loss, entropy, length of an answer, and tokens per second of all nodes together in a training rollout."""
+    found: dict[str, float] = {}
+    for name, field in (("updated", "loss"), ("updated", "entropy"), ("rolled_out", "answer_tokens_mean")):
+        values = [
+            value
+            for event in reader.history.reports(name).values()
+            if (value := event.number(field)) is not None
+        ]
+        found |= {field: values[-1]} if values else {}
+    phases_s = {
+        one.iteration: {name: seconds for (_, name), seconds in one.phases.items()}
+        for one in times
+        if one.complete
+    }
+    for iteration, event in reader.history.reports("rolled_out").items():
+        seconds = phases_s.get(iteration, {}).get(TRAIN_ROLLOUT)
+        tokens = (event.number("answer_tokens_mean") or 0.0) * (event.number("trajectories") or 0.0)
+        found |= {"tokens_per_s": tokens / seconds} if seconds and tokens else {}
+    return found
+
+
+def _time_left(reader: RunReader, times: Sequence[IterationTime]) -> dict[str, float]:
+    """Seconds up to the last iteration, by the mean of the newest ones; {} if they are endless, or none is complete."""
+    newest, until = (
+        [one.seconds for one in times if one.complete][-NEWEST_ITERATIONS:],
+        _last_iteration(reader),
+    )
+    left = until - reader.position[1] + 1 if until is not None else 0
+    return {"left_s": left * sum(newest) / len(newest)} if newest and left > 0 else {}
+
+
 # --- files ----------------------------------------------------------------------------------------------------------------
 
 
@@ -239,6 +282,9 @@ def problems(reader: RunReader, nodes: Sequence[NodeStatus], state: str) -> list
             found.append(f"{name}: no heartbeat in {duration(node.silent_s or 0.0)} of watching")
         elif node.state == "lost":
             found.append(f"{name} is lost: {_why_lost(reader, node)}")
+            who = f"--worker {node.node_rank}" if node.node_rank else "--master"
+            where = shlex.quote(str(reader.log_path))
+            found.append(f"  start it again there: fsbarrier run {who} --log-path {where}")
     if state != "broken" or verdict is None:
         found += _early_endings(reader, nodes)
     if state in ("running", "stalled") or (state == "broken" and reader.newest and verdict is None):

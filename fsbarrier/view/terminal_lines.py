@@ -6,7 +6,7 @@ Each text is one line, truncated at the given width, without control characters.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.cells import cell_len
 from rich.text import Text
@@ -15,7 +15,7 @@ from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir.journal import Event, number
 from fsbarrier.store.printable import printable
 from fsbarrier.view import phase_names
-from fsbarrier.view.amounts import amount, clock_time, duration, one_line, percent, ranks, sparkline
+from fsbarrier.view.amounts import amount, clock_time, duration, one_line, percent, ranks, short, sparkline
 from fsbarrier.view.event_wording import event_text
 from fsbarrier.view.history import Rewards
 from fsbarrier.view.run_status import RunStatus
@@ -44,7 +44,15 @@ EVENT_STYLE = {
     "generation_started": "bold",
 }
 #: A reward curve spans at least this share of the largest reward, so that noise does not look like progress.
-LEAST_RANGE = 0.25
+LEAST_RANGE = 0.5
+#: the latest figures of the training, the most important first: name (view/run_status.py), words around the value
+FIGURES = (
+    ("left_s", "about {} left"),
+    ("tokens_per_s", "{} tokens/s"),
+    ("loss", "loss {}"),
+    ("entropy", "entropy {}"),
+    ("answer_tokens_mean", "{} tokens an answer"),
+)
 
 
 def line(*parts: str | tuple[str, str] | Text) -> Text:
@@ -71,9 +79,12 @@ def spread(left: Text, right: Text, width: int) -> Text:
 
 
 def wrapped(lead: tuple[str, str], text: str, style: str, width: int, most: int) -> list[Text]:
-    """`text` after `lead`, wrapped into at most `most` lines with a hanging indent."""
+    """`text` after `lead`, wrapped into at most `most` lines with a hanging indent; a flag or a path is not divided at a hyphen."""
     indent = cell_len(lead[0])
-    rows = textwrap.wrap(text, max(20, width - indent), max_lines=most, placeholder=" …") or [""]
+    wrap = textwrap.TextWrapper(
+        max(20, width - indent), max_lines=most, placeholder=" …", break_on_hyphens=False
+    )
+    rows = wrap.wrap(text) or [""]
     return [line(lead if number == 0 else " " * indent, (row, style)) for number, row in enumerate(rows)]
 
 
@@ -125,13 +136,15 @@ def waiting_line(status: RunStatus) -> list[Text]:
 
 
 def problem_lines(status: RunStatus, width: int, most: int) -> list[Text]:
-    """Problems, the worst first, in at most `most` lines. Log lines of a failed program are indented."""
+    """Problems, the worst first, in at most `most` lines: the first and the last of them. Log lines of a failed program are indented; the
+    last of them says most."""
     style = "bold red" if status.state == "broken" else "yellow"
     found: list[Text] = []
     for problem in status.problems:
         lead, own = (("  ", "dim"), "dim") if problem.startswith(" ") else (("! ", style), style)
         found += wrapped(lead, one_line(problem), own, width, most)
-    return found[:most]
+    last = most // 2
+    return found if len(found) <= most else [*found[: most - last - 1], line(("  …", "dim")), *found[-last:]]
 
 
 # --- rewards, times, events -----------------------------------------------------------------------------------------------
@@ -187,6 +200,19 @@ def time_line(times: Sequence[IterationTime], width: int) -> list[Text]:
     while len(parts) > 1 and cell_len(" · ".join([*parts, coordination])) > width:
         parts.pop()
     return [line((" · ".join([*parts, coordination]), "dim"))]
+
+
+def figures_line(figures: Mapping[str, float], width: int) -> list[Text]:
+    """The latest figures of the training, as many as fit."""
+    parts: list[str] = []
+    for name, words in FIGURES:
+        if (value := figures.get(name)) is not None:
+            written = {"left_s": duration, "tokens_per_s": short, "answer_tokens_mean": short}.get(
+                name, amount
+            )
+            part = words.format(written(value))
+            parts += [part] if cell_len(" · ".join([*parts, part])) <= width else []
+    return [line((" · ".join(parts), "dim"))] if parts else []
 
 
 def event_lines(events: Iterable[Event], most: int) -> list[Text]:

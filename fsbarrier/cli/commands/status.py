@@ -55,5 +55,6 @@ def page(status: RunStatus, width: int) -> Iterator[RenderableType]:
     yield ""
     yield from lines.reward_lines(status.rewards, width)
     yield from lines.time_line(status.times, width)
+    yield from lines.figures_line(status.figures, width)
     for name, path in status.files.items():
         yield lines.line((f"{name.replace('_', ' '):<19}", "dim"), one_line(path))
