@@ -28,9 +28,7 @@ REPO = Path(__file__).resolve().parent.parent
 Event = dict[str, Any]
 FAST = (
     "coordination.beat_s=0.2",
-    "coordination.suspect_s=1",
     "coordination.dead_s=2",
-    "coordination.outage_s=30",
     "toy.phase_s=0.1",
     "toy.tasks=24",
 )

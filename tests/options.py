@@ -24,7 +24,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "nodes": (
         "num_nodes=1 on_node_failure=shrink min_nodes=1 rank_weights=1",
-        "num_nodes=2 on_node_failure=wait rank_weights=1,2 coordination.rejoin_timeout_s=60 min_nodes=2",
+        "num_nodes=2 on_node_failure=wait rank_weights=1,2 min_nodes=2",
         "num_nodes=2 on_node_failure=abort coordination.last_call_s=30 rank_weights=3,1",
         "num_nodes=1 coordination.last_call_s=none",
     ),
@@ -177,8 +177,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "checkpoint.weights_dir=none",
     ),
     "coordination": (
-        "coordination.beat_s=0.2 coordination.suspect_s=10 coordination.dead_s=30 coordination.poll_max_s=0.01 coordination.retries=0",
-        "coordination.join_timeout_s=60 coordination.outage_s=20 coordination.stall_timeout_s=60 coordination.retries=1",
+        "coordination.beat_s=0.2 coordination.dead_s=30",
+        "coordination.stall_timeout_s=60",
     ),
     "notify": ("notify.command=none", "notify.command={bench}/notify.sh"),
     "trackers": ("tracker.project=fsbarrier", "tracker.project=mine"),

@@ -229,9 +229,9 @@ CASES = {
         ["--on-node-failure", "'shrink', 'wait' or 'abort'"],
     ),
     "zero iterations": (PING + "--iterations 0", ["--iterations", "1 or more"]),
-    "suspect after dead": (
-        PING + "coordination.suspect_s=20",
-        ["coordination.suspect_s", "coordination.dead_s"],
+    "few heartbeats before dead": (
+        PING + "coordination.dead_s=5",
+        ["coordination.beat_s", "coordination.dead_s"],
     ),
     "config is missing": (PING + "--config none.toml", ["--config none.toml", "No such file"]),
     "config is no TOML": (PING + "--config bad.toml", ["bad.toml", "line 1"]),

@@ -34,7 +34,7 @@ from fsbarrier.view.run_status import status_of
 from fsbarrier.view.summary import print_summary
 
 REPO = Path(__file__).resolve().parent.parent
-QUICK = {"coordination.beat_s": 0.05, "coordination.suspect_s": 0.2, "coordination.dead_s": 1.0}
+QUICK = {"coordination.beat_s": 0.05, "coordination.dead_s": 1.0}
 
 
 def raw(event: str, phase: int = 2, **fields: Any) -> dict[str, Any]:

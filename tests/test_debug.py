@@ -57,7 +57,7 @@ def hostile_files(paths: RunPaths, outside: Path) -> None:
 def test_every_program_writes_its_stack_into_its_own_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    timing = ("coordination.beat_s=0.2", "coordination.suspect_s=8", "coordination.dead_s=16")
+    timing = ("coordination.beat_s=0.2", "coordination.dead_s=16")
     flags = (*timing, "toy.phase_s=600", "toy.tasks=3000", f"custom.secret.word={SECRET}")
     with Cluster(tmp_path, 2, *flags, real=True) as cluster:
         paths, out = RunPaths(cluster.log_path), tmp_path / "out.tar.gz"

@@ -52,9 +52,7 @@ def assert_found(cluster: Cluster, struck_at: float, what: str = "no heartbeat f
 @contextlib.contextmanager
 def rolling_out(folder: Path, prepare: Callable[[Cluster], None] = lambda _: None) -> Iterator[Cluster]:
     """Three nodes with default timings in the middle of a long rollout; a failing directory is not waited for as long."""
-    with Cluster(
-        folder, 3, "toy.phase_s=120", "toy.tasks=600", "coordination.outage_s=20", real=True
-    ) as cluster:
+    with Cluster(folder, 3, "toy.phase_s=120", "toy.tasks=600", real=True) as cluster:
         prepare(cluster)
         cluster.start()
         for rank in range(3):

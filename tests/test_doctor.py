@@ -327,7 +327,7 @@ def test_a_start_records_what_it_found_and_waits_as_long_on_every_mount(
     assert found["fit"] and found["class"] == "close-to-open" and found["node_rank"] == 0
     assert {"exclusive create", "replace"} <= {check["name"] for check in found["checks"]}
     coordination = runrecord.load(tmp_path / "run").settings.coordination
-    assert coordination.dead_s == 15
+    assert coordination.dead_s == 10
     assert os.listdir(tmp_path) == ["run"]
 
 

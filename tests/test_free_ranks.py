@@ -27,7 +27,6 @@ STORE = PosixStore()
 #: nothing here is found out by a silence, however slow the machine is
 PATIENT = (
     "coordination.beat_s=0.2",
-    "coordination.suspect_s=60",
     "coordination.dead_s=120",
     "coordination.last_call_s=0.5",
 )

@@ -240,7 +240,7 @@ def test_the_run_s_record(data: bytes) -> None:
         pass
 
 
-QUICK = {"coordination.beat_s": 0.02, "coordination.suspect_s": 0.1, "coordination.dead_s": 0.2}
+QUICK = {"coordination.beat_s": 0.02, "coordination.dead_s": 0.2}
 
 # --- journals and what programs leave -----------------------------------------------------------------------------------------
 

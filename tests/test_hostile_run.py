@@ -209,7 +209,7 @@ def test_living_daemons_go_on_beside_all_that(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("canaries")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_daemon_that_cannot_read_its_generation_still_ends_by_a_signal(kind: str, tmp_path: Path) -> None:
-    with Cluster(tmp_path, 1, *FAST, "coordination.outage_s=600", "toy.tasks=8") as cluster:
+    with Cluster(tmp_path, 1, *FAST, "coordination.dead_s=50", "toy.tasks=8") as cluster:
         cluster.start()
         cluster.in_phase(0, 2)
         paths = RunPaths(cluster.log_path)

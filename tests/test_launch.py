@@ -25,7 +25,7 @@ from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sources import ChosenValue
 
 REPO = Path(__file__).resolve().parent.parent
-FAST = ("coordination.beat_s=0.2", "coordination.suspect_s=1", "coordination.dead_s=2")
+FAST = ("coordination.beat_s=0.2", "coordination.dead_s=2")
 DEADLINE_S = 60.0
 
 

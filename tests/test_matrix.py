@@ -18,7 +18,6 @@ HELD = Path(__file__).parent / "programs" / "held.py"
 DEAD_S = 2.0
 QUICK = (
     "coordination.beat_s=0.15",
-    "coordination.suspect_s=0.8",
     f"coordination.dead_s={DEAD_S:g}",
     "toy.phase_s=0.05",
     "toy.tasks=24",

@@ -56,19 +56,6 @@ def test_wait_goes_on_as_it_was_with_a_node_that_only_slept(tmp_path: Path) -> N
         assert_exactly_once(cluster.log_path, 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 2])
-def test_wait_ends_when_the_node_does_not_come_back(tmp_path: Path, victim: int) -> None:
-    flags = ("--on-node-failure", "wait", "--rejoin-timeout", "1", *ROLLOUT)
-    with Cluster(tmp_path, 3, *flags, program=HELD) as cluster:
-        roll_out(cluster)
-        cluster.kill(victim)
-        others = [rank for rank in range(3) if rank != victim]
-        assert cluster.wait(*others) == dict.fromkeys(others, 5)
-        for other in others:
-            assert f"node {victim} (" in cluster.said(other) and "not back within 1 s" in cluster.said(other)
-
-
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
@@ -153,7 +140,7 @@ def test_a_program_that_fails_once_does_no_harm(tmp_path: Path, rank: int, row: 
     ],
 )
 def test_a_function_without_usable_work_is_a_failed_program(tmp_path: Path, does: str, says: str) -> None:
-    flags = (*FAST, f"custom.does={does}", "coordination.retries=0")
+    flags = (*FAST, f"custom.does={does}")
     with Cluster(tmp_path, 1, *flags, program=str(PROGRAMS / "no_work.py")) as cluster:
         cluster.start()
         assert cluster.wait() == {0: 4}, cluster.said(0)

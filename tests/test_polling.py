@@ -62,10 +62,10 @@ def test_errors_with_good_looks_between_them_are_no_outage(mount: Mount) -> None
 
 
 def test_the_times_of_a_node_are_those_of_its_settings() -> None:
-    coordination = CoordinationSettings(beat_s=3.0, suspect_s=7.0, dead_s=20.0, outage_s=90.0)
+    coordination = CoordinationSettings(beat_s=3.0, dead_s=20.0)
     settings = Settings(coordination=coordination, num_nodes=2)
     limits = make_rules(settings, Program("ping", (Phase(0, "only"),))).limits
-    assert (limits.suspect_s, limits.dead_s, limits.stagger_s) == (7.0, 20.0, 6.0)
+    assert (limits.suspect_s, limits.dead_s, limits.stagger_s) == (12.0, 20.0, 6.0)
     paces = make_paces(settings)
     # A longer time without a look is one and a half beats; an unreadable request waits as long as a silent node.
-    assert (paces.blind_s, paces.unreadable_s, paces.outage_s) == (4.5, 20.0, 90.0)
+    assert (paces.blind_s, paces.unreadable_s, paces.outage_s) == (4.5, 20.0, 240.0)

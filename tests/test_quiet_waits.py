@@ -16,7 +16,7 @@ from fsbarrier.coordination import directory_watch, loop
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.paces import crowding, make_paces
-from fsbarrier.coordination.polling import FIRST_PAUSE_S, Polling
+from fsbarrier.coordination.polling import FIRST_PAUSE_S, POLL_MAX_S, Polling
 from fsbarrier.group.collective import CollectiveWork
 from fsbarrier.group.group import make_member
 from fsbarrier.protocol.facts import Beat, Fact, Join, Position, Pulse, R, Record
@@ -120,7 +120,7 @@ class Waiting:
         self.others.create(cast(SimPath, PATHS.generation(1)), generation(1, tuple(range(nodes)), (1, 0)))
         self.polling = Polling(self.loop, threading.Event())
         crowd = crowding(nodes)
-        self.pauses = Backoff(FIRST_PAUSE_S * crowd, self.settings.coordination.poll_max_s * crowd)
+        self.pauses = Backoff(FIRST_PAUSE_S * crowd, POLL_MAX_S * crowd)
         #: the times of the looks
         self.looks: list[float] = []
 

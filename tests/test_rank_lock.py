@@ -127,7 +127,7 @@ def test_what_held_this_lock_last_is_dead_and_not_watched(record: RunRecord) -> 
 
 def test_a_killed_node_starts_again_at_once(tmp_path: Path) -> None:
     """Its lock proves that it is dead: it waits for no time-out, however long that is."""
-    flags = ("coordination.suspect_s=250", "coordination.dead_s=251")
+    flags = ("coordination.dead_s=251",)
     with Cluster(tmp_path, 1, *flags, program="ping") as cluster:
         cluster.start()
         cluster.in_phase(0, 1)

@@ -41,7 +41,7 @@ def test_two_nodes_two_iterations(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("victim", "phase"), [(0, 2), (1, 10)])
 def test_a_node_dies_in_the_real_thing(tmp_path: Path, victim: int, phase: int) -> None:
     """The leader while it rolls out; the other node in the middle of the torchrun that both are in."""
-    quick = ("coordination.beat_s=1", "coordination.suspect_s=4", "coordination.dead_s=10")
+    quick = ("coordination.beat_s=1", "coordination.dead_s=10")
     with Cluster(tmp_path, 2, "--iterations", "1", *SMALL, *quick, program="rl") as cluster:
         cluster.start()
         cluster.wait_for(
@@ -86,7 +86,7 @@ if "-m" in sys.orig_argv and sys.orig_argv[sys.orig_argv.index("-m") + 1] == "fs
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_node_dies_between_its_copy_of_the_weights_and_the_commit(tmp_path: Path, victim: int) -> None:
     """Its copy goes with it, and what the other serves in the end is what a committed version holds."""
-    quick = ("coordination.beat_s=1", "coordination.suspect_s=4", "coordination.dead_s=10")
+    quick = ("coordination.beat_s=1", "coordination.dead_s=10")
     copies, site, copied = tmp_path / "copies", tmp_path / "site", tmp_path / "copied"
     site.mkdir()
     (site / "sitecustomize.py").write_text(WAITS_AFTER_ITS_COPY)

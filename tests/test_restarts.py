@@ -17,7 +17,6 @@ from fsbarrier.rundir.stop_requests import request_stop
 
 QUICK = (
     "coordination.beat_s=0.2",
-    "coordination.suspect_s=2",
     "coordination.dead_s=5",
     "toy.phase_s=0.3",
     "toy.tasks=24",

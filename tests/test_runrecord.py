@@ -237,7 +237,6 @@ def test_the_same_values_again_are_no_contradiction(tmp_path: Path) -> None:
     )
     first = begin(tmp_path, *words, master=True)
     assert begin(tmp_path, *words, worker=2).record == first.record
-    assert begin(tmp_path, "coordination.join_timeout_s=5", worker=2).record == first.record
 
 
 def test_resume_refuses_a_fresh_directory(tmp_path: Path) -> None:
@@ -300,7 +299,9 @@ def test_reading_a_record_needs_no_heavy_package() -> None:
 def test_a_run_of_an_older_version_goes_on_with_defaults_for_what_it_did_not_know(tmp_path: Path) -> None:
     record = make(tmp_path, "num_nodes=2", "program=toy", "coordination.beat_s=1.5", "custom.mine=7")
     old = {name: value for name, value in record.settings.as_json().items() if name != "toy"}
-    old["coordination"] = {k: v for k, v in old["coordination"].items() if k != "poll_max_s"} | {"gone": 1}
+    old["coordination"] = {k: v for k, v in old["coordination"].items() if k != "stall_timeout_s"} | {
+        "gone": 1
+    }
     body = json.loads(runrecord.encode(record)) | {"settings": old}
     del body["digest"]
     RunPaths(tmp_path).record.write_text(json.dumps({**body, "digest": runrecord._digest(body)}))

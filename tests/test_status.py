@@ -24,7 +24,7 @@ from fsbarrier.view.node_table import nodes_table
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus, read_status
 
-QUICK = {"coordination.beat_s": 0.2, "coordination.suspect_s": 0.6, "coordination.dead_s": 1.0}
+QUICK = {"coordination.beat_s": 0.2, "coordination.dead_s": 1.0}
 HERE = {"hosts": (socket.gethostname(),), "boot_ids": {rank: boot_id() for rank in range(4)}}
 NO_PROCESS = 2**22 + 1  # above the largest pid there can be
 

@@ -46,7 +46,7 @@ def test_a_killed_node_comes_back_at_the_next_iteration(tmp_path: Path) -> None:
 
 def test_a_run_that_is_moved_away_is_not_begun_again_in_its_old_place(tmp_path: Path) -> None:
     """As when a disk is unmounted: nothing must be written into the mount point, and the run can be moved back."""
-    with Cluster(tmp_path, 2, *FAST, "coordination.outage_s=2", "toy.phase_s=0.5") as cluster:
+    with Cluster(tmp_path, 2, *FAST, "coordination.dead_s=1", "toy.phase_s=0.5") as cluster:
         cluster.start()
         # In the first iteration each row still makes its folder.
         cluster.in_phase(0, 2)
@@ -57,7 +57,7 @@ def test_a_run_that_is_moved_away_is_not_begun_again_in_its_old_place(tmp_path: 
 
 def test_two_runs_on_the_same_nodes_do_not_disturb_each_other(tmp_path: Path) -> None:
     """Each has its own accelerators. One of them is killed as a whole and started again meanwhile."""
-    flags, patient = ("--iterations", "3", *FAST), ("coordination.suspect_s=20", "coordination.dead_s=40")
+    flags, patient = ("--iterations", "3", *FAST), ("coordination.dead_s=40",)
     with (
         Cluster(tmp_path / "a", 2, *flags, real=True) as killed,
         Cluster(tmp_path / "b", 2, *flags, *patient, real=True) as other,
@@ -148,7 +148,7 @@ def test_two_daemons_of_one_rank_that_do_not_see_each_other(tmp_path: Path) -> N
     """As in two containers, where no lock tells them apart. One that beats is left alone; one that does not beat has lost its rank: the
     newer incarnation stays, and the older one ends with code 6 when it wakes."""
     # A busy machine must not make the first one look silent.
-    patient = ("coordination.beat_s=0.2", "coordination.suspect_s=5", "coordination.dead_s=10")
+    patient = ("coordination.beat_s=0.2", "coordination.dead_s=10")
     with Cluster(tmp_path, 2, "--iterations", "2", *patient, "toy.phase_s=0.5", "toy.tasks=24") as cluster:
         cluster.start()
         cluster.in_phase(1, 2)

@@ -18,6 +18,8 @@ from fsbarrier.store.retry import Backoff
 
 #: the shortest pause between two looks
 FIRST_PAUSE_S = 0.001
+#: the longest pause of a short wait, in seconds; in longer ones it grows further (Polling)
+POLL_MAX_S = 0.05
 #: the pause between two looks, as a part of the wait so far
 LATENESS = 0.01
 #: how often a long pause checks for the end, since a signal handler may not set the event that the pause waits for

@@ -18,13 +18,10 @@ def make_rules(settings: Settings, program: Program) -> Rules:
         slice=settings.rl_phase,
         min_nodes=settings.min_nodes,
         on_node_failure=settings.on_node_failure,
-        retries=coordination.retries,
         limits=Limits(
             suspect_s=coordination.suspect_s,
             dead_s=coordination.dead_s,
             stagger_s=2 * coordination.beat_s,
-            join_timeout_s=coordination.join_timeout_s,
-            rejoin_timeout_s=coordination.rejoin_timeout_s,
             last_call_s=coordination.last_call_s,
         ),
         settings={name: look_up(recorded, name) for name in names_that_change(settings)},

@@ -42,7 +42,6 @@ CHANGING_RULES = {
     "num_nodes": "num_nodes",
     "min_nodes": "min_nodes",
     "on_node_failure": "on_node_failure",
-    "coordination.retries": "retries",
 }
 #: the only one of `Limits` that a later session may change, with `--num-nodes A:B`
 LAST_CALL = "coordination.last_call_s"

@@ -24,10 +24,10 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fsbarrier.host.addresses import owner_of_peer
-from fsbarrier.owned import user_name
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.agent_client import Client, Reply, TurnFailed
 from fsbarrier.rollouts.samples import EngineGone, Refusal
+from fsbarrier.store.owned import user_name
 
 HOST = "127.0.0.1"
 MAX_BODY = 64 << 20

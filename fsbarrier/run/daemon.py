@@ -22,7 +22,7 @@ import fsbarrier
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.paces import crowding, make_paces, next_beat_s
-from fsbarrier.coordination.polling import FIRST_PAUSE_S, Polling
+from fsbarrier.coordination.polling import FIRST_PAUSE_S, POLL_MAX_S, Polling
 from fsbarrier.coordination.rank_lock import RankLock
 from fsbarrier.coordination.run_rules import make_rules
 from fsbarrier.errors import (
@@ -38,6 +38,7 @@ from fsbarrier.loader import load_program
 from fsbarrier.processes.signals import ending_signals_handled
 from fsbarrier.protocol.facts import Join, Payload
 from fsbarrier.protocol.state import Exit, Stage
+from fsbarrier.protocol.timing import JOIN_TIMEOUT_S
 from fsbarrier.protocol.wording import counted
 from fsbarrier.run.code_digests import code_digests, one_digest
 from fsbarrier.run.context_maker import ContextMaker, parts_on_disk
@@ -197,7 +198,7 @@ class Daemon:
         beyond the run's number of nodes."""
         me, places = self.loop.node.rank, self.settings.num_nodes
         if me >= places:
-            asked, up_to_s = f"--num-nodes {me + 1}", self.settings.coordination.join_timeout_s
+            asked, up_to_s = f"--num-nodes {me + 1}", JOIN_TIMEOUT_S
             self.events.console.say(
                 f"fsbarrier: node {me}: this run has {counted(places, 'node')}; waiting up to {up_to_s:g} s for node 0 (--master) to be "
                 f"started with {asked} or more\n"
@@ -215,7 +216,7 @@ class Daemon:
         self._say_awaited_at = now + SAY_AGAIN_S
         if missing := self.loop.awaited(now):
             nodes = f"node{'s' if len(missing) > 1 else ''} {ranks(missing)}"
-            waited_s, up_to_s = now - self.loop.node.since, self.settings.coordination.join_timeout_s
+            waited_s, up_to_s = now - self.loop.node.since, JOIN_TIMEOUT_S
             seen = self.loop.observer.ledger.seen.values()
             heard = any(one.moved and one.beat.rank != self.loop.node.rank for one in seen)
             # A mount that shows nothing of the others looks like nodes that were not started.
@@ -235,7 +236,7 @@ class Daemon:
     def _loop(self) -> None:
         """Look, decide and act until this node has ended or received a signal. Raises Fenced, StoreError."""
         crowd = crowding(self.settings.num_nodes)
-        pauses = Backoff(FIRST_PAUSE_S * crowd, self.settings.coordination.poll_max_s * crowd)
+        pauses = Backoff(FIRST_PAUSE_S * crowd, POLL_MAX_S * crowd)
         while self.loop.exit is None and self._signal is None:
             now = time.monotonic()
             if not self._polling.failing:

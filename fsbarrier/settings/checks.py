@@ -122,10 +122,8 @@ def _run(s: Settings, named: AsChosen) -> Iterator[str]:
             f"{named('init_optimizer')}: not supported with trainer.command, because a custom trainer has its own state "
             "format; drop one"
         )
-    if c.beat_s >= c.suspect_s:
-        yield f"{named('coordination.beat_s')}: must be below {named('coordination.suspect_s')}"
-    if c.suspect_s >= c.dead_s:
-        yield f"{named('coordination.suspect_s')}: must be below {named('coordination.dead_s')}"
+    if c.beat_s > c.dead_s / 3:
+        yield f"{named('coordination.beat_s')}: must be at most a third of {named('coordination.dead_s')}"
 
 
 def _trainer(s: Settings, named: AsChosen) -> Iterator[str]:

@@ -464,49 +464,36 @@ class CheckpointSettings(Section):
 
 @dataclass(frozen=True, slots=True)
 class CoordinationSettings(Section):
-    """Heartbeats, timeouts and retries."""
+    """Heartbeats and time-outs."""
 
     FIXED_BECAUSE = "all nodes must use the same failure-detection timeouts"
 
     beat_s: Seconds = setting(timing.BEAT_S, "Seconds between a node's heartbeats.")
-    suspect_s: Seconds = setting(
-        timing.SUSPECT_S, "A node is suspected after this many seconds without a new heartbeat."
-    )
     dead_s: Seconds = setting(
-        timing.DEAD_S, "A node is declared lost after this many seconds without a new heartbeat."
-    )
-    join_timeout_s: Seconds = setting(
-        timing.JOIN_TIMEOUT_S,
-        "Seconds that nodes wait for each other at the start; a worker also waits this long for the run's record.",
-        EACH_START,
+        timing.DEAD_S,
+        "A node is declared lost after this many seconds without a new heartbeat, and suspected after six tenths of it. A node whose "
+        "shared directory fails tries again for twelve times as long, then exits with code 3.",
     )
     last_call_s: Seconds | None = setting(
         None,
         "Once `min_nodes` nodes have joined, start the run when no further node has joined for this many seconds; later nodes join at the "
-        "next iteration. none: wait up to `join_timeout_s` for all nodes. `--num-nodes A:B` sets it to 10.",
+        "next iteration. none: wait up to half an hour for all nodes. `--num-nodes A:B` sets it to 10.",
         EACH_SESSION,
-    )
-    rejoin_timeout_s: Seconds = setting(
-        timing.REJOIN_TIMEOUT_S, "Seconds that `--on-node-failure wait` waits for a lost node."
-    )
-    outage_s: Seconds = setting(
-        timing.OUTAGE_S,
-        "Seconds that a node tolerates errors of the shared directory before it exits with code 3.",
     )
     stall_timeout_s: Seconds = setting(
         1800.0, "A program counts as stalled after this many seconds without progress."
     )
-    retries: CountOrZero = setting(
-        2,
-        "Retries of a failed phase before the nodes where it failed leave, or the run ends with exit code 4. What fails twice in the same "
-        "way is not tried a third time.",
-        EACH_SESSION,
-    )
-    poll_max_s: Seconds = setting(
-        0.05,
-        "Maximum polling interval of the shared directory during a short wait. In longer waits the interval grows to 1 % of the time "
-        "waited, up to `beat_s`.",
-    )
+
+    @property
+    def suspect_s(self) -> float:
+        """A node is suspected after this many seconds without a new heartbeat."""
+        return 0.6 * self.dead_s
+
+    @property
+    def outage_s(self) -> float:
+        """How long a node puts up with errors of the shared directory. By default a restarted server is back by then: GlusterFS fails
+        its clients for 42 s, and an NFS server has a grace period of 90 s."""
+        return 12 * self.dead_s
 
 
 @dataclass(frozen=True, slots=True)

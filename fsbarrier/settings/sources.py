@@ -28,7 +28,6 @@ FLAGS = {
     "--min-nodes": "min_nodes",
     "--expect-gpus": "expect_gpus",
     "--on-node-failure": "on_node_failure",
-    "--rejoin-timeout": "coordination.rejoin_timeout_s",
     "--iterations": "iterations",
     "--debug-mode": "debug_mode",
     "--shared-group": "shared_group",

@@ -47,8 +47,8 @@ IDLE = 1.4
 
 def usual_paces(settings: Settings, beat_s: float, dead_s: float, outage_s: float) -> Paces:
     """The daemon's paces, without the looks that would show nothing new."""
-    values = {"coordination.beat_s": beat_s, "coordination.outage_s": outage_s}
-    usual = make_paces(settings.with_values(values))
+    usual = make_paces(settings.with_values({"coordination.beat_s": beat_s}))
+    usual = replace(usual, outage_s=outage_s)
     return replace(usual, members_s=RARELY * beat_s, beats_s=RARELY * beat_s, dead_s=dead_s)
 
 

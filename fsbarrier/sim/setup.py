@@ -59,7 +59,9 @@ class Setup:
     phases: RlPhase | None = None
     # seconds between a node's heartbeats
     beat_s: float | None = None
-    limits: Limits = field(default_factory=lambda: Limits(join_timeout_s=60.0, rejoin_timeout_s=40.0))
+    limits: Limits = field(
+        default_factory=lambda: Limits(dead_s=15.0, join_timeout_s=60.0, rejoin_timeout_s=40.0)
+    )
     # Some outages are longer.
     outage_s: float = 25.0
     # durations of a working phase in seconds, of which one is drawn each time

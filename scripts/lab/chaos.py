@@ -75,8 +75,11 @@ class Chaos:
         self.log_path, self.idle = folder / "run", threading.Event()
         beat_s = arguments.beat_s or next((b for n, b in BEATS if n >= arguments.nodes), BEATS[-1][1])
         self.dead_s = 10 * beat_s
-        flags = [f"coordination.beat_s={beat_s:g}", f"coordination.suspect_s={5 * beat_s:g}"]
-        flags += [f"coordination.dead_s={self.dead_s:g}", f"toy.tasks={arguments.tasks}"]
+        flags = [
+            f"coordination.beat_s={beat_s:g}",
+            f"coordination.dead_s={self.dead_s:g}",
+            f"toy.tasks={arguments.tasks}",
+        ]
         flags += [f"toy.phase_s={arguments.phase_s:g}"]
         # a worker needs its rank and nothing else
         first = ["--master", "--num-nodes", str(arguments.nodes), "--program", arguments.program, *flags]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from fsbarrier.cli.start import preflight
 from fsbarrier.errors import UsageError
-from fsbarrier.protocol.timing import REJOIN_TIMEOUT_S
 from fsbarrier.rundir.runrecord import STEERING, RunRecord, load
 from fsbarrier.settings.hidden import shown_word
 from fsbarrier.settings.sources import FLAGS, ChosenValue, with_range_of_nodes
@@ -48,10 +47,6 @@ _HELP = {
     "--on-node-failure": (
         "shrink|wait|abort",
         "continue with the other nodes (default), wait for the node, or end the run",
-    ),
-    "--rejoin-timeout": (
-        "S",
-        f"with --on-node-failure wait: seconds to wait before the run ends (default {REJOIN_TIMEOUT_S:g})",
     ),
     "--iterations": ("N", "stop after iteration N (default: run until stopped)"),
     "--debug-mode": ("", "do not start or stop vLLM; use the server that is already running (engine.url)"),

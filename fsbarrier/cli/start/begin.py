@@ -28,6 +28,7 @@ from fsbarrier.errors import UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.program import Program
 from fsbarrier.protocol.session import MASTER, shown
+from fsbarrier.protocol.timing import JOIN_TIMEOUT_S
 from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir import agreement, runrecord
 from fsbarrier.rundir.paths import RunPaths
@@ -164,7 +165,7 @@ def _find_record(asked: _Asked, rank: ranks.Choice | None) -> RunRecord | None:
     )
     if rank is not None and rank.source in request.environ and not known:
         raise UsageError(ranks.without_count(rank))
-    return runrecord.wait(log_path, asked.typed.coordination.join_timeout_s, on_wait=asked.say)
+    return runrecord.wait(log_path, JOIN_TIMEOUT_S, on_wait=asked.say)
 
 
 # --- node 0, first start ------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 from fsbarrier.doctor import examine
 from fsbarrier.doctor.findings import Report
 from fsbarrier.errors import StoreError, UsageError
-from fsbarrier.protocol.timing import BEAT_S, DEAD_S, SUSPECT_S
+from fsbarrier.protocol.timing import BEAT_S, DEAD_S
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.store import files
 from fsbarrier.store.identity import host_name
@@ -20,7 +20,6 @@ from fsbarrier.store.retry import FAILING, retry, until_seen
 MANY_NODES = 160
 LIMITS = {
     "coordination.beat_s": BEAT_S,
-    "coordination.suspect_s": SUSPECT_S,
     "coordination.dead_s": DEAD_S,
 }
 
