@@ -95,7 +95,8 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._warm = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), warm_up)
-        self.model, self.data = write_model(folder / "model"), write_tasks(folder / "data")
+        self.data = write_tasks(folder / "data")
+        self.model = self._warm.submit(write_model, folder / "model").result()
         (folder / "fake").mkdir()
         fake = {"dir": str(folder / "fake"), "logprob": -math.log(VOCABULARY)}
         self.environ = {"FAKE_VLLM": json.dumps(fake)}

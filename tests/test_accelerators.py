@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +19,11 @@ from fsbarrier.host import accelerator_drivers, amd_devices
 from fsbarrier.host.accelerators import (
     MIB,
     Accelerator,
-    HeldMemory,
     Released,
     StillHeld,
     detect,
     wait_released,
 )
-from fsbarrier.processes import processes
 
 GIB = 1 << 30
 OURS = 999_999_999  # no process has it: pids end at 4 million
@@ -145,18 +142,6 @@ def test_a_driver_that_fails_is_no_device(play: Play, what: str) -> None:
     assert nvml.open == 0
 
 
-def test_a_device_that_fell_off_the_bus_does_not_hide_the_others(play: Play) -> None:
-    nvml = play(GIB, 2 * GIB)
-    nvml.broken.add("handle0")
-    assert [device.index for device in detect()] == [1]
-
-
-def test_a_device_that_shares_the_machines_memory(play: Play) -> None:
-    nvml = play(GIB)
-    nvml.broken.add("memory")
-    assert detect() == [Accelerator(0, "nvidia", "NVIDIA Play", 0, 0)]
-
-
 @pytest.mark.parametrize(
     ("visible", "expected"),
     [
@@ -173,31 +158,6 @@ def test_a_device_that_shares_the_machines_memory(play: Play) -> None:
 def test_only_devices_that_programs_will_see_count(play: Play, visible: str, expected: list[int]) -> None:
     play(0, 0, 0)
     assert [device.index for device in detect({"CUDA_VISIBLE_DEVICES": visible})] == expected
-
-
-def held_by(*pids: int) -> tuple[HeldMemory, ...]:
-    nothing = [Accelerator(index, "nvidia", "NVIDIA Play", 80 * GIB, 0) for index in (0, 1)]
-    outcome = wait_released(pids, before=nothing, deadline_s=0.0)
-    assert isinstance(outcome, StillHeld)
-    return outcome.held
-
-
-def test_what_is_held_is_told_only_of_the_processes_asked_for(play: Play) -> None:
-    nvml = play(8 * GIB, 4 * GIB)
-    nvml.processes = [{os.getpid(): 3 * GIB, OURS: GIB, 12: 4 * GIB}, {12: 4 * GIB}]
-    [held] = held_by(os.getpid(), OURS)
-    assert (held.index, held.bytes) == (0, 4 * GIB)
-    assert held.processes == {os.getpid(): Path("/proc/self/comm").read_text().strip(), OURS: "ended"}
-    assert str(held).startswith("nvidia 0 (NVIDIA Play): 4096 MiB held by ")
-    nvml.processes[0][os.getpid()] = None
-    assert [each.bytes for each in held_by(os.getpid())] == [None]
-
-
-def test_memory_of_other_programs_does_not_delay_a_release(play: Play) -> None:
-    nvml = play(70 * GIB)
-    nvml.processes = [{12: 70 * GIB}]
-    outcome = wait_released([OURS], before=[Accelerator(0, "nvidia", "NVIDIA Play", 80 * GIB, 0)])
-    assert isinstance(outcome, Released) and outcome.how == "processes"
 
 
 def test_a_release_waits_until_the_driver_has_freed_the_memory(play: Play) -> None:
@@ -225,61 +185,6 @@ def test_a_release_names_at_its_deadline_who_still_holds_memory(play: Play) -> N
         ("nvidia", 0, 10 * GIB, [os.getpid()])
     ]
     assert "nvidia 0 (NVIDIA Play): 10240 MiB held by " in str(outcome) and str(os.getpid()) in str(outcome)
-
-
-def test_a_wait_for_a_release_can_be_cancelled(play: Play) -> None:
-    nvml = play(10 * GIB)
-    nvml.processes = [{OURS: 10 * GIB}]
-    cancel = threading.Event()
-    nvml.on_look = lambda look: cancel.set() if look == 3 else None
-    outcome = wait_released([OURS], deadline_s=10_000.0, cancel=cancel)
-    assert isinstance(outcome, StillHeld) and outcome.cancelled
-    assert nvml.open == 0
-
-
-@pytest.mark.parametrize("case", ["container", "unsupported", "no amounts"])
-def test_without_processes_the_level_decides(play: Play, case: str) -> None:
-    nvml = play(GIB, container=case == "container")
-    before = detect()
-    nvml.used = [9 * GIB]
-    if case == "container":
-        nvml.processes = [{OURS: 8 * GIB}]  # the host's process of this number: somebody else
-    if case == "unsupported":
-        nvml.broken.add("processes")
-    if case == "no amounts":
-        nvml.processes = [{OURS: None}]
-    outcome = wait_released([OURS], before=before, deadline_s=0.02)
-    assert isinstance(outcome, StillHeld)
-    assert [held.bytes for held in outcome.held] == [None if case == "no amounts" else 8 * GIB]
-    wanted = "memory held by ended (999999999)" if case == "no amounts" else "uses 8192 MiB more than before"
-    assert wanted in str(outcome)
-    nvml.on_look = lambda look: nvml.used.__setitem__(0, GIB + 512 * MIB)
-    outcome = wait_released([OURS], before=before)
-    assert isinstance(outcome, Released) and outcome.how == "level"
-
-
-def test_a_release_that_no_driver_shows_is_unverified(play: Play) -> None:
-    play(9 * GIB, container=True)
-    outcome = wait_released([OURS])
-    assert isinstance(outcome, Released) and outcome.how == "unverified"
-
-
-def test_processes_without_amounts_and_level_are_waited_for(play: Play) -> None:
-    nvml = play(9 * GIB)
-    nvml.processes = [{OURS: None}]
-    nvml.on_look = lambda look: nvml.processes.__setitem__(0, {} if look > 2 else {OURS: None})
-    outcome = wait_released([OURS])
-    assert isinstance(outcome, Released) and nvml.looks == 3
-
-
-def test_a_device_that_stops_answering_is_not_free(play: Play) -> None:
-    nvml = play(GIB, GIB)
-    before = detect()
-    nvml.broken.add("handle1")
-    outcome = wait_released([OURS], before=before, deadline_s=0.02)
-    assert isinstance(outcome, StillHeld)
-    assert outcome.held == (HeldMemory("nvidia", 1, "NVIDIA Play", None),)
-    assert "nvidia 1 (NVIDIA Play) does not answer" in str(outcome)
 
 
 def amd_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], object]:
@@ -335,17 +240,6 @@ def test_amd_devices_are_those_of_its_tool(tmp_path: Path, monkeypatch: pytest.M
     assert detect({}) == []
 
 
-def test_the_weakest_evidence_of_all_devices_is_told(
-    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    play(GIB)
-    amd_smi(tmp_path, monkeypatch)(AMD_SMI)
-    before = detect()
-    assert [device.kind for device in before] == ["nvidia", "amd", "amd"]
-    outcome = wait_released([OURS], before=before)
-    assert isinstance(outcome, Released) and outcome.how == "level"
-
-
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
@@ -364,17 +258,3 @@ def test_only_amd_devices_that_programs_will_see_count(
 ) -> None:
     amd_smi(tmp_path, monkeypatch)(AMD_SMI)
     assert [device.index for device in detect(environ)] == expected
-
-
-def test_descendants_are_those_below(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        ["sh", "-c", "sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        below = int(process.stdout.readline())
-        try:
-            assert {process.pid, below} <= processes.below(os.getpid()).keys()
-            assert processes.below(process.pid).keys() == {below}
-        finally:
-            process.kill()
-            os.kill(below, 9)

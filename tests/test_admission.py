@@ -93,27 +93,6 @@ def test_what_differs_or_is_too_little_is_told_by_its_weight(
         assert not any(each.refused for each in found(NODE, other, NODE, rl_phase="rollout"))
 
 
-@pytest.mark.parametrize(
-    ("package", "chosen"),
-    [
-        ("deepspeed", {"trainer.backend": "deepspeed"}),
-        ("peft", {"lora.rank": 8}),
-    ],
-)
-def test_some_packages_are_compared_where_the_run_uses_them(package: str, chosen: dict[str, Any]) -> None:
-    other = with_packages(**{package: "0.18.0"})
-    one = only(NODE, other, NODE, **chosen)
-    assert (one.what, one.found) == (f"{package} differs", "node 1 (b): 0.18.0; the others: not installed")
-    assert found(NODE, other, NODE) == []
-
-
-def test_the_worst_comes_first_and_the_rare_is_named() -> None:
-    other = replace(with_packages(torch="2.12.1"), python="3.12.0")
-    first, second = found(NODE, other, NODE)
-    assert (first.what, first.found) == ("torch differs", "node 1 (b): 2.12.1; the others: 2.13.0")
-    assert second.what == "Python differs"
-
-
 def test_only_a_session_that_starts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = [Objection(True, "torch differs", "who: what"), Objection(False, "clocks are apart", "who: when")]
     monkeypatch.setattr(job_runner, "objections", lambda context: wrong)

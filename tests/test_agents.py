@@ -16,11 +16,11 @@ import pytest
 from test_rollout import KEY, SAMPLES, Fake, assert_one_line, make_spec, rolled_out, run
 
 from fsbarrier.errors import UsageError
-from fsbarrier.rollouts.agent_client import Client, TurnFailed, finished, tool_calls
+from fsbarrier.rollouts.agent_client import Client, finished
 from fsbarrier.rollouts.agent_http import Endpoint
 from fsbarrier.rollouts.agents import load_agent
 from fsbarrier.rollouts.engine_pool import EnginePool, Place
-from fsbarrier.rollouts.episode import Episode, Segment, Trajectory
+from fsbarrier.rollouts.episode import Trajectory
 from fsbarrier.rollouts.samples import Sampling
 from fsbarrier.rollouts.sampling import SamplingServer
 
@@ -98,18 +98,6 @@ def test_tool_calls_are_read_and_their_results_follow(fake: Fake) -> None:
     assert text == f"1 tools\nu:!say {CALL}!!\na:{CALL}\x01\nt:5 !say five!!\na:five\x01"
 
 
-def test_where_the_template_cannot_be_continued_a_segment_begins(fake: Fake) -> None:
-    async def strictly(client: Client) -> None:
-        messages = [user(f"!strict !say {CALL}!!")]
-        messages.append((await client.chat(messages, tools=TOOLS)).message)
-        messages.append({"role": "tool", "content": "5 !say five!!"})
-        await client.chat(messages, tools=TOOLS)
-
-    first, second = talk(fake, strictly).segments
-    assert first.token_ids[-1] == END and sum(second.loss_mask) == len("five") + 1
-    assert "".join(map(chr, second.token_ids)).startswith("1 tools\nu:!strict")
-
-
 def test_a_changed_history_and_calls_side_by_side_begin_segments(fake: Fake) -> None:
     async def rewritten(client: Client) -> None:
         first = await client.chat([user("!say ab!!")])
@@ -160,50 +148,6 @@ def test_text_goes_on_from_its_tokens_too(fake: Fake) -> None:
     assert sum(first.loss_mask) == 3 + 2 and second.loss_mask[0] == 0
 
 
-def test_a_stop_string_that_the_agent_repeats_is_not_recorded_twice(fake: Fake) -> None:
-    async def text(client: Client) -> None:
-        said = await client.complete("q !say ab<end>!! ", stop=["<end>"])
-        assert said.text == "ab"
-        await client.complete(f"q !say ab<end>!! {said.text}<end> !say c!! ")
-
-    (segment,) = talk(fake, text).segments
-    assert segment.token_ids == [*letters("q !say ab<end>!! ab<end> !say c!! c"), END]
-    assert sum(segment.loss_mask) == len("ab<end>") + 2
-
-
-def test_what_a_token_says_beyond_a_stop_string_is_never_guessed_away(fake: Fake) -> None:
-    """The last token says one letter more than the agent sees: the next turn cannot go on from these tokens."""
-
-    async def text(client: Client) -> None:
-        said = await client.complete("q !say ab<end>more!! ", stop=["<end>"])
-        await client.complete(f"q !say ab<end>more!! {said.text}<end> !say c!! ")
-
-    first, second = talk(fake, text).segments
-    assert first.token_ids == letters("q !say ab<end>more!! ab<end>m")
-    assert second.token_ids == [*letters("q !say ab<end>more!! ab<end> !say c!! c"), END]
-
-
-def test_an_answer_that_was_cut_off_marks_the_episode(fake: Fake) -> None:
-    async def cut(client: Client) -> None:
-        reply = await client.chat([user("!long !say ab!!")])
-        assert reply.finish_reason == "length"
-        await client.chat([user("!long !say ab!!"), reply.message, user("on")])
-
-    client = talk(fake, cut)
-    assert finished(client, Trajectory(), error=None, seconds=0.0).finish_reason == "length"
-    assert client.segments[0].token_ids.count(END) == 0 and len(client.segments) == 1
-
-
-def test_no_room_for_an_answer_is_said(fake: Fake) -> None:
-    async def full(client: Client) -> None:
-        with pytest.raises(
-            TurnFailed, match=r"turn 1: 73 tokens leave no room .* \(engine.max_model_len=64\)"
-        ):
-            await client.chat([user("x" * 68)])
-
-    assert talk(fake, full, look=True).cut_off
-
-
 def test_any_client_can_be_used_and_is_recorded(fake: Fake) -> None:
     async def over_http(client: Client) -> None:
         key = {"Authorization": f"Bearer {client.api_key}"}
@@ -229,26 +173,6 @@ def test_any_client_can_be_used_and_is_recorded(fake: Fake) -> None:
 
     client = talk(fake, over_http)
     assert len(client.segments) == 1 and client.turns == 2
-
-
-def test_with_the_openai_package(fake: Fake) -> None:
-    openai = pytest.importorskip("openai")
-
-    async def talks(client: Client) -> None:
-        async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key) as theirs:
-            messages: list[Any] = [user(f"!say {CALL}!!")]
-            answer = await theirs.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
-            message = answer.choices[0].message
-            assert message.tool_calls[0].function.name == "add"
-            messages += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "5"}]
-            await theirs.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
-
-    assert [len(client.segments) for client in [talk(fake, talks)]] == [1]
-
-
-def test_what_is_no_tool_call_is_none() -> None:
-    assert tool_calls("<tool_call>{bad}</tool_call><tool_call>[1]</tool_call>") == []
-    assert tool_calls('<tool_call>{"name": "f", "arguments": 3}') == [{"name": "f", "arguments": {}}]
 
 
 # --- the whole program ------------------------------------------------------------------------------------------------------
@@ -398,18 +322,6 @@ def test_what_is_no_agent_is_refused(file: Path, name: str, said: str) -> None:
         load_agent(f"{file}:{name}")
 
 
-def test_an_agent_that_asked_nothing_has_failed(fake: Fake) -> None:
-    async def silent(client: Client) -> None:
-        pass
-
-    episode = finished(talk(fake, silent), Trajectory(), error=None, seconds=0.0)
-    assert (
-        isinstance(episode, Episode)
-        and episode.error == "the agent ended without requesting an answer from the policy"
-    )
-    assert Segment().token_ids == []
-
-
 # --- the address that agents' own clients use -------------------------------------------------------------------------------
 
 
@@ -422,24 +334,6 @@ def raw_request(client: Client, body: bytes, *, headers: str, key: str | None = 
 
 async def connect(client: Client) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection("127.0.0.1", httpx.URL(client.base_url).port)
-
-
-def test_a_request_in_chunks_is_answered(fake: Fake) -> None:
-    async def in_chunks(client: Client) -> None:
-        body = json.dumps({"messages": [user("!say ab!!")]}).encode()
-
-        async def pieces() -> Any:
-            for start in range(0, len(body), 7):
-                yield body[start : start + 7]
-                await asyncio.sleep(0)
-
-        key = {"Authorization": f"Bearer {client.api_key}"}
-        async with httpx.AsyncClient(base_url=client.base_url, headers=key, trust_env=False) as http:
-            answer = await http.post("/chat/completions", content=pieces())
-        assert answer.request.headers["transfer-encoding"] == "chunked"
-        assert answer.json()["choices"][0]["message"]["content"] == "ab"
-
-    assert talk(fake, in_chunks).turns == 1
 
 
 def test_a_client_that_goes_away_in_the_middle_disturbs_nobody(
@@ -470,23 +364,6 @@ def test_a_client_that_goes_away_in_the_middle_disturbs_nobody(
     client = talk(fake, goes_away)
     assert [sum(segment.loss_mask) for segment in client.segments] == [3, 3]
     assert capfd.readouterr().err == ""
-
-
-def test_two_requests_at_once_are_two_turns(fake: Fake) -> None:
-    async def at_once(client: Client) -> None:
-        key = {"Authorization": f"Bearer {client.api_key}"}
-        async with httpx.AsyncClient(base_url=client.base_url, headers=key, trust_env=False) as http:
-            waiting = asyncio.create_task(
-                http.post("/chat/completions", json={"messages": [user("!gate !say slow!!")]})
-            )
-            while not (fake.folder / "at-gate").exists():
-                await asyncio.sleep(0.01)
-            quick = await http.post("/completions", json={"prompt": "q !say quick!! "})
-            assert quick.json()["choices"][0]["text"] == "quick" and not waiting.done()
-            (fake.folder / "gate").touch()
-            assert (await waiting).json()["choices"][0]["message"]["content"] == "slow"
-
-    assert talk(fake, at_once).turns == 2
 
 
 def nested(depth: int) -> object:

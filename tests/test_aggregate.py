@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import errno
-import functools
 import json
 import os
-import random
 import resource
 import signal
 import stat
@@ -22,14 +18,9 @@ from trajectory_files import group, write_part
 
 from fsbarrier import cli
 from fsbarrier.aggregate import AggregateReport, Part, aggregate, command_line
-from fsbarrier.data import merge as merge_module
 from fsbarrier.data.merge import remove_leftovers
-from fsbarrier.data.merge_plan import ranges
 from fsbarrier.errors import StoreError, UsageError
-from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.settings.sections import Settings
-from fsbarrier.store import files
 from fsbarrier.trajectories import FormatError, RankFileWriter, iter_trajectories, load, scan_rank_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,48 +57,6 @@ def damage(path: Path, task: int) -> None:
     content = bytearray(path.read_bytes())
     content[entry.body_offset + 5] ^= 4
     path.write_bytes(content)
-
-
-def test_a_read_that_fails_for_a_moment_is_tried_again(
-    tmp_path: Path, three: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """ESTALE on one read in five: the merge is the same, and no attempt of a phase is used up."""
-    merge(three, tmp_path / "calm", range(9))
-    dice = random.Random(1)
-
-    def failing(real: Any, *arguments: Any) -> Any:
-        if dice.random() < 0.2:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return real(*arguments)
-
-    calm = load(tmp_path / "calm")
-    for name in ("pread", "preadv"):
-        monkeypatch.setattr(os, name, functools.partial(failing, getattr(os, name)))
-    merge(three, tmp_path / "troubled", range(9))
-    assert load(tmp_path / "troubled") == calm
-    dice.random = lambda: 0.0  # type: ignore[method-assign]
-    for path in (three[0], tmp_path / "troubled"):
-        with pytest.raises(StoreError, match="Stale file handle"):
-            load(path)
-
-
-def test_a_merge_whose_file_was_made_although_its_mount_says_otherwise_is_made_again(
-    tmp_path: Path, three: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The client repeats a create whose answer was stale, and finds the file there."""
-    made: list[Path] = []
-
-    def ambiguous(path: Path) -> int:
-        made.append(path)
-        if len(made) == 1:
-            path.touch()
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-        return files.open_new(path)
-
-    monkeypatch.setattr(merge_module, "open_new", ambiguous)
-    merge(three, tmp_path / "merged", range(9))
-    assert len(set(made)) == 2 and not made[0].exists()
-    assert load(tmp_path / "merged")["trajectories"] == concatenated(range(9))
 
 
 def test_three_parts_merge_into_their_concatenation(tmp_path: Path, three: list[Path]) -> None:
@@ -197,18 +146,6 @@ def test_of_a_task_in_two_parts_the_first_wins(tmp_path: Path, three: list[Path]
         assert {item["node_rank"] for item in found if item["task_index"] == 0} == {rank}
 
 
-def test_filters_by_task_limit_and_expectation(tmp_path: Path, three: list[Path]) -> None:
-    entries = scan_rank_file(three[1]).groups
-    parts = [
-        Part(three[0], tasks=frozenset({1})),
-        Part(three[1], valid_bytes=entries[1].end),  # tasks 5 and 3 were acknowledged, 4 was not
-        Part(three[2]),
-    ]
-    report = aggregate(parts, tmp_path / "merged", metadata={}, expected={1, 3, 5, 8})
-    assert (report.groups, report.unexpected, report.missing) == (4, 2, ())
-    assert {item["task_index"] for item in load(tmp_path / "merged")["trajectories"]} == {1, 3, 5, 8}
-
-
 def test_acknowledged_bytes_that_are_gone_are_missed(tmp_path: Path, three: list[Path]) -> None:
     acknowledged = three[1].stat().st_size
     os.truncate(three[1], acknowledged - 1)
@@ -232,15 +169,6 @@ def test_a_damaged_group_is_replaced_from_another_part_or_missed(tmp_path: Path,
     assert (report.groups, report.missing, len(report.damaged)) == (9, (), 2)
     rank_of = {0: 7, 3: 7}
     assert load(out)["trajectories"] == concatenated(range(9), lambda task: rank_of.get(task, task // 3))
-
-
-def test_damage_in_every_copy_and_no_expectation(tmp_path: Path) -> None:
-    paths = [write_part(tmp_path / f"p{rank}", (1, 2), rank=rank) for rank in range(3)]
-    for path in paths:
-        damage(path, 1)
-    report = merge(paths, tmp_path / "merged")
-    assert report.groups == 1 and len(report.damaged) == 3
-    assert load(tmp_path / "merged")["metadata"]["damaged"] == list(report.damaged)
 
 
 def test_parts_that_cannot_be_merged(tmp_path: Path, three: list[Path]) -> None:
@@ -267,12 +195,6 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, three: list[Path]) ->
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(tmp_path) == before
-
-
-def test_progress_ends_at_the_total(tmp_path: Path, three: list[Path]) -> None:
-    seen: list[tuple[int, int]] = []
-    merge(three, tmp_path / "merged", range(9), on_progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(done, 18) for done in range(2, 19, 2)]
 
 
 def test_leftovers_of_killed_merges_are_removed(tmp_path: Path, three: list[Path]) -> None:
@@ -326,13 +248,6 @@ def test_the_worker_writes_its_result(tmp_path: Path, three: list[Path], group: 
     assert stat.S_IMODE(found.st_mode) == (0o660 if group else 0o600), "as every other file of the run"
     progress = json.loads((tmp_path / "progress.json").read_text())
     assert (progress["done"], progress["total"], progress["unit"]) == (18, 18, "trajectories")
-
-
-def test_the_worker_fails_with_one_line(tmp_path: Path, three: list[Path]) -> None:
-    done = worker(spec_file(tmp_path, three, tmp_path / "merged", list(range(11))))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "merged: 2 tasks are missing (9-10). To merge without them: --allow-partial\n"
-    assert not (tmp_path / "result.json").exists()
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
@@ -412,15 +327,6 @@ def test_by_hand_shows_what_there_is_and_merges_it(run: RunPaths, capsys: pytest
     assert out.stat().st_mtime_ns == stat.st_mtime_ns
 
 
-def test_by_hand_as_json(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
-    assert by_hand(run, "--json", "--split", "train") == 0
-    split = json.loads(capsys.readouterr().out)["splits"]["train"]
-    found = [(item["node_rank"], item["state"], item["duplicates"]) for item in split["files"]]
-    assert found == [(0, "complete", 0), (1, "torn", 0), (2, "partial", 0), (1, "partial", 2)]
-    assert split["report"]["duplicates_dropped"] == 2
-    assert (split["expected"], split["missing"]) == (9, [])
-
-
 def test_by_hand_refuses_what_is_incomplete(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
     run.part("train", 5, 1, 1, 1).unlink()
     assert by_hand(run) == 2
@@ -453,35 +359,8 @@ def test_by_hand_names_the_tasks_of_a_rank_without_any_file(
     assert metadata["groups"] == 4 and len(metadata["surplus"] + metadata["without_signal"]) == 2
 
 
-def test_by_hand_takes_the_runs_word_for_what_was_cut_off(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = RunPaths(tmp_path / "run")
-    header = {"run_id": "r", "node_rank": 0, "generation": 1, "expected": [0, 1, 2]}
-    part, out = paths.part("train", 5, 0, 1, 1), paths.merged("train", 5)
-    part.parent.mkdir(parents=True)
-    with RankFileWriter(part, header=header) as writer:
-        for task in range(2):
-            writer.append_group(task, group(task))
-    aggregate([Part(part)], out, metadata={"cut_off": [2]}, expected=[0, 1])
-    assert by_hand(paths) == 0 and "already merged" in capsys.readouterr().out
-    out.unlink()
-    assert by_hand(paths) == 2 and "1 task is missing (2)" in capsys.readouterr().err
-
-
 def states(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [item["state"] for item in json.loads(capsys.readouterr().out)["splits"]["train"]["files"]]
-
-
-def test_by_hand_leaves_out_other_runs(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
-    write_part(run.part("train", 5, 3, 2, 1), [0, 77], rank=3, generation=9, run_id="run-2")
-    assert by_hand(run) == 2
-    assert "belong to several runs (run-1, run-2)" in capsys.readouterr().err
-    record = runrecord.new(run.root, Settings(), tasks={}, model=None)
-    runrecord.publish(dataclasses.replace(record, run_id="run-1"))
-    assert by_hand(run, "--json") == 0
-    assert sorted(states(capsys)) == ["complete", "foreign", "partial", "partial", "torn"]
-    assert len(load(run.merged("train", 5))["trajectories"]) == 18
 
 
 def test_by_hand_leaves_out_what_another_policy_rolled_out(
@@ -528,9 +407,3 @@ def test_by_hand_mistakes_are_one_line(
     assert command_line(["--log-path", str(run.root), *words]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1 and says in captured.err
-
-
-def test_ranges_are_short() -> None:
-    assert list(ranges([])) == []
-    assert list(ranges([1, 2, 3, 7, 9, 10])) == ["1-3", "7", "9-10"]
-    assert list(ranges(range(0, 100, 2)))[-1] == "…"

@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 from core_builders import (
-    ASSIGN,
-    CLOSE,
     FIRST,
     MERGE,
     NOW,
-    OPEN,
     ROLL_OUT,
     at_row,
     failures,
@@ -20,8 +17,8 @@ from core_builders import (
     sees,
 )
 
-from fsbarrier.protocol.attempts import after_a_failure, failures_so_far, pause_s
-from fsbarrier.protocol.facts import Fact, FailedProgram, Generation, Position
+from fsbarrier.protocol.attempts import after_a_failure
+from fsbarrier.protocol.facts import Fact, FailedProgram, Generation
 from fsbarrier.protocol.situation import Situation
 
 NOTICED = "!"
@@ -134,14 +131,3 @@ def test_a_run_that_is_refused_is_not_tried_again() -> None:
     made = after_a_failure(Situation(at_row(0, ROLL_OUT), sees(failed={1: fact}), NOW, rules()))
     assert made.verdict is not None and (made.verdict.exit_code, made.reason) == (2, "refused")
     assert made.verdict.reason == "node 1 (host1), iteration 1, phase 2 roll_out: too few\n  | a table"
-
-
-def test_failures_count_for_the_iteration_in_which_a_generation_started() -> None:
-    known = generation(start=(3, ASSIGN), failures=failures(2))
-    assert failures_so_far(known, Position(3, CLOSE)) == failures(2)
-    assert failures_so_far(known, Position(4, OPEN)) == ()
-
-
-def test_each_pause_is_longer_than_the_one_before() -> None:
-    here = Situation(at_row(0, ROLL_OUT), sees(), NOW, rules())
-    assert [pause_s(here, attempt) for attempt in (1, 2, 3, 9)] == [8.0, 16.0, 32.0, 60.0]

@@ -505,37 +505,10 @@ def test_a_chat_template_that_cannot_render_the_tasks(
     assert quick([*RL.split(), "--dry-run"]).returncode == 0
 
 
-def test_a_prompt_that_no_engine_can_take(place: Path, quick: Call) -> None:
-    task = {"prompt": "2" * 1_000_000, "answer": "4"}
-    (place / "data" / "train.jsonl").write_text(json.dumps(task) + "\n")
-    says = ["task 0: the prompt has 1000000 characters", "256 tokens of engine.max_model_len"]
-    refused(quick, [*RL.split(), "engine.max_model_len=256", "rollout.max_tokens=8"], place=place, says=says)
-
-
 def test_an_iteration_with_fewer_tasks_than_nodes(place: Path, quick: Call) -> None:
     done = quick([*RL.split(), "--dry-run", "--num-nodes", "5", "rollout.tasks=4"])
     assert done.returncode == 0
     assert "an iteration has 3 tasks for 5 nodes, so 2 nodes will roll out nothing" in done.stderr
-
-
-def test_weights_that_are_cut_off(place: Path, quick: Call) -> None:
-    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
-    weights = len(header).to_bytes(8, "little") + header + bytes(7)
-    (place / "model" / "model.safetensors").write_bytes(weights)
-    refused(quick, RL, place=place, says=["--model model", "model.safetensors: damaged: "])
-
-
-def test_other_task_files(place: Path, quick: Call) -> None:
-    (place / "data" / "test.jsonl").write_text("")
-    refused(quick, RL, place=place, says=["test.jsonl", "no task"])
-    (place / "data" / "test.parquet").write_bytes(b"PAR1")
-    refused(quick, RL, place=place, says=["both test.jsonl and test.parquet"])
-    (place / "data" / "test.jsonl").unlink()
-    refused(quick, RL, place=place, says=["test.parquet"])
-    (place / "data" / "test.parquet").unlink()
-    refused(quick, RL, place=place, says=["has no test.jsonl or test.parquet"])
-    (place / "data" / "test.jsonl").symlink_to("/nowhere")
-    refused(quick, RL, place=place, says=["test.jsonl is a folder or a broken link"])
 
 
 @pytest.mark.parametrize(
@@ -562,20 +535,6 @@ def test_a_model_folder_lacks_something(place: Path, quick: Call, remove: str, s
 )
 def test_a_trainer_command(place: Path, quick: Call, command: str, says: str) -> None:
     refused(quick, [*RL.split(), f"trainer.command={command}"], place=place, says=["trainer.command", says])
-
-
-@pytest.mark.parametrize(
-    ("environ", "says"),
-    [
-        ({"NODE_RANK": "one"}, ["NODE_RANK 'one'", "must be a whole number"]),
-        ({"NODE_RANK": "-1"}, ["NODE_RANK -1"]),
-        ({"NODE_RANK": "3"}, ["NODE_RANK 3", "ranks 0 to 2"]),
-        ({"RANK": "1", "WORLD_SIZE": "24"}, ["RANK=1 counts processes", "--master"]),
-        ({"SLURM_NODEID": "0", "SLURM_LOCALID": "1"}, ["SLURM_LOCALID 1"]),
-    ],
-)
-def test_the_launchers_variables(place: Path, quick: Call, environ: dict[str, str], says: list[str]) -> None:
-    refused(quick, PING + "--num-nodes 3", place=place, says=says, **environ)
 
 
 @pytest.mark.parametrize(
@@ -658,15 +617,6 @@ def test_a_new_run_takes_folders_that_are_empty(place: Path, quick: Call) -> Non
     assert done.returncode == 0, done.stderr
 
 
-def test_a_package_that_was_copied_without_its_programs(place: Path, real: Call) -> None:
-    shutil.copytree(
-        REPO / "fsbarrier", place / "copy" / "fsbarrier", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    says = ["--program ping: fsbarrier's own programs are missing", "copy the whole clone"]
-    environ = {"PYTHONPATH": str(place / "copy"), "PYTHONDONTWRITEBYTECODE": "1"}
-    refused(real, PING, place=place, says=says, **environ)
-
-
 def test_control_characters_from_input_do_not_reach_the_terminal(place: Path, quick: Call) -> None:
     line = refused(
         quick, [*PING.split(), "rollout.temperature=\x1b[31m\nhot"], place=place, says=["rollout.temperature"]
@@ -678,30 +628,3 @@ def test_control_characters_from_input_do_not_reach_the_terminal(place: Path, qu
 def test_a_log_path_that_is_not_writable(place: Path, quick: Call) -> None:
     (place / "empty").chmod(0o500)
     refused(quick, PING + "--log-path empty/run", place=place, says=["--log-path", "not writable"])
-
-
-# --- the tools in scripts/ ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("lab/terminal_picture.py nowhere out.svg", "no run at"),
-        ("lab/bench_aggregate.py --dir nowhere", "--dir nowhere: no such folder"),
-        ("lab/chaos.py --nodes 0", "--nodes 0: must be 1 to 64"),
-        ("learning_curve.py --seeds x", "--seeds: invalid"),
-        ("lab/mutants.py NoSuchFault", "no fault has NoSuchFault in its name"),
-        ("bench_trl.py --trl-python nowhere", "--trl-python nowhere: no such program"),
-        ("real_model.py nowhere.gguf out", "nowhere.gguf: no such file"),
-        ("update_locks.py cup", "unknown: cup"),
-    ],
-)
-def test_a_script_refuses_what_it_cannot_use(place: Path, words: str, says: str) -> None:
-    before = listing(place)
-    name, *rest = words.split()
-    command = [sys.executable, str(REPO / "scripts" / name), *rest]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=clean_environ(place), cwd=place, timeout=120
-    )
-    assert done.returncode == 2 and says in done.stderr.splitlines()[-1], done.stderr
-    assert listing(place) == before

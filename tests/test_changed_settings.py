@@ -14,7 +14,6 @@ from fsbarrier.cli.start.begin import Request, Start
 from fsbarrier.cli.start.begin import begin as begin_request
 from fsbarrier.coordination.loop import LookAgain, NodeLoop
 from fsbarrier.coordination.observer import Observer
-from fsbarrier.coordination.run_rules import make_rules
 from fsbarrier.coordination.work_runner import WorkRunner
 from fsbarrier.errors import Fenced, UsageError
 from fsbarrier.loader import load_program
@@ -25,11 +24,10 @@ from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
-from fsbarrier.rundir.session_settings import can_hold, in_force, newest_settings
+from fsbarrier.rundir.session_settings import can_hold, in_force
 from fsbarrier.rundir.stop_requests import request_stop
 from fsbarrier.settings.resolve import known_names
-from fsbarrier.settings.section import Changes
-from fsbarrier.settings.sections import Settings, changes_of, fixed_because
+from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import from_words
 from fsbarrier.trajectories import load
 from fsbarrier.view.report import page
@@ -114,22 +112,6 @@ def test_what_asks_for_values_that_no_start_could_choose_counts_as_unreadable(
     assert observer.joins[0].incarnation == 3
 
 
-def test_every_setting_says_whether_it_changes_and_why_not() -> None:
-    for name in known_names():
-        assert changes_of(name) is not Changes.NEVER or fixed_because(name), name
-    assert changes_of("optimizer.lr") is changes_of("num_nodes") is Changes.EACH_SESSION
-    assert changes_of("model") is changes_of("algorithm.loss") is changes_of("custom.x") is Changes.NEVER
-
-
-def test_what_the_newest_record_that_can_be_read_says(tmp_path: Path) -> None:
-    assert newest_settings(RunPaths(tmp_path)) == {}
-    record(tmp_path, 9, LOWER)
-    newest = record(tmp_path, 10, {"optimizer.lr": 5e-6})
-    assert newest_settings(RunPaths(tmp_path)) == {"optimizer.lr": 5e-6}
-    newest.write_bytes(newest.read_bytes()[:-9])
-    assert newest_settings(RunPaths(tmp_path)) == LOWER
-
-
 # --- what a start may say -------------------------------------------------------------------------------------------------------
 
 
@@ -178,62 +160,6 @@ def test_what_is_not_safe_is_refused_with_the_reason(run: Path, words: list[str]
         with pytest.raises(UsageError) as caught:
             start(run, *words, **who)
         assert message in str(caught.value)
-
-
-@pytest.fixture
-def with_sets(tmp_path: Path) -> Path:
-    words = ("eval.sets.aime.samples=8", "eval.sets.gsm.file=test.jsonl")
-    start(tmp_path / "run", "program=ping", *words, master=True)
-    return tmp_path / "run"
-
-
-def test_a_set_of_held_out_tasks_changes_in_all_but_its_file(with_sets: Path) -> None:
-    words = ("eval.sets.aime.samples=16", "eval.sets.gsm.tasks=50", "eval.sets.gsm.file=test.jsonl")
-    found = start(with_sets, *words, master=True)
-    assert found.stated == {"eval.sets.aime.samples": 16, "eval.sets.gsm.tasks": 50}
-    assert {name: (one.samples, one.tasks) for name, one in found.settings.eval_sets.items()} == {
-        "aime": (16, 0),
-        "gsm": (1, 50),
-    }
-    # The other set stays as it is, and so does what nobody has named.
-    changed, recorded = {"eval.sets.aime.samples": 16}, found.record.settings
-    assert in_force(recorded, changed).eval.sets["aime"].samples == 16
-    assert in_force(recorded, changed).eval.sets["gsm"] == recorded.eval.sets["gsm"]
-    # Whoever decides of settings knows each value by its name.
-    record(with_sets, 1, changed)
-    assert start(with_sets, "eval.sets.aime.samples=8", master=True).stated == {"eval.sets.aime.samples": 8}
-    # A table says the same, and an empty one that there is such a set.
-    table = start(with_sets, "eval.sets.aime={samples=8}", "eval.sets.gsm={}", master=True)
-    assert table.stated == {"eval.sets.aime.samples": 8}
-    assert make_rules(recorded, load_program("ping")).settings["eval.sets.aime.samples"] == 8
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["eval.sets.gsm.file=other.jsonl"],
-            "cannot change, because the run's record names the sets and their task",
-        ),
-        (
-            ["eval.sets.math.samples=4"],
-            "this run has no set math (its sets are aime, gsm), and sets cannot be added",
-        ),
-        (["eval.sets.math.file=math.jsonl"], "begin another run from this one's policy (init_from="),
-        (["eval.sets.aime.samples=0"], "eval.sets.aime.samples: must be 1 or more"),
-    ],
-)
-def test_what_is_not_safe_with_a_set_is_refused_with_the_reason(
-    with_sets: Path, words: list[str], message: str
-) -> None:
-    with pytest.raises(UsageError) as caught:
-        start(with_sets, *words, master=True)
-    assert message in str(caught.value)
-
-
-def test_a_record_that_names_a_set_that_there_is_not_changes_nothing(with_sets: Path) -> None:
-    settings = start(with_sets, master=True).settings
-    assert in_force(settings, {"eval.sets.math.samples": 4, "eval.sets.aime.file": "evil"}) == settings
 
 
 def test_the_number_of_nodes_changes_with_their_weights(run: Path) -> None:

@@ -24,12 +24,6 @@ INSTRUCT = (  # no words of its own before an answer
     "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
 )
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-FORGETFUL = (  # drops the reasoning of every answer but the last, and gives the last an empty one if it has none
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-    "{% if loop.last %}{% if '</think>' not in m.content %}<think></think>{% endif %}{{ m.content }}"
-    "{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}{% else %}{{ m.content }}{% endif %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 STRICT = "{% for m in messages %}{% if m.role == 'assistant' and loop.index0 == 1 %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
 SILENT = "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}:"
 SPECIAL = (
@@ -113,13 +107,6 @@ def test_what_is_recorded_is_what_the_template_makes_of_it(template: str, end: s
     ]  # INSTRUCT puts one before an answer; the model said none
     assert spaces == [i for i in rendered if i != 32][: len(spaces)]
     assert sum(segment.loss_mask) == 3 * bool(end) + len("yesnoso")
-
-
-def test_a_template_that_forgets_reasoning_does_not_change_what_was_said() -> None:
-    client, _ = turns(FORGETFUL, "<|im_end|>", ("<think>hm</think>yes", "<think>hm</think>no", "so"))
-    (segment,) = client.segments
-    text = "".join(map(chr, segment.token_ids))
-    assert text.count("<think>hm</think>") == 2 and "<think></think>" not in text
 
 
 @pytest.mark.parametrize("template", [STRICT, SILENT], ids=["refuses", "leaves answers out"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib.util
 import json
 import os
@@ -21,8 +20,6 @@ from fake_run import long_run
 
 from fsbarrier import errors
 from fsbarrier.cli import COMMANDS, main
-from fsbarrier.cli.commands import logs
-from fsbarrier.cli.launchers.processes import outcome
 from fsbarrier.cli.run_command import Parser
 
 REPO = Path(__file__).resolve().parent.parent
@@ -75,16 +72,6 @@ def test_help_is_asked_for(word: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert "fsbarrier run --demo" in capsys.readouterr().out
 
 
-def test_another_command_after_run_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "status", "--log-path", "x"]) == 2
-    assert "`.venv/bin/fsbarrier status`" in capsys.readouterr().err
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("fsbarrier 0.")
-
-
 @pytest.mark.parametrize("name", PRESENT)
 def test_every_command_has_help_with_an_example(name: str) -> None:
     done = call(name, "--help")
@@ -131,11 +118,6 @@ def parser() -> Parser:
 def test_flags_and_settings_in_any_order() -> None:
     args = parser().parse(["a=1", "--demo", "b=2", "--rank-weights", "1,2", "c=3"])
     assert (args.settings, args.demo, args.rank_weights) == (["a=1", "b=2", "c=3"], True, "1,2")
-
-
-def test_a_value_may_begin_with_a_minus() -> None:
-    assert parser().parse(["--rank-weights", "-1,2"]).rank_weights == "-1,2"
-    assert parser().parse(["-n", "-3"]).lines == -3
 
 
 @pytest.mark.parametrize(
@@ -190,11 +172,6 @@ def test_a_failed_program_shows_its_last_log_lines(
     ]
 
 
-def test_ctrl_c_is_130(command: Callable[..., None]) -> None:
-    command(raising(KeyboardInterrupt()))
-    assert main(["fake"]) == 130
-
-
 def test_a_bug_is_one_line_and_a_saved_traceback(
     tmp_path: Path,
     command: Callable[..., None],
@@ -243,15 +220,6 @@ def test_a_traceback_follows_no_link_and_has_no_password(
     assert str(saved) in capsys.readouterr().err and "me:***@host" in saved.read_text()
 
 
-def test_a_reader_that_leaves_early_is_no_error() -> None:
-    env = {**os.environ, "PYTHONPATH": str(REPO)}
-    shell = f"{sys.executable} -m fsbarrier run --dry-run --program ping --log-path /tmp/none | true; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, env=env)
-    assert "Traceback" not in done.stderr
-    assert "error" not in done.stderr
-    assert int(done.stdout) in (0, 128 + signal.SIGPIPE)
-
-
 @pytest.mark.parametrize("words", [("--help",), ("status", "--no-watch", "--log-path", "run")])
 def test_a_reader_that_has_left_is_a_signal_and_no_error(tmp_path: Path, words: tuple[str, ...]) -> None:
     """`status` prints through rich, which ends the program itself then."""
@@ -265,19 +233,6 @@ def test_a_reader_that_has_left_is_a_signal_and_no_error(tmp_path: Path, words: 
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
-def test_what_may_not_be_opened_is_the_users_to_mend(
-    command: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    command(raising(PermissionError(errno.EACCES, "Permission denied", "/theirs")))
-    assert main(["fake"]) == 2
-    assert capsys.readouterr().err == "fsbarrier: error: /theirs: Permission denied\n"
-    command(raising(PermissionError("cannot create a private folder: /tmp/x belongs to eve")))
-    assert main(["fake"]) == 2
-    assert (
-        capsys.readouterr().err == "fsbarrier: error: cannot create a private folder: /tmp/x belongs to eve\n"
-    )
-
-
 # --- dry run ------------------------------------------------------------------------------------------------------------
 
 
@@ -289,13 +244,6 @@ def test_a_dry_run_shows_settings_and_commands_and_leaves_nothing(tmp_path: Path
     assert "# node 1" in shown.stdout
     assert re.search(r"10 update +.*fsbarrier\.workers\.torchrun", shown.stdout)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_dry_run_of_a_worker_needs_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run of one node would be shown, which is none of this worker's."""
-    words = ["run", "--log-path", str(tmp_path / "run"), "--worker", "2", "--dry-run"]
-    assert main(words) == 2
-    assert f"--worker 2: {tmp_path}/run contains no run yet" in capsys.readouterr().err
 
 
 def test_a_dry_run_as_json(tmp_path: Path) -> None:
@@ -344,65 +292,6 @@ def test_a_dry_run_in_an_environment_that_only_shows_runs(
 
 
 # --- launch and logs, the parts without processes -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("codes", "expected"),
-    [
-        ({0: 0, 1: 0}, 0),
-        ({0: 0, 1: -9}, 0),  # the others finished without it
-        ({0: -9, 1: -9}, 137),
-        ({0: 5, 1: 4, 2: 5}, 4),
-        ({0: 5, 1: -9}, 5),
-        ({0: 0, 1: 6}, 6),
-        ({0: 1, 1: 5}, 1),
-        ({0: 143, 1: 0}, 143),
-    ],
-)
-def test_one_exit_code_for_several_nodes(codes: dict[int, int], expected: int) -> None:
-    assert outcome(codes, lambda line: None) == expected
-
-
-def test_last_lines_reads_from_the_end(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_bytes(b"".join(b"line %06d\n" % number for number in range(30_000)) + b"rest")
-    lines, offset = logs.last_lines(path, 2)
-    assert lines == ["line 029998", "line 029999"]
-    assert path.read_bytes()[offset:] == b"rest"
-    assert len(logs.last_lines(path, 29_999)[0]) == 29_999
-    assert len(logs.last_lines(path, 99_999)[0]) == 30_000
-    assert logs.last_lines(path, 0)[0] == []
-    with path.open("ab") as stream:
-        stream.write(b" of it\nmore\nhalf")
-    assert logs.new_lines(path, offset)[0] == ["rest of it", "more"]
-    for content in (b"", b"half", b"\n", b"a\n"):
-        path.write_bytes(content)
-        lines, offset = logs.last_lines(path, 5)
-        assert lines == [line for line in content.decode().split("\n")[:-1]]
-        assert content[offset:] == content.rpartition(b"\n")[2]
-
-
-def test_logs_finds_the_newest_start_of_each_node(tmp_path: Path) -> None:
-    for attempt, node, name in (
-        (1, 0, "vllm"),
-        (2, 0, "daemon"),
-        (1, 1, "daemon"),
-        (10, 2, "daemon"),
-        (9, 2, "update"),
-    ):
-        folder = tmp_path / "logs" / f"attempt_{attempt}" / f"node_{node}"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.log").write_text("x\n")
-
-    def found(**asked: object) -> list[tuple[int, int, str]]:
-        chosen = {"node": None, "attempt": None, "name": None, **asked}
-        return [(log.node, log.attempt, log.path.stem) for log in logs.find(tmp_path, **chosen)]  # type: ignore[arg-type]
-
-    assert found() == [(0, 2, "daemon"), (1, 1, "daemon"), (2, 10, "daemon")]
-    assert found(node=0, attempt=1) == [(0, 1, "vllm")]
-    assert found(name="update") == [(2, 9, "update")]
-    assert found(name="daemon.log", node=1) == [(1, 1, "daemon")]
-    assert found(node=7) == []
 
 
 @pytest.mark.parametrize(

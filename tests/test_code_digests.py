@@ -38,13 +38,6 @@ def test_the_content_of_a_named_file_counts_and_its_place_does_not(folder: Path,
     assert one_digest(before) != one_digest(after)
 
 
-def test_two_files_do_not_make_up_for_each_other(folder: Path) -> None:
-    before = of(folder)
-    (folder / "reward.py").write_text("# other.py\n")
-    (folder / "other.py").write_text("# reward.py\n")
-    assert of(folder) != before
-
-
 def test_programs_agents_and_trainers_count_by_the_setting_that_names_them(folder: Path) -> None:
     for name in ("mine.py", "agent.py", "train.py", "zero.json"):
         (folder / name).write_text("\n")

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import termios
-import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,16 +18,14 @@ from typing import Any
 
 import pytest
 from fake_run import FakeRun, long_run
-from rich.cells import cell_len
 from rich.console import Console
 
 from fsbarrier import cli
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.succession import RENEWED
-from fsbarrier.rundir.journal import Event, parse
+from fsbarrier.rundir.journal import parse
 from fsbarrier.view import event_wording
-from fsbarrier.view.amounts import amount, duration, percent, short, sparkline
-from fsbarrier.view.live_view import follow, frame
+from fsbarrier.view.live_view import frame
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import status_of
 from fsbarrier.view.summary import print_summary
@@ -181,17 +178,6 @@ def test_a_log_has_the_evidence_below_a_bad_event(line: dict[str, Any], evidence
     assert event_wording.log_lines(event)[1:] == [f"  | {one}" for one in evidence]
 
 
-def test_amounts_as_people_write_them() -> None:
-    assert [duration(s) for s in (0.0012, 0.052, 0.5, 3.44, 83.2, 100, 312, 7500, 200_000)] == [
-        *("1.2 ms", "52 ms", "0.50 s", "3.4 s", "83 s", "1 min 40 s", "5 min 12 s", "2 h 05 min", "2 d 7 h"),
-    ]
-    assert [percent(s) for s in (0.0004, 0.031, 0.42, 1)] == ["0.04 %", "3.1 %", "42 %", "100 %"]
-    assert [amount(v) for v in (None, 0.5812, 0.0213, 0, -1.5)] == ["–", "0.58", "0.021", "0.00", "-1.50"]
-    assert [short(v) for v in (980, 1532, 23_456, 4_100_000)] == ["980", "1.5k", "23k", "4.1M"]
-    assert sparkline([0.0, 0.5, None, 1.0], 8, 0.0, 1.0) == "▁▅·█"
-    assert sparkline([1.0] * 20, 5, 1.0, 1.0) == "▅" * 5 and sparkline([], 5, 0.0, 1.0) == ""
-
-
 # --- the live view ----------------------------------------------------------------------------------------------------------
 
 
@@ -245,17 +231,6 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> dict[int, RunReader]:
     return readers
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 200])
-@pytest.mark.parametrize(("nodes", "height"), [(3, 18), (3, 24), (3, 50), (40, 24), (40, 60)])
-def test_a_frame_fits_the_terminal(busy: dict[int, RunReader], nodes: int, height: int, width: int) -> None:
-    lines = picture(busy[nodes], width, height)
-    assert len(lines) <= height
-    assert max(map(cell_len, lines)) <= width
-    text = "\n".join(lines)
-    assert "\x1b" not in text
-    assert "iteration 3 of 6" in text and "2 train_rollout" in text
-
-
 def test_a_frame_shows_what_people_look_for(busy: dict[int, RunReader]) -> None:
     text = "\n".join(picture(busy[3], 100, 40))
     for wanted in (
@@ -286,86 +261,12 @@ def test_the_latest_figures_are_as_many_as_fit(busy: dict[int, RunReader], width
     assert line.rstrip().split(" · ")[1:] == parts[: shown - 1]
 
 
-def test_troubled_nodes_come_first_where_not_all_fit(tmp_path: Path) -> None:
-    run = busy_run(tmp_path / "run", 40)
-    run.beat(33, 5, "left", (3, 2))
-    reader = RunReader(run.log_path)
-    reader.poll(100.0)
-    lines = picture(reader, 100, 24)
-    assert any(re.match(r"33 .* left ", line) for line in lines)
-    assert any("more" in line for line in lines)
-
-
 # --- following ---------------------------------------------------------------------------------------------------------------
-
-
-class Exited:
-    """A process that ends at its n-th poll."""
-
-    def __init__(self, code: int, polls: int = 1) -> None:
-        self.code, self.polls = code, polls
-
-    def poll(self) -> int | None:
-        self.polls -= 1
-        return self.code if self.polls <= 0 else None
 
 
 def plain() -> tuple[Console, io.StringIO]:
     out = io.StringIO()
     return Console(file=out, force_terminal=False, width=80, highlight=False), out
-
-
-def now_run(path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> FakeRun:
-    """A hand-written run whose wall clock begins now."""
-    monkeypatch.setattr("fake_run.BEGIN", datetime.now(UTC))
-    return long_run(path, 2, lose_at=2, **more)
-
-
-def test_lines_are_told_once_however_many_nodes_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = now_run(tmp_path / "run", monkeypatch)
-    console, out = plain()
-    assert follow(run.log_path, {0: Exited(0), 1: Exited(0)}, output=console) == 0
-    lines = [line[10:] for line in out.getvalue().splitlines()]
-    assert lines.count("generation 2: nodes 0, 1; leader 0") == 1
-    assert lines.count("node 2 (gpu-c) is lost: no heartbeat for 15.4 s") == 1
-    assert lines.count("iteration 1, phase 2 train_rollout begins") == 1
-    assert sum(line.startswith("iteration 1: held-out reward") for line in lines) == 1
-    assert sum("has had no heartbeat" in line for line in lines) == 1
-    assert all(len(line) < 200 and "\x1b" not in line for line in lines)
-
-
-@pytest.mark.parametrize(("codes", "expected"), [((0, 0), 0), ((0, 4), 4), ((130, 0), 130)])
-def test_the_processes_exit_codes(tmp_path: Path, codes: tuple[int, ...], expected: int) -> None:
-    run = FakeRun(tmp_path / "run")
-    console, _ = plain()
-    assert follow(run.log_path, [Exited(code, 2) for code in codes], output=console) == expected
-
-
-def test_a_start_that_failed_ends_the_following(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run")
-    console, _ = plain()
-    processes = [Exited(0, 10**9), Exited(2)]
-    assert follow(run.log_path, processes, failed=lambda: True, output=console) is None
-
-
-def test_a_generation_s_line_is_known_again() -> None:
-    fields = {"members": [0, 2], "leader": 0}
-    event = Event("generation_started", 0.0, 0.0, 0, 3, 1, 0, "", fields=fields)
-    (line,) = event_wording.log_lines(event)
-    assert event_wording.says_generation(line)
-    assert not event_wording.says_generation("10:00:00  node 2 joined (generation, process 3)")
-
-
-def test_without_processes_the_end_of_the_run_counts(tmp_path: Path) -> None:
-    run = long_run(tmp_path / "run", 2)
-    console, out = plain()
-    assert follow(run.log_path, output=console) == 0
-    assert out.getvalue() == ""  # all of it is old news
-    stop = threading.Event()
-    stop.set()
-    assert follow(FakeRun(tmp_path / "other").log_path, stop=stop, output=console) is None
 
 
 def test_no_run_is_an_error_before_the_terminal_is_touched(
@@ -448,19 +349,3 @@ def test_the_summary_of_a_failed_run_begins_with_why(tmp_path: Path) -> None:
     assert lines[0].startswith("■ broken") and "exit code 4" in lines[0]
     assert lines[1].startswith("! node 1 (gpu-b), iteration 1") and lines[2] == "  | ValueError: no answer"
     assert "node 1 logs" in "\n".join(lines)
-
-
-def test_the_summary_of_a_run_without_anything(tmp_path: Path) -> None:
-    assert "0 iterations" in summary_of(FakeRun(tmp_path / "run"))
-
-
-# --- the picture for pages ----------------------------------------------------------------------------------------------------
-
-
-def test_the_picture_of_a_terminal_loads_nothing(tmp_path: Path, checkout: Path) -> None:
-    run, out = busy_run(tmp_path / "run", 3), tmp_path / "view.svg"
-    script = checkout / "scripts" / "lab" / "terminal_picture.py"
-    subprocess.run([sys.executable, script, run.log_path, out, "--width", "90"], check=True)
-    svg = out.read_text(encoding="utf-8")
-    assert "100/512" in svg and "2&#160;train_rollout" in svg
-    assert "@font-face" not in svg and "url(http" not in svg

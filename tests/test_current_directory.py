@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from fsbarrier.cli.start.preflight import try_user_code
 from fsbarrier.errors import UsageError
-from fsbarrier.processes.supervisor import own_program, with_this_package
-from fsbarrier.rundir.journal import read_events
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sources import ChosenValue
 
@@ -23,21 +19,6 @@ def here(tmp_path: Path) -> Path:
     for name in ("random", "tempfile", "queue"):
         (folder / f"{name}.py").write_text("raise RuntimeError('this is not the library')\n")
     return folder
-
-
-def test_a_whole_run_begins_in_a_folder_with_a_random_py(here: Path, tmp_path: Path) -> None:
-    words = ("launch", "local", "--nodes", "1", "--program", "toy", "--iterations", "1", "--log-path")
-    done = subprocess.run(
-        own_program("fsbarrier", *words, str(tmp_path / "run")),
-        cwd=here,
-        env=with_this_package(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    failed = [event for event in read_events(tmp_path / "run") if event.name == "work_failed"]
-    assert not failed, failed
 
 
 def test_a_reward_finds_its_own_modules_there(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

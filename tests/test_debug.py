@@ -14,7 +14,6 @@ from cluster import Cluster
 from waiting import until
 
 from fsbarrier import cli
-from fsbarrier.processes.stack_signal import SIGNAL
 from fsbarrier.processes.stacks import write_stacks
 from fsbarrier.processes.supervisor import Child, with_this_package
 from fsbarrier.rundir.paths import RunPaths
@@ -127,29 +126,3 @@ def test_only_programs_that_can_tell_are_asked(tmp_path: Path) -> None:
                 assert list(write_stacks(tree).values()) == [True] * able
                 until(lambda log=folder / "log", n=times * able: log.read_text().count("in hangs_here") == n)
             assert child.tree() == tree
-
-
-@pytest.mark.parametrize(
-    "undone",
-    [
-        # As Python does at its end.
-        f"import faulthandler; faulthandler.unregister({SIGNAL})",
-        # As a library might that sets all signals back.
-        f"import signal; signal.signal({SIGNAL}, signal.SIG_DFL)",
-    ],
-)
-def test_a_program_that_lost_its_handler_survives(tmp_path: Path, undone: str) -> None:
-    with running(
-        HANGS.format(imports=f"import fsbarrier; {undone}"), tmp_path, with_this_package(os.environ)
-    ) as child:
-        tree = child.tree()
-        assert child.pid not in write_stacks(tree)
-        assert child.tree() == tree
-
-
-def test_a_signal_that_comes_while_a_program_ends_does_not_kill_it(tmp_path: Path) -> None:
-    """Between the look at its handlers and the signal, Python may have let go of the handler."""
-    undone = f"import fsbarrier, faulthandler; faulthandler.unregister({SIGNAL})"
-    imports = f"{undone}; os.kill(os.getpid(), {SIGNAL})"
-    with running(HANGS.format(imports=imports), tmp_path, with_this_package(os.environ)) as child:
-        assert child.poll() is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from fsbarrier.cli.start import demo_folder
 from fsbarrier.data import demo_tasks
-from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.errors import ProgramFailed
 from fsbarrier.store.private_folder import private_folder
 
 
@@ -36,28 +35,6 @@ def test_copied_from_the_cache(tmp_path: Path) -> None:
     assert (target / "train.jsonl").stat().st_mode & 0o777 == 0o600
     assert [path.name for path in target.parent.iterdir()] == ["demo"]
     demo_folder.make(target, tmp_path / "no cache", said.append)  # there already
-
-
-def test_two_starts_at_once(tmp_path: Path) -> None:
-    fill(demo_tasks.folder(tmp_path / "cache"))
-    target, start = tmp_path / "run" / "demo", threading.Barrier(4)
-    failed: list[BaseException] = []
-
-    def make() -> None:
-        start.wait()
-        try:
-            demo_folder.make(target, tmp_path / "cache", lambda line: None)
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=make) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
-    assert demo_tasks.is_ready(target)
-    assert [path.name for path in target.parent.iterdir()] == ["demo"]
 
 
 def test_made_once_where_no_cache_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,9 +68,3 @@ def test_what_cannot_be_made(
     with pytest.raises(raised):
         demo_folder.make(tmp_path / "run" / "demo", tmp_path / "cache", lambda line: None)
     assert not (tmp_path / "run").exists()
-
-
-def test_no_place_for_the_cache(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot create this folder"):
-        demo_folder.make(tmp_path / "run" / "demo", tmp_path / "file" / "cache", lambda line: None)

@@ -141,37 +141,6 @@ def _without_the_others_words(path: Path) -> str:
     return re.sub(r"^\|[^|]*\|", "", prose, flags=re.MULTILINE) if path.name == "coming_from.md" else prose
 
 
-@pytest.mark.parametrize(
-    ("text", "commands"),
-    [
-        ("```bash\nFOO=1 ./run.sh --worker 1   # node 1\n```", [["run", "--worker", "1"]]),
-        ("./run.sh --worker 1\n", []),
-        ("```\n$ fsbarrier stop \\\n  --log-path x | head\n12:00 said\n```", [["stop", "--log-path", "x"]]),
-        ("```\nrun.sh          one node\nfsbarrier/         the package, `fsbarrier run`\n```", []),
-        (
-            "```bash\nsrun -N3 fsbarrier doctor a; .venv/bin/fsbarrier runs b\n```",
-            [["doctor", "a"], ["runs", "b"]],
-        ),
-    ],
-)
-def test_commands_are_found(text: str, commands: list[list[str]]) -> None:
-    assert list(commands_in(text)) == commands
-
-
-def test_what_nobody_could_type_is_found() -> None:
-    assert not fault(["run", "--master", "...", "rollout.temperature=0.8", "--config", "mine.toml"])
-    assert fault(["run", "--mastr"])
-    assert fault(["run", "--master", "rollout.temprature=0.8"])
-    assert fault(["run", "--master", "rollout.temperature=warm"])
-    assert fault(["launch", "local", "--nodes", "2", "--num-node", "3"])
-    assert fault(["explain"])
-    assert list(mentions_in("Type `fsbarrier recover --iteration N`, or `fsbarrier`.")) == [
-        ["recover", "--iteration", "N"]
-    ]
-    assert not unknown_flags(["recover", "--iteration", "N"])
-    assert unknown_flags(["recover", "--iterations", "N"]) and unknown_flags(["explain"])
-
-
 def commands_in(text: str) -> Iterator[list[str]]:
     """The arguments of each `fsbarrier` (or ./run.sh, which is `fsbarrier run`) in the code blocks."""
     for block in re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +13,13 @@ import pytest
 from fsbarrier import cli
 from fsbarrier.doctor import examine, mount_options, probes, verdict
 from fsbarrier.doctor.between import ROUNDS, NodeFindings
-from fsbarrier.doctor.findings import Check, Level, Times
+from fsbarrier.doctor.findings import Check
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.store import mounts
 from fsbarrier.store.mounts import Mount, claims_unsafe
 
 # --- mounts ---------------------------------------------------------------------------------------------------------------
-
-TABLE = r"""
-22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
-30 22 0:40 / /shared rw,relatime - nfs4 server:/export rw,vers=4.2,soft,actimeo=600,local_lock=none
-31 30 0:41 / /shared/with\040space rw - fuse.sshfs someone@host: rw,user_id=0
-32 22 0:42 / /over rw - tmpfs tmpfs rw
-33 22 0:43 / /over rw - lustre mgs@tcp:/fs rw,flock
-"""
-
-
-def test_the_innermost_and_last_mount_holds_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = tmp_path / "mountinfo"
-    table.write_text(TABLE.lstrip())
-    monkeypatch.setattr(mounts, "MOUNTINFO", table)
-    shared = mounts.mount_of(Path("/shared/runs"))
-    assert (shared.kind, shared.source) == ("nfs4", "server:/export")
-    assert mounts.mount_of(Path("/shared/with space/run")).kind == "fuse.sshfs"
-    assert mounts.mount_of(Path("/sharedother")).kind == "ext4"
-    assert mounts.mount_of(Path("/over/x")).family.category == mounts.COHERENT
 
 
 def judged(kind: str, *options: str, source: str = "somewhere") -> list[Check]:
@@ -89,12 +69,6 @@ def test_options_that_do_harm_are_named_with_what_helps(
     assert all(option.split("=")[0] in check.finding and word in check.advice for check in said)
 
 
-def test_a_mount_that_remembers_nothing_is_not_told_to_remember_less() -> None:
-    assert "actimeo" in Mount("nfs4", "s:/", ("rw",)).fresher
-    assert "actimeo" not in Mount("nfs4", "s:/", ("rw", "noac")).fresher
-    assert Mount("fuse.new", "x", ()).fresher == mounts.OTHER.fresher
-
-
 def test_filesystems_have_their_class_by_their_type(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {
         "ext4": "local",
@@ -117,15 +91,6 @@ def test_filesystems_have_their_class_by_their_type(monkeypatch: pytest.MonkeyPa
 
 
 # --- conclusions ----------------------------------------------------------------------------------------------------------
-
-
-def test_races_judged() -> None:
-    assert probes.judge_races("r", [[1, 0, 1], [0, 1, 0]], "2").level == "ok"
-    assert probes.judge_races("r", [[1, 1, 1], [0, 1, 0]], "2").level == "refused"
-    assert probes.judge_races("r", [[0, 0, 0], [0, 0, 0]], "2").level == "refused", (
-        "identity is not to be had"
-    )
-    assert probes.judge_races("r", [[1] * 19 + [0], [0] * 20], "2").level == "note", "once nobody won"
 
 
 def said(rank: int, **changes: Any) -> dict[str, Any]:
@@ -176,13 +141,6 @@ def test_two_winners_of_one_round_are_refused() -> None:
     assert check.level == "refused" and "1 of" in check.finding
 
 
-def test_a_winner_whose_record_is_not_there_is_refused() -> None:
-    """One winner each by what the calls said, and still two decisions to be read: the liar is found by its content."""
-    races = said(1)["races"]
-    races["records"] = ["node-1"] * ROUNDS
-    assert concluded(said(0), said(1, races=races))["exclusive-create races"].level == "refused"
-
-
 def test_without_hard_links_the_exclusive_create_must_do() -> None:
     def without(rank: int, errors: int = 0) -> dict[str, Any]:
         races = {**said(rank)["races"], "links": False}
@@ -228,24 +186,6 @@ def test_what_differs_between_nodes_is_named() -> None:
     assert checks["accelerators differ"].level == "warning"
     assert checks["ports"].level == "warning" and "node 1 cannot connect to node 0" in checks["ports"].finding
     assert checks["clocks"].level == "note" and "60.00 s" in checks["clocks"].finding
-
-
-def test_lines_that_all_nodes_say_become_one() -> None:
-    same, full = (
-        Check("open files", Level.OK, "1024"),
-        Check("free space", Level.WARNING, "0.1 GiB", "make room"),
-    )
-    lines = verdict.merged({0: [same, full], 1: [same, Check("free space", Level.OK, "9 GiB")]})
-    assert lines[0] == same
-    assert lines[1] == Check("free space", Level.WARNING, "node 0: 0.1 GiB\nnode 1: 9 GiB", "make room")
-
-
-def test_measured_times_are_summarised() -> None:
-    times = Times.of([0.001 * n for n in range(1, 101)])
-    assert times is not None and times.most == 0.1 and not times.open and "median" in str(times)
-    given_up = Times.of([0.001], unfinished=9.0)
-    assert given_up is not None and given_up.open and "more than 9.00 s" in str(given_up)
-    assert Times.of([]) is None
 
 
 # --- one node, for real ---------------------------------------------------------------------------------------------------
@@ -374,21 +314,3 @@ def test_lost_replies_without_hard_links_refuse_no_mount(
     monkeypatch.setattr(os, "open", lost_open)
     check = probes.exclusive_create(tmp_path)
     assert check.level != "refused", check
-
-
-def test_a_slow_filesystem_is_asked_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "ENOUGH_S", 0.0)
-    assert "1 races of 4 threads" in probes.exclusive_create(tmp_path).finding
-    assert probes.replacement(tmp_path).finding == "1 replacements, each read back correctly"
-    assert all("median" in check.finding for check in probes.latencies(tmp_path))
-
-
-def test_a_create_that_does_not_come_back_is_said_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = threading.Event()
-    monkeypatch.setattr(probes.files, "create_exclusive", lambda *args, **kwargs: answers.wait())
-    monkeypatch.setattr(probes, "HANGS_S", 0.2)
-    check = probes.exclusive_create(tmp_path)
-    answers.set()
-    assert check.level == "refused" and "did not return within 0.2 s" in check.finding

@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 from documented_commands import (
-    AS_THEY_STAND,
     IN_ANOTHER_TEST,
     NO_COMMANDS,
     NOT_EXECUTED,
@@ -58,12 +57,6 @@ def test_each_command_line_is_executed_or_says_why_not() -> None:
     left = [f"{block.place}: {line}" for block, line in LINES if not way(block, line)]
     assert not left, "\n".join(left)
     assert len(LINES) > 100
-
-
-@pytest.mark.parametrize("name", AS_THEY_STAND)
-def test_what_picks_lines_is_a_test_and_finds_some(name: str) -> None:
-    assert callable(globals().get(name))
-    assert lines_of("itself", name)
 
 
 def test_each_code_block_says_what_it_is() -> None:
@@ -316,7 +309,7 @@ def test_check_sh(line: str, scene: Scene, tmp_path: Path) -> None:
     *checks, pytest_words = (tmp_path / "said").read_text().splitlines()
     assert len(checks) == 4 and pytest_words.startswith("-m pytest ")
     flags = {word for word in pytest_words.split()[2:] if word.startswith("-")}
-    assert flags <= {"-m", "-n", "--dist", "--no-loadscope-reorder", "-x"} and not missing_of(pytest_words)
+    assert flags <= {"-m", "-n", "--dist", "-x"} and not missing_of(pytest_words)
 
 
 @pytest.mark.slow

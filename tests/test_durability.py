@@ -20,7 +20,6 @@ from fsbarrier.data.merge_plan import MergeRequest, Part
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Payload, Position, Record
 from fsbarrier.protocol.state import Node, RowPart, WorkReport
 from fsbarrier.rundir import checkpoints, retention
-from fsbarrier.rundir.hashed_file import HashedFile
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.store import files
@@ -83,21 +82,6 @@ def test_a_name_that_could_not_be_flushed_is_flushed_when_it_is_tried_again(
     assert "." in [seen.done[at].path for at in seen.all("flush-dir")], seen.done
 
 
-def test_without_hard_links_a_record_is_flushed_before_its_name_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "link", refuse(errno.EOPNOTSUPP))
-    with recording(tmp_path) as seen:
-        assert PosixStore().create(tmp_path / "record", RECORDS["generation"])
-    # A folder takes the name, when the record in it and the folder itself are flushed; then its name is.
-    renamed = seen.all("rename")[-1]
-    folder = seen.done[renamed].source
-    (written,) = [at for at in seen.all("write") if Path(seen.done[at].path).parent.name == folder]
-    assert seen.flushed_before(seen.done[written].path, renamed)
-    folders = {seen.done[at].path: at for at in seen.all("flush-dir")}
-    assert written < folders[folder] < renamed < folders["."]
-
-
 def test_without_hard_links_what_is_created_under_its_own_name_is_flushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,12 +90,6 @@ def test_without_hard_links_what_is_created_under_its_own_name_is_flushed(
         assert files.create_exclusive(tmp_path / "run.json", b"content")
     assert seen.flushed_before("run.json", len(seen.done))
     assert seen.all("flush-dir")[-1] > seen.all("flush", "run.json")[-1], seen.done
-
-
-def test_what_is_replaced_durably_is_flushed_before_it_is_renamed(tmp_path: Path) -> None:
-    with recording(tmp_path) as seen:
-        files.write_atomic(tmp_path / "name", b"content", durable=True)
-    assert_named_when_whole(seen, "rename", "name")
 
 
 class DoneAtOnce:
@@ -254,15 +232,3 @@ def test_a_version_that_is_removed_is_incomplete_first(tmp_path: Path) -> None:
     for folder in folders[:2]:
         inside = os.path.relpath(folder, tmp_path)
         assert seen.one("unlink", f"{inside}/{checkpoints.MANIFEST}") == min(seen.all("unlink", inside))
-
-
-def test_a_file_that_is_hashed_while_it_is_written_is_flushed(tmp_path: Path) -> None:
-    with recording(tmp_path) as seen, HashedFile(tmp_path / "weights") as file:
-        file.write(b"content")
-    assert seen.flushed_before("weights", len(seen.done))
-
-
-def test_a_failed_flush_of_a_directory_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", refuse(errno.EIO))
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        files.fsync_dir(tmp_path)

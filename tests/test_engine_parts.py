@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import stat
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,16 +13,14 @@ import pytest
 from engine_bench import NEVER, TINY, write_model
 
 from fsbarrier.engine import command as engine_command
-from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachable, normal_url
+from fsbarrier.engine.client import CalledOff, EngineClient, Unreachable, normal_url
 from fsbarrier.engine.command import ServerPlan
-from fsbarrier.engine.engine import Engine
 from fsbarrier.engine.model import inspect
 from fsbarrier.engine.server import Server
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.host import accelerators
 from fsbarrier.host.accelerators import Accelerator, Released
 from fsbarrier.settings.resolve import resolve
-from fsbarrier.store.own_folder import PREFIX, remove_abandoned
 from fsbarrier.workers.vllm_server import KeyGuard
 
 
@@ -61,30 +55,6 @@ def test_on_a_cpu_the_server_starts_lean_and_serves_no_more_than_the_model_can(t
     assert found["--generation-config"] == "vllm" and found["--logprobs-mode"] == "processed_logprobs"
     assert "--enforce-eager" in words and "--gpu-memory-utilization" not in words
     assert found["--model"] == str(tmp_path / "m") and found["--seed"] == "7"
-
-
-def test_on_an_accelerator_it_takes_the_share_that_is_set(tmp_path: Path) -> None:
-    words = engine_command.argv(
-        plan(write_model(tmp_path / "m"), accelerated=True, extra_args=["--dtype", "half"])
-    )
-    found = flags(words)
-    assert found["--gpu-memory-utilization"] == "0.85" and "--enforce-eager" not in words
-    assert "--kv-cache-memory-bytes" not in words
-    assert words[-2:] == ["--dtype", "half"] and "bfloat16" in words  # the last one wins
-
-
-def test_the_cache_of_a_larger_model_holds_sequences_of_full_length(tmp_path: Path) -> None:
-    config: dict[str, Any] = {
-        "num_hidden_layers": 30,
-        "hidden_size": 576,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-    }
-    large = plan(write_model(tmp_path / "m", max_position_embeddings=8192, **config))
-    assert (
-        engine_command.cpu_cache_bytes(large) == 1 << 30
-    )  # an eighth of 8 GiB; 16 sequences would take 1.4 GiB
-    assert engine_command.max_model_len(large) == 2048
 
 
 def test_the_environment_has_the_key_and_nothing_of_other_launchers(tmp_path: Path) -> None:
@@ -138,12 +108,6 @@ def test_weights_fit_into_a_running_model_of_the_same_shapes_only(tmp_path: Path
     assert inspect(tmp_path / "a").signature is None
 
 
-def test_a_scaled_context_is_not_taken_for_the_limit(tmp_path: Path) -> None:
-    assert inspect(write_model(tmp_path / "a")).max_positions == 256
-    assert inspect(write_model(tmp_path / "b", rope_scaling={"rope_type": "yarn"})).max_positions is None
-    assert inspect(write_model(tmp_path / "c", rope_parameters={"rope_type": "default"})).max_positions == 256
-
-
 def test_a_damaged_model_folder_is_named_before_the_engine_sees_it(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m")
     file = folder / "model.safetensors"
@@ -169,51 +133,6 @@ def test_a_damaged_model_folder_is_named_before_the_engine_sees_it(tmp_path: Pat
 
 
 # --- HTTP -------------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def serving(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            answer(self)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def replies(status: int, body: bytes) -> Callable[[BaseHTTPRequestHandler], None]:
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(status)
-        handler.end_headers()
-        handler.wfile.write(body)
-
-    return answer
-
-
-def test_answers_errors_and_nonsense_of_a_server() -> None:
-    with serving(replies(200, b'{"data": [{"id": "m", "root": "/x"}]}')) as url:
-        assert EngineClient(url).model() == {"id": "m", "root": "/x"}
-    with serving(replies(500, b'{"error": {"message": "two\\nlines"}}')) as url:
-        with pytest.raises(Refused, match="HTTP 500: two lines") as caught:
-            EngineClient(url).call("GET", "/x", timeout_s=5)
-        assert caught.value.status == 500 and not EngineClient(url).healthy()
-    with serving(replies(200, b"<html>")) as url, pytest.raises(Unreachable, match="not JSON"):
-        EngineClient(url).call("GET", "/x", timeout_s=5)
-    with serving(replies(200, b'{"data": []}')) as url, pytest.raises(Unreachable, match="lists no model"):
-        EngineClient(url).model()
-    with socket.socket() as held, pytest.raises(Unreachable, match="Connection refused"):
-        held.bind(("127.0.0.1", 0))
-        EngineClient(f"http://127.0.0.1:{held.getsockname()[1]}").call("GET", "/x", timeout_s=5)
 
 
 def test_a_silent_server_cannot_hold_a_call() -> None:
@@ -265,57 +184,6 @@ def test_without_the_key_only_the_health_can_be_asked_for(monkeypatch: pytest.Mo
     monkeypatch.setenv("VLLM_API_KEY", "")
     with pytest.raises(ValueError, match="empty"):
         KeyGuard(app)
-
-
-def test_a_server_that_stops_in_the_middle_of_an_answer_cannot_hold_a_call() -> None:
-    def trickle(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(200)
-        handler.send_header("Content-Length", "1000000")
-        handler.end_headers()
-        handler.wfile.write(b" ")
-        handler.wfile.flush()
-        handler.connection.recv(1)  # until the client hangs up
-
-    with serving(trickle) as url, pytest.raises(Unreachable):
-        EngineClient(url).call("GET", "/x", timeout_s=0.2)
-
-
-def test_a_refusal_before_the_body_is_read_is_heard(tmp_path: Path) -> None:
-    path = str(tmp_path / "socket")
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(path)
-        server.listen()
-
-        def refuse() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(100)
-                connection.sendall(
-                    b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 2\r\nConnection: close\r\n\r\nno"
-                )
-
-        thread = threading.Thread(target=refuse)
-        thread.start()
-        # More than a socket takes in, so that the sender is still at it.
-        with pytest.raises(Refused, match="401"):
-            EngineClient(f"unix:{path}", "key").call("POST", "/x", {"body": "x" * (8 << 20)}, timeout_s=30)
-        thread.join()
-
-
-def test_where_a_path_is_too_long_for_a_socket_there_is_a_folder_that_ends_with_its_owner(
-    tmp_path: Path,
-) -> None:
-    work = tmp_path / ("long" * 25)
-    work.mkdir()
-    engine = Engine(resolve([], {}, cross_checks=False).engine, log_file=work / "vllm.log", work_dir=work)
-    folder = engine._short_socket().parent
-    assert folder == engine._short_socket().parent != work
-    assert folder.name.startswith(PREFIX) and stat.S_IMODE(folder.stat().st_mode) == 0o700
-    # A start beside it leaves it alone.
-    remove_abandoned(folder.parent)
-    assert folder.is_dir()
-    engine.stop()
-    assert not folder.exists() and engine._socket.parent == work
 
 
 # --- sleep ----------------------------------------------------------------------------------------------------------------

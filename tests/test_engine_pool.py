@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from test_engine_gone import AGENT, end, restarted
-from test_rollout import KEY, SAMPLES, Fake, finish, make_spec, rolled_out, run, start, start_fake
+from test_rollout import KEY, SAMPLES, Fake, finish, make_spec, rolled_out, start, start_fake
 
 from fsbarrier.rollouts.engine_pool import EnginePool, Place
 from fsbarrier.rollouts.samples import EngineDown, Sampling
@@ -64,11 +64,6 @@ def test_work_is_spread_and_a_group_stays_where_it_is(tmp_path: Path, fakes: lis
     assert [(one["replica"], one["up"]) for one in shown["engines"]] == [(0, True), (1, True)]
 
 
-def test_the_last_prompts_are_spread_over_the_engines(tmp_path: Path, fakes: list[Fake]) -> None:
-    done = run(spec_for(tmp_path, fakes, ["ba=", "dc="]))
-    assert done.code == 0 and [len(prompts_at(fake)) for fake in fakes] == [1, 1]
-
-
 @pytest.mark.parametrize("agent", [False, True])
 def test_the_other_engines_finish_what_a_dead_one_had_begun(
     tmp_path: Path, fakes: list[Fake], agent: bool
@@ -89,14 +84,6 @@ def test_the_other_engines_finish_what_a_dead_one_had_begun(
     assert (done.code, done.stderr) == (0, "")
     assert done.result["groups"] == 4 and done.result["invalid"] == 0
     assert {len(group) for group in rolled_out(tmp_path).values()} == {SAMPLES}
-
-
-def test_an_engine_that_is_not_there_at_first_does_not_hold_up_the_others(
-    tmp_path: Path, fakes: list[Fake]
-) -> None:
-    end(fakes[0])
-    done = run(spec_for(tmp_path, fakes, ["ba=", "dc="], **{"engine.start_timeout_s": 60.0}))
-    assert (done.code, done.result["groups"]) == (0, 2)
 
 
 def test_an_engine_that_is_back_gets_work_again(tmp_path: Path, fakes: list[Fake]) -> None:

@@ -63,23 +63,6 @@ def test_each_set_has_figures_of_its_own_and_counts_alike() -> None:
     assert figures([*broken, *easy], {"aime": 1.0, "easy": 0.4})["reward_mean"] == 0.5
 
 
-def test_what_could_not_be_judged_is_no_answer() -> None:
-    given = [trajectory(0, "1", 1.0), trajectory(0, "2", 0.0, reward_error="late"), trajectory(1, "3", 0.0)]
-    assert figures(given, {"": 1.0}) == {"reward_se": pytest.approx(0.5)}
-    assert figures([], {"": 1.0}) == {}
-
-
-def test_a_reward_function_says_what_it_read() -> None:
-    given = [
-        trajectory(0, f"words {n}", float(n < 2), reward_info={"pred": "a" if n < 2 else "b"})
-        for n in range(3)
-    ]
-    assert figures(given, {"": 1.0})["majority_at_3"] == 1
-    assert figures([{**one, "metadata": {}} for one in given], {"": 0.5})["majority_at_3"] == pytest.approx(
-        2 / 3
-    )
-
-
 def test_a_merged_evaluation_has_its_figures_in_its_result(tmp_path: Path) -> None:
     from trainer_bench import trajectory as sampled
     from trainer_bench import write_groups

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from fsbarrier.processes.supervisor import Child
 from fsbarrier.protocol.state import Node
 from fsbarrier.run import event_log, tracking
 from fsbarrier.rundir import runrecord
-from fsbarrier.rundir.journal import OWN, read_events, rounded, summary
+from fsbarrier.rundir.journal import OWN
 from fsbarrier.settings.resolve import resolve
 
 
@@ -76,13 +75,6 @@ def test_a_row_s_end_says_where_its_time_went(log: Log) -> None:
     )
 
 
-def test_fields_of_a_program_s_event_do_not_replace_those_of_every_line(log: Log) -> None:
-    log.at(100.0, "mine", at_row(1, ROLL_OUT), generation=-1, node_rank="no", run_id="x", time=3, own=1)
-    (event,) = read_events(log.record.log_path)
-    assert (event.name, event.node_rank, event.generation, event.fields["own"]) == ("mine", 1, 1, 1)
-    assert event.fields["run_id"] == log.record.run_id
-
-
 def test_a_line_that_a_full_disk_takes_only_in_part_does_not_spoil_the_next(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,15 +124,6 @@ def test_a_leader_has_also_waited_between_its_two_pieces_of_work(log: Log) -> No
     }
 
 
-def test_a_row_without_work_was_waited(log: Log) -> None:
-    # The row before has had work, which is no news of this one.
-    log.at(90.0, "phase_started", at_row(1, ROLL_OUT))
-    log.at(91.0, "work_finished", at_row(1, ROLL_OUT), work_s=1.0)
-    log.at(100.0, "phase_started", at_row(1, OPEN), waits=True)
-    log.at(100.5, "phase_finished", at_row(1, OPEN))
-    assert log.lines()[-1] == {"event": "phase_finished", "seconds": 0.5}
-
-
 def test_work_is_told_before_the_row_ends_where_that_takes_long(log: Log) -> None:
     node = at_row(1, ROLL_OUT)
     log.at(100.0, "phase_started", node)
@@ -150,14 +133,6 @@ def test_work_is_told_before_the_row_ends_where_that_takes_long(log: Log) -> Non
     _, worked, finished = log.lines()
     assert worked == {"event": "work_finished", "work_s": 3.0, "waited_s": 5.0}
     assert (finished["work_s"], finished["wait_s"]) == (3.0, 10.0)
-
-
-def test_frequent_events_say_an_incarnation_that_is_not_the_file_s(log: Log) -> None:
-    node = at_row(1, ROLL_OUT)
-    log.at(100.0, "generation_started", node, number=1)
-    log.at(100.0, "phase_started", node)
-    log.at(105.0, "phase_started", replace(node, incarnation=2))
-    assert [line.get("incarnation") for line in log.lines()] == [1, None, 2]
 
 
 def test_trackers_that_hang_are_ended_with_the_node_and_told_of(
@@ -173,26 +148,3 @@ def test_trackers_that_hang_are_ended_with_the_node_and_told_of(
     last = log.lines()[-1]
     said = "had not told everything after 1 s, and was ended; a start that goes on tells the rest"
     assert (last["event"], last["why"]) == ("tracker_failed", said)
-
-
-def test_a_decision_is_told_without_what_another_line_says() -> None:
-    told = [{"event": "updated", "loss": 0.5, "steps": 8, "note": ""}]
-    value = {"loss": 0.5, "steps": 9, "note": "", "out": "x" * 300, "tasks": list(range(60)), "few": [1, 2]}
-    assert summary(value, told) == {"steps": 9, "out": "x" * 300, "tasks": "<list of 60>", "few": [1, 2]}
-    assert summary({"out": "x" * 500}, ()) == {"out": "<str of 500>"}
-    assert summary({"evaluate": False, "shift": 0, "adopted": [], "keep": None, "start_s": 2.5}, ()) == {
-        "evaluate": False,
-        "shift": 0,
-    }
-
-
-def test_numbers_are_shortened_where_they_are_no_counts() -> None:
-    value = {"a": [1 / 3, 2**60], "b": (1e-7 / 3, True), "c": float("inf"), "d": "1.23456789", "e": 0.25}
-    short = {
-        "a": [0.333333, 2**60],
-        "b": [3.33333e-08, True],
-        "c": float("inf"),
-        "d": "1.23456789",
-        "e": 0.25,
-    }
-    assert rounded(value) == short

@@ -13,7 +13,6 @@ import pytest
 from hub_stand_in import Hub
 
 from fsbarrier.cli import main
-from fsbarrier.cli.start import policy_export
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints, runrecord
 from fsbarrier.rundir.paths import RunPaths
@@ -79,18 +78,6 @@ def test_the_policy_that_is_asked_for(
     assert [path.name for path in to.parent.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize(
-    ("version", "content"), [("policy-000001.g0001", "one"), ("policy-000002.g0002", "two")]
-)
-def test_where_model_pt_is_a_copy(run: Path, tmp_path: Path, version: str, content: str) -> None:
-    served = RunPaths(run).served_model
-    served.unlink()
-    served.mkdir()
-    (served / checkpoints.COPIED_FROM).write_text(version)
-    assert export(run, tmp_path / "out") == 0
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights(content)
-
-
 def test_a_wrong_export_is_refused_and_says_what_there_is(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,18 +99,6 @@ def test_a_wrong_export_is_refused_and_says_what_there_is(
     assert export(run, tmp_path / "out") == 4
     assert "model.safetensors differs" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("name", ["policy.csv", "rows.json", "weights.safetensors"])
-def test_a_file_of_data_is_no_folder_to_make(
-    run: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert export(run, tmp_path / name) == 2
-    assert "to export trajectories, name a file that ends in .jsonl or .parquet" in capsys.readouterr().err
-    assert not (tmp_path / name).exists()
-    assert export(run, tmp_path / "Qwen2.5-0.5B") == 0
-    assert export(run, tmp_path / "rows.jsonl", "--push", "me/mine") == 2
-    assert "--push: only for exporting a policy" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -256,43 +231,6 @@ def test_no_file_outside_is_copied_through_a_link_in_any_precision(
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("how", ["replaced", "written to"])
-def test_what_takes_a_file_s_place_while_it_is_converted_is_not_exported(
-    run: Path, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from fsbarrier.training import checkpoint_write
-
-    file = RunPaths(run).checkpoint(1, 1) / "model" / "model.safetensors"
-    plan = checkpoint_write.plan_files
-
-    def meanwhile(*words: Any, **more: Any) -> Any:
-        if how == "replaced":
-            (tmp_path / "swapped").write_bytes(weights("eno"))
-            (tmp_path / "swapped").rename(file)
-        else:
-            file.write_bytes(weights("eno"))
-        return plan(*words, **more)
-
-    monkeypatch.setattr(checkpoint_write, "plan_files", meanwhile)
-    code = export(run, tmp_path / "out", "--dtype", "bf16")
-    assert code == 4 and file.name in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.torch
-def test_a_layout_that_is_not_what_was_written_is_not_read(run: Path, tmp_path: Path) -> None:
-    from fsbarrier.training.trainer_state import StateLayout
-
-    folder = RunPaths(run).checkpoint(9, 1)
-    (folder / "trainer").mkdir(parents=True)
-    (folder / "trainer" / "layout.json").write_text("{}")
-    checkpoints.write_manifest(folder, 9)
-    (folder / "trainer" / "layout.json").write_text("[]")
-    with pytest.raises(ProgramFailed, match=r"layout\.json differs from what"):
-        StateLayout.read(folder / "trainer")
-
-
-@pytest.mark.torch
 def test_a_new_policy_version_takes_over_what_the_one_before_lists(tmp_path: Path) -> None:
     """Else a link that somebody plants there would have a private file listed, and exported, as part of the next version."""
     from fsbarrier.training.checkpoint_write import copy_beside
@@ -312,45 +250,3 @@ def test_a_new_policy_version_takes_over_what_the_one_before_lists(tmp_path: Pat
     (tmp_path / "newer").mkdir()
     with pytest.raises(ProgramFailed, match=r"tokenizer\.json differs from what"):
         copy_beside(folder / "model", tmp_path / "newer", log_path)
-
-
-@pytest.mark.torch
-def test_a_new_policy_version_takes_over_no_link_of_a_first_model_in_the_run(tmp_path: Path) -> None:
-    from fsbarrier.training.checkpoint_write import copy_beside
-
-    outside, model = tmp_path / "private", tmp_path / "run" / "first_policy" / "model"
-    outside.write_text("a canary")
-    model.mkdir(parents=True)
-    (model / "tokenizer.json").write_text("{}")
-    (model / "more.txt").symlink_to(outside)
-    for number, root in enumerate((tmp_path / "run", None)):
-        (tmp_path / f"new-{number}").mkdir()
-        copied = list(copy_beside(model, tmp_path / f"new-{number}", root))
-        # In a folder of the user's own, links are as good as files.
-        assert copied == (["tokenizer.json"] if root else ["more.txt", "tokenizer.json"])
-
-
-@pytest.mark.torch
-def test_links_are_taken_over_from_a_model_of_the_users_own_below_the_run_too(tmp_path: Path) -> None:
-    """As the hub's cache has them; without its tokenizer no engine could load the next policy version."""
-    from fsbarrier.training.checkpoint_write import _made_below
-
-    run, disk = tmp_path / "run", tmp_path / "disk"
-    out = run / "checkpoints" / "policy-000002.g0001"
-    assert _made_below(run / "hub" / "snapshots" / "main", out) is None
-    assert _made_below(run / "first_policy" / "model", out) == run
-    # The checkpoints may be a link to a larger disk.
-    disk.mkdir()
-    run.mkdir()
-    (run / "checkpoints").symlink_to(disk)
-    assert _made_below(run / "checkpoints" / "policy-000001.g0001" / "model", out) == run / "checkpoints"
-
-
-def test_no_password_of_a_hubs_address_is_shown(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(policy_export, "push", lambda *_: "https://me:canary@hub/me/mine\x1b[2J")
-    for number, more in enumerate(((), ("--json",))):
-        assert export(run, tmp_path / f"out-{number}", "--push", "me/mine", *more) == 0
-        said = capsys.readouterr().out
-        assert "https://me:***@hub/me/mine" in said and "canary" not in said and "\x1b" not in said

@@ -24,7 +24,6 @@ from fsbarrier.rundir.names import FACT
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.sim.scenario import play
-from fsbarrier.store import files
 
 PING = Rules(Program("ping", tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES))), 2)
 
@@ -200,23 +199,6 @@ def publish(folder: Path, number: int, iteration: int, phase: int, *ranks: int) 
     return PosixStore().names(directory)
 
 
-def left(folder: Path) -> set[str]:
-    return {path.name for path in (folder / "coordination").rglob("iter-*")}
-
-
-def test_the_leader_removes_its_facts_about_transient_rows_only(tmp_path: Path) -> None:
-    """A seal may lie in the others: a start with old listings must find the name taken."""
-    leader, record = removal(tmp_path, 1)
-    for phase in (MERGE, PROBE):
-        publish(tmp_path, 1, 2, phase, 0)
-        leader.remove_old(0, record, Position(3, phase), publish(tmp_path, 1, 3, phase, 0))
-    assert sorted(path.name[:11] for path in RunPaths(tmp_path).facts_of(1).rglob("iter-*")) == [
-        "iter-000002",
-        "iter-000003",
-        "iter-000003",
-    ]
-
-
 def test_what_older_generations_left_goes_too(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         publish(tmp_path, number, 1, OPEN, 0, 1, 2)
@@ -231,24 +213,3 @@ def test_what_older_generations_left_goes_too(tmp_path: Path) -> None:
         leader.remove_old(0, record, Position(2, phase), [])
     folders = {path.name for path in RunPaths(tmp_path).coordination.iterdir()}
     assert folders == {"gen-000003"}
-
-
-def test_a_follower_removes_nothing_but_its_own(tmp_path: Path) -> None:
-    publish(tmp_path, 1, 1, MERGE, 0, 1, 2)
-    names = publish(tmp_path, 1, 2, MERGE, 0, 1, 2)
-    follower, record = removal(tmp_path, 1)
-    follower.remove_old(1, record, Position(2, MERGE), names)
-    assert left(tmp_path) == {
-        *(f"iter-000001.node-{rank:04d}.done" for rank in (0, 2)),
-        *(f"iter-000002.node-{rank:04d}.done" for rank in (0, 1, 2)),
-    }
-
-
-def test_a_folder_goes_with_what_killed_processes_left(tmp_path: Path) -> None:
-    store, folder = PosixStore(), tmp_path / "a" / "b"
-    store.make_dir(folder)
-    files.temporary_beside(folder / "record").touch()
-    store.remove_dir(folder)
-    store.remove_dir(folder)
-    store.remove(folder / "record")
-    assert not folder.exists()

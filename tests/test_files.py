@@ -134,17 +134,6 @@ def test_without_hard_links_a_lost_reply_is_a_win_all_the_same(
     assert files.read_created(path) == b"mine" and os.listdir(tmp_path) == ["record"]
 
 
-def test_a_reply_that_got_lost_is_a_win_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.link
-
-    def link(*args: object) -> None:
-        real(*args)  # type: ignore[arg-type]
-        raise FileExistsError(errno.EEXIST, "the retransmitted request found its own link")
-
-    monkeypatch.setattr(os, "link", link)
-    assert files.create_exclusive(tmp_path / "record", b"mine")
-
-
 def test_an_absence_that_is_remembered_is_looked_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,14 +154,6 @@ def test_an_absence_that_is_remembered_is_looked_through(
     monkeypatch.setattr(os, "listdir", listdir)
     assert not files.create_exclusive(path, b"mine")
     assert listed and path.read_bytes() == b"theirs"
-
-
-def test_other_errors_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "link", os.link)
-    link_fails(errno.ENOSPC)
-    with pytest.raises(OSError, match="No space"):
-        files.create_exclusive(tmp_path / "record", b"mine")
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_directory_that_another_node_made_is_waited_for(
@@ -252,42 +233,6 @@ def test_a_lost_reply_is_recognised_as_done(tmp_path: Path, monkeypatch: pytest.
     assert contents.keys() == {"open", "replace", "new-open", "new-link", "second-link", "second-replace"}
 
 
-def test_a_rename_that_was_not_done_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_bytes(b"old")
-
-    def fail(*args: object) -> None:
-        raise OSError(errno.EIO, "not done")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="not done"):
-        files.write_atomic(tmp_path / "file", b"new")
-    with pytest.raises(OSError, match="not done"):
-        files.link_or_copy(tmp_path / "file", tmp_path / "second")
-    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == b"old"
-
-
-def test_names_of_one_file_may_each_have_an_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """sshfs: two hard links to one file look like two files. Success is told by `link` itself, a lost reply by the content."""
-    real = os.stat
-
-    def stat(path: object, **kwargs: object) -> os.stat_result:
-        found = [*real(path, **kwargs)]  # type: ignore[arg-type]
-        found[1] = hash(str(path))
-        return os.stat_result(found)
-
-    monkeypatch.setattr(os, "stat", stat)
-    assert files.create_exclusive(tmp_path / "record", b"first")
-    assert not files.create_exclusive(tmp_path / "record", b"second")
-    lose_replies(monkeypatch, "link")
-    assert files.create_exclusive(tmp_path / "other", b"mine")
-
-
-def test_a_file_in_place_of_a_directory_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(OSError, match="exists"):
-        files.make_dirs(tmp_path / "file")
-
-
 def test_two_who_append_do_not_overwrite_each_other(tmp_path: Path) -> None:
     """Also where one of them created the file."""
     first, second = files.open_append(tmp_path / "log"), files.open_append(tmp_path / "log")
@@ -338,21 +283,6 @@ def test_without_hard_links_a_name_that_is_taken_in_this_moment_is_lost(
     assert path.read_bytes() == b"theirs"
 
 
-def test_a_copy_that_is_cancelled_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "merged").write_bytes(b"content")
-
-    def fail(*args: object) -> None:
-        raise OSError(errno.EOPNOTSUPP, "no hard links")
-
-    def cancel() -> None:
-        raise InterruptedError("cancelled")
-
-    monkeypatch.setattr(os, "link", fail)
-    with pytest.raises(InterruptedError):
-        files.link_or_copy(tmp_path / "merged", tmp_path / "public", between_reads=cancel)
-    assert os.listdir(tmp_path) == ["merged"]
-
-
 def test_a_directory_that_cannot_be_listed_is_not_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,22 +297,3 @@ def test_a_directory_that_cannot_be_listed_is_not_empty(
             patched.setattr(os, "listdir", fail)
             with pytest.raises(OSError, match=str(tmp_path)):
                 store.names(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "number", [errno.EIO, errno.ESTALE, errno.ENOSPC, errno.ETIMEDOUT, errno.EACCES, errno.ENOENT]
-)
-def test_an_error_of_the_mount_is_not_one_of_a_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    """The one is waited out for `outage_s`, the other for `dead_s`."""
-
-    def fail(path: Path) -> bytes:
-        raise OSError(number, os.strerror(number), str(path))
-
-    monkeypatch.setattr(files, "read_created", fail)
-    if number in (errno.ESTALE, errno.EACCES, errno.ENOENT):
-        assert PosixStore().read(tmp_path / "record", Fact) is None
-        return
-    with pytest.raises(OSError, match=os.strerror(number)):
-        PosixStore().read(tmp_path / "record", Fact)

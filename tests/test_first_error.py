@@ -49,12 +49,3 @@ def test_a_lost_node_counts_and_a_good_run_has_none(
     assert "node 2" in shown(long_run(tmp_path / "lost", 4), capsys)
     good = long_run(tmp_path / "good", 2, lose_at=None)
     assert shown(good, capsys) == "no node, program or phase of this run has failed\n"
-
-
-def test_a_log_outside_the_run_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("Error: a key\n")
-    run = FakeRun(tmp_path / "run")
-    run.start()
-    run.fail(1, 1, 10, "it failed", [f"(from {run.log_path}/logs/../../secret)"])
-    assert "a key" not in shown(run, capsys)

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 
-from fsbarrier.cli.commands import run
-from fsbarrier.cli.run_command import parse
 from fsbarrier.coordination.free_ranks import free_ranks
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
@@ -65,16 +63,6 @@ def test_one_s_own_rank_first_then_free_ones_then_those_that_ended_then_silent_o
     # It has joined and is about to write its first heartbeat.
     started(record, 4, host_name())
     assert order(record) == [(2, 2), (3, 1), (1, 2), (0, 2), (2, 2), (4, 2)]
-
-
-def test_what_an_older_start_said_last_frees_no_rank(record: RunRecord) -> None:
-    """Its newest start has joined, and is about to write its first heartbeat."""
-    started(record, 0, "a")
-    beat(record, 0)
-    started(record, 1, "b")
-    beat(record, 1, "left")
-    started(record, 1, "b", incarnation=2)
-    assert order(record)[3:] == [(0, 2), (1, 3)]
 
 
 def test_a_rank_of_which_something_is_heard_is_not_free(record: RunRecord) -> None:
@@ -149,12 +137,3 @@ def test_nodes_find_their_ranks_and_come_back_to_them(tmp_path: Path) -> None:
         start(1)
         again = cluster.wait_for(lambda e: e["event"] == "node_joined" and e["incarnation"] == 2)
         assert (again["node_rank"], again["pid"]) == (ranks[1], cluster.processes[1].pid)
-
-
-def test_a_range_of_nodes_is_what_its_settings_say() -> None:
-    from fsbarrier.cli.commands import flags
-
-    args = parse(run, "run", ["--num-nodes", "2:8", "--program", "ping"])  # type: ignore[arg-type]
-    settings = resolve(flags.gather(args))
-    found = settings.num_nodes, settings.min_nodes, settings.coordination.last_call_s
-    assert found == (8, 2, 10.0)

@@ -7,13 +7,11 @@ files with a few bytes changed.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ from trajectory_files import group, write_part
 
 from fsbarrier import aggregate, cli
 from fsbarrier.coordination.observer import Observer
-from fsbarrier.data import rank_files
 from fsbarrier.data.tasks import read_tasks
 from fsbarrier.errors import EXIT_INTERNAL, ProgramFailed, StoreError, UsageError
 from fsbarrier.processes import worker_contract
@@ -42,7 +39,7 @@ from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.settings import sources as given_settings
 from fsbarrier.settings.resolve import known_names
 from fsbarrier.settings.sections import Settings
-from fsbarrier.trajectories import FormatError, RankFileWriter, iter_trajectories, load, scan_rank_file
+from fsbarrier.trajectories import FormatError, RankFileWriter, scan_rank_file
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "120"))
 fuzz = settings(
@@ -260,13 +257,6 @@ def test_a_journal(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> Non
 
 
 @fuzz
-@given(damaged_json(json.loads(LINE)))
-def test_a_line_of_a_journal(line: Any) -> None:
-    parsed = journal.parse(line)
-    assert parsed is None or json.dumps(parsed.mono_s)
-
-
-@fuzz
 @given(bytes_like(b'{"done": 3, "total": 8}'))
 def test_progress_and_results_of_programs(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("work") / "result.json"
@@ -279,14 +269,6 @@ def test_progress_and_results_of_programs(tmp_path_factory: pytest.TempPathFacto
         if value is not None:
             again = codec.decode(codec.encode(Fact(0, 1, "done", value)), Fact).value
             assert json.dumps(again) == json.dumps(value)
-
-
-def test_a_program_s_files_may_not_be_larger_than_a_record(tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    path.write_bytes(b'{"a": "' + b"x" * worker_contract.MAX_RESULT_BYTES + b'"}')
-    with pytest.raises(ProgramFailed, match="bytes"):
-        worker_contract.read_result(path, "the program")
-    assert worker_contract.read_progress(path) is None
 
 
 @pytest.fixture(scope="module")
@@ -344,13 +326,6 @@ def test_a_settings_file(tmp_path_factory: pytest.TempPathFactory, data: bytes) 
         assert "\n" not in str(error)
 
 
-@fuzz
-@given(st.text(max_size=30) | st.sampled_from(NASTY).map(lambda data: data.decode(errors="replace")))
-def test_a_setting_s_text(text: str) -> None:
-    for kind in (None, *list(known_names().values())[::7]):
-        given_settings.parse_text(text, kind)
-
-
 TASK = (
     b'{"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": 4, "task_id": "t", "more": {"a": [1]}}\n'
 )
@@ -389,68 +364,6 @@ def test_a_task_that_no_run_could_carry(tmp_path: Path, field: str, words: str) 
     assert str(caught.value).startswith(f"{path}, line 1") and str(caught.value).isprintable()
 
 
-PARQUET_CHILD = """
-import sys
-from fsbarrier.data.tasks import read_tasks
-from fsbarrier.errors import UsageError
-from pathlib import Path
-for line in sys.stdin:
-    path = Path(line.rstrip())
-    try:
-        print("tasks", read_tasks(path).count, flush=True)
-    except UsageError as error:
-        print("refused", len(str(error).splitlines()), flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def parquet_reader() -> Iterator[Callable[[Path], str]]:
-    """A process that reads parquet files: were it to die of one, this would be seen."""
-    pytest.importorskip("pyarrow")
-    process = subprocess.Popen(
-        [sys.executable, "-c", PARQUET_CHILD],
-        cwd=REPO,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-    def read(path: Path) -> str:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(f"{path}\n")
-        process.stdin.flush()
-        answer = process.stdout.readline()
-        assert answer, f"the reader ended ({process.wait()})"
-        return answer
-
-    yield read
-    process.kill()
-    process.communicate()
-
-
-def test_a_parquet_file(tmp_path: Path, parquet_reader: Callable[[Path], str]) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
-    sink = io.BytesIO()
-    rows = [{"prompt": [{"role": "user", "content": f"{n}?"}], "answer": "ü", "at": n} for n in range(20)]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
-    path = tmp_path / "train.parquet"
-
-    @fuzz
-    @given(bytes_like(sink.getvalue()))
-    def read(data: bytes) -> None:
-        path.write_bytes(data)
-        assert parquet_reader(path) in ("refused 1\n", "tasks 20\n")
-
-    read()
-    for at in range(64):  # the first page's header: some of these end the rows early without a word
-        data = bytearray(sink.getvalue())
-        data[at] ^= 1
-        path.write_bytes(data)
-        assert parquet_reader(path) in ("refused 1\n", "tasks 20\n"), at
-
-
 # --- trajectory files ---------------------------------------------------------------------------------------------------------
 
 
@@ -465,29 +378,6 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     merged = folder / "train_trajectories.pt.iteration5"
     aggregate.aggregate([aggregate.Part(finished)], merged, metadata={}, expected={0, 1})
     return {"growing": growing.read_bytes(), "finished": finished.read_bytes(), "merged": merged.read_bytes()}
-
-
-@pytest.mark.parametrize("kind", ["growing", "finished", "merged"])
-def test_a_trajectory_file(shards: dict[str, bytes], tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "train_trajectories" / "train_trajectories.pt.iteration5_rank_0.checkpoint"
-    path.parent.mkdir()
-    written = {repr(one) for task in (0, 1) for one in group(task, tokens=4)}
-
-    @fuzz
-    @given(bytes_like(shards[kind]))
-    def read(data: bytes) -> None:
-        path.write_bytes(data)
-        for reader in (scan_rank_file, load, lambda p: list(iter_trajectories(p))):
-            try:
-                value = reader(path)
-            except (FormatError, StoreError):
-                continue
-            found = value["trajectories"] if isinstance(value, dict) else value
-            if isinstance(found, list):
-                assert {repr(one) for one in found} <= written
-        rank_files.find(tmp_path, "train", 5)
-
-    read()
 
 
 @fuzz
@@ -544,11 +434,3 @@ def test_sizes_that_lie_take_no_memory_and_nothing_is_run(shards: dict[str, byte
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "alive"), done.stderr[-2000:]
     assert not marker.exists()
-
-
-def test_fields_that_this_version_does_not_know_are_ignored() -> None:
-    """Of a record, and of what is nested in it."""
-    known = facts.Generation(1, (facts.Member(0, 1),), 0, Position(1, 0), "start")
-    fields = json.loads(codec.encode(known).partition(b"\n")[2])
-    fields["members"][0]["later"] = fields["later"] = {"of": "another version"}
-    assert codec.decode(encoded_body(known, fields), facts.Generation) == known

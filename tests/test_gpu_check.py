@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,51 +52,6 @@ def test_each_mode_has_its_figures(tmp_path: Path, modes: tuple[str, ...]) -> No
 
 def number(cell: str) -> float:
     return float(cell.replace(",", ""))
-
-
-@pytest.mark.slow
-def test_what_fails_is_one_line_and_the_others_go_on(tmp_path: Path) -> None:
-    code, rows, said = run("-c", "import test_gpu_check as it; it.struck()", "--dir", str(tmp_path))
-    assert code == 1, said
-    assert rows["plain"] == rows["no-checkpointing"] == ["out", "of", "memory"], said
-    assert rows["offload-optimizer"] == ["failed"]
-    assert len(rows["offload-all"]) == 9 and rows["offload-all"][8] == "failed"
-    assert "plain: out of memory: about to: killed" in said
-    assert "no-checkpointing: out of memory: about to: CUDA out of memory. Tried" in said
-    assert (
-        "offload-optimizer: failed: about to: strange" in said and 'ValueError("strange\\nand long")' in said
-    )
-    assert "offload-all, reading back: failed: reading the checkpoint: what was read back" in said
-    assert "only memory: 0" in said
-    assert not list(tmp_path.iterdir())
-
-
-def struck() -> None:
-    """The script's main(), where training in some modes fails."""
-    import torch
-
-    from scripts import gpu_check
-
-    train = gpu_check.train_mode
-
-    def train_or_fail(show: gpu_check.Show, mode: gpu_check.Mode, *places: Any) -> Any:
-        show("about to")
-        if mode is gpu_check.MODES["plain"]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if mode is gpu_check.MODES["no-checkpointing"]:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
-        if mode is gpu_check.MODES["offload-optimizer"]:
-            raise ValueError("strange\nand long")
-        got = train(show, mode, *places)
-        spoilt = mode is gpu_check.MODES["offload-all"]
-        return replace(got, bits={name: bits ^ 1 for name, bits in got.bits.items()}) if spoilt else got
-
-    gpu_check.train_mode = train_or_fail
-    given = sys.argv
-    sys.argv = [*given, "--modes", "plain", "no-checkpointing"]
-    print(f"only memory: {gpu_check.main()}")
-    sys.argv = [*given, "--modes", "plain", "no-checkpointing", "offload-optimizer", "offload-all"]
-    sys.exit(gpu_check.main())
 
 
 @pytest.mark.parametrize(

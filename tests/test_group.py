@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -104,22 +103,6 @@ def test_only_what_json_keeps_can_be_sent(alone: Group) -> None:
     assert alone.all_gather("still here") == ["still here"]
 
 
-def test_the_largest_object_that_is_taken_arrives(alone: Group) -> None:
-    text = '"' * (MAX_OBJECT_BYTES // 2 - 1)  # each is escaped, and then again
-    assert alone.broadcast(text) == text
-
-
-def test_a_rank_is_a_whole_number_however_it_is_written(tmp_path: Path) -> None:
-    with Members(tmp_path, 2) as group:
-        group.start().joined()
-        for rank, src in enumerate((1, True)):
-            group[rank].tell("broadcast", obj=rank, src=src)
-        assert [group[rank].answer() for rank in range(2)] == [1, 1]
-    for wrong in ({"node_rank": 0.0}, {"num_nodes": 1.0}, {"node_rank": "0"}):
-        with pytest.raises(TypeError, match="integer"):
-            fsbarrier.join(tmp_path / "x", **{"node_rank": 0, "num_nodes": 1, **FAST, **wrong})
-
-
 def test_members_out_of_step_are_told(tmp_path: Path) -> None:
     with Members(tmp_path, 2) as group:
         group.start().joined()
@@ -138,34 +121,6 @@ def test_what_was_used_is_removed(tmp_path: Path, alone: Group) -> None:
     alone.leave()  # nothing is being removed any more
     facts = list((tmp_path / "group" / "coordination" / "gen-000001").rglob("*"))
     assert len(facts) < 10, facts
-
-
-def test_two_groups_in_one_process(tmp_path: Path) -> None:
-    with (
-        fsbarrier.join(tmp_path / "a", node_rank=0, num_nodes=1, **FAST) as one,
-        fsbarrier.join(tmp_path / "b", node_rank=0, num_nodes=1, **FAST) as two,
-    ):
-        one.barrier()
-        assert (one.broadcast("one"), two.broadcast("two")) == ("one", "two")
-
-
-def test_what_the_others_pass_to_a_broadcast_is_ignored(tmp_path: Path) -> None:
-    passed = ["from 0", b"no JSON"]
-
-    def member(rank: int) -> object:
-        with fsbarrier.join(tmp_path / "group", node_rank=rank, num_nodes=2, **FAST) as group:
-            return group.broadcast(passed[rank], src=0)
-
-    with ThreadPoolExecutor(2) as threads:
-        assert [*threads.map(member, range(2))] == ["from 0", "from 0"]
-
-
-def test_a_directory_that_a_group_has_left_can_be_used_again_with_other_arguments(tmp_path: Path) -> None:
-    with fsbarrier.join(tmp_path, node_rank=0, num_nodes=1, **FAST) as alone:
-        alone.barrier()
-    # It waits for node 0, and does not compare what that node said in the group before.
-    with pytest.raises(fsbarrier.BarrierTimeout, match="node 0"):
-        fsbarrier.join(tmp_path, node_rank=1, num_nodes=2, **{**FAST, "timeout_s": 0.5})
 
 
 # --- losses -------------------------------------------------------------------------------------------------------------------
@@ -269,14 +224,6 @@ def test_a_member_that_leaves(tmp_path: Path, how: str, words: str) -> None:
         assert group.ask("regroup", 1, 2) == [[2, [1, 2]]] * 2
 
 
-def test_whoever_leaves_after_a_collective_has_given_its_part(tmp_path: Path) -> None:
-    with Members(tmp_path, 3) as group:
-        group.start().joined()
-        for rank in range(3):
-            group[rank].tell("all_gather", obj=rank).tell("exit" if rank == 0 else "leave")
-        assert [group.outcome(rank) for rank in range(3)] == [[0, 1, 2]] * 3
-
-
 def test_a_collective_that_was_interrupted_goes_on(tmp_path: Path) -> None:
     with Members(tmp_path, 2) as group:
         group.start().joined()
@@ -295,30 +242,6 @@ def test_who_does_not_come_is_named(tmp_path: Path) -> None:
     with pytest.raises(fsbarrier.BarrierTimeout, match=r"node 1 \(never seen\), node 2") as caught:
         fsbarrier.join(tmp_path, node_rank=0, num_nodes=3, **{**FAST, "timeout_s": 0.5})
     assert (caught.value.rank, caught.value.host, caught.value.age) == (1, "", 0.5)
-
-
-def test_after_a_timeout_the_same_call_waits_on(tmp_path: Path) -> None:
-    with Members(tmp_path, 2) as group:
-        group.start(0, timeout_s=2.5).start(1).joined()
-        late = group.ask("all_gather", 0, obj="a")[0]
-        assert (late.kind, late.rank, late.host) == ("BarrierTimeout", 1, HERE)
-        assert 0 <= late.age < 2
-        assert group.ask("barrier", 0)[0].kind == "BarrierTimeout"  # the one before has not ended
-        group[1].tell("all_gather", obj="b")
-        assert group.ask("all_gather", 0, obj="a") == [["a", "b"]]
-        assert group[1].answer() == ["a", "b"]
-        assert group.ask("all_gather", obj="c") == [["c", "c"]] * 2
-
-
-def test_regroup_gives_up_what_timed_out(tmp_path: Path) -> None:
-    with Members(tmp_path, 2) as group:
-        group.start(0, timeout_s=2.5).start(1).joined()
-        assert group.ask("barrier", 0)[0].kind == "BarrierTimeout"
-        assert group.ask("regroup", 0) == [[2, [0, 1]]]
-        told = lost_at(group, 1)
-        assert (told.kind, told.rank, "regrouped" in told.message) == ("PeerLost", 0, True)
-        assert group.ask("regroup", 1) == [[2, [0, 1]]]
-        assert group.ask("all_gather", obj=1) == [[1, 1]] * 2
 
 
 def test_a_directory_that_fails_is_a_store_error(tmp_path: Path) -> None:
@@ -428,15 +351,6 @@ with fsbarrier.join({str(tmp_path)!r}, node_rank=0, num_nodes=1) as group:
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[{'light': True}]\n", "")
-
-
-def test_errors_survive_a_process_pool() -> None:
-    import pickle
-
-    error = fsbarrier.PeerLost("node 1 is lost", 1, "a", 2.5)
-    again = pickle.loads(pickle.dumps(error))
-    assert (str(again), again.rank, again.host, again.age) == ("node 1 is lost", 1, "a", 2.5)
-    assert json.dumps(again.age)
 
 
 class StaleJoins(PosixStore):

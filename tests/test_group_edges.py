@@ -284,24 +284,6 @@ class Stopped(threading.Condition):
         return False
 
 
-@pytest.mark.parametrize(
-    ("stops", "waits"),
-    [((), 20), ((3,), 20), ((19,), 21), (range(1000), 21)],
-    ids=["not", "once", "last", "always"],
-)
-def test_a_process_that_is_stopped_looks_once_more_and_gives_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: Container[int], waits: int
-) -> None:
-    member = hand_driven(tmp_path, PosixStore(), 0)
-    threads = MemberThreads(member, NotedStore(), 0.5)
-    news = Stopped(stops)
-    threads.news = news
-    monkeypatch.setattr(bounded_wait.time, "monotonic", lambda: news.now)
-    with pytest.raises((fsbarrier.BarrierTimeout, fsbarrier.StoreError)):
-        BoundedWait(threads, 10.0, "barrier()").until(lambda _: None)
-    assert news.waits == waits
-
-
 @pytest.mark.parametrize(("stops", "found_at"), [((), 20), ((19,), 21)], ids=["not", "last"])
 def test_what_the_last_look_shows_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: Container[int], found_at: int
@@ -358,26 +340,6 @@ def test_whoever_could_not_give_its_part_until_its_generation_was_removed_is_fen
     assert isinstance(member.snapshot.failure, fsbarrier.Fenced)
 
 
-def test_a_part_whose_folder_was_not_shown_for_a_moment_is_given_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trio = Trio(tmp_path)
-
-    def hidden(store: PosixStore, path: Path, *_: Any, **__: Any) -> None:
-        raise FileNotFoundError(errno.ENOENT, "not shown yet", str(path))
-
-    with monkeypatch.context() as hiding:
-        hiding.setattr(PosixStore, "put", hidden)
-        trio.call(0, 1)
-        trio.members[0].look(trio.now)
-    assert "not shown yet" in trio.members[0].snapshot.trouble
-    trio.call(1, 1)
-    trio.call(2, 1)
-    trio.look()
-    trio.look()
-    assert trio.outcome(0) == trio.outcome(1) == [0, 1, 2]
-
-
 def test_whoever_leaves_before_a_collective_is_lost_all_the_same(tmp_path: Path) -> None:
     trio = Trio(tmp_path)
     for number in (1, 2):
@@ -394,36 +356,3 @@ def test_whoever_leaves_before_a_collective_is_lost_all_the_same(tmp_path: Path)
     for rank in (1, 2):
         error = trio.outcome(rank)
         assert isinstance(error, fsbarrier.PeerLost) and error.rank == 0 and "it left the group" in str(error)
-
-
-def test_whoever_came_and_left_is_not_lost_to_those_who_wait_for_another(tmp_path: Path) -> None:
-    trio = Trio(tmp_path)
-    trio.old.old = False
-    for rank in (0, 1):
-        trio.call(rank, 1)
-    trio.look(0, 1)
-    trio.look(0, 1)
-    trio.leave(1)
-    for _ in range(4):
-        trio.look(0, 2)
-    assert trio.members[0].snapshot.outcome is None
-    trio.call(2, 1)
-    for _ in range(4):
-        trio.look(0, 2)
-    assert trio.outcome(0) == trio.outcome(2) == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [(b"fsbarrier/3 generation 2 0\n{}", "record format 3"), (b"", "empty")],
-    ids=["of another format", "torn"],
-)
-def test_a_group_whose_record_cannot_be_read_is_a_typed_error(
-    tmp_path: Path, content: bytes, why: str
-) -> None:
-    with fsbarrier.join(tmp_path, node_rank=0, num_nodes=1, **QUICK) as group:
-        group.barrier()
-    RunPaths(tmp_path).generation(1).write_bytes(content)
-    with pytest.raises(fsbarrier.StoreError, match=why) as told:
-        fsbarrier.join(tmp_path, node_rank=0, num_nodes=1, **QUICK)
-    assert (told.value.rank, bool(told.value.host)) == (0, True)

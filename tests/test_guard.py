@@ -274,35 +274,6 @@ def test_a_pid_that_changed_hands_is_not_signalled(fifo: Fifo, start: Start) -> 
     assert not processes.send(pid, born, signal.SIGKILL)
 
 
-def test_a_name_full_of_brackets_is_parsed(tmp_path: Path) -> None:
-    program = tmp_path / "a ) R 1 (b"
-    shutil.copy("/bin/sleep", program)
-    process = subprocess.Popen([str(program), "1000"])
-    try:
-        stat = processes.Stat(process.pid)
-        assert stat.ppid == os.getpid() and stat.start > 0
-        assert process.pid in processes.below(os.getpid())
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_it_works_without_pidfds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fifo: Fifo, watched: Watched, start: Start
-) -> None:
-    """Old kernels, Pythons built for old ones, and some containers' seccomp filters have none."""
-    for name in ("guard.py", "processes.py"):
-        shutil.copy(ROOT / "fsbarrier" / "processes" / name, tmp_path / name)
-    with (tmp_path / "processes.py").open("a") as stream:
-        stream.write("\n\ndef open_pidfd(pid: int) -> int:\n    return -1\n")
-    monkeypatch.setattr(supervisor, "GUARD", tmp_path / "guard.py")
-    for end in (lambda child: child.stop(0.1), cut):
-        child = start(fifo.command(*ALL))
-        watched.add(*fifo.pids(len(ALL) + 1))
-        end(child)
-        watched.wait_gone()
-
-
 CONTAINER = """
 import os, sys
 root, daemon_code, folder, command = sys.argv[1:]
@@ -341,25 +312,3 @@ def test_in_a_container_it_works_as_outside(tmp_path: Path, fifo: Fifo) -> None:
         finally:
             process.kill()
     assert "left [] reaped 2" in out  # the daemon and its guard: all else was the guard's to reap
-
-
-def test_the_guard_loads_next_to_nothing(tmp_path: Path) -> None:
-    """It has to start in milliseconds, whatever is installed or set in the environment."""
-    code = (
-        "import sys; before = set(sys.modules); __file__ = sys.orig_argv[-1];"
-        "exec(compile(open(__file__).read().replace('os._exit(main())', 'pass'), __file__, 'exec'));"
-        "print(*sorted(set(sys.modules) - before), file=sys.stderr); sys.stderr.flush(); os._exit(0)"
-    )
-    command = [sys.executable, "-I", "-S", "-c", code, str(supervisor.GUARD)]
-    loaded = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stderr.split()
-    assert "processes" in loaded and len(loaded) < 12
-    assert not set(loaded) & {
-        "enum",
-        "re",
-        "typing",
-        "subprocess",
-        "signal",
-        "ctypes",
-        "pathlib",
-        "fsbarrier",
-    }

@@ -82,11 +82,6 @@ def test_rule_6_whoever_does_not_beat_reads_contents_and_no_listing(
         thread.join()
 
 
-def test_a_node_that_does_not_beat_is_not_alive(tmp_path: Path) -> None:
-    written(tmp_path, beat(0, 1), beat(1, 1, state="finished"))
-    assert live_nodes(tmp_path, 0.2) == [] and live_nodes(tmp_path / "nowhere", 0.2) == []
-
-
 class FullDisk(PosixStore):
     """A shared directory in which nothing can be written while `full`; a heartbeat's write hangs until `writable` where that is clear."""
 

@@ -21,7 +21,6 @@ from trajectory_files import write_part
 
 from fsbarrier import cli
 from fsbarrier.errors import EXIT_INTERNAL, ProgramFailed, StoreError
-from fsbarrier.run import recovery
 from fsbarrier.run.context_maker import parts_on_disk
 from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.rundir.log_tail import last_lines_of_node
@@ -89,22 +88,6 @@ def test_only_a_plain_file_is_opened_and_nothing_waits(kind: str, tmp_path: Path
     assert str(tmp_path / "file") in str(caught.value)
 
 
-def test_a_file_below_a_folder_is_reached_through_no_link(tmp_path: Path) -> None:
-    run, outside = tmp_path / "run", tmp_path / "outside"
-    (run / "a").mkdir(parents=True)
-    outside.mkdir()
-    (outside / "file").write_text(SECRET)
-    (run / "link").symlink_to(outside)
-    (run / "a" / "link").symlink_to(outside)
-    (run / "file").symlink_to(outside / "file")
-    for path in ("link/file", "a/link/file", "file", "../outside/file", "a/../../outside/file"):
-        with pytest.raises(reading.NotPlain):
-            os.close(reading.open_below(run, run / path))
-    (tmp_path / "named").symlink_to(run)
-    (run / "a" / "file").write_text("inside")
-    os.close(reading.open_below(tmp_path / "named", tmp_path / "named" / "a" / "file"))
-
-
 # --- policy versions -------------------------------------------------------------------------------------------------------
 
 
@@ -145,27 +128,6 @@ def test_old_policy_versions_are_not_removed_through_a_link(tmp_path: Path) -> N
     assert (outside / checkpoints.MANIFEST).exists() and (outside / "model" / "config.json").exists()
 
 
-def test_old_trajectories_are_not_removed_through_a_link(tmp_path: Path) -> None:
-    paths, outside = RunPaths(tmp_path / "run"), tmp_path / "outside"
-    paths.root.mkdir()
-    name = paths.merged("train", 1).name
-    write_part(outside / name, [1])
-    paths.trajectories("train").symlink_to(outside)
-    assert retention.remove_old(paths.root, 9, batches=1, trajectories=1) == []
-    assert (outside / name).exists()
-
-
-def test_nothing_is_quarantined_through_a_link(tmp_path: Path) -> None:
-    run, outside = long_run(tmp_path / "run", 1).log_path, tmp_path / "outside"
-    outside.mkdir()
-    (run / "quarantine").symlink_to(outside)
-    part = write_part(RunPaths(run).part("train", 5, 0, 1, 1), [1], run_id="another")
-    found = recovery.inspect(run, 5)
-    with pytest.raises(OSError, match="link"):
-        recovery.quarantine(run, [item for item in found if item.path == part])
-    assert part.exists() and not list(outside.iterdir())
-
-
 # --- trajectory files ------------------------------------------------------------------------------------------------------
 
 
@@ -203,19 +165,6 @@ def test_a_hostile_trajectory_file_is_named(kind: str, tmp_path: Path) -> None:
         assert not load(tmp_path / "file")["trajectories"]
     except StoreError as error:
         assert str(tmp_path / "file") in str(error)
-
-
-@pytest.mark.parametrize("kind", ["fifo", "link", "sparse"])
-def test_a_journal_that_is_not_read_is_told(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = long_run(tmp_path / "run", 1)
-    path = run.paths.journal(0, 1)
-    path.rename(path.with_name("outside"))
-    KINDS[kind](path)
-    assert cli.main(["status", "--no-watch", "--log-path", str(run.log_path), "--json"]) == 0
-    (problem,) = [one for one in json.loads(capsys.readouterr().out)["problems"] if path.name in one]
-    assert "is not read: it" in problem
 
 
 # --- every command ---------------------------------------------------------------------------------------------------------

@@ -125,18 +125,6 @@ def test_a_file_has_one_idea_and_says_which(path: Path) -> None:
     )
 
 
-def test_a_class_name_means_one_thing() -> None:
-    """So that a reader, and a search, finds the class that is meant."""
-    found: dict[str, list[str]] = {}
-    for path in sources("fsbarrier", "phases"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(relative(path))
-    # An agent's `run` returns a Trajectory, and a file contains Trajectory records: both names are documented.
-    expected = {"Trajectory": ["fsbarrier/data/trajectory.py", "fsbarrier/rollouts/episode.py"]}
-    assert {name: paths for name, paths in found.items() if len(paths) > 1} == expected
-
-
 def test_no_unsafe_shortcuts() -> None:
     paths = [*sources("fsbarrier", "phases"), ROOT / "run.sh", *sorted((ROOT / "scripts").glob("*.sh"))]
     found = [

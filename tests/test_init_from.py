@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from test_export import checkpoint, weights
@@ -104,12 +104,6 @@ def test_a_mistake_is_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_copies_nothing(tmp_path: Path, first: Path, data: str) -> None:
-    found = start(tmp_path / "run", data, f"init_from={first}@1", dry_run=True)
-    assert str(found.settings.model).startswith(str(first))
-    assert not (tmp_path / "run").exists()
-
-
 # --- with the state of the trainer ---------------------------------------------------------------------------------------
 
 
@@ -184,16 +178,6 @@ def test_a_run_does_not_begin_without_the_state_that_it_asks_for(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["layout.json", "part-00001.safetensors"])
-def test_nothing_begins_with_a_damaged_state(tmp_path: Path, first: Path, data: str, name: str) -> None:
-    with_state(first, 1)
-    damaged = first / "checkpoints" / "policy-000001.g0001" / "trainer" / name
-    damaged.write_bytes(damaged.read_bytes().replace(b"1", b"2"))
-    with pytest.raises(UsageError, match="differs from what MANIFEST"):
-        start(tmp_path / "run", data, f"init_from={first}@1", *STATE)
-    assert not runrecord.exists(tmp_path / "run")
-
-
 def test_the_model_of_another_runs_adapters_comes_along(tmp_path: Path, data: str) -> None:
     """Also from a run that itself came from another one."""
     base, adapters = tmp_path / "base", Settings.from_json({**Settings().as_json(), "lora": {"rank": 4}})
@@ -227,38 +211,6 @@ def test_the_model_of_another_runs_adapters_comes_along(tmp_path: Path, data: st
 @pytest.mark.torch
 def test_the_first_update_is_to_the_last_bit_the_other_runs_next_one(tmp_path: Path) -> None:
     run_script("init_optimizer_updates.py", tmp_path, "2x1:none:3")
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize(("rank", "folder"), [(0, "model"), (4, "base")])
-def test_a_run_that_goes_back_to_its_beginning_goes_on_from_the_state_that_it_began_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, folder: str
-) -> None:
-    from fsbarrier.training import resume
-
-    first_policy, version = tmp_path / "first_policy", tmp_path / "checkpoints" / "policy-000001.g0001"
-    version.mkdir(parents=True)
-    checkpoints.commit(version, checkpoints.Manifest(1, {}, state_in=None))
-    loaded: list[dict[str, Any]] = []
-
-    def load(*_: Any, **place: Any) -> str:
-        loaded.append(place)
-        return "trainer"
-
-    monkeypatch.setattr(resume.Trainer, "load", load)
-    nested: dict[str, Any] = {**Settings().as_json(), "init_from": "other", "init_optimizer": True}
-    start = resume.begin(
-        *(cast(Any, None), Settings.from_json({**nested, "lora": {"rank": rank}})),
-        None,
-        model=version / "model",
-        trainer_state=version / "trainer",
-        policy="",
-        policy_version=1,
-        first_model=first_policy / "model",
-    )
-    first = {"model_folder": first_policy / folder, "state_folder": first_policy / "trainer"}
-    assert loaded == [{**first, "policy_version": 0}]
-    assert start.state_in is None and start.model == first_policy / "model" and start.went_back
 
 
 @pytest.mark.torch

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from fsbarrier.protocol.facts import Generation, Join, Member, Position
 from fsbarrier.protocol.state import Node
 from fsbarrier.run import work_kinds
 from fsbarrier.run.context_maker import ContextMaker
-from fsbarrier.run.job import Cancelled, RowJob, Workplace
+from fsbarrier.run.job import RowJob, Workplace
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
@@ -149,25 +148,6 @@ def test_a_generation_that_only_continues_another_keeps_its_processes(tmp_path: 
     assert asked == [3, 3, 5]
 
 
-def test_no_process_is_kept_from_one_era_to_the_next(place: Workplace, do: Do) -> None:
-    first = do(1)
-    old = tree(place)
-    assert place.kept_in(1) == "1.1" and place.kept_in(2) == ""
-    assert all_gone(old, DEADLINE_S)
-    second = do(2, generation=2)
-    assert second["done"] == [2] and second["pid"] != first["pid"]
-
-
-def test_nodes_that_do_not_agree_begin_anew(place: Workplace, do: Do) -> None:
-    do(1)
-    old = tree(place)
-    # Another node has lost its own.
-    assert do(2, formed="")["done"] == [2]
-    assert all_gone(old, DEADLINE_S)
-    with pytest.raises(ProgramFailed, match="kept from an earlier update, has ended"):
-        do(3, formed="1.1")
-
-
 @pytest.mark.parametrize("only", [0, 1])
 def test_a_job_that_fails_ends_every_process(place: Workplace, do: Do, only: int) -> None:
     do(1)
@@ -187,23 +167,6 @@ def test_a_job_that_hangs_ends_every_process(place: Workplace, do: Do) -> None:
     assert all_gone(old, DEADLINE_S) and place.kept_in(1) == ""
 
 
-def test_a_job_that_is_called_off_ends_every_process(place: Workplace, do: Do) -> None:
-    do(1)
-    old, job, begun = tree(place), RowJob(), place.log_path / "begun"
-    os.mkfifo(begun)
-
-    def call_off() -> None:
-        begun.read_bytes()
-        job.cancel.set()
-
-    caller = threading.Thread(target=call_off)
-    caller.start()
-    with pytest.raises(Cancelled):
-        do(2, do=f"open({str(begun)!r}, 'w').close(); signal.pause()", only=0, job=job)
-    caller.join()
-    assert all_gone(old, DEADLINE_S) and place.kept_in(1) == ""
-
-
 def test_what_is_killed_while_it_waits_is_not_kept(place: Workplace, do: Do) -> None:
     """Any of its processes: the guard, the agent, the workers."""
     do(1)
@@ -217,18 +180,6 @@ def test_what_is_killed_while_it_waits_is_not_kept(place: Workplace, do: Do) -> 
         assert place.kept.child.wait(DEADLINE_S) is not None
         assert place.kept_in(1) == "" and all_gone(old, DEADLINE_S)
     assert do(3)["done"] == [3]
-
-
-def test_a_process_that_does_not_stay_has_done_its_job(place: Workplace, do: Do) -> None:
-    do(1)
-    assert do("the last")["done"] == [1, "the last"]
-    assert place.kept_in(1) == ""
-
-
-def test_a_folder_with_a_long_name_has_room_for_the_socket(place: Workplace, do: Do, tmp_path: Path) -> None:
-    place.work_dir = tmp_path / ("a" * 120)
-    place.work_dir.mkdir()
-    assert do(1)["pid"] == do(2)["pid"]
 
 
 def test_helper_programs_share_a_process_until_a_job_fails(

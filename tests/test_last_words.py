@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsbarrier.processes.last_words import cause, how_it_ended, only_noticed
+from fsbarrier.processes.last_words import cause, how_it_ended
 
 HEAD = "(EngineCore pid=6395) ERROR 11-21 03:26:59 [core.py:10] "
 SERVER = "(APIServer pid=6390) ERROR 11-21 03:27:00 [async_llm.py:906] "
@@ -94,19 +94,3 @@ def test_what_a_program_of_ours_says_last_and_what_a_killed_one_says() -> None:
     assert how_it_ended(3) == "ended with exit code 3"
     assert how_it_ended(-11) == "was ended by signal 11 (SIGSEGV)"
     assert "memory" in how_it_ended(-9) and how_it_ended(-99) == "was ended by signal 99"
-
-
-@pytest.mark.parametrize(
-    ("said", "noticed"),
-    [
-        (
-            "lost contact with the trainer on another node (see its log): [gloo] Connection closed by peer",
-            True,
-        ),
-        ("RuntimeError: [1] is setting up NCCL communicator: Broken pipe", True),
-        ("RuntimeError: CUDA error: no kernel image is available", False),
-        ("OSError: [Errno 98] Address already in use", False),
-    ],
-)
-def test_a_process_whose_partner_is_gone_only_noticed_it(said: str, noticed: bool) -> None:
-    assert only_noticed(said) == noticed

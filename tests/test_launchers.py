@@ -24,8 +24,6 @@ from cluster import leftovers
 from waiting import until
 
 from fsbarrier.cli import main
-from fsbarrier.cli.launchers.job import commands_here
-from fsbarrier.cli.launchers.ssh import read_hosts
 from fsbarrier.rundir.journal import read_events
 
 REPO = Path(__file__).resolve().parent.parent
@@ -175,25 +173,6 @@ def test_a_node_that_is_killed_later_ends_nobody(connection: str, launched: Call
     until(alone)
 
 
-def test_the_command_that_stops_is_there_in_an_environment_of_one_s_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Only the clone's own environment has a command `fsbarrier` with the clone's code."""
-    assert commands_here(None)[1][0].endswith("/.venv/bin/fsbarrier")
-    monkeypatch.setenv("FSBARRIER_VENV", "/elsewhere")
-    run, stop = commands_here(None)
-    assert run[0].endswith("/run.sh")
-    told = subprocess.run([*stop, "--help"], capture_output=True, text=True, cwd="/")
-    assert told.returncode == 0 and "usage: fsbarrier stop" in told.stdout
-
-
-def test_hosts(tmp_path: Path) -> None:
-    file = tmp_path / "hosts"
-    file.write_text("# ours\nnode-1\nme@node-2  # the second\n\n")
-    assert read_hosts(None, file) == ("node-1", "me@node-2")
-    assert read_hosts("a, b,a", None) == ("a", "b", "a")
-
-
 # --- files --------------------------------------------------------------------------------------------------------------
 
 
@@ -314,21 +293,6 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], words: list[s
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1 and says in captured.err
     assert "hunter2" not in captured.err
-
-
-def test_only_our_own_file_is_written_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["launch", "kubernetes", *IN_CONTAINERS, "--log-path", "/shared/run"]
-    assert main(words) == 0 and main([*words, "--name", "fsbarrier"]) == 0
-    written = tmp_path / "fsbarrier.kubernetes.yaml"
-    assert "completions: 2" in written.read_text() and written.stat().st_mode & 0o777 == 0o600
-    (tmp_path / "mine.yaml").write_text("kind: mine\n")
-    capsys.readouterr()
-    assert main([*words, "--output", "mine.yaml"]) == 2
-    assert "exists and was not written by fsbarrier" in capsys.readouterr().err
-    assert (tmp_path / "mine.yaml").read_text() == "kind: mine\n"
 
 
 # --- the real ones ------------------------------------------------------------------------------------------------------

@@ -43,19 +43,3 @@ def test_one_replica_of_eight_is_found_and_named(tmp_path: Path) -> None:
     message = r"differ by 0\.0100 on average .* for engine 3 of node 1: .*the other 7 engines agree: start that node again"
     with pytest.raises(ProgramFailed, match=message):
         work.update("v1")
-
-
-def test_where_all_differ_all_are_named(tmp_path: Path) -> None:
-    work = sampled_by(tmp_path, dict.fromkeys(ENGINES, 0.01))
-    with pytest.raises(ProgramFailed, match=r"engine 0 of node 0, .*engine\.dtype=float32"):
-        work.update("v1")
-
-
-def test_a_few_tokens_say_nothing_of_an_engine(tmp_path: Path) -> None:
-    """A single engine is judged by no fewer tokens than would show a fault and not chance; all together are as ever."""
-    work = sampled_by(tmp_path, {(1, 3): 0.01}, length=15)
-    assert work.update("v1")["logprob_gap_max"] == pytest.approx(0.01, abs=1e-3)
-    (tmp_path / "merged").unlink()
-    work = sampled_by(tmp_path, {(1, 3): 0.1}, length=15)
-    with pytest.raises(ProgramFailed, match="for the engines: the engine does not serve"):
-        work.update("v2")

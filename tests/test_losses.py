@@ -111,25 +111,6 @@ def test_a_minibatch_may_be_split(case: str) -> None:
     assert sum(parts) == pytest.approx(loss_of(algorithm)[0], abs=1e-12)
 
 
-def test_entropy_is_rewarded() -> None:
-    plain = loss_of(PPO)[0]
-    found = loss_of(replace(PPO, entropy_coef=0.5), entropy=[[1.0, 2.0, 3.0], [4.0, 5.0, 99.0]])[0]
-    assert found == pytest.approx(plain - 0.5 * 3, abs=1e-9)
-
-
-def test_what_is_shown_of_the_tokens() -> None:
-    from fsbarrier.training.losses import TOKEN_SUMS
-
-    algorithm = replace(PPO, kl_coef=1.0, mismatch="icepop")
-    entropy = [[1.0, 1.0, 1.0], [1.0, 1.0, 7.0]]
-    shown = dict(zip(TOKEN_SUMS, loss_of(algorithm, entropy=entropy)[2].tolist(), strict=True))
-    # One better token is above 1.28; of the worse ones one is below 0.8. The engine's third token of the two sequences is far off.
-    assert (shown["clipped_high"], shown["clipped_low"], shown["entropy"]) == (1, 1, 5)
-    assert shown["negative_log_likelihood"] == pytest.approx(5.0)
-    assert shown["kl"] == pytest.approx(5 * 0.0197996, abs=1e-6) and shown["mismatch_dropped"] == 1
-    assert shown["policy_kl"] > 0 and shown["mismatch_kl"] > 0
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_masked_tokens_cannot_spoil_the_loss(case: str) -> None:
     import torch
@@ -140,13 +121,6 @@ def test_masked_tokens_cannot_spoil_the_loss(case: str) -> None:
         replace(PPO, **CASES[case][0]), old=wild, engine=[ENGINE[0], [-1.4, -0.8, float("nan")]]
     )
     assert found == clean and torch.equal(gradient, spoiled) and bool(torch.isfinite(sums).all())
-
-
-def test_a_ratio_beyond_all_bounds_stays_finite() -> None:
-    loss, gradient, _ = loss_of(PPO, old=[[-900.0] * 3] * 2, advantages=[1.0, -1.0])
-    assert abs(loss) < 1e9 and float(gradient.abs().max()) < 1e10
-    bounded, _, _ = loss_of(replace(PPO, dual_clip=10.0), old=[[-900.0] * 3] * 2, advantages=[1.0, -1.0])
-    assert bounded == pytest.approx((3 * -1.28 + 2 * 10) / 5)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -207,19 +181,6 @@ def test_long_answers_lose_reward_little_by_little() -> None:
 
     lengths = torch.tensor([10, 16_384, 18_432, 20_480, 20_500], dtype=torch.float64)
     assert overlong_penalty(lengths, 20_480).tolist() == [0, 0, 0.5, 1, 1]
-
-
-def test_token_log_probs_are_those_of_the_tempered_distribution() -> None:
-    import torch
-
-    from fsbarrier.training.losses import token_log_probs
-
-    logits, tokens = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
-    found, entropy = token_log_probs(logits, tokens, 0.5)
-    drawn_from = torch.distributions.Categorical(logits=logits[:, :-1] / 0.5)
-    assert torch.allclose(found[:, 1:], drawn_from.log_prob(tokens[:, 1:]), atol=1e-5)
-    assert torch.allclose(entropy[:, 1:], drawn_from.entropy(), atol=1e-5)
-    assert bool((found[:, 0] == 0).all()) and bool((entropy[:, 0] == 0).all())
 
 
 @pytest.mark.parametrize(

@@ -86,24 +86,6 @@ def test_the_leader_and_then_the_next_one_are_struck(tmp_path: Path, phase: int)
         assert leftovers(cluster.log_path) == {}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", [2, 10])
-def test_two_are_struck_at_once_one_of_them_wakes(tmp_path: Path, phase: int) -> None:
-    flags = ("--iterations", "2", *QUICK, f"custom.hold={phase}")
-    with Cluster(tmp_path, 3, *flags, program=str(HELD), real=True) as cluster:
-        cluster.start()
-        for rank in range(3):
-            cluster.beating(rank, lambda beat: (beat.iteration, beat.phase) == (1, phase))
-        cluster.signal(0, signal.SIGSTOP)
-        cluster.kill(1)
-        cluster.wait_for(lambda e: e["event"] == "generation_started" and e["members"] == [2])
-        cluster.signal(0, signal.SIGCONT)
-        assert cluster.wait(0, 2) == {0: 0, 2: 0}, cluster.said(2)
-        for split in ("train", "test"):
-            assert_exactly_once(cluster.log_path, 2, split=split)
-        assert leftovers(cluster.log_path) == {}
-
-
 def assert_the_others_end(cluster: Cluster, others: list[int]) -> None:
     assert cluster.wait(*others) == dict.fromkeys(others, 0), "\n".join(map(cluster.said, range(3)))
 

@@ -9,57 +9,17 @@ from core_builders import FIRST, LIMITS, NOW, generation, heard, seen, started
 
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.program import PHASE_NAMES, Phase, Program
-from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Position, Pulse, StopRequest, Verdict
+from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Pulse, StopRequest, Verdict
 from fsbarrier.protocol.membership import (
     JOINING,
     Ledger,
-    Limits,
-    live_joiners,
     losses,
     occupied,
-    silent_members,
 )
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.stop_requests import request_stop
-
-
-def joiners(states: list[str], *, incarnation: int = 2, seconds_ago: float = 0.0) -> dict[int, Member]:
-    """What a node sees of node 0, whose second start has joined, after heartbeats in these states."""
-    ledger = Ledger()
-    for counter, state in enumerate(states):
-        beat = Pulse(0, incarnation, counter, state)
-        ledger = ledger.observe({0: beat}, float(counter), float(counter), 60.0)
-    joins = {0: Join(0, 2, "a", 1, "boot")}
-    live = live_joiners(joins, ledger, len(states) - 1 + seconds_ago, Limits())
-    return {rank: Member(rank, join.incarnation, join.host) for rank, join in live.items()}
-
-
-def test_a_start_that_waits_and_beats_is_taken_in() -> None:
-    assert joiners([JOINING, JOINING]) == {0: Member(0, 2, "a")}
-
-
-@pytest.mark.parametrize("state", ["running", "leaving", "left", "finished", "stopped", "broken"])
-def test_a_start_that_beats_in_another_state_is_not_taken_in(state: str) -> None:
-    """A stopped node that wakes beats as the member it was, until it learns that the others went on: it comes back anew."""
-    assert joiners([JOINING, state]) == {}
-
-
-def test_a_file_that_lies_about_is_no_sign_of_life() -> None:
-    assert joiners([JOINING]) == {}
-    assert joiners([JOINING, JOINING], seconds_ago=7.0) == {}
-    assert joiners([JOINING, JOINING], incarnation=1) == {}
-
-
-@pytest.mark.parametrize("known", [1, 2])
-def test_whoever_beats_as_a_newer_start_is_not_silent(known: int) -> None:
-    """I7: the heartbeat of a second start may be read before its record; that is a restart, and no silence since the generation began."""
-    ledger = Ledger().observe({0: Pulse(0, 2, 1, JOINING)}, 100.0, 100.0, 60.0)
-    joins = {0: Join(0, known, "a", 1, "boot")}
-    (loss,) = losses([Member(0, 1, "a")], 1, joins, ledger, since=0.0, limits=Limits())
-    assert loss.why == "restarted as incarnation 2"
-
 
 # --- what one look after another tells -----------------------------------------------------------------------------------------
 
@@ -120,23 +80,6 @@ def test_only_time_in_which_this_node_wrote_heartbeats_is_silence(looks: list[Lo
     assert after_looks(*looks).silence(Member(0, 1), since=0.0) == pytest.approx(silent_s)
 
 
-def test_time_that_does_not_count_is_nobodys_silence_not_even_of_those_never_heard() -> None:
-    node, ledger = Node(1, 1, 0.0), after_looks((0.0, 0.0, {}), (20.0, 20.0, {}))
-    assert ledger.missed_s == 17.0 and ledger.silence(Member(0, 1), node.watches_since(ledger)) == 3.0
-
-
-def test_what_is_known_of_a_member_is_known_of_that_start_alone() -> None:
-    known = Ledger({0: seen(0, ago=2.0, state="left")})
-    this, other = Member(0, 1), Member(0, 2)
-    assert [known.state(one) for one in (this, other, Member(1, 1))] == ["left", "", ""]
-    assert [known.moved(one) for one in (this, other, Member(1, 1))] == [True, False, False]
-    assert [known.age(one, NOW) for one in (this, other, Member(1, 1))] == [2.0, None, None]
-    assert known.age(this, NOW - 5.0) == 0.0
-    assert [known.heard(this, NOW - ago) for ago in (3.0, 2.0, 1.0)] == [True, False, False]
-    assert not known.heard(other, 0.0) and not known.heard(Member(1, 1), 0.0)
-    assert not Ledger({0: seen(0, moved=False)}).moved(this)
-
-
 # --- who is lost -----------------------------------------------------------------------------------------------------------------
 
 LEFT = "it was stopped by hand or ended in an error"
@@ -184,39 +127,7 @@ def test_who_is_lost_and_why(
         assert loss.beat == (news.beat if news is not None else None)
 
 
-def test_all_the_lost_are_found_in_their_order_and_nobody_loses_itself() -> None:
-    found = losses(FIRST.members, 1, {}, heard(ranks=()), NOW - 15.0, LIMITS)
-    assert [loss.member.rank for loss in found] == [0, 2]
-
-
-def test_who_is_silent_and_for_how_long() -> None:
-    ledger = heard(seen(1, ago=50.0), seen(2, ago=6.0), seen(3, ago=5.9))
-    members = [Member(rank, 1) for rank in range(5)]
-    assert silent_members(members, 1, ledger, NOW - 7.0, 6.0) == {Member(2, 1): 6.0, Member(4, 1): 7.0}
-    assert ledger.silence(Member(2, 2), NOW - 7.0) == 7.0
-    assert ledger.silence(Member(4, 1), NOW + 1.0) == 0.0
-
-
 # --- who is there ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ledger", "live"),
-    [
-        (heard(seen(2, state=JOINING, incarnation=2)), True),
-        (heard(seen(2, state=JOINING, incarnation=2, ago=5.9)), True),
-        (heard(seen(2, state=JOINING, incarnation=2, ago=6.0)), False),
-        (heard(seen(2, state=JOINING, incarnation=2, moved=False)), False),
-        (heard(seen(2, state="running", incarnation=2)), False),
-        (heard(seen(2, state=JOINING, incarnation=1)), False),
-        (heard(seen(2, state=JOINING, incarnation=3)), False),
-        (heard(ranks=(0, 1)), False),
-    ],
-)
-def test_who_waits_to_be_taken_in(ledger: Ledger, live: bool) -> None:
-    joins = started(2, incarnation=2)
-    assert live_joiners(joins, ledger, NOW, LIMITS) == (joins if live else {})
-    assert live_joiners({}, ledger, NOW, LIMITS) == {}
 
 
 @pytest.mark.parametrize(
@@ -328,31 +239,6 @@ def test_a_stop_names_the_starts_that_its_author_sees(tmp_path: Path) -> None:
     assert found.alive == (Member(0, 2), Member(2, 3)) and found.ended == (Member(1, 1),)
 
 
-def test_work_knows_the_joins_of_all_members(tmp_path: Path) -> None:
-    """The generation names them, so they are there, even where the listing never shows them: who shares a host rests on it."""
-    paths = RunPaths(tmp_path)
-    frozen = Frozen(paths.joins)
-    observer = Observer(frozen, paths, PING)
-    observer.prepare()
-    frozen.create(paths.join(1, 2), Join(1, 2, "b", 1, "boot"))
-    generation = Generation(1, (Member(1, 2),), 1, Position(1, 0), "start")
-    assert observer.registry.joins_of(generation)[1].host == "b"
-    with pytest.raises(OSError, match="cannot be read"):
-        observer.registry.joins_of(Generation(1, (Member(0, 1),), 0, Position(1, 0), "start"))
-
-
-def test_the_last_look_lists_the_generations_afresh(tmp_path: Path) -> None:
-    """It does not rest on what the loop saw last, nor on whether the newer record can be read."""
-    paths = RunPaths(tmp_path)
-    observer = Observer(PosixStore(), paths, PING)
-    observer.prepare()
-    generation = Generation(2, (Member(1, 2),), 1, Position(1, 0), "start")
-    PosixStore().create(paths.generation(2), generation)
-    assert observer.newest is None and observer.registry.newest_number() == 2
-    paths.generation(3).touch()
-    assert observer.registry.newest_number() == 3
-
-
 def test_two_requests_at_once_have_two_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither listing shows the other's request."""
     RunPaths(tmp_path).record.touch()
@@ -360,30 +246,3 @@ def test_two_requests_at_once_have_two_numbers(tmp_path: Path, monkeypatch: pyte
     made = [request_stop(tmp_path, now=False), request_stop(tmp_path, now=True)]
     paths = RunPaths(tmp_path)
     assert [PosixStore().read(paths.stop(number), StopRequest) for number in (1, 2)] == made
-
-
-def test_of_several_requests_the_last_one_holds(tmp_path: Path) -> None:
-    """Somebody asks for the end at the next safe point, and then for the end at once."""
-    paths, store = RunPaths(tmp_path), PosixStore()
-    observer = Observer(store, paths, PING)
-    observer.prepare()
-    for number, now in ((1, False), (2, True)):
-        store.put(paths.stop(number), StopRequest(now, "somebody", alive=(Member(0, 1),)))
-    stop = observer.view(Node(0, 1, 0.0, started_as=1), 0.0).stop
-    assert stop is not None and stop.now
-
-
-def test_work_is_told_the_addresses_of_the_start_that_is_a_member(tmp_path: Path) -> None:
-    """This node knows an older start of the rank, whose addresses are no longer right."""
-    paths = RunPaths(tmp_path)
-    PosixStore().make_dir(paths.joins)
-    PosixStore().create(paths.join(1, 1), Join(1, 1, "old", 1, "boot"))
-    frozen = Frozen(paths.joins)
-    observer = Observer(frozen, paths, PING)
-    observer.prepare()
-    frozen.create(paths.join(1, 2), Join(1, 2, "new", 1, "boot"))
-    assert observer.joins[1].host == "old"
-    assert (
-        observer.registry.joins_of(Generation(1, (Member(1, 2),), 1, Position(1, 0), "start"))[1].host
-        == "new"
-    )

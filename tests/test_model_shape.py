@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,26 +69,6 @@ def test_what_a_token_passes_through_and_leaves_in_the_cache(
     model, shape = made(kind, sizes)
     assert (shape.feed_forward, shape.cached, shape.layers) == (feed_forward, cached, 5)
     assert shape.block == max(numbers(layer) for layer in model.model.layers)
-
-
-@pytest.mark.parametrize(
-    ("kind", "sizes", "targets"),
-    [
-        ("qwen2", {}, ()),
-        ("qwen3_moe", QWEN, ("q_proj", "self_attn.o_proj")),
-        ("deepseek_v3", DEEPSEEK, ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")),
-        ("glm4_moe", GLM, ("v_proj",)),
-    ],
-)
-def test_adapters_have_the_numbers_that_peft_gives_them(
-    tmp_path: Path, kind: str, sizes: dict[str, Any], targets: tuple[str, ...]
-) -> None:
-    from fsbarrier.settings.sections import LoraSettings
-    from fsbarrier.training.lora import Adapters
-
-    model, shape = made(kind, sizes)
-    Adapters.put_into(model, LoraSettings(rank=4, targets=targets), tmp_path)
-    assert shape.adapter_parameters(4, targets) == numbers(model) > 0
 
 
 # As published, and how many parameters transformers' models of these have.

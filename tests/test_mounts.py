@@ -262,56 +262,6 @@ def seconds_until(what: Callable[[], bool], deadline_s: float = 20.0) -> float:
     return time.monotonic() - begin
 
 
-@needs_fuse
-def test_the_kernel_believes_names_absences_and_listings_for_as_long_as_told(tmp_path: Path) -> None:
-    with mounting.nodes(tmp_path, 2, ["--entry-s", "1", "--negative-s", "1", "--listing-s", "1"]) as (
-        one,
-        two,
-    ):
-        (one / "file").write_text("old")
-        assert (two / "file").read_text() == "old" and not (two / "absent").exists()
-        listed = os.listdir(two)
-        (one / "new").write_text("new")
-        os.replace(one / "new", one / "file")
-        (one / "absent").write_text("there")
-        assert os.listdir(two) == listed, "the listing is one that it knew"
-        assert 0.5 < seconds_until(lambda: (two / "file").read_text() == "new") < 10
-        seconds_until(lambda: (two / "absent").exists() and "absent" in os.listdir(two))
-    assert not any(mount.is_mount() for mount in (one, two)), "a mount is left"
-
-
-@needs_fuse
-def test_faults_and_what_is_missing(tmp_path: Path) -> None:
-    """Faults spare what lies at the top, so that a mount can be made ready; the rest has them."""
-    deep = tmp_path / "b" / "deep"
-    deep.mkdir(parents=True)
-    (deep / "other").write_text("x")
-    faults = ["--no-links", "--fault", "create:ENOSPC:1", "--fault", "mkdir:EIO:1:after"]
-    with mounting.mounted(tmp_path / "b", tmp_path / "m", faults) as mount:
-        with pytest.raises(OSError, match="No space"):
-            (mount / "deep" / "file").write_text("x")
-        with pytest.raises(OSError, match="not supported"):
-            os.link(mount / "deep" / "other", mount / "deep" / "second")
-        with pytest.raises(OSError, match="Input/output"):
-            (mount / "deep" / "made").mkdir()
-        assert (deep / "made").is_dir(), "the reply was lost, not the request"
-    assert sorted(os.listdir(deep)) == ["made", "other"]
-
-
-@needs_fuse
-def test_a_mount_goes_with_the_process_that_made_it(tmp_path: Path) -> None:
-    """Killed without a chance to tidy up: the server sees its input end, and unmounts."""
-    code = (
-        "import sys, pathlib, os, signal; sys.path.insert(0, sys.argv[1])\n"
-        "from fuse import mounting; base = pathlib.Path(sys.argv[2])\n"
-        "with mounting.mounted(base / 'b', base / 'm'): os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)], check=False, timeout=60
-    )
-    seconds_until(lambda: str(tmp_path) not in Path("/proc/self/mountinfo").read_text())
-
-
 # --- what doctor says of bad ones ---------------------------------------------------------------------------------------------
 
 

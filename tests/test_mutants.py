@@ -93,15 +93,6 @@ def test_every_fault_breaks_an_invariant_and_can_be_put_in() -> None:
         mutation.check(fault)
 
 
-def test_what_finds_a_fault_is_told(tmp_path: Path) -> None:
-    by_names = "a barrier compares with the set of members and does not count names"
-    [simulated] = [fault for fault in mutation.read_table() if by_names in fault.promise]
-    copy = mutants.Copy(tmp_path, seeds=20)
-    assert copy.judge(simulated).startswith("schedules: I1 ")
-    edit = Edit("retry", "left_s <= 0 or stays", "left_s <= 0")
-    assert copy.judge(Mutant(0, "", (edit,), ("retry",))).startswith("tests: test_retry.py::")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_no_fault_survives() -> None:

@@ -52,15 +52,6 @@ def test_nothing_else_is_read(kind: Name[Any], data: st.DataObject) -> None:
         assert meaning is None or kind.build(*values(meaning)) == text
 
 
-@given(data=st.data())
-def test_no_name_is_of_two_kinds_of_trajectory_files(data: st.DataObject) -> None:
-    kinds = [names.MERGED, names.MERGED_BY, names.RANK_CHECKPOINT, names.PART]
-    for kind in kinds:
-        name = kind.build(*data.draw(fields_of(kind)))
-        assert [other for other in kinds if other.parse(name) is not None] == [kind]
-        assert names.parse_trajectories(name) == kind.parse(name)
-
-
 def test_the_names_that_scripts_rely_on() -> None:
     """As the design says, to the letter."""
     merged = "train_trajectories.pt.iteration5"

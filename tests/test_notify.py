@@ -72,24 +72,6 @@ def node(rank: int) -> Node:
     )
 
 
-def test_the_lowest_rank_that_is_left_speaks(tmp_path: Path) -> None:
-    command = listener(tmp_path)
-    loss = {"lost": [{"node_rank": 0, "incarnation": 1}]}
-    for rank in (1, 2):
-        notifier = Notifier(command, tmp_path / "notify.log", ABOUT)
-        for event, fields in (
-            ("generation_started", {}),
-            ("node_lost", loss),
-            ("node_ended", {"state": "broken"}),
-        ):
-            notifier.tell(event, node(rank), fields)
-        notifier.close()
-    assert [(event["event"], event["node_rank"]) for event in heard(tmp_path)] == [
-        ("node_lost", 1),
-        ("broken", 1),
-    ]
-
-
 def test_the_command_is_told_no_password(tmp_path: Path) -> None:
     notifier = Notifier(listener(tmp_path), tmp_path / "notify.log", ABOUT)
     notifier.tell(
@@ -98,22 +80,6 @@ def test_the_command_is_told_no_password(tmp_path: Path) -> None:
     notifier.close()
     (event,) = heard(tmp_path)
     assert event["reason"] == "no answer from https://me:***@host/v1"
-
-
-def test_a_loss_is_told_however_long_the_last_lines_of_its_logs_are(tmp_path: Path) -> None:
-    """What a program printed last is anybody's, and may be a megabyte without a break."""
-    notifier = Notifier(listener(tmp_path), tmp_path / "notify.log", ABOUT)
-    lost = [{"node_rank": rank, "host": f"gpu-{rank}", "log": ["\x1b\u202e" * 9000] * 7} for rank in (1, 2)]
-    notifier.tell("node_lost", node(0), {"lost": lost})
-    notifier.close()
-    (event,) = heard(tmp_path)
-    rows = event["lost"]
-    assert isinstance(rows, list)
-    assert [(row["node_rank"], row["host"], len(row["log"])) for row in rows] == [
-        (1, "gpu-1", 7),
-        (2, "gpu-2", 7),
-    ]
-    assert all(line and line == ("\x1b\u202e" * 9000)[: len(line)] for row in rows for line in row["log"])
 
 
 def test_a_command_that_fails_or_hangs_holds_nobody_up(

@@ -76,13 +76,6 @@ def test_a_living_daemons_processes_stay(run: Callable[..., Daemon], fifo: Fifo)
     fifo.assert_alive(pids)
 
 
-def test_a_program_that_ended_leaves_no_note(folder: Path, run: Callable[..., Daemon]) -> None:
-    daemon = run(["true"])
-    while daemon.ask() == ["polled", "None"]:
-        pass
-    assert list(folder.iterdir()) == []
-
-
 @pytest.mark.parametrize("change", ["start", "boot", "pid_namespace", "daemon"])
 def test_a_note_that_means_somebody_else_ends_nobody(
     change: str, folder: Path, bystander: int, fifo: Fifo
@@ -101,28 +94,9 @@ def test_a_note_that_means_somebody_else_ends_nobody(
     assert path.exists() == (change in ("pid_namespace", "daemon"))
 
 
-def test_a_note_is_obeyed_but_once_in_a_process(folder: Path, bystander: int, watched: Watched) -> None:
-    """The notes above end nobody for what they say, not for how they are written."""
-    watched.add(bystander)
-    note = dead_daemons_note(bystander)
-    (folder / "1-2-3.json").write_text(json.dumps(note))
-    assert list(orphans.end_orphans()) == [bystander]
-    watched.wait_gone()
-    (folder / "1-2-3.json").write_text(json.dumps(note))
-    assert orphans.end_orphans() == {}
-    assert (folder / "1-2-3.json").exists()
-
-
 def dead_daemons_note(pid: int) -> dict[str, Any]:
     here = orphans._here()
     return {"here": here, "daemon": [os.getpid(), 1], "tree": [[pid, processes.Stat(pid).start]]}
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"tree": 7}', '{"here": {}, "daemon": [], "tree": []}'])
-def test_a_torn_note_is_nobodys(text: str, folder: Path) -> None:
-    folder.mkdir(mode=0o700)
-    (folder / "1-2-3.json").write_text(text)
-    assert orphans.end_orphans() == {}
 
 
 def test_a_folder_that_others_may_write_is_not_ours(folder: Path, bystander: int, fifo: Fifo) -> None:
@@ -139,15 +113,3 @@ def test_a_link_in_the_folders_place_is_not_followed(folder: Path, tmp_path: Pat
     folder.symlink_to(tmp_path / "elsewhere")
     orphans.record_tree("9", {})
     assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_a_record_that_was_being_written_is_removed_once_its_writer_is_dead(folder: Path) -> None:
-    folder.mkdir(mode=0o700)
-    namespace, dead = orphans._pid_namespace(), 1 << 30
-    theirs = folder / f".{namespace}-{os.getpid()}-5.json.abc.tmp"
-    elsewhere = folder / f".1-{dead}-5.json.abc.tmp"
-    ours = folder / f".{namespace}-{dead}-5.json.abc.tmp"
-    for path in (theirs, elsewhere, ours):
-        path.touch()
-    orphans.end_orphans()
-    assert {path for path in (theirs, elsewhere, ours) if path.exists()} == {theirs, elsewhere}

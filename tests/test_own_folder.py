@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import threading
 from pathlib import Path
 
 import pytest
-from deep_folders import nested
 from other_user import UID, needs_root
 
-from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.store import owned
 from fsbarrier.store.own_folder import PREFIX, own_folder, remove_abandoned
 
@@ -34,27 +31,6 @@ def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(
     assert os.listdir(tmp_path) == []
 
 
-def test_many_begin_in_one_place_at_once(tmp_path: Path) -> None:
-    begin, failed = threading.Barrier(8), list[BaseException]()
-
-    def visit(number: int) -> None:
-        begin.wait()
-        try:
-            for _ in range(40):
-                with own_folder(tmp_path, f"n{number}") as folder:
-                    (folder / "file").write_text("here")
-                    assert (folder / "file").read_text() == "here"
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=visit, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == [] and os.listdir(tmp_path) == []
-
-
 def test_what_nobody_holds_is_removed_by_the_next(tmp_path: Path) -> None:
     (tmp_path / f"{PREFIX}old-x").mkdir()
     (tmp_path / "other").mkdir()
@@ -69,26 +45,6 @@ def test_another_users_is_left_alone_also_by_root(tmp_path: Path) -> None:
     os.chown(theirs, UID, UID)
     remove_abandoned(tmp_path)
     assert theirs.is_dir()
-
-
-def test_no_link_is_followed(tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    (outside / "inside").mkdir(parents=True)
-    (tmp_path / f"{PREFIX}old-x").symlink_to(outside)
-    remove_abandoned(tmp_path)
-    assert (outside / "inside").is_dir()
-
-
-def test_an_abandoned_folder_that_is_nested_too_deep_stops_no_start(tmp_path: Path) -> None:
-    with nested(tmp_path / f"{PREFIX}old-x"), own_folder(tmp_path, "mine") as folder:
-        assert folder.is_dir()
-
-
-def test_a_tree_too_deep_is_an_error_of_the_filesystem(tmp_path: Path) -> None:
-    """What removes old records or policy versions goes on after those; no other error may end a daemon that meets such a tree."""
-    for remove in (owned.remove, PosixStore().remove_dir):
-        with nested(tmp_path / "deep"), pytest.raises(OSError, match="too deeply to remove"):
-            remove(tmp_path / "deep")
 
 
 def test_a_link_and_what_belongs_to_somebody_else_are_not_followed_or_removed(tmp_path: Path) -> None:

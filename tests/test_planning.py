@@ -13,7 +13,7 @@ import pytest
 from fsbarrier.cli import main
 from fsbarrier.planning import plan_text
 from fsbarrier.planning.cluster_plan import Cluster, ClusterPlan, make_plan
-from fsbarrier.planning.memory import GIB, UpdateLoad, Zero, choose_sharding
+from fsbarrier.planning.memory import GIB, UpdateLoad, Zero
 from fsbarrier.planning.model_shape import SIZES, ModelShape
 from fsbarrier.settings.resolve import resolve
 
@@ -133,65 +133,12 @@ def test_an_update_takes_what_training_in_mixed_precision_takes() -> None:
     assert parts["activations"] * 10 < whole
 
 
-def test_what_is_offloaded_is_on_the_host_and_not_on_the_accelerator() -> None:
-    here, optimizer, everything = (load(QWEN_7B, offload=how) for how in ("none", "optimizer", "all"))
-    assert here.on_host == 0 and optimizer.on_host == here.parts["moments"]
-    # For its step they come back, all at once; by then the activations are gone.
-    step = {name: here.parts[name] for name in ("weights", "gradients", "moments", "overhead")}
-    assert {name: size for name, size in optimizer.parts.items() if size} == step
-    assert optimizer.total == sum(step.values()) < here.total
-    assert everything.on_host == here.parts["moments"] + here.parts["weights"] + here.parts["gradients"]
-    assert everything.parts["weights"] == everything.parts["gradients"] == 0
-
-
 # --- arithmetic done by hand -------------------------------------------------------------------------------------------------
-
-# Two layers of width 4: 2 * 4 * (4 + 4) in attention, 3 * 4 * 8 behind it, two norms of 4; embedding and head 10 * 4, a last norm.
-TINY = {
-    "model_type": "llama",
-    "hidden_size": 4,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 8,
-    "vocab_size": 10,
-    "tie_word_embeddings": False,
-}
-BLOCK, COUNT = 64 + 96 + 8, 2 * 168 + 4 + 80
 
 
 def held(config: dict[str, Any], **more: Any) -> tuple[int, ...]:
     parts = load(config, **more).parts
     return parts["weights"], parts["gathered"], parts["gradients"], parts["moments"]
-
-
-@pytest.mark.parametrize(
-    ("stage", "element", "offload", "by_hand"),
-    [
-        # What it computes with, whole, and a third of the float32 weights; the bucket is larger than the model.
-        (1, 4, "none", (4 * 420 + 4 * 140, 0, 4 * 420, 8 * 140)),
-        (1, 2, "none", (2 * 420 + 4 * 140, 0, 6 * 420, 8 * 140)),
-        (2, 2, "none", (2 * 420 + 4 * 140, 0, 4 * 300 + 4 * 140, 8 * 140)),
-        (3, 2, "none", (2 * 140 + 4 * 140, 2 * 200, 4 * 300 + 4 * 140, 8 * 140)),
-        # The optimizer steps on the host, and has its weights and their gradients there.
-        (2, 2, "optimizer", (2 * 420, 0, 4 * 300, 0)),
-        (3, 2, "all", (0, 2 * 200, 4 * 300, 0)),
-    ],
-)
-def test_each_stage_of_zero_shards_more(
-    stage: int, element: int, offload: str, by_hand: tuple[int, ...]
-) -> None:
-    assert shape_of(TINY).parameters == COUNT == 420
-    chosen = {
-        "shards": 3,
-        "element": element,
-        "offload": offload,
-        "zero": Zero(stage, bucket=300, gathered=200),
-    }
-    assert held(TINY, **chosen) == by_hand
-    moments, exact, computed_with = 8 * 140, 4 * 140 + 4 * 140, 2 * 140
-    wanted = {"none": 0, "optimizer": moments + exact, "all": moments + exact + computed_with}[offload]
-    assert load(TINY, **chosen).on_host == wanted
 
 
 def test_a_file_says_how_deepspeed_shards(tmp_path: Path) -> None:
@@ -201,71 +148,6 @@ def test_a_file_says_how_deepspeed_shards(tmp_path: Path) -> None:
         '{"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e7, "stage3_max_live_parameters": "auto"}}'
     )
     assert Zero.of_file(str(file)) == Zero(2, 50_000_000, 10**9)
-
-
-def test_what_is_offloaded_whole_is_gathered_to_be_computed_with() -> None:
-    """Also where one process has it all and computes in float32."""
-    block = 168
-    assert held(TINY, element=4, offload="all") == (0, block * (2 * 4 + 4 + 4), 0, 0)
-    assert held(TINY, element=4) == (4 * 420, 0, 4 * 420, 8 * 420)
-
-
-def test_a_reference_policy_counts_where_it_is_the_most() -> None:
-    """It is there before the first step only, without gradients and what the backward pass needs."""
-    shape = shape_of(QWEN_7B)
-    count, rank_16 = 7_615_616_512, 40_370_176
-    lora = {"trained": rank_16, "checkpointing": False}
-    without, beside = load(QWEN_7B, **lora), load(QWEN_7B, **lora, reference=True)
-    # All layers' activations take more than a second copy of the policy in bfloat16.
-    assert beside.parts == without.parts
-    lora = {"trained": rank_16, "tokens": 2048, "logits": 256}
-    parts = load(QWEN_7B, **lora, reference=True).parts
-    layer = 2048 * (2 * (8 * 3584 + 3 * 3584 + 4 * 512 + 4 * 18944) + 8 * 3584)
-    assert parts == {
-        "weights": 2 * count + 4 * rank_16,
-        "gathered": 0,
-        "gradients": 0,
-        "moments": 8 * rank_16,
-        "reference": 2 * count,
-        "activations": layer,
-        "logits": 256 * 152064 * 8,
-        "overhead": 2 * GIB,
-    }
-    # Sharded it is in float32, and of two units at a time there is all.
-    sharded = load(QWEN_7B, **lora, reference=True, shards=8).parts
-    assert sharded["reference"] == 4 * count // 8
-    assert sharded["gathered"] == 2 * 2 * shape.largest_unit
-    # Where everything is trained, moments and gradients take more than it.
-    assert "reference" not in load(QWEN_7B, reference=True).parts
-    assert load(QWEN_7B, **lora, reference=True, shards=8, offload="all").on_host == (
-        8 * rank_16 // 8 + (4 * count + 4 * rank_16 + 4 * count) // 8
-    )
-
-
-def test_adapters_train_little_and_hold_the_base_in_the_type_it_computes_in() -> None:
-    shape = shape_of(QWEN_7B)
-    # Known of rank 16 on all linear layers.
-    assert shape.adapter_parameters(16) == 40_370_176
-    assert shape.adapter_parameters(16, ("q_proj", "v_proj")) == 28 * 16 * (2 * 3584 + 3584 + 512)
-    adapters = load(QWEN_7B, trained=shape.adapter_parameters(16)).parts
-    assert adapters["weights"] == 2 * shape.parameters + 4 * 40_370_176
-    assert adapters["moments"] == 8 * 40_370_176
-
-
-def test_auto_shards_no_more_than_it_must() -> None:
-    room = 76 * GIB
-
-    def auto(config: dict[str, Any], nodes: int, per_node: int = 8) -> str:
-        return choose_sharding(load(config), nodes=nodes, per_node=per_node, available=room)
-
-    one_billion = GEMMA3_1B
-    assert auto(one_billion, 3) == "none"
-    assert auto(QWEN_7B, 3) == "node"
-    assert auto(QWEN_72B, 32) == "all"
-    # On one node, all its processes are all there are; on nodes of one process, there is nothing to shard within.
-    assert auto(QWEN_72B, 1) == "node"
-    assert auto(QWEN_7B, 8, per_node=1) == "all"
-    assert auto(QWEN_7B, 1, per_node=1) == "none"
 
 
 # --- a run on a cluster -----------------------------------------------------------------------------------------------------
@@ -294,16 +176,6 @@ def test_seven_billion_on_three_nodes() -> None:
     # 28 layers, 4 heads of 128 for keys and for values, in bfloat16: 57,344 bytes a token.
     assert made.cache_tokens == made.engine["key-value cache"] // 57_344
     assert made.update_bytes <= made.available < 80 * GIB
-
-
-def test_seventy_two_billion_fits_only_on_several_accelerators() -> None:
-    (problem,) = plan(QWEN_72B, 32).problems
-    assert problem.startswith(
-        "engine.tensor_parallel_size=1: weights of 135.4 GiB leave room for only 0 tokens in the 68.0 GiB"
-    )
-    assert problem.endswith("the nearest that works: engine.tensor_parallel_size=4")
-    made = plan(QWEN_72B, 32, **{"engine.tensor_parallel_size": 4})
-    assert made.problems == () and (made.replicas, made.world, made.shard) == (2, 256, "all")
 
 
 @pytest.mark.parametrize(
@@ -360,44 +232,6 @@ def test_deepspeed_s_stages_are_told_apart(tmp_path: Path) -> None:
     assert "24 processes, DeepSpeed ZeRO-3: 1 copy, each over 24" in "\n".join(plan_text.lines(made))
 
 
-def test_deepspeed_s_nearest_that_works(tmp_path: Path) -> None:
-    file = tmp_path / "ds.json"
-    chosen = {"trainer.backend": "deepspeed", "trainer.deepspeed": str(file)}
-    file.write_text('{"zero_optimization": {"stage": 1}}')
-    (problem,) = plan(QWEN_7B, 3, 60 * GIB, **chosen).problems
-    assert problem.startswith("DeepSpeed ZeRO-1: the update needs 6")
-    assert problem.endswith(f"the nearest that works: zero_optimization.stage=3 in {file}")
-    # The policy stays on the accelerator in the first two stages.
-    (problem,) = plan(QWEN3_30B, 1, 60 * GIB, **chosen, **{"trainer.offload": "optimizer"}, **TP8).problems
-    assert "trainer.offload=all" not in problem.partition("zero_optimization")[0]
-
-
-def test_the_copy_of_the_weights_counts_where_it_is_in_memory() -> None:
-    # 2 bytes a parameter on each of several nodes, which share a directory over a network.
-    assert plan(QWEN_7B, 3).weights_copy == 2 * 7_615_616_512
-    assert plan(QWEN_7B, 1).weights_copy == 0
-    for place, size in (("none", 0), ("/nvme/weights", 0), ("/dev/shm/mine", 2 * 7_615_616_512)):
-        assert plan(QWEN_7B, 3, **{"checkpoint.weights_dir": place}).weights_copy == size
-    shown = "\n".join(plan_text.lines(plan(QWEN_7B, 3)))
-    assert "of each node 14.2 GiB for a copy of the new weights" in shown
-
-
-TP8 = {"engine.tensor_parallel_size": 8}
-
-
-def test_four_billion_on_an_accelerator() -> None:
-    """Each figure of Qwen3-4B on one accelerator of 80 GiB, by hand."""
-    made = plan(QWEN3_4B, 1, accelerators=1, **{"rollout.max_tokens": 1024})
-    count = 4_022_468_096
-    assert made.engine["weights"] == 2 * count
-    # 36 layers, 8 heads of 128 for keys and for values.
-    assert made.cache_tokens == (int(80 * GIB * 0.85) - 2 * count - 2 * GIB) // (2 * 2 * 36 * 8 * 128)
-    assert (made.model_bytes, made.trainer_state_bytes) == (2 * count, 12 * count)
-    assert made.kept_bytes == 5 * 14 * count
-    assert [made.update[name] // count for name in ("weights", "gradients", "moments")] == [4, 4, 8]
-    assert made.problems == ()
-
-
 @pytest.mark.parametrize(
     ("nodes", "shard", "shards", "copies", "micro_batches", "without_group"),
     # Of 256 trajectories a process takes 32, 11 or 1, and four of 2,048 tokens go into a micro-batch.
@@ -433,48 +267,6 @@ def test_four_billion_on_many_accelerators(
 
 
 @pytest.mark.parametrize(
-    ("chosen", "versions"),
-    [
-        # Three that are kept, one that is written, and the best.
-        ({}, 5),
-        ({"eval_interval": 0}, 4),
-        # The one before the newest stays all the same.
-        ({"checkpoint.keep": 1}, 4),
-        ({"checkpoint.keep_every": 10}, 5),
-        ({"checkpoint.keep_every": 10, "iterations": 100}, 15),
-        ({"iterations": 2}, 2),
-    ],
-)
-def test_as_many_versions_count_as_will_be_on_the_disk(chosen: dict[str, Any], versions: int) -> None:
-    assert plan(QWEN3_4B, 1, **chosen).kept_bytes == versions * 14 * 4_022_468_096
-
-
-def test_the_state_of_adapters_has_them_in_float32_in_any_precision() -> None:
-    for dtype in ("float32", "bfloat16"):
-        made = plan(QWEN_7B, 1, **{"lora.rank": 16, "trainer.dtype": dtype})
-        assert made.trainer_state_bytes == 12 * 40_370_176
-
-
-def test_processes_without_a_trajectory_are_told() -> None:
-    made = plan(QWEN3_4B, 3, int(80e9), **{"trainer.minibatch": 16})
-    assert made.idle_processes == 8
-    assert "24 processes, shard=none: a copy on each; 8 of them have no trajectory in a step" in "\n".join(
-        plan_text.lines(made)
-    )
-
-
-def test_seventy_two_billion_on_eight_nodes() -> None:
-    made = plan(QWEN_72B, 8, int(80e9), **TP8)
-    count = 72_706_203_648
-    assert made.problems == () and (made.world, made.shard, made.shards, made.copies) == (64, "all", 64, 1)
-    assert made.update["weights"] + made.update["gradients"] + made.update["moments"] == 16 * count // 64
-    assert (made.model_bytes, made.trainer_state_bytes) == (2 * count, 12 * count)
-    # Within a node each process would have an eighth: 135 GiB of it alone.
-    (problem,) = plan(QWEN_72B, 8, int(80e9), **TP8, **{"trainer.shard": "node"}).problems
-    assert problem.endswith("the nearest that works: trainer.shard=all")
-
-
-@pytest.mark.parametrize(
     ("config", "accelerators", "size", "said"),
     [
         # 28 attention heads are 4 on each of 7, but 4 heads of keys are not a whole number there.
@@ -500,14 +292,6 @@ def test_accelerators_in_odd_numbers(config: dict[str, Any], accelerators: int, 
         assert not [one for one in works.problems if "tensor_parallel" in one] and works.replicas
 
 
-def test_an_accelerator_that_no_engine_has_is_told() -> None:
-    assert (
-        "1 engine a node over 2 accelerators, 1 idle"
-        in plan_text.lines(plan(QWEN_7B, 1, accelerators=3, **TP2))[1]
-    )
-    assert "2 engines a node;" in plan_text.lines(plan(QWEN_7B, 1, accelerators=4, **TP2))[1]
-
-
 TP2 = {"engine.tensor_parallel_size": 2}
 
 
@@ -530,13 +314,6 @@ def test_more_than_the_host_has_is_refused_with_what_fits() -> None:
     assert "offload" not in problem.partition("nearest that works")[2] and " nodes" in problem
     (problem,) = on_host(256, QWEN3_30B, 48, **TP2)
     assert "trainer.offload=optimizer (227.5 GiB of each node's memory)" in problem or " nodes" in problem
-
-
-def test_impossible_engines_are_told() -> None:
-    (problem, *_) = plan(QWEN_7B, 1, **{"engine.tensor_parallel_size": 16}).problems
-    assert "cannot span several" in problem
-    (problem, *_) = plan(QWEN_7B, 1, **{"engine.tensor_parallel_size": 8}).problems
-    assert "engine.tensor_parallel_size=8" in problem and "28 attention heads" in problem
 
 
 def test_the_command_plans_for_a_cluster_that_is_not_there(

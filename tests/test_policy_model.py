@@ -125,18 +125,6 @@ def test_an_architecture_that_is_not_understood_uses_its_own_forward(
     torch.testing.assert_close(policy(given, wanted, 1.0)[0], reference(model, given, wanted, 1.0))
 
 
-def test_bfloat16_logits_are_compared_in_float32() -> None:
-    import torch
-
-    from fsbarrier.training.policy_model import PolicyModel
-
-    model = model_of("Llama").to(torch.bfloat16)
-    given, wanted = inputs()
-    found, _ = PolicyModel(model, 1 << 20)(given, wanted, 1.0)
-    assert found.dtype is torch.float32
-    torch.testing.assert_close(found, reference(model, given, wanted, 1.0), rtol=0.02, atol=0.02)
-
-
 def three_sequences() -> Any:
     import torch
 
@@ -171,26 +159,6 @@ def test_packed_sequences_do_not_see_each_other(architecture: str) -> None:
     alone = whole.placed(policy(whole.inputs, whole.wanted, 1.0)[0])
     torch.testing.assert_close(placed[1][2], alone[0], rtol=1e-5, atol=1e-5)
     assert bool((alone[0] != 0).any())
-
-
-def test_flash_attention_is_refused_by_name_where_it_is_not(tmp_path: Path) -> None:
-    from fsbarrier.errors import UsageError
-    from fsbarrier.settings.sections import TrainerSettings
-    from fsbarrier.training import policy
-
-    model_of("Llama").save_pretrained(tmp_path)
-    with pytest.raises(
-        UsageError, match=r"trainer\.attention=flash_attention_2: needs the package flash-attn"
-    ):
-        policy.load(tmp_path, TrainerSettings(attention="flash_attention_2"))
-
-
-def test_a_cap_on_attention_scores_is_not_left_out(tmp_path: Path) -> None:
-    from fsbarrier.settings.sections import TrainerSettings
-    from fsbarrier.training import policy
-
-    model_of("Gemma2", attn_logit_softcapping=0.5).save_pretrained(tmp_path)
-    assert policy.load(tmp_path, TrainerSettings()).config._attn_implementation == "eager"
 
 
 def test_a_policy_computes_the_same_bits_wherever_in_its_file_the_weights_lie(

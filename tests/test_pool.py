@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cluster import REPO, leftovers
@@ -23,8 +22,7 @@ from fsbarrier.cli import main
 from fsbarrier.cli.commands import jobs
 from fsbarrier.cli.pool import directory
 from fsbarrier.cli.pool.directory import JOB, PoolDirectory, existing
-from fsbarrier.cli.pool.facts import Decision, Facts, Job, Placement, next_decision, waits_for
-from fsbarrier.errors import StoreError
+from fsbarrier.cli.pool.facts import Decision, Facts, Job, Placement, next_decision
 from fsbarrier.protocol.facts import Beat
 from fsbarrier.rundir.names import START, StartName
 from fsbarrier.rundir.paths import RunPaths
@@ -72,12 +70,6 @@ def test_a_job_gets_all_its_nodes_or_none() -> None:
     assert decides(facts, {3, 7}) == placed(1, r0=3, r1=7)
 
 
-def test_small_jobs_do_not_keep_a_large_one_out_but_one_that_never_fits_holds_up_nobody() -> None:
-    facts = Facts(jobs={1: job(), 2: job(3), 3: job()}, decisions={1: placed(1, r0=0)})
-    assert decides(facts, {0, 1, 2}) is None
-    assert decides(facts, {0, 1}) == placed(3, r0=1)
-
-
 def test_a_dead_node_s_place_goes_to_a_free_one_and_a_silent_one_s_does_not_yet() -> None:
     facts = Facts(jobs={1: job(2)}, decisions={1: placed(1, r0=0, r1=1)})
     assert decides(facts, {0, 2}) is None
@@ -88,28 +80,6 @@ def test_a_dead_node_s_place_goes_to_a_free_one_and_a_silent_one_s_does_not_yet(
     assert moved.placements(1)[1] == Placement(1, 1, 2, 2)
     # It is free again when it comes back, whatever its first place was.
     assert decides(replace(moved, jobs={**moved.jobs, 2: job()}), {0, 1, 2}) == placed(2, r0=1)
-
-
-def test_what_a_job_in_the_queue_waits_for() -> None:
-    facts = Facts(jobs={1: job(), 2: job(3), 3: job(), 4: job()}, decisions={1: placed(1, r0=0)}, stops={4})
-
-    def waiting(living: set[int]) -> list[str]:
-        return [waits_for(facts, number, living) for number in facts.jobs]
-
-    assert waiting({0, 1, 2}) == [
-        "",
-        "3 nodes, of which 2 of the pool's 3 are free",
-        "job 2, which is ahead of it",
-        "",
-    ]
-    assert waiting({0}) == [
-        "",
-        "3 nodes, of which the pool has 1",
-        "1 node, of which 0 of the pool's 1 are free",
-        "",
-    ]
-    assert waiting(set())[2] == "1 node, of which the pool has 0"
-    assert waiting({0, 1, 2, 3})[1] == ""
 
 
 def ends(*codes: int | None, stops: tuple[int, ...] = (), **more: set[int]) -> int | None:
@@ -136,36 +106,6 @@ def test_when_a_job_is_over() -> None:
     assert ends(2, None, begun={1}) == 2
     assert ends(-9, 0, begun={1}) == 0
     assert ends(4, 4, begun={1}) == 4
-
-
-def test_a_job_that_is_stopped_in_the_queue_is_over() -> None:
-    facts = Facts(jobs={1: job(), 2: job()}, stops={1})
-    assert facts.state(1) == "queued"
-    end = decides(facts, {0})
-    assert end is not None and (end.job, end.exit_code) == (1, 143)
-    facts = replace(facts, decisions={1: end})
-    assert (facts.state(1), facts.state(2)) == ("stopped", "queued")
-    assert decides(facts, {0}) == placed(2, r0=0)
-
-
-class Counted(dict[int, Decision]):
-    """Decisions that count how often somebody goes through all of them."""
-
-    walks = 0
-
-    def items(self) -> Any:
-        self.walks += 1
-        return super().items()
-
-
-def test_a_look_at_a_pool_with_a_long_history_goes_through_its_decisions_once() -> None:
-    over = Counted()
-    for number in range(1, 51):
-        over |= {2 * number - 1: placed(number, r0=0), 2 * number: Decision(number, exit_code=0)}
-    facts = Facts(jobs={number: job() for number in range(1, 52)}, decisions=over)
-    assert decides(facts, {0}) == placed(51, r0=0)
-    assert list(facts.open_placements()) == []
-    assert over.walks == 1
 
 
 # --- the directory --------------------------------------------------------------------------------------------------------
@@ -199,13 +139,6 @@ def test_of_two_decisions_at_once_one_counts(pool: PoolDirectory) -> None:
     other.report(Placement(1, 1, 1, 1), 4)
     assert pool.read().ended == {Placement(1, 1, 1, 1): 4}
     assert pool.read().jobs[2].log_path == str(pool.root / "runs" / "job-000002")
-
-
-def test_a_decision_that_cannot_be_read_is_not_passed_over(pool: PoolDirectory) -> None:
-    pool.submit(job())
-    (pool.root / "decisions" / "000001.json").write_text("{")
-    with pytest.raises(StoreError, match=r"000001\.json"):
-        pool.read()
 
 
 JOB_FIELDS = {
@@ -254,50 +187,6 @@ def test_a_record_that_nodes_could_not_follow_is_one_clear_line(
     assert main(["jobs", str(pool.root)]) == 3
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{pool.root / name}: not a record of this version of fsbarrier" in line
-
-
-def test_deep_and_endless_records_cost_little(pool: PoolDirectory) -> None:
-    path = pool.root / "jobs" / "job-000001.json"
-    for content in ("[" * 200_000, '{"nodes": ' + "9" * 6000 + "}", '{"a": ' * 100_000):
-        path.write_text(content)
-        with pytest.raises(StoreError, match="not a record of this version of fsbarrier"):
-            pool.read()
-
-
-def test_how_something_ended_that_nobody_decided_counts_for_nothing(pool: PoolDirectory) -> None:
-    pool.submit(job())
-    for decision in (placed(1, r0=0), placed(7, r0=0)):
-        assert pool.decide(pool.read(), decision)
-    for name in (
-        "job-000001.rank-0005.by-000001.json",
-        "job-000002.rank-0000.by-000001.json",
-        "job-000007.rank-0000.by-000002.json",
-        "job-000001.rank-0000.by-000009.json",
-    ):
-        (pool.root / "ended" / name).write_text('{"exit_code": 1}')
-    assert pool.read().ended == {}
-
-
-def test_words_that_no_record_can_hold_are_refused_when_they_are_submitted(
-    pool: PoolDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["submit", str(pool.root), "--name", os.fsdecode(b"a\xff")]) == 2
-    assert "every argument must be valid UTF-8" in capsys.readouterr().err
-    assert pool.read().jobs == {}
-
-
-def test_logs_are_read_by_their_names_alone(pool: PoolDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    pool.submit(job())
-    pool.log(1, 10).parent.mkdir()
-    for name in ("node_x.log", "node_.log", "node_007.log", "node_2.log.old"):
-        (pool.log(1, 10).parent / name).write_text("no log of a node\n")
-    os.mkfifo(pool.log(1, 3))
-    pool.log(1, 10).write_text("\x1b[31mten\n")
-    pool.log(1, 2).write_text("two\n")
-    assert main(["jobs", "logs", str(pool.root), "1"]) == 0
-    two, fifo, ten = capsys.readouterr().out.splitlines()
-    assert two == "[node 2] two" and fifo.startswith("[node 3] (cannot read") and ten.startswith("[node 10] ")
-    assert "ten" in ten and "\x1b" not in ten
 
 
 def test_a_job_in_the_queue_says_for_what_it_waits(
@@ -359,43 +248,6 @@ def test_logs_are_followed_until_the_job_is_over(
     monkeypatch.setattr(jobs.threading, "Event", Pause)
     assert main(["jobs", "logs", str(pool.root), "1", "--follow"]) == 0
     assert said == ["", "[node 0] one\n[node 0] two\n", "[node 0] three\n"]
-
-
-@pytest.mark.parametrize("planted", ["logs", "logs/job-000001"])
-def test_logs_behind_a_link_are_not_the_pools(
-    pool: PoolDirectory, tmp_path: Path, planted: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    outside = tmp_path / "outside" / "job-000001"
-    outside.mkdir(parents=True)
-    (outside / "node_0.log").write_text("a canary\n")
-    pool.submit(job())
-    link = pool.root / planted
-    if link.exists():
-        link.rmdir()
-    link.symlink_to(outside.parent if planted == "logs" else outside)
-    assert main(["jobs", "logs", str(pool.root), "1"]) == StoreError.exit_code
-    said = capsys.readouterr()
-    assert "is a symbolic link, which could lead out of the pool" in said.err and "canary" not in said.out
-
-
-@pytest.mark.parametrize("name", [".", "decisions", "stops", "ended", "logs", "runs"])
-def test_a_pool_in_which_others_may_write_one_folder_is_refused(
-    pool: PoolDirectory, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    (pool.root / name).chmod(0o777)
-    assert main(["daemon", str(pool.root)]) == 2
-    assert "everybody may write" in capsys.readouterr().err
-
-
-def test_a_pool_with_a_link_as_a_folder_is_refused(
-    pool: PoolDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (pool.root / "runs").rmdir()
-    (tmp_path / "elsewhere").mkdir()
-    (pool.root / "runs").symlink_to(tmp_path / "elsewhere")
-    assert main(["daemon", str(pool.root)]) == 2
-    assert "is a symbolic link, which could lead out of the pool" in capsys.readouterr().err
-    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_pool_that_others_may_write_is_refused(

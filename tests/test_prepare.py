@@ -42,25 +42,6 @@ def test_groups_without_signal_are_left_out(tmp_path: Path) -> None:
     assert batch["offsets"].tolist() == [0, 4, 8, 12]
 
 
-def test_groups_without_signal_stay_with_drop_zero_signal_false(tmp_path: Path) -> None:
-    result, batch = prepared(
-        Bench(tmp_path, settings(algorithm__drop_zero_signal=False)), [group(0, [1, 1, 1])]
-    )
-    assert result["dropped_groups"] == 0 and batch["weights"].tolist() == [0, 0, 0]
-
-
-def test_a_trajectory_that_was_cut_off_is_no_success(tmp_path: Path) -> None:
-    cut = group(0, [1, 0, 0])
-    cut[0]["valid"] = False
-    result, _ = prepared(Bench(tmp_path, settings()), [cut])
-    assert result["dropped_groups"] == 1 and result["reward_mean"] == 0
-    (tmp_path / "merged").unlink()
-    mixed = group(0, [1, 1, 0])
-    mixed[0]["valid"] = False  # it stays in its group, as a failure
-    _, batch = prepared(Bench(tmp_path, settings()), [mixed])
-    assert batch["weights"].tolist() == pytest.approx([-0.57735, 1.1547, -0.57735], abs=1e-4)
-
-
 def test_what_was_cut_off_is_kept_masked_or_shaped(tmp_path: Path) -> None:
     """Four answers of two tokens at a limit of four; the last two are as long as may be, one of them a success all the same."""
 
@@ -89,24 +70,6 @@ def test_a_batch_may_decide_what_its_sequences_weigh(tmp_path: Path) -> None:
     # Every token counts once, two in each sequence.
     assert weights.repeat_interleave(2).std().item() == pytest.approx(1, abs=1e-4)
     assert weights[1] < weights[5] < weights[4]
-
-
-def test_rejection_sampling_takes_successes_only(tmp_path: Path) -> None:
-    cut = group(1, [1, 1])
-    cut[0]["valid"] = False
-    result, batch = prepared(
-        Bench(tmp_path, settings(algorithm__loss="rft")), [group(0, [1, 0, 1]), cut, group(2, [0, 0])]
-    )
-    assert (result["trajectories"], result["dropped_groups"]) == (3, 1)
-    assert batch["weights"].tolist() == [1, 1, 1]
-
-
-def test_what_nothing_was_sampled_in_still_counts_in_its_group(tmp_path: Path) -> None:
-    empty = group(0, [1, 0])
-    empty[1] |= {"loss_mask": empty[0]["loss_mask"][:0], "logprobs": empty[0]["logprobs"][:0]}
-    empty[1]["token_ids"] = empty[0]["token_ids"][:0]
-    result, batch = prepared(Bench(tmp_path, settings()), [empty])
-    assert result["trajectories"] == 1 and batch["weights"].tolist() == pytest.approx([0.7071], abs=1e-4)
 
 
 def test_several_files_are_one_batch(tmp_path: Path) -> None:
@@ -154,20 +117,6 @@ def test_damaged_trajectories_are_named(tmp_path: Path) -> None:
     bad[1]["logprobs"] = bad[1]["logprobs"][:-1]
     with pytest.raises(UsageError, match=r"task t0, sample 1: .* different lengths"):
         prepared(Bench(tmp_path, settings()), [bad])
-
-
-def test_the_same_rollouts_make_the_same_batch(tmp_path: Path) -> None:
-    work = Bench(tmp_path, settings())
-    groups = [group(task, [0, 1, 1, 0]) for task in range(8)]
-    _, first = prepared(work, groups)
-    kept = (tmp_path / "batch").read_bytes()
-    (tmp_path / "merged").unlink()
-    prepared(work, groups)
-    assert (tmp_path / "batch").read_bytes() == kept
-    work.prepare(iteration=2)
-    assert (tmp_path / "batch").read_bytes() != kept
-    assert (tmp_path / "batch").stat().st_mode & 0o777 == 0o600
-    assert first["metadata"]["policy_version"] == 0
 
 
 def test_minibatches_cover_each_epoch_once() -> None:
@@ -274,19 +223,6 @@ def test_an_iteration_whose_rollouts_are_gone_is_left_out_unless_it_is_the_newes
         UsageError, match=r"gone: no such file, so iteration 3 has nothing .* \(--rl-phase rollout\)"
     ):
         replayed(work, merged=[str(tmp_path / "gone")])
-
-
-def test_a_run_directory_stands_for_its_iterations(tmp_path: Path) -> None:
-    from fsbarrier.rundir.paths import RunPaths
-
-    work = Bench(tmp_path, settings(update__recency=2))
-    replayed(work)
-    for iteration in (1, 2, 3):
-        target = RunPaths(tmp_path / "old").merged("train", iteration)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.hardlink_to(tmp_path / f"i{iteration}")
-    _, first = replayed(work, merged=[str(tmp_path / "old")])
-    assert {task // 10 for task in first} == {2, 3}
 
 
 def test_another_runs_rollouts_are_not_taken_for_ones_own(tmp_path: Path) -> None:

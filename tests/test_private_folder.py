@@ -39,41 +39,6 @@ def test_the_folder_is_in_the_temporary_directory_and_this_users_alone(temporary
     assert private_folder() == folder
 
 
-@pytest.mark.parametrize("kind", ["link", "file", "open"])
-def test_what_is_in_its_place_and_not_ours_alone_is_passed_over(temporary: Path, kind: str) -> None:
-    taken, elsewhere = temporary / f"fsbarrier-{os.geteuid()}", temporary / "elsewhere"
-    elsewhere.mkdir(mode=0o700)
-    if kind == "link":
-        taken.symlink_to(elsewhere)
-    elif kind == "file":
-        taken.touch(mode=0o600)
-    else:
-        taken.mkdir()
-        taken.chmod(0o770)
-    folder = private_folder()
-    assert folder.path.is_relative_to(Path.home()) and str(taken) in folder.passed_over
-    assert not list(elsewhere.iterdir())
-
-
-def test_where_a_login_gives_a_folder_it_comes_second(
-    temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = tmp_path / "session"
-    session.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
-    (temporary / f"fsbarrier-{os.geteuid()}").touch()
-    assert private_folder().path == session / "fsbarrier"
-
-
-def test_where_no_place_can_be_used_all_are_named(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = temporary / f"fsbarrier-{os.geteuid()}"
-    taken.touch()
-    (temporary / "a-file").touch()
-    monkeypatch.setenv("HOME", str(temporary / "a-file"))
-    with pytest.raises(PermissionError, match=r"fsbarrier-.*a-file"):
-        private_folder()
-
-
 @needs_root
 def test_another_user_cannot_block_a_rank(tmp_path: Path) -> None:
     """He made the folder of the locks first, with all the locks that he could think of in it."""

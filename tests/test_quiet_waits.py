@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from itertools import pairwise
 from typing import cast
 
 import pytest
@@ -12,16 +11,13 @@ from core_builders import generation
 from test_fact_removal import PING
 
 from fsbarrier.cli.start import filesystem
-from fsbarrier.coordination import directory_watch, loop
+from fsbarrier.coordination import directory_watch
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.paces import crowding, make_paces
 from fsbarrier.coordination.polling import FIRST_PAUSE_S, POLL_MAX_S, Polling
 from fsbarrier.group.collective import CollectiveWork
-from fsbarrier.group.group import make_member
 from fsbarrier.protocol.facts import Beat, Fact, Join, Position, Pulse, R, Record
-from fsbarrier.protocol.machine import step
-from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import RowPart, Rules
 from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.record_store import Store
@@ -166,13 +162,6 @@ def test_a_long_wait_costs_little_and_ends_in_time() -> None:
         assert after - before <= min(max(0.05, 0.01 * after), 2.0) + 1e-9
 
 
-@pytest.mark.parametrize("nodes", [16, 64])
-@pytest.mark.parametrize("rank", [0, 9], ids=["the leader", "another"])
-def test_a_member_more_costs_nobody_an_operation(nodes: int, rank: int) -> None:
-    """Five minutes into a phase; the listing of the heartbeats tells who lives."""
-    assert Waiting(nodes, rank).opens_a_second(300.0, 420.0) <= 4.0
-
-
 def test_a_thousand_nodes_fit_a_server_of_1500_operations_a_second() -> None:
     """In a long phase, with room for the users' own work."""
     watcher, other = (Waiting(1000, rank).opens_a_second(300.0, 420.0) for rank in (0, 500))
@@ -180,16 +169,6 @@ def test_a_thousand_nodes_fit_a_server_of_1500_operations_a_second() -> None:
     watcher, other = (Waiting(1000, rank).opens_a_second(600.0, 720.0) for rank in (0, 500))
     assert 4 * watcher + 996 * other <= 850.0
     assert watcher <= 1.0 and other <= 1.0
-
-
-def test_a_short_wait_is_looked_at_as_often_as_ever() -> None:
-    node = Waiting(3, rank=1)
-    node.until(1.0)
-    assert len(node.looks) >= 25
-    node.finish_row(1, 0)
-    node.until(1.2)
-    assert node.loop.node.position == Position(1, 1)
-    assert len([look for look in node.looks if look >= 1.0]) >= 10, "fast again, since a new wait has begun"
 
 
 @pytest.mark.parametrize(("rank", "most"), [(0, 3.1), (1, 3.0)])
@@ -211,17 +190,6 @@ def test_a_barrier_costs_four_operations(nodes: int, rank: int, most: float) -> 
     assert needed / (3 * phases) <= most, rows
 
 
-def test_a_look_comes_when_heartbeats_are_due_however_long_the_pauses_are() -> None:
-    """Or they would be read too late, and this node's own heartbeats held back, with thousands of nodes and a short `beat_s`."""
-    node = Waiting(3, rank=1)
-    node.pauses = Backoff(FIRST_PAUSE_S, 60.0)
-    node.until(60.0)
-    assert all(
-        after - before <= node.beat_s + 1e-9
-        for before, after in zip(node.looks, node.looks[1:], strict=False)
-    )
-
-
 def test_a_signal_ends_a_long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its handler only leaves a note, for setting the event may never return; so the pause looks for the note."""
     node, waits = Waiting(3, rank=1), list[float]()
@@ -230,24 +198,6 @@ def test_a_signal_ends_a_long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     polling = Polling(node.loop, wake)
     polling.pause(Backoff(60.0, 60.0), busy=False, ended=lambda: len(waits) == 3)
     assert len(waits) == 3 and max(waits) <= 0.1
-
-
-def test_most_looks_of_a_wait_list_the_row_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine is not asked either: what it would answer to the same view is known."""
-    node = Waiting(64, rank=1)
-    node.until(node.now + 1.0)
-    asked = []
-    monkeypatch.setattr(loop, "step", lambda *given: asked.append(given) or step(*given))
-    node.client.counted.clear()
-    before = len(node.looks)
-    node.until(node.now + 10.0)
-    row, counted = node.loop.observer.row.listing, node.client.counted
-    assert row is not None
-    looks = len(node.looks) - before
-    assert counted["names", row.directory.name] == looks, "one listing a look"
-    # Whenever anything else was due, time has passed too, and the machine is asked again.
-    others = counted["names", PATHS.generations.name] + counted["names", PATHS.beats.name]
-    assert len(asked) <= others + 1 < looks
 
 
 def test_what_a_failing_look_has_seen_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,22 +222,3 @@ def test_what_a_failing_look_has_seen_is_not_forgotten(monkeypatch: pytest.Monke
     assert node.polling.look(node.now + 0.001) is True
     entered = node.loop.node.generation
     assert entered is not None and entered.number == 2
-
-
-def test_a_groups_member_looks_as_rarely_in_a_long_wait() -> None:
-    """And no more rarely than its caller needs to know that the directory answers."""
-    disk, clock = Disk(), 0.0
-    here, limits = Join(0, 0, "host0", 0, "boot"), Limits(6.0, 15.0, 4.0)
-    store = cast(Store, MountClient(disk, "here", Habits()))
-    member = make_member(store, PATHS, here, 1, limits, beat_s=2.0)
-    assert member.begin(clock)
-    polling, pauses = Polling(member.loop, threading.Event(), member.look), Backoff(FIRST_PAUSE_S, 0.05)
-    looks = []
-    while clock < 600.0:
-        disk.now = clock
-        busy = polling.look(clock)
-        looks.append(clock)
-        clock += polling.next_pause(pauses, busy=busy)
-    assert member.snapshot.node.generation is not None, "it waits in its row, where its caller calls nothing"
-    last = [after - before for before, after in pairwise(looks) if before > 300.0]
-    assert sum(last) / len(last) >= 0.5 and max(last) <= 2.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import tempfile
 import threading
@@ -99,32 +98,6 @@ def test_a_heartbeat_that_is_met_in_its_replacement_is_watched(
         thread.join()
 
 
-def test_a_heartbeat_that_stays_torn_keeps_nobody_out(record: RunRecord) -> None:
-    beat(record, 3, 9)
-    beat(record, 4, 1)
-    path = record.paths.beat(2, 4)
-    path.write_bytes(path.read_bytes()[:-5])
-    with hold_rank(record.log_path, record.run_id, 2, 0.1):
-        pass
-
-
-def test_what_held_this_lock_last_is_dead_and_not_watched(record: RunRecord) -> None:
-    """Only that start of the rank: after any other one, this node looks whether its heartbeat moves."""
-    with hold_rank(record.log_path, record.run_id, 2, FOREVER_S) as lock:
-        lock.note_start(3)
-        beat(record, 3, 1)
-        with pytest.raises(UsageError, match="already running on this host"):
-            hold_rank(record.log_path, record.run_id, 2, FOREVER_S).__enter__()
-    with hold_rank(record.log_path, record.run_id, 2, FOREVER_S):
-        pass
-    beat(record, 4, 1, "left")
-    with hold_rank(record.log_path, record.run_id, 2, FOREVER_S):
-        pass
-    beat(record, 5, 1)
-    with hold_rank(record.log_path, record.run_id, 2, 0.1):
-        pass
-
-
 def test_a_killed_node_starts_again_at_once(tmp_path: Path) -> None:
     """Its lock proves that it is dead: it waits for no time-out, however long that is."""
     flags = ("coordination.dead_s=251",)
@@ -189,16 +162,6 @@ def test_the_lock_of_a_gone_run_that_is_held_stays(record: RunRecord, gone: RunR
             hold_rank(gone.log_path, gone.run_id, 1, FOREVER_S).__enter__()
 
 
-def test_what_lies_on_a_mount_that_may_be_away_is_not_looked_for(
-    record: RunRecord, gone: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = tmp_path / "mountinfo"
-    table.write_text(f"1 0 0:1 / {gone.log_path.parent} rw - nfs4 server:/x rw\n")
-    monkeypatch.setattr(mounts, "MOUNTINFO", table)
-    started(record, 2)
-    assert len(list(private_folder().path.glob("*.lock"))) == 3
-
-
 def test_of_a_disk_that_is_not_mounted_now_nothing_is_removed(
     record: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,30 +184,6 @@ def test_of_a_disk_that_is_not_mounted_now_nothing_is_removed(
     table.write_text(f"{root}2 1 0:2 / {disk} rw - ext4 /dev/vdb rw\n")
     started(record, 2)
     assert left(record) == 1
-
-
-@pytest.mark.parametrize("note", ["[]", "run 1 /tmp/run", '{"run_id": 1}', "[" * 50_000, "\udcff"])
-def test_an_invalid_note_proves_nothing(record: RunRecord, note: str) -> None:
-    started(record, 2, 7)
-    with hold_rank(record.log_path, record.run_id, 2, FOREVER_S) as lock:
-        lock.note.write_text(note, errors="surrogateescape")
-        assert not lock.last_start_was(7)
-    started(record, 3)
-    assert left(record) == 1
-
-
-def test_links_and_pipes_among_the_locks_are_neither_followed_nor_waited_for(
-    record: RunRecord, gone: RunRecord, tmp_path: Path
-) -> None:
-    outside = tmp_path / "outside"
-    outside.write_text("theirs")
-    folder = private_folder().path
-    (folder / "link.lock").symlink_to(outside)
-    (folder / "link.holder").symlink_to(outside)
-    os.mkfifo(folder / "fifo.lock")
-    os.mkfifo(folder / "fifo.holder")
-    started(record, 2)
-    assert outside.read_text() == "theirs"
 
 
 def test_nobody_takes_a_lock_that_is_being_removed(record: RunRecord, gone: RunRecord) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-
 import pytest
 
 from fsbarrier.cli.start import ranks
@@ -16,18 +14,6 @@ def rank(
 ) -> tuple[int, str] | None:
     choice = ranks.node_rank(master=master, worker=worker, environ=environ, num_nodes=num_nodes)
     return None if choice is None else (choice.value, choice.source)
-
-
-def test_without_a_variable_there_is_no_rank() -> None:
-    assert rank({}) is None
-    assert rank({"NODE_RANK": " ", "RANK": ""}) is None
-
-
-def test_flags_win_over_everything() -> None:
-    environ = {"NODE_RANK": "7", "SLURM_NODEID": "5"}
-    assert rank(environ, master=True) == (0, "--master")
-    assert rank(environ, worker=2) == (2, "--worker")
-    assert rank(environ, worker=0) == (0, "--worker")
 
 
 def test_the_order_of_the_variables() -> None:
@@ -66,11 +52,6 @@ def test_rank_counts_only_where_no_world_size_contradicts_it(
     assert rank(environ, num_nodes=num_nodes) == ((int(environ["RANK"]), "RANK") if used else None)
     elsewhere = rank({**environ, "SLURM_NODEID": "2"}, num_nodes=num_nodes)
     assert elsewhere is not None and elsewhere[1] == ("RANK" if used else "SLURM_NODEID")
-
-
-def test_mpi_only_with_one_task_a_node() -> None:
-    assert rank({"OMPI_COMM_WORLD_RANK": "1"}) is None
-    assert rank({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}) is None
 
 
 @pytest.mark.parametrize(
@@ -150,13 +131,3 @@ def test_the_number_of_nodes_comes_from_the_same_launcher() -> None:
 )
 def test_kinds_of_addresses(host: str, interface: str, kind: str) -> None:
     assert addresses.kind_of(host, interface, {"192.0.2.5"}) == kind
-
-
-def test_this_host_has_addresses_the_likely_ones_first() -> None:
-    found = addresses.addresses()
-    kinds = [item.kind for item in found]
-    assert kinds == sorted(kinds, key=("default", "other", "bridge", "link-local", "loopback").index)
-    assert len({item.host for item in found}) == len(found)
-    for host in addresses.candidate_addresses():
-        assert ipaddress.ip_address(host)
-    assert addresses.candidate_addresses()

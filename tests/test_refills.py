@@ -11,10 +11,7 @@ from cluster import FAST, Cluster, rolled_out_twice
 from test_rollout import SAMPLES, Fake, finish, make_spec, run, start
 from waiting import until
 
-from fsbarrier.data import rank_files
-from fsbarrier.errors import StoreError
 from fsbarrier.protocol.assign import refill_tasks, sample_tasks
-from fsbarrier.rollouts.claims import remove_old
 from fsbarrier.rollouts.refills import Refills
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import load, scan_rank_file
@@ -40,50 +37,6 @@ def test_all_nodes_decide_alike_on_another_round_whenever_they_look(tmp_path: Pa
     other.report(1, 0)
     assert first.another_after(1) is False and late.another_after(1) is False
     assert (first.rounds_done(), late.rounds_done()) == (2, 2)
-
-
-def test_no_round_follows_the_last(tmp_path: Path) -> None:
-    alone = Refills(tmp_path / "claims", 0, ranks=[0], already=[0, 0], enough=5)
-    alone.report(0, 0)
-    assert alone.another_after(0) is True
-    alone.report(1, 0)
-    assert alone.another_after(1) is False
-
-
-def test_the_first_report_of_a_round_stands_when_the_program_starts_again(tmp_path: Path) -> None:
-    folder = tmp_path / "claims"
-    node(folder, 0).report(0, 3)
-    node(folder, 0).report(0, 4)
-    assert [path.name for path in folder.iterdir()] == ["done-0000-0000-000003"]
-
-
-def test_each_node_removes_its_own_reports(tmp_path: Path) -> None:
-    folder = tmp_path / "claims"
-    for rank in (0, 2):
-        node(folder, rank).report(0, 1)
-    remove_old(folder, 0)
-    assert [path.name for path in folder.iterdir()] == ["done-0002-0000-000001"]
-    remove_old(folder, 2)
-    assert not folder.exists()
-
-
-def test_no_report_is_written_through_a_link(tmp_path: Path) -> None:
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "claims").symlink_to(tmp_path / "outside")
-    with pytest.raises(StoreError, match="claims"):
-        node(tmp_path / "claims", 0).report(0, 1)
-    assert list((tmp_path / "outside").iterdir()) == []
-
-
-def test_refills_do_not_change_what_the_next_iteration_draws() -> None:
-    drawn = sample_tasks(100, 8, seed=1, iteration=3)
-    rounds = refill_tasks(100, drawn, 8, most=9, seed=1, iteration=3)
-    flat = [task for tasks in rounds for task in tasks]
-    assert [len(tasks) for tasks in rounds] == [8] * 9 and len({*flat, *drawn}) == 80
-    assert refill_tasks(20, range(8), 8, most=9, seed=1, iteration=3)[1:] and not refill_tasks(
-        8, range(8), 8, most=9, seed=1, iteration=3
-    )
-    assert refill_tasks(100, drawn, 8, most=0, seed=1, iteration=3) == []
 
 
 # --- rollouts -----------------------------------------------------------------------------------------------------------
@@ -176,16 +129,6 @@ def test_a_node_waits_for_the_others_and_is_started_again_in_a_later_round(
     assert finish(second, other).result["rounds"] == 2 and tasks_in(spec, other) == list(range(8))
     # Between the file's end and the result.
     assert run(spec).result["rounds"] == 2
-
-
-def test_by_hand_the_rounds_that_were_not_begun_are_not_missing(tmp_path: Path, fake: Fake) -> None:
-    part = (
-        tmp_path / "train_trajectories" / "train_trajectories.pt.iteration5_rank_1.checkpoint.g0003i0001.part"
-    )
-    files = {"part": str(part), "checkpoint": str(part).removesuffix(".g0003i0001.part")}
-    spec = in_rounds(tmp_path, fake.url, 1, **files, tasks=[*range(12)], shares={"1": [*range(12)]})
-    assert run(spec).code == 0
-    assert rank_files.expected_tasks(rank_files.find(tmp_path, "train", 5)) == tuple(range(8))
 
 
 # --- a whole run --------------------------------------------------------------------------------------------------------

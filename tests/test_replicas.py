@@ -13,7 +13,7 @@ import pytest
 from engine_bench import NEVER, behaviour, served, stand_in, write_model
 from waiting import until
 
-from fsbarrier.engine.placement import CPUS, check_arguments, placements
+from fsbarrier.engine.placement import check_arguments, placements
 from fsbarrier.engine.replicas import RESTARTS, Keeper, Replicas
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.host.accelerators import Accelerator
@@ -49,25 +49,6 @@ def test_every_accelerator_rolls_out() -> None:
     assert seen(settings(), devices(8)[4:6], CUDA_VISIBLE_DEVICES="4,5") == ["4", "5"]
     (placed,) = placements(settings(), devices(1), {}, [0])
     assert placed.environment({})["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-
-
-def test_other_makers_have_variables_of_their_own() -> None:
-    environ = {"ROCR_VISIBLE_DEVICES": "0,1", "PATH": "/bin"}
-    two = [one.environment(environ) for one in placements(settings(), devices(2, "amd"), environ, [0])]
-    assert two == [{"HIP_VISIBLE_DEVICES": number, "PATH": "/bin"} for number in ("0", "1")]
-    part = {"CUDA_VISIBLE_DEVICES": "MIG-1234"}
-    assert seen(settings(), devices(8), **part) == ["MIG-1234"]
-    with pytest.raises(UsageError, match=r"engine\.replicas=2: only one replica is supported on a MIG"):
-        placements(settings(replicas=2), devices(8), part, [0])
-
-
-def test_replicas_on_a_cpu_have_cores_of_their_own() -> None:
-    def cores(count: int, cpus: list[int]) -> list[str | None]:
-        return [one.environment({}).get(CPUS) for one in placements(settings(replicas=count), [], {}, cpus)]
-
-    assert cores(0, [0, 1, 2, 3]) == [None]
-    assert cores(2, [0, 1, 2, 5]) == ["0,2", "1,5"]
-    assert cores(3, [0, 1]) == [None] * 3
 
 
 def test_what_does_not_fit_on_a_node_is_refused_with_what_does() -> None:
@@ -157,21 +138,6 @@ def test_an_engine_that_dies_is_back_at_its_address_with_the_same_weights(tmp_pa
     (event,) = keeper.events
     assert event["engine_note"].startswith("engine 1 is being restarted: vLLM was ended by signal 9 (SIGKILL")
     assert [info.action for info in replicas.ensure(tmp_path / "a", 1, cancel=NEVER)] == ["kept", "kept"]
-
-
-def test_a_start_under_way_ends_with_the_program_that_needed_it(
-    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replicas = make(2)
-    infos = replicas.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
-    replicas.engines[0]._environ["FAKE_VLLM"] = behaviour(tmp_path, start="hang")
-    with replicas.kept_alive() as keeper:
-        os.kill(infos[0].pid, signal.SIGKILL)
-        until((tmp_path / "fake" / "hanging").exists)
-    assert keeper.problem == "" and len(keeper.events) == 1
-    del replicas.engines[0]._environ["FAKE_VLLM"]
-    first, second = replicas.ensure(tmp_path / "a", 0, cancel=NEVER)
-    assert (first.action, second.action) == ("started", "kept")
 
 
 def test_an_engine_whose_log_cannot_be_written_is_given_up_and_comes_back_later(

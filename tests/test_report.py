@@ -6,7 +6,6 @@ import re
 import stat
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_run import FakeRun, long_run
@@ -22,7 +21,6 @@ from fsbarrier.view.report_charts import (
     Series,
     line_chart,
     stacked_bars,
-    ticks,
     timeline,
 )
 
@@ -163,17 +161,6 @@ def test_empty_and_short_runs(tmp_path: Path) -> None:
     Page(report(begun, "--iterations", "0"))
 
 
-def test_a_long_run_stays_a_small_file(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run", nodes=1, until=700)
-    run.start()
-    for iteration in range(1, 701):
-        for phase in (4, 6, 13):
-            run.row(iteration, phase)
-    html = report(run)
-    assert len(html) < 900_000
-    assert "The last 60 of 700 iterations." in html
-
-
 def test_what_was_measured_has_a_curve_and_what_was_not_has_none(tmp_path: Path) -> None:
     run = long_run(tmp_path / "run", 3, lose_at=None)
     measured = {"entropy": 1.5, "kl": 0.0, "policy_kl": 0.01, "lr": 1e-6, "mismatch_kl": 0.002}
@@ -202,22 +189,7 @@ def test_the_evaluation_at_the_end_belongs_to_no_iteration(tmp_path: Path) -> No
     assert re.search(r'text-anchor="middle">end</text>', html)
 
 
-def test_the_title_is_the_folder(tmp_path: Path) -> None:
-    html = report(long_run(tmp_path / "runs" / "smol", 1, lose_at=None))
-    assert "<h1>runs/smol " in html and "<title>runs/smol" in html
-
-
 # --- charts ------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("low", "high"),
-    [(0, 1), (0, 0.74), (-3, 5), (0, 123456), (5, 5), (0, 0), (0, 1e-9), (0.2, 0.21), (0, 1e-13)],
-)
-def test_ticks_are_round_and_enclose(low: float, high: float) -> None:
-    found = ticks(low, high)
-    assert 2 <= len(found) <= 13 and found == sorted(set(found))
-    assert found[0] <= low + 1e-12 and found[-1] >= high - 1e-12
 
 
 def numbers(svg: str, name: str) -> list[float]:
@@ -253,25 +225,3 @@ def test_charts_stay_inside_their_frame(width: int) -> None:
         assert all(0 <= float(x) <= width and 0 <= float(y) <= high for x, y in points)
         assert len(points) <= 700
     assert 'class="lost"' in svg
-
-
-def test_a_first_iteration_that_takes_long_does_not_flatten_the_others() -> None:
-    bars = [("1", [BarPiece("p2", "x", 66.0)]), *((str(i), [BarPiece("p2", "x", 4.0)]) for i in range(2, 9))]
-    svg = stacked_bars(WIDE, bars, "iteration", cut_off=True)
-    first, *others = numbers(svg, "height")
-    assert "↑ 66 s" in svg and all(height > first / 2 for height in others)
-    # Where all of it is to be compared, nothing is cut off.
-    first, *others = numbers(stacked_bars(WIDE, bars, "phase"), "height")
-    assert all(height < first / 10 for height in others)
-
-
-@pytest.mark.parametrize(
-    "chart",
-    [
-        lambda: line_chart(WIDE, [], "x"),
-        lambda: stacked_bars(WIDE, [], "x"),
-        lambda: timeline(WIDE, [], 1.0, "x"),
-    ],
-)
-def test_a_chart_of_nothing_is_nothing(chart: Any) -> None:
-    assert chart() == ""

@@ -111,14 +111,6 @@ def test_the_last_policy_and_each_set_have_figures_of_their_own(tmp_path: Path) 
     assert "rollout_agent_errors" not in before and before["rollout_reward_errors"] == "3.0"
 
 
-def test_a_run_that_has_just_begun_has_empty_figures(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run")
-    run.start()
-    table, trace, metrics = written(run, tmp_path, "csv", "perfetto", "prometheus")
-    assert table.splitlines()[0].startswith("iteration") and len(table.splitlines()) <= 2
-    assert json.loads(trace)["displayTimeUnit"] == "ms" and "fsbarrier_iteration" in metrics
-
-
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = long_run(tmp_path / "run", 1, lose_at=None)
     assert main(["report", "--log-path", str(run.log_path), "--csv", str(tmp_path)]) == 2

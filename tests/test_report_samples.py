@@ -66,12 +66,6 @@ def test_the_best_of_the_best_group_and_the_worst_of_the_worst_are_shown(run: Fa
     assert text.count("answer 7/0") == 1
 
 
-def test_the_one_drawn_by_lot_is_the_same_each_time(run: FakeRun) -> None:
-    merged(run, 3, {task: [0.5, 0.5, 0.5] for task in range(40)})
-    first, second = (report(run).split("random")[1].split("</details>")[0] for _ in range(2))
-    assert first == second
-
-
 def test_what_was_not_judged_is_neither_best_nor_worst(run: FakeRun) -> None:
     path = run.paths.part("train", 3, 0, 1, 1)
     path.parent.mkdir(exist_ok=True)
@@ -105,14 +99,6 @@ def test_nothing_in_a_trajectory_breaks_out_of_the_page(run: FakeRun) -> None:
     page = Page(html)
     assert "script" not in page.tags and "alert(1)" in page.text
     assert "\x1b" not in html and "\u202e" not in html
-
-
-def test_long_answers_and_long_episodes_are_cut(run: FakeRun) -> None:
-    messages = [{"role": "user", "content": "x" * 100_000}] * 50
-    merged(run, 3, {0: [0.5]}, messages=messages)
-    html = report(run)
-    assert "98,500 more characters" in html and "and 38 more" in html
-    assert len(html) < 200_000
 
 
 def test_without_samples_no_prompt_is_in_the_page(run: FakeRun) -> None:

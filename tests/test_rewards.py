@@ -10,8 +10,8 @@ import pytest
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.errors import UsageError
-from fsbarrier.rewards.kinds import check_answers, open_reward
-from fsbarrier.rewards.matching import exact, last_number, numeric
+from fsbarrier.rewards.kinds import open_reward
+from fsbarrier.rewards.matching import last_number
 from fsbarrier.rewards.score import Answer, Score, scores_of
 
 
@@ -30,14 +30,6 @@ def judge(kind: str, *pairs: tuple[Any, str], timeout_s: float = 60.0, **metadat
             await reward.close()
 
     return asyncio.run(run())
-
-
-def test_exact_looks_past_white_space_only() -> None:
-    assert exact(" abcd\n", "abcd") == 1.0
-    assert exact("abcd.", "abcd") == 0.0
-    assert exact("abc d", "abcd") == 0.0
-    assert exact("", "") == 1.0
-    assert exact("12", 12) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -73,16 +65,6 @@ def test_exact_looks_past_white_space_only() -> None:
 )
 def test_the_last_number_of_a_text(text: str, value: float | None) -> None:
     assert last_number(text) == (None if value is None else pytest.approx(value, rel=1e-12))
-
-
-def test_numeric_compares_within_a_relative_tolerance() -> None:
-    assert numeric("it is 0.333333334", "1/3") == 1.0
-    assert numeric("it is 0.3334", "1/3") == 0.0
-    assert numeric("no idea", 3) == 0.0
-    assert numeric("0", 0.0) == 1.0
-    assert numeric("1,000,000.5", "1000000") == 1.0  # 0.5 in a million is within the tolerance
-    assert numeric("1,000,002", "1000000") == 0.0
-    assert numeric("9" * 50_000, 1) == 0.0
 
 
 def test_math_reads_latex_and_survives_what_cannot_be_read() -> None:
@@ -194,12 +176,6 @@ def test_a_function_that_fails_is_an_error_in_the_score(file: Path, name: str, m
     assert score.reward == 0.0 and score.error is not None and message in score.error
 
 
-@pytest.mark.parametrize("name", ["hangs", "hangs_async"])
-def test_a_function_that_hangs_is_given_up(file: Path, name: str) -> None:
-    (score,) = judge(f"{file}:{name}", ("a", "a"), timeout_s=0.05)
-    assert score.error == f"{name}: no reward within 0.05 s (reward.timeout_s)"
-
-
 def test_what_cannot_be_loaded_is_one_line(tmp_path: Path, file: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("import nothing_of_this_name\n")
@@ -211,16 +187,6 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path: Path, file: Path) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             open_reward(kind)
-
-
-def test_answers_that_a_kind_can_never_judge_by_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "train.jsonl"
-    check_answers("exact", [task("a"), task(0)], path)
-    check_answers("mine.py:f", [task(None)], path)
-    with pytest.raises(UsageError, match=r"train\.jsonl, task 0: reward\.kind=exact needs an answer"):
-        check_answers("exact", [task(None)], path)
-    with pytest.raises(UsageError, match="the answer contains no number: 'abc'"):
-        check_answers("numeric", [task("abc")], path)
 
 
 MORE = """
@@ -259,13 +225,6 @@ def judged_together(kinds: str, texts: list[str], **more: Any) -> list[Score]:
 def more(tmp_path: Path) -> str:
     (tmp_path / "more.py").write_text(MORE)
     return f"{tmp_path}/more.py"
-
-
-def test_a_function_of_verls_signature_is_taken_as_it_is(more: str) -> None:
-    right, wrong = judged_together(f"{more}:compute_score", ["ab", "x"])
-    assert (right.reward, wrong.reward, right.error) == (1.0, 0.0, None)
-    assert right.parts == {"compute_score": 1.0, "acc": 1.0, "level": 3.0} and right.info == {"of": "gsm8k"}
-    assert judged_together(f"{more}:plain_score", ["ab"])[0].reward == 2.0
 
 
 def test_a_function_may_see_the_whole_group(more: str) -> None:

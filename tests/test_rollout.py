@@ -130,10 +130,6 @@ def run(spec: Path) -> Run:
     return finish(start(spec), spec)
 
 
-def prompts_asked(fake: Fake) -> int:
-    return sum(len(request["prompt"]) for request in fake.requests())
-
-
 def rolled_out(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """The trajectories of the part file by task, as they lie there."""
     groups: dict[int, list[dict[str, Any]]] = {}
@@ -199,16 +195,6 @@ def test_the_result_the_progress_and_the_checkpoint(tmp_path: Path, fake: Fake) 
     assert request["repetition_penalty"] == 1.0 and request["min_p"] == 0.0 and "seed" not in request
 
 
-def test_the_chat_template_is_told_what_the_settings_say(tmp_path: Path, fake: Fake) -> None:
-    chat = [{"role": "user", "content": "ba="}]
-    told = {"rollout.chat_template_kwargs": ["enable_thinking=false", "effort=low"]}
-    assert run(make_spec(tmp_path, fake.url, [chat], **told)).code == 0
-    rendered = [one for one in fake.requests("/tokenize") if "messages" in one]
-    assert rendered and all(
-        one["chat_template_kwargs"] == {"enable_thinking": False, "effort": "low"} for one in rendered
-    )
-
-
 def test_each_round_has_its_own_file_and_sampling(tmp_path: Path, fake: Fake) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text('{"prompt": "ca=", "answer": "ac"}\n' * 1)
@@ -235,14 +221,6 @@ def test_each_round_has_its_own_file_and_sampling(tmp_path: Path, fake: Fake) ->
     assert (shown["done"], shown["total"]) == (2 * SAMPLES + 1, 2 * SAMPLES + 1)
 
 
-def test_a_truncated_generation_is_judged_like_any_other(tmp_path: Path, fake: Fake) -> None:
-    """What the update makes of it is algorithm.truncated's affair."""
-    assert run(make_spec(tmp_path, fake.url, ["ba!long=", "dc="])).code == 0
-    cut = rolled_out(tmp_path)[0][0]
-    assert (cut["text"], cut["finish_reason"], cut["valid"], cut["reward"]) == ("ab", "length", True, 1.0)
-    assert cut["reward_parts"] == {"exact": 1.0}
-
-
 def test_after_a_broken_connection_only_what_is_missing_is_asked_for_again(
     tmp_path: Path, fake: Fake
 ) -> None:
@@ -255,13 +233,6 @@ def test_after_a_broken_connection_only_what_is_missing_is_asked_for_again(
         2: SAMPLES,
     }
     assert all(len(item["token_ids"]) == 8 + 4 for item in rolled_out(tmp_path)[1])
-
-
-@pytest.mark.parametrize("kind", ["!abort", "!busy"])
-def test_an_error_that_may_pass_is_tried_again(tmp_path: Path, fake: Fake, kind: str) -> None:
-    done = run(make_spec(tmp_path, fake.url, [f"ba{kind}=", "dc="]))
-    assert (done.code, done.stderr, done.result["reward_mean"]) == (0, "", 1.0)
-    assert len(fake.requests()) == 2
 
 
 @pytest.mark.parametrize(
@@ -308,13 +279,6 @@ def test_an_engine_that_is_not_there_is_one_line(tmp_path: Path, fake: Fake) -> 
     assert_one_line(done.stderr, f"the engine at {fake.url} does not answer", "ConnectError", "(4 tries)")
 
 
-def test_a_wrong_key_is_one_line(tmp_path: Path, fake: Fake) -> None:
-    engine = [{"url": fake.url, "api_key": "another", "model": "policy"}]
-    done = run(make_spec(tmp_path, fake.url, ["ba="], engine=engine))
-    assert done.code == 1
-    assert_one_line(done.stderr, f"the engine at {fake.url} refuses: HTTP 401")
-
-
 def test_a_server_that_gives_no_token_ids_is_one_line(tmp_path: Path) -> None:
     server = start_fake(tmp_path / "other", ids=False)
     try:
@@ -352,30 +316,6 @@ def test_an_end_in_the_middle_leaves_whole_groups_and_a_second_start_does_the_re
     assert all(len(group) == SAMPLES for group in rolled_out(tmp_path).values())
     once_more = run(spec)  # between the file's end and the result
     assert once_more.code == 0 and once_more.result["resumed_groups"] == 4 and len(fake.requests()) == 2
-
-
-def test_no_more_prompts_are_in_flight_than_set(tmp_path: Path, fake: Fake) -> None:
-    prompts = [f"{a}{b}=" for a in "abcdef" for b in "abcdef"]
-    limit = {"rollout.concurrency": 6, "rollout.samples": SAMPLES}
-    assert run(make_spec(tmp_path, fake.url, prompts, **limit)).code == 0
-    assert len(rolled_out(tmp_path)) == 36
-    assert all(len(request["prompt"]) <= 3 for request in fake.requests())
-    assert int((fake.folder / "most").read_text()) <= 6
-
-
-def test_an_evaluation_has_as_many_sequences_in_flight_as_the_rollouts(tmp_path: Path, fake: Fake) -> None:
-    prompts = [f"{a}{b}=" for a in "abcdef" for b in "ab"]
-    limit = {"rollout.concurrency": 3, "rollout.samples": 2 * SAMPLES}
-    assert run(make_spec(tmp_path, fake.url, prompts, **limit)).code == 0
-    # Six groups of half the size, in two requests.
-    assert [len(request["prompt"]) for request in fake.requests()] == [3, 3, 3, 3]
-    assert int((fake.folder / "most").read_text()) <= 6
-
-
-def test_no_task_is_a_finished_empty_file(tmp_path: Path, fake: Fake) -> None:
-    done = run(make_spec(tmp_path, fake.url, ["ba="], tasks=[], shares={"2": []}))
-    assert done.code == 0 and done.result["groups"] == 0 and done.result["reward_mean"] is None
-    assert (tmp_path / "trajectories" / "checkpoint").exists()
 
 
 def test_what_another_has_not_begun_is_taken_over(tmp_path: Path, fake: Fake) -> None:
@@ -521,12 +461,3 @@ def test_short_answers_come_whole_and_are_the_same_trajectories(tmp_path: Path, 
     asked = [bool(request.get("stream")) for request in fake.requests()]
     # Each was asked again after the broken connection.
     assert asked == sorted(asked, reverse=True) and min(asked.count(True), asked.count(False)) >= 2
-
-
-def test_a_prompt_that_fails_in_a_whole_answer_takes_no_other_with_it(tmp_path: Path, fake: Fake) -> None:
-    done = run(
-        make_spec(tmp_path, fake.url, ["dcba=", "x!400=", "ba=", "y!500="], sampling={"max_tokens": 8})
-    )
-    assert done.code == 0 and done.result["refused"] == 2
-    groups = rolled_out(tmp_path)
-    assert [groups[task][0]["finish_reason"] for task in range(4)] == ["stop", "error", "stop", "error"]

@@ -8,20 +8,15 @@ import stat
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck
-from hypothesis import given as hypothesis_given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 
 from fsbarrier import cli
 from fsbarrier.cli.start.begin import Request, Start
 from fsbarrier.cli.start.begin import begin as begin_node
-from fsbarrier.errors import TooFewNodes, UsageError
+from fsbarrier.errors import UsageError
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord
@@ -58,54 +53,11 @@ def test_the_first_record_counts(tmp_path: Path) -> None:
     assert runrecord.publish(make(tmp_path)).run_id == first.run_id
 
 
-def test_many_at_once_agree_on_one(tmp_path: Path) -> None:
-    results: list[str] = []
-    start = threading.Barrier(8)
-
-    def publish() -> None:
-        record = make(tmp_path / "run")
-        start.wait()
-        results.append(runrecord.publish(record).run_id)
-
-    threads = [threading.Thread(target=publish) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 8
-    assert set(results) == {runrecord.load(tmp_path / "run").run_id}
-    assert os.listdir(tmp_path / "run") == ["run.json"]
-
-
 def test_every_prefix_is_recognised_as_torn(tmp_path: Path) -> None:
     whole = runrecord.encode(make(tmp_path))
     for length in range(len(whole) - 1):
         with pytest.raises(ValueError, match=r"torn|record"):
             runrecord.decode(whole[:length], tmp_path)
-
-
-@hypothesis_given(st.data())
-@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_bytes_are_taken_for_a_record(tmp_path: Path, data: st.DataObject) -> None:
-    whole = runrecord.encode(make(tmp_path))
-    at = data.draw(st.integers(0, len(whole) - 2))
-    changed = whole[:at] + bytes([data.draw(st.integers(0, 255))]) + whole[at + 1 :]
-    for candidate in (data.draw(st.binary(max_size=200)), changed):
-        try:
-            record = runrecord.decode(candidate, tmp_path)
-        except (ValueError, UsageError):
-            continue
-        assert runrecord.encode(record) == whole  # only white space or an equal spelling was changed
-
-
-def test_what_lies_in_a_folder_without_a_record(tmp_path: Path) -> None:
-    """Another start of the same run may have made the record since this one last looked: then it is that run's."""
-    for name in ("checkpoints", "coordination"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").touch()
-    assert runrecord.without_record(tmp_path) == ["checkpoints", "coordination"]
-    (tmp_path / "run.json").touch()
-    assert runrecord.without_record(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -127,12 +79,6 @@ def test_an_edited_or_newer_record_is_one_line(tmp_path: Path, change: dict[str,
     assert message in str(caught.value)
     assert "run.json" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_folder_in_place_of_the_record_is_one_line(tmp_path: Path) -> None:
-    RunPaths(tmp_path).record.mkdir()
-    with pytest.raises(UsageError, match="not a run's record: it is a folder; use another --log-path"):
-        runrecord.load(tmp_path)
 
 
 def test_no_run_there(tmp_path: Path) -> None:
@@ -174,17 +120,6 @@ def test_a_worker_waits_for_node_0_and_says_so(tmp_path: Path) -> None:
     assert record == runrecord.load(log_path)
     assert len(lines) == 1
     assert "node 0 (--master)" in lines[0]
-
-
-def test_waiting_has_an_end_that_names_whom_it_waited_for(tmp_path: Path) -> None:
-    with pytest.raises(TooFewNodes, match=r"node 0 has not made .*run\.json within 0\.05 s"):
-        runrecord.wait(tmp_path / "run", 0.05)
-
-
-def test_waiting_ends_at_a_record_of_another_version(tmp_path: Path) -> None:
-    RunPaths(tmp_path).record.write_text('{"schema": 99}')
-    with pytest.raises(UsageError, match="format 99"):
-        runrecord.wait(tmp_path, 60.0)
 
 
 # --- agreeing -----------------------------------------------------------------------------------------------------------
@@ -247,29 +182,6 @@ def test_resume_refuses_a_fresh_directory(tmp_path: Path) -> None:
     assert not begin(tmp_path / "run", master=True, resume=True).created
 
 
-def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
-    for who in ({"master": True}, {"worker": 1}, {}):
-        start = begin(tmp_path / "run", "program=ping", f"num_nodes={2 if who else 1}", dry_run=True, **who)
-        assert start.record.settings.program == "ping"
-    assert os.listdir(tmp_path) == []
-
-
-def test_the_built_in_task_in_a_dry_run(tmp_path: Path) -> None:
-    record = begin(tmp_path / "run", "rollout.samples=4", dry_run=True).record
-    assert record.settings.rollout.samples == 4
-    assert record.settings.rollout.max_tokens == 8
-    assert record.settings.iterations is None
-    assert record.tasks["train"]["path"] == str(tmp_path / "run" / "demo" / "train.jsonl")
-    assert record.model == str(tmp_path / "run" / "demo" / "model")
-
-
-def test_the_number_of_nodes_from_the_launcher(tmp_path: Path) -> None:
-    environ = {"SLURM_NODEID": "0", "SLURM_NNODES": "4"}
-    assert begin(tmp_path, "program=ping", environ=environ).record.settings.num_nodes == 4
-    worker = begin(tmp_path, environ={"SLURM_NODEID": "3", "SLURM_NNODES": "4"})
-    assert worker.node_rank == 3
-
-
 def test_a_task_file_that_changed_is_named(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text("{}\n")
@@ -296,26 +208,6 @@ def test_reading_a_record_needs_no_heavy_package() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_run_of_an_older_version_goes_on_with_defaults_for_what_it_did_not_know(tmp_path: Path) -> None:
-    record = make(tmp_path, "num_nodes=2", "program=toy", "coordination.beat_s=1.5", "custom.mine=7")
-    old = {name: value for name, value in record.settings.as_json().items() if name != "toy"}
-    old["coordination"] = {k: v for k, v in old["coordination"].items() if k != "stall_timeout_s"} | {
-        "gone": 1
-    }
-    body = json.loads(runrecord.encode(record)) | {"settings": old}
-    del body["digest"]
-    RunPaths(tmp_path).record.write_text(json.dumps({**body, "digest": runrecord._digest(body)}))
-    assert begin(tmp_path, worker=1).record.settings == record.settings
-
-
-@pytest.mark.parametrize("run_id", ["../elsewhere", "", ".hidden", "a/b", "a b", "a\nb", "x" * 101])
-def test_a_run_has_a_name_that_folders_may_have(tmp_path: Path, run_id: str) -> None:
-    """The nodes keep files of their own under it."""
-    runrecord.publish(replace(make(tmp_path), run_id=run_id))
-    with pytest.raises(UsageError, match="its run_id is no name"):
-        runrecord.load(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("words", "written"),
     [
@@ -337,16 +229,3 @@ def test_what_a_command_writes_into_a_shared_run_is_open_to_the_group(
     assert cli.main([words[0], "--log-path", str(tmp_path / "run"), *words[1:]]) == 0
     files.set_shared_group(False)
     assert stat.S_IMODE((tmp_path / "run" / written).stat().st_mode) in (0o660, 0o770)
-
-
-def test_what_trackers_leave_in_a_shared_run_is_open_to_the_group(tmp_path: Path) -> None:
-    from fsbarrier.workers.track import Trackers
-
-    files.set_shared_group(True)
-    paths = runrecord.publish(make(tmp_path / "run", "shared_group=true")).paths
-    files.set_shared_group(False)
-    spec = {"log_path": str(paths.root), "project": "p", "names": []}
-    Trackers(spec, print).bring(0)
-    files.set_shared_group(False)
-    assert stat.S_IMODE(paths.trackers.stat().st_mode) == 0o770
-    assert stat.S_IMODE((paths.trackers / "iterations.csv").stat().st_mode) == 0o660

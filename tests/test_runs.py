@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from deep_folders import nested
 from fake_run import FakeRun, long_run
 
 from fsbarrier.cli import main
-from fsbarrier.view.listing import print_listing
 
 QUICK = {"coordination.beat_s": 0.05}
 
@@ -49,13 +47,6 @@ def test_each_run_is_one_line_the_newest_first(
     assert lines[2].startswith("done") and "–" in lines[2]
 
 
-def test_a_folder_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runs", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"no runs in {tmp_path}\n"
-    assert main(["runs", str(tmp_path / "none")]) == 2
-    assert "none: No such file" in capsys.readouterr().err
-
-
 def test_folders_that_are_nested_too_deep_cost_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,22 +54,3 @@ def test_folders_that_are_nested_too_deep_cost_one_line(
     with nested(run.log_path / "nested"):
         assert main(["runs", str(tmp_path / "runs")]) == 0
     assert "skipped deep: its folders are nested too deeply" in capsys.readouterr().err
-
-
-def test_on_a_narrow_terminal_only_the_names_of_runs_are_shortened(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = ("run", "state", "last activity")
-    rows = [("a-run-with-a-name-that-is-rather-long", "finished", "15 min ago"), ("b", "failed", "3 d ago")]
-
-    def printed() -> list[str]:
-        print_listing(names, rows, right=("last activity",), shortened="run", styles={})
-        return capsys.readouterr().out.splitlines()
-
-    assert printed()[1].split() == ["a-run-with-a-name-that-is-rather-long", "finished", "15", "min", "ago"]
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    for columns in (40, 45):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        name, *rest = printed()[1].split()
-        assert name.startswith("a-run-with-a") and name.endswith("…")
-        assert rest == ["finished", "15", "min", "ago"] and len(printed()[1]) <= columns

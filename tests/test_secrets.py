@@ -13,45 +13,15 @@ from fake_run import FakeRun
 from fsbarrier import cli
 from fsbarrier.cli.pool.directory import PoolDirectory
 from fsbarrier.engine.engine import Engine
-from fsbarrier.processes.secret_variables import TRACKERS_KEYS, without_secrets
+from fsbarrier.processes.secret_variables import without_secrets
 from fsbarrier.processes.supervisor import Child, StartFailed
 from fsbarrier.run.worker_program import _environment
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.journal import Journal
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.resolve import resolve
-from fsbarrier.store.printable import printable, without_passwords
 
 CANARY = "hunter2canary"
-
-
-def test_of_an_address_the_password_is_left_out() -> None:
-    assert (
-        without_passwords(f"at https://me:{CANARY}@host/v1?x=1, again")
-        == "at https://me:***@host/v1?x=1, again"
-    )
-    assert without_passwords(f"http://:{CANARY}@h") == "http://:***@h"
-    for harmless in ("http://host:8000/v1", "me@host", "a://b/c:d@e", "12:30 at http://h/p"):
-        assert without_passwords(harmless) == harmless
-    hostile = "://" * 200_000 + "@"
-    assert without_passwords(hostile) == hostile
-
-
-@pytest.mark.parametrize(
-    ("text", "seen"),
-    [
-        ("\x1b[31mred\x1b[0m", "red"),
-        ("\x9b31mred", "red"),
-        ("\x1b]0;title\x07text", "text"),
-        ("\x1b]8;;http://x\x1b\\link", "link"),
-        ("a\rb\nc\td", "a b c d"),
-        ("\u202etxt.exe\u2066", "txt.exe"),
-        ("\x00\x07\x08nul\udc80", "nul"),
-        ("語 é ✓", "語 é ✓"),
-    ],
-)
-def test_a_terminal_gets_nothing_that_it_obeys(text: str, seen: str) -> None:
-    assert printable(text) == seen
 
 
 def test_variables_with_secrets_are_left_out() -> None:
@@ -95,12 +65,6 @@ def test_only_their_own_program_gets_the_keys_of_a_runs_trackers(monkeypatch: py
         for argv in (("python", "-m", "fsbarrier.workers.rollout"), ("mine.py",)):
             found = _environment(argv, settings, Path("/private"))
             assert {name for name, value in found.items() if value == CANARY} == kept
-
-
-def test_the_trackers_whose_keys_are_known_are_trackers() -> None:
-    for name, keys in TRACKERS_KEYS.items():
-        assert resolve([], {"tracker.names": name}, cross_checks=False).tracker.names == (name,)
-        assert not without_secrets(dict.fromkeys(keys, "x"))
 
 
 def test_settings_that_are_shown_have_no_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

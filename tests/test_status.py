@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import socket
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster import FAST, Cluster
 from fake_run import FakeRun, long_run
-from rich.console import Console
 
 from fsbarrier import cli
 from fsbarrier.rundir import journal
 from fsbarrier.store.identity import boot_id
-from fsbarrier.view import run_status, terminal_lines
-from fsbarrier.view.node_table import nodes_table
-from fsbarrier.view.run_reader import RunReader
+from fsbarrier.view import terminal_lines
 from fsbarrier.view.run_status import RunStatus, read_status
 
 QUICK = {"coordination.beat_s": 0.2, "coordination.dead_s": 1.0}
@@ -122,69 +117,6 @@ def test_a_process_that_is_gone_from_this_host_needs_no_watching(tmp_path: Path)
     assert status.state == "stalled"
     assert [one.state for one in status.nodes] == ["lost", "lost"]
     assert f"process {NO_PROCESS} is gone" in status.problems[0]
-
-
-def test_how_long_a_barrier_waits_is_known_by_this_hosts_clock(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run", nodes=2, **HERE)
-    for rank in (0, 1):
-        run.join(rank, pid=os.getpid())
-    run.begin((0, 1), "start")
-    for rank in (0, 1):
-        run.line(rank, "phase_started", (1, 0, 0))
-    run.line(0, "work_finished", (1, 0, 0), work_s=0.0)
-    run.done(0, 1, 0)
-    reader = RunReader(run.log_path)
-    status = judge_at(reader, 1030.0)  # the journal's clock began at 1000
-    assert status.waiting_for is not None
-    assert (status.waiting_for.node_ranks, status.waiting_for.for_s) == ((1,), 30.0)
-
-
-def judge_at(reader: RunReader, now: float) -> RunStatus:
-    reader.poll(now)
-    return run_status.status_of(reader, now)
-
-
-def test_ages_grow_on_the_onlookers_own_clock(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run")
-    run.start()
-    reader = RunReader(run.log_path)
-    seen = []
-    for now, counter in ((0.0, 1), (1.0, 2), (2.0, 2), (5.0, 2), (8.0, 2)):
-        for rank in range(3):
-            run.beat(rank, counter if rank == 0 else counter + round(now), "running", (1, 0))
-        seen.append(node(judge_at(reader, now), 0))
-    assert [one.state for one in seen] == ["running", "running", "running", "running", "suspected"]
-    assert [one.last_beat_age_s for one in seen] == [None, 0.0, 1.0, 4.0, 7.0]
-
-
-def test_before_the_first_generation_the_missing_ranks_are_named(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run", extra=QUICK)
-    run.join(0)
-    run.beat(0, 1, "joining", (0, 0))
-    stop = beating(run, (0,), (0, 0))
-    try:
-        status = status_of(run)
-    finally:
-        stop.set()
-    assert status.state == "running" and status.phase is None and status.leader is None
-    assert [one.state for one in status.nodes] == ["running", "absent", "absent"]
-    assert status.waiting_for is not None and status.waiting_for.node_ranks == (1, 2)
-    assert "node 1 has not been started yet" in status.problems
-
-
-def test_a_node_that_joins_again_has_no_place_yet(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run", extra=QUICK)
-    run.start()
-    run.lose(2, 1, 2, after=5.0, resume=1)
-    run.join(2)
-    stop = beating(run, (0, 1), (1, 2))
-    run.beat(2, 1, "joining", (0, 0))
-    try:
-        status = status_of(run)
-    finally:
-        stop.set()
-    again = node(status, 2)
-    assert again.incarnation == 2 and again.phase is None and again.state in ("joining", "suspected")
 
 
 def test_a_verdict_is_broken_and_its_reason_is_the_first_problem(tmp_path: Path) -> None:
@@ -327,71 +259,6 @@ def test_a_folder_that_is_something_else_never_crashes(tmp_path: Path, name: str
     assert read_status(run.log_path, watch=False).state == "stalled"
 
 
-def test_reports_of_one_moment_come_in_the_order_of_the_ranks(tmp_path: Path) -> None:
-    """However the filesystem lists the journals, the same node's report is shown at each look."""
-    run = FakeRun(tmp_path / "run", nodes=9)
-    for rank in (5, 0, 8, 3, 1, 7, 2, 6, 4):
-        run.join(rank)
-    reader = RunReader(run.log_path)
-    assert [event.node_rank for event in reader.poll(0.0)] == list(range(9))
-
-
-def test_lines_written_in_pieces_are_read_once_and_whole(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run", nodes=1)
-    run.start()
-    reader = RunReader(run.log_path)
-    reader.poll(0.0)
-    journal = run.paths.journal(0, 1)
-    before = journal.read_bytes()
-    run.iteration(1, range(5))
-    new = journal.read_bytes()[len(before) :]
-    events = []
-    journal.write_bytes(before)
-    for start in range(0, len(new), 97):
-        with journal.open("ab") as stream:
-            stream.write(new[start : start + 97])
-        events += [event.name for event in reader.poll(float(start))]
-    assert len(events) == new.count(b"\n")
-    assert len(reader.history.rewards()) == 1
-
-
-def test_a_long_run_keeps_only_the_newest_times(tmp_path: Path) -> None:
-    run = long_run(tmp_path / "run", 12, lose_at=None)
-    reader = RunReader(run.log_path, keep=3)
-    reader.poll(0.0)
-    assert [one.iteration for one in reader.times()] == [9, 10, 11, 12]
-    assert len(reader.history.rewards()) == 12
-
-
-def test_of_a_long_run_the_newest_part_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is, each result and each loss are the same; the times are those of the newest iterations, each of them whole."""
-    run = long_run(tmp_path / "run", 12)
-    parse, parsed = journal.parse, list[object]()
-    monkeypatch.setattr(journal, "parse", lambda *args: parsed.append(args) or parse(*args))
-    whole = RunReader(run.log_path)
-    whole.poll(0.0)
-    lines, parsed[:] = len(parsed), []
-    for next_one, all_pasts in ((13, False), (14, True)):
-        short = RunReader(run.log_path, newest_bytes=4 * 30_000, all_pasts=all_pasts)
-        short.poll(0.0)
-        assert (short.position, short.places, short.history.rewards()) == (
-            whole.position,
-            whole.places,
-            whole.history.rewards(),
-        )
-        assert short.history.losses == whole.history.losses
-        known = [one.iteration for one in short.times()]
-        assert known == list(range(known[0], next_one)) and 6 <= known[0] <= 11
-        assert short.times() == whole.times()[known[0] - 1 :]
-        assert len(parsed) < lines / 2
-        parsed.clear()
-        # From then on it reads what is new, all of it.
-        before = len(short.spans())
-        run.iteration(next_one, range(2))
-        assert len(list(short.poll(1.0))) == len(list(whole.poll(1.0))) > 0
-        assert len(short.spans()) > before
-
-
 @pytest.mark.parametrize("cut", [1, 2, 3, 40, 99, 100, 101, 102, 150, 1000])
 def test_a_journal_may_be_cut_anywhere(tmp_path: Path, cut: int) -> None:
     """Nothing rare is left out or read twice, wherever the newest part begins."""
@@ -435,27 +302,3 @@ def test_a_real_run_from_its_start_to_its_end(tmp_path: Path) -> None:
         all(r.train is not None and r.test is not None for r in status.rewards) and len(status.rewards) == 2
     )
     assert {"run", "model", "train_trajectories", "logs"} <= status.files.keys()
-
-
-def test_several_engines_of_a_node_have_a_row_each_where_there_is_room(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run", extra=QUICK)
-    run.start()
-    status = status_of(run)
-    engines = [
-        {"replica": 0, "up": True, "sequences": 128, "tokens": 12_000},
-        {"replica": 1, "up": False, "sequences": 0, "tokens": 64},
-    ]
-    busy = replace(status.nodes[0], progress={"done": 1, "total": 2, "engines": engines})
-    several = replace(status, nodes=(busy, *status.nodes[1:]))
-
-    def rows(most: int | None) -> str:
-        console = Console(width=100, file=io.StringIO())
-        console.print(nodes_table(several, 100, most))
-        return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
-
-    first, second = [text.split() for text in rows(None).splitlines() if "engine " in text]
-    assert first == ["up", "engine", "0", "128", "sequences,", "12k", "tokens", "so", "far"]
-    assert second[:3] == ["down", "engine", "1"]
-    assert "engine 0" in rows(5) and "engine 0" not in rows(4)
-    odd = replace(several, nodes=(replace(busy, progress={"engines": ["what"]}),))
-    nodes_table(odd, 100)

@@ -37,10 +37,8 @@ from fsbarrier.protocol.rows import Row, Slice, Table
 from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.state import Node, ResumePoint, View
 from fsbarrier.protocol.succession import (
-    all_done,
     first_of_session,
     kept_decisions,
-    next_number,
     start_of_session,
     successor,
     with_decision,
@@ -51,19 +49,6 @@ WHOLE, ROLLOUTS, UPDATES = (OPEN, CLOSE), (OPEN, MERGE), (PROBE, CLOSE)
 
 def situation(node: Node, view: View | None = None, **changes: Any) -> Situation:
     return Situation(node, view if view is not None else sees(), NOW, rules(**changes))
-
-
-# --- numbers -----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("newest", "at_least", "expected"),
-    [(None, 0, 1), (generation(4), 0, 5), (generation(4), 9, 10), (generation(4), 4, 5)],
-)
-def test_the_next_number_is_above_all_that_is_known(
-    newest: Generation | None, at_least: int, expected: int
-) -> None:
-    assert next_number(sees(newest), at_least) == expected
 
 
 # --- the next generation ---------------------------------------------------------------------------------------------------
@@ -86,15 +71,6 @@ def test_the_next_number_is_above_all_that_is_known(
 def test_a_generation_goes_on_where_the_row_says(row: int, choice: str, start: int) -> None:
     node = at_row(0, row, iteration=4, generation=generation(choices={"rl_phase": choice}))
     assert successor(situation(node), FIRST.members, "why").start == Position(4, start)
-
-
-def test_it_does_not_go_back_before_the_slice_that_is_run() -> None:
-    """Where a row resumes before its own slice: a session that runs the slice alone has nothing there."""
-    rows = Row(0, "a"), Row(1, "b", each="work", resume="a"), Row(2, "c")
-    table: Table[object] = Table("t", rows, (Slice("last", "b", "c", result="c"),))
-    for choice, start in (("", 0), ("last", 1)):
-        node = at_row(0, 1, generation=generation(choices={"rl_phase": choice}))
-        assert successor(situation(node, table=table), FIRST.members, "why").start == Position(1, start)
 
 
 def test_members_stand_in_order_and_the_lowest_leads() -> None:
@@ -159,12 +135,6 @@ def test_the_lowest_rank_that_came_says_what_is_asked_for() -> None:
     assert (made.until, made.choices, made.start) == (5, {"rl_phase": "rollout"}, Position(1, OPEN))
 
 
-def test_members_stand_in_order_in_whichever_their_starts_were_seen() -> None:
-    view = View(joins=started(2, 0, 1), ledger=waiters(2, 1, 0)["ledger"])
-    made = first_of_session(situation(waiting(1), view), left_off())
-    assert (made.ranks, made.leader) == ((0, 1, 2), 0)
-
-
 def test_where_its_record_is_not_seen_nothing_is_asked_for() -> None:
     made = first_of_session(situation(waiting(0), View(ledger=heard(ranks=()))), left_off())
     assert (made.ranks, made.until, made.choices, made.reason) == ((0,), None, {}, "start")
@@ -178,15 +148,6 @@ def test_a_session_that_goes_on_is_not_called_a_start_and_keeps_what_was_decided
     made = first_of_session(situation(waiting(0, incarnation=2, baseline=1), view), found)
     assert (made.number, made.reason, made.start, made.attempt) == (2, "start again", Position(3, PUBLISH), 0)
     assert made.decisions == {"merge": decided(3, {"n": 3}), "close": decided(2, {"c": 2})}
-
-
-@pytest.mark.parametrize(
-    ("iteration", "until", "expected"), [(4, 3, True), (3, 3, False), (4, None, False), (1, 0, True)]
-)
-def test_a_session_has_nothing_to_do_beyond_its_last_iteration(
-    iteration: int, until: int | None, expected: bool
-) -> None:
-    assert all_done(Position(iteration, OPEN), until) is expected
 
 
 # --- where a session begins ------------------------------------------------------------------------------------------------
@@ -275,11 +236,6 @@ def test_a_slice_has_no_end_of_its_own() -> None:
     table = replace(TABLE, closing=TABLE.rows[PUBLISH:])
     found = ResumePoint(Position(5, PROBE), {}, generation=3, span=UPDATES)
     assert start_of_session(found, UPDATES, table, 4) == Position(5, PROBE)
-
-
-def test_a_program_without_slices_tells_nothing_of_what_was_made() -> None:
-    table: Table[object] = Table("plain", (Row(0, "a"), Row(1, "b")))
-    assert start_of_session(left_off(7, 0, of=3, span=(0, 0)), (0, 1), table) == Position(1, 0)
 
 
 @pytest.mark.parametrize(

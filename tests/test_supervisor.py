@@ -16,9 +16,7 @@ from process_tree import DEADLINE_S
 
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.processes import processes, supervisor
-from fsbarrier.processes.supervisor import Child, StartFailed, StillRunning
-from fsbarrier.rundir import log_tail
-from fsbarrier.store import files
+from fsbarrier.processes.supervisor import Child, StartFailed
 
 Start = Callable[..., Child]
 
@@ -102,46 +100,10 @@ def test_a_folder_that_is_not_there(start: Start, tmp_path: Path) -> None:
     assert caught.value.returncode == 126
 
 
-def test_no_python_to_guard_with(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/no/python")
-    with pytest.raises(StartFailed, match="cannot start a guard with '/no/python': No such file"):
-        start("true")
-
-
-def test_a_guard_that_fails_is_quoted(start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("raise SystemExit('the reason')")
-    monkeypatch.setattr(supervisor, "GUARD", tmp_path / "broken.py")
-    with pytest.raises(StartFailed, match="the guard ended at once: the reason"):
-        start("true")
-
-
-def test_a_guard_that_does_not_answer(start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "mute.py").write_text("import os, sys\nwhile os.read(int(sys.argv[1]), 4096): pass")
-    monkeypatch.setattr(supervisor, "GUARD", tmp_path / "mute.py")
-    monkeypatch.setattr(supervisor, "START_S", 0.05)
-    with pytest.raises(StartFailed, match="the guard did not answer for"):
-        start("true")
-
-
-@pytest.mark.parametrize("argv", [[], [""], ["a\0b"]])
-def test_no_command(argv: list[str], start: Start) -> None:
-    with pytest.raises(ValueError, match="empty command"):
-        start(*argv)
-
-
 def test_a_log_that_cannot_be_written(start: Start, log: Path) -> None:
     log.mkdir(parents=True)
     with pytest.raises(StoreError, match=rf"^work: cannot write its log {log}: Is a directory"):
         start("true")
-
-
-def test_a_log_that_is_a_link_elsewhere_is_refused(start: Start, log: Path, tmp_path: Path) -> None:
-    log.parent.mkdir(parents=True)
-    (tmp_path / "target").write_text("precious")
-    log.symlink_to(tmp_path / "target")
-    with pytest.raises(StoreError, match="symbolic link"):
-        start("true")
-    assert (tmp_path / "target").read_text() == "precious"
 
 
 def test_the_environment_is_exactly_the_one_given(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,22 +116,6 @@ def test_the_environment_is_exactly_the_one_given(start: Start, monkeypatch: pyt
     assert seen == expected
     monkeypatch.setenv("OURS", "inherited")
     assert "inherited" in output(start(*python("import os; print(os.environ['OURS'])")))
-
-
-def test_a_big_environment_and_many_arguments_arrive(start: Start) -> None:
-    env = {f"NAME{i}": "x" * 1000 for i in range(900)}
-    code = "import os, sys; print(sum(map(len, os.environ.values())) >= 900_000, len(sys.argv))"
-    assert output(start(*python(code), *["y" * 100] * 3000, env=env)) == "True 3001"
-    with pytest.raises(StartFailed, match="Argument list too long"):
-        start("true", "x" * 10_000_000)
-
-
-def test_it_runs_in_its_folder(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert output(start("pwd", cwd=tmp_path)) == str(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "below").mkdir()
-    assert output(start("pwd", cwd="below")) == str(tmp_path / "below")
-    assert output(start("pwd")) == str(tmp_path)
 
 
 def test_it_inherits_no_descriptor_of_ours(start: Start, tmp_path: Path) -> None:
@@ -227,42 +173,6 @@ def test_the_log_is_private_and_says_what_started_without_the_environment(start:
     assert "secret" not in log.read_text()
 
 
-def test_the_log_is_the_groups_too_in_a_shared_run(start: Start, log: Path) -> None:
-    files.set_shared_group(True)
-    try:
-        assert start("true").wait(DEADLINE_S) == 0
-    finally:
-        files.set_shared_group(False)
-    assert log.stat().st_mode & 0o777 == 0o660
-
-
-def test_tail_gives_only_this_starts_last_lines(start: Start, log: Path) -> None:
-    assert start("echo", "of an earlier start").wait(DEADLINE_S) == 0
-    child = start("sh", "-c", "printf 'one\\n\\ntwo\\nthree'")
-    assert child.wait(DEADLINE_S) == 0
-    assert child.last_log_lines() == ["one", "two", "three"]
-    assert child.last_log_lines(2) == ["two", "three"]
-    assert child.last_log_lines(0) == []
-    os.truncate(log, 3)
-    assert child.last_log_lines() == ["---"]
-    log.unlink()
-    assert child.last_log_lines() == [f"(cannot read {log}: No such file or directory)"]
-
-
-def test_tail_is_bounded_and_fit_for_a_terminal(start: Start) -> None:
-    code = (
-        "import sys; out = sys.stdout.buffer; out.write(b'first\\n' + b'x' * 200_000 + b'\\nlast\\n');"
-        "out.write(b'bad \\xff byte\\n\\x1b[31mred\\x1b[0m \\x1b]0;title\\x07bell\\x07\\n10%\\r50%\\r100%\\r\\n')"
-    )
-    child = start(*python(code))
-    assert child.wait(DEADLINE_S) == 0
-    assert child.last_log_lines() == ["last", "bad � byte", "red bell", "100%"]
-    assert sum(len(line) for line in child.last_log_lines(10**9)) <= log_tail.TAIL_BYTES
-    endless = start(*python("import sys; sys.stdout.write('x' * 200_000)"))
-    assert endless.wait(DEADLINE_S) == 0
-    assert [len(line) for line in endless.last_log_lines()] == [log_tail.TAIL_BYTES]
-
-
 def test_stop_asks_first(start: Start) -> None:
     child = start("sh", "-c", "trap 'echo bye; exit 3' TERM; echo here; while :; do sleep 0.01; done")
     until_said(child, "here")
@@ -293,59 +203,6 @@ def test_stop_reaches_a_stopped_program(start: Start) -> None:
         assert not select.select([pidfd], [], [], 0.001)[0]
     os.close(pidfd)
     assert child.stop(DEADLINE_S) == 5
-
-
-def test_a_shorter_grace_overrules_a_longer_one(start: Start) -> None:
-    child = start("sh", "-c", "trap '' TERM; echo here; while :; do sleep 1000; done")
-    until_said(child, "here")
-    codes: list[int] = []
-    patient = threading.Thread(target=lambda: codes.append(child.stop(10_000.0)))
-    patient.start()
-    codes.append(child.stop(0.0))
-    patient.join(DEADLINE_S)
-    assert codes == [-signal.SIGKILL] * 2
-
-
-def test_stop_says_what_does_not_end(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing survives SIGKILL here, so the wait for it is cut down to nothing."""
-    child = start("sh", "-c", "trap '' TERM; echo here; while :; do sleep 1000; done")
-    until_said(child, "here")
-    with monkeypatch.context() as patch:
-        patch.setattr(supervisor, "KILL_S", -10_000.0)
-        with pytest.raises(
-            StillRunning, match=rf"work: processes .*{child.pid}.* survived SIGKILL"
-        ) as caught:
-            child.stop(10_000.0)
-    assert child.pid in caught.value.pids
-    assert child.stop(0.0) == -signal.SIGKILL
-
-
-def test_waiting_ends_with_the_program_or_the_time(start: Start) -> None:
-    child = start("sleep", "1000")
-    assert child.poll() is None and child.wait(0.0) is None and child.wait(0.05) is None
-    assert child.pids() == {child.pid}
-    assert not select.select([child], [], [], 0)[0]
-    os.kill(child.pid, signal.SIGTERM)
-    assert select.select([child], [], [], DEADLINE_S)[0]  # it fits a selector
-    assert child.wait(DEADLINE_S) == -signal.SIGTERM
-
-
-def test_many_threads_may_wait(start: Start) -> None:
-    child = start("sleep", "1000")
-    codes: list[int | None] = []
-    threads = [threading.Thread(target=lambda: codes.append(child.wait(DEADLINE_S))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    assert child.stop() == -signal.SIGTERM
-    for thread in threads:
-        thread.join()
-    assert codes == [-signal.SIGTERM] * 8
-
-
-def test_as_a_context_it_is_stopped_at_the_end(start: Start) -> None:
-    with start("sleep", "1000") as child:
-        assert child.poll() is None
-    assert child.poll() == -signal.SIGTERM
 
 
 def test_without_standard_streams_of_our_own(tmp_path: Path) -> None:

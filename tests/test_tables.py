@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from fsbarrier.aggregate import Part, aggregate, iter_trajectories, load
+from fsbarrier.aggregate import Part, aggregate
 from fsbarrier.cli import main
 from fsbarrier.data import tables
-from fsbarrier.errors import UsageError
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import RankFileWriter
 
@@ -106,27 +105,6 @@ def test_parquet_has_typed_columns(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert json.loads(row["metadata"]) == {"answer": "abcd"} and row["turns"] is None
 
 
-def test_fields_of_ones_own_are_kept_and_tokens_may_be_left_out(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    with RankFileWriter(tmp_path / "file", header={}) as writer:
-        writer.append_group(0, [one(0, 0, 1, segments=[0, 2], colour=array("d", [0.5]))])
-        writer.finish()
-    tables.export([tmp_path / "file"], tmp_path / "a.parquet", tokens=False)
-    (row,) = parquet.read_table(tmp_path / "a.parquet").to_pylist()
-    assert json.loads(row["other"]) == {"segments": [0, 2], "colour": [0.5]} and row["token_ids"] is None
-    tables.export([tmp_path / "file"], tmp_path / "a.jsonl", tokens=False)
-    assert "token_ids" not in json.loads((tmp_path / "a.jsonl").read_text())
-
-
-def test_a_file_may_be_named_from_home(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No shell replaces the ~ in `--file=~/run/...`."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    merged = RunPaths(run).merged("train", 1).relative_to(tmp_path)
-    assert export(run, tmp_path / "a.jsonl", f"--file=~/{merged}") == 0, capsys.readouterr().err
-
-
 def memory(path: Path, out: Path) -> int:
     """The most that writing `out` takes, in bytes."""
     tracemalloc.start()
@@ -173,10 +151,3 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing(
     assert export(run, tmp_path / "a.jsonl", "--iteration", "1") == 2
     assert "merge the valid groups by hand" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "run", "there.jsonl"]
-
-
-def test_the_python_interface(run: Path) -> None:
-    merged = RunPaths(run).merged("train", 1)
-    assert len(load(merged)["trajectories"]) == len(list(iter_trajectories(merged))) == 8
-    with pytest.raises(UsageError, match=r"must end in \.jsonl or \.parquet"):
-        tables.export([merged], run / "x.csv")

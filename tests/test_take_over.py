@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -13,18 +12,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
 from cluster import FAST, REPO, Cluster
 from waiting import until
 
 from fsbarrier.aggregate import Part, aggregate
-from fsbarrier.errors import StoreError
 from fsbarrier.protocol.assign import lots, split_by_weight
 from fsbarrier.rollouts.claims import Claims, remove_old
 from fsbarrier.rollouts.early_end import EarlyEnd
 from fsbarrier.rundir.names import CUT
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.store import files
 from fsbarrier.trajectories import load, scan_rank_file
 from scripts.lab.bench_take_over import roll_out, toy_spec
 
@@ -84,12 +80,6 @@ def test_many_nodes_at_once_take_each_task_once(tmp_path: Path) -> None:
     assert [sorted(node.taken_over) for node in nodes] == [sorted(tasks) for tasks in others] and any(others)
 
 
-def test_a_share_that_is_fixed_is_taken_without_a_trace(tmp_path: Path) -> None:
-    alone = Claims({0: [1, 2], 1: [3]}, 0, folder=None)
-    assert [alone.take(), alone.take(), alone.take()] == [(1,), (2,), ()]
-    assert alone.summary()["claims"] == 0 and list(tmp_path.iterdir()) == []
-
-
 def test_a_program_that_starts_again_gets_what_it_had_claimed(tmp_path: Path) -> None:
     shares = [[0, 1], [10, 11, 12]]
     before = claims(tmp_path, shares, 0)
@@ -99,48 +89,6 @@ def test_a_program_that_starts_again_gets_what_it_had_claimed(tmp_path: Path) ->
     assert again.take() == (11,) and again.summary()["taken_over"] == 2
     newer = claims(tmp_path, shares, 0, incarnation=2)  # another start of the node is another owner
     assert newer.take() == (10,)
-
-
-def test_an_answer_that_is_lost_on_its_way_is_no_lost_claim(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node, create, asked = claims(tmp_path, [[0, 1]], 0), files.create_exclusive, []
-
-    def unreliable(path: Path, data: bytes, **more: Any) -> bool:
-        asked.append(path.name)
-        won = create(path, data, **more)
-        if len(asked) == 1:
-            raise OSError(5, "Input/output error")
-        return won
-
-    monkeypatch.setattr(files, "create_exclusive", unreliable)
-    assert node.take() == (0,) and asked == ["lot-0000-000000"] * 2 and node.lost == 0
-    monkeypatch.setattr(files, "create_exclusive", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "gone")))
-    with pytest.raises(StoreError, match=r"lot-0000-000001: cannot be claimed: gone"):
-        node.take()
-
-
-def test_without_hard_links_a_lost_answer_is_no_lost_claim_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The claim is made and the answer lost: a node that took it for another's would leave its task to nobody."""
-    opened, failed = os.open, set[str]()
-
-    def lost(path: Any, flags: int, *more: Any, **others: Any) -> int:
-        fd, name = opened(path, flags, *more, **others), Path(path).name
-        if flags & os.O_EXCL and name.startswith("lot-") and name not in failed:
-            failed.add(name)
-            os.close(fd)
-            raise OSError(errno.EIO, "Input/output error", str(path))
-        return fd
-
-    monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EOPNOTSUPP, "none")))
-    monkeypatch.setattr(os, "open", lost)
-    node = claims(tmp_path, [[0, 1]], 0)
-    assert [node.take() for _ in range(3)] == [(0,), (1,), ()] and node.lost == 0
-    assert claims(tmp_path, [[0, 1]], 0).take() == (0, 1), "an interrupted start finds its claims"
-    remove_old(tmp_path, 0)
-    assert not tmp_path.exists()
 
 
 def test_old_claims_are_removed_by_those_whose_shares_they_were(tmp_path: Path) -> None:
@@ -180,15 +128,6 @@ def test_the_phase_ends_after_its_grace_and_all_see_it(tmp_path: Path) -> None:
     now[0] += 0.1
     assert first.reached() and (tmp_path / CUT).exists()
     assert second.reached() and view(2).reached()
-
-
-def test_a_count_that_is_being_replaced_stands(tmp_path: Path) -> None:
-    early_end = EarlyEnd(tmp_path, 0, wanted=4, already=0, share=0.5, grace_s=0.0)
-    (tmp_path / "durable-0001").write_text("1\n")
-    assert not early_end.reached()
-    (tmp_path / "durable-0001").write_text("")
-    early_end.report(1)
-    assert early_end.reached()
 
 
 # --- real rollouts ----------------------------------------------------------------------------------------------------
@@ -332,12 +271,3 @@ def test_of_more_groups_the_first_with_signal_are_kept(tmp_path: Path) -> None:
     assert metadata["rolled_out"] == {"trajectories": 12, "reward_mean": 0.75}
     assert merge(4)[0] == [0, 2, 3, 5]  # too few with signal: filled up
     assert merge(100)[0] == list(range(6))
-
-
-def test_claims_are_not_written_through_a_link(tmp_path: Path) -> None:
-    outside, folder = tmp_path / "outside", tmp_path / "claims"
-    outside.mkdir()
-    folder.symlink_to(outside)
-    with pytest.raises(StoreError, match="claims"):
-        claims(folder, [[1, 2], [3]], 0).take()
-    assert list(outside.iterdir()) == []

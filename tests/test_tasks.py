@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,14 +43,6 @@ def test_text_and_chat_prompts_are_read_with_answer_and_metadata(tmp_path: Path)
     assert (second.task_id, second.prompt, second.messages, second.answer) == ("17", tuple(chat), chat, 2)
     assert third.answer == "g"
     assert read_tasks(path).count == 3
-
-
-def test_only_the_wanted_lines_are_parsed(tmp_path: Path) -> None:
-    path = write(tmp_path / "train.jsonl", "not json", {"prompt": "a", "answer": "b"}, "{}")
-    found = read_tasks(path, [1])
-    assert (found.count, list(found.tasks)) == (3, [1])
-    with pytest.raises(UsageError, match=r"train\.jsonl: has 3 tasks, so none with index 7"):
-        read_tasks(path, [1, 7])
 
 
 def test_parquet_with_verls_columns(tmp_path: Path) -> None:
@@ -121,34 +111,6 @@ def test_a_mistake_is_one_line_that_names_file_and_line(
         read_tasks(path)
     text = str(caught.value)
     assert text.startswith(f"{path}, line ") and message in text and "\n" not in text and len(text) < 400
-
-
-def test_empty_lines_at_the_end_are_no_tasks(tmp_path: Path) -> None:
-    assert read_tasks(write(tmp_path / "a.jsonl", GOOD, "", "  ")).count == 1
-    assert read_tasks(write(tmp_path / "b.jsonl")).count == 0
-
-
-def test_what_is_no_task_file_is_named(tmp_path: Path) -> None:
-    for path, message in (
-        (tmp_path / "none.jsonl", "cannot read the file: No such file"),
-        (tmp_path / "tasks.csv", "must end in .jsonl or .parquet"),
-    ):
-        with pytest.raises(UsageError, match=message) as caught:
-            read_tasks(path)
-        assert str(path) in str(caught.value)
-    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe4", "answer": "b"}\n')
-    with pytest.raises(UsageError, match="line 1: is not UTF-8"):
-        read_tasks(tmp_path / "latin.jsonl")
-
-
-def test_reading_json_lines_imports_nothing_heavy(tmp_path: Path) -> None:
-    path = write(tmp_path / "train.jsonl", GOOD)
-    code = (
-        "import sys; from pathlib import Path; from fsbarrier.data import tasks; tasks.read_tasks(Path(sys.argv[1]));"
-        "print([m for m in ('pyarrow', 'numpy', 'pydantic', 'torch') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_a_run_that_never_evaluates_needs_no_test_tasks() -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from cluster import FAST, REPO, Cluster, Event
 from fake_run import long_run
-from test_hostile_files import KINDS
 
 from fsbarrier.cli.start.begin import Request, begin
 from fsbarrier.errors import UsageError
@@ -87,12 +86,6 @@ def test_a_missing_package_is_refused_by_name(tmp_path: Path) -> None:
     ):
         begin(Request(tuple(chosen), {}, master=True))
     assert not (tmp_path / "run").exists()
-
-
-def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
-    chosen = from_words(["program=ping", "tracker.names=wandbb"], known_names())
-    with pytest.raises(UsageError, match=r"tracker\.names: must be 'wandb', "):
-        begin(Request(tuple(chosen), {}, master=True))
 
 
 def has(cluster: Cluster, name: str, iteration: int) -> None:
@@ -167,29 +160,6 @@ def test_accelerate_itself_takes_what_it_is_told(tmp_path: Path) -> None:
     assert [line["step"] for line in heard(tmp_path)] == [1, 2]
     assert all("train_reward" in line for line in heard(tmp_path))
     assert [line.get("last_policy/test_reward") for line in heard(tmp_path)] == [None, 0.625]
-
-
-@pytest.mark.parametrize("kind", ["fifo", "link", "sparse"])
-def test_the_trackers_progress_is_read_from_a_plain_file_alone(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "outside").write_text('{"through": {}, "ids": {}}')
-    KINDS[kind](tmp_path / "progress.json")
-    with pytest.raises(OSError, match=r"plain file|bytes"):
-        TrackerState.read(tmp_path / "progress.json")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[" * 100_000,
-        '{"through": {"wandb": Infinity}, "ids": {}}',
-        '{"through": {"a": "x"}, "ids": {}}',
-        "[]",
-    ],
-)
-def test_an_invalid_progress_file_of_the_trackers_is_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "progress.json").write_text(text)
-    with pytest.raises(ValueError):
-        TrackerState.read(tmp_path / "progress.json")
 
 
 def test_a_tracker_writes_behind_no_link(tmp_path: Path) -> None:

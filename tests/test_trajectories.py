@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import resource
 import shutil
-import signal
-import stat
 import subprocess
 import sys
 import tempfile
-import textwrap
-import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import cast
 from unittest import mock
 
 import pytest
@@ -28,9 +20,7 @@ from trajectory_files import group, trajectory, write_part
 from fsbarrier.data.merge import collect
 from fsbarrier.data.merge_plan import MergeRequest, Part
 from fsbarrier.data.rank_file import HEAD
-from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import StoreError, UsageError
-from fsbarrier.rollouts.shared_flush import SharedFlush
 from fsbarrier.trajectories import (
     FormatError,
     GroupEntry,
@@ -200,44 +190,6 @@ def test_every_flipped_bit_is_seen(tmp_path: Path) -> None:
         content[place] ^= bit
 
 
-def test_damage_in_a_finished_file_is_an_error(tmp_path: Path) -> None:
-    path = small_part(tmp_path / "part", finished=True)
-    content = bytearray(path.read_bytes())
-    content[scan_rank_file(path).groups[1].body_offset + 3] ^= 1
-    path.write_bytes(content)
-    assert scan_rank_file(path).damaged == ("the group of task 1 is damaged (checksum)",)
-    for read in (load, lambda path: list(iter_trajectories(path))):
-        with pytest.raises(FormatError, match="task 1 is damaged"):
-            read(path)
-
-
-def test_every_kind_of_value_comes_back(tmp_path: Path) -> None:
-    path = write_part(tmp_path / "part", (4, 2, 9), finished=True)
-    wanted = [item for task in (4, 2, 9) for item in group(task)]
-    assert load(path)["trajectories"] == wanted
-    metadata = load(path)["metadata"]
-    assert metadata["run_id"] == "run-1" and metadata["finished"] is True
-    with RankFileWriter(tmp_path / "other", header={"run_id": "r"}) as writer:
-        writer.append_group(0, [trajectory(0, 0) | {"pair": (1, [2**300, -(2**64)])}])
-    assert load(tmp_path / "other")["trajectories"][0]["pair"] == [1, [2**300, -(2**64)]]
-
-
-def test_a_finished_file_stays_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "part"
-    with RankFileWriter(path, header=HEADER) as writer:
-        writer.append_group(0, group(0))
-        first = writer.finish()
-        assert writer.finish() == first
-        with pytest.raises(StoreError, match="finished"):
-            writer.append_group(1, group(1))
-    content = path.read_bytes()
-    with RankFileWriter(path, header=HEADER) as writer:
-        assert writer.finished and writer.finish() == first
-        with pytest.raises(StoreError, match="finished"):
-            writer.append_group(1, group(1))
-    assert path.read_bytes() == content
-
-
 def test_anothers_file_is_refused(tmp_path: Path) -> None:
     path = write_part(tmp_path / "part", [1])
     with pytest.raises(UsageError, match="another rollout"):
@@ -268,15 +220,6 @@ def test_a_bad_trajectory_writes_nothing(tmp_path: Path) -> None:
     assert len(load(path)["trajectories"]) == 2
 
 
-def test_files_are_private_whatever_the_umask(tmp_path: Path) -> None:
-    old = os.umask(0)
-    try:
-        path = small_part(tmp_path / "part")
-    finally:
-        os.umask(old)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
 def test_what_is_acknowledged_was_flushed_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[int] = []
     real = os.fsync
@@ -286,89 +229,6 @@ def test_what_is_acknowledged_was_flushed_before(tmp_path: Path, monkeypatch: py
             writer.append_group(task, group(task))
             assert flushed[-1] == writer.valid_bytes
         assert flushed[-1] < writer.finish().bytes == flushed[-1]
-
-
-def test_groups_that_come_together_share_a_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flushed: list[int] = []
-    real = os.fsync
-    path = tmp_path / "part"
-    with RankFileWriter(path, header=HEADER) as writer:
-        monkeypatch.setattr("os.fsync", lambda fd: (flushed.append(os.fstat(fd).st_size), real(fd))[1])
-        groups = writer.append_groups({task: group(task) for task in range(3)})
-        assert flushed == [writer.valid_bytes] == [groups[-1].end]
-        before = path.stat().st_size
-        bad = trajectory(4, 0) | {"metadata": {"when": {1, 2}}}
-        with pytest.raises(UsageError, match="when is a set"):
-            writer.append_groups({3: group(3), 4: [bad]})
-        assert path.stat().st_size == before and len(writer.groups) == 3, "not even the good one's bytes"
-        writer.append_group(4, group(4))
-        writer.finish()
-    assert [item["task_index"] for item in load(path)["trajectories"]] == [0, 0, 1, 1, 2, 2, 4, 4]
-
-
-class SlowFlushes:
-    """A RankFileWriter whose flushes take until `go` is set; `fails`: they end in an error."""
-
-    def __init__(self) -> None:
-        self.go, self.flushes, self.fails = threading.Event(), list[list[int]](), False
-
-    def append_groups(self, groups: Mapping[int, Sequence[Trajectory]]) -> None:
-        self.flushes.append(list(groups))
-        self.go.wait()
-        if self.fails:
-            raise StoreError("the disk is full")
-
-
-def test_what_comes_while_a_flush_is_under_way_shares_the_next() -> None:
-    async def run() -> None:
-        writer = SlowFlushes()
-        appending = SharedFlush(cast(RankFileWriter, writer))
-        tasks = [asyncio.create_task(appending.append(task, [])) for task in range(50)]
-        while not writer.flushes:
-            await asyncio.sleep(0)
-        tasks += [asyncio.create_task(appending.append(task, [])) for task in range(50, 60)]
-        # Each new one runs until it waits.
-        await asyncio.sleep(0)
-        assert not any(task.done() for task in tasks), "nobody goes on before its group is on disk"
-        tasks[55].cancel()
-        writer.go.set()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await appending.rest()
-        # The one that was cancelled is written too.
-        assert writer.flushes == [[*range(50)], [*range(50, 60)]]
-
-    asyncio.run(run())
-
-
-def test_a_flush_that_fails_fails_everybody_who_waits() -> None:
-    async def run() -> None:
-        writer = SlowFlushes()
-        writer.fails = True
-        writer.go.set()
-        appending = SharedFlush(cast(RankFileWriter, writer))
-        ended = await asyncio.gather(
-            *(appending.append(task, []) for task in range(3)), return_exceptions=True
-        )
-        assert [type(one) for one in ended] == [StoreError] * 3
-        with pytest.raises(StoreError):
-            await appending.rest()
-
-    asyncio.run(run())
-
-
-def test_a_group_that_cannot_be_written_takes_no_others_with_it(tmp_path: Path) -> None:
-    async def run() -> None:
-        with RankFileWriter(tmp_path / "part", header=HEADER) as writer:
-            appending = SharedFlush(writer)
-            groups = [group(0), [{**group(1)[0], "note": object()}], group(2)]
-            tasks = [appending.append(task, made) for task, made in enumerate(groups)]
-            ended = await asyncio.gather(*tasks, return_exceptions=True)
-            assert any(isinstance(one, UsageError) for one in ended)
-            with pytest.raises(UsageError, match="note is a object"):
-                await appending.rest()
-
-    asyncio.run(run())
-    assert [one.task_index for one in scan_rank_file(tmp_path / "part").groups] == [0, 2]
 
 
 def test_a_full_disk_leaves_a_valid_file(tmp_path: Path) -> None:
@@ -406,48 +266,6 @@ def test_after_a_failed_flush_nothing_more_is_written(
         with pytest.raises(StoreError, match="unusable after a failed flush"):
             writer.append_group(1, group(1))
         assert [entry.task_index for entry in writer.groups] == [0]
-
-
-def test_threads_share_a_writer(tmp_path: Path) -> None:
-    with RankFileWriter(tmp_path / "part", header=HEADER) as writer, ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda task: writer.append_group(task, group(task)), range(20)))
-        info = writer.finish()
-    assert (info.groups, info.trajectories, info.bytes) == (20, 40, (tmp_path / "part").stat().st_size)
-    assert {item["task_index"] for item in load(tmp_path / "part")["trajectories"]} == set(range(20))
-
-
-def test_a_killed_writer_loses_nothing_acknowledged(tmp_path: Path) -> None:
-    program = textwrap.dedent(
-        """
-        import sys
-        from pathlib import Path
-        from trajectory_files import group
-        from fsbarrier.trajectories import RankFileWriter
-        with RankFileWriter(Path(sys.argv[1]), header={}) as writer:
-            for task in range(100000):
-                writer.append_group(task, group(task, tokens=2000))
-                print(task, flush=True)
-        """
-    )
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
-    child = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path / "part")],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": paths},
-    )
-    assert child.stdout is not None
-    with child.stdout:
-        for _ in range(10):
-            acknowledged = int(child.stdout.readline())
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        rest = child.stdout.read().split()
-    acknowledged = max([acknowledged, *(int(line) for line in rest if line)])
-    scan = scan_rank_file(tmp_path / "part")
-    assert [entry.task_index for entry in scan.groups][: acknowledged + 1] == list(range(acknowledged + 1))
-    for number, item in enumerate(iter_trajectories(tmp_path / "part")):
-        assert item == trajectory(number // 2, number % 2, tokens=2000)
 
 
 KILLED_AT_EACH_BYTE = """

@@ -22,14 +22,11 @@ from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position
 from fsbarrier.protocol.state import Node, RowPart, Rules, Stage
 from fsbarrier.run import superseding
-from fsbarrier.rundir import checkpoints
-from fsbarrier.rundir.journal import Journal
 from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.sections import Settings
-from fsbarrier.store import files
 
 ROWS = tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES))
 RULES = Rules(Program("ping", ROWS), 2)
@@ -158,47 +155,6 @@ def test_a_stop_that_cannot_be_read_is_one_all_the_same(tmp_path: Path, name: st
     assert stop is None or (not stop.now and "000001.json cannot be read: no record of fsbarrier" in stop.who)
 
 
-@pytest.fixture
-def forbidden(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """What another user wrote, like root, so that this one may not read it: files with these words in their paths."""
-    words, read = set[str](), files.read_created
-
-    def reading(path: Path) -> bytes:
-        if any(word in str(path) for word in words):
-            raise PermissionError(13, "Permission denied", str(path))
-        return read(path)
-
-    monkeypatch.setattr(files, "read_created", reading)
-    return words
-
-
-def test_a_start_of_another_user_ends_nobody(tmp_path: Path, forbidden: set[str]) -> None:
-    """Example: node 1 is started as root in a container. Nobody can take it in, and the others go on."""
-    forbidden.add("node-0001")
-    agent = node_loop(tmp_path)
-    paths, store = agent.observer.paths, agent.store
-    store.create(paths.generation(1), Generation(1, (Member(0, 1),), 0, Position(1, 0), "start", until=9))
-    store.put(paths.join(1, 1), Join(1, 1, "host", 1, "boot"))
-    for second in range(20):
-        store.put(paths.beat(1, 1), Beat(1, 1, second, "host", 1, "joining"))
-        agent.tick(float(second))
-    assert agent.exit is not None and agent.exit.reason == "9 iterations are done"
-
-
-def test_a_generation_of_another_user_is_named_with_what_to_do(tmp_path: Path, forbidden: set[str]) -> None:
-    forbidden.add("gen-000001")
-    agent = node_loop(tmp_path)
-    generation = agent.observer.paths.generation(1)
-    agent.store.create(generation, Generation(1, (Member(0, 1),), 0, Position(1, 0), "start"))
-    for second in range(20):
-        agent.tick(float(second))
-    assert agent.exit is not None and agent.exit.code == 3
-    assert agent.exit.reason.startswith(
-        f"{generation} cannot be read for 15 s: Permission denied: another user"
-    )
-    assert "--shared-group" in agent.exit.reason
-
-
 def test_a_failure_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
     """Others who can read it go on without this node; without an end it would wait for ever."""
     agent = node_loop(tmp_path, rank=1)
@@ -214,21 +170,6 @@ def test_a_failure_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> Non
         agent.tick(float(second))
     assert agent.exit is not None
     assert agent.exit.code == 3 and agent.exit.reason.startswith(f"{fact} cannot be read")
-
-
-def test_a_stop_of_another_user_that_this_one_may_not_read_ends_no_node_by_an_error(
-    tmp_path: Path, forbidden: set[str]
-) -> None:
-    """Example: root calls `fsbarrier stop`. Such a request counts as one that cannot be read."""
-    forbidden.add("/stops/")
-    observer = Observer(PosixStore(), RunPaths(tmp_path), RULES.table)
-    observer.prepare()
-    observer.registry.learn_join(Join(0, 1, "host", 1, "boot"))
-    me = Node(0, 1, 0.0, started_as=1)
-    (tmp_path / "coordination" / "stops" / "000001.json").touch()
-    assert observer.view(me, 0.0).stop is None
-    stop = observer.view(me, 15.0).stop
-    assert stop is not None and not stop.now and "000001.json cannot be read: Permission denied" in stop.who
 
 
 def test_after_a_flipped_bit_the_run_goes_neither_back_nor_elsewhere(tmp_path: Path) -> None:
@@ -307,35 +248,6 @@ def test_what_a_recovery_records_knows_the_newest_starts_and_hands_the_settings_
     generation = found.generation
     assert (generation.number, generation.start, generation.leader) == (3, Position(2, 0), 0)
     assert generation.members == (Member(0, 2), Member(1, 3)) and generation.settings == changed
-
-
-def test_a_recovered_run_keeps_its_best_version(tmp_path: Path) -> None:
-    paths, store = RunPaths(tmp_path), PosixStore()
-    for folder in (paths.joins, paths.generations):
-        store.make_dir(folder)
-    store.create(paths.generation(1), Generation(1, (Member(0, 1),), 0, Position(1, 0), "start"))
-    store.create(paths.join(0, 1), Join(0, 1, "host", 1, "boot"))
-    flip_a_bit(paths.generation(1))
-    served = paths.checkpoint(7, 1)
-    (served / "model").mkdir(parents=True)
-    (served / "model" / "weights").write_text("7")
-    checkpoints.write_manifest(served, 7)
-    checkpoints.publish_link(tmp_path, served)
-    beside = {"best_reward": 0.5, "best_policy_version": 3, "best_folder": "policy-000003.g0001"}
-    beside["best_sampled_how"] = "one"
-    journal = Journal(paths.journal(0, 1), run_id="run", node_rank=0, incarnation=1)
-    for number in (6, 7):
-        value = {**beside, "folder": str(paths.checkpoint(number, 1)), "best_policy_version": number - 4}
-        place = {"incarnation": 1, "generation": 1, "iteration": number, "phase": 11, "phase_name": "publish"}
-        journal.write("weights_published", 0.0, place, value)
-    journal.close()
-    record = cast(
-        RunRecord, SimpleNamespace(paths=paths, settings=Settings(program="toy"), log_path=tmp_path)
-    )
-    found = superseding.needed(record, 8)
-    assert found is not None
-    value = found.generation.decisions["weights_publish"]["value"]
-    assert {name: value[name] for name in beside} == beside and value["policy_version"] == 7
 
 
 def other_clone(folder: Path, file: str, old: str, new: str) -> dict[str, str]:

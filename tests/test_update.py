@@ -25,7 +25,6 @@ from trainer_bench import (
 
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.rundir import checkpoints
-from fsbarrier.settings.sections import Settings
 
 pytestmark = pytest.mark.torch
 
@@ -207,20 +206,6 @@ def test_another_policy_in_the_place_of_the_published_one_is_refused(tmp_path: P
     checkpoints.check_identity(tmp_path / "v1", "v1:")
 
 
-def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
-    work = bench(tmp_path)
-    work.prepare()
-    work.update("v1")
-    with pytest.raises(ProgramFailed, match="belongs to policy version 1, but the model is version 4"):
-        work.update("v5", version=5, before="v1")
-    (tmp_path / "v1" / "trainer" / "part-00000.safetensors").write_bytes(b"torn")
-    with pytest.raises(ProgramFailed, match=r"part-00000\.safetensors: cannot read the file"):
-        work.update("v2", version=2, before="v1")
-    (tmp_path / "v1" / "trainer" / "layout.json").unlink()
-    with pytest.raises(ProgramFailed, match=r"layout\.json, listed in MANIFEST\.json, cannot be read"):
-        work.update("v2", version=2, before="v1")
-
-
 def test_weights_that_were_not_served_are_noticed(tmp_path: Path) -> None:
     work = bench(tmp_path)
     work.prepare()
@@ -238,19 +223,6 @@ def test_log_probabilities_are_compared_at_the_sampling_temperature(tmp_path: Pa
     work.nested["rollout"]["temperature"] = 1.0
     with pytest.raises(ProgramFailed, match="max_logprob_gap"):
         work.update("other")
-
-
-def test_the_bound_fits_the_lower_precision(tmp_path: Path) -> None:
-    from fsbarrier.training.logprob_gap import limit_of
-    from fsbarrier.training.processes import Processes
-
-    processes = Processes(settings_of(tmp_path).trainer)
-    exact = limit_of(settings_of(tmp_path), processes)
-    assert limit_of(settings_of(tmp_path, engine__dtype="bfloat16"), processes) > 10 * exact
-
-
-def settings_of(folder: Path, **overrides: Any) -> Settings:
-    return Bench(folder, settings(**overrides)).settings
 
 
 def test_a_loss_that_is_no_number_leaves_no_checkpoint(tmp_path: Path) -> None:
@@ -324,18 +296,6 @@ def test_a_model_folder_without_all_its_weights_is_refused(tmp_path: Path) -> No
         config.write_text(json.dumps(known | wrong))
         with pytest.raises(UsageError, match=f"cannot be loaded: .*{said}"):
             work.update("v1")
-
-
-def test_leftovers_of_an_attempt_go_and_a_complete_version_stays(tmp_path: Path) -> None:
-    work = bench(tmp_path)
-    work.prepare()
-    (tmp_path / "v1" / "model").mkdir(parents=True)
-    (tmp_path / "v1" / "model" / "model-00001-of-00002.safetensors").write_bytes(b"half")
-    work.update("v1")
-    assert "model/model-00001-of-00002.safetensors" not in checkpoints.verify(tmp_path / "v1").files
-    assert "model/tokenizer.json" in checkpoints.verify(tmp_path / "v1").files
-    with pytest.raises(ProgramFailed, match="is already a complete policy version"):
-        work.update("v1")
 
 
 def test_rejection_sampling_makes_successes_likelier(tmp_path: Path) -> None:
@@ -433,21 +393,6 @@ def same_weights(work: Any, one: str, other: str) -> bool:
 
     first, second = work.weights(one), work.weights(other)
     return all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_norms_and_biases_do_not_decay(tmp_path: Path) -> None:
-    """With a gradient of nothing only the decay moves weights: lr * decay of each a step."""
-    import torch
-
-    work = bench(tmp_path, optimizer__weight_decay=0.5, optimizer__lr=0.1, optimizer__warmup_steps=0)
-    work.nested["trainer"] |= {"epochs": 1, "minibatch": 24}
-    work.prepare()
-    change_batch(work, weights=lambda weights: 0 * weights)
-    assert work.update("v1")["lr"] == 0.1
-    before, after = work.weights(""), work.weights("v1")
-    for name, weight in before.items():
-        kept = 1 if "norm" in name or name.endswith("bias") else 0.95
-        torch.testing.assert_close(after[name], kept * weight)
 
 
 def test_a_try_after_a_failure_takes_less_at_a_time(tmp_path: Path) -> None:

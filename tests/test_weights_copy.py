@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import errno
-import shutil
 import signal
 import subprocess
 import sys
-from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.host import memory
+from fsbarrier.errors import ProgramFailed
 from fsbarrier.program import PublishWeights
-from fsbarrier.run import run_node, work_kinds
+from fsbarrier.run import work_kinds
 from fsbarrier.run.job import RowJob, Workplace
 from fsbarrier.run.weights import checked_weights
 from fsbarrier.rundir import checkpoints, weights_copy
 from fsbarrier.rundir.weights_copy import WeightsCopy
-from fsbarrier.settings.sections import CheckpointSettings, EngineSettings, Settings
 from fsbarrier.store import reading
 from fsbarrier.store.own_folder import own_folder
 
@@ -104,13 +100,6 @@ def test_what_differs_from_the_manifest_is_never_served(
     assert not list(copies.folder.iterdir())
 
 
-def test_a_copy_that_lacks_a_file_of_weights_is_given_up(model: Path, place: Workplace) -> None:
-    first = next(iter(WEIGHTS))
-    copies = left_by_the_trainer(place, {first: WEIGHTS[first]})
-    assert checked_weights(model, RowJob(), place)[0] == model
-    assert not list(copies.folder.iterdir())
-
-
 def test_a_copy_of_what_was_never_committed_is_not_served(model: Path, place: Workplace) -> None:
     """Its node died between the copy and the commit, say: without a manifest there is nothing that vouches for it."""
     copies = left_by_the_trainer(place)
@@ -128,36 +117,12 @@ def test_when_the_version_itself_is_damaged_no_copy_hides_it(model: Path, place:
         checked_weights(model, RowJob(), place)
 
 
-def test_a_file_of_weights_beside_the_published_ones_is_not_loaded(model: Path, place: Workplace) -> None:
-    """Whoever loads the folder would take it for a part of the policy."""
-    place.weights = None
-    # No engine loads these.
-    (model / "runs").mkdir()
-    (model / "README.md").write_text("notes")
-    assert checked_weights(model, RowJob(), place)[0] == model
-    place.checked_model = None
-    (model / "model.safetensors").write_bytes(b"o")
-    with pytest.raises(ProgramFailed, match=r"model\.safetensors is not listed in MANIFEST"):
-        checked_weights(model, RowJob(), place)
-
-
 def replaced_as_a_whole(model: Path) -> str:
     """The identity of the policy that was published there; another run's is in its place now, and its manifest agrees with it."""
     published = checkpoints.identity(VERSION, checkpoints.read_manifest(model.parent).digest)
     (model / next(iter(WEIGHTS))).write_bytes(b"o" * 1000)
     checkpoints.write_manifest(model.parent, 6)
     return published
-
-
-def test_a_folder_that_was_replaced_as_a_whole_is_never_served(model: Path, place: Workplace) -> None:
-    place.weights = None
-    published = replaced_as_a_whole(model)
-    with pytest.raises(ProgramFailed, match=f"{VERSION} holds another policy than was published"):
-        checked_weights(model, RowJob(), place, published)
-    # It is what its own manifest says.
-    assert checked_weights(model, RowJob(), place)[0] == model
-    with pytest.raises(ProgramFailed, match="holds another policy"):
-        checked_weights(model, RowJob(), place, published)
 
 
 def test_a_copy_does_not_hide_that_the_version_was_replaced_or_lost_its_manifest(
@@ -204,17 +169,6 @@ def test_a_mount_that_fails_for_a_while_is_waited_for(
         checked_weights(model, RowJob(), place, published)
 
 
-@pytest.mark.parametrize("policy", ["", "start", f"{VERSION}:"])
-def test_what_was_published_without_a_digest_is_only_compared_with_its_manifest(
-    model: Path, place: Workplace, policy: str
-) -> None:
-    replaced_as_a_whole(model)
-    assert checked_weights(model, RowJob(), place, policy)[0] == model
-    # The run's first model.
-    (model.parent / checkpoints.MANIFEST).unlink()
-    assert checked_weights(model, RowJob(), place, policy) == (model, [])
-
-
 def test_the_next_update_removes_the_copy_and_what_an_attempt_left(model: Path, place: Workplace) -> None:
     copies = left_by_the_trainer(place)
     checked_weights(model, RowJob(), place)
@@ -232,50 +186,6 @@ def test_without_room_there_is_no_copy(
     assert not place.weights.begin(VERSION, 15_200_000_000)
     _, (line,) = checked_weights(model, RowJob(), place)
     assert "3.1 GB may be written to" in line["note"] and not list(place.weights.folder.iterdir())
-
-
-def test_half_of_the_memory_that_is_left_may_be_filled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 0, 100))
-    monkeypatch.setattr(memory, "host_memory", lambda: (200, 80))
-    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "none")
-    monkeypatch.setattr(memory, "mount_of", lambda path: SimpleNamespace(kind="tmpfs"))
-    assert memory.free_bytes(tmp_path) == 40
-    # A container's limit counts too; what it only remembers of files does not.
-    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
-    for name, text in {
-        "memory.max": "60\n",
-        "memory.current": "50\n",
-        "memory.stat": "anon 20\nactive_file 15\ninactive_file 15\n",
-    }.items():
-        (tmp_path / name).write_text(text)
-    assert memory.free_bytes(tmp_path) == 20
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory.free_bytes(tmp_path) == 40
-    monkeypatch.setattr(memory, "mount_of", lambda path: SimpleNamespace(kind="ext4"))
-    assert memory.free_bytes(tmp_path) == 100
-
-
-def test_where_the_copy_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def place(kind: str, wanted: str = "auto", **more: Any) -> Path | None:
-        family = SimpleNamespace(family=SimpleNamespace(category=kind))
-        monkeypatch.setattr(run_node, "mount_of", lambda path: family)
-        settings = Settings(checkpoint=CheckpointSettings(weights_dir=wanted), **more)
-        return run_node.place_for_weights(settings, tmp_path)
-
-    monkeypatch.setattr(run_node, "SHARED_MEMORY", tmp_path)
-    assert place("close-to-open") == tmp_path and place("local") is None
-    assert place("close-to-open", "none") is None
-    assert place("local", str(tmp_path / "nvme")) == tmp_path / "nvme" and (tmp_path / "nvme").is_dir()
-    # A server of the user's own may be in another container.
-    assert place("close-to-open", engine=EngineSettings(url="http://here")) is None
-    monkeypatch.setattr(run_node, "SHARED_MEMORY", tmp_path / "gone")
-    assert place("close-to-open") is None
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"checkpoint\.weights_dir=.*/file/below: "):
-        place("local", str(tmp_path / "file" / "below"))
 
 
 HOLDS = """
