@@ -85,14 +85,13 @@ def table(stage: Stage, told: set[Rule]) -> str:
     lines = [
         f"## {stage.name}",
         "",
-        "| | rule | when | leads to | may ask for |",
-        "| --- | --- | --- | --- | --- |",
+        "| | rule | when | leads to |",
+        "| --- | --- | --- | --- |",
     ]
     for number, rule in enumerate(RULES[stage], 1):
         name = f"| {number} | `{rule.__name__}` |"
         leads_to = ", ".join(sorted(other.name for other in stages(rule)))
-        rest = f"{first_sentence(rule)} | {leads_to} | {', '.join(actions(rule))}"
-        lines.append(f"{name} {'as above | | ' if rule in told else rest} |")
+        lines.append(f"{name} {'as above |' if rule in told else f'{first_sentence(rule)} | {leads_to}'} |")
     told.update(RULES[stage])
     return "\n".join(lines) + "\n"
 
