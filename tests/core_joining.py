@@ -31,60 +31,11 @@ from core_cases import ENDED, NOBODY, Case, ends, entered, goes_along, lost, ove
 
 from fsbarrier.protocol import machine
 from fsbarrier.protocol.codec import Fault
-from fsbarrier.protocol.facts import Member, Verdict
+from fsbarrier.protocol.facts import Verdict
 from fsbarrier.protocol.membership import JOINING, Ledger
 from fsbarrier.protocol.state import Action, Exit, FindResumePoint, Node, Note, RowPart, Unreadable, View
 
 TWO_TO_THREE = rules(min_nodes=2, limits=replace(LIMITS, last_call_s=10.0))
-#: node 2 was not there when nodes 0 and 1 were asked to stop, and did
-MISSED = replace(asked_to_stop(), alive=(Member(0, 1), Member(1, 1)))
-STOPPED = heard(seen(0, state="stopped"), seen(1, state="stopped"), ranks=())
-ASKED_BEFORE_IT_CAME = [
-    Case(
-        "it does not wait for those who were asked to stop before it came",
-        waiting(2, for_s=15.0),
-        sees(None, missed_stop=MISSED, ledger=STOPPED, joins=started(0, 1, 2)),
-        machine.end_with_a_stopped_start,
-        ends(
-            0,
-            "stopped",
-            "stopped before it came, as ann@host9 asked the others; start it again to begin anew",
-        ),
-        ENDED,
-    ),
-    Case(
-        "for a while they may be started again",
-        waiting(2, for_s=14.9),
-        sees(None, missed_stop=MISSED, ledger=STOPPED, joins=started(0, 1, 2)),
-        machine.look_where_the_run_was_left,
-        (FindResumePoint(),),
-    ),
-    Case(
-        "once one of them is, this is another session",
-        waiting(2, for_s=15.0),
-        sees(
-            None,
-            missed_stop=MISSED,
-            ledger=STOPPED,
-            joins={**started(0, 2), **started(1, incarnation=2)},
-        ),
-        machine.look_where_the_run_was_left,
-        (FindResumePoint(),),
-    ),
-    Case(
-        "those who ended otherwise may come back",
-        waiting(2, for_s=15.0),
-        sees(
-            None,
-            missed_stop=MISSED,
-            ledger=heard(seen(0, state="left"), ranks=()),
-            joins=started(0, 1, 2),
-        ),
-        machine.look_where_the_run_was_left,
-        (FindResumePoint(),),
-    ),
-]
-
 TAKEN = "node 1 was started again on host1, process 7; this older one ends"
 HOLDING_ON = at_row(1, ROLL_OUT)
 STARTED_AGAIN = started(1, incarnation=2)
@@ -274,16 +225,16 @@ ANY_STAGE = [
     ),
     Case(
         "a verdict ends a node that waited to be taken in again",
-        waiting(2, incarnation=3, started_as=1),
+        waiting(2, incarnation=3, started_as=1, saw_others_at_work=True),
         sees(over(5, "broken"), joins=started(0, 1)),
         machine.end_with_the_run,
         ends(5, "broken", "broken"),
         ENDED,
     ),
     Case(
-        "and one that its author saw waiting",
-        waiting(2, incarnation=2, started_as=2),
-        sees(generation(2, verdict=Verdict(4, "failed", (Member(2, 2),))), joins=started(0, 1)),
+        "and one that saw the others at work",
+        waiting(2, incarnation=2, started_as=2, saw_others_at_work=True),
+        sees(generation(2, verdict=Verdict(4, "failed")), joins=started(0, 1)),
         machine.end_with_the_run,
         ends(4, "broken", "failed"),
         ENDED,
@@ -490,7 +441,6 @@ JOINING_ROWS = [
         sees(ledger=heard(seen(0, state="finished"))),
         machine.wait_to_be_admitted,
     ),
-    *ASKED_BEFORE_IT_CAME,
     Case(
         "not one that never saw it at work",
         back(1),

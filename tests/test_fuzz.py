@@ -150,7 +150,7 @@ RECORDS: tuple[facts.Record, ...] = (
         Position(4, 1),
         "a node was lost",
         {"train_assign": {"iteration": 3, "value": {"shares": {"0": [1]}}}},
-        verdict=facts.Verdict(4, "given up", (facts.Member(1, 7, "c"),)),
+        verdict=facts.Verdict(4, "given up"),
     ),
     Fact(1, 2, "done", {"tasks": [1, 2]}, 0.5),
     facts.StopRequest(True, "me", "now"),

@@ -199,26 +199,22 @@ def test_a_stop_holds_for_the_starts_that_were_there(tmp_path: Path) -> None:
     for observer in runs.values():
         observer.prepare()
 
-    def ask(number: int, alive: tuple[Member, ...], ended: tuple[Member, ...] = ()) -> StopRequest:
-        request = StopRequest(True, f"ann {number}", alive=alive, ended=ended)
+    def ask(number: int, *starts: Member) -> StopRequest:
+        request = StopRequest(True, f"ann {number}", starts=starts)
         store.put(paths.stop(number), request)
         for observer in runs.values():
             observer.hurry()
         return request
 
-    def seen(rank: int) -> tuple[StopRequest | None, StopRequest | None]:
-        observer = runs[rank]
-        view = observer.view(Node(rank, 9, 0.0, started_as=started[rank]), 0.0)
-        return view.stop, view.missed_stop
+    def seen(rank: int) -> StopRequest | None:
+        return runs[rank].view(Node(rank, 9, 0.0, started_as=started[rank]), 0.0).stop
 
-    ask(1, (Member(0, 2), Member(1, 1)))
-    assert seen(0) == seen(1) == (None, None), "both were started since"
-    missed = ask(2, (Member(0, 2),), (Member(1, 1),))
-    assert seen(0) == (None, None) and seen(1) == (None, missed), "node 1 came late to that session"
-    ours = ask(3, (Member(0, 3), Member(1, 5)))
-    assert seen(0)[0] == seen(1)[0] == ours, "node 1 rejoined as its fifth incarnation"
-    ask(4, (Member(0, 2),))
-    assert seen(0)[0] == ours, "its author's listing was behind"
+    ask(1, Member(0, 2), Member(1, 1))
+    assert seen(0) is seen(1) is None, "both were started since"
+    ours = ask(2, Member(0, 3), Member(1, 5))
+    assert seen(0) == seen(1) == ours, "node 1 rejoined as its fifth incarnation"
+    ask(3, Member(0, 2))
+    assert seen(0) == ours, "its author's listing was behind"
 
 
 def test_a_stop_names_the_starts_that_its_author_sees(tmp_path: Path) -> None:
@@ -228,15 +224,11 @@ def test_a_stop_names_the_starts_that_its_author_sees(tmp_path: Path) -> None:
     paths.record.write_bytes(b"{}")
     for rank, incarnation in ((0, 1), (0, 2), (1, 1), (2, 1)):
         store.put(paths.join(rank, incarnation), Join(rank, incarnation, "a", 1, "boot"))
-    for beat in (
-        Beat(0, 1, 5, "a", 1, "left"),
-        Beat(1, 1, 5, "a", 1, "left"),
-        Beat(2, 3, 5, "a", 1, "running"),
-    ):
-        store.put(paths.beat(beat.rank, beat.incarnation), beat)
+    for rank, incarnation in ((0, 1), (1, 1), (2, 3)):
+        store.put(paths.beat(rank, incarnation), Beat(rank, incarnation, 5, "a", 1, "running"))
     found = request_stop(tmp_path, now=True)
     assert found == store.read(paths.stop(1), StopRequest) and found.now
-    assert found.alive == (Member(0, 2), Member(2, 3)) and found.ended == (Member(1, 1),)
+    assert found.starts == (Member(0, 2), Member(1, 1), Member(2, 3))
 
 
 def test_two_requests_at_once_have_two_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,18 +98,6 @@ def test_a_verdict_rides_in_it_and_nobody_need_be_left() -> None:
     assert (made.members, made.leader, made.verdict, made.attempt) == ((), 1, Verdict(5, "nobody"), 0)
 
 
-def test_a_verdict_names_the_starts_that_wait_to_be_taken_in() -> None:
-    known = generation(1, restarted={2: 3})
-    joins = {**started(0, 1), **started(2, incarnation=3), **started(3), **started(1, incarnation=2)}
-    made = successor(
-        situation(at_row(0, MERGE, generation=known), sees(known, joins=joins)),
-        known.members,
-        "why",
-        verdict=Verdict(4, "failed"),
-    )
-    assert made.verdict == Verdict(4, "failed", (member(1, 2), member(3)))
-
-
 def test_a_generation_and_a_verdict_have_the_settings_of_the_one_before() -> None:
     known = generation(3, settings={"lr": 3.0})
     joins = started(1) | started(0, incarnation=2, stated={"lr": 5.0})

@@ -22,7 +22,6 @@ from fsbarrier.protocol.facts import Generation, Join, Position, Pulse
 from fsbarrier.protocol.membership import FINISHED, Ledger, silent_members
 from fsbarrier.protocol.rows import Table
 from fsbarrier.protocol.state import WATCHING, Node, ResumePoint, View, WorkReport
-from fsbarrier.protocol.stops import concerns, missed_by
 from fsbarrier.rundir.heartbeats import HeartbeatReader
 from fsbarrier.rundir.names import PULSE, StartName
 from fsbarrier.rundir.paths import RunPaths
@@ -100,14 +99,12 @@ class Observer:
         if self.last_view is not None and self.last_view.work is work:
             return self.last_view
         row = self.row.listing if watches and self.row.listing is not None else NO_ROW
-        stop, missed = self.stops.newest(node, concerns), self.stops.newest(node, missed_by)
         self.last_view = View(
             self.newest,
             self.registry.unreadable or row.unreadable,
             self.joins,
             self.ledger,
-            stop,
-            missed,
+            self.stops.newest(node),
             self.resume_point,
             row.arrived,
             row.failed,

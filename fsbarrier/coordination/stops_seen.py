@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fsbarrier.protocol.facts import Join, Member, StopRequest
@@ -39,12 +39,12 @@ class StopsSeen:
         since = None if request is not None else self._unreadable_since.setdefault(name, now)
         if now is not None and since is not None and now - since >= self.patience_s:
             why = self.store.fault(path, StopRequest).why
-            alive = tuple(Member(join.rank, join.incarnation, join.host) for join in joins)
-            request = StopRequest(now=False, who=f"somebody ({path} cannot be read: {why})", alive=alive)
+            starts = tuple(Member(join.rank, join.incarnation, join.host) for join in joins)
+            request = StopRequest(now=False, who=f"somebody ({path} cannot be read: {why})", starts=starts)
         if request is not None:
             self._requests[name] = request
 
-    def newest(self, node: Node, applies: Callable[[StopRequest, int, int], bool]) -> StopRequest | None:
-        """The last request that `applies` to this node's rank and start (protocol/stops.py)."""
-        found = [name for name, stop in self._requests.items() if applies(stop, node.rank, node.started_as)]
+    def newest(self, node: Node) -> StopRequest | None:
+        """The last request that concerns this process."""
+        found = [name for name, stop in self._requests.items() if stop.concerns(node.rank, node.started_as)]
         return self._requests[max(found)] if found else None

@@ -167,11 +167,9 @@ def _texts(value: list[object]) -> tuple[object, ...]:
 #: nested fields: their types in JSON, and how to convert them
 _NESTED: dict[tuple[type, str], tuple[tuple[type, ...], Convert]] = {
     (Generation, "members"): ((list,), _members),
-    (StopRequest, "alive"): ((list,), _members),
-    (StopRequest, "ended"): ((list,), _members),
+    (StopRequest, "starts"): ((list,), _members),
     (Generation, "failures"): ((list,), _failures),
     (Generation, "dismissed"): ((list,), _members),
-    (Verdict, "waiting"): ((list,), _members),
     (Generation, "start"): ((dict,), lambda v: _build(Position, v)),
     (Generation, "verdict"): ((dict, _NONE), lambda v: None if v is None else _build(Verdict, v)),
     (Generation, "decisions"): ((dict,), _decisions),

@@ -110,11 +110,10 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The end of a run, for all members at once, and for the nodes that waited to join (`waiting`), but for no later start."""
+    """The end of a run, for all members at once, and for the nodes that wait to join them."""
 
     exit_code: int
     reason: str
-    waiting: tuple[Member, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,17 +193,19 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """An operator asked the run to stop: at the next safe point, or `now`.
-
-    It concerns the newest start of each rank at that time (protocol/stops.py): `ended` are those whose last heartbeat said that they
-    had ended, `alive` all others.
-    """
+    """An operator asked the run to stop: at the next safe point, or `now`. `starts`: the newest start of each rank at that time."""
 
     now: bool
     who: str
     time: str = ""
-    alive: tuple[Member, ...] = ()
-    ended: tuple[Member, ...] = ()
+    starts: tuple[Member, ...] = ()
+
+    def concerns(self, rank: int, started_as: int) -> bool:
+        """Whether a process that joined first as `started_as` was there when the request was made.
+
+        So a request that a stale listing shows late ends no node of a later session. The process may have rejoined since.
+        """
+        return any(start.rank == rank and start.incarnation >= started_as for start in self.starts)
 
 
 Record = Join | Beat | Generation | Fact | StopRequest

@@ -50,7 +50,6 @@ from fsbarrier.protocol.state import (
     Step,
     View,
 )
-from fsbarrier.protocol.stops import ends
 from fsbarrier.protocol.succession import (
     RENEWED,
     STARTS,
@@ -92,12 +91,14 @@ def end_when_rank_is_taken(at: Situation) -> Step | None:
 
 
 def end_with_the_run(at: Situation) -> Step | None:
-    """A newer generation has a verdict: the run is over for everybody who was there."""
+    """A newer generation has a verdict: the run is over for its members, and for those who wait to join them.
+
+    A node that saw nobody at work is of a later session: a stale listing shows it the end of the one before.
+    """
     newest = at.newer_generation
     if newest is None or newest.verdict is None:
         return None
-    if at.node.stage is Stage.JOINING and not ends(newest, at.node.rank, at.node.started_as):
-        # A stale listing: the verdict ended the session before this node's.
+    if at.node.stage is Stage.JOINING and not at.named and not at.node.saw_others_at_work:
         return None
     state = "broken" if newest.verdict.exit_code else "stopped"
     return _end(at, newest.verdict.exit_code, state, newest.verdict.reason)
@@ -248,21 +249,6 @@ def end_when_too_late(at: Situation) -> Step | None:
         return None
     finished = any(at.view.ledger.state(member) == FINISHED for member in at.others)
     return _end_with_nothing_to_do(at, at.view.newest.until) if finished else None
-
-
-def end_with_a_stopped_start(at: Situation) -> Step | None:
-    """The others were stopped by an operator before this node came: it does not wait for them.
-
-    If one of them is started again within `dead_s`, a new session begins, and the old request does not concern it.
-    """
-    request, joins = at.view.missed_stop, at.view.joins
-    if request is None or at.waited_s < at.rules.limits.dead_s:
-        return None
-    again = any(m.rank in joins and joins[m.rank].incarnation > m.incarnation for m in request.alive)
-    if again or not any(at.view.ledger.state(member) == "stopped" for member in request.alive):
-        return None
-    reason = f"stopped before it came, as {request.who} asked the others; start it again to begin anew"
-    return _end(at, EXIT_DONE, "stopped", reason)
 
 
 def look_where_the_run_was_left(at: Situation) -> Step | None:
@@ -655,7 +641,6 @@ RULES: dict[Stage, tuple[Rule, ...]] = {
         stop_before_the_start,
         wait_to_be_admitted,
         end_when_too_late,
-        end_with_a_stopped_start,
         look_where_the_run_was_left,
         restart_the_last_call,
         end_when_all_is_done,

@@ -185,9 +185,8 @@ class View:
     unreadable: Unreadable | None = None
     joins: Mapping[int, Join] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
-    #: a request to stop this node, and one that the others got before it came (protocol/stops.py)
+    #: a request to stop this node
     stop: StopRequest | None = None
-    missed_stop: StopRequest | None = None
     resume_point: ResumePoint | None = None
     #: in the node's row: the members that are done, the failures, and the leader's fact once all are done
     arrived: frozenset[int] = frozenset()

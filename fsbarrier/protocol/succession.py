@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 
 from fsbarrier.protocol.facts import (
     FailedProgram,
@@ -64,17 +63,10 @@ def successor(
         failures=tuple(failures),
         dismissed=dismissed,
         created_by=at.node.rank,
-        verdict=verdict and replace(verdict, waiting=tuple(_newer_starts(at))),
+        verdict=verdict,
         settings=generation.settings,
         era=era or number,
     )
-
-
-def _newer_starts(at: Situation) -> Iterator[Member]:
-    """The starts that joined after this node's generation was formed."""
-    for rank, join in sorted(at.view.joins.items()):
-        if join.incarnation > (at.generation.incarnation_of(rank) or 0):
-            yield Member(rank, join.incarnation, join.host)
 
 
 def first_of_session(at: Situation, found: ResumePoint) -> Generation:

@@ -10,7 +10,6 @@ from pathlib import Path
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.facts import Beat, Member, StopRequest
 from fsbarrier.protocol.membership import GONE
-from fsbarrier.protocol.stops import concerns
 from fsbarrier.rundir.heartbeats import LOOK_S, beats_of_newest_starts, read_beats
 from fsbarrier.rundir.names import START, STOP_REQUEST
 from fsbarrier.rundir.paths import RunPaths
@@ -21,16 +20,15 @@ from fsbarrier.store.identity import user_at_host
 def request_stop(log_path: Path, *, now: bool) -> StopRequest:
     """Ask all nodes of a run to stop: at the next start of an iteration, or at once. Returns the request.
 
-    It concerns the current starts, and nodes that come late to their session. Raises UsageError if there is no run, OSError.
+    It concerns the newest start of each rank. Raises UsageError if there is no run, OSError.
     """
     paths = RunPaths(log_path)
     if not paths.record.is_file():
         raise UsageError(f"no run at {log_path}: there is no {paths.record.name}")
     store = PosixStore()
     store.make_dir(paths.stops)
-    alive, ended = _starts(store, paths)
     made_at = datetime.now(UTC).isoformat(timespec="seconds")
-    request = StopRequest(now, user_at_host(), made_at, alive, ended)
+    request = StopRequest(now, user_at_host(), made_at, _newest_starts(store, paths))
     number = max(STOP_REQUEST.parse_all(store.names(paths.stops)), default=0) + 1
     while not store.create(paths.stop(number), request):
         number += 1
@@ -57,22 +55,16 @@ def stop(log_path: Path, *, now: bool, watch_s: float) -> list[Beat]:
                 # The first successful read, from which on a change counts.
                 before[rank] = beat
                 continue
-            if not concerns(request, rank, beat.incarnation):
+            if not request.concerns(rank, beat.incarnation):
                 request = request_stop(log_path, now=now)
             reached[rank] = beat
             silent.discard(rank)
     return [reached[rank] for rank in sorted(reached)]
 
 
-def _starts(store: PosixStore, paths: RunPaths) -> tuple[tuple[Member, ...], tuple[Member, ...]]:
-    """The newest start of each rank: those that may be alive, and those that have ended by their last heartbeat. Raises OSError."""
-    beats = read_beats(paths.root)
-    newest = {rank: beat.incarnation for rank, beat in beats.items()}
+def _newest_starts(store: PosixStore, paths: RunPaths) -> tuple[Member, ...]:
+    """The newest start of each rank, by joins/ and by what the nodes say of themselves. Raises OSError."""
+    newest = {rank: beat.incarnation for rank, beat in read_beats(paths.root).items()}
     for start in START.parse_all(store.names(paths.joins)):
         newest[start.rank] = max(newest.get(start.rank, 0), start.incarnation)
-    alive, ended = list[Member](), list[Member]()
-    for rank, incarnation in sorted(newest.items()):
-        beat = beats.get(rank)
-        gone = beat is not None and beat.incarnation == incarnation and beat.state in GONE
-        (ended if gone else alive).append(Member(rank, incarnation))
-    return tuple(alive), tuple(ended)
+    return tuple(Member(rank, incarnation) for rank, incarnation in sorted(newest.items()))

@@ -13,7 +13,7 @@ from fsbarrier.sim.setup import CHANGED
 
 VERSIONS = ("this", "later", "earlier")
 #: fields that some records of earlier versions do not have
-NEW_FIELDS = ("addresses", "decisions", "ended", "settings")
+NEW_FIELDS = ("addresses", "decisions", "settings")
 
 
 def written(record: Record, *, version: str) -> bytes:

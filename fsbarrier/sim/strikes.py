@@ -375,12 +375,7 @@ def ask_to_stop(world: World, *, now: bool) -> None:
     world.history.stopped_at = world.now
     path = cast(SimPath, PATHS.stops / f"{len(world.history.writes):06d}.json")
     world.disk.make_dir(path.parent)
-    # As the command sees them: the newest start of each rank, and whether its last heartbeat says that it has ended.
     last = {process.rank: process for process in world.processes if process.joined}
-    said = {p.rank for p in last.values() if not p.up and world.history.ended[p.number].code is not None}
-    alive, ended = (
-        tuple(Member(rank, p.loop.node.incarnation) for rank, p in last.items() if (rank in said) is gone)
-        for gone in (False, True)
-    )
-    request = StopRequest(now, "operator", alive=alive, ended=ended)
+    starts = tuple(Member(rank, process.loop.node.incarnation) for rank, process in last.items())
+    request = StopRequest(now, "operator", starts=starts)
     world.disk.watch(path, request, world.disk.write(path, request, "operator", True))
