@@ -125,6 +125,31 @@ def test_a_file_has_one_idea_and_says_which(path: Path) -> None:
     )
 
 
+#: What may be unlinked by its path: its name is random, or nobody else can write to the folders on the way. `unlink` follows no last link.
+UNLINKED_BY_PATH = {
+    **dict.fromkeys(
+        ["cli/commands/debug.py", "data/tables.py", "store/files.py"], "their own temporary files"
+    ),
+    "data/merge.py": "its own temporary files, in the run",
+    **dict.fromkeys(["rundir/checkpoints.py", "rundir/record_store.py"], "names of the run"),
+    "training/checkpoint_write.py": "a name of the run",
+    "coordination/rank_lock.py": "a lock in the private folder",
+    **dict.fromkeys(["engine/server.py", "processes/kept_program.py"], "sockets in the private folder"),
+    "processes/orphans.py": "records in the private folder",
+    "sim/artifacts.py": "the simulator's own",
+}
+
+
+def test_files_are_unlinked_by_their_path_only_where_that_is_argued() -> None:
+    """Anything else is removed by `store.owned`. Trees are the linter's rule (pyproject.toml)."""
+    used = {
+        relative(path).removeprefix("fsbarrier/")
+        for path in sources("fsbarrier", "phases")
+        if re.search(r"\bunlink\(", path.read_text())
+    }
+    assert used - {"store/owned.py"} == set(UNLINKED_BY_PATH)
+
+
 def test_no_unsafe_shortcuts() -> None:
     paths = [*sources("fsbarrier", "phases"), ROOT / "run.sh", *sorted((ROOT / "scripts").glob("*.sh"))]
     found = [

@@ -47,6 +47,16 @@ def test_another_users_is_left_alone_also_by_root(tmp_path: Path) -> None:
     assert theirs.is_dir()
 
 
+def test_what_somebody_puts_in_its_place_is_not_removed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    (precious / "inside").mkdir(parents=True)
+    with own_folder(tmp_path, "mine") as folder:
+        (folder / "file").write_text("")
+        folder.rename(tmp_path / "moved")
+        precious.rename(folder)
+    assert (folder / "inside").is_dir() and os.listdir(tmp_path / "moved") == []
+
+
 def test_a_link_and_what_belongs_to_somebody_else_are_not_followed_or_removed(tmp_path: Path) -> None:
     precious, run = tmp_path / "precious", tmp_path / "run"
     (precious / "letters").mkdir(parents=True)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fsbarrier.store import owned
 from fsbarrier.store.mounts import LOCAL, mount_of
 
 PREFIX = "fsbarrier-own-"
@@ -33,7 +33,7 @@ def own_folder(base: Path, name: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder, lock)
         os.close(lock)
 
 
@@ -51,6 +51,14 @@ def _make_and_lock(base: Path, name: str) -> tuple[Path, int] | None:
         return folder, lock
     os.close(lock)
     return None
+
+
+def _remove(folder: Path, held: int) -> None:
+    """Remove the folder that is open as `held`, and no other that somebody may have put in its place."""
+    through = Path(f"/proc/self/fd/{held}")
+    with contextlib.suppress(OSError, RecursionError):
+        owned.empty(through)
+        owned.remove_emptied(folder, through)
 
 
 def remove_abandoned(base: Path) -> None:
@@ -72,6 +80,6 @@ def _remove_unheld(base: Path) -> None:
                 # Root can open other users' folders too.
                 if os.fstat(lock).st_uid == os.geteuid():
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder, ignore_errors=True)
+                    _remove(folder, lock)
             finally:
                 os.close(lock)
