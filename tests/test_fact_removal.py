@@ -15,7 +15,7 @@ from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.paces import Paces
 from fsbarrier.coordination.resume import LastGeneration
 from fsbarrier.group.collective import Collective, CollectiveWork
-from fsbarrier.group.group import make_member
+from fsbarrier.group.member import make_member
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import SEALED, Fact, Join, Position, Record
 from fsbarrier.protocol.membership import Limits
@@ -76,13 +76,14 @@ def test_a_member_gives_its_part_before_it_cleans_up(tmp_path: Path) -> None:
 
     here = Join(0, 0, "host0", 1, "boot")
     member = make_member(Noting(), RunPaths(tmp_path), here, 1, Limits(6.0, 15.0, 4.0), 2.0)
-    assert member.begin(0.0) and member.look(0.1)
-    generation = member.snapshot.node.generation
+    member.begin(0.0)
+    assert member.look(0.1)
+    generation = member.generation
     assert generation is not None
     for number in range(1, 5):
-        member.work.asked = Collective(generation, Position(number, 0), "barrier", None, ())
+        member.work.asked = Collective(generation, Position(number, 0), "barrier()", None, ())
         member.look(float(number))
-        assert member.snapshot.outcome is not None and member.snapshot.outcome.of is member.work.asked
+        assert member.outcome(member.work.asked) == ()
     assert done == [f"made iter-{n:06d}" for n in (1, 2, 3)] + [
         "removed iter-000001",
         "made iter-000004",

@@ -189,7 +189,7 @@ def test_a_member_that_wakes_up_late_is_fenced(tmp_path: Path) -> None:
             group[rank].signal(signal.SIGCONT)
         for fenced in (group.outcome(1), *group.ask("barrier", 1, 2)):
             assert (fenced.kind, fenced.host) == ("Fenced", HERE)
-            assert fenced.age >= FAST["dead_s"] and f"generation {generation}" in fenced.message
+            assert f"generation {generation}" in fenced.message
         assert group.ask("all_gather", 0, obj="alone") == [["alone"]]
 
 
@@ -224,15 +224,14 @@ def test_a_member_that_leaves(tmp_path: Path, how: str, words: str) -> None:
         assert group.ask("regroup", 1, 2) == [[2, [1, 2]]] * 2
 
 
-def test_a_collective_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+def test_whoever_is_interrupted_in_a_call_has_left(tmp_path: Path) -> None:
     with Members(tmp_path, 2) as group:
         group.start().joined()
         group[0].tell("interrupted", obj="a")
         assert group.outcome(0).kind == "KeyboardInterrupt"
         assert group.ask("barrier", 0)[0].kind == "RuntimeError"
-        group[1].tell("all_gather", obj="b")
-        assert group.ask("all_gather", 0, obj="a") == [["a", "b"]]
-        assert group[1].answer() == ["a", "b"]
+        lost = lost_at(group, 1)
+        assert lost.rank == 0 and "it left the group after KeyboardInterrupt" in lost.message
 
 
 # --- waits that end -----------------------------------------------------------------------------------------------------------
@@ -260,7 +259,7 @@ def test_the_same_call_after_a_failed_read_is_the_same_collective(
     read, failing = PosixStore.read, threading.Event()
 
     def unreadable(store: PosixStore, path: Path, cls: type[Any]) -> Any:
-        theirs = path.name == "iter-000001.node-0001.all_gather.done"
+        theirs = path.name == "iter-000001.node-0001.done"
         return None if theirs and failing.is_set() else read(store, path, cls)
 
     def other() -> list[list[str]]:
@@ -272,7 +271,7 @@ def test_the_same_call_after_a_failed_read_is_the_same_collective(
         gathered = pool.submit(other)
         with fsbarrier.join(tmp_path, node_rank=0, num_nodes=2, **FAST) as group:
             failing.set()
-            with pytest.raises(fsbarrier.StoreError, match=r"what node 1 .* gave cannot be read"):
+            with pytest.raises(fsbarrier.StoreError, match=r"all_gather\(\) no. 1: .*node-0001.done"):
                 group.all_gather("first of 0")
             failing.clear()
             assert group.all_gather("first of 0") == ["first of 0", "first of 1"]
@@ -381,14 +380,14 @@ def test_no_heartbeat_bears_another_process_s_incarnation(tmp_path: Path) -> Non
 
 
 def test_what_was_offered_to_a_generation_is_not_given_to_the_next() -> None:
-    """The caller may offer in the moment in which the looking thread has moved on; rows are numbered alike in both."""
+    """The caller may ask in a generation that is over; rows are numbered alike in both."""
     work, at = CollectiveWork(), Position(1, 0)
     second = Generation(2, (Member(0, 1), Member(1, 1)), 0, at, "regrouped")
     node = replace(Node(0, 1, 0.0), generation=second, position=at)
     first = replace(second, number=1)
-    work.asked = Collective(first, at, "broadcast_1", None, (1,))
+    work.asked = Collective(first, at, "broadcast(src=1)", None, (1,))
     work.launch(node, RowPart.EACH)
     assert work.report() is None
-    work.asked = Collective(second, at, "barrier", None, ())
+    work.asked = Collective(second, at, "all_gather()", "1", (0, 1))
     report = work.report()
-    assert report is not None and report.value == {"call": "barrier"}
+    assert report is not None and report.value == {"call": "all_gather()", "json": "1"}

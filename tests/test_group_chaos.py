@@ -64,7 +64,7 @@ SEEN: list[group_judge.Line] = [
         (7, {"n": 2}, "was given to another call"),
         (3, {"members": [0, 1, 2]}, "generation 1 has members"),
         (1, {"t": 9.0}, "node 1 had begun all_gather"),
-        (1, {"call": "barrier"}, "node 1 had begun barrier"),
+        (1, {"call": "barrier"}, "was given to another call"),
         (5, {"what": "another", "expected": "PeerLost", "said": "nothing"}, "after PeerLost another call gave nothing"),
         (6, {"what": "error", "error": "KeyError", "whom": 0, "host": "here", "message": ""}, "KeyError names"),
         (6, {"what": "error", "error": "PeerLost", "whom": None, "host": "", "message": ""}, "PeerLost names None"),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fsbarrier.protocol.facts import Generation, Position
 from fsbarrier.protocol.state import Rules
-from fsbarrier.rundir.names import CALL_FACT, FACT, GENERATION_FOLDER, NODES_FACTS
+from fsbarrier.rundir.names import FACT, GENERATION_FOLDER, NODES_FACTS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import Store
 
@@ -55,7 +55,7 @@ class FactRemoval:
         own = NODES_FACTS.build(rank)
         # Parsing is slow, and of a thousand nodes' facts only one is this node's.
         for name in (name for name in names if own in name):
-            fact = FACT.parse(name) or CALL_FACT.parse(name)
+            fact = FACT.parse(name)
             if fact is not None and fact.rank == rank and fact.iteration < passed.iteration:
                 self.store.remove(folder / name)
 

@@ -64,7 +64,7 @@ class FactWriter:
         """
         generation, position = node.place
         row = self.rules.row(position, generation)
-        name = fact_name(position.iteration, node.rank, fact.status, row.call(fact.value))
+        name = fact_name(position.iteration, node.rank, fact.status)
         path = self.observer.row_dir(generation.number, position) / name
         leads = generation.leader == node.rank
         if leads and not row.transient:

@@ -68,13 +68,19 @@ class Polling:
         return busy
 
     def pause(
-        self, pauses: Backoff, *, busy: bool, hints: bool = True, ended: Callable[[], bool] | None = None
+        self,
+        pauses: Backoff,
+        *,
+        busy: bool,
+        hints: bool = True,
+        ended: Callable[[], bool] | None = None,
+        most_s: float = float("inf"),
     ) -> None:
-        """Wait until the next look is due, or the node has `ended`.
+        """Wait until the next look is due, or the node has `ended`, and at most `most_s`.
 
         `pauses`: the first pauses. `hints`: a file that appears may end a longer pause early.
         """
-        pause_s = self.next_pause(pauses, busy=busy)
+        pause_s = min(self.next_pause(pauses, busy=busy), most_s)
         self._hints.watch(self._row_dir() if hints and pause_s >= pauses.most_s else None)
         until = time.monotonic() + pause_s
         while not (ended is not None and ended()) and (left_s := until - time.monotonic()) > 0:

@@ -19,13 +19,11 @@ from fsbarrier.rundir.record_store import Store
 class RowListing:
     """What the directory of a row showed when it was last listed. `names` is None before the first listing.
 
-    `call`: what this node called in the row, where that is part of the facts' names. `done`: the name that each member's fact has
-    if it called the same -> its rank.
+    `done`: the name that each member's fact has -> its rank.
     """
 
     generation: int
     position: Position
-    call: str
     directory: Path
     done: Mapping[str, int]
     names: list[str] | None = None
@@ -37,14 +35,14 @@ class RowListing:
     unreadable: Unreadable | None = None
 
     @classmethod
-    def of(cls, generation: Generation, position: Position, call: str, directory: Path) -> RowListing:
+    def of(cls, generation: Generation, position: Position, directory: Path) -> RowListing:
         """Before the first look."""
-        done = {fact_name(position.iteration, rank, "done", call): rank for rank in generation.ranks}
-        return cls(generation.number, position, call, directory, done)
+        done = {fact_name(position.iteration, rank): rank for rank in generation.ranks}
+        return cls(generation.number, position, directory, done)
 
 
 #: of a node that looks at no row
-NO_ROW = RowListing(0, Position(0, 0), "", Path(), {})
+NO_ROW = RowListing(0, Position(0, 0), Path(), {})
 
 
 @dataclass
@@ -67,10 +65,11 @@ class RowWatch:
     def look(self, node: Node, now: float) -> None:
         """List the folder of the node's row, and read what matters in it. Raises OSError."""
         generation, position = node.place
-        row, call = self.listing, self.table.rows[position.phase].call(node.result)
-        if row is None or (row.generation, row.position, row.call) != (generation.number, position, call):
-            directory = self.row_dir(generation.number, position)
-            row = self.listing = RowListing.of(generation, position, call, directory)
+        row = self.listing
+        if row is None or (row.generation, row.position) != (generation.number, position):
+            row = self.listing = RowListing.of(
+                generation, position, self.row_dir(generation.number, position)
+            )
         names = self.store.names(row.directory)
         if names != row.names:
             self.news = True
@@ -94,7 +93,7 @@ class RowWatch:
         """
         if self.table.rows[row.position.phase].transient:
             return Fact(generation.leader, generation.incarnation_of(generation.leader) or 0, "done")
-        path = row.directory / fact_name(row.position.iteration, generation.leader, "done", row.call)
+        path = row.directory / fact_name(row.position.iteration, generation.leader)
         if self.created is not None and self.created[0] == path:
             return self.created[1]
         fact = self.store.read(path, Fact)

@@ -1,27 +1,27 @@
-"""One call of a collective, its outcome, and the WorkRunner that makes it the work of a row."""
+"""One call of a collective, and the WorkRunner that makes it the work of a row."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from fsbarrier.errors import NodeError
 from fsbarrier.protocol.facts import Generation, Payload, Position
 from fsbarrier.protocol.rows import Row, Table
 from fsbarrier.protocol.state import Node, RowPart, WorkReport
 
 #: the group's program: one row, repeated. Each member's work is to wait for its caller.
-COLLECTIVE = Row(0, "collective", each="what the caller gives", transient=True, call_key="call")
+COLLECTIVE = Row(0, "collective", each="what the caller gives", transient=True)
 TABLE = Table("group", (COLLECTIVE,))
+#: the call whose fact needs no content
+BARRIER = "barrier()"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Collective:
-    """One call of a collective in row `position` of a generation. A repeated call is another object."""
+    """One call of a collective in row `position` of a generation."""
 
     generation: Generation
     position: Position
-    #: "barrier", "all_gather" or "broadcast_2"; all members must make the same call
+    #: as typed: "barrier()", "all_gather()" or "broadcast(src=2)"; all members must make the same call
     call: str
     #: this member's object; None: it sends none
     json: str | None
@@ -31,35 +31,14 @@ class Collective:
     @property
     def value(self) -> Payload:
         """This member's fact."""
+        if self.call == BARRIER:
+            return {}
         return {"call": self.call} if self.json is None else {"call": self.call, "json": self.json}
 
     @property
     def name(self) -> str:
         """For messages."""
-        return f"{as_typed(self.call)} no. {self.position.iteration}"
-
-    def repeats(self, other: Collective) -> bool:
-        """Whether this is the same call again."""
-        return self.value == other.value
-
-
-def broadcast_from(src: int) -> str:
-    return f"broadcast_{src}"
-
-
-def as_typed(call: str) -> str:
-    """A call as the caller wrote it."""
-    name, _, src = call.rpartition("_")
-    return f"{name}(src={src})" if src.isdigit() else f"{call}()"
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a collective ended for this member: with objects or with an error."""
-
-    of: Collective
-    objects: tuple[Any, ...] = ()
-    error: NodeError | None = None
+        return f"{self.call} no. {self.position.iteration}"
 
 
 @dataclass
@@ -80,7 +59,7 @@ class CollectiveWork:
 
     def report(self) -> WorkReport | None:
         asked = self.asked
-        # The caller may have asked in a generation that this node has just left, with the same row numbers.
+        # The rows of the next generation, which this node may have entered meanwhile, have the same numbers.
         if asked is None or (asked.generation.number, asked.position) != self._row:
             return None
         return WorkReport(RowPart.EACH, True, asked.value, 0.0)

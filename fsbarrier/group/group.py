@@ -5,55 +5,75 @@
         group.barrier()
         sizes = group.all_gather(len(mine))
 
-Each collective is one numbered row, which all members of the current generation pass together. Members exchange JSON. A background
-thread sends heartbeats, so a node may compute for an hour without looking dead. After PeerLost the living members call `regroup()` and
-go on as the next generation. Needs only light dependencies. See docs/group.md.
+Each collective is one numbered row, which all members of the current generation pass together. Members exchange JSON. The caller's
+thread looks at the directory while it waits, and a background thread only writes heartbeats, so a node may compute for an hour without
+looking dead. After PeerLost the living members call `regroup()` and go on as the next generation. Needs only light dependencies. See
+docs/group.md.
 """
 
 from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from fsbarrier.coordination.loop import NodeLoop
-from fsbarrier.coordination.observer import Observer
-from fsbarrier.coordination.paces import Paces, eagerness
-from fsbarrier.errors import NodeError, StoreError
-from fsbarrier.group.bounded_wait import BoundedWait
-from fsbarrier.group.collective import TABLE, Collective, CollectiveWork, Outcome, broadcast_from
+from fsbarrier.coordination.polling import Polling
+from fsbarrier.errors import BarrierTimeout, NodeError, StoreError
+from fsbarrier.group.collective import BARRIER, Collective
+from fsbarrier.group.heartbeat_thread import HeartbeatThread
 from fsbarrier.group.json_objects import to_json
-from fsbarrier.group.member import GroupMember, Snapshot
-from fsbarrier.group.member_threads import MemberThreads
-from fsbarrier.group.noted_store import NotedStore
+from fsbarrier.group.member import Awaited, GroupMember, make_member
 from fsbarrier.protocol.facts import Generation, Join, Position
 from fsbarrier.protocol.membership import Limits
-from fsbarrier.protocol.state import Node, Rules
 from fsbarrier.protocol.timing import BEAT_S, DEAD_S, SUSPECT_S
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.record_store import Store
+from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.store.identity import boot_id, host_name
+from fsbarrier.store.retry import Backoff, until_seen
+
+T = TypeVar("T")
 
 #: how long the last heartbeat may take on a hanging filesystem
 LEAVE_S = 5.0
+#: the first pause while a caller waits, for each member: members on one host compete for CPU time
+PAUSE_FOR_EACH_S = 0.0003
+LONGEST_PAUSE_S = 0.05
+#: the largest number of nodes that use hints: members on one host wake each other, N x N times a barrier
+HINTED_NODES = 16
 
 
 class Group:
     """This process's membership; `fsbarrier.join` makes one. Not thread-safe."""
 
-    def __init__(self, threads: MemberThreads, timeout_s: float) -> None:
-        self._threads, self._timeout_s = threads, timeout_s
-        self._root, self._join = threads.root, threads.here
-        #: the generation that the caller knows, and the row of its next collective
-        self._entered: Generation | None = None
-        self._position = Position(1, 0)
-        #: the last call, if it has not succeeded, and its error
-        self._unfinished: Collective | None = None
-        self._failure: NodeError | None = None
+    def __init__(self, member: GroupMember, beat_s: float, timeout_s: float) -> None:
+        """`member`: it has begun to join, and is in no generation yet. Raises as `join`."""
+        self._member, self._timeout_s = member, timeout_s
+        self._root, self._join = member.loop.observer.paths.root, member.loop.join
+        num_nodes = member.loop.rules.num_nodes
+        self._pauses = Backoff(PAUSE_FOR_EACH_S * max(1, num_nodes - 2), LONGEST_PAUSE_S)
+        self._hinted = num_nodes <= HINTED_NODES
+        self._polling = Polling(member.loop, threading.Event(), self._look)
+        self._heartbeats = HeartbeatThread(member, beat_s)
+        #: what the last look found, and its error
+        self._find: Callable[[], Any] = lambda: None
+        self._found: Any = None
+        self._trouble: OSError | None = None
+        #: the last call and its error, if it failed; it may be repeated
+        self._failed: tuple[Collective, NodeError] | None = None
         self._left = False
+        self._heartbeats.start()
+        try:
+            self._enter(self._wait("join()", member.first_generation))
+        except NodeError as error:
+            self._leave(f"{type(error).__name__} while joining")
+            raise
 
     # --- what callers use ---
 
@@ -64,26 +84,29 @@ class Group:
     @property
     def generation(self) -> int:
         """The number of the generation that this node is in."""
-        return self._current.number
+        return self._generation.number
 
     @property
     def members(self) -> tuple[int, ...]:
         """The node ranks of this generation, in order."""
-        return self._current.ranks
+        return self._generation.ranks
 
     @property
     def joiners(self) -> tuple[int, ...]:
-        """The live node ranks that wait for a `regroup()` to join, as this node sees them."""
-        return self._threads.snapshot.joiners
+        """The live node ranks that wait for a `regroup()` to join, of whom this node has seen two heartbeats."""
+        if not self._left:
+            with suppress(NodeError, OSError):
+                self._member.look(time.monotonic())
+        return self._member.joiners
 
     def barrier(self) -> None:
         """Return once every member has called it. Raises PeerLost, BarrierTimeout, Fenced, OutOfStep, StoreError."""
-        self._collective("barrier", None, objects_of=())
+        self._collective(BARRIER, None, objects_of=())
 
     def all_gather(self, obj: object) -> list[Any]:
         """Every member's object (JSON data), in the order of `members`. Raises as `barrier`, and TypeError or ValueError for an object
         that cannot be sent."""
-        return self._collective("all_gather", to_json(obj), objects_of=self.members)
+        return self._collective("all_gather()", to_json(obj), objects_of=self.members)
 
     def broadcast(self, obj: object = None, src: int = 0) -> Any:
         """The object of node rank `src` (JSON data), on every member. Raises as `all_gather`, and ValueError if `src` is not a
@@ -93,22 +116,19 @@ class Group:
         # True and 1.0 also mean rank 1.
         src = int(src)
         json = to_json(obj) if src == self.node_rank else None
-        return self._collective(broadcast_from(src), json, objects_of=(src,))[0]
+        return self._collective(f"broadcast(src={src})", json, objects_of=(src,))[0]
 
     def regroup(self) -> None:
         """Go on as the next generation, with the living members and the nodes that wait to join. Every living member must call it.
 
         The first call creates the generation; each call returns when its node is in it. Raises Fenced, BarrierTimeout, StoreError.
         """
-        before = self._current
         self._check_usable()
-        self._threads.regroup(before.number)
-        try:
-            wait = BoundedWait(self._threads, self._timeout_s, "regroup()")
-            now = wait.until(lambda seen: None if seen.node.generation == before else seen.node.generation)
-        finally:
-            self._threads.look_rarely()
-        self._enter(now)
+        member, before = self._member, self._generation
+        member.regroup(before)
+        self._enter(
+            self._wait("regroup()", lambda: None if member.generation == before else member.generation)
+        )
 
     def leave(self) -> None:
         """End this membership and tell the others. Safe to call twice. Never raises.
@@ -125,104 +145,94 @@ class Group:
     ) -> None:
         self._leave("" if kind is None else f"{kind.__name__}: {error}"[:500])
 
-    # --- joining and leaving ---
-
-    def _begin(self) -> None:
-        """Wait for the first generation. Raises as `join`."""
-        self._threads.start()
-        try:
-            first = BoundedWait(self._threads, self._timeout_s, "join()").until(self._first_generation)
-        except StoreError as error:
-            # On a failing filesystem the others cannot be told.
-            self._leave(f"{type(error).__name__} while joining", within_s=0.0)
-            raise
-        except BaseException as error:
-            self._leave(f"{type(error).__name__} while joining")
-            raise
-        finally:
-            self._threads.look_rarely()
-        self._enter(first)
-
-    def _first_generation(self, seen: Snapshot) -> Generation | None:
-        """The node's generation; None before there is one. Raises ValueError if the nodes joined with different arguments.
-
-        It compares the members of the generation or, before there is one, all nodes that are here: those that joined or wrote a
-        heartbeat after this node's first look, since earlier sessions leave their joins behind. One heartbeat is enough, because a
-        node that refuses this one's arguments leaves immediately.
-        """
-        generation, member = seen.node.generation, self._threads.member
-        for rank, join in seen.joins.items():
-            if generation is not None:
-                concerned = rank in generation.ranks
-            else:
-                item = seen.ledger.seen.get(rank)
-                beaten = (
-                    item is not None
-                    and item.beat.incarnation == join.incarnation
-                    and item.beat != member.earlier_beats.get(rank)
-                )
-                concerned = beaten or member.earlier_joins.get(rank) != join
-            for name, mine in self._join.choices.items() if concerned else ():
-                if (theirs := join.choices.get(name)) != mine:
-                    raise ValueError(
-                        f"node {rank} ({join.host}) joined {self._root} with {name}={theirs}, "
-                        f"node {self.node_rank} with {name}={mine}: all must give the same"
-                    )
-        return generation
-
-    def _leave(self, why: str, within_s: float = LEAVE_S) -> None:
-        if not self._left:
-            self._left = True
-            self._threads.leave(why, min(within_s, self._timeout_s))
+    # --- membership ---
 
     def _enter(self, generation: Generation) -> None:
-        self._entered, self._position = generation, generation.start
-        self._unfinished = self._failure = None
+        """Whatever failed in the generation before is over."""
+        self._generation, self._position, self._failed = generation, generation.start, None
 
-    @property
-    def _current(self) -> Generation:
-        assert self._entered is not None
-        return self._entered
+    def _leave(self, why: str) -> None:
+        if not self._left:
+            self._left = True
+            self._polling.close()
+            self._heartbeats.end(why, min(LEAVE_S, self._timeout_s))
 
     def _check_usable(self) -> None:
         if self._left:
             raise RuntimeError(f"node {self.node_rank} has left the group at {self._root}; join again")
-        if self._threads.snapshot.failure is not None:
-            raise self._threads.snapshot.failure
 
-    # --- collectives ---
+    # --- waiting ---
 
-    def _collective(self, call: str, json: str | None, objects_of: Sequence[int]) -> list[Any]:
+    def _collective(self, call: str, json: str | None, objects_of: tuple[int, ...]) -> list[Any]:
         """Send this member's object in the next row, wait until all members have reached it, and return the objects of some of them.
 
-        If reading the objects fails, the same call returns to this row. If it went on to the next one, each later call would be
-        paired with a different call of the other members.
+        If that fails, only the same call returns to this row, since the others may have read this member's object. If another call went
+        on to the next row, each later one would be paired with a different call of the other members.
         """
         self._check_usable()
-        asked = Collective(self._current, self._position, call, json, tuple(objects_of))
-        if self._unfinished is not None and not asked.repeats(self._unfinished):
-            # The others may have read this member's object, so it must repeat that collective, or regroup().
-            raise self._failure or RuntimeError(
-                f"node {self.node_rank}: {self._unfinished.name} was interrupted: call it again, or regroup()"
-            )
-        self._unfinished = asked
-        self._threads.ask(asked)
-
-        def ended(seen: Snapshot) -> Outcome | None:
-            return seen.outcome if seen.outcome is not None and seen.outcome.of is asked else None
-
+        asked = Collective(self._generation, self._position, call, json, objects_of)
+        if self._failed is not None and self._failed[0] != asked:
+            raise self._failed[1]
+        self._member.work.asked = asked
         try:
-            outcome = BoundedWait(self._threads, self._timeout_s, asked.name).until(ended)
-            if outcome.error is not None:
-                raise outcome.error
+            objects = self._wait(asked.name, partial(self._member.outcome, asked))
         except NodeError as error:
-            self._failure = error
+            self._failed = asked, error
             raise
-        finally:
-            self._threads.look_rarely()
-        self._unfinished = self._failure = None
-        self._position = Position(asked.position.iteration + 1, 0)
-        return list(outcome.objects)
+        self._failed, self._position = None, Position(asked.position.iteration + 1, 0)
+        return list(objects)
+
+    def _wait(self, what: str, find: Callable[[], T | None]) -> T:
+        """Look until `find` returns something. `what`: the waiting call, for messages.
+
+        Raises what `find` raises, the error that ended the membership, StoreError if looks fail for `dead_s` or still at the timeout,
+        BarrierTimeout. Another exception, as of a signal's handler, may have come in the middle of a look, and so ends the membership.
+        """
+        self._find, dead_s = find, self._member.loop.rules.limits.dead_s
+        until, failing_since = time.monotonic() + self._timeout_s, None
+        try:
+            while True:
+                now = time.monotonic()
+                busy = self._polling.look(now)
+                if self._found is not None:
+                    return self._found  # type: ignore[no-any-return]
+                failing_since = (failing_since or now) if self._trouble is not None else None
+                if failing_since is not None and (now >= until or now - failing_since >= dead_s):
+                    raise self._store_error(what, now - failing_since)
+                if now >= until:
+                    raise self._timeout(what, now)
+                self._polling.pause(self._pauses, busy=busy, hints=self._hinted, most_s=until - now)
+        except NodeError:
+            raise
+        except BaseException as error:
+            self._leave(f"{type(error).__name__} in {what}")
+            raise
+
+    def _look(self, now: float) -> bool:
+        """One look, and what it shows. The next look tries again what failed."""
+        self._found = self._trouble = None
+        try:
+            busy = self._member.look(now)
+            self._found = self._find()
+        except OSError as error:
+            self._trouble = error
+            return False
+        return busy
+
+    def _store_error(self, what: str, failing_s: float) -> StoreError:
+        why = f"{self._root} has failed for {failing_s:.3g} s: {self._trouble}"
+        return StoreError(f"node {self.node_rank}: {what}: {why}", self.node_rank, self._join.host, failing_s)
+
+    def _timeout(self, what: str, now: float) -> BarrierTimeout:
+        here = Awaited(self.node_rank, self._join.host, 0.0, f"{self._join.host}, this node")
+        awaited = self._member.awaited(now) or [here]
+        names = ", ".join(f"node {one.rank} ({one.known})" for one in awaited)
+        message = (
+            f"node {self.node_rank}: {what}: not passed within {self._timeout_s:g} s; waiting for {names}"
+        )
+        first = awaited[0]
+        silent_s = self._timeout_s if first.silent_s is None else first.silent_s
+        return BarrierTimeout(message, first.rank, first.host, silent_s)
 
 
 def join(
@@ -247,24 +257,16 @@ def join(
         raise ValueError(f"0 < beat_s < suspect_s < dead_s must hold: {beat_s}, {suspect_s}, {dead_s}")
     if not timeout_s > 0:
         raise ValueError(f"timeout_s={timeout_s} must be more than 0")
+    paths = RunPaths(Path(path).absolute())
+    if os.path.lexists(paths.record):
+        raise ValueError(f"{paths.root} is the directory of a run; give the group one of its own")
     alike = {"num_nodes": num_nodes, "beat_s": beat_s, "suspect_s": suspect_s, "dead_s": dead_s}
     here = Join(node_rank, 0, host_name(), os.getpid(), boot_id(), choices=alike)
     limits = Limits(suspect_s, dead_s, 2 * beat_s, join_timeout_s=float("inf"))
-    store = NotedStore()
-    member = make_member(store, RunPaths(Path(path).absolute()), here, num_nodes, limits, beat_s)
-    group = Group(MemberThreads(member, store, beat_s), timeout_s)
-    group._begin()
-    return group
-
-
-def make_member(
-    store: Store, paths: RunPaths, here: Join, num_nodes: int, limits: Limits, beat_s: float
-) -> GroupMember:
-    """A member that has not joined yet. Does not touch the filesystem."""
-    rules = Rules(TABLE, num_nodes, on_node_failure="hold", limits=limits)
-    members_s = min(0.05 * max(1.0, num_nodes / 16), beat_s / 2)
-    beats_s = min(beat_s, limits.suspect_s / 3)
-    paces = Paces(members_s, beats_s, 1.5 * beat_s, limits.dead_s, eagerness(num_nodes))
-    work, observer = CollectiveWork(), Observer(store, paths, TABLE, paces)
-    loop = NodeLoop(store, observer, rules, work, here, lambda event, node, fields: None)
-    return GroupMember(loop, work, Snapshot(Node(here.rank, 0, 0.0, here.host), looked_at=0.0))
+    member = make_member(PosixStore(), paths, here, num_nodes, limits, beat_s)
+    try:
+        until_seen(lambda: member.begin(time.monotonic()), min(dead_s, timeout_s))
+    except OSError as error:
+        message = f"node {node_rank}: cannot join the group at {paths.root}: {error}"
+        raise StoreError(message, node_rank, here.host, 0.0) from None
+    return Group(member, beat_s, timeout_s)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from fsbarrier.errors import UsageError
-from fsbarrier.protocol.facts import Fact, Payload, Position
+from fsbarrier.protocol.facts import Fact, Position
 
 #: what builds a row's work; the protocol never calls it
 Work_co = TypeVar("Work_co", covariant=True)
@@ -34,18 +34,10 @@ class Row(Generic[Work_co]):
     resume: str = ""
     #: the result is no decision: later generations do not adopt it, and it need not survive a power failure
     transient: bool = False
-    #: A key of the result whose value becomes part of the fact's name. Only members with the same value release each other, and a
-    #: listing shows who has another one. Example: in a group, one member calls `barrier` and another `all_gather`.
-    call_key: str = ""
-
-    def call(self, value: Payload) -> str:
-        """The value of `call_key` in a result; "" without such a key."""
-        return str(value.get(self.call_key, "")) if self.call_key else ""
 
     def needs_only_a_name(self, fact: Fact) -> bool:
         """Whether nobody reads the content of a member's fact, because the file's name says everything."""
-        nothing_else = fact.status == "done" and fact.value.keys() <= {self.call_key}
-        return nothing_else and (self.each is None or bool(self.call_key))
+        return fact.status == "done" and not fact.value and (self.each is None or self.transient)
 
     @property
     def decides(self) -> bool:

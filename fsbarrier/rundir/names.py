@@ -84,15 +84,6 @@ class FactName:
     status: str
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class CallName:
-    """A group member's fact about its row, with the collective that it called."""
-
-    iteration: int
-    rank: int
-    call: str
-
-
 START = Name("node-{:04d}.inc-{:04d}.json", StartName)
 #: a heartbeat
 PULSE = Name("node-{:04d}.inc-{:04d}.beat-{:d}.{:s}.gen-{:06d}.iter-{:06d}.p{:02d}", Pulse)
@@ -100,19 +91,14 @@ GENERATION = Name("gen-{:06d}.json", int)
 GENERATION_FOLDER = Name("gen-{:06d}", int)
 PHASE_FOLDER = Name("p{:02d}-{:s}", PhaseName)
 FACT = Name("iter-{:06d}.node-{:04d}.{:s}", FactName)
-CALL_FACT = Name(f"{FACT.template}.done", CallName)
-#: the common parts of facts' names: the beginning for one iteration, the end for one call, the middle for one node
-ITERATIONS_FACTS = Name("iter-{:06d}.", int)
-CALLS_FACTS = Name(".{:s}.done", str)
+#: what the names of a node's facts have in common
 NODES_FACTS = Name(".node-{:04d}.", int)
 STOP_REQUEST = Name("{:06d}.json", int)
 FILESYSTEM_REPORT = Name("node-{:04d}.json", int)
 
 
-def fact_name(iteration: int, rank: int, status: str = "done", call: str = "") -> str:
-    """The name of a node's fact. `call`: the value of `Row.call_key`, if the row has one."""
-    if call and status == "done":
-        return CALL_FACT.build(iteration, rank, call)
+def fact_name(iteration: int, rank: int, status: str = "done") -> str:
+    """The name of a node's fact."""
     return FACT.build(iteration, rank, status)
 
 

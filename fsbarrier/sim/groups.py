@@ -1,7 +1,8 @@
 """Simulates groups (`fsbarrier.join`): members with random callers, under faults, and their invariants.
 
-The member is the real one (fsbarrier/group/member.py). This module replaces its two threads, and a caller that calls, computes, regroups,
-gives up and leaves at random replaces the user's script. The invariants compare what each caller received with what the callers sent.
+The member is the real one (fsbarrier/group/member.py). This module replaces its clock, and a caller that calls, computes, regroups,
+gives up and leaves at random replaces the user's script. As in a real group, nobody looks while its caller computes. The invariants
+compare what each caller received with what the callers sent.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING, cast
 
-from fsbarrier.errors import OutOfStep, PeerLost, StoreError
-from fsbarrier.group.collective import Collective, broadcast_from
-from fsbarrier.group.group import make_member
-from fsbarrier.protocol.facts import Beat, Generation, Join
+from fsbarrier.errors import NodeError, OutOfStep, PeerLost, StoreError
+from fsbarrier.group.collective import BARRIER, Collective
+from fsbarrier.group.member import make_member
+from fsbarrier.protocol.facts import Generation, Join
 from fsbarrier.protocol.state import Exit
 from fsbarrier.rundir.record_store import Store
 from fsbarrier.sim.faults import Crash, Livelock
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 #: how long a caller waits for one call
 TIMEOUT_S = 60.0
+#: the pause after a look that failed
+FAILED_S = 0.2
+GATHER = "all_gather()"
 #: how long a script computes between two collectives
 THINKS_S = (0.0, 0.0, 0.01, 0.3, 2.0, 5.0)
 
@@ -45,6 +49,13 @@ class Call:
     row: tuple[int, int]
     name: str
     given: str
+
+
+def objects_of_call(name: str, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """The members whose objects a call returns."""
+    if name in (BARRIER, GATHER):
+        return ranks if name == GATHER else ()
+    return (int(name.removeprefix("broadcast(src=").removesuffix(")")),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,62 +110,64 @@ class GroupProcess(Process):
         self.ticked_at = self.world.now
         member = self.member
         try:
-            if not member.begun:
-                if member.begin(self.clock):
-                    self.joined = True
-                    return "joined"
-                self._fail_if_ended()
+            if not self.joined:
+                member.begin(self.clock)
+                self.joined = True
+                return "joined"
+            if self.generation is not None and not self.regrouping and self.asked is None:
                 return ""
             if self.news_at is not None and self.news_at <= self.world.now:
                 self.news_at = None
                 self.observer.hurry()
             member.look(self.clock)
+            self._react()
+        except OSError:
+            self.wake(self.world.now + FAILED_S)
+            self._give_up_in_time()
+        except NodeError as failure:
+            if failure.exit_code not in (3, 6):
+                self.group_world.diary.unexpected.append(f"node {self.rank}: {failure!r}")
+            self.world.end(self, failure.exit_code, str(failure))
         except Crash:
             return "crash"
         except Livelock as error:
             self.world.history.stuck.append(f"node {self.rank}: {error}")
             return "crash"
-        self._fail_if_ended()
-        if self.up and self.loop.exit is None:
-            self._react()
         return ""
-
-    def _fail_if_ended(self) -> None:
-        failure = self.member.snapshot.failure
-        if failure is None:
-            return
-        code = getattr(failure, "exit_code", 1)
-        if code not in (3, 6):
-            self.group_world.diary.unexpected.append(f"node {self.rank}: {failure!r}")
-        self.world.end(self, code, str(failure))
 
     def _write_journal(self) -> None:
         """A group has none."""
 
-    def next_beat(self) -> Beat:
-        return self.member.beat(self.clock)
-
     # --- the caller ---
 
     def _react(self) -> None:
-        """The script: look at the outcome of the call, and go on."""
-        seen = self.member.snapshot
+        """The script: look at what has become of the call, and go on. Raises OSError."""
         if self.generation is None or self.regrouping:
-            now = seen.node.generation
+            now = self.member.generation
             if now is not None and now != self.generation:
                 self._enter(now)
                 self._think()
-            elif self.world.now - self.since > TIMEOUT_S:
-                self._leave()
+        elif self.asked is not None:
+            collective, call = self.asked
+            try:
+                objects = self.member.outcome(collective)
+            except (PeerLost, OutOfStep) as error:
+                self._ended(call, (), error)
+                return
+            if objects is not None:
+                self._ended(call, tuple(objects), None)
+        self._give_up_in_time()
+
+    def _give_up_in_time(self) -> None:
+        """A call ends at its time."""
+        if self.world.now - self.since <= TIMEOUT_S:
             return
-        if self.asked is None:
-            return
-        collective, call = self.asked
-        outcome = seen.outcome
-        if outcome is not None and outcome.of is collective:
-            self._ended(call, outcome.objects, outcome.error)
-        elif self.world.now - self.since > TIMEOUT_S:
-            self._ended(call, (), None, timed_out=True)
+        if not self.joined:
+            self.world.end(self, StoreError.exit_code, "cannot join")
+        elif self.generation is None or self.regrouping:
+            self._leave()
+        elif self.asked is not None:
+            self._ended(self.asked[1], (), None, timed_out=True)
 
     def _enter(self, generation: Generation) -> None:
         self.generation, self.next_number = generation, generation.start.iteration
@@ -179,22 +192,19 @@ class GroupProcess(Process):
             if self.calls_left <= 0:
                 diary.farewells.append((self.number, self.rank, call.row))
                 self._leave()
-            elif self.member.snapshot.joiners and self.dice.random() < 0.5:
+            elif self.member.joiners and self.dice.random() < 0.5:
                 self._regroup()
             else:
                 self._think()
         elif isinstance(error, PeerLost | OutOfStep) or self.dice.random() < 0.4:
             self._regroup()
-        elif timed_out or isinstance(error, StoreError):
-            self._call(again=call)
         else:
-            diary.unexpected.append(f"node {self.rank}: {call.name} {call.row}: {error!r}")
-            self._leave()
+            self._call(again=call)
 
     def _regroup(self) -> None:
         assert self.generation is not None
         self.regrouping, self.since = True, self.world.now
-        self.member.regroup_after = self.generation.number
+        self.member.regroup(self.generation)
         self.wake(self.world.now + 0.001)
 
     def _think(self) -> None:
@@ -213,10 +223,8 @@ class GroupProcess(Process):
         given = json.dumps(f"{self.number}: {row}")
         if again is not None:
             name, given = again.name, again.given
-        srcs = {"barrier": (), "all_gather": self.generation.ranks}
-        src = name.rpartition("_")[2]
-        objects_of = srcs[name] if name in srcs else (int(src),)
-        gives = name == "all_gather" or src == str(self.rank)
+        objects_of = objects_of_call(name, self.generation.ranks)
+        gives = name == GATHER or objects_of == (self.rank,)
         position = replace(self.generation.start, iteration=self.next_number)
         collective = Collective(self.generation, position, name, given if gives else None, objects_of)
         call = again or Call(self.world.now, self.number, self.rank, row, name, given)
@@ -228,7 +236,6 @@ class GroupProcess(Process):
         self.world.after(TIMEOUT_S + 1.0, lambda: self.wake(self.world.now))
 
     def _leave(self) -> None:
-        self.member.leaving = True
         self.loop.exit = Exit(0, "left", "left")
 
 
@@ -253,7 +260,7 @@ class GroupWorld(World):
         """The collective that all members call in a row; sometimes one of them calls another."""
         drawn = Random(f"row {self.seed} {row}") if dice.random() >= self.odd_rate else dice
         src = drawn.choice(generation.ranks)
-        return drawn.choice(("barrier", "all_gather", broadcast_from(src)))
+        return drawn.choice((BARRIER, GATHER, f"broadcast(src={src})"))
 
     def new_process(self, rank: int, client: MountClient, trouble: Trouble) -> Process:
         return GroupProcess(self, len(self.processes), rank, client, trouble)
@@ -277,12 +284,17 @@ def check_groups(world: GroupWorld) -> list[Violation]:
 
 
 def everybodys_values(diary: Diary) -> Iterator[str]:
-    """A caller that passed a collective received what the members of its generation sent in this row, and all made the same call."""
+    """A caller that passed a collective received what the members of its generation sent in this row. If they made different calls, at
+    least one of them has not passed it, and whoever sent what others received has made their call."""
     given: defaultdict[tuple[int, int], dict[int, Call]] = defaultdict(dict)
     for call in diary.calls:
         if call.rank in given[call.row]:
             yield f"node {call.rank} called twice in {call.row}"
         given[call.row][call.rank] = call
+    passed: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+    for end in diary.ends:
+        if not end.error:
+            passed[end.call.row].add(end.call.rank)
     for end in diary.ends:
         if end.error:
             continue
@@ -292,12 +304,15 @@ def everybodys_values(diary: Diary) -> Iterator[str]:
             if other is None or other.time > end.time:
                 yield f"node {end.call.rank} passed {end.call.row} before node {rank} called"
                 return
-            if other.name != name:
-                yield f"node {end.call.rank} passed {end.call.row} as {name}, node {rank} called {other.name}"
+        senders = objects_of_call(name, ranks)
+        for rank in senders:
+            if calls[rank].name != name:
+                yield f"node {end.call.rank} passed {end.call.row} as {name}, node {rank} called {calls[rank].name}"
                 return
-        src = name.rpartition("_")[2]
-        wanted = ranks if name == "all_gather" else () if name == "barrier" else (int(src),)
-        right = tuple(json.loads(calls[rank].given) for rank in wanted)
+        if len({calls[rank].name for rank in ranks}) > 1 and passed[end.call.row] == {*ranks}:
+            yield f"all have passed {end.call.row}, although they made different calls"
+            return
+        right = tuple(json.loads(calls[rank].given) for rank in senders)
         if end.objects != right:
             yield f"node {end.call.rank} was given {end.objects} in {end.call.row}; it should be {right}"
 

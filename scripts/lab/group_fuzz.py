@@ -216,22 +216,22 @@ class Caller:
         self.write("error", **about, error=kind, **whom, seconds=self.awake_s - began, message=str(error))
 
     def let_the_mount_fail(self) -> None:
-        """From now on what the looking thread does fails with EIO until `failing_until`."""
-        from fsbarrier.group.noted_store import NotedStore
+        """From now on what this thread does fails with EIO until `failing_until`; heartbeats are another's."""
         from fsbarrier.rundir.record_store import PosixStore
 
         def failing(verb: str) -> Any:
             original = getattr(PosixStore, verb)
 
             def act(store: Any, path: Path, *more: Any, **named: Any) -> Any:
-                if time.monotonic() < self.failing_until:
+                mine = threading.current_thread() is threading.main_thread()
+                if mine and time.monotonic() < self.failing_until:
                     raise OSError(errno.EIO, "the mount fails", str(path))
                 return original(store, path, *more, **named)
 
             return act
 
         for verb in ("make_dir", "names", "read", "put", "create"):
-            setattr(NotedStore, verb, failing(verb))
+            setattr(PosixStore, verb, failing(verb))
 
 
 # --- who strikes --------------------------------------------------------------------------------------------------------------------

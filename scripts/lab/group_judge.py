@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -66,16 +67,18 @@ def _one_membership(lines: list[Line]) -> Iterable[str]:
 
 
 def _one_result(lines: list[Line]) -> Iterable[str]:
-    """Whoever completed a call got the same, and what each gave to it."""
+    """Whoever completed the same call got the same, and what each gave to it. Of members that made different calls, not all complete."""
     given = {tuple(line["origin"]): line for line in lines if line["what"] == "begin" and "origin" in line}
-    results: dict[tuple[int, int], Line] = {}
+    results: dict[tuple[int, int, str, int], Line] = {}
+    completed: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
     for line in lines:
         if line["what"] == "another":
             yield f"{line['by']}: after {line['expected']} another call gave {line['said']}"
         if line["what"] != "end":
             continue
         where = line["g"], line["n"]
-        first = results.setdefault(where, line)
+        first = results.setdefault((*where, line["call"], line["src"]), line)
+        completed[where].add(line["rank"])
         if _said(first) != _said(line):
             yield f"call {where}: {first['by']} got {_said(first)}, {line['by']} got {_said(line)}"
         wanted = [line["src"]] if line["call"] == "broadcast" else line["members"] if line["got"] else []
@@ -83,10 +86,19 @@ def _one_result(lines: list[Line]) -> Iterable[str]:
             yield f"call {where}: {line['by']} got what {[origin[0] for origin, _ in line['got']]} gave, not {wanted}"
         for origin, found in line["got"]:
             gave = given.get(tuple(origin))
-            if gave is None or (gave["g"], gave["n"]) != where:
+            if gave is None or (gave["g"], gave["n"], gave["call"], gave["src"]) != (
+                *where,
+                line["call"],
+                line["src"],
+            ):
                 yield f"call {where}: {line['by']} got what was given to another call: {origin}"
             elif digest(filling(origin, gave["size"])) != found:
                 yield f"call {where}: {line['by']} got something else than {origin} gave"
+    members = {line["g"]: {*line["members"]} for line in lines if line["what"] == "end"}
+    for where, ranks in completed.items():
+        calls = {key[2:] for key in results if key[:2] == where}
+        if len(calls) > 1 and ranks == members[where[0]]:
+            yield f"call {where}: all completed it, as {calls}"
 
 
 def _said(line: Line) -> Any:
@@ -102,11 +114,7 @@ def _all_had_begun(lines: list[Line]) -> Iterable[str]:
     for line in lines:
         for rank in line["members"] if line["what"] == "end" else ():
             other = begun.get((line["g"], line["n"], rank))
-            if (
-                other is None
-                or other["t"] > line["t"]
-                or (other["call"], other["src"]) != (line["call"], line["src"])
-            ):
+            if other is None or other["t"] > line["t"]:
                 what = "nothing" if other is None else f"{other['call']} {other['src']} at {other['t']}"
                 yield f"{line['by']} completed {line['call']} ({line['g']}, {line['n']}) at {line['t']}; node {rank} had begun {what}"
 

@@ -1,0 +1,44 @@
+"""The thread that writes a group member's heartbeats, also while the caller computes. A daemon thread: it keeps no interpreter alive."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from fsbarrier.coordination.paces import next_beat_s
+from fsbarrier.errors import Fenced
+from fsbarrier.group.member import GroupMember
+from fsbarrier.protocol.state import Exit, Stage
+from fsbarrier.rundir.record_store import PosixStore
+
+
+class HeartbeatThread:
+    """Writes heartbeats every `beat_s` seconds from `start` to `end`."""
+
+    def __init__(self, member: GroupMember, beat_s: float) -> None:
+        self._member, self._beat_s, self._ending = member, beat_s, threading.Event()
+        self._thread = threading.Thread(target=self._write_heartbeats, name="fsbarrier-beat", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self, why: str, within_s: float) -> None:
+        """Tell the others that this member leaves, and why; give up after `within_s`, as on a filesystem that hangs. Never raises."""
+        self._member.work.leaving = why
+        self._ending.set()
+        if self._thread.ident is not None:
+            self._thread.join(within_s)
+
+    def _write_heartbeats(self) -> None:
+        loop, store, last = self._member.loop, PosixStore(), False
+        # A newer start has this rank, or the others went on: nobody reads this heartbeat any more.
+        while not last and not isinstance(self._member.failure, Fenced):
+            last = self._ending.is_set()
+            if last and loop.exit is None:
+                loop.exit = Exit(0, "left", "left")
+            loop.write_beat(loop.beat(), store, time.monotonic())
+            joining = loop.node.stage is Stage.JOINING
+            if not last:
+                self._ending.wait(
+                    next_beat_s(self._beat_s / loop.observer.paces.eager if joining else self._beat_s)
+                )
