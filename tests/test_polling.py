@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import threading
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from fsbarrier.coordination.life import NodeLife
 from fsbarrier.coordination.paces import make_paces
-from fsbarrier.coordination.polling import Polling
 from fsbarrier.coordination.run_rules import make_rules
-from fsbarrier.errors import StoreError
 from fsbarrier.program import Phase, Program
 from fsbarrier.settings.sections import CoordinationSettings, Settings
+from fsbarrier.store.retry import Backoff
 
 OUTAGE_S = 10.0
 
@@ -25,9 +25,13 @@ class Mount:
     def __init__(self, root: Path) -> None:
         self.fails = False
         self.observer = SimpleNamespace(
-            paths=SimpleNamespace(root=root), paces=SimpleNamespace(outage_s=OUTAGE_S)
+            paths=SimpleNamespace(root=root),
+            paces=SimpleNamespace(outage_s=OUTAGE_S),
+            schedule=SimpleNamespace(beats_due=0.0),
         )
-        self.node, self.join = SimpleNamespace(rank=2), SimpleNamespace(host="here")
+        self.node, self.store = SimpleNamespace(rank=2), None
+        self.exit: Any = None
+        self.write_event = lambda event, node, fields: None
 
     def tick(self, now: float) -> bool:
         if self.fails:
@@ -40,25 +44,26 @@ def mount(tmp_path: Path) -> Mount:
     return Mount(tmp_path)
 
 
-def polling(mount: Mount) -> Polling:
-    return Polling(cast(Any, mount), threading.Event())
+def life(mount: Mount) -> NodeLife:
+    return NodeLife(cast(Any, mount), lambda: None, 2.0, Backoff(0.001, 0.05), 0.0)
 
 
 def test_a_failing_mount_is_tried_again_for_the_time_of_an_outage(mount: Mount) -> None:
-    looks, mount.fails = polling(mount), True
-    assert looks.look(100.0) is False
-    assert looks.look(100.0 + OUTAGE_S - 0.1) is False
-    with pytest.raises(StoreError, match=r"node 2: .* has failed for 10 s"):
-        looks.look(100.0 + OUTAGE_S)
+    node, mount.fails = life(mount), True
+    node.look(100.0)
+    node.look(100.0 + OUTAGE_S - 0.1)
+    assert mount.exit is None
+    node.look(100.0 + OUTAGE_S)
+    assert mount.exit.code == 3 and re.match(r"node 2: .* has failed for 10 s", mount.exit.reason)
 
 
 def test_errors_with_good_looks_between_them_are_no_outage(mount: Mount) -> None:
-    looks = polling(mount)
+    node = life(mount)
     for now in range(0, 100, 6):
-        mount.fails = True
-        assert looks.look(float(now)) is False
-        mount.fails = False
-        assert looks.look(now + 1.0) is True
+        for mount.fails in (True, False):
+            node.look(now + 1.0 - mount.fails)
+            assert node.failing is mount.fails
+    assert mount.exit is None
 
 
 def test_the_times_of_a_node_are_those_of_its_settings() -> None:

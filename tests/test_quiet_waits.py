@@ -15,7 +15,7 @@ from fsbarrier.coordination import directory_watch
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.paces import crowding, make_paces
-from fsbarrier.coordination.polling import FIRST_PAUSE_S, POLL_MAX_S, Polling
+from fsbarrier.coordination.polling import FIRST_PAUSE_S, POLL_MAX_S, LookWaits, Pace
 from fsbarrier.group.collective import CollectiveWork
 from fsbarrier.protocol.facts import Beat, Fact, Join, Position, Pulse, R, Record
 from fsbarrier.protocol.state import RowPart, Rules
@@ -91,7 +91,7 @@ def no_hints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory_watch, "_is_local", lambda path: False)
 
 
-class Waiting:
+class WaitingNode:
     """One node of a run whose other members live, in virtual time; they come to a row when the test says so."""
 
     def __init__(self, nodes: int, rank: int) -> None:
@@ -114,7 +114,7 @@ class Waiting:
         self.beat()
         self.loop.start(0.0)
         self.others.create(cast(SimPath, PATHS.generation(1)), generation(1, tuple(range(nodes)), (1, 0)))
-        self.polling = Polling(self.loop, threading.Event())
+        self.pace = Pace(self.loop)
         crowd = crowding(nodes)
         self.pauses = Backoff(FIRST_PAUSE_S * crowd, POLL_MAX_S * crowd)
         #: the times of the looks
@@ -134,9 +134,9 @@ class Waiting:
                 self.beats_from = self.now
                 self.beat()
             self.disk.now = self.now
-            busy = self.polling.look(self.now)
+            busy = self.loop.tick(self.now)
             self.looks.append(self.now)
-            self.now += self.polling.next_pause(self.pauses, busy=busy)
+            self.now += self.pace.next_pause(self.now, self.pauses, busy=busy)
 
     def opens_a_second(self, begin: float, end: float) -> float:
         """How many files this node opens or names in a second of a wait, its own heartbeat included."""
@@ -154,7 +154,7 @@ class Waiting:
 
 
 def test_a_long_wait_costs_little_and_ends_in_time() -> None:
-    node = Waiting(3, rank=1)
+    node = WaitingNode(3, rank=1)
     assert node.opens_a_second(60.0, 180.0) <= 5.0
     assert node.loop.node.part is RowPart.ANNOUNCED
     # It came to its row at once, so that each look comes when the wait has become 1 % longer, or a beat later.
@@ -164,9 +164,9 @@ def test_a_long_wait_costs_little_and_ends_in_time() -> None:
 
 def test_a_thousand_nodes_fit_a_server_of_1500_operations_a_second() -> None:
     """In a long phase, with room for the users' own work."""
-    watcher, other = (Waiting(1000, rank).opens_a_second(300.0, 420.0) for rank in (0, 500))
+    watcher, other = (WaitingNode(1000, rank).opens_a_second(300.0, 420.0) for rank in (0, 500))
     assert 4 * watcher + 996 * other <= 1100.0
-    watcher, other = (Waiting(1000, rank).opens_a_second(600.0, 720.0) for rank in (0, 500))
+    watcher, other = (WaitingNode(1000, rank).opens_a_second(600.0, 720.0) for rank in (0, 500))
     assert 4 * watcher + 996 * other <= 850.0
     assert watcher <= 1.0 and other <= 1.0
 
@@ -175,7 +175,7 @@ def test_a_thousand_nodes_fit_a_server_of_1500_operations_a_second() -> None:
 @pytest.mark.parametrize("nodes", [3, 40])
 def test_a_barrier_costs_four_operations(nodes: int, rank: int, most: float) -> None:
     """Beside the listings by which it waits. The leader's: create, link and unlink its fact."""
-    node, phases = Waiting(nodes, rank), len(PING.table.rows)
+    node, phases = WaitingNode(nodes, rank), len(PING.table.rows)
     for number in range(4 * phases):
         if number == phases:
             node.client.counted.clear()
@@ -192,17 +192,16 @@ def test_a_barrier_costs_four_operations(nodes: int, rank: int, most: float) -> 
 
 def test_a_signal_ends_a_long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its handler only leaves a note, for setting the event may never return; so the pause looks for the note."""
-    node, waits = Waiting(3, rank=1), list[float]()
+    node, waits = WaitingNode(3, rank=1), list[float]()
     wake = threading.Event()
     monkeypatch.setattr(wake, "wait", lambda timeout: bool(waits.append(timeout)))
-    polling = Polling(node.loop, wake)
-    polling.pause(Backoff(60.0, 60.0), busy=False, ended=lambda: len(waits) == 3)
+    LookWaits(node.loop, wake).wait(60.0, ended=lambda: len(waits) == 3)
     assert len(waits) == 3 and max(waits) <= 0.1
 
 
 def test_what_a_failing_look_has_seen_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """It learns of a newer generation and then fails to list its row: the next look acts on it, though nothing else is due yet."""
-    node = Waiting(3, rank=1)
+    node = WaitingNode(3, rank=1)
     node.until(30.0)
     node.others.create(cast(SimPath, PATHS.generation(2)), generation(2, (0, 1, 2), (1, 0)))
     # The generations are due to be listed, and the heartbeats are not.
@@ -218,7 +217,8 @@ def test_what_a_failing_look_has_seen_is_not_forgotten(monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patched:
         patched.setattr(node.client, "names", failing)
-        assert node.polling.look(node.now) is False
-    assert node.polling.look(node.now + 0.001) is True
+        with pytest.raises(OSError, match="the mount fails"):
+            node.loop.tick(node.now)
+    assert node.loop.tick(node.now + 0.001) is True
     entered = node.loop.node.generation
     assert entered is not None and entered.number == 2

@@ -28,6 +28,10 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import Store
 
 
+class Unwritten(OSError):
+    """This node cannot write its own heartbeat."""
+
+
 @dataclass
 class Observer:
     """What one node has seen of the shared directory; each look makes a View of it."""
@@ -149,7 +153,7 @@ class Observer:
         self.looked_at, self._beaten_before = now, beaten_at
         if self._unwritten_s >= self.paces.dead_s:
             why = f"this node could not write its heartbeat for {self._unwritten_s:.0f} s"
-            raise OSError(errno.EIO, why, str(self.paths.beats))
+            raise Unwritten(errno.EIO, why, str(self.paths.beats))
 
     def _silent(self, node: Node) -> set[int]:
         """The members that this node would declare dead by their heartbeats' names."""

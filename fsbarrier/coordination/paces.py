@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from fsbarrier.protocol.timing import DEAD_S, OUTAGE_S
 from fsbarrier.settings.sections import Settings
 
+_DICE = random.Random()
+
 
 @dataclass(frozen=True, slots=True)
 class Paces:
@@ -29,10 +31,10 @@ class Paces:
     outage_s: float = OUTAGE_S
 
 
-def next_beat_s(beat_s: float) -> float:
+def next_beat_s(beat_s: float, dice: random.Random = _DICE) -> float:
     """The pause before the next heartbeat. It varies, so that looks and heartbeats do not keep step: a listing that is made while names
     change may miss one of them, and should not miss the same one each time."""
-    return beat_s * random.uniform(0.9, 1.0)
+    return beat_s * dice.uniform(0.9, 1.0)
 
 
 def eagerness(num_nodes: int) -> float:

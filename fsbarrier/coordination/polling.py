@@ -13,7 +13,6 @@ from pathlib import Path
 
 from fsbarrier.coordination.directory_watch import Hints
 from fsbarrier.coordination.loop import NodeLoop
-from fsbarrier.errors import StoreError
 from fsbarrier.store.retry import Backoff
 
 #: the shortest pause between two looks
@@ -26,78 +25,41 @@ LATENESS = 0.01
 END_S = 0.1
 
 
-class Polling:
-    """Runs the looks of `loop` and the pauses between them. Any thread may end a pause by setting `wake`."""
+class Pace:
+    """The pauses of one node between its looks. Time is passed in."""
 
-    def __init__(
-        self, loop: NodeLoop, wake: threading.Event, look_once: Callable[[float], bool] | None = None
-    ) -> None:
-        """`look_once`: one look, if it is more than the loop's tick."""
-        self._loop, self._wake, self._look_once = loop, wake, look_once or loop.tick
-        self._root = loop.observer.paths.root
-        self._hints = Hints(self._root, wake.set)
+    def __init__(self, loop: NodeLoop) -> None:
+        self._loop = loop
         self._pause_s = FIRST_PAUSE_S
-        #: when this node last had something to do, and when it looked last
-        self._busy_at = self._looked_at = 0.0
-        self._failing_since: float | None = None
+        #: when this node last had something to do
+        self._busy_at = 0.0
 
-    @property
-    def failing(self) -> bool:
-        """Whether the filesystem failed in the last look."""
-        return self._failing_since is not None
+    def next_pause(self, looked_at: float, pauses: Backoff, *, busy: bool) -> float:
+        """The pause after a look. `pauses`: the first ones of a wait. `busy`: something happened, so more may follow at once."""
+        if busy:
+            self._busy_at = looked_at
+        self._pause_s = pauses.first_s if busy else pauses.after(self._pause_s)
+        due_in_s = self._loop.observer.schedule.beats_due - looked_at
+        pause_s = max(self._pause_s, LATENESS * (looked_at - self._busy_at))
+        # Not positive: heartbeats are due at once, or the last look failed before it read them.
+        return min(pause_s, due_in_s) if due_in_s > 0 else self._pause_s
 
-    def look(self, now: float) -> bool:
-        """Run one tick; True if anything happened, so more may follow at once.
 
-        A failing filesystem is retried for `outage_s`. The others may declare this node lost meanwhile, but if it fails for all of them,
-        they go on together afterwards. Raises StoreError if it fails for longer, and whatever the loop raises except OSError.
-        """
-        self._looked_at = now
-        try:
-            busy = self._look_once(now)
-        except OSError as error:
-            outage_s = self._loop.observer.paces.outage_s
-            self._failing_since = now if self._failing_since is None else self._failing_since
-            failing_s = now - self._failing_since
-            if failing_s < outage_s:
-                return False
-            rank, host = self._loop.node.rank, self._loop.join.host
-            message = f"node {rank}: {self._root} has failed for {outage_s:g} s: {error}"
-            raise StoreError(message, rank, host, failing_s) from None
-        self._failing_since = None
-        return busy
+class LookWaits:
+    """A thread's waits for the next look of its node. Any thread may end one by setting `wake`."""
 
-    def pause(
-        self,
-        pauses: Backoff,
-        *,
-        busy: bool,
-        hints: bool = True,
-        ended: Callable[[], bool] | None = None,
-        most_s: float = float("inf"),
-    ) -> None:
-        """Wait until the next look is due, or the node has `ended`, and at most `most_s`.
+    def __init__(self, loop: NodeLoop, wake: threading.Event) -> None:
+        self._loop, self._wake = loop, wake
+        self._hints = Hints(loop.observer.paths.root, wake.set)
 
-        `pauses`: the first pauses. `hints`: a file that appears may end a longer pause early.
-        """
-        pause_s = min(self.next_pause(pauses, busy=busy), most_s)
-        self._hints.watch(self._row_dir() if hints and pause_s >= pauses.most_s else None)
+    def wait(self, pause_s: float, *, hints: bool = True, ended: Callable[[], bool] | None = None) -> None:
+        """Wait for `pause_s`, or until the node has `ended`. `hints`: a file that appears may end the wait early."""
+        self._hints.watch(self._row_dir() if hints else None)
         until = time.monotonic() + pause_s
         while not (ended is not None and ended()) and (left_s := until - time.monotonic()) > 0:
             if self._wake.wait(left_s if ended is None else min(left_s, END_S)):
                 self._wake.clear()
                 return
-
-    def next_pause(self, pauses: Backoff, *, busy: bool) -> float:
-        """The pause after the last look."""
-        if busy:
-            self._busy_at = self._looked_at
-        self._pause_s = pauses.first_s if busy else pauses.after(self._pause_s)
-        waited_s = self._looked_at - self._busy_at
-        due_in_s = self._loop.observer.schedule.beats_due - self._looked_at
-        pause_s = max(self._pause_s, LATENESS * waited_s)
-        # Not positive: heartbeats are due at once, or the last look failed before it read them.
-        return min(pause_s, due_in_s) if due_in_s > 0 else self._pause_s
 
     def close(self) -> None:
         """Stop watching. Never raises."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from fsbarrier.coordination.polling import Polling
+from fsbarrier.coordination.polling import LookWaits, Pace
 from fsbarrier.errors import BarrierTimeout, NodeError, StoreError
 from fsbarrier.group.collective import BARRIER, Collective
 from fsbarrier.group.heartbeat_thread import HeartbeatThread
@@ -59,7 +59,7 @@ class Group:
         num_nodes = member.loop.rules.num_nodes
         self._pauses = Backoff(PAUSE_FOR_EACH_S * max(1, num_nodes - 2), LONGEST_PAUSE_S)
         self._hinted = num_nodes <= HINTED_NODES
-        self._polling = Polling(member.loop, threading.Event(), self._look)
+        self._pace, self._waits = Pace(member.loop), LookWaits(member.loop, threading.Event())
         self._heartbeats = HeartbeatThread(member, beat_s)
         #: what the last look found, and its error
         self._find: Callable[[], Any] = lambda: None
@@ -154,7 +154,7 @@ class Group:
     def _leave(self, why: str) -> None:
         if not self._left:
             self._left = True
-            self._polling.close()
+            self._waits.close()
             self._heartbeats.end(why, min(LEAVE_S, self._timeout_s))
 
     def _check_usable(self) -> None:
@@ -193,7 +193,7 @@ class Group:
         try:
             while True:
                 now = time.monotonic()
-                busy = self._polling.look(now)
+                busy = self._look(now)
                 if self._found is not None:
                     return self._found  # type: ignore[no-any-return]
                 failing_since = (failing_since or now) if self._trouble is not None else None
@@ -201,7 +201,8 @@ class Group:
                     raise self._store_error(what, now - failing_since)
                 if now >= until:
                     raise self._timeout(what, now)
-                self._polling.pause(self._pauses, busy=busy, hints=self._hinted, most_s=until - now)
+                pause_s = min(self._pace.next_pause(now, self._pauses, busy=busy), until - now)
+                self._waits.wait(pause_s, hints=self._hinted and pause_s >= self._pauses.most_s)
         except NodeError:
             raise
         except BaseException as error:

@@ -19,17 +19,17 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import fsbarrier
+from fsbarrier.coordination.life import NodeLife
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
-from fsbarrier.coordination.paces import crowding, make_paces, next_beat_s
-from fsbarrier.coordination.polling import FIRST_PAUSE_S, POLL_MAX_S, Polling
+from fsbarrier.coordination.paces import crowding, make_paces
+from fsbarrier.coordination.polling import FIRST_PAUSE_S, POLL_MAX_S, LookWaits
 from fsbarrier.coordination.rank_lock import RankLock
 from fsbarrier.coordination.run_rules import make_rules
 from fsbarrier.errors import (
     EXIT_INTERNAL,
     EXIT_SIGINT,
     EXIT_SIGTERM,
-    Fenced,
     StoreError,
 )
 from fsbarrier.host import accelerators
@@ -37,7 +37,6 @@ from fsbarrier.host.addresses import candidate_addresses
 from fsbarrier.loader import load_program
 from fsbarrier.processes.signals import ending_signals_handled
 from fsbarrier.protocol.facts import Join, Payload
-from fsbarrier.protocol.state import Exit, Stage
 from fsbarrier.protocol.timing import JOIN_TIMEOUT_S
 from fsbarrier.protocol.wording import counted
 from fsbarrier.run.code_digests import code_digests, one_digest
@@ -61,8 +60,6 @@ from fsbarrier.view.amounts import ranks
 if TYPE_CHECKING:
     from fsbarrier.engine.replicas import Replicas
 
-# Between two heartbeats of a joining node, which the others wait for.
-JOINING_BEAT_S = 0.2
 # How long the last heartbeat and the last console lines may take if a filesystem or a terminal hangs.
 LAST_WORDS_S = 1.0
 # A start that waits for other nodes names them after this time, and then every minute.
@@ -101,8 +98,7 @@ class Daemon:
         self.record, self.settings, self._lock = record, record.settings, lock
         settings = record.settings
         self._signal: int | None = None
-        self._looked_at = time.monotonic()
-        self._say_awaited_at = self._looked_at + SAY_AWAITED_S
+        self._say_awaited_at = time.monotonic() + SAY_AWAITED_S
         self._ended = threading.Event()
         self._program = program = load_program(settings.program)
         rules, wake = make_rules(settings, program), threading.Event()
@@ -122,7 +118,12 @@ class Daemon:
         join = describe_start(rank, until, choices, stated, digest=one_digest(code), fingerprint=fingerprint)
         self._changed_code = last.other_code(join) if last else []
         self.loop = NodeLoop(observer.store, observer, rules, self.jobs, join, self.events.write)
-        self._polling = Polling(self.loop, wake)
+        self._waiting, crowd = LookWaits(self.loop, wake), crowding(settings.num_nodes)
+        self._pauses = Backoff(FIRST_PAUSE_S * crowd, POLL_MAX_S * crowd)
+        beat_s, now = settings.coordination.beat_s, time.monotonic()
+        self._life = NodeLife(
+            self.loop, lambda: self.jobs.unfit, beat_s, self._pauses, now, note_start=lock.note_start
+        )
 
     def _make_workplace(
         self,
@@ -174,12 +175,8 @@ class Daemon:
         beats.start()
         try:
             self._loop()
-        except (Fenced, StoreError) as error:
-            self._leave(error.exit_code, str(error))
-        except OSError as error:
-            self._leave(StoreError.exit_code, f"node {self.loop.node.rank}: the filesystem failed: {error}")
         except Exception as error:
-            self._leave(EXIT_INTERNAL, f"internal error: {type(error).__name__}: {error}")
+            self._life.leave(EXIT_INTERNAL, f"internal error: {type(error).__name__}: {error}")
             raise
         finally:
             self._end_work()
@@ -234,25 +231,23 @@ class Daemon:
             )
 
     def _loop(self) -> None:
-        """Look, decide and act until this node has ended or received a signal. Raises Fenced, StoreError."""
-        crowd = crowding(self.settings.num_nodes)
-        pauses = Backoff(FIRST_PAUSE_S * crowd, POLL_MAX_S * crowd)
+        """Look, decide and act until this node has ended or received a signal."""
         while self.loop.exit is None and self._signal is None:
             now = time.monotonic()
-            if not self._polling.failing:
-                self._looked_at = now
-            busy = self._polling.look(now)
+            pause_s = self._life.look(now)
             self._name_missing_nodes(now)
-            if self.jobs.unfit is not None:
-                raise self.jobs.unfit
-            self._polling.pause(pauses, busy=busy, ended=lambda: self._signal is not None)
+            self._waiting.wait(
+                pause_s,
+                hints=pause_s >= self._pauses.most_s,
+                ended=lambda: self._signal is not None or self.loop.exit is not None,
+            )
 
     def _end_work(self) -> None:
         """End everything that this node runs. After a signal, record that as its end."""
         if self.loop.exit is None:
             number = self._signal or signal.SIGTERM
             code = EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM
-            self._leave(code, f"stopped by {signal.Signals(number).name}")
+            self._life.leave(code, f"stopped by {signal.Signals(number).name}")
         self.workplace.grace_s = GRACE_S
         # A program may hang in the kernel. Its guard keeps trying to end it.
         with contextlib.suppress(StoreError):
@@ -261,36 +256,14 @@ class Daemon:
         if self.workplace.engines is not None:
             self.workplace.engines.stop()
 
-    def _leave(self, code: int, reason: str) -> None:
-        """End this node and not the run. The others see that in the last heartbeat, and go on without it."""
-        with contextlib.suppress(OSError):
-            fields = {"state": "left", "code": code, "reason": reason}
-            self.events.write("node_ended", self.loop.node, fields)
-        self.loop.exit = Exit(code, "left", reason)
-
     def _write_heartbeats(self) -> None:
-        """Write heartbeats, in a thread, until this node has ended, and one last time then.
-
-        A node whose loop hangs must not look alive, or the others would wait for it for ever. So the heartbeats stop when the loop has
-        not looked, or only in vain, for `suspect_s` / 2. Half, because the others count its silence only from the last heartbeat.
-        """
-        coordination, noted = self.settings.coordination, 0
-        while True:
+        """Write heartbeats, in a thread, until this node has ended, and one last time then."""
+        last = False
+        while not last:
             last = self._ended.is_set()
-            silent_s = time.monotonic() - self._looked_at
-            held_back = silent_s > coordination.suspect_s / 2 and self.loop.exit is None
-            if not held_back:
-                beat = self.loop.beat()
-                if beat.incarnation != noted:
-                    noted = beat.incarnation
-                    self._lock.note_start(noted)
-                self.loop.write_beat(beat, self.loop.store, time.monotonic())
-            if last:
-                return
-            joining = self.loop.node.stage is Stage.JOINING
-            # If the loop was only paused, the others should see that at once when it looks again.
-            usual_s = JOINING_BEAT_S if joining or held_back else coordination.beat_s
-            self._ended.wait(next_beat_s(usual_s))
+            pause_s = self._life.beat(time.monotonic())
+            if not last:
+                self._ended.wait(pause_s)
 
     @contextmanager
     def signals(self) -> Iterator[None]:
@@ -306,7 +279,7 @@ class Daemon:
             yield
 
     def close(self) -> None:
-        self._polling.close()
+        self._waiting.close()
         # This may fail too; the exit code is decided already.
         with contextlib.suppress(OSError):
             self.events.close()

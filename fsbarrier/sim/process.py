@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, cast
 
+from fsbarrier.coordination.life import NodeLife
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.paces import Paces, make_paces
-from fsbarrier.errors import Fenced, StoreError
+from fsbarrier.coordination.polling import FIRST_PAUSE_S
+from fsbarrier.errors import Fenced
 from fsbarrier.protocol.facts import Beat, Join, Payload
 from fsbarrier.protocol.rows import SLICE_CHOICE
-from fsbarrier.protocol.state import Exit, Node, Stage
+from fsbarrier.protocol.state import Node, Stage
+from fsbarrier.rundir.names import PULSE
 from fsbarrier.rundir.record_store import Store
 from fsbarrier.settings.sections import Settings
 from fsbarrier.sim import mishaps
@@ -26,14 +29,14 @@ from fsbarrier.sim.settings import can_hold
 from fsbarrier.sim.setup import PATHS
 from fsbarrier.sim.store import MountClient
 from fsbarrier.sim.work import SimHost, make_work
-from fsbarrier.store.retry import PASSING_S
+from fsbarrier.store.retry import PASSING_S, Backoff
 
 if TYPE_CHECKING:
     from fsbarrier.sim.world import World
 
 JOINING = Stage.JOINING
-# before a held-back heartbeat is tried again
-HELD_BACK_S = 0.2
+# between two tries to join
+AGAIN_S = 0.2
 # The longest time between two polls. Only polls that would see something new are simulated.
 POLL_S = 0.1
 # The following times are multiples of the time between two heartbeats.
@@ -58,7 +61,7 @@ class _BeatStore:
     def __init__(self, world: World, client: MountClient, trouble: Trouble) -> None:
         self._world, self._client, self._trouble = world, client, trouble
         # the last heartbeat that was written, until it is taken note of
-        self.written: File | None = None
+        self.written: tuple[SimPath, File] | None = None
 
     def put(self, path: SimPath, beat: Beat) -> None:
         self._write(path, lambda: self._client.replace(path, beat))
@@ -67,7 +70,7 @@ class _BeatStore:
         self._write(path, lambda: self._client.replace(path, beat), heartbeat=True)
 
     def rename(self, path: SimPath, new: SimPath) -> bool:
-        return self._write(path, lambda: self._client.move(path, new), heartbeat=True) is not None
+        return self._write(new, lambda: self._client.move(path, new), heartbeat=True) is not None
 
     def _write(
         self, path: SimPath, write: Callable[[], File | None], *, heartbeat: bool = False
@@ -77,7 +80,7 @@ class _BeatStore:
         mishap = mishaps.mishap_of_a_beat(self._world)
         file = write() if mishap != "error" else None
         if heartbeat and file is not None:
-            self.written = file
+            self.written = path, file
         self._raise(mishap, path)
         return file
 
@@ -108,7 +111,10 @@ class Process:
         self.prepared = self.joined = False
         # Started with `--rank auto`: it takes exactly the next incarnation, or ends.
         self.claims = False
+        # since when it has tried in vain to join
         self.failing_since: float | None = None
+        # Before this it looks at no news.
+        self.pause_until = 0.0
         self.mishap = mishaps.mishap_of_a_start(world)
         # the directory of its row
         self.watching: Directory | None = None
@@ -138,6 +144,20 @@ class Process:
         )
         self.loop = NodeLoop(cast(Store, client), self.observer, world.rules, self.work, join, self._record)
 
+    @cached_property
+    def life(self) -> NodeLife:
+        beats, pauses = cast(Store, self._beats), Backoff(FIRST_PAUSE_S, POLL_S)
+        world = self.world
+        return NodeLife(
+            self.loop,
+            lambda: self.work.unfit,
+            world.beat_s,
+            pauses,
+            self.clock,
+            beats=beats,
+            dice=world.beating,
+        )
+
     def _packages(self) -> Payload:
         """What is installed on this host; sometimes what does not fit together with the others."""
         world, right = self.world, "2.9"
@@ -153,9 +173,10 @@ class Process:
         return self.offset + self.world.now * self.rate
 
     def wake(self, at: float, since: float | None = None) -> None:
-        """Look at time `at`, unless a look is already due between `since` and `at`."""
+        """Look at time `at`, unless a look is already due between `since` and `at`. `since`: when there were news, which end no pause."""
         if not self.up:
             return
+        at = at if since is None else max(at, self.pause_until)
         for time in self.due:
             if (at if since is None else since) <= time <= at:
                 return
@@ -171,9 +192,9 @@ class Process:
         """Plan the next look. Polls that would see nothing new are left out, but not for so long that the gap counts as blindness."""
         world, seen_at = self.world, self.observer.looked_at
         now, blind_s = world.now, 0.9 * world.beat_s
-        if self.failing_since is None and seen_at is not None:
+        if not self.life.failing and seen_at is not None:
             blind_s = (self.offset + now * self.rate - seen_at) / self.rate
-        at = now + max(POLL_S, IDLE * world.beat_s - world.rng.random() - blind_s)
+        at = max(self.pause_until, now + max(POLL_S, IDLE * world.beat_s - world.rng.random() - blind_s))
         self.due.append(at)
         world.at(at, self._tick)
 
@@ -229,23 +250,14 @@ class Process:
             if self.news_at is not None and self.news_at <= now:
                 self.news_at = None
                 self.observer.hurry()
-            self.loop.tick(self.offset + now * self.rate)
-            if self.work.unfit is not None:
-                raise self.work.unfit
+            self.pause_until = now + self.life.look(self.offset + now * self.rate) / self.rate
         except OSError as error:
             return f"error {error}"
-        except StoreError as error:
-            self.loop.exit = Exit(error.exit_code, "left", str(error))
-            return ""
-        except Fenced as error:
-            self.loop.exit = Exit(6, "left", str(error))
-            return ""
         except Crash:
             return "crash"
         except Livelock as error:
             self.world.history.stuck.append(f"node {self.rank}: {error}")
             return "crash"
-        self.failing_since = None
         return ""
 
     @property
@@ -291,20 +303,16 @@ class Process:
             self.beat()
             self.wake(self.world.now + 0.001)
         else:
-            self._failed(how)
+            self._could_not_join(how)
 
-    def _failed(self, how: str) -> None:
-        """The filesystem failed. Like the daemon, retry for `outage_s`; a start is retried only for a moment."""
+    def _could_not_join(self, how: str) -> None:
+        """Like the daemon, try again for a moment."""
         now = self.world.now
-        if self.failing_since is None:
-            self.failing_since = now
-        if not self.joined:
-            if now - self.failing_since >= PASSING_S:
-                self.world.end(self, 3, how)
-            else:
-                self.wake(now + HELD_BACK_S)
-        elif now - self.failing_since >= self.world.paces.outage_s:
-            self.loop.exit = Exit(3, "left", how)
+        self.failing_since = now if self.failing_since is None else self.failing_since
+        if now - self.failing_since >= PASSING_S:
+            self.world.end(self, 3, how)
+        else:
+            self.wake(now + AGAIN_S)
 
     # --- heartbeats and the journal ---
 
@@ -317,34 +325,31 @@ class Process:
             self.deferred.append(self.beat)
             return
         world, now = self.world, self.world.now
-        # Like the daemon's thread, which holds heartbeats back when the loop hangs. Empty polls are left out here, so only a blocked
-        # operation counts, and a pause after which this process has not looked yet.
-        stuck_s = now - self.ticked_at if self.held_look is not None or self.slept else 0.0
-        if stuck_s > world.rules.limits.suspect_s / 2:
-            # As in the daemon: when the loop looks again, the others should know at once.
-            world.at(now + HELD_BACK_S, self.beat)
-            return
-        self.put_beat()
-        pause_s = self.world.beat_s
-        if self.loop.node.stage is JOINING:
+        if self.held_look is None and not self.slept and not self.life.failing and now >= self.pause_until:
+            # Empty looks are left out here.
+            self.life.looked_at = self.clock
+        pause_s = self.put_beat()
+        if self.loop.node.stage is JOINING and self.life.looked_at == self.clock:
+            # Nor is each heartbeat of a long wait written.
             age_s = now - self.started
-            pause_s = 0.2 if age_s < 1.0 else 0.8 if age_s < 5.0 else pause_s
+            pause_s = max(pause_s, 0.8 if age_s < 5.0 else world.beat_s) if age_s >= 1.0 else pause_s
             if age_s >= 5.0:
                 # As the daemon does, which names them to people.
                 assert self.rank not in self.loop.awaited(self.clock)
         world.at(now + pause_s, self.beat)
 
-    def next_beat(self) -> Beat:
-        return self.loop.beat()
+    def put_beat(self) -> float:
+        """Write a heartbeat, perhaps; returns the pause before the next."""
+        pause_s, written = self.life.beat(self.clock), self._beats.written
+        self._beats.written = None
+        if written is not None:
+            self._note_beat(*written)
+        return pause_s
 
-    def put_beat(self) -> None:
-        """Write a heartbeat."""
-        beat, beats, world = self.next_beat(), self._beats, self.world
-        self.loop.write_beat(beat, cast(Store, beats), self.clock)
-        file, beats.written = beats.written, None
-        if file is None:
-            return
-        times = world.history.beats.setdefault((self.rank, beat.incarnation), [])
+    def _note_beat(self, path: SimPath, file: File) -> None:
+        world, pulse = self.world, PULSE.parse(path.name)
+        assert pulse is not None
+        times = world.history.beats.setdefault((self.rank, pulse.incarnation), [])
         times.append(world.now)
         # The second heartbeat shows the others that it is alive; later ones are no news.
         if len(times) <= 2:
