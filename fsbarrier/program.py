@@ -83,6 +83,9 @@ class Command:
     extra: Payload = field(default_factory=dict)
     #: the journal's event with the result's plain values; "": none
     event: str = ""
+    #: The program inherits the sockets of the last OpenRendezvous; $FSBARRIER_LISTENING names their descriptors, separated by commas. Any
+    #: other program finds their port free.
+    listens: bool = False
     #: the program's processes stay afterwards, for the next command that keeps them
     keep: Keep | None = None
     #: The name of the process that does such jobs on a node, one after the other, and so imports its libraries once; "": each command is
@@ -125,12 +128,12 @@ class ReleaseEngine:
 
 @dataclass(frozen=True, slots=True)
 class OpenRendezvous:
-    """Listen on a free port, so that the other nodes can test the leader's addresses before torchrun needs one.
+    """Listen on a free port of these addresses, so that the other nodes can test them before the update's program takes one over.
 
-    The result has "port". `loopback`: listen only for this host, which all nodes share.
+    The result has "port". If all addresses are loopback, only this host, which all nodes share, can connect.
     """
 
-    loopback: bool
+    addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -364,7 +364,7 @@ def learned_from(ctx: Context) -> list[str]:
 
 
 def open_rendezvous(ctx: Context) -> OpenRendezvous:
-    return OpenRendezvous(loopback=on_one_host(ctx))
+    return OpenRendezvous(leaders_addresses(ctx))
 
 
 def on_one_host(ctx: Context) -> bool:
@@ -439,12 +439,13 @@ def update(ctx: Context) -> Work:
         *("--max-restarts", "0", "--rdzv-conf", f"timeout={COLLECTIVES_TIMEOUT_S}"),
         *("-m", "fsbarrier.workers.update", "--spec", "{spec}"),
     )
-    event = "updated" if ctx.node_rank == ctx.leader else ""
+    leads = ctx.node_rank == ctx.leader
+    event = "updated" if leads else ""
     # On accelerators only on request: sharing one between an engine and a kept trainer is untested.
     keeps = trainer.keep == "process" or (trainer.keep == "auto" and not ctx.accelerators)
     keep = Keep(processes, rendezvous.trainer) if keeps else None
     spec = {**ctx.identity(), **spec, "weights_dir": "{weights_dir}"}
-    return Command(argv, "update.log", spec=spec, env=env, extra=known, event=event, keep=keep)
+    return Command(argv, "update.log", spec=spec, env=env, extra=known, event=event, listens=leads, keep=keep)
 
 
 def publish_weights(ctx: Context) -> Work:

@@ -93,8 +93,8 @@ TOLD = [
     ),
     (
         raw("listens", 8, port=40123),
-        "port 40123 is open to other hosts for the update: on all addresses until torchrun starts, then only on the address that all "
-        "nodes can reach",
+        "port 40123 is open to other hosts for the update: on all addresses until torchrun has started, then only on the address "
+        "that all nodes can reach",
     ),
     (
         raw("code_changed", what=["program", "reward.kind"]),

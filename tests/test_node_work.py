@@ -5,22 +5,28 @@ from __future__ import annotations
 import errno
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from other_user import needs_root, start_as_other
 from waiting import until
 
 from fsbarrier.errors import ProgramFailed, StoreError
+from fsbarrier.host.addresses import candidate_addresses
+from fsbarrier.host.rendezvous import LOOPBACK
 from fsbarrier.processes.worker_contract import WorkerFiles
 from fsbarrier.program import (
     Command,
     Context,
+    OpenRendezvous,
     PublishFile,
     PublishWeights,
     ServeWeights,
@@ -271,6 +277,58 @@ def test_a_policy_version_of_another_size_is_not_published(
     with pytest.raises(ProgramFailed, match=rf"weights has {size} bytes; MANIFEST\.json says 100"):
         work_kinds.carry_out(publish, context(), RowJob(), place)
     assert not (tmp_path / "model.pt").is_symlink()
+
+
+# Tries to listen on the port of somebody else, in each way that there is, and ends when it does.
+SQUATS = """
+import itertools, socket, sys
+print("trying", flush=True)
+for option, (family, host) in itertools.cycle(itertools.product((0, socket.SO_REUSEADDR, socket.SO_REUSEPORT),
+        ((socket.AF_INET, ""), (socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "")))):
+    with socket.socket(family) as one:
+        try:
+            if option:
+                one.setsockopt(socket.SOL_SOCKET, option, 1)
+            one.bind((host, int(sys.argv[1])))
+            one.listen()
+            break
+        except OSError:
+            pass
+"""
+ANSWERS = """
+import os, socket
+held = [socket.socket(fileno=int(fd)) for fd in os.environ["FSBARRIER_LISTENING"].split(",")]
+for one in held:
+    one.accept()[0].sendall(b"the update")
+assert open("/proc/%d/stat").read().split()[2] != "Z", "somebody else listens on the port"
+"""
+
+
+@needs_root
+@pytest.mark.parametrize("addresses", [LOOPBACK, tuple(candidate_addresses())], ids=["one host", "several"])
+def test_nobody_can_take_the_port_of_an_update_before_its_program(
+    place: Workplace, addresses: tuple[str, ...]
+) -> None:
+    """Another user tries all the time. Who connected before the program ran is answered by it, on each address."""
+    port = work_kinds.carry_out(OpenRendezvous(addresses), context(), RowJob(), place)["port"]
+    with start_as_other(SQUATS, str(port)) as other, ExitStack() as peers:
+        assert other.stdout is not None and other.stdout.readline() == "trying\n"
+        # Of what this host does not know to be its own the last socket hears.
+        others = () if addresses == LOOPBACK else LOOPBACK
+        connected = [
+            peers.enter_context(socket.create_connection((host, port))) for host in (*addresses, *others)
+        ]
+        answers = python(ANSWERS % other.pid, result=False, listens=True)
+        work_kinds.carry_out(answers, context(), RowJob(), place)
+        assert [peer.recv(99) for peer in connected] == [b"the update"] * len(connected)
+        other.wait(60)
+    assert not place.rendezvous
+
+
+def test_a_program_that_does_not_take_the_port_over_finds_it_free(place: Workplace) -> None:
+    port = work_kinds.carry_out(OpenRendezvous(LOOPBACK), context(), RowJob(), place)["port"]
+    listens = f"import socket; socket.create_server(('127.0.0.1', {port}))"
+    work_kinds.carry_out(python(listens, result=False), context(), RowJob(), place)
 
 
 def jobs(place: Workplace, each: Callable[[Context], Work]) -> tuple[JobRunner, threading.Event]:

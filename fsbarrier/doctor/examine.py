@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -148,9 +148,10 @@ def _in_its_words(path: Path, place: Path, mount: Mount) -> Iterator[None]:
 
 def _exchange(session: Path, group: Group, own: list[Check], mount: Mount) -> dict[int, between.NodeFindings]:
     """Measure together, and exchange what was found."""
-    listening = listen(loopback=False)
-    with listening:
-        said = group.all_gather({"addresses": candidate_addresses(), "port": port_of(listening)})
+    addresses = candidate_addresses()
+    with ExitStack() as held:
+        listening = [held.enter_context(one) for one in listen(addresses)]
+        said = group.all_gather({"addresses": addresses, "port": port_of(listening[0])})
         others = {
             rank: each for rank, each in zip(group.members, said, strict=True) if rank != group.node_rank
         }

@@ -1,6 +1,6 @@
 """The guard between a daemon and a program it started: no process below it outlives the daemon, even after SIGKILL.
 
-    python -I -S fsbarrier/processes/guard.py LIFELINE_FD DAEMON_PID     (`fsbarrier.processes.supervisor.Child` starts it)
+    python -I -S fsbarrier/processes/guard.py LIFELINE_FD DAEMON_PID [FD ...]     (`fsbarrier.processes.supervisor.Child` starts it)
 
     daemon --socket--> guard --PR_SET_PDEATHSIG--> main program --> ...
 
@@ -222,8 +222,11 @@ def start_main(cwd: bytes, argv: list[bytes], env: dict[bytes, bytes]) -> tuple[
     return pid, f"started {pid} {Stat(pid).start}"
 
 
-def guard_program(lifeline: int, daemon: int) -> int:
-    """Guard the program received over `lifeline` until its process tree is gone; returns the exit code of this process."""
+def guard_program(lifeline: int, daemon: int, passed: list[int]) -> int:
+    """Guard the program received over `lifeline` until its process tree is gone; returns the exit code of this process.
+
+    `passed`: the descriptors that only the program keeps.
+    """
 
     def report(line: str) -> None:
         try:
@@ -241,6 +244,8 @@ def guard_program(lifeline: int, daemon: int) -> int:
         return 1
     guard = Guard(lifeline, daemon)
     pid, line = start_main(*program)
+    for fd in passed:
+        os.close(fd)
     for fd in (1, 2):
         # Standard output and error go to the program's log; from here on only the program writes there.
         os.dup2(0, fd)
@@ -251,7 +256,8 @@ def guard_program(lifeline: int, daemon: int) -> int:
 
 
 def main() -> int:
-    return guard_program(int(sys.argv[1]), int(sys.argv[2]))
+    lifeline, daemon, *passed = map(int, sys.argv[1:])
+    return guard_program(lifeline, daemon, passed)
 
 
 if __name__ == "__main__":

@@ -40,10 +40,19 @@ class KeptProgram:
         self._heard = b""
         self.child: Child
 
-    def start(self, argv: Sequence[str], *, env: Mapping[str, str], log_file: Path, name: str) -> None:
+    def start(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log_file: Path,
+        name: str,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
         """Start the program with its first job. Raises the errors of Child.start."""
+        env = {**env, JOBS: str(self._path)}
         try:
-            self.child = Child.start(argv, env={**env, JOBS: str(self._path)}, log_file=log_file, name=name)
+            self.child = Child.start(argv, env=env, log_file=log_file, name=name, pass_fds=pass_fds)
         except BaseException:
             self._listener.close()
             raise

@@ -99,8 +99,11 @@ class Child:
         cwd: Path | str | None = None,
         log_file: Path,
         name: str,
+        pass_fds: Sequence[int] = (),
     ) -> Self:
         """Start `argv` with exactly `env` (None: ours) in `cwd` (None: ours), appending its output to `log_file`.
+
+        The program inherits the descriptors `pass_fds` under their numbers, which must be above 2.
 
         Raises StartFailed (no such program or folder), StoreError (the log cannot be written), ValueError (a NUL
         byte or no argv).
@@ -112,12 +115,18 @@ class Child:
         child._socket, theirs = _socket_pair()
         try:
             child._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(GUARD), str(theirs.fileno()), str(os.getpid())],
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    str(GUARD),
+                    *map(str, (theirs.fileno(), os.getpid(), *pass_fds)),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log_fd,
                 stderr=log_fd,
                 cwd="/",
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), *pass_fds),
                 start_new_session=True,
             )
         except OSError as error:

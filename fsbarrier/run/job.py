@@ -63,17 +63,25 @@ class Surroundings:
         thread.start()
         return thread
 
-    def start(self, argv: Sequence[str], *, env: Mapping[str, str], log_file: Path, name: str) -> Child:
+    def start(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log_file: Path,
+        name: str,
+        pass_fds: Sequence[int] = (),
+    ) -> Child:
         """Start a program. Raises the errors of Child.start."""
-        return Child.start(argv, env=env, log_file=log_file, name=name)
+        return Child.start(argv, env=env, log_file=log_file, name=name, pass_fds=pass_fds)
 
     def keep(self, name: str, processes: int, path: Path) -> KeptProgram:
         """A program whose processes stay, not started yet. Raises OSError."""
         return KeptProgram(name, processes, path)
 
-    def listen(self, *, loopback: bool) -> socket.socket:
-        """Listen on a free port. Raises OSError."""
-        return rendezvous.listen(loopback=loopback)
+    def listen(self, addresses: Sequence[str]) -> list[socket.socket]:
+        """Listen on a free port of these addresses. Raises OSError."""
+        return rendezvous.listen(addresses)
 
     def reachable(self, addresses: Sequence[str], port: int) -> list[str]:
         """The addresses that answer on `port`."""
@@ -137,8 +145,8 @@ class Workplace:
     grace_s: float = 2.0
     # From ServeWeights, for the programs that call the engines: addresses and keys.
     engine_access: list[Payload] = field(default_factory=list)
-    # From OpenRendezvous: holds the port until torchrun takes it over.
-    rendezvous: socket.socket | None = None
+    # From OpenRendezvous: held until the program of the update takes them over.
+    rendezvous: list[socket.socket] = field(default_factory=list)
     # The last model folder that was compared with its manifest.
     checked_model: Path | None = None
     # This node's copy of the newest weights, if it has a place for one.
@@ -191,9 +199,8 @@ class Workplace:
         self.end_kept()
 
     def close_rendezvous(self) -> None:
-        if self.rendezvous is not None:
-            self.rendezvous.close()
-            self.rendezvous = None
+        while self.rendezvous:
+            self.rendezvous.pop().close()
 
 
 def journal_line(event: str, value: Payload) -> Result:

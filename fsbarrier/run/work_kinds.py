@@ -8,7 +8,7 @@ from functools import partial
 
 from fsbarrier.decisions import PublishDecision
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.host.rendezvous import port_of
+from fsbarrier.host.rendezvous import LOOPBACK, port_of
 from fsbarrier.program import (
     Command,
     Context,
@@ -43,11 +43,11 @@ def carry_out(work: Work, context: Context, job: RowJob, workplace: Workplace) -
             return _serve_weights(work, context, job, workplace)
         case ReleaseEngine():
             return workplace.engines.release(cancel=job.cancel) if workplace.engines else {}
-        case OpenRendezvous(loopback):
+        case OpenRendezvous(addresses):
             workplace.close_rendezvous()
-            workplace.rendezvous = workplace.host.listen(loopback=loopback)
-            port = port_of(workplace.rendezvous)
-            if not loopback:
+            workplace.rendezvous = workplace.host.listen(addresses)
+            port = port_of(workplace.rendezvous[0])
+            if addresses != LOOPBACK:
                 job.events.append({"event": "listens", "port": port})
             return {"port": port}
         case ProbeAddresses(addresses, port):

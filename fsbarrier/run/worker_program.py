@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsbarrier.errors import ProgramFailed, StoreError
+from fsbarrier.host.rendezvous import LISTENING
 from fsbarrier.processes import last_words
 from fsbarrier.processes.kept_program import KeptProgram
 from fsbarrier.processes.secret_variables import without_secrets, without_trackers_keys
@@ -68,8 +69,9 @@ def run_program(work: Command, context: Context, job: RowJob, workplace: Workpla
 
 def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace) -> Result:
     """Raises DirectoryFailed, and as `run_program`."""
-    # The program may be torchrun, which takes over the port that OpenRendezvous has held.
-    workplace.close_rendezvous()
+    if not work.listens:
+        workplace.close_rendezvous()
+    held = [one.fileno() for one in workplace.rendezvous]
     workplace.programs_started += 1
     own = WorkerFiles(workplace.work_dir / f"job-{workplace.programs_started:05d}")
     uses_engines, copy = "{engine}" in work.spec.values(), workplace.weights
@@ -93,6 +95,8 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
     argv = [word.replace("{spec}", str(own.spec)) for word in work.argv]
     job.progress_file = own.progress
     env = with_this_package(_environment(argv, context.settings, workplace.work_dir)) | dict(work.env)
+    if held:
+        env[LISTENING] = ",".join(map(str, held))
     log_file, name = workplace.log_dir / work.log, context.phase.name
     program: Child | KeptProgram
     if work.keep is None:
@@ -100,11 +104,12 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
             if work.resident:
                 program = _give_to_resident(work.resident, own.spec, argv, env, log_file, context, workplace)
             else:
-                program = workplace.host.start(argv, env=env, log_file=log_file, name=name)
+                program = workplace.host.start(argv, env=env, log_file=log_file, name=name, pass_fds=held)
         except StoreError as error:
             raise DirectoryFailed(str(error)) from None
     else:
         program = _start_kept(work.keep, own.spec, argv, env, log_file, context, workplace)
+    workplace.close_rendezvous()
     with workplace.own_engines.kept_alive() if uses_engines else nullcontext() as keeper:
         try:
             code = _watch(program, context, job, workplace, keeper)
@@ -162,7 +167,8 @@ def _start_kept(
     made = _kept_program(
         f"{context.generation}.{context.iteration}", keep.processes, "jobs", context, workplace
     )
-    made.start(argv, env=env, log_file=log_file, name=context.phase.name)
+    held = [one.fileno() for one in workplace.rendezvous]
+    made.start(argv, env=env, log_file=log_file, name=context.phase.name, pass_fds=held)
     workplace.kept = made
     return made
 

@@ -62,7 +62,15 @@ class SimProgram:
 
     # --- what the node does with it ---
 
-    def start(self, argv: Sequence[str], *, env: Mapping[str, str], log_file: Path, name: str) -> None:
+    def start(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log_file: Path,
+        name: str,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
         self._argv, self.log_file = argv, log_file
         self.give(Path(argv[argv.index("--spec") + 1]))
 

@@ -181,16 +181,24 @@ class SimHost(Surroundings):
         self._thread = SimThread(self, call)
         return self._thread
 
-    def start(self, argv: Sequence[str], *, env: Mapping[str, str], log_file: Path, name: str) -> Child:
+    def start(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log_file: Path,
+        name: str,
+        pass_fds: Sequence[int] = (),
+    ) -> Child:
         program = self._program()
-        program.start(argv, env=env, log_file=log_file, name=name)
+        program.start(argv, env=env, log_file=log_file, name=name, pass_fds=pass_fds)
         return cast(Child, program)
 
     def keep(self, name: str, processes: int, path: Path) -> KeptProgram:
         return cast(KeptProgram, self._program(name, stays=True))
 
-    def listen(self, *, loopback: bool) -> socket.socket:
-        return cast(socket.socket, _Listener(40000 + self.artifacts.stamp()))
+    def listen(self, addresses: Sequence[str]) -> list[socket.socket]:
+        return [cast(socket.socket, _Listener(40000 + self.artifacts.stamp()))]
 
     def reachable(self, addresses: Sequence[str], port: int) -> list[str]:
         self.sleep(self.world.short())
@@ -245,6 +253,9 @@ class _Listener:
 
     def getsockname(self) -> tuple[str, int]:
         return "", self._port
+
+    def fileno(self) -> int:
+        return -1
 
     def close(self) -> None:
         """Nothing is open."""

@@ -247,8 +247,8 @@ WORDING: dict[str, Callable[[Event], str | None]] = {
     "weights_published": _published,
     "code_changed": _code_changed,
     "listens": lambda event: (
-        f"port {_or_unknown(event.integer('port'))} is open to other hosts for the update: on all addresses until torchrun starts, "
-        "then only on the address that all nodes can reach"
+        f"port {_or_unknown(event.integer('port'))} is open to other hosts for the update: on all addresses until torchrun has "
+        "started, then only on the address that all nodes can reach"
     ),
     "nodes_differ": lambda event: f"{event.text('what') or '?'}: {event.text('found') or '?'}",
     "weights_checked": _noting("note", "; its engines read the run directory"),

@@ -1,11 +1,10 @@
-"""torchrun with a rendezvous store that listens only on the leader's chosen address; torch's own listens on all addresses of the host.
+"""torchrun with a rendezvous store on the socket that the daemon has held; torch's own listens on all addresses of the host.
 
 `python -m fsbarrier.workers.torchrun` takes torchrun's flags. Replaces the static rendezvous, which creates the store, to pass it a socket.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import sys
@@ -14,7 +13,7 @@ from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, static_tcp_rendezvous
 from torch.distributed.run import main
 
-from fsbarrier.host.rendezvous import listen_on
+from fsbarrier.host.rendezvous import LISTENING, listen, take
 
 
 class OneAddress(static_tcp_rendezvous.StaticTCPRendezvous):
@@ -24,6 +23,13 @@ class OneAddress(static_tcp_rendezvous.StaticTCPRendezvous):
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self._store is None and self.rank == 0:
+            held = [socket.socket(fileno=int(fd)) for fd in os.environ.pop(LISTENING, "").split(",") if fd]
+            chosen = take(held or listen((self.master_addr,), self.master_port), self.master_addr)
+            if chosen.getsockname()[0] != self.master_addr:
+                print(
+                    f"{self.master_addr} is not an address of this host, so the store listens on all addresses",
+                    flush=True,
+                )
             self._store = TCPStore(
                 self.master_addr,
                 self.master_port,
@@ -32,21 +38,9 @@ class OneAddress(static_tcp_rendezvous.StaticTCPRendezvous):
                 self.timeout,
                 multi_tenant=True,
                 # The store closes it.
-                master_listen_fd=self._listen().detach(),
+                master_listen_fd=chosen.detach(),
             )
         return super().next_rendezvous()
-
-    def _listen(self) -> socket.socket:
-        try:
-            return listen_on(self.master_addr, self.master_port)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-        print(
-            f"{self.master_addr} is not an address of this host, so the store listens on all addresses",
-            flush=True,
-        )
-        return listen_on("", self.master_port)
 
 
 if __name__ == "__main__":

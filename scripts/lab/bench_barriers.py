@@ -35,7 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.host.rendezvous import listen, port_of
+from fsbarrier.host.rendezvous import LOOPBACK, listen, port_of
 from fsbarrier.run import benchmark
 from fsbarrier.run.benchmark import Latency, Passage, passages
 
@@ -165,7 +165,7 @@ def measure(kind: str, folder: Path, nodes: int, rounds: int, args: argparse.Nam
         raise NotHere(f"this Python has no {needs}")
     if kind == "zookeeper" and args.zookeeper is None:
         raise NotHere("no --zookeeper HOST:PORT")
-    with listen(loopback=True) as listening:
+    with listen(LOOPBACK)[0] as listening:
         port = port_of(listening)
     os.environ |= {"BENCH_PORT": str(port), "BENCH_ZOOKEEPER": args.zookeeper or "", "OMP_NUM_THREADS": "1"}
     command = [*benchmark.PYTHON, str(Path(__file__).resolve()), "--process"]
@@ -187,7 +187,7 @@ def by_ray(nodes: int, rounds: int, python: str) -> Latency:
 def etcd_server(program: str, port: int, folder: Path) -> Iterator[None]:
     if shutil.which(program) is None:
         raise NotHere(f"no program {program}")
-    with listen(loopback=True) as listening:
+    with listen(LOOPBACK)[0] as listening:
         peers = f"http://127.0.0.1:{port_of(listening)}"
     here = f"http://127.0.0.1:{port}"
     words = [program, "--data-dir", str(folder / "etcd"), "--listen-client-urls", here]

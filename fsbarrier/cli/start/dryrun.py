@@ -16,6 +16,7 @@ from fsbarrier.engine.command import ServerPlan, argv
 from fsbarrier.engine.placement import replicas
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.host import accelerators
+from fsbarrier.host.rendezvous import LOOPBACK
 from fsbarrier.loader import load_program
 from fsbarrier.program import (
     Builder,
@@ -163,9 +164,9 @@ def describe_work(work: Work, settings: Settings) -> list[str]:
             return [serve, *_server(folder, threads, settings)] if version == 0 else [serve]
         case ReleaseEngine():
             return ["engine: free the accelerator's memory"]
-        case OpenRendezvous(loopback):
+        case OpenRendezvous(addresses):
             return [
-                f"listen on a free port ({'loopback only' if loopback else 'all interfaces'}) until torchrun takes it"
+                f"listen on a free port ({'loopback only' if addresses == LOOPBACK else 'all interfaces'}) for the update"
             ]
         case ProbeAddresses(addresses, port):
             return [f"connect to {', '.join(addresses)} port {port}"]
