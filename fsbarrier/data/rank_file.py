@@ -40,8 +40,14 @@ HEAD = struct.Struct("<5I")
 TYPECODES = "ifBqd"
 #: msgpack extension of integers beyond 64 bits
 BIG_INT = 1
+#: the largest integer; Python writes none of more than 4300 digits
+INT_BITS = 4096
 #: maximum nesting of containers in a value
 MAX_DEPTH = 200
+#: Limits of a file that may be somebody else's. The header's summary lists the rank's tasks; no rank has as many groups.
+SUMMARY_BYTES, MOST_FRAMES = 16 << 20, 1 << 18
+#: the key of the end frame's summary
+END = "end"
 #: bytes per read when computing a checksum
 CHUNK = 1 << 20
 
@@ -94,7 +100,9 @@ class RankFile:
 def frame(summary: JsonObject, body: bytes = b"") -> bytes:
     """The bytes of a frame. Raises UsageError if it would be too large."""
     packed = pack(summary)
-    if max(len(packed), len(body)) > PIECE_BYTES:
+    if len(packed) > SUMMARY_BYTES:
+        raise UsageError(f"a summary of {len(packed)} bytes, and {SUMMARY_BYTES} are allowed")
+    if len(body) > PIECE_BYTES:
         raise UsageError(f"a group of {len(body)} bytes, and {PIECE_BYTES} are allowed; make groups smaller")
     numbers = struct.pack("<4I", len(packed), len(body), zlib.crc32(packed), zlib.crc32(body))
     return numbers + struct.pack("<I", zlib.crc32(numbers)) + packed + body
@@ -128,6 +136,8 @@ def unpack(data: bytes, what: str) -> Any:
 
 def _from_extension(code: int, data: bytes) -> object:
     if code == BIG_INT:
+        if len(data) > INT_BITS // 8 + 1:
+            raise ValueError(f"an integer of {len(data)} bytes")
         return int.from_bytes(data, "little", signed=True)
     if chr(code) not in TYPECODES:
         raise ValueError(f"unknown extension {code}")
@@ -138,6 +148,8 @@ def _from_extension(code: int, data: bytes) -> object:
 
 def check_plain(value: object, where: str, depth: int = 0) -> None:
     """Raises UsageError if `value` contains anything that a trajectory cannot hold, and says where."""
+    if isinstance(value, int) and value.bit_length() > INT_BITS:
+        raise UsageError(f"{where}: an integer of more than {INT_BITS} bits")
     if value is None or isinstance(value, str | int | float):
         return
     if depth > MAX_DEPTH:
@@ -217,7 +229,9 @@ def scan_rank_file(path: Path, limit_bytes: int | None = None, *, verify: bool =
         damaged: list[tuple[int, str]] = []
         for head in _heads(fd, size) if start == MAGIC else ():
             try:
-                whole.append((head, head.summary(fd, verify)))
+                summary = head.summary(fd, verify)
+                # Of a group only its entry is kept: a summary may be large in memory.
+                whole.append((head, _entry(head, summary) if whole else summary))
             except FormatError as error:
                 damaged.append((head.offset, str(error)))
         if not whole:
@@ -238,15 +252,12 @@ def _described(
         raise FormatError("its header is damaged")
     groups: list[GroupEntry] = []
     finished = False
-    for head, summary in whole[1:]:
-        try:
-            if "end" in summary:
-                finished = True
-                continue
-            stats = GroupStats.from_json(summary["stats"])
-            body = (head.offset, head.end, head.end - head.body_bytes, head.body_crc)
-            groups.append(GroupEntry(int(summary["task_index"]), stats, *body))
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+    for head, entry in whole[1:]:
+        if isinstance(entry, GroupEntry):
+            groups.append(entry)
+        elif entry == END:
+            finished = True
+        else:
             damaged.append((head.offset, f"the summary at byte {head.offset} is malformed"))
     valid = whole[-1][0].end
     return RankFile(
@@ -259,6 +270,18 @@ def _described(
         # Damage is only between whole frames; after the last one it is a torn tail.
         tuple(what for offset, what in sorted(damaged) if offset < valid),
     )
+
+
+def _entry(head: _Head, summary: Any) -> GroupEntry | str | None:
+    """The group, END, or None if the summary is malformed."""
+    try:
+        if END in summary:
+            return END
+        stats = GroupStats.from_json(summary["stats"])
+        body = (head.offset, head.end, head.end - head.body_bytes, head.body_crc)
+        return GroupEntry(int(summary["task_index"]), stats, *body)
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+        return None
 
 
 class _Head(NamedTuple):
@@ -292,14 +315,17 @@ class _Head(NamedTuple):
 
 
 def _heads(fd: int, size: int) -> Iterator[_Head]:
-    offset = len(MAGIC)
+    offset, found = len(MAGIC), 0
     while offset + HEAD.size <= size:
         data = read_at(fd, offset, HEAD.size)
         if len(data) < HEAD.size or zlib.crc32(data[:-4]) != int.from_bytes(data[-4:], "little"):
             return
         head = _Head(offset, *HEAD.unpack(data)[:-1])
-        if head.end > size or max(head.summary_bytes, head.body_bytes) > PIECE_BYTES:
+        if head.end > size or head.summary_bytes > SUMMARY_BYTES or head.body_bytes > PIECE_BYTES:
             return
+        found += 1
+        if found > MOST_FRAMES:
+            raise FormatError(f"it has more than {MOST_FRAMES} groups")
         yield head
         offset = head.end
 

@@ -95,8 +95,8 @@ class FoundFile:
         }
 
 
-def find(log_path: Path, split: str, iteration: int) -> list[FoundFile]:
-    """The files of all ranks in merge order: the newest generation first, then by rank.
+def find(log_path: Path, split: str, iteration: int, *, verify: bool = True) -> list[FoundFile]:
+    """The files of all ranks in merge order: the newest generation first, then by rank. `verify`: see `scan_rank_file`.
 
     Raises UsageError if they belong to several runs and it is unclear which one is meant.
     """
@@ -113,15 +113,15 @@ def find(log_path: Path, split: str, iteration: int) -> list[FoundFile]:
             # A finished checkpoint is a hard link to its last part. If it is a copy, all its groups are duplicates.
             if (there.st_dev, there.st_ino) not in seen:
                 seen.add((there.st_dev, there.st_ino))
-                found.append(_look_at(path, split, name.rank))
+                found.append(_look_at(path, split, name.rank, verify=verify))
     found = _mark_other_policies(_mark_other_runs(found, log_path))
     found.sort(key=lambda item: (not item.mergeable, -item.generation, item.node_rank or 0, item.path.name))
     return list(_count_duplicates(found))
 
 
-def _look_at(path: Path, split: str, rank: int) -> FoundFile:
+def _look_at(path: Path, split: str, rank: int, *, verify: bool) -> FoundFile:
     try:
-        found = scan_rank_file(path)
+        found = scan_rank_file(path, verify=verify)
     except FsbarrierError as error:
         state = FileState.FOREIGN if isinstance(error, NotOurs) else FileState.DAMAGED
         return FoundFile(path, split, rank, state, str(error).removeprefix(f"{path}: "))

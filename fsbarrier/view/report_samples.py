@@ -22,7 +22,7 @@ TITLES = {"train": "Answers in training", "test": "Held-out answers"}
 MOST_CHARACTERS = 1500
 MOST_MESSAGES = 12
 #: Groups are read into memory; larger ones are skipped.
-MOST_BYTES = 64 << 20
+MOST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,15 @@ def _split(paths: RunPaths, split: str, newest: int, seed: str) -> SplitSamples 
             chosen = choose(groups, random.Random(f"{seed} {split} {iteration}"))
             found = [_sample(label, trajectory) for label, trajectory in chosen]
         # A program of the user's may write arbitrary values into a trajectory's fields.
-        except (StoreError, FormatError, LookupError, TypeError, ValueError, AttributeError) as error:
+        except (
+            StoreError,
+            FormatError,
+            LookupError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            AttributeError,
+        ) as error:
             return SplitSamples(title, (), one_line(f"cannot show {merged.name}: {error}"))
         return SplitSamples(title, found, "" if found else "No scored trajectory can be shown.")
     return None
@@ -76,7 +84,7 @@ Place = tuple[Path, GroupEntry]
 def _groups(paths: RunPaths, split: str, iteration: int) -> list[Place]:
     """The groups that the ranks saved, which are read one by one, unlike those of a merged file."""
     found: dict[int, Place] = {}
-    for item in rank_files.find(paths.root, split, iteration):
+    for item in rank_files.find(paths.root, split, iteration, verify=False):
         for group in item.file.groups if item.mergeable and item.file else ():
             found.setdefault(group.task_index, (item.path, group))
     return [found[task] for task in sorted(found)]
