@@ -225,6 +225,23 @@ def test_a_job_in_the_queue_says_for_what_it_waits(
     assert json.loads(capsys.readouterr().out)[0]["waits_for"] is None
 
 
+def test_the_list_names_each_job_s_nodes_once_its_run_and_its_iteration(
+    pool: PoolDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool.submit(replace(job(2), log_path=str(tmp_path / "run")))
+    pool.submit(replace(job(3), log_path=""))
+    pool.decide(pool.read(), placed(1, r0=4, r1=7))
+    run = RunPaths(tmp_path / "run")
+    PosixStore().make_dir(run.status)
+    for rank, iteration in ((0, 5), (1, 4)):
+        PosixStore().put(run.beat(rank, 1), Beat(rank, 1, 9, "host", 1, "running", iteration=iteration))
+    assert main(["jobs", str(pool.root)]) == 0
+    header, first, second, *_ = capsys.readouterr().out.splitlines()
+    assert header.split()[4:8] == ["nodes", "iteration", "run", "directory"]
+    assert f"2 (4, 7)          5  {tmp_path}/run" in first
+    assert "3                 –  runs/job-000002" in second
+
+
 def test_logs_are_followed_until_the_job_is_over(
     pool: PoolDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

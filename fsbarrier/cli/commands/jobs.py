@@ -7,12 +7,14 @@ import json
 import threading
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsbarrier.cli.commands import flags
 from fsbarrier.cli.start import preflight
-from fsbarrier.errors import UsageError
+from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.protocol.wording import counted
+from fsbarrier.rundir.heartbeats import read_beats
 
 if TYPE_CHECKING:
     from fsbarrier.cli.pool.directory import PoolDirectory
@@ -85,6 +87,7 @@ def _list(pool: PoolDirectory, facts: Facts, *, as_json: bool) -> int:
                 "exit_code": end.exit_code if end else None,
                 "waits_for": waiting.get(number),
                 "on": nodes,
+                "iteration": _iteration(job.log_path) if nodes else 0,
                 **asdict(job),
             }
         )
@@ -93,23 +96,32 @@ def _list(pool: PoolDirectory, facts: Facts, *, as_json: bool) -> int:
         return 0
     from fsbarrier.view.listing import print_listing
 
-    names = ("job", "name", "state", "priority", "nodes", "on", "submitted")
+    names = ("job", "name", "state", "priority", "nodes", "iteration", "run directory", "submitted")
     cells = [
         (
             row["job"],
             row["name"],
             f"{row['state']} ({row['exit_code']})" if row["state"] == "failed" else row["state"],
             row["priority"],
-            row["nodes"],
-            ", ".join(map(str, row["on"])) or "–",
+            f"{row['nodes']} ({', '.join(map(str, row['on']))})" if row["on"] else row["nodes"],
+            row["iteration"] or "–",
+            row["log_path"].removeprefix(f"{pool.root}/"),
             f"{row['time']} {row['submitted_by']}",
         )
         for row in rows
     ]
-    print_listing(names, cells, right=("job", "priority", "nodes"), shortened="name", styles={})
+    print_listing(names, cells, right=("job", "priority", "iteration"), shortened="name", styles={})
     for number, what in waiting.items():
         print(f"job {number} is waiting for {what}")
     return 0
+
+
+def _iteration(log_path: str) -> int:
+    """The newest iteration that a node of the run has come to; 0 if none has begun, or nothing there can be read."""
+    try:
+        return max((beat.iteration for beat in read_beats(Path(log_path)).values()), default=0)
+    except (FsbarrierError, OSError):
+        return 0
 
 
 def _logs(pool: PoolDirectory, facts: Facts, number: int, args: argparse.Namespace) -> int:
