@@ -7,17 +7,15 @@ because PyTorch does not compute in a fork of a process in which it has computed
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
-import multiprocessing
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from forks import CASE_S, command
+from forks import CASE_S, command, warm_server
 from forks import be_program as be_program
 from forks import in_a_fork as in_a_fork
 from forks import wait_for as wait_for
@@ -25,32 +23,12 @@ from forks import wait_for as wait_for
 from fsbarrier.rundir import log_tail
 from fsbarrier.rundir.journal import read_events
 
-IMPORTED = (
-    *("fsbarrier.workers.rollout", "fsbarrier.workers.prepare", "fsbarrier.workers.update"),
-    *(
-        "fsbarrier.aggregate",
-        "fsbarrier.run.run_node",
-        "fsbarrier.cli.start.begin",
-        "fsbarrier.cli",
-        "http.server",
-    ),
-    *("transformers.models.qwen2.modeling_qwen2", "torch.distributed.checkpoint"),
-)
 VOCABULARY = 128  # the letters, which are their own token ids
 #: what makes each iteration small
 SMALL = (
     *("rollout.tasks=2", "rollout.samples=2", "rollout.max_tokens=16", "eval.tasks=2"),
     *("engine.max_model_len=64", "trainer.minibatch=2", "trainer.epochs=1", "coordination.beat_s=0.1"),
 )
-
-
-def warm_up() -> None:
-    """Import what the programs import, once, and let every fork compute with one thread."""
-    for name in IMPORTED:
-        importlib.import_module(name)
-    import torch
-
-    torch.set_num_threads(1)
 
 
 # --- what a run needs -----------------------------------------------------------------------------------------------------
@@ -94,7 +72,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._warm = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), warm_up)
+        self._warm = ProcessPoolExecutor(1, warm_server())
         self.data = write_tasks(folder / "data")
         self.model = self._warm.submit(write_model, folder / "model").result()
         (folder / "fake").mkdir()

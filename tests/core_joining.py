@@ -7,7 +7,6 @@ from typing import Any
 
 from core_builders import (
     ASSIGN,
-    CLOSE,
     FIRST,
     LIMITS,
     MERGE,
@@ -32,8 +31,8 @@ from core_cases import ENDED, NOBODY, Case, ends, entered, goes_along, lost, ove
 from fsbarrier.protocol import machine
 from fsbarrier.protocol.codec import Fault
 from fsbarrier.protocol.facts import Verdict
-from fsbarrier.protocol.membership import JOINING, Ledger
-from fsbarrier.protocol.state import Action, Exit, FindResumePoint, Node, Note, RowPart, Unreadable, View
+from fsbarrier.protocol.membership import JOINING
+from fsbarrier.protocol.state import Action, Exit, FindResumePoint, Node, Note, Unreadable, View
 
 TWO_TO_THREE = rules(min_nodes=2, limits=replace(LIMITS, last_call_s=10.0))
 TAKEN = "node 1 was started again on host1, process 7; this older one ends"
@@ -69,41 +68,12 @@ ANY_STAGE = [
         ENDED,
     ),
     Case(
-        "so does a member",
-        HOLDING_ON,
-        sees(joins=STARTED_AGAIN),
-        machine.end_when_rank_is_taken,
-        ends(6, "left", TAKEN),
-        ENDED,
-    ),
-    Case(
         "a newer start that only its heartbeat's name tells of has no host",
         HOLDING_ON,
         sees(joins=started(1, incarnation=2, host="")),
         machine.end_when_rank_is_taken,
         ends(6, "left", "node 1 was started again elsewhere; this older one ends"),
         ENDED,
-    ),
-    Case(
-        "it ends as the older one even where the run is over or a newer generation names it",
-        HOLDING_ON,
-        sees(over(), joins=STARTED_AGAIN),
-        machine.end_when_rank_is_taken,
-        ends(6, "left", TAKEN),
-        ENDED,
-    ),
-    Case("its own start is no newer one", HOLDING_ON, sees(joins=started(0, 1, 2)), None),
-    Case(
-        "an older start is no newer one",
-        replace(HOLDING_ON, incarnation=2, generation=generation(restarted={1: 2})),
-        sees(joins=started(1)),
-        None,
-    ),
-    Case(
-        "another rank's newer start is none of this rank",
-        HOLDING_ON,
-        sees(joins=started(7, incarnation=3)),
-        None,
     ),
     Case(
         "a joining node ends with the run",
@@ -127,14 +97,6 @@ ANY_STAGE = [
         back(0),
         sees(unreadable=cannot_read(ago=14.9), joins=started(0, 1, 2, incarnation=2)),
         machine.wait_for_an_unreadable_record,
-    ),
-    Case(
-        "and then ends, naming the file, what is wrong with it, and what to do",
-        back(0),
-        sees(unreadable=cannot_read(ago=15.0), joins=started(0, 1, 2, incarnation=2)),
-        machine.wait_for_an_unreadable_record,
-        ends(3, "left", NOT_TO_BE_READ),
-        ENDED,
     ),
     Case(
         "a member goes on with its work meanwhile",
@@ -224,14 +186,6 @@ ANY_STAGE = [
         becomes={"baseline": 2},
     ),
     Case(
-        "a verdict ends a node that waited to be taken in again",
-        waiting(2, incarnation=3, started_as=1, saw_others_at_work=True),
-        sees(over(5, "broken"), joins=started(0, 1)),
-        machine.end_with_the_run,
-        ends(5, "broken", "broken"),
-        ENDED,
-    ),
-    Case(
         "and one that saw the others at work",
         waiting(2, incarnation=2, started_as=2, saw_others_at_work=True),
         sees(generation(2, verdict=Verdict(4, "failed")), joins=started(0, 1)),
@@ -253,23 +207,6 @@ ANY_STAGE = [
         ),
     ),
     Case(
-        "a member goes along with a newer generation, and begins there with nothing in its hands",
-        at_row(
-            1,
-            MERGE,
-            RowPart.GATHER,
-            result={"a": 1},
-            work_s=3.0,
-            failed_since=NOW,
-            trouble_since=NOW - 1,
-            baseline=1,
-        ),
-        sees(generation(2, start=(1, ASSIGN))),
-        machine.enter_newer_generation,
-        goes_along(generation(2, start=(1, ASSIGN))),
-        entered(1, generation(2, start=(1, ASSIGN)), baseline=1),
-    ),
-    Case(
         "a member that learns of a loss by the newer generation says so",
         HOLDING_ON,
         sees(generation(2, (0, 1), created_by=0), ledger=heard(seen(2, ago=5.0))),
@@ -288,14 +225,6 @@ ANY_STAGE = [
         goes_along(generation(2, (0, 1))),
         entered(1, generation(2, (0, 1))),
     ),
-    Case(
-        "a generation that names its rank's older start does not name it",
-        waiting(1, incarnation=2),
-        sees(generation(2), joins=started(1, incarnation=2)),
-        machine.take_note_of_a_generation,
-        becomes={"baseline": 2},
-    ),
-    Case("the generation it is in is no newer one", HOLDING_ON, sees(FIRST), None),
 ]
 
 ALL_HERE = waiters(0, 1, 2)
@@ -319,20 +248,6 @@ UP_TO_3 = started(0, 1, 2, incarnation=2, until=3)
 
 JOINING_ROWS = [
     Case(
-        "a generation that was formed without this node is one to wait for",
-        waiting(2),
-        sees(generation(1, (0, 1)), joins=started(0, 1, 2)),
-        machine.take_note_of_a_generation,
-        becomes={"baseline": 1},
-    ),
-    Case(
-        "it is noted before anything else is done",
-        waiting(2),
-        sees(generation(1, (0, 1)), joins=started(0, 1, 2), stop=asked_to_stop()),
-        machine.take_note_of_a_generation,
-        becomes={"baseline": 1},
-    ),
-    Case(
         "once only",
         waiting(2, baseline=1),
         sees(generation(1, (0, 1)), joins=started(0, 1, 2)),
@@ -348,86 +263,6 @@ JOINING_ROWS = [
         ENDED,
     ),
     Case(
-        "and before it is admitted to one",
-        back(1),
-        sees(stop=asked_to_stop(now=True)),
-        machine.stop_before_the_start,
-        ends(0, "stopped", "stopped before it began, as ann@host9 asked"),
-        ENDED,
-    ),
-    Case(
-        "the newest generation lives: wait, and remember whether one of its nodes was seen to move",
-        back(1),
-        sees(),
-        machine.wait_to_be_admitted,
-        becomes={"saw_others_at_work": True},
-    ),
-    Case(
-        "one that moves is enough",
-        back(1),
-        sees(ledger=heard(seen(0, moved=False))),
-        machine.wait_to_be_admitted,
-        becomes={"saw_others_at_work": True},
-    ),
-    Case(
-        "a heartbeat that lies about is none that moves",
-        back(1),
-        sees(ledger=heard(seen(0, moved=False), seen(2, moved=False))),
-        machine.wait_to_be_admitted,
-    ),
-    Case(
-        "of its own rank's old start no move counts",
-        back(1),
-        sees(ledger=heard(seen(0, moved=False), seen(2, moved=False), seen(1))),
-        machine.wait_to_be_admitted,
-    ),
-    Case(
-        "one seen at work is enough, once",
-        back(1, saw_others_at_work=True),
-        sees(),
-        machine.wait_to_be_admitted,
-    ),
-    Case(
-        "one living member is enough",
-        back(1),
-        sees(ledger=heard(seen(0, ago=15.0), seen(2, ago=14.9))),
-        machine.wait_to_be_admitted,
-        becomes={"saw_others_at_work": True},
-    ),
-    Case(
-        "members never seen may live, until this node has looked for them for dead_s",
-        back(1, for_s=14.9),
-        sees(ledger=NOBODY),
-        machine.wait_to_be_admitted,
-    ),
-    Case(
-        "time in which it could not look does not count",
-        back(1, for_s=32.9, missed_s=5.0),
-        sees(ledger=Ledger(heard_until=NOW, missed_s=23.0)),
-        machine.wait_to_be_admitted,
-    ),
-    Case(
-        "then they do not",
-        back(1, for_s=15.0),
-        sees(ledger=NOBODY),
-        machine.look_where_the_run_was_left,
-        (FindResumePoint(),),
-    ),
-    Case(
-        "when the last was heard dead_s ago, nobody lives",
-        back(1),
-        sees(ledger=heard(seen(0, ago=15.0), seen(2, ago=15.0))),
-        machine.look_where_the_run_was_left,
-        (FindResumePoint(),),
-    ),
-    Case(
-        "members that are through with the run admit nobody",
-        back(1),
-        sees(ledger=heard(seen(0, state="stopped"), seen(2, state="finished"))),
-        machine.look_where_the_run_was_left,
-        (FindResumePoint(),),
-    ),
-    Case(
         "a node that waited for a generation which has finished ends too",
         back(1, saw_others_at_work=True),
         sees(generation(1, until=5), ledger=heard(seen(0, state="stopped"), seen(2, state="finished"))),
@@ -436,36 +271,9 @@ JOINING_ROWS = [
         ENDED,
     ),
     Case(
-        "not while another member is still at it",
-        back(1, saw_others_at_work=True),
-        sees(ledger=heard(seen(0, state="finished"))),
-        machine.wait_to_be_admitted,
-    ),
-    Case(
-        "not one that never saw it at work",
-        back(1),
-        sees(generation(1, until=5), ledger=heard(seen(0, state="finished"), seen(2, state="finished"))),
-        machine.look_where_the_run_was_left,
-        (FindResumePoint(),),
-    ),
-    Case(
         "not where it ended otherwise",
         back(1, saw_others_at_work=True),
         sees(ledger=heard(seen(0, state="stopped"), seen(2, state="broken"))),
-        machine.look_where_the_run_was_left,
-        (FindResumePoint(),),
-    ),
-    Case(
-        "its own rank's old start does not speak for the others",
-        back(1, saw_others_at_work=True),
-        sees(ledger=heard(seen(0, state="stopped"), seen(1, state="finished"), seen(2, state="stopped"))),
-        machine.look_where_the_run_was_left,
-        (FindResumePoint(),),
-    ),
-    Case(
-        "the first of all looks too whether anything was left",
-        waiting(0),
-        sees(None, **ALL_HERE),
         machine.look_where_the_run_was_left,
         (FindResumePoint(),),
     ),
@@ -484,13 +292,6 @@ JOINING_ROWS = [
         (FindResumePoint(),),
     ),
     Case(
-        "also where it says that all is done",
-        back(0),
-        goes_on(joins=UP_TO_3, ledger=NOBODY, resume_point=left_off(4, OPEN, of=1, ago=6.1)),
-        machine.look_where_the_run_was_left,
-        (FindResumePoint(),),
-    ),
-    Case(
         "what was read suspect_s ago serves",
         back(0),
         goes_on(resume_point=left_off(2, ROLL_OUT, of=1, ago=6.0, sealed=False)),
@@ -502,14 +303,6 @@ JOINING_ROWS = [
         back(0),
         goes_on(joins=UP_TO_3, ledger=NOBODY, resume_point=left_off(4, OPEN, of=1)),
         machine.end_when_all_is_done,
-    ),
-    Case(
-        "a run that is done needs no others to be here",
-        back(0, for_s=15.0),
-        goes_on(joins=UP_TO_3, ledger=NOBODY, resume_point=left_off(4, OPEN, of=1)),
-        machine.end_when_all_is_done,
-        (NOTHING_TO_DO,),
-        ENDED,
     ),
     Case(
         "who heard that from node 0 ends too, although that one has ended since",
@@ -531,18 +324,6 @@ JOINING_ROWS = [
             ledger=heard(seen(0, ago=3.0, state="finished", incarnation=2, moved=False), ranks=()),
             resume_point=left_off(4, OPEN, of=1),
         ),
-        machine.wait_for_all_nodes,
-    ),
-    Case(
-        "in the last iteration it is not done",
-        back(0),
-        goes_on(joins=UP_TO_3, ledger=NOBODY, resume_point=left_off(3, CLOSE, of=1)),
-        machine.wait_for_all_nodes,
-    ),
-    Case(
-        "an endless one is never",
-        back(0),
-        goes_on(ledger=NOBODY, resume_point=left_off(40, OPEN, of=1)),
         machine.wait_for_all_nodes,
     ),
     Case(
@@ -579,38 +360,8 @@ JOINING_ROWS = [
         machine.wait_for_all_nodes,
     ),
     Case(
-        "one is missing, and there is time",
-        waiting(0, for_s=59.9),
-        sees(None, **waiters(0, 1), resume_point=left_off()),
-        machine.wait_for_all_nodes,
-    ),
-    Case(
-        "however many must be there",
-        waiting(0, for_s=59.9),
-        sees(None, **waiters(0, 1), resume_point=left_off()),
-        machine.wait_for_all_nodes,
-        rules=rules(min_nodes=3),
-    ),
-    Case(
-        "the time is over, and two of three are enough",
-        waiting(0, for_s=60.0),
-        sees(None, **waiters(0, 1), resume_point=left_off()),
-        machine.form_a_generation,
-        first(ranks=(0, 1)),
-        rules=rules(min_nodes=2),
-    ),
-    Case(
         "two are too few where three are the least",
         waiting(0, for_s=60.0),
-        sees(None, **waiters(0, 1), resume_point=left_off()),
-        machine.give_up_waiting,
-        ends(5, "left", "waited 60 s for node 2 (never seen); 2 of 3 nodes are here"),
-        ENDED,
-        rules=rules(min_nodes=3),
-    ),
-    Case(
-        "nobody waits for lower ranks then",
-        waiting(1, for_s=60.0),
         sees(None, **waiters(0, 1), resume_point=left_off()),
         machine.give_up_waiting,
         ends(5, "left", "waited 60 s for node 2 (never seen); 2 of 3 nodes are here"),
@@ -623,21 +374,6 @@ JOINING_ROWS = [
         sees(None, **waiters(0, 1), resume_point=left_off()),
         machine.restart_the_last_call,
         becomes={"starting_nodes": 2, "starting_since": NOW},
-        rules=TWO_TO_THREE,
-    ),
-    Case(
-        "while it lasts, another one is waited for",
-        waiting(0, for_s=30.0, starting_nodes=2, starting_since=NOW - 9.9),
-        sees(None, **waiters(0, 1), resume_point=left_off()),
-        machine.wait_for_all_nodes,
-        rules=TWO_TO_THREE,
-    ),
-    Case(
-        "after it they begin without the third",
-        waiting(0, for_s=30.0, starting_nodes=2, starting_since=NOW - 10.0),
-        sees(None, **waiters(0, 1), resume_point=left_off()),
-        machine.form_a_generation,
-        first(ranks=(0, 1)),
         rules=TWO_TO_THREE,
     ),
     Case(
@@ -660,19 +396,6 @@ JOINING_ROWS = [
         waiting(0, for_s=59.9, starting_nodes=1, starting_since=NOW - 59.0),
         sees(None, **waiters(0), resume_point=left_off()),
         machine.wait_for_all_nodes,
-        rules=TWO_TO_THREE,
-    ),
-    Case(
-        "and gives up then",
-        waiting(0, for_s=60.0, starting_nodes=1, starting_since=NOW - 59.0),
-        sees(None, **waiters(0), resume_point=left_off()),
-        machine.give_up_waiting,
-        ends(
-            5,
-            "left",
-            "waited 60 s for node 1 (never seen), node 2 (never seen); 1 of 3 nodes are here",
-        ),
-        ENDED,
         rules=TWO_TO_THREE,
     ),
     Case(
@@ -705,70 +428,11 @@ JOINING_ROWS = [
         rules=rules(on_node_failure="wait"),
     ),
     Case(
-        "with all here, node 0 forms the generation at once",
-        waiting(0, for_s=0.0),
-        sees(None, **ALL_HERE, resume_point=left_off()),
-        machine.form_a_generation,
-        first(),
-    ),
-    Case(
-        "node 1 lets it go first, for stagger_s and dead_s",
-        waiting(1, for_s=18.9),
-        sees(None, **ALL_HERE, resume_point=left_off()),
-        machine.let_lower_ranks_go_first,
-    ),
-    Case(
         "and no longer",
         waiting(1, for_s=19.0),
         sees(None, **ALL_HERE, resume_point=left_off()),
         machine.form_a_generation,
         first(created_by=1),
-    ),
-    Case(
-        "node 2 waits for each of the two below it",
-        waiting(2, for_s=22.9),
-        sees(None, **ALL_HERE, resume_point=left_off()),
-        machine.let_lower_ranks_go_first,
-    ),
-    Case(
-        "and goes when both have had their turn",
-        waiting(2, for_s=23.0),
-        sees(None, **ALL_HERE, resume_point=left_off()),
-        machine.form_a_generation,
-        first(created_by=2),
-    ),
-    Case(
-        "turns are counted from the end of the waiting for those who never came",
-        waiting(2, for_s=78.9),
-        sees(None, **waiters(0, 2), resume_point=left_off()),
-        machine.let_lower_ranks_go_first,
-    ),
-    Case(
-        "then it goes on",
-        waiting(2, for_s=79.0),
-        sees(None, **waiters(0, 2), resume_point=left_off()),
-        machine.form_a_generation,
-        first(ranks=(0, 2), created_by=2),
-    ),
-    Case(
-        "the lowest of those here is first, whatever its rank",
-        waiting(1, for_s=60.0),
-        sees(None, **waiters(1, 2), resume_point=left_off()),
-        machine.form_a_generation,
-        first(ranks=(1, 2), created_by=1),
-    ),
-    Case(
-        "the old generation is ended for good before the next is proposed",
-        back(0),
-        goes_on(resume_point=left_off(2, ROLL_OUT, of=1, sealed=False)),
-        machine.seal_the_old_generation,
-        (FindResumePoint(seal=True),),
-    ),
-    Case(
-        "by whoever has its turn",
-        back(1),
-        goes_on(resume_point=left_off(2, ROLL_OUT, of=1, sealed=False)),
-        machine.let_lower_ranks_go_first,
     ),
     Case(
         "then the run goes on from where it was left, with what was decided and what node 0 was started with",
@@ -789,13 +453,6 @@ JOINING_ROWS = [
             until=7,
             choices={"a": "b"},
         ),
-    ),
-    Case(
-        "nor is one that ended before this start",
-        waiting(0, baseline=2),
-        sees(None, **ALL_HERE, resume_point=left_off()),
-        machine.form_a_generation,
-        first(3, reason="start again"),
     ),
     Case(
         "a run that is done as far as those know who came is not begun",

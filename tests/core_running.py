@@ -90,7 +90,6 @@ def released(value: dict[str, Any] | None = None, **fields: Any) -> View:
 
 
 HERE = at_row(1, ROLL_OUT, RowPart.ANNOUNCED)
-INTO_MERGE = {"position": Position(1, MERGE), "part": RowPart.EACH}
 STOPPED = Verdict(0, "stopped at once, as ann@host9 asked")
 AT_START = Verdict(0, "stopped before iteration 2, as ann@host9 asked")
 ROLLED_OUT_ONLY = generation(choices={"rl_phase": "rollout"})
@@ -105,28 +104,6 @@ RUNNING_ROWS = [
         (CancelWork(), LEFT_BEHIND, Announce(2)),
         Node(1, 2, NOW, "host1", baseline=2, saw_others_at_work=True),
     ),
-    Case(
-        "whatever else it could do",
-        at_row(1, ROLL_OUT),
-        sees(generation(2, (0, 2)), stop=asked_to_stop(now=True)),
-        machine.rejoin_when_left_behind,
-        (CancelWork(), LEFT_BEHIND, Announce(2)),
-        Node(1, 2, NOW, "host1", baseline=2, saw_others_at_work=True),
-    ),
-    Case(
-        "the same where they took in another start of its rank",
-        at_row(1, ROLL_OUT),
-        sees(generation(2, restarted={1: 2})),
-        machine.rejoin_when_left_behind,
-        (CancelWork(), LEFT_BEHIND, Announce(2)),
-        Node(1, 2, NOW, "host1", baseline=2, saw_others_at_work=True),
-    ),
-    Case(
-        "who is in the newest generation is not left behind",
-        at_row(1, ROLL_OUT),
-        sees(generation(1, (0, 2))),
-        None,
-    ),
     # --- stops
     Case(
         "a stop at once is decided in any row, by whoever sees it",
@@ -135,15 +112,7 @@ RUNNING_ROWS = [
         machine.stop_when_asked,
         proposes(2, start=(1, ASSIGN), reason=STOPPED.reason, verdict=STOPPED, created_by=2),
     ),
-    Case(
-        "one at the next safe point where an iteration starts",
-        at_row(1, OPEN, RowPart.NONE, iteration=2),
-        sees(stop=asked_to_stop()),
-        machine.stop_when_asked,
-        proposes(2, start=(2, OPEN), reason=AT_START.reason, verdict=AT_START, created_by=1),
-    ),
     Case("and not within one", at_row(1, ROLL_OUT, iteration=2), sees(stop=asked_to_stop()), None),
-    Case("not in its last row", at_row(1, CLOSE, RowPart.ANNOUNCED), sees(stop=asked_to_stop()), None),
     Case(
         "where only updates are run, an iteration starts in the slice's first row",
         at_row(1, PROBE, iteration=2, generation=UPDATES_ONLY),
@@ -157,27 +126,6 @@ RUNNING_ROWS = [
             choices={"rl_phase": "update"},
             created_by=1,
         ),
-    ),
-    Case(
-        "the slice may also be the run's own",
-        at_row(1, PROBE, iteration=2),
-        sees(stop=asked_to_stop()),
-        machine.stop_when_asked,
-        proposes(2, start=(2, PROBE), reason=AT_START.reason, verdict=AT_START, created_by=1),
-        rules=rules(slice="update"),
-    ),
-    Case(
-        "the middle of a whole iteration is none",
-        at_row(1, PROBE, iteration=2),
-        sees(stop=asked_to_stop()),
-        None,
-    ),
-    Case(
-        "a stop comes before the next row",
-        at_row(1, OPEN, RowPart.ANNOUNCED, iteration=2),
-        released(stop=asked_to_stop()),
-        machine.stop_when_asked,
-        proposes(2, start=(2, OPEN), reason=AT_START.reason, verdict=AT_START, created_by=1),
     ),
     # --- a seal
     Case(
@@ -202,20 +150,6 @@ RUNNING_ROWS = [
         at_row(1, ROLL_OUT, RowPart.ANNOUNCED, trouble_since=NOW - 3.9),
         sees(leaders_fact=SEAL, arrived=ALL),
         None,
-    ),
-    Case(
-        "rank 1 goes on where the lowest has not, once its turn has come",
-        at_row(1, ROLL_OUT, RowPart.ANNOUNCED, trouble_since=NOW - 4.0),
-        sees(leaders_fact=SEAL),
-        machine.go_on_behind_a_seal,
-        proposes(2, start=(1, ASSIGN), reason="node 2 ended the one before", created_by=1),
-    ),
-    Case(
-        "a stop comes before that",
-        at_row(0, ROLL_OUT, RowPart.ANNOUNCED),
-        sees(leaders_fact=SEAL, stop=asked_to_stop(now=True)),
-        machine.stop_when_asked,
-        proposes(2, start=(1, ASSIGN), reason=STOPPED.reason, verdict=STOPPED),
     ),
     Case(
         "a member that is lost at a seal is a loss first",
@@ -330,16 +264,7 @@ RUNNING_ROWS = [
         becomes={"position": Position(2, PROBE), "part": RowPart.NONE},
     ),
     Case("one member is not there yet", HERE, released(arrived=frozenset({0, 1})), None),
-    Case("a stranger is no member", HERE, released(arrived=frozenset({0, 1, 7})), None),
     Case("the leader's fact is not there yet", HERE, sees(arrived=ALL), None),
-    Case(
-        "where a seal is in its stead, nobody passes",
-        HERE,
-        sees(arrived=ALL, leaders_fact=SEAL),
-        machine.go_on_behind_a_seal,
-        (),
-        {"trouble_since": NOW},
-    ),
     Case("who is not done itself does not pass", at_row(1, ROLL_OUT), released(), None),
     passes(
         "a barrier that all have reached is passed, however silent its members",
@@ -358,23 +283,6 @@ RUNNING_ROWS = [
         rules=rules(on_node_failure="hold", regroup=1),
     ),
     Case(
-        "the result of a collective that all have reached is theirs before that",
-        HERE,
-        released(),
-        machine.release,
-        passes("", HERE, released(), Launch(RowPart.EACH), becomes=INTO_MERGE).asks,
-        INTO_MERGE,
-        rules=rules(on_node_failure="hold", regroup=1),
-    ),
-    Case(
-        "a failure does not come before it",
-        at_row(0, ROLL_OUT),
-        sees(failed=failed(1)),
-        machine.regroup_when_asked,
-        proposes(2, start=(1, ASSIGN), reason="regroup"),
-        rules=rules(on_node_failure="hold", regroup=1),
-    ),
-    Case(
         "nobody need be lost for that, and who waits is taken in",
         at_row(2, ROLL_OUT),
         sees(joins=started(0, 1, 2, 3), ledger=heard(seen(3, state=JOINING))),
@@ -383,29 +291,11 @@ RUNNING_ROWS = [
         rules=rules(num_nodes=4, on_node_failure="hold", regroup=1),
     ),
     Case(
-        "a member that was started again and waits takes its old start's place",
-        at_row(0, ROLL_OUT),
-        sees(
-            joins=started(0, 1) | started(2, incarnation=2),
-            ledger=heard(seen(2, incarnation=2, state=JOINING)),
-        ),
-        machine.regroup_when_asked,
-        proposes(2, start=(1, ASSIGN), restarted={2: 2}, reason=is_lost(2, "restarted as incarnation 2")),
-        rules=rules(on_node_failure="hold", regroup=1),
-    ),
-    Case(
         "one that was started again and was not heard yet is given a moment",
         at_row(0, ROLL_OUT),
         sees(joins=started(0, 1) | started(2, incarnation=2), ledger=heard()),
         machine.regroup_when_asked,
         becomes={"trouble_since": NOW},
-        rules=rules(on_node_failure="hold", regroup=1),
-    ),
-    Case(
-        "the moment is stagger_s long",
-        at_row(0, ROLL_OUT, trouble_since=NOW - 3.9),
-        sees(joins=started(0, 1) | started(2, incarnation=2), ledger=heard()),
-        machine.regroup_when_asked,
         rules=rules(on_node_failure="hold", regroup=1),
     ),
     Case(
@@ -422,13 +312,6 @@ RUNNING_ROWS = [
         sees(generation(2)),
         None,
         rules=rules(on_node_failure="hold", regroup=1),
-    ),
-    Case(
-        "a group whose caller asks for nothing holds after a loss",
-        at_row(0, ROLL_OUT),
-        sees(ledger=heard(seen(2, ago=99.0))),
-        None,
-        rules=rules(on_node_failure="hold"),
     ),
     # --- a failed program
     Case(
@@ -447,26 +330,10 @@ RUNNING_ROWS = [
         proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2)),
     ),
     Case(
-        "once all were heard a beat later, and after a pause, the lowest rank has it tried again",
-        at_row(
-            0, ROLL_OUT, failed_since=NOW - 8.0, decisions={"assign": decided(1, {}), "merge": decided(0, {})}
-        ),
-        sees(failed=failed(1)),
-        machine.try_again_after_a_failure,
-        proposes(2, **AGAIN, decisions={"merge": decided(0, {})}),
-    ),
-    Case(
         "not at once: what was missing may come back",
         at_row(0, ROLL_OUT, failed_since=NOW - 7.9),
         sees(failed=failed(1)),
         None,
-    ),
-    Case(
-        "also one that thought that somebody was lost a moment ago",
-        at_row(0, ROLL_OUT, failed_since=NOW - 9.0, trouble_since=NOW - 1.0),
-        sees(failed=failed(1)),
-        machine.try_again_after_a_failure,
-        proposes(2, **AGAIN),
     ),
     Case(
         "not where the failure is a loss after all",
@@ -493,12 +360,6 @@ RUNNING_ROWS = [
         None,
     ),
     Case(
-        "all, not most",
-        at_row(0, ROLL_OUT, failed_since=NOW - 9.0),
-        sees(failed=failed(1), ledger=heard(seen(2, ago=7.5))),
-        None,
-    ),
-    Case(
         "this node itself need not be heard",
         at_row(0, ROLL_OUT, failed_since=NOW - 8.0),
         sees(failed=failed(0), ledger=heard(seen(0, ago=50.0))),
@@ -509,19 +370,6 @@ RUNNING_ROWS = [
             reason=f"again: node 0 (host0), {place(ROLL_OUT)}: no memory",
             failures=(FailedProgram(1, 0, ROLL_OUT, "no memory"),),
         ),
-    ),
-    Case(
-        "a higher rank leaves it to the lowest",
-        at_row(1, ROLL_OUT, failed_since=NOW - 11.9),
-        sees(failed=failed(1)),
-        None,
-    ),
-    Case(
-        "and has it tried again where the lowest has not, once its turn has come",
-        at_row(1, ROLL_OUT, failed_since=NOW - 12.0),
-        sees(failed=failed(1)),
-        machine.try_again_after_a_failure,
-        proposes(2, **AGAIN, created_by=1),
     ),
     Case(
         "after the last retry, the run ends at once, with what the program said last",
@@ -539,18 +387,6 @@ RUNNING_ROWS = [
         ),
     ),
     Case(
-        "tries are counted anew in the next iteration",
-        at_row(0, ROLL_OUT, failed_since=NOW - 9.0, iteration=2, generation=generation(failures=failures(2))),
-        sees(failed=failed(1)),
-        machine.try_again_after_a_failure,
-        proposes(
-            2,
-            start=(2, ASSIGN),
-            reason=f"again: node 1 (host1), {place(ROLL_OUT, 2)}: no memory",
-            failures=AGAIN["failures"],
-        ),
-    ),
-    Case(
         "a node that alone failed in each attempt is left out at once",
         at_row(0, ROLL_OUT, failed_since=NOW - 2.1, generation=generation(failures=AGAIN["failures"])),
         sees(failed=failed(1)),
@@ -565,25 +401,6 @@ RUNNING_ROWS = [
         ends(4, "left", f"{LEFT_OUT['reason']}\n  | one\n  | two"),
         ENDED,
     ),
-    Case(
-        "for a failing filesystem, with that exit code",
-        at_row(1, ROLL_OUT, failed_since=NOW - 9.0),
-        sees(
-            generation(2, (0, 2), **LEFT_OUT),
-            failed={1: Fact(1, 1, "failed", {"error": "x", "exit_code": 3}, 1.0)},
-        ),
-        machine.leave_when_dismissed,
-        ends(3, "left", LEFT_OUT["reason"]),
-        ENDED,
-    ),
-    Case(
-        "a later start of that rank does not: it may work now",
-        at_row(1, ROLL_OUT, incarnation=2, generation=generation(restarted={1: 2})),
-        sees(generation(2, (0, 2), **LEFT_OUT)),
-        machine.rejoin_when_left_behind,
-        (CancelWork(), Note("left_generation", {"newest": 2, "reason": LEFT_OUT["reason"]}), Announce(3)),
-        Node(1, 3, NOW, "host1", baseline=2, saw_others_at_work=True),
-    ),
     # --- a lost node
     Case(
         "who seemed to be lost was heard again: nothing is the matter",
@@ -591,12 +408,6 @@ RUNNING_ROWS = [
         sees(),
         machine.forget_a_false_alarm,
         becomes={"trouble_since": None},
-    ),
-    Case(
-        "one second before dead_s nobody is lost",
-        at_row(0, ROLL_OUT),
-        sees(ledger=heard(seen(2, ago=14.0))),
-        None,
     ),
     Case(
         "nor is anybody with `abort`",
@@ -611,12 +422,6 @@ RUNNING_ROWS = [
         sees(ledger=heard(seen(2, ago=14.0))),
         None,
         rules=rules(on_node_failure="wait"),
-    ),
-    Case(
-        "silence counts up to the last look at heartbeats, and not to now",
-        at_row(0, ROLL_OUT),
-        sees(ledger=heard(seen(2, ago=15.0), heard_until=NOW - 0.1)),
-        None,
     ),
     Case(
         "a loss is noted, and the lowest rank proposes that the others go on",
@@ -638,34 +443,6 @@ RUNNING_ROWS = [
         {"trouble_since": NOW},
     ),
     Case(
-        "until stagger_s is over it goes on with its own work",
-        at_row(1, ROLL_OUT, trouble_since=NOW - 3.9),
-        sees(ledger=heard(seen(2, ago=15.0)), work=worked(RowPart.EACH, {"n": 1})),
-        machine.finish_the_work,
-        publishes(1, {"n": 1}, 2.0),
-        {"part": RowPart.ANNOUNCED, "result": {"n": 1}, "work_s": 2.0},
-    ),
-    Case(
-        "then it is its turn",
-        at_row(1, ROLL_OUT, trouble_since=NOW - 4.0),
-        sees(ledger=heard(seen(2, ago=15.0))),
-        machine.shrink_after_a_loss,
-        proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2), created_by=1),
-    ),
-    Case(
-        "the third waits for two turns",
-        at_row(2, ROLL_OUT, trouble_since=NOW - 7.9, generation=generation(ranks=(0, 1, 2, 3))),
-        sees(generation(ranks=(0, 1, 2, 3)), ledger=heard(seen(3, ago=15.0))),
-        None,
-    ),
-    Case(
-        "then it is its turn as well",
-        at_row(2, ROLL_OUT, trouble_since=NOW - 8.0, generation=generation(ranks=(0, 1, 2, 3))),
-        sees(generation(ranks=(0, 1, 2, 3)), ledger=heard(seen(3, ago=15.0))),
-        machine.shrink_after_a_loss,
-        proposes(2, (0, 1, 2), start=(1, ASSIGN), reason=is_lost(3), created_by=2),
-    ),
-    Case(
         "a rank below it that is lost itself has no turn; the next lowest leads",
         at_row(1, ROLL_OUT, generation=generation(failures=failures(2))),
         sees(ledger=heard(seen(0, ago=15.0))),
@@ -675,18 +452,6 @@ RUNNING_ROWS = [
             *proposes(2, (1, 2), start=(1, ASSIGN), reason=is_lost(0), created_by=1, failures=failures(2)),
         ),
         {"trouble_since": NOW},
-    ),
-    Case(
-        "the tries of an earlier iteration do not go along",
-        at_row(0, UPDATE, iteration=2, trouble_since=NOW, generation=generation(failures=failures(2))),
-        sees(ledger=heard(seen(2, state="left"))),
-        machine.shrink_after_a_loss,
-        proposes(
-            2,
-            (0, 1),
-            start=(2, PROBE),
-            reason=f"node 2 (host2) is lost: it was stopped by hand or ended in an error; last in {place(UPDATE, 2)}",
-        ),
     ),
     Case(
         "those who are left are just enough",
@@ -766,38 +531,7 @@ RUNNING_ROWS = [
         proposes(2, start=(1, ASSIGN), restarted={2: 2}, reason=is_lost(2, "restarted as incarnation 2")),
         rules=rules(on_node_failure="wait"),
     ),
-    Case(
-        "not while another is still missing",
-        at_row(0, ROLL_OUT, trouble_since=NOW - 20.0),
-        sees(
-            joins=started(2, incarnation=2),
-            ledger=heard(seen(1, ago=30.0), seen(2, incarnation=2, state=JOINING)),
-        ),
-        None,
-        rules=rules(on_node_failure="wait"),
-    ),
-    Case(
-        "nor is a stranger one of the lost",
-        at_row(0, ROLL_OUT, trouble_since=NOW - 20.0),
-        sees(joins=started(7), ledger=heard(seen(1, ago=30.0), seen(7, state=JOINING))),
-        None,
-        rules=rules(on_node_failure="wait"),
-    ),
     # --- this node's own work
-    Case(
-        "where an iteration starts, the leader takes in who waits",
-        at_row(0, OPEN, RowPart.NONE, iteration=2, decisions={"merge": decided(1, {})}),
-        sees(joins=started(4, 3, 2, 1, 0), ledger=heard(seen(3, state=JOINING), seen(4, state=JOINING))),
-        machine.admit_joiners,
-        proposes(
-            2,
-            (0, 1, 2, 3, 4),
-            start=(2, OPEN),
-            reason="joined: node 3 (host3), node 4 (host4)",
-            decisions={"merge": decided(1, {})},
-        ),
-        rules=rules(num_nodes=5),
-    ),
     Case(
         "a generation that has lasted long enough is followed by one of the same members, in the same era",
         at_row(0, OPEN, RowPart.NONE, iteration=4, decisions={"merge": decided(3, {"n": 3})}),
@@ -841,23 +575,6 @@ RUNNING_ROWS = [
         rules=rules(longest=3),
     ),
     Case(
-        "where a generation starts in the middle of an iteration, nobody is taken in",
-        at_row(0, ASSIGN, RowPart.NONE, generation=generation(start=(1, ASSIGN))),
-        sees(joins=started(3, 2, 1, 0), ledger=heard(seen(3, state=JOINING))),
-        machine.begin_the_row,
-        becomes={"part": RowPart.GATHER},
-        rules=rules(num_nodes=4),
-    ),
-    Case(
-        "nobody else does",
-        at_row(1, OPEN, RowPart.NONE),
-        sees(joins=started(3, 2, 1, 0), ledger=heard(seen(3, state=JOINING))),
-        machine.begin_the_row,
-        publishes(1),
-        {"part": RowPart.ANNOUNCED},
-        rules=rules(num_nodes=4),
-    ),
-    Case(
         "nor does it once the row is begun",
         at_row(0, OPEN, RowPart.ANNOUNCED),
         sees(joins=started(3, 2, 1, 0), ledger=heard(seen(3, state=JOINING))),
@@ -865,34 +582,9 @@ RUNNING_ROWS = [
         rules=rules(num_nodes=4),
     ),
     Case(
-        "nor in a later row",
-        at_row(0, ASSIGN, RowPart.NONE),
-        sees(joins=started(3, 2, 1, 0), ledger=heard(seen(3, state=JOINING))),
-        machine.begin_the_row,
-        becomes={"part": RowPart.GATHER},
-        rules=rules(num_nodes=4),
-    ),
-    Case(
-        "nor in a group, where nobody asked",
-        at_row(0, OPEN, RowPart.NONE),
-        sees(joins=started(3, 2, 1, 0), ledger=heard(seen(3, state=JOINING))),
-        machine.begin_the_row,
-        publishes(0),
-        {"part": RowPart.ANNOUNCED},
-        rules=rules(on_node_failure="hold", num_nodes=4),
-    ),
-    Case(
         "a member whose last heartbeat is from before it was taken in is no new one",
         at_row(0, OPEN, RowPart.NONE),
         sees(joins=started(0, 1, 2), ledger=heard(seen(2, state=JOINING))),
-        machine.begin_the_row,
-        publishes(0),
-        {"part": RowPart.ANNOUNCED},
-    ),
-    Case(
-        "one whose heartbeat does not move is not taken in",
-        at_row(0, OPEN, RowPart.NONE),
-        sees(joins=started(3), ledger=heard(seen(3, state=JOINING, moved=False))),
         machine.begin_the_row,
         publishes(0),
         {"part": RowPart.ANNOUNCED},
@@ -905,33 +597,12 @@ RUNNING_ROWS = [
         proposes(2, (0, 1), reason="node 2 (host2) is lost: restarted as incarnation 2"),
     ),
     Case(
-        "a loss is answered before anybody new is taken in",
-        at_row(0, OPEN, RowPart.NONE, iteration=2, trouble_since=NOW),
-        sees(joins=started(3), ledger=heard(seen(2, state="left"), seen(3, state=JOINING))),
-        machine.shrink_after_a_loss,
-        proposes(
-            2,
-            (0, 1),
-            start=(2, OPEN),
-            reason="node 2 (host2) is lost: it was stopped by hand or ended in an error; "
-            f"last in {place(OPEN, 2)}",
-        ),
-    ),
-    Case(
         "a row with work for each begins with it",
         at_row(1, MERGE, RowPart.NONE),
         sees(),
         machine.begin_the_row,
         (Launch(RowPart.EACH),),
         {"part": RowPart.EACH},
-    ),
-    Case(
-        "a row of the leader's is one that the others are done with",
-        at_row(1, ASSIGN, RowPart.NONE),
-        sees(),
-        machine.begin_the_row,
-        publishes(1),
-        {"part": RowPart.ANNOUNCED},
     ),
     Case(
         "where only the leader has work, it begins at once",
@@ -951,12 +622,6 @@ RUNNING_ROWS = [
     ),
     Case("not while one is at work", at_row(0, MERGE, RowPart.GATHER), sees(arrived=frozenset({0, 2})), None),
     Case(
-        "not while it is at work itself",
-        at_row(0, MERGE, RowPart.EACH),
-        sees(arrived=frozenset({1, 2})),
-        None,
-    ),
-    Case(
         "a program that failed is told of",
         at_row(1, ROLL_OUT),
         sees(work=worked(RowPart.EACH, {"error": "no memory", "log": ["x"]}, ok=False)),
@@ -975,15 +640,6 @@ RUNNING_ROWS = [
         at_row(0, MERGE, RowPart.LEADER),
         sees(work=worked(RowPart.EACH)),
         None,
-    ),
-    Case("and once the fact is published", HERE, sees(work=worked(RowPart.EACH)), None),
-    Case(
-        "work that is done is published",
-        at_row(1, ROLL_OUT),
-        sees(work=worked(RowPart.EACH, {"n": 1})),
-        machine.finish_the_work,
-        publishes(1, {"n": 1}, 2.0),
-        {"part": RowPart.ANNOUNCED, "result": {"n": 1}, "work_s": 2.0},
     ),
     Case(
         "a leader without more to do publishes it too",
@@ -1015,25 +671,5 @@ RUNNING_ROWS = [
         machine.finish_the_work,
         publishes(0, {"n": 1, "m": 2}, 5.0),
         {"part": RowPart.ANNOUNCED, "result": {"n": 1, "m": 2}, "work_s": 5.0},
-    ),
-    Case("a node at work whose peers are well asks for nothing", at_row(1, ROLL_OUT), sees(), None),
-    # --- which number
-    Case(
-        "a node with other code is not admitted",
-        at_row(0, OPEN, RowPart.NONE),
-        sees(
-            joins={**started(0, 1, 2, digest="a" * 64), **started(3, digest="b" * 64)},
-            ledger=heard(seen(3, state=JOINING)),
-        ),
-        machine.begin_the_row,
-        (Publish(Fact(0, 1, "done")),),
-        {"part": RowPart.ANNOUNCED},
-    ),
-    Case(
-        "a node that sees an older generation than its own proposes the one after its own",
-        at_row(0, ROLL_OUT, trouble_since=NOW, generation=generation(3)),
-        sees(ledger=heard(seen(2, ago=15.0))),
-        machine.shrink_after_a_loss,
-        proposes(4, (0, 1), start=(1, ASSIGN), reason=is_lost(2)),
     ),
 ]

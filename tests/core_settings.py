@@ -57,37 +57,12 @@ NO_NODE_2 = ends(2, "left", f"node 2: this run has 2 nodes and so no node 2; {HO
 SETTINGS_ROWS = [
     # --- a worker's command line
     Case(
-        "a worker that asks for other settings than those of the members at work is refused",
-        second(1),
-        sees(joins=started(0, 2) | asks(1, 2, optimizer__lr=2.0)),
-        machine.end_when_it_does_not_fit,
-        refused(1, "optimizer.lr=2", "1"),
-        ENDED,
-        rules=KNOWN,
-    ),
-    Case(
-        "one that names what the run has is not",
-        second(1),
-        sees(joins=started(0, 2) | asks(1, 2, optimizer__lr=1.0)),
-        machine.wait_to_be_admitted,
-        becomes={"saw_others_at_work": True},
-        rules=KNOWN,
-    ),
-    Case(
         "what the run has is what it was changed to",
         second(1, baseline=2),
         sees(CHANGED, joins=started(0, 2) | asks(1, 2, optimizer__lr=1.0)),
         machine.end_when_it_does_not_fit,
         refused(1, "optimizer.lr=1", "3"),
         ENDED,
-        rules=KNOWN,
-    ),
-    Case(
-        "while nobody lives who could say, node 0 may come and ask for the same",
-        second(1, for_s=20.0),
-        sees(joins=started(0, 2) | asks(1, 2, optimizer__lr=2.0), ledger=heard(ranks=())),
-        machine.look_where_the_run_was_left,
-        (FindResumePoint(),),
         rules=KNOWN,
     ),
     Case(
@@ -104,41 +79,6 @@ SETTINGS_ROWS = [
         rules=KNOWN,
     ),
     Case(
-        "nobody else came in time, and it names what the run has: it goes on alone",
-        second(1, for_s=80.0),
-        sees(
-            joins=started(0, 2) | asks(1, 2, optimizer__lr=1.0),
-            ledger=heard(ranks=()),
-            resume_point=left_off(1, OPEN, of=1),
-        ),
-        machine.form_a_generation,
-        proposes(2, (1,), restarted={1: 2}, reason="start again", created_by=1),
-        rules=KNOWN,
-    ),
-    Case(
-        "node 0 waits beside it and asks for the same",
-        second(1, for_s=20.0),
-        sees(
-            joins=asks(0, 2, optimizer__lr=2.0) | asks(1, 2, optimizer__lr=2.0),
-            ledger=heard(seen(0, state=JOINING, incarnation=2), ranks=()),
-        ),
-        machine.look_where_the_run_was_left,
-        (FindResumePoint(),),
-        rules=KNOWN,
-    ),
-    Case(
-        "node 0 waits beside it and does not",
-        second(1),
-        sees(
-            joins=started(0, incarnation=2) | asks(1, 2, optimizer__lr=2.0),
-            ledger=heard(seen(0, state=JOINING, incarnation=2), ranks=()),
-        ),
-        machine.end_when_it_does_not_fit,
-        refused(1, "optimizer.lr=2", "1"),
-        ENDED,
-        rules=KNOWN,
-    ),
-    Case(
         "a start of node 0 that has died says nothing",
         second(1, for_s=20.0),
         sees(
@@ -147,15 +87,6 @@ SETTINGS_ROWS = [
         ),
         machine.look_where_the_run_was_left,
         (FindResumePoint(),),
-        rules=KNOWN,
-    ),
-    Case(
-        "a generation that names it has other settings: it ends before it does any work there",
-        second(1),
-        sees(generation(2, restarted={1: 2}), joins=started(0, 2) | asks(1, 2, optimizer__lr=2.0)),
-        machine.end_when_it_does_not_fit,
-        refused(1, "optimizer.lr=2", "1"),
-        ENDED,
         rules=KNOWN,
     ),
     Case(
@@ -171,38 +102,6 @@ SETTINGS_ROWS = [
         {"part": RowPart.ANNOUNCED},
         rules=KNOWN,
     ),
-    Case(
-        "who asks for the same as a node 0 with other code is not admitted either: that node 0 is not",
-        at_row(1, OPEN, RowPart.NONE, generation=generation(ranks=(1,))),
-        sees(
-            generation(ranks=(1,)),
-            joins=started(1, digest="a")
-            | asks(0, optimizer__lr=2.0)
-            | asks(2, digest="a", optimizer__lr=2.0),
-            ledger=heard(seen(0, state=JOINING), seen(2, state=JOINING)),
-        ),
-        machine.begin_the_row,
-        (Publish(done(1)),),
-        {"part": RowPart.ANNOUNCED},
-        rules=KNOWN,
-    ),
-    Case(
-        "a node 0 with other code waits beside it: it hears of the code, and not that its settings differ",
-        second(1, for_s=20.0),
-        sees(
-            joins=asks(0, 2, optimizer__lr=2.0) | asks(1, 2, digest="a", version="1", optimizer__lr=2.0),
-            ledger=heard(seen(0, state=JOINING, incarnation=2), ranks=()),
-        ),
-        machine.end_when_the_code_differs,
-        ends(
-            2,
-            "left",
-            "node 1 on host1 runs fsbarrier 1 (code a), node 0 on host0 runs  (code ); start all nodes with the same fsbarrier "
-            "and program",
-        ),
-        ENDED,
-        rules=KNOWN,
-    ),
     # --- node 0's
     Case(
         "node 0 comes while others are at work, and names another value than they have: it is refused like any node",
@@ -211,19 +110,6 @@ SETTINGS_ROWS = [
         machine.end_when_it_does_not_fit,
         refused(0, "optimizer.lr=3", "1"),
         ENDED,
-        rules=KNOWN,
-    ),
-    Case(
-        "node 0 is not admitted with another value than the session has",
-        at_row(1, OPEN, RowPart.NONE, generation=generation(ranks=(1, 2))),
-        sees(
-            generation(ranks=(1, 2)),
-            joins=started(1, 2) | asks(0, 1, optimizer__lr=3.0),
-            ledger=heard(seen(0, state=JOINING)),
-        ),
-        machine.begin_the_row,
-        (Publish(done(1)),),
-        {"part": RowPart.ANNOUNCED},
         rules=KNOWN,
     ),
     Case(
@@ -243,17 +129,6 @@ SETTINGS_ROWS = [
             created_by=1,
             settings=CHANGE,
         ),
-        rules=KNOWN,
-    ),
-    Case(
-        "who was seen at work and is dead now does not keep node 0 from asking",
-        second(0, for_s=20.0),
-        sees(
-            joins=asks(0, 2, optimizer__lr=3.0) | started(1, 2),
-            ledger=heard(seen(1, ago=15.0), seen(2, ago=15.0), ranks=()),
-        ),
-        machine.look_where_the_run_was_left,
-        (FindResumePoint(),),
         rules=KNOWN,
     ),
     Case(
@@ -292,35 +167,6 @@ SETTINGS_ROWS = [
     ),
     # --- the number of nodes
     Case(
-        "node 0 asks for more nodes: they are waited for",
-        second(0),
-        sees(
-            joins=asks(0, 2, num_nodes=4) | started(1, 2, incarnation=2),
-            ledger=heard(*(seen(rank, state=JOINING, incarnation=2) for rank in (0, 1, 2)), ranks=()),
-            resume_point=left_off(1, OPEN, of=1),
-        ),
-        machine.wait_for_all_nodes,
-        rules=KNOWN,
-    ),
-    Case(
-        "node 0 asks for fewer, and the others are not waited for",
-        second(0, for_s=20.0),
-        sees(
-            joins=asks(0, 2, num_nodes=2) | started(1, incarnation=2),
-            ledger=heard(*(seen(rank, state=JOINING, incarnation=2) for rank in (0, 1)), ranks=()),
-            resume_point=left_off(1, OPEN, of=1),
-        ),
-        machine.form_a_generation,
-        proposes(
-            2,
-            (0, 1),
-            restarted={0: 2, 1: 2},
-            reason="start again",
-            settings={"num_nodes": 2},
-        ),
-        rules=KNOWN,
-    ),
-    Case(
         "a node that the run has no room for any more ends",
         second(2),
         sees(
@@ -331,34 +177,5 @@ SETTINGS_ROWS = [
         NO_NODE_2,
         ENDED,
         rules=KNOWN,
-    ),
-    Case(
-        "a node beyond the number waits for node 0, which may ask for more",
-        second(2),
-        sees(
-            joins=asks(0, 2, num_nodes=2) | started(1, 2, incarnation=2),
-            ledger=heard(ranks=()),
-            resume_point=left_off(1, OPEN, of=1),
-        ),
-        machine.wait_for_all_nodes,
-        rules=replace(KNOWN, num_nodes=2),
-    ),
-    Case(
-        "not where others are at work without it",
-        second(2),
-        sees(joins=started(2, incarnation=2), ledger=heard(seen(0), seen(1))),
-        machine.end_when_it_does_not_fit,
-        NO_NODE_2,
-        ENDED,
-        rules=replace(KNOWN, num_nodes=2),
-    ),
-    Case(
-        "nor for ever",
-        second(2, for_s=60.0),
-        sees(joins=started(2, incarnation=2), ledger=heard(ranks=()), resume_point=left_off(1, OPEN, of=1)),
-        machine.end_when_nobody_asks_for_the_same,
-        NO_NODE_2,
-        ENDED,
-        rules=replace(KNOWN, num_nodes=2),
     ),
 ]

@@ -223,25 +223,50 @@ def be_torchrun(words: list[str]) -> int:
     return code
 
 
-# --- daemons --------------------------------------------------------------------------------------------------------------
+# --- forks of one warm process ----------------------------------------------------------------------------------------------
 
 _server = multiprocessing.get_context("forkserver")
+
+
+def warm_server() -> Any:
+    """What starts processes that are forks of one that has imported warm.py. It finds its modules through PYTHONPATH alone."""
+    from multiprocessing import forkserver
+
+    here, before = Path(__file__).parent, dict(os.environ)
+    _server.set_forkserver_preload(["warm"])
+    # Several threads would only wait for each other, with models as small as these.
+    os.environ.update(PYTHONPATH=f"{here.parent}{os.pathsep}{here}", OMP_NUM_THREADS="1")
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return _server
+
+
+def in_its_own_session(env: Mapping[str, str], out: str, do: Callable[[], int]) -> NoReturn:
+    """In a fork: do something in this environment, with its output to a file."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:0] = [folder for folder in env["PYTHONPATH"].split(os.pathsep) if folder not in sys.path]
+    tempfile.tempdir = None
+    end_with(do, os.open(out, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600))
 
 
 class Daemon:
     """A command of fsbarrier that is a fork; as much of `Popen` as tests use."""
 
     def __init__(self, words: Sequence[str], env: Mapping[str, str], out: Path) -> None:
-        _start_server()
-        self._process = _server.Process(
-            target=be_daemon, args=(list(words), dict(env), str(out)), daemon=True
-        )
+        about = list(words), dict(env), str(out)
+        self._process = warm_server().Process(target=be_daemon, args=about, daemon=True)
         self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
+        self.pid: int = self._process.pid
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        code: int | None = self._process.exitcode
+        return code
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
@@ -258,29 +283,36 @@ class Daemon:
         self.send_signal(signal.SIGKILL)
 
 
-def _start_server() -> None:
-    """The process that all daemons of these tests are forks of; once. It finds its modules through PYTHONPATH alone."""
-    from multiprocessing import forkserver
-
-    _server.set_forkserver_preload(["warm"])
-    before = os.environ.get("PYTHONPATH")
-    here = Path(__file__).parent
-    os.environ["PYTHONPATH"] = f"{here.parent}{os.pathsep}{here}"
-    try:
-        forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
-
-
 def be_daemon(words: list[str], env: dict[str, str], out: str) -> NoReturn:
-    """In a fork: do what `fsbarrier words` does in this environment, with its output to a file."""
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.clear()
-    os.environ.update(env)
-    sys.path[:0] = [folder for folder in env["PYTHONPATH"].split(os.pathsep) if folder not in sys.path]
-    tempfile.tempdir = None
-    end_with(lambda: command(*words), os.open(out, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600))
+    in_its_own_session(env, out, lambda: command(*words))
+
+
+def run_script(name: str, *words: object) -> None:
+    """Run a script of this folder, which forks the processes of an update. What it prints is shown where it fails."""
+    path = Path(__file__).parent / name
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(path.parents[1]),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    with tempfile.NamedTemporaryFile("r") as out:
+        about = str(path), list(map(str, words)), env, out.name
+        process = warm_server().Process(target=be_script, args=about, daemon=True)
+        process.start()
+        try:
+            process.join()
+        finally:
+            # A test that takes too long is interrupted.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        assert process.exitcode == 0, f"{name} {' '.join(about[1])}\n{out.read()[-6000:]}"
+
+
+def be_script(path: str, words: list[str], env: dict[str, str], out: str) -> NoReturn:
+    def do() -> int:
+        sys.argv = [path, *words]
+        runpy.run_path(path, run_name="__main__")
+        return 0
+
+    in_its_own_session(env, out, do)

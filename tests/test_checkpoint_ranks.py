@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from trainer_bench import run_script
+from forks import run_script
 
 pytestmark = pytest.mark.torch
 

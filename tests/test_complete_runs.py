@@ -99,7 +99,7 @@ def test_a_leader_that_put_model_pt_back_after_a_long_sleep_is_mended_by_the_nex
     bench: Bench, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    bench.run(run, "--iterations", "3", "checkpoint.keep=1", "checkpoint.keep_best=false").check()
+    bench.run(run, "--iterations", "3", "checkpoint.keep=1").check()
     served = run / "model.pt"
     newest = served.readlink()
     served.unlink()

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_bench import bench, largest_difference, run_script
+from forks import run_script
+from trainer_bench import bench, largest_difference
 
 from fsbarrier.errors import UsageError
 from fsbarrier.settings import deepspeed_config

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import run_script
 from test_export import checkpoint, weights
-from trainer_bench import run_script
 
 from fsbarrier.cli.start import begin as beginning
 from fsbarrier.cli.start import model_folder

@@ -14,7 +14,8 @@ from typing import Any, cast
 
 import pytest
 from cluster import all_gone
-from trainer_bench import Bench, bench, run_script
+from forks import run_script
+from trainer_bench import Bench, bench
 
 from fsbarrier.processes import processes
 from fsbarrier.program import Command, Context, Keep

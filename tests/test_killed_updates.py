@@ -6,7 +6,7 @@ from itertools import cycle
 from pathlib import Path
 
 import pytest
-from trainer_bench import run_script
+from forks import run_script
 
 pytestmark = pytest.mark.torch
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from trainer_bench import run_script
+from forks import run_script
 
 from fsbarrier.errors import UsageError
 from fsbarrier.planning.memory import UpdateLoad

@@ -20,14 +20,6 @@ REPO = Path(__file__).resolve().parent.parent
 GROUPS, SAMPLES, PROMPT = 6, 4, 5
 
 
-def run_script(name: str, *words: object) -> None:
-    """Run a script of this folder, which forks the processes of an update. What it prints is shown where it fails."""
-    argv = [sys.executable, str(REPO / "tests" / name), *map(str, words)]
-    env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(argv, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(argv)}\n{done.stdout}\n{done.stderr[-4000:]}"
-
-
 def settings(**overrides: Any) -> dict[str, Any]:
     """Resolved settings; `section__name=value` changes one."""
     nested = Settings().as_json()
