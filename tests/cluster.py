@@ -22,6 +22,7 @@ from fsbarrier.protocol.facts import Beat
 from fsbarrier.rundir.heartbeats import read_beats
 from fsbarrier.rundir.journal import read_events
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.stop_requests import request_stop
 from fsbarrier.trajectories import load, scan_rank_file
 
 REPO = Path(__file__).resolve().parent.parent
@@ -104,6 +105,14 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"node {rank} does not end\n{self.said(rank)}") from None
         return codes
+
+    def stop(self) -> None:
+        """Ask the run to end at its next safe point."""
+        request_stop(self.log_path, now=False)
+
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths(self.log_path)
 
     def events(self) -> list[Event]:
         return [dict(event.fields) for event in read_events(self.log_path)]

@@ -25,7 +25,6 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.rundir.session_settings import can_hold, in_force
-from fsbarrier.rundir.stop_requests import request_stop
 from fsbarrier.settings.resolve import known_names
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import from_words
@@ -225,7 +224,7 @@ def test_settings_change_when_all_nodes_are_started_again(tmp_path: Path) -> Non
         cluster.wait_for(
             lambda e: e["event"] == "generation_started" and "node 0" in e["reason"], deadline_s=250
         )
-        request_stop(cluster.log_path, now=False)
+        cluster.stop()
         assert cluster.wait(deadline_s=250) == {0: 0, 1: 0, 2: 0}
         # A new session, the workers first, one of which names what node 0 will name.
         cluster.start(1)
@@ -242,7 +241,7 @@ def test_settings_change_when_all_nodes_are_started_again(tmp_path: Path) -> Non
             lambda e: e["event"] == "iteration_finished" and e["generation"] >= began["generation"],
             deadline_s=250,
         )
-        request_stop(cluster.log_path, now=False)
+        cluster.stop()
         assert cluster.wait(deadline_s=250) == {0: 0, 1: 0, 2: 0}
         done = max(e["iteration"] for e in cluster.events() if e["event"] == "iteration_finished")
         since = began["iteration"]

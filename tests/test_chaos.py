@@ -16,7 +16,6 @@ import outside_checker
 import pytest
 from cluster import FAST, REPO, Cluster
 
-from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.store import files
 
 TASKS = 24
@@ -64,7 +63,7 @@ def test_sixty_four_daemons_survive_minutes_of_it(tmp_path: Path, program: str, 
 
 def test_a_start_after_one_that_was_killed_before_it_joined(tmp_path: Path) -> None:
     with Cluster(tmp_path, 1, *FAST, "--iterations", "1", program="ping") as cluster:
-        left = RunPaths(cluster.log_path).node_logs(1, 0) / "daemon.log"
+        left = cluster.paths.node_logs(1, 0) / "daemon.log"
         files.make_dirs(left.parent)
         left.write_text("what it said\n")
         cluster.start()

@@ -6,13 +6,13 @@ import os
 import signal
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from cluster import Cluster, leftovers
 from waiting import until
 
-from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import iter_trajectories, scan_rank_file
 
 TASKS, SAMPLES = 512, 8
@@ -29,7 +29,7 @@ def test_a_killed_engine_costs_only_what_was_in_flight(tmp_path: Path, replicas:
     flags += (f"engine.replicas={replicas}",)
     with Cluster(tmp_path, 1, *flags, program="rl") as cluster:
         cluster.start()
-        paths = RunPaths(cluster.log_path)
+        paths = cluster.paths
         wait_for_groups(paths, cluster)
         os.kill(engine_of(cluster.processes[0].pid), signal.SIGKILL)
         assert cluster.wait(deadline_s=DEADLINE_S) == {0: 0}, cluster.said(0)
@@ -51,7 +51,7 @@ def test_a_killed_engine_costs_only_what_was_in_flight(tmp_path: Path, replicas:
         assert leftovers(cluster.log_path) == {}
 
 
-def wait_for_groups(paths: RunPaths, cluster: Cluster) -> None:
+def wait_for_groups(paths: Any, cluster: Cluster) -> None:
     """Until some groups, but not all, are on disk."""
 
     def under_way() -> bool:

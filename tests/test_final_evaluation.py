@@ -8,7 +8,6 @@ from typing import Any
 
 from cluster import FAST, Cluster
 
-from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import load
 
 PROGRAM = Path(__file__).parent / "programs" / "closing.py"
@@ -22,7 +21,7 @@ def assert_evaluated(cluster: Cluster, iteration: int) -> None:
     """The policy that iteration `iteration` has made was evaluated on every task."""
     event = final_evaluations(cluster)[-1]
     assert (event["iteration"], event["phase"], event["policy_version"]) == (iteration, 13, iteration)
-    merged = load(RunPaths(cluster.log_path).merged("test", iteration + 1))
+    merged = load(cluster.paths.merged("test", iteration + 1))
     assert sorted(one["task_index"] for one in merged["trajectories"]) == list(range(24))
     assert {one["policy_version"] for one in merged["trajectories"]} == {iteration}
 
@@ -63,7 +62,7 @@ def test_a_run_whose_iterations_are_done_makes_up_for_a_missing_evaluation(tmp_p
         cluster.start()
         assert cluster.wait() == {0: 0}, cluster.said(0)
         assert_evaluated(cluster, 3)
-        parts = RunPaths(cluster.log_path).trajectories("test").glob("*iteration3_rank_*.part")
+        parts = cluster.paths.trajectories("test").glob("*iteration3_rank_*.part")
         assert len([*parts]) == 1
 
 

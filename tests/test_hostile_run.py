@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import FAST, REPO, Cluster
@@ -19,7 +20,6 @@ from fake_run import long_run
 from test_hostile_files import KINDS, SECRET
 
 from fsbarrier.errors import EXIT_INTERNAL
-from fsbarrier.rundir.paths import RunPaths
 
 # Each test starts many commands, one after the other.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -81,7 +81,7 @@ def plant(folder: Path, name: str, kind: str) -> None:
     KINDS[kind](folder / name)
 
 
-def plant_beside_everything(paths: RunPaths) -> None:
+def plant_beside_everything(paths: Any) -> None:
     """One of each kind under names that mean something in each folder of a run, beside what is really there."""
     for number, kind in enumerate(KINDS):
         rank, iteration = 40 + number, 70 + number
@@ -125,7 +125,7 @@ def fsbarrier(words: str) -> list[str]:
     return [sys.executable, "-P", "-m", "fsbarrier", *words.split()]
 
 
-def make(folder: Path) -> RunPaths:
+def make(folder: Path) -> Any:
     """A run that was at work, with hostile things beside everything, hostile journals, and logs that give orders."""
     paths = long_run(folder, 2).paths
     for journal in sorted(paths.events.iterdir()):
@@ -197,7 +197,7 @@ def test_living_daemons_go_on_beside_all_that(tmp_path: Path) -> None:
     with Cluster(tmp_path, 2, *FAST, "--iterations", "3", "toy.tasks=8") as cluster:
         cluster.start()
         cluster.in_phase(0, 2)
-        paths = RunPaths(cluster.log_path)
+        paths = cluster.paths
         plant_beside_everything(paths)
         for claims in paths.coordination.rglob("claims-*"):
             for number, kind in enumerate(KINDS):
@@ -212,7 +212,7 @@ def test_a_daemon_that_cannot_read_its_generation_still_ends_by_a_signal(kind: s
     with Cluster(tmp_path, 1, *FAST, "coordination.dead_s=50", "toy.tasks=8") as cluster:
         cluster.start()
         cluster.in_phase(0, 2)
-        paths = RunPaths(cluster.log_path)
+        paths = cluster.paths
         plant(paths.generations, paths.generation(2).name, kind)
         cluster.beating(0, lambda beat: beat.counter > 3)
         cluster.signal(0, signal.SIGTERM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import REPO, Cluster, all_gone, leftovers, rolled_out_twice
@@ -11,7 +12,6 @@ from waiting import until
 
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.rundir import checkpoints
-from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import load
 
 SMALL = ("rollout.tasks=24", "rollout.samples=8", "eval.tasks=32", "optimizer.warmup_steps=0")
@@ -26,7 +26,7 @@ def test_two_nodes_two_iterations(tmp_path: Path) -> None:
     with Cluster(tmp_path, 2, "--iterations", "2", *SMALL, *own, program="rl") as cluster:
         cluster.start()
         assert cluster.wait(deadline_s=800) == {0: 0, 1: 0}, cluster.said(0) + cluster.said(1)
-        events, paths = cluster.events(), RunPaths(cluster.log_path)
+        events, paths = cluster.events(), cluster.paths
         assert_phases_in_order(cluster)
         assert_trajectories_open_in_torch(paths)
         assert_new_weights_are_served(paths, events)
@@ -56,7 +56,7 @@ def test_a_node_dies_in_the_real_thing(tmp_path: Path, victim: int, phase: int) 
         cluster.kill(victim)
         assert all_gone(tree, 5.0)
         assert cluster.wait(1 - victim, deadline_s=400) == {1 - victim: 0}, cluster.said(1 - victim)
-        paths, events = RunPaths(cluster.log_path), cluster.events()
+        paths, events = cluster.paths, cluster.events()
         assert rolled_out_twice(cluster.log_path, 1, "train") == []
         assert len(load(paths.merged("train", 1))["trajectories"]) == 24 * 8
         published = [e for e in events if e["event"] == "weights_published"]
@@ -95,7 +95,7 @@ def test_a_node_dies_between_its_copy_of_the_weights_and_the_commit(tmp_path: Pa
         cluster.env[victim] = {"PYTHONPATH": f"{site}:{REPO}", "FSBARRIER_TEST_COPIED": str(copied)}
         cluster.start()
         until(copied.exists, lambda: cluster.said(victim), deadline_s=600)
-        paths = RunPaths(cluster.log_path)
+        paths = cluster.paths
         (unchecked,) = {path.parents[1].stem for path in copies.glob("*/*.unchecked/model/*.safetensors")}
         first = paths.checkpoints / unchecked
         assert not (first / checkpoints.MANIFEST).exists()
@@ -124,7 +124,7 @@ def assert_phases_in_order(cluster: Cluster) -> None:
         assert [e["engine_action"] for e in ready] == ["started", "reloaded", "reloaded"]
 
 
-def assert_trajectories_open_in_torch(paths: RunPaths) -> None:
+def assert_trajectories_open_in_torch(paths: Any) -> None:
     import torch
 
     for split, expected in (("train", 24 * 8), ("test", 32)):
@@ -139,7 +139,7 @@ def assert_trajectories_open_in_torch(paths: RunPaths) -> None:
     assert one["messages"][-1]["role"] == "assistant"
 
 
-def assert_new_weights_are_served(paths: RunPaths, events: list[dict[str, object]]) -> None:
+def assert_new_weights_are_served(paths: Any, events: list[dict[str, object]]) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

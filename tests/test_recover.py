@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from cluster import FAST, REPO, Cluster, assert_exactly_once, rolled_out_twice
 
-from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import RankFileWriter, load, scan_rank_file
 
 
@@ -43,7 +42,7 @@ def states(shown: str) -> dict[str, str]:
     return {Path(item["path"]).name: item["state"] for item in json.loads(shown)["files"]}
 
 
-def leave_a_mess(paths: RunPaths) -> dict[str, str]:
+def leave_a_mess(paths: Any) -> dict[str, str]:
     """Files that a disaster and other people left in iteration 1; their names with the state they should be found in."""
     rank_0 = sorted(paths.trajectories("train").glob("*_rank_0*.part"))[0]
     rank_0.write_bytes(rank_0.read_bytes()[:-100])
@@ -93,7 +92,7 @@ def halted(tmp_path: Path) -> Any:
 
 
 def test_recovery_and_the_normal_command_afterwards(halted: Cluster) -> None:
-    log_path, paths = halted.log_path, RunPaths(halted.log_path)
+    log_path, paths = halted.log_path, halted.paths
     expected = leave_a_mess(paths)
     mess = {name for name, state in expected.items() if state in ("foreign", "unreadable", "temporary")}
     before = everything(log_path)
@@ -137,7 +136,7 @@ def test_a_damaged_merged_file_is_made_anew_where_the_run_counts_on_it(tmp_path:
     with Cluster(tmp_path, 2, "--iterations", "1", *FAST) as cluster:
         cluster.start()
         assert cluster.wait() == {0: 0, 1: 0}
-        paths = RunPaths(cluster.log_path)
+        paths = cluster.paths
         damaged = paths.merged_by("train", 1, 1)
         whole = load(damaged)["trajectories"]
         data = damaged.read_bytes()

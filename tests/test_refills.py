@@ -13,7 +13,6 @@ from waiting import until
 
 from fsbarrier.protocol.assign import refill_tasks, sample_tasks
 from fsbarrier.rollouts.refills import Refills
-from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import load, scan_rank_file
 
 
@@ -177,7 +176,7 @@ def test_a_node_that_dies_in_a_refill_costs_only_what_it_had_in_flight(tmp_path:
     with Cluster(tmp_path, 2, *flags, "rollout.take_over=false", program="rl") as cluster:
         cluster.env = {rank: {"VLLM_API_KEY": "the key"} for rank in range(2)}
         cluster.start()
-        paths = RunPaths(cluster.log_path)
+        paths = cluster.paths
 
         def durable() -> set[int]:
             parts = paths.trajectories("train").glob("*.part")

@@ -12,9 +12,6 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, all_gone, assert_exactly_once, leftovers, rolled_out_twice
 
-from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.stop_requests import request_stop
-
 QUICK = (
     "coordination.beat_s=0.2",
     "coordination.dead_s=5",
@@ -44,7 +41,7 @@ def test_all_are_killed_and_started_again(tmp_path: Path, seed: int, kills: int)
         cluster.wait_for(
             lambda e: e["event"] == "generation_started" and e["incarnation"] == kills + 1, deadline_s=90
         )
-        request_stop(cluster.log_path, now=False)
+        cluster.stop()
         assert cluster.wait() == {0: 0, 1: 0, 2: 0}, cluster.said(0)
         done = max(e["iteration"] for e in cluster.events() if e["event"] == "iteration_finished")
         assert done >= 1
@@ -52,5 +49,5 @@ def test_all_are_killed_and_started_again(tmp_path: Path, seed: int, kills: int)
             assert_exactly_once(cluster.log_path, done, split=split)
             twice = {i: rolled_out_twice(cluster.log_path, i, split) for i in range(1, done + 2)}
             assert not any(twice.values()), twice
-        assert not RunPaths(cluster.log_path).merged("train", done + 2).exists()
+        assert not cluster.paths.merged("train", done + 2).exists()
         assert leftovers(cluster.log_path) == {}

@@ -14,7 +14,6 @@ from waiting import until
 
 from fsbarrier.cli import main
 from fsbarrier.program import PHASE_NAMES
-from fsbarrier.rundir.paths import RunPaths
 
 
 def test_clean_run_shows_every_phase_in_order(tmp_path: Path) -> None:
@@ -114,7 +113,7 @@ def test_a_start_that_cannot_join_says_so_in_one_line(tmp_path: Path) -> None:
         cluster.start()
         assert cluster.wait() == {0: 0}, cluster.said(0)
         for name in ("joins", "beats"):  # not directories any more
-            folder, kept = RunPaths(cluster.log_path).coordination / name, tmp_path / name
+            folder, kept = cluster.paths.coordination / name, tmp_path / name
             folder.rename(kept)
             folder.touch()
             before = cluster.said(0)
@@ -194,7 +193,7 @@ def test_stop_names_all_nodes_that_it_ends(
     nodes = 3 if begun else 1
     with Cluster(tmp_path, nodes, *FAST, "toy.phase_s=30") as cluster:
         cluster.start()
-        record = RunPaths(cluster.log_path).record
+        record = cluster.paths.record
         if begun:
             for rank in range(nodes):
                 cluster.in_phase(rank, 2)

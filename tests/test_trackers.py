@@ -20,7 +20,6 @@ from fake_run import long_run
 from fsbarrier.cli.start.begin import Request, begin
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.stop_requests import request_stop
 from fsbarrier.settings.resolve import known_names
 from fsbarrier.settings.sources import from_words
 from fsbarrier.workers.track import OneTracker, TrackerState
@@ -112,9 +111,9 @@ def test_every_iteration_is_told_once_whoever_leads(tmp_path: Path) -> None:
         (tmp_path / "heard.mended").touch()
         has(cluster, "wandb", here + 1)
         has(cluster, "tensorboard", here + 1)
-        request_stop(cluster.log_path, now=False)
+        cluster.stop()
         assert cluster.wait(1, deadline_s=250) == {1: 0}
-    run_id = json.loads(RunPaths(cluster.log_path).record.read_text())["run_id"]
+    run_id = json.loads(cluster.paths.record.read_text())["run_id"]
     lines = heard(tmp_path)
     assert {(line["secret"], line["rank"]) for line in lines} == {("k", None)}
     starts = [line["start"] for line in lines if "start" in line]
@@ -130,7 +129,7 @@ def test_every_iteration_is_told_once_whoever_leads(tmp_path: Path) -> None:
         for line in lines
         if "step" in line
     )
-    table = (RunPaths(cluster.log_path).trackers / "iterations.csv").read_text().splitlines()
+    table = (cluster.paths.trackers / "iterations.csv").read_text().splitlines()
     assert table[0].startswith("iteration,policy_version,train_reward") and len(table) >= done
 
 

@@ -5,7 +5,7 @@ import http.server  # noqa: F401
 import jinja2  # noqa: F401
 import rich.console  # noqa: F401
 import torch.distributed.checkpoint  # noqa: F401
-import transformers.models.llama.modeling_llama  # noqa: F401
+import transformers.models.llama.modeling_llama
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 import watchdog.observers  # noqa: F401
 
