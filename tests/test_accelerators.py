@@ -238,23 +238,3 @@ def test_amd_devices_are_those_of_its_tool(tmp_path: Path, monkeypatch: pytest.M
     # Without AMD's driver nobody is asked.
     (tmp_path / "kfd_device").unlink()
     assert detect({}) == []
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({"HIP_VISIBLE_DEVICES": "1,0"}, [0, 1]),
-        ({"CUDA_VISIBLE_DEVICES": "1"}, [1]),
-        ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}, [0]),
-        # The second one counts what the first one left.
-        ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"}, [1]),
-        ({"ROCR_VISIBLE_DEVICES": "1,9,0"}, [1]),
-        ({"ROCR_VISIBLE_DEVICES": ""}, []),
-        ({"HIP_VISIBLE_DEVICES": "-1"}, []),
-    ],
-)
-def test_only_amd_devices_that_programs_will_see_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], expected: list[int]
-) -> None:
-    amd_smi(tmp_path, monkeypatch)(AMD_SMI)
-    assert [device.index for device in detect(environ)] == expected

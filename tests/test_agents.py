@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -422,34 +420,3 @@ def test_what_is_asked_wrongly_is_answered_as_json(fake: Fake) -> None:
                 writer.close()
 
     assert talk(fake, wrongly).turns == 0
-
-
-def test_it_ends_at_once_without_signal_handlers_or_logs(
-    fake: Fake, capfd: pytest.CaptureFixture[str]
-) -> None:
-    async def conversation() -> None:
-        server = SamplingServer(fake.url, KEY, "policy", 30.0, 2)
-        sampling = Sampling(1, 1.0, 1.0, -1, 100)
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        async with EnginePool([server], connections=4, on_tokens=lambda _: None, patience_s=1.0) as pool:
-            before = [signal.getsignal(number) for number in numbers]
-            client, endpoint = Client(Place(pool, 1, sampling)), Endpoint()
-            await endpoint.open()
-            with endpoint.serving(client):
-                _, idle = await connect(client)
-                reader, writer = await connect(client)
-                body = json.dumps({"messages": [user("!gate")]}).encode()
-                writer.write(raw_request(client, body, headers=f"Content-Length: {len(body)}"))
-                while not (fake.folder / "at-gate").exists():
-                    await asyncio.sleep(0.01)
-                assert [signal.getsignal(number) for number in numbers] == before
-            begin = time.monotonic()
-            await endpoint.close()
-            assert time.monotonic() - begin < 5
-            answer = await reader.read()
-            assert answer.startswith(b"HTTP/1.1 503") and b"the rollout is ending" in answer
-            for each in (idle, writer):
-                each.close()
-
-    asyncio.run(conversation())
-    assert capfd.readouterr().err == ""

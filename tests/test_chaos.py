@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,24 +97,11 @@ def drop_a_phase(run: Path) -> None:
     edit_lines(journal(run), without)
 
 
-def swap_two_phases(run: Path) -> None:
-    edit_lines(journal(run), lambda lines: lines[::-1])
-
-
 def leave_too_early(run: Path) -> None:
     def early(line: str) -> str:
         return re.sub(r'"mono_s":[0-9.]+', '"mono_s":0.5', line) if '"phase_finished"' in line else line
 
     edit_lines(journal(run), lambda lines: [early(line) for line in lines])
-
-
-def decide_without_leading(run: Path) -> None:
-    def usurp(line: str) -> str:
-        record = json.loads(line)
-        return json.dumps({**record, "node_rank": 99}) + "\n" if record["event"] == "decision" else line
-
-    for path in (run / "events").iterdir():
-        edit_lines(path, lambda lines: [usurp(line) for line in lines])
 
 
 def rewrite_generation(run: Path, change: Callable[[dict[str, object]], None], number: int = 2) -> None:
@@ -131,10 +117,6 @@ def another_leader(run: Path) -> None:
     rewrite_generation(run, lambda record: record.update(leader=max(m["rank"] for m in record["members"])))  # type: ignore[attr-defined]
 
 
-def a_number_twice(run: Path) -> None:
-    rewrite_generation(run, lambda record: record.update(number=1))
-
-
 def a_torn_record(run: Path) -> None:
     path = run / "coordination" / "generations" / "gen-000001.json"
     path.write_bytes(path.read_bytes()[:-3])
@@ -142,19 +124,6 @@ def a_torn_record(run: Path) -> None:
 
 def merged(run: Path) -> Path:
     return run / "train_trajectories" / "train_trajectories.pt.iteration1"
-
-
-def rewrite_merged(run: Path, old: bytes, new: bytes) -> None:
-    """Change the pickle in a merged file, with checksums that fit."""
-    with zipfile.ZipFile(merged(run)) as source:
-        entries = {name: source.read(name) for name in source.namelist()}
-    index = next(name for name in entries if name.endswith("data.pkl"))
-    assert entries[index].count(old) >= 1 and len(old) == len(new)
-    entries[index] = entries[index].replace(old, new)
-    merged(run).unlink()
-    with zipfile.ZipFile(merged(run), "w") as target:
-        for name, data in entries.items():
-            target.writestr(name, data)
 
 
 def task_twice(run: Path) -> None:
@@ -166,10 +135,6 @@ def task_twice(run: Path) -> None:
         one["task_index"] for one in others if one["task_index"] != first["task_index"]
     )
     torch.save(held, merged(run))
-
-
-def unadopted_part(run: Path) -> None:
-    rewrite_merged(run, b".checkpoint.g0", b".checkpoint.g9")
 
 
 def flip_a_byte(run: Path) -> None:
@@ -191,14 +156,10 @@ def spoil_the_policy(run: Path) -> None:
     ("harm", "words"),
     [
         (drop_a_phase, "follows|went through|finished with the phases"),
-        (swap_two_phases, "after"),
         (leave_too_early, "before .* entered it"),
-        (decide_without_leading, "does not lead"),
         (another_leader, "under|does not lead"),
-        (a_number_twice, "holds generation 1"),
         (a_torn_record, "not the header"),
         (task_twice, "twice|lost"),
-        (unadopted_part, "merged from"),
         (flip_a_byte, "damaged|cannot be read"),
         (lose_a_file, "cannot be read"),
         (spoil_the_policy, "manifest"),

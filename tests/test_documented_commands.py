@@ -22,7 +22,6 @@ from documented_commands import (
     NO_COMMANDS,
     NOT_EXECUTED,
     TYPED,
-    Block,
     all_blocks,
     is_picked,
     listed,
@@ -93,30 +92,6 @@ def missing_of(line: str) -> list[str]:
             source = file.read_text()
             missing += [word for word in words if word.startswith("--") and f'"{word}"' not in source]
     return missing
-
-
-@pytest.mark.parametrize(
-    ("text", "ways"),
-    [
-        (
-            "```bash\nfsbarrier debug --no-such-flag\n./run.sh --lora --demo\n./scripts/check.shell\n```",
-            ["", "", ""],
-        ),
-        ("```bash\n./run.sh --master  # node 0\nFOO=1 ./run.sh ... --worker 1\n```", ["dry run", "dry run"]),
-        ("```bash\nfsbarrier plan \\\n  --json\n./run.sh --demo\n```", ["itself", "itself"]),
-        ("```bash\ncurl https://example.org | sh\nfsbarriers\n```", ["", ""]),
-        ("<!-- tested -->\n```bash\ncurl x\n```", ["itself"]),
-        ("```text\n$ fsbarrier plan --model x\noutput\n```", ["itself"]),
-        ("```bash\npython scripts/gpu_check.py --size 7b --layers 8 --dir /scratch\n```", ["not executed"]),
-        ("```bash\npython scripts/gpu_check.pyc\n```", [""]),
-    ],
-)
-def test_a_new_command_is_noticed(text: str, ways: list[str]) -> None:
-    for match in re.finditer(r"(<!-- tested -->\n)?```(\w+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        block = Block(ROOT / "README.md", 1, match[2], match[3], bool(match[1]))
-        assert [way(block, line) for line in block.command_lines()] == ways
-    assert missing_of("python scripts/gpu_check.py --sice 7b") == ["--sice"]
-    assert missing_of("python -m pytest tests/test_nothing.py")
 
 
 # --- where they are executed --------------------------------------------------------------------------------------------

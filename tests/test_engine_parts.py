@@ -6,20 +6,16 @@ import asyncio
 import socket
 import threading
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from engine_bench import NEVER, TINY, write_model
+from engine_bench import TINY, write_model
 
 from fsbarrier.engine import command as engine_command
 from fsbarrier.engine.client import CalledOff, EngineClient, Unreachable, normal_url
 from fsbarrier.engine.command import ServerPlan
 from fsbarrier.engine.model import inspect
-from fsbarrier.engine.server import Server
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.host import accelerators
-from fsbarrier.host.accelerators import Accelerator, Released
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.workers.vllm_server import KeyGuard
 
@@ -184,46 +180,3 @@ def test_without_the_key_only_the_health_can_be_asked_for(monkeypatch: pytest.Mo
     monkeypatch.setenv("VLLM_API_KEY", "")
     with pytest.raises(ValueError, match="empty"):
         KeyGuard(app)
-
-
-# --- sleep ----------------------------------------------------------------------------------------------------------------
-
-
-def test_what_a_trainer_keeps_of_the_accelerator_is_not_taken_for_the_engine_s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a container the driver tells no memory by process, so what was in use before counts: at the first sleep before the server's start,
-    at the next ones before it woke, when a trainer that stays was there already."""
-    used, seen = {"bytes": 1 << 30}, []
-
-    def detect(_: object) -> list[Accelerator]:
-        return [Accelerator(0, "nvidia", "H100", 80 << 30, used["bytes"])]
-
-    def wait_released(_: object, *, before: list[Accelerator], **__: object) -> Released:
-        seen.append(before[0].memory_used_bytes)
-        return Released(0.0, "level")
-
-    monkeypatch.setattr(accelerators, "detect", detect)
-    monkeypatch.setattr(accelerators, "wait_released", wait_released)
-    log_file = tmp_path / "log"
-    log_file.touch()
-    server = Server(
-        child=cast(Any, SimpleNamespace(log_file=log_file, pids=list)),
-        client=cast(Any, SimpleNamespace(call=lambda *_, **__: None)),
-        first_model=inspect(write_model(tmp_path / "m")),
-        start_timeout_s=1.0,
-        environ={},
-        accelerators_before=detect(None),
-        can_sleep=True,
-        stopping=NEVER,
-    )
-    for context_bytes in (1 << 30, 2 << 30):
-        assert not isinstance(server.fall_asleep(NEVER), str)
-        used["bytes"] += context_bytes
-        assert server.reload(server.first_model, NEVER) == ""
-        # Awake it takes nothing for granted.
-        used["bytes"] += 64 << 30
-        assert server.reload(server.first_model, NEVER) == ""
-        used["bytes"] -= 64 << 30
-    assert not isinstance(server.fall_asleep(NEVER), str)
-    assert [bytes_ >> 30 for bytes_ in seen] == [1, 2, 4]

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_engine_gone import AGENT, end, restarted
+from test_engine_gone import AGENT, end
 from test_rollout import KEY, SAMPLES, Fake, finish, make_spec, rolled_out, start, start_fake
 
-from fsbarrier.rollouts.engine_pool import EnginePool, Place
-from fsbarrier.rollouts.samples import EngineDown, Sampling
-from fsbarrier.rollouts.sampling import SamplingServer
 from fsbarrier.trajectories import scan_rank_file
-
-SAMPLING = Sampling(1, 1.0, 1.0, -1, 8)
 
 
 @pytest.fixture
@@ -84,42 +78,3 @@ def test_the_other_engines_finish_what_a_dead_one_had_begun(
     assert (done.code, done.stderr) == (0, "")
     assert done.result["groups"] == 4 and done.result["invalid"] == 0
     assert {len(group) for group in rolled_out(tmp_path).values()} == {SAMPLES}
-
-
-def test_an_engine_that_is_back_gets_work_again(tmp_path: Path, fakes: list[Fake]) -> None:
-    servers = [SamplingServer(fake.url, KEY, "policy", 30.0, 1) for fake in fakes]
-    again: list[Fake] = []
-
-    async def work() -> None:
-        async with EnginePool(servers, connections=4, on_tokens=lambda _: None, patience_s=60.0) as pool:
-            await pool.look()
-            end(fakes[0])
-            place = Place(pool, 1, SAMPLING)
-            assert await place.tokens(prompt="a") == [97]
-            first, second = pool.engines
-            assert (first.up.is_set(), first.sequences, second.sequences) == (False, 0, 1)
-            assert place.replica is None
-            again.append(restarted(fakes[0], tmp_path / "again"))
-            await first.up.wait()
-            # It has nothing to do, so the next one is its.
-            Place(pool, 1, SAMPLING)
-            assert (first.sequences, second.sequences) == (1, 1)
-            place.finished(1)
-            assert (first.sequences, second.sequences) == (1, 0)
-
-    asyncio.run(work())
-    end(again[0])
-
-
-def test_nobody_is_waited_for_longer_than_patience_lasts(tmp_path: Path, fakes: list[Fake]) -> None:
-    servers = [SamplingServer(fake.url, KEY, "policy", 30.0, 1) for fake in fakes]
-
-    async def work() -> None:
-        async with EnginePool(servers, connections=4, on_tokens=lambda _: None, patience_s=0.2) as pool:
-            await pool.look()
-            for fake in fakes:
-                end(fake)
-            with pytest.raises(EngineDown, match="does not answer"):
-                await Place(pool, 1, SAMPLING).tokens(prompt="a")
-
-    asyncio.run(work())

@@ -12,10 +12,8 @@ from fsbarrier.coordination.free_ranks import free_ranks
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.paces import make_paces
-from fsbarrier.errors import Fenced
 from fsbarrier.protocol.facts import Beat, Join
 from fsbarrier.rundir import runrecord
-from fsbarrier.rundir.names import StartName
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.resolve import resolve
@@ -92,18 +90,6 @@ def loop(record: RunRecord, pid: int) -> NodeLoop:
     observer.prepare()
     join = Join(1, 0, "h", pid, "boot")
     return NodeLoop(STORE, observer, None, None, join, lambda *_: None)  # type: ignore[arg-type]
-
-
-def test_of_two_that_want_one_rank_the_first_has_it(record: RunRecord) -> None:
-    """Also where the other has seen by now that it would be the second start of that rank."""
-    (first,) = [start for start in free_ranks(record.paths, 5, 0.5) if start.rank == 1]
-    assert first == StartName(1, 1)
-    one = loop(record, 1)
-    one.start(0.0, first.incarnation)
-    for other in (loop(record, 2), loop(record, 3)):
-        with pytest.raises(Fenced):
-            other.start(0.0, first.incarnation)
-    assert STORE.names(record.paths.joins) == ["node-0001.inc-0001.json"]
 
 
 def members(cluster: Cluster, ranks: list[int]) -> None:

@@ -64,25 +64,3 @@ def test_bad_flags(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
         gpu_check.options_of(flags.split())
     assert ended.value.code == 2
     assert flags.split()[0] in capsys.readouterr().err
-
-
-def test_the_arithmetic_of_utilisation() -> None:
-    from fsbarrier.planning.model_shape import ModelShape
-    from scripts import gpu_check
-
-    shape = ModelShape(
-        *(2, 64, 4, 4, 64, 64, 128, 256),
-        vocabulary=512,
-        block=65_664,
-        parameters=196_928,
-    )
-    # Per token six operations a parameter that multiplies, and attention's two products over half of all pairs.
-    products, attention = 6 * (2 * shape.block * 30 + 512 * 64 * 7), 6 * 2 * 64 * (10**2 + 20**2)
-    assert gpu_check.flops(shape, [10, 20], 7, lora=False) == products + attention
-    assert gpu_check.flops(shape, [10, 20], 7, lora=True) == products * 2 // 3 + attention
-    assert gpu_check.peak_of("NVIDIA H100 80GB HBM3") == gpu_check.peak_of("NVIDIA H200") == 989e12
-    assert (
-        gpu_check.peak_of("NVIDIA H100 PCIe") == 756e12
-        and gpu_check.peak_of("NVIDIA A100-SXM4-80GB") == 312e12
-    )
-    assert gpu_check.peak_of("NVIDIA A10G") is None

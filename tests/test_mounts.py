@@ -1,8 +1,7 @@
 """Whole runs of the toy program over real mounts: each node its own client of one directory, with real kernel caches and faults.
 
 The nodes live in mount namespaces of their own, so that all have the same path and none sees through another's caches. Needs root and
-FUSE; the GlusterFS and NFS parts their servers, and NFS a kernel that has it. What is asserted: every task exactly once, whatever
-was killed.
+FUSE; the NFS part its server, and a kernel that has it. What is asserted: every task exactly once, whatever was killed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 import pytest
 from cluster import FAST, REPO, Cluster
-from fuse import gluster, mounting, nfs
+from fuse import mounting, nfs
 from test_toy_run import assert_exactly_once
 
 INSIDE = Path(__file__).parent / "fuse" / "inside.py"
@@ -225,18 +224,6 @@ def test_a_mount_that_dies_ends_everything_with_one_line_and_code_3(tmp_path: Pa
             env = {**os.environ, "PYTHONPATH": str(REPO)}
             done = subprocess.run(words, capture_output=True, text=True, env=env)
             assert done.returncode == 3 and done.stderr.count("\n") == 1, done
-
-
-@pytest.mark.skipif(bool(gluster.missing()), reason=gluster.missing() or "")
-@needs_root
-@pytest.mark.slow
-def test_kills_on_glusterfs_lose_and_double_nothing(tmp_path: Path) -> None:
-    settings = ("--iterations", "3", *FAST, *waits_for(2), "toy.phase_s=0.2")
-    with (
-        gluster.nodes(tmp_path, 3) as mounts,
-        MountedCluster(tmp_path, tmp_path / "shared", mounts, *settings) as cluster,
-    ):
-        kill_two_and_finish(cluster)
 
 
 @pytest.mark.skipif(bool(nfs.missing()), reason=nfs.missing() or "")

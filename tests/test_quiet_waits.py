@@ -197,28 +197,3 @@ def test_a_signal_ends_a_long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wake, "wait", lambda timeout: bool(waits.append(timeout)))
     LookWaits(node.loop, wake).wait(60.0, ended=lambda: len(waits) == 3)
     assert len(waits) == 3 and max(waits) <= 0.1
-
-
-def test_what_a_failing_look_has_seen_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It learns of a newer generation and then fails to list its row: the next look acts on it, though nothing else is due yet."""
-    node = WaitingNode(3, rank=1)
-    node.until(30.0)
-    node.others.create(cast(SimPath, PATHS.generation(2)), generation(2, (0, 1, 2), (1, 0)))
-    # The generations are due to be listed, and the heartbeats are not.
-    while node.loop.observer.schedule.beats_due <= node.now:
-        node.until(node.now + 0.001)
-    node.loop.observer.schedule.records_due = node.now
-    list_names = node.client.names
-
-    def failing(directory: SimPath) -> list[str]:
-        if directory.parent.name == PATHS.facts_of(1).name:
-            raise OSError(5, "the mount fails")
-        return list_names(directory)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(node.client, "names", failing)
-        with pytest.raises(OSError, match="the mount fails"):
-            node.loop.tick(node.now)
-    assert node.loop.tick(node.now + 0.001) is True
-    entered = node.loop.node.generation
-    assert entered is not None and entered.number == 2

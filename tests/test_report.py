@@ -11,18 +11,6 @@ import pytest
 from fake_run import FakeRun, long_run
 
 from fsbarrier import cli
-from fsbarrier.view.report_charts import (
-    NARROW,
-    SMALL,
-    WIDE,
-    BarPiece,
-    Block,
-    Lane,
-    Series,
-    line_chart,
-    stacked_bars,
-    timeline,
-)
 
 VOID = {"meta", "br", "img", "link", "input"}
 
@@ -187,41 +175,3 @@ def test_the_evaluation_at_the_end_belongs_to_no_iteration(tmp_path: Path) -> No
     # Of the tables of rewards and of evaluations.
     assert "iteration 3 of 3" in html and html.count("<td class=left>end</td>") == 2
     assert re.search(r'text-anchor="middle">end</text>', html)
-
-
-# --- charts ------------------------------------------------------------------------------------------------------------------
-
-
-def numbers(svg: str, name: str) -> list[float]:
-    return [float(value) for value in re.findall(rf' {name}="(-?[\d.]+)"', svg)]
-
-
-@pytest.mark.parametrize("width", [WIDE, NARROW, SMALL])
-def test_charts_stay_inside_their_frame(width: int) -> None:
-    series = [
-        Series("a", "train", [(float(i), (-1) ** i * i) for i in range(1, 2000)]),
-        Series("b", "test", [(1.0, 3.0)]),
-    ]
-    bars: list[tuple[str, list[BarPiece]]] = [
-        (str(i), [BarPiece("p2", "x", 10.0 * i), BarPiece("coordination", "c", 0.1)]) for i in range(60)
-    ]
-    lanes = [
-        Lane(
-            "node 0",
-            [Block(0, 5, 9, "p2", "train_rollout"), Block(9, 9, 10, "p3", "x", cut=True)],
-            [(9.5, "lost")],
-        )
-    ]
-    for svg in (
-        line_chart(width, series, "iteration", last="end"),
-        stacked_bars(width, bars, "iteration"),
-        stacked_bars(width, [("1", [BarPiece("p2", "x", 1e4)]), *bars[1:9]], "iteration", cut_off=True),
-        timeline(width, lanes, 10.0, "t"),
-    ):
-        high = float(re.findall(rf'viewBox="0 0 {width} ([\d.]+)"', svg)[0])
-        assert all(0 <= x <= width for name in ("x", "x1", "x2", "cx") for x in numbers(svg, name))
-        assert all(0 <= y <= high for name in ("y", "y1", "y2", "cy") for y in numbers(svg, name))
-        points = [p.split(",") for line in re.findall(r'points="([^"]+)"', svg) for p in line.split()]
-        assert all(0 <= float(x) <= width and 0 <= float(y) <= high for x, y in points)
-        assert len(points) <= 700
-    assert 'class="lost"' in svg

@@ -105,14 +105,3 @@ def test_without_samples_no_prompt_is_in_the_page(run: FakeRun) -> None:
     merged(run, 3, {0: [0.5]})
     assert "question 0" in report(run)
     assert "question 0" not in report(run, "--no-samples")
-
-
-@pytest.mark.parametrize("fault", ["not one of ours", "a number where messages should be"])
-def test_a_file_that_cannot_be_shown_is_named_and_the_report_is_made(run: FakeRun, fault: str) -> None:
-    fields = {"messages": 7} if fault == "a number where messages should be" else {}
-    out = merged(run, 3, {0: [0.5]}, **fields)
-    if not fields:
-        run.paths.part("train", 3, 0, 1, 1).write_bytes(b"what is this")
-    text = Page(report(run)).text
-    assert (f"cannot show {out.name}" if fields else "No scored trajectory can be shown") in text
-    assert "Mean reward by iteration" in text

@@ -419,16 +419,6 @@ def test_what_the_user_must_mend_is_exit_code_2(
     assert_one_line(done.stderr, message)
 
 
-def test_it_starts_without_what_takes_seconds_to_import() -> None:
-    code = (
-        "import sys; import fsbarrier.workers.rollout;"
-        "heavy = ('torch', 'transformers', 'vllm', 'numpy', 'pyarrow', 'pydantic', 'math_verify');"
-        "print([name for name in heavy if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_a_node_that_slept_leaves_its_finished_part_unpublished(tmp_path: Path) -> None:
     """Its rank was started anew meanwhile: the public name belongs to what that start rolls out."""
     spec = json.loads(make_spec(tmp_path, "http://127.0.0.1:1", ["a"]).read_text())

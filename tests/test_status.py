@@ -14,7 +14,6 @@ from cluster import FAST, Cluster
 from fake_run import FakeRun, long_run
 
 from fsbarrier import cli
-from fsbarrier.rundir import journal
 from fsbarrier.store.identity import boot_id
 from fsbarrier.view import terminal_lines
 from fsbarrier.view.run_status import RunStatus, read_status
@@ -215,71 +214,6 @@ def test_no_run_is_one_clear_line(
     assert captured.out == "" and captured.err.count("\n") == 1
     if there in ("nothing", "empty", "file"):
         assert f"no run at {path}: {'not a directory' if there == 'file' else 'no '}" in captured.err
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_damage_below_the_record_never_crashes(
-    tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Every file but run.json is cut, emptied, filled with noise, replaced by a directory or removed, by turns."""
-    run = long_run(tmp_path / "run", 3, extra=QUICK)
-    found = sorted(path for path in run.log_path.rglob("*") if path.is_file() and path.name != "run.json")
-    for index, path in enumerate(found):
-        data = path.read_bytes()
-        match (index * 7 + seed) % 6:
-            case 0:
-                path.write_bytes(data[: len(data) // 2])
-            case 1:
-                path.write_bytes(b"")
-            case 2:
-                path.write_bytes(bytes(range(256)))
-            case 3:
-                path.unlink()
-                path.mkdir()
-            case 4:
-                path.unlink()
-            case _:
-                path.write_bytes(data.replace(b":", b":[", 3) + b'\n{"event": 1e999, "time": []}\n[[[[')
-    log_path = str(run.log_path)
-    assert cli.main(["status", "--log-path", log_path]) == 0
-    assert cli.main(["status", "--json", "--log-path", log_path]) == 0
-    assert cli.main(["report", "--log-path", log_path, "--out", str(tmp_path / "report.html")]) == 0
-    assert "Traceback" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "name", ["events", "coordination", "coordination/status", "logs", "train_trajectories"]
-)
-def test_a_folder_that_is_something_else_never_crashes(tmp_path: Path, name: str) -> None:
-    run = FakeRun(tmp_path / "run")
-    folder = run.log_path / name
-    if folder.is_dir():
-        folder.rename(run.log_path / "elsewhere")
-    folder.write_text("not a folder")
-    assert read_status(run.log_path, watch=False).state == "stalled"
-
-
-@pytest.mark.parametrize("cut", [1, 2, 3, 40, 99, 100, 101, 102, 150, 1000])
-def test_a_journal_may_be_cut_anywhere(tmp_path: Path, cut: int) -> None:
-    """Nothing rare is left out or read twice, wherever the newest part begins."""
-    names = ["phase_started", "node_lost", "phase_finished", "evaluated", "work_finished"] * 3
-    place = {
-        "time": "2026-03-01T09:00:00Z",
-        "mono_s": 1,
-        "node_rank": 0,
-        "generation": 1,
-        "iteration": 1,
-        "phase": 1,
-    }
-    path = tmp_path / "journal"
-    path.write_text(
-        "".join(json.dumps({"event": name, "n": n, **place}) + "\n" for n, name in enumerate(names))
-    )
-    found = [event.fields["n"] for event in journal.JournalReader(path, "", cut).read()]
-    rare = [n for n, name in enumerate(names) if name not in journal.FREQUENT]
-    assert found == sorted(set(found)) and set(rare) <= set(found)
-    newest = [event.fields["n"] for event in journal.JournalReader(path, "", cut, with_past=False).read()]
-    assert newest == list(range(len(names)))[len(names) - path.read_bytes()[-cut:].count(b"\n", 0, -1) :]
 
 
 # --- a real run -----------------------------------------------------------------------------------------------------------

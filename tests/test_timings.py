@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fsbarrier.rundir.journal import Event, parse
-from fsbarrier.view.timings import CUT_SHORT, OPEN, PASSED, iteration_times, read_spans, row_times, together
+from fsbarrier.view.timings import OPEN, iteration_times, read_spans, row_times, together
 
 BEGIN = datetime(2026, 3, 1, tzinfo=UTC)
 NAMES = {0: "iteration_start", 2: "train_rollout", 13: "iteration_end"}
@@ -95,26 +95,6 @@ def test_clocks_that_disagree_never_give_a_negative_time() -> None:
     ]
     for row in row_times(read_spans([near, far])):
         assert row.seconds >= 0 and 0 <= (row.coordination_s or 0.0) <= row.seconds
-
-
-def test_a_row_that_a_new_generation_cuts_short_is_no_coordination() -> None:
-    survivor = [
-        line(0, "phase_started", 0.0, (1, 1, 2)),
-        line(0, "work_finished", 4.0, (1, 1, 2), work_s=4.0),
-        line(0, "generation_started", 20.0, (2, 1, 2), number=2),
-        *passage(0, (2, 1, 2), 20.0, 23.0, 23.1),
-        *passage(0, (2, 1, 13), 23.1, 23.1, 23.2),
-    ]
-    victim = [line(1, "phase_started", 0.0, (1, 1, 2))]
-    spans = read_spans([survivor, victim])
-    assert {(s.node_rank, s.generation, s.outcome) for s in spans} == {
-        *((0, 1, CUT_SHORT), (0, 2, PASSED), (1, 1, OPEN)),
-    }
-    (iteration,) = iteration_times(row_times(spans))
-    assert iteration.cut_short_s == pytest.approx(20.0)
-    assert iteration.coordination_s == pytest.approx(0.2)
-    assert iteration.seconds == pytest.approx(23.2)
-    assert iteration.complete
 
 
 def test_failed_work_is_known_and_an_unended_row_is_open() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -266,81 +264,6 @@ def test_after_a_failed_flush_nothing_more_is_written(
         with pytest.raises(StoreError, match="unusable after a failed flush"):
             writer.append_group(1, group(1))
         assert [entry.task_index for entry in writer.groups] == [0]
-
-
-KILLED_AT_EACH_BYTE = """
-import os, signal, sys
-from pathlib import Path
-from trajectory_files import group
-from fsbarrier.trajectories import RankFileWriter, load, scan_rank_file
-
-path, step, tasks = Path(sys.argv[1]), int(sys.argv[2]), range(3)
-wanted = [item for task in tasks for item in group(task, samples=1, tokens=5)]
-os.fsync = lambda fd: None  # a killed process loses nothing that it wrote; a killed machine is another test's
-pwrite = os.pwrite
-
-
-def writer():
-    return RankFileWriter(path, header={})
-
-
-def write_until(left, acknowledge):
-    def stopping(fd, data, at):
-        nonlocal left
-        if len(data) > left:
-            pwrite(fd, bytes(data)[:left], at)
-            os.kill(os.getpid(), signal.SIGKILL)
-        left -= len(data)
-        return pwrite(fd, data, at)
-
-    os.pwrite = stopping
-    with writer() as growing:
-        for task in tasks:
-            growing.append_group(task, group(task, samples=1, tokens=5))
-            os.write(acknowledge, b".")
-        growing.finish()
-
-
-left, killed, status = 0, 0, None
-while status != 0:
-    mine, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        write_until(left, theirs)
-        os._exit(0)
-    os.close(theirs)
-    status = os.waitpid(child, 0)[1]
-    assert status in (0, signal.SIGKILL), status
-    acknowledged = len(os.read(mine, 100))
-    os.close(mine)
-    there = [entry.task_index for entry in scan_rank_file(path).groups]
-    assert acknowledged <= len(there) <= acknowledged + 1 and there == list(tasks)[: len(there)], (left, there)
-    with writer() as growing:
-        for task in list(tasks)[len(growing.groups) :]:
-            growing.append_group(task, group(task, samples=1, tokens=5))
-        growing.finish()
-    assert load(path)["trajectories"] == wanted, left
-    path.unlink()
-    left += step
-    killed += status != 0
-print(killed)
-"""
-
-
-@pytest.mark.parametrize("step", [17, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_writer_killed_at_any_byte_keeps_what_it_acknowledged_and_can_go_on(
-    tmp_path: Path, step: int
-) -> None:
-    """Real processes, each killed inside a write, a little later than the one before."""
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED_AT_EACH_BYTE, str(tmp_path / "part"), str(step)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": paths},
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 2000 // step
 
 
 def test_a_missing_file_and_a_directory_are_clean_errors(tmp_path: Path) -> None:

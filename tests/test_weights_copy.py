@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import errno
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +17,6 @@ from fsbarrier.run.weights import checked_weights
 from fsbarrier.rundir import checkpoints, weights_copy
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.store import reading
-from fsbarrier.store.own_folder import own_folder
 
 VERSION = "policy-000006.g0004"
 WEIGHTS = {"model-00001-of-00002.safetensors": b"w" * 1000, "model-00002-of-00002.safetensors": b"v" * 500}
@@ -186,40 +182,3 @@ def test_without_room_there_is_no_copy(
     assert not place.weights.begin(VERSION, 15_200_000_000)
     _, (line,) = checked_weights(model, RowJob(), place)
     assert "3.1 GB may be written to" in line["note"] and not list(place.weights.folder.iterdir())
-
-
-HOLDS = """
-import sys
-from pathlib import Path
-from fsbarrier.store.own_folder import own_folder
-with own_folder(Path(sys.argv[1]), "n0") as folder:
-    (folder / "weights").write_text("w")
-    print(folder, flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_killed_owner_s_folder_goes_with_the_next_start_and_a_living_one_s_stays(tmp_path: Path) -> None:
-    owners = [
-        subprocess.Popen(
-            [sys.executable, "-c", HOLDS, str(tmp_path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    try:
-        killed, living = (Path(str(one.stdout and one.stdout.readline().strip())) for one in owners)
-        owners[0].send_signal(signal.SIGKILL)
-        owners[0].wait()
-        assert (killed / "weights").exists()
-        with own_folder(tmp_path, "n1") as mine:
-            assert sorted(tmp_path.iterdir()) == sorted([living, mine])
-            assert (living / "weights").exists() and mine.stat().st_mode & 0o777 == 0o700
-        owners[1].communicate()
-        assert not list(tmp_path.iterdir())
-    finally:
-        for one in owners:
-            one.kill()
-            one.communicate()
