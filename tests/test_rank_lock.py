@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 import tempfile
 import threading
 from pathlib import Path
@@ -18,9 +16,8 @@ from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.resolve import resolve
-from fsbarrier.store import mounts, reading
+from fsbarrier.store import reading
 from fsbarrier.store.identity import host_name
-from fsbarrier.store.private_folder import private_folder
 
 FOREVER_S = 250.0
 
@@ -115,98 +112,3 @@ def test_another_start_or_one_of_another_run_in_the_same_directory_proves_nothin
         assert lock.last_start_was(3) and not lock.last_start_was(4)
     with hold_rank(record.log_path, "another", 2, FOREVER_S) as lock:
         assert not lock.last_start_was(3)
-
-
-# --- the locks of runs that are gone ---------------------------------------------------------------------------------------
-
-
-def started(record: RunRecord, rank: int, incarnation: int = 1) -> None:
-    """A node that was, and left its lock and its note."""
-    with hold_rank(record.log_path, record.run_id, rank, FOREVER_S) as lock:
-        lock.note_start(incarnation)
-
-
-def left(record: RunRecord) -> int:
-    return len(list(private_folder().path.glob("*.lock")))
-
-
-@pytest.fixture
-def gone(record: RunRecord, tmp_path: Path) -> RunRecord:
-    """A run that had two nodes here, and whose directory was removed."""
-    settings = resolve((), {"program": "ping"}, cross_checks=False)
-    made = runrecord.publish(runrecord.new(tmp_path / "gone", settings, tasks={}, model=None))
-    for rank in (0, 1):
-        started(made, rank)
-    shutil.rmtree(made.log_path)
-    return made
-
-
-def test_a_start_removes_the_locks_of_runs_that_are_gone(record: RunRecord, gone: RunRecord) -> None:
-    started(record, 3, 7)
-    assert sorted(path.suffix for path in private_folder().path.iterdir()) == [".holder", ".lock"]
-    with (
-        hold_rank(record.log_path, record.run_id, 4, FOREVER_S),
-        hold_rank(record.log_path, record.run_id, 3, FOREVER_S) as lock,
-    ):
-        assert lock.last_start_was(7)
-
-
-def test_the_lock_of_a_gone_run_that_is_held_stays(record: RunRecord, gone: RunRecord) -> None:
-    gone.paths.status.mkdir(parents=True)
-    with hold_rank(gone.log_path, gone.run_id, 1, FOREVER_S) as lock:
-        lock.note_start(2)
-        shutil.rmtree(gone.log_path)
-        started(record, 2)
-        assert lock.last_start_was(2)
-        with pytest.raises(UsageError, match="already running on this host"):
-            hold_rank(gone.log_path, gone.run_id, 1, FOREVER_S).__enter__()
-
-
-def test_of_a_disk_that_is_not_mounted_now_nothing_is_removed(
-    record: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A local disk of its own, that comes back later with the run and its last heartbeat."""
-    disk, table = tmp_path / "disk", tmp_path / "mountinfo"
-    settings = resolve((), {"program": "ping"}, cross_checks=False)
-    root = "1 0 0:1 / / rw - ext4 /dev/vda rw\n"
-    monkeypatch.setattr(mounts, "MOUNTINFO", table)
-    table.write_text(f"{root}2 1 0:2 / {disk} rw - ext4 /dev/vdb rw\n")
-    away = runrecord.publish(runrecord.new(disk / "run", settings, tasks={}, model=None))
-    started(away, 0, 7)
-    table.write_text(root)
-    disk.rename(tmp_path / "unmounted")
-    started(record, 2)
-    assert left(record) == 2
-    (tmp_path / "unmounted").rename(disk)
-    with hold_rank(away.log_path, away.run_id, 0, FOREVER_S) as lock:
-        assert lock.last_start_was(7)
-    shutil.rmtree(disk)
-    table.write_text(f"{root}2 1 0:2 / {disk} rw - ext4 /dev/vdb rw\n")
-    started(record, 2)
-    assert left(record) == 1
-
-
-def test_nobody_takes_a_lock_that_is_being_removed(record: RunRecord, gone: RunRecord) -> None:
-    """Starts of one rank of a run whose directory comes and goes, beside starts that remove what is gone: at most one holds it."""
-    held, most, failed = [0], [0], list[BaseException]()
-    ended = threading.Event()
-
-    def hold() -> None:
-        try:
-            while not ended.is_set():
-                with contextlib.suppress(UsageError), hold_rank(gone.log_path, gone.run_id, 1, 0.0):
-                    held[0] += 1
-                    most[0] = max(most[0], held[0])
-                    held[0] -= 1
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=hold) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for _ in range(100):
-        started(record, 2)
-    ended.set()
-    for thread in threads:
-        thread.join()
-    assert (most[0], failed) == (1, [])

@@ -95,11 +95,7 @@ class Mount:
 
 def mount_of(path: Path) -> Mount:
     """The mount of `path`, from /proc/self/mountinfo. Raises OSError."""
-    return mount_of_resolved(path.resolve())
-
-
-def mount_of_resolved(real: Path) -> Mount:
-    """The same for a path without links. Reads only mountinfo, so it does not block on a hung mount. Raises OSError."""
+    real = path.resolve()
     longest, found = -1, Mount("unknown", "unknown", ())
     for line in MOUNTINFO.read_text().splitlines():
         left, _, right = line.partition(" - ")
