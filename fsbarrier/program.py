@@ -1,7 +1,9 @@
 """The types of a program: a table of phases, and pure functions that turn a Context into Work for each phase.
 
 See phases/rl.py for an example. The state machine walks the table without knowing what a phase means, and the job runner
-(run/work_kinds.py) does the Work. The file is longer than others, because it is everything that the author of a program has to read.
+(run/work_kinds.py, with a table of all kinds) does the Work.
+
+The file is longer than others, because it is everything that the author of a program has to read.
 """
 
 from __future__ import annotations

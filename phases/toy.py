@@ -80,23 +80,23 @@ def publish_weights(ctx: Context) -> Work:
     return Steps((toy(ctx, "wait", "publish.log"), rl.publish_weights(ctx)))
 
 
-PROGRAM = Program(
-    "toy",
-    (
-        Phase(0, "iteration_start"),
-        Phase(1, "train_assign", leader=assign_train),
-        Phase(2, "train_rollout", each=rollout_train, resume="train_assign"),
-        Phase(3, "train_shards_ready", resume="train_assign"),
-        Phase(4, "train_aggregate", leader=aggregate_train, resume="train_assign"),
-        Phase(5, "eval_decide", leader=decide_eval),
-        Phase(6, "eval_rollout", each=rollout_eval, leader=rl.aggregate_eval, resume="eval_decide"),
-        Phase(7, "engine_stop", each=work_each),
-        Phase(8, "batch_prepare", leader=prepare_batch, resume="engine_stop"),
-        Phase(9, "update_ready", each=rl.probe_leader, leader=rl.choose_address, resume="engine_stop"),
-        Phase(10, "update", each=update, resume="engine_stop"),
-        Phase(11, "weights_publish", leader=publish_weights),
-        Phase(12, "engine_start", each=work_each),
-        Phase(13, "iteration_end"),
-    ),
-    RL_SLICES,
+#: what this program does otherwise than the default one, by the row's name
+EACH = {
+    "train_rollout": rollout_train,
+    "eval_rollout": rollout_eval,
+    "engine_stop": work_each,
+    "update": update,
+    "engine_start": work_each,
+}
+LEADER = {
+    "train_assign": assign_train,
+    "train_aggregate": aggregate_train,
+    "eval_decide": decide_eval,
+    "batch_prepare": prepare_batch,
+    "weights_publish": publish_weights,
+}
+ROWS: tuple[Phase, ...] = tuple(
+    replace(row, each=EACH.get(row.name, row.each), leader=LEADER.get(row.name, row.leader))
+    for row in rl.PROGRAM.rows
 )
+PROGRAM = Program("toy", ROWS, RL_SLICES)

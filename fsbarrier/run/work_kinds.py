@@ -1,13 +1,23 @@
-"""Does the work that a row asks for, with one function for each kind of work. run/job_runner.py calls it in a thread."""
+"""All about each kind of work that a row may ask for: how it is done, how a dry run describes it, and what is known of its result before.
+
+KINDS, at the end, is the table. run/job_runner.py does the work in a thread; cli/start/dryrun.py describes it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from fsbarrier.decisions import PublishDecision
+from fsbarrier.engine import command, model
+from fsbarrier.engine.placement import replicas
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.host import accelerators
 from fsbarrier.host.rendezvous import LOOPBACK, port_of
 from fsbarrier.program import (
     Command,
@@ -27,41 +37,53 @@ from fsbarrier.run.job import Result, RowJob, Workplace, journal_line
 from fsbarrier.run.weights import checked_weights
 from fsbarrier.run.worker_program import run_program
 from fsbarrier.rundir import checkpoints, journal, retention
+from fsbarrier.settings.sections import Settings
 from fsbarrier.store import files
+
+# What a dry run shows in place of values that are only known in a run, and how much of a value.
+PORT, SOCKET, SHOWN_CHARACTERS = "PORT", "SOCKET", 160
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of work. `expected`: its result, as far as it is known in advance."""
+
+    run: Callable[[Any, Context, RowJob, Workplace], Result]
+    describe: Callable[[Any, Settings], list[str]]
+    expected: Callable[[Any], Mapping[str, object]] = lambda work: {}
 
 
 def carry_out(work: Work, context: Context, job: RowJob, workplace: Workplace) -> Result:
     """Do `work`; returns its result. Raises Cancelled, NodeUnfit, FsbarrierError, and any other exception of the work."""
     job.stop_if_cancelled()
-    match work:
-        case Value(value, events):
-            job.events += _checked_lines(events)
-            return dict(value)
-        case Steps(works):
-            return _one_after_the_other(works, context, job, workplace)
-        case ServeWeights():
-            return _serve_weights(work, context, job, workplace)
-        case ReleaseEngine():
-            return workplace.engines.release(cancel=job.cancel) if workplace.engines else {}
-        case OpenRendezvous(addresses):
-            workplace.close_rendezvous()
-            workplace.rendezvous = workplace.host.listen(addresses)
-            port = port_of(workplace.rendezvous[0])
-            if addresses != LOOPBACK:
-                job.events.append({"event": "listens", "port": port})
-            return {"port": port}
-        case ProbeAddresses(addresses, port):
-            return {"reached": workplace.host.reachable(addresses, port)}
-        case PublishWeights():
-            with job.using_directory(f"publishing {work.folder.name}"):
-                return _publish_weights(work, context, job, workplace)
-        case PublishFile(source, name):
-            with job.using_directory(f"publishing {name.name}"):
-                last_look = partial(_refuse_if_outdated, context)
-                workplace.patiently(job, partial(files.link_or_copy, source, name, last_look, job.live_on))
-            return {}
-        case Command():
-            return run_program(work, context, job, workplace)
+    return KINDS[type(work)].run(work, context, job, workplace)
+
+
+def describe(work: Work, settings: Settings) -> list[str]:
+    """The work as text, with placeholders for values that are only known in a run."""
+    return KINDS[type(work)].describe(work, settings)
+
+
+def expected(work: Work) -> Mapping[str, object]:
+    """The result of the work, as far as it is known in advance."""
+    return KINDS[type(work)].expected(work)
+
+
+# --- values and steps -------------------------------------------------------------------------------------------------------
+
+
+def _give_value(work: Value, context: Context, job: RowJob, workplace: Workplace) -> Result:
+    job.events += _checked_lines(work.events)
+    return dict(work.value)
+
+
+def _describe_value(work: Value, settings: Settings) -> list[str]:
+    text = json.dumps(work.value, default=str)
+    return (
+        [f"decide {text if len(text) <= SHOWN_CHARACTERS else f'{text[:SHOWN_CHARACTERS]}...'}"]
+        if work.value
+        else []
+    )
 
 
 def _checked_lines(events: object) -> list[Payload]:
@@ -78,14 +100,15 @@ def _checked_lines(events: object) -> list[Payload]:
     return lines
 
 
-def _one_after_the_other(
-    works: tuple[Work, ...], context: Context, job: RowJob, workplace: Workplace
-) -> Result:
+def _run_steps(work: Steps, context: Context, job: RowJob, workplace: Workplace) -> Result:
     """The merged results."""
     merged: Result = {}
-    for work in works:
-        merged |= carry_out(work, context, job, workplace)
+    for one in work.works:
+        merged |= carry_out(one, context, job, workplace)
     return merged
+
+
+# --- the engines ------------------------------------------------------------------------------------------------------------
 
 
 def _serve_weights(work: ServeWeights, context: Context, job: RowJob, workplace: Workplace) -> Result:
@@ -128,6 +151,61 @@ def _serve_weights(work: ServeWeights, context: Context, job: RowJob, workplace:
     }
 
 
+def _describe_serving(work: ServeWeights, settings: Settings) -> list[str]:
+    """With the vLLM command line on this machine. Later policy versions are loaded into the running server."""
+    serve = f"engine: serve {work.folder} as policy version {work.policy_version}"
+    if work.policy_version:
+        return [serve]
+    if settings.debug_mode:
+        return [serve, "engine: use your own server (--debug-mode)"]
+    if not work.folder.is_dir():
+        return [serve, "engine: start vLLM on the model, once the run has created it"]
+    devices = accelerators.detect()
+    count = replicas(settings.engine, len(devices))
+    plan = command.ServerPlan(
+        python=sys.executable,
+        model=model.inspect(work.folder),
+        settings=settings.engine,
+        socket=SOCKET,
+        seed=0,
+        accelerated=bool(devices),
+        sleeps=False,
+        threads=max(1, work.threads // count),
+    )
+    words = command.argv(plan)
+    words[words.index("--seed") + 1] = "SEED"
+    own = [f"engine: {count} servers like this, each on its own accelerators or cores"] if count > 1 else []
+    return [serve, *own, shlex.join(words)]
+
+
+def _release_engine(work: ReleaseEngine, context: Context, job: RowJob, workplace: Workplace) -> Result:
+    return workplace.engines.release(cancel=job.cancel) if workplace.engines else {}
+
+
+# --- the meeting of an update's programs ------------------------------------------------------------------------------------
+
+
+def _open_rendezvous(work: OpenRendezvous, context: Context, job: RowJob, workplace: Workplace) -> Result:
+    workplace.close_rendezvous()
+    workplace.rendezvous = workplace.host.listen(work.addresses)
+    port = port_of(workplace.rendezvous[0])
+    if work.addresses != LOOPBACK:
+        job.events.append({"event": "listens", "port": port})
+    return {"port": port}
+
+
+def _describe_rendezvous(work: OpenRendezvous, settings: Settings) -> list[str]:
+    where = "loopback only" if work.addresses == LOOPBACK else "all interfaces"
+    return [f"listen on a free port ({where}) for the update"]
+
+
+def _probe_addresses(work: ProbeAddresses, context: Context, job: RowJob, workplace: Workplace) -> Result:
+    return {"reached": workplace.host.reachable(work.addresses, work.port)}
+
+
+# --- publications -----------------------------------------------------------------------------------------------------------
+
+
 def _refuse_if_outdated(context: Context) -> None:
     """Check, right before a step that publishes a result, that this generation is still the newest. Raises ProgramFailed, OSError.
 
@@ -138,29 +216,83 @@ def _refuse_if_outdated(context: Context) -> None:
         raise ProgramFailed(f"generation {context.generation} has ended; nothing of it is published any more")
 
 
+def _publish_file(work: PublishFile, context: Context, job: RowJob, workplace: Workplace) -> Result:
+    last_look = partial(_refuse_if_outdated, context)
+    with job.using_directory(f"publishing {work.name.name}"):
+        workplace.patiently(job, partial(files.link_or_copy, work.source, work.name, last_look, job.live_on))
+    return {}
+
+
 def _publish_weights(work: PublishWeights, context: Context, job: RowJob, workplace: Workplace) -> Result:
     """Check that the new policy version is complete, publish it, then remove old versions.
 
     Each node that serves it verifies its content before an engine loads it.
     """
-    log_path, last_look = workplace.log_path, partial(_refuse_if_outdated, context)
-    patiently = partial(workplace.patiently, job)
-    manifest = patiently(partial(checkpoints.check_sizes, work.folder))
-    patiently(partial(checkpoints.publish_link, log_path, work.folder, last_look))
-    decision = PublishDecision(work.policy_version, str(work.folder), manifest.digest, work.best)
-    value = decision.as_json()
-    job.events.append(journal_line("weights_published", value))
-    patiently(last_look)
-    needed = (work.best.folder if work.best is not None else None, manifest.state_in)
-    retention.remove_old_versions(log_path, work.keep, work.folder, work.keep_every, needed, job.live_on)
-    patiently(last_look)
-    removed = retention.remove_old(
-        log_path,
-        work.trained_on,
-        batches=work.keep,
-        trajectories=work.keep_trajectories,
-        between=job.live_on,
-    )
-    if removed:
-        job.events.append({"event": "trajectories_removed", "iterations": removed})
-    return value
+    with job.using_directory(f"publishing {work.folder.name}"):
+        log_path, last_look = workplace.log_path, partial(_refuse_if_outdated, context)
+        patiently = partial(workplace.patiently, job)
+        manifest = patiently(partial(checkpoints.check_sizes, work.folder))
+        patiently(partial(checkpoints.publish_link, log_path, work.folder, last_look))
+        decision = PublishDecision(work.policy_version, str(work.folder), manifest.digest, work.best)
+        value = decision.as_json()
+        job.events.append(journal_line("weights_published", value))
+        patiently(last_look)
+        needed = (work.best.folder if work.best is not None else None, manifest.state_in)
+        retention.remove_old_versions(log_path, work.keep, work.folder, work.keep_every, needed, job.live_on)
+        patiently(last_look)
+        removed = retention.remove_old(
+            log_path,
+            work.trained_on,
+            batches=work.keep,
+            trajectories=work.keep_trajectories,
+            between=job.live_on,
+        )
+        if removed:
+            job.events.append({"event": "trajectories_removed", "iterations": removed})
+        return value
+
+
+def _describe_publication(work: PublishWeights, settings: Settings) -> list[str]:
+    every = f", every {work.keep_every}th" if work.keep_every else ""
+    kept = f"keep the newest {work.keep}{every}, and the best evaluated"
+    return [f"verify {work.folder}, publish it as policy version {work.policy_version}, {kept}"]
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------------
+
+
+def _describe_command(work: Command, settings: Settings) -> list[str]:
+    words = [f"{name}={value}" for name, value in work.env.items()]
+    return [shlex.join([*words, *(word.replace("{spec}", "SPEC.json") for word in work.argv)])]
+
+
+def _expected_of_command(work: Command) -> Mapping[str, object]:
+    known = {key: work.spec[key] for key in ("part", "batch", "out") if work.spec.get(key)}
+    return {**known, **work.extra}
+
+
+# --- the table --------------------------------------------------------------------------------------------------------------
+
+KINDS: Mapping[type[Any], Kind] = {
+    Value: Kind(_give_value, _describe_value, lambda work: work.value),
+    Steps: Kind(
+        _run_steps,
+        lambda work, settings: [text for one in work.works for text in describe(one, settings)],
+        lambda work: {key: value for one in work.works for key, value in expected(one).items()},
+    ),
+    Command: Kind(run_program, _describe_command, _expected_of_command),
+    ServeWeights: Kind(_serve_weights, _describe_serving),
+    ReleaseEngine: Kind(_release_engine, lambda work, settings: ["engine: free the accelerator's memory"]),
+    OpenRendezvous: Kind(_open_rendezvous, _describe_rendezvous, lambda work: {"port": PORT}),
+    ProbeAddresses: Kind(
+        _probe_addresses,
+        lambda work, settings: [f"connect to {', '.join(work.addresses)} port {work.port}"],
+        lambda work: {"reached": list(work.addresses)},
+    ),
+    PublishFile: Kind(_publish_file, lambda work, settings: [f"publish {work.source} as {work.name}"]),
+    PublishWeights: Kind(
+        _publish_weights,
+        _describe_publication,
+        lambda work: {"folder": str(work.folder), "policy_version": work.policy_version},
+    ),
+}

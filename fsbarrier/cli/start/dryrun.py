@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -11,37 +10,17 @@ from functools import partial
 from pathlib import Path
 
 from fsbarrier.cli.start import preflight
-from fsbarrier.engine import model
-from fsbarrier.engine.command import ServerPlan, argv
-from fsbarrier.engine.placement import replicas
 from fsbarrier.errors import FsbarrierError, UsageError
-from fsbarrier.host import accelerators
-from fsbarrier.host.rendezvous import LOOPBACK
 from fsbarrier.loader import load_program
-from fsbarrier.program import (
-    Builder,
-    Command,
-    Context,
-    OpenRendezvous,
-    ProbeAddresses,
-    PublishFile,
-    PublishWeights,
-    ReleaseEngine,
-    ServeWeights,
-    Steps,
-    Value,
-    Work,
-    build_work,
-)
+from fsbarrier.program import Builder, Context, Work, build_work
 from fsbarrier.protocol.facts import Join, Member, Payload
+from fsbarrier.run import work_kinds
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.presets import PRESETS, preset_values
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import flatten
 from fsbarrier.store.printable import printable, without_passwords
-
-PORT, SOCKET = "PORT", "SOCKET"
 
 
 def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
@@ -123,14 +102,14 @@ def describe(record: RunRecord, settings: Settings) -> Iterator[tuple[int, int, 
         works = {
             rank: [_work(row.each, replace(context, node_rank=rank))] if row.each else [] for rank in ranks
         }
-        reports = {rank: expected(work) for rank, own in works.items() for work in own}
+        reports = {rank: dict(work_kinds.expected(work)) for rank, own in works.items() for work in own}
         if row.leader:
             # As in a run, the leader works after the others and sees their results.
             work = _work(row.leader, replace(context, reports=partial(_the_same, reports)))
             works[0].append(work)
-            reports[0] = {**reports.get(0, {}), **expected(work)}
+            reports[0] = {**reports.get(0, {}), **work_kinds.expected(work)}
         for rank, own in works.items():
-            for text in (text for work in own for text in describe_work(work, settings)):
+            for text in (text for work in own for text in work_kinds.describe(work, settings)):
                 yield rank, row.index, row.name, text
         if reports.get(0):
             decided = {row.name: {"iteration": 1, "value": reports[0]}}
@@ -150,85 +129,3 @@ def _work(build: Builder, context: Context) -> Work:
 
 def _the_same(reports: Mapping[int, Payload], phase_name: str) -> Mapping[int, Payload]:
     return reports
-
-
-def describe_work(work: Work, settings: Settings) -> list[str]:
-    """Describe a piece of work as text, with placeholders for values that are only known in a run."""
-    match work:
-        case Value(value):
-            return [f"decide {_short(value)}"] if value else []
-        case Steps(works):
-            return [text for one in works for text in describe_work(one, settings)]
-        case ServeWeights(folder, version, threads):
-            serve = f"engine: serve {folder} as policy version {version}"
-            return [serve, *_server(folder, threads, settings)] if version == 0 else [serve]
-        case ReleaseEngine():
-            return ["engine: free the accelerator's memory"]
-        case OpenRendezvous(addresses):
-            return [
-                f"listen on a free port ({'loopback only' if addresses == LOOPBACK else 'all interfaces'}) for the update"
-            ]
-        case ProbeAddresses(addresses, port):
-            return [f"connect to {', '.join(addresses)} port {port}"]
-        case PublishWeights(folder, version, keep):
-            return [
-                f"verify {folder}, publish it as policy version {version}, keep the newest {keep}{_also_kept(settings)}"
-            ]
-        case PublishFile(source, name):
-            return [f"publish {source} as {name}"]
-        case Command(argv, _, _, env):
-            words = [f"{name}={value}" for name, value in env.items()]
-            return [shlex.join([*words, *(word.replace("{spec}", "SPEC.json") for word in argv)])]
-
-
-def _also_kept(settings: Settings) -> str:
-    every = settings.checkpoint.keep_every
-    return (f", every {every}th" if every else "") + ", and the best evaluated"
-
-
-def _server(folder: Path, threads: int, settings: Settings) -> list[str]:
-    """The vLLM command line on this machine. Later policy versions are loaded into the running server."""
-    if settings.debug_mode:
-        return ["engine: use your own server (--debug-mode)"]
-    if not folder.is_dir():
-        return ["engine: start vLLM on the model, once the run has created it"]
-    devices = accelerators.detect()
-    count = replicas(settings.engine, len(devices))
-    plan = ServerPlan(
-        python=sys.executable,
-        model=model.inspect(folder),
-        settings=settings.engine,
-        socket=SOCKET,
-        seed=0,
-        accelerated=bool(devices),
-        sleeps=False,
-        threads=max(1, threads // count),
-    )
-    words = argv(plan)
-    words[words.index("--seed") + 1] = "SEED"
-    own = [f"engine: {count} servers like this, each on its own accelerators or cores"] if count > 1 else []
-    return [*own, shlex.join(words)]
-
-
-def expected(work: Work) -> dict[str, object]:
-    """The result of the work, as far as it is known in advance."""
-    match work:
-        case Value(value):
-            return dict(value)
-        case Steps(works):
-            return {key: value for one in works for key, value in expected(one).items()}
-        case OpenRendezvous():
-            return {"port": PORT}
-        case ProbeAddresses(addresses, _):
-            return {"reached": list(addresses)}
-        case PublishWeights(folder, version, _):
-            return {"folder": str(folder), "policy_version": version}
-        case Command(_, _, spec, _, _, extra):
-            known = {key: spec[key] for key in ("part", "batch", "out") if spec.get(key)}
-            return {**known, **extra}
-    return {}
-
-
-def _short(value: Payload, limit: int = 160) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= limit else f"{text[:limit]}..."
