@@ -261,10 +261,7 @@ def outcomes(world: World) -> Iterator[str]:
     for ended in history.ended.values():
         if ended.code not in allowed:
             yield f"node {ended.rank} ended with code {ended.code} ({ended.why})"
-    evaluated = {one.iteration - 1 for one in history.merges if one.final}
-    for session in world.sessions:
-        if session.phases == "both" and finished(history, session) and session.until not in evaluated:
-            yield f"{session} was finished and its last policy was not evaluated"
+    yield from _evaluations(world)
     limits = rules.limits
     waits_s = limits.join_timeout_s if limits.last_call_s is None else limits.last_call_s
     yield from ended_by_an_old_start(history, world.sessions, 0.9 * waits_s)
@@ -277,6 +274,32 @@ def outcomes(world: World) -> Iterator[str]:
         and not nothing_was_left(history, now)
     ):
         yield "the run was not finished although nothing hinders it"
+
+
+def _evaluations(world: World) -> Iterator[str]:
+    """The iterations that the settings name are evaluated, and no others; and unless nothing is, the last policy of a session."""
+    history, interval = world.history, world.settings.eval_interval
+    evaluated = {one.iteration for one in history.merges if one.split == "test"}
+    last = {one.iteration - 1 for one in history.merges if one.final}
+
+    def due(iteration: int) -> bool:
+        return interval == 1 or (interval > 1 and iteration % interval == 1)
+
+    trains_only = world.settings.rollout_split == "train-only"
+    for one in history.merges:
+        if one.split == "test" and (trains_only or not interval or not (one.final or due(one.iteration))):
+            yield f"iteration {one.iteration} was evaluated, with an evaluation every {interval}"
+    for _, (_, iteration, phase) in history.passed:
+        if (
+            PHASE_NAMES[phase] == "eval_rollout"
+            and due(iteration)
+            and not trains_only
+            and iteration not in evaluated
+        ):
+            yield f"iteration {iteration} was not evaluated, with an evaluation every {interval}"
+    for session in world.sessions if interval else ():
+        if session.phases == "both" and finished(history, session) and session.until not in last:
+            yield f"{session} was finished and its last policy was not evaluated"
 
 
 def i8_only_whole_records(history: History) -> Iterator[str]:

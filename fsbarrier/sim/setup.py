@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from fsbarrier.coordination.run_rules import make_rules
 from fsbarrier.loader import load_program
@@ -18,6 +18,7 @@ from fsbarrier.protocol.state import Rules
 from fsbarrier.protocol.timing import BEAT_S
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import (
+    CheckpointSettings,
     EvalSettings,
     RolloutSettings,
     Settings,
@@ -43,6 +44,8 @@ FailurePolicy = Literal["shrink", "wait", "abort"]
 PHASES: tuple[RlPhase, ...] = ("both", "both", "both", "rollout", "update")
 POLICIES: tuple[FailurePolicy, ...] = ("shrink", "shrink", "shrink", "shrink", "wait", "wait", "abort")
 REFILLS = (0, 0, 0, 0, 0, 1, 2)
+SPLITS: tuple[Literal["train-only", "eval-only"] | None, ...] = (None, None, "train-only", "eval-only")
+ITERATIONS = (1, 1, 1, 1, 2, 3)
 #: how many iterations a generation lasts
 LONGEST = (1, 1, 2, 100)
 
@@ -52,6 +55,7 @@ class Setup:
     """The parameters of a schedule. Fields that are None are drawn from the seed."""
 
     nodes: int = 3
+    #: 0: drawn
     iterations: int = 1
     mix: frozenset[str] = faults.USUAL
     policy: FailurePolicy | None = None
@@ -78,22 +82,51 @@ def program() -> Program:
     return load_program("rl")
 
 
+class Choice(NamedTuple):
+    """What users choose for a run, beside its phases and nodes. The values here are those that ship."""
+
+    eval_interval: int = Settings().eval_interval
+    split: Literal["train-only", "eval-only"] | None = None
+    refills: int = 0
+    recency: int = UpdateSettings().recency
+    trainer_kept: Literal["auto", "process", "nothing"] = "auto"
+    versions_kept: int = CheckpointSettings().keep
+    trajectories_kept: int = 0
+
+
+def draw_choice(dice: Random, phases: RlPhase) -> Choice:
+    """Every fourth run has what ships."""
+    if dice.random() < 0.25:
+        return Choice()
+    return Choice(
+        dice.choice((0, 1, 2, 5)),
+        dice.choice(SPLITS) if phases == "rollout" else None,
+        dice.choice(REFILLS),
+        dice.choice((1, 2, 2)),
+        dice.choice(("auto", "process", "nothing")),
+        dice.choice((1, 2, 3)),
+        dice.choice((0, 0, 1, 2)),
+    )
+
+
 @cache
 def settings_and_rules(
-    nodes: int, phases: RlPhase, policy: FailurePolicy, min_nodes: int, refills: int
+    nodes: int, phases: RlPhase, policy: FailurePolicy, min_nodes: int, chosen: Choice
 ) -> tuple[Settings, Rules]:
-    """The settings of a small run that evaluates and learns from earlier iterations, and the rules that follow from them."""
+    """The settings of a small run, and the rules that follow from them."""
     settings = Settings(
         num_nodes=nodes,
         min_nodes=min_nodes,
         rank_weights=(1.0,) * nodes,
         on_node_failure=policy,
         rl_phase=phases,
-        eval_interval=2,
-        rollout=RolloutSettings(tasks=6, samples=1, max_refills=refills),
+        rollout_split=chosen.split,
+        eval_interval=chosen.eval_interval,
+        rollout=RolloutSettings(tasks=6, samples=1, max_refills=chosen.refills),
         eval=EvalSettings(tasks=3),
-        trainer=TrainerSettings(processes_per_node=1),
-        update=UpdateSettings(recency=2),
+        trainer=TrainerSettings(processes_per_node=1, keep=chosen.trainer_kept),
+        update=UpdateSettings(recency=chosen.recency),
+        checkpoint=CheckpointSettings(keep=chosen.versions_kept, keep_trajectories=chosen.trajectories_kept),
     ).with_values(START_SETTINGS)
     return settings, make_rules(settings, program())
 
@@ -105,8 +138,10 @@ def draw_rules(seed: int, setup: Setup, rng: Random, dice: Random, beat_s: float
     limits = _draw_limits(setup, dice, Random(f"last call {seed}"))
     limits = replace(limits, stagger_s=limits.stagger_s * beat_s / BEAT_S)
     min_nodes = setup.min_nodes or rng.choice((1, 1, 1, min(2, setup.nodes)))
-    refills = Random(f"refills {seed}").choice(REFILLS) if setup.mix else 0
-    settings, rules = settings_and_rules(setup.nodes, phases, policy, min_nodes, refills)
+    chosen = (
+        draw_choice(Random(f"chosen {seed}"), phases) if setup.mix else Choice(eval_interval=2, recency=2)
+    )
+    settings, rules = settings_and_rules(setup.nodes, phases, policy, min_nodes, chosen)
     longest = Random(f"longest {seed}").choice(LONGEST) if setup.mix else rules.longest
     return settings, replace(rules, limits=limits, longest=longest)
 

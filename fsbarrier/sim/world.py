@@ -24,7 +24,7 @@ from fsbarrier.sim.process import BLIND, JOINING, POLL_S, Process, usual_paces
 from fsbarrier.sim.programs import SimTorchrun
 from fsbarrier.sim.sessions import OTHERS, Session, another
 from fsbarrier.sim.settings import CommandLines
-from fsbarrier.sim.setup import START_SETTINGS, Setup, draw_rules, litter, program
+from fsbarrier.sim.setup import ITERATIONS, START_SETTINGS, Setup, draw_rules, litter, program
 from fsbarrier.sim.store import Habits, MountClient
 
 # the limit for each node and iteration, a hundred times the usual number; more is a livelock
@@ -41,6 +41,7 @@ class World:
     """One schedule."""
 
     def __init__(self, seed: int, setup: Setup) -> None:
+        setup = replace(setup, iterations=setup.iterations or Random(f"iterations {seed}").choice(ITERATIONS))
         self.setup, self.rng, self.healed = setup, Random(seed), not setup.mix
         self.clocks, dice = Random(f"clocks {seed}"), Random(f"world {seed}")
         self.now = 0.0
@@ -56,7 +57,8 @@ class World:
         # what the nodes were started for, and how often they will be again after the run has ended
         self.sessions = [Session(0.0, self.settings.rl_phase, setup.iterations)]
         self.later = Random(f"later {seed}")
-        self.sessions_left = int(bool(setup.mix) and self.later.random() < 0.12)
+        whole = self.settings.rollout_split is None
+        self.sessions_left = int(whole and bool(setup.mix) and self.later.random() < 0.12)
         self.command_lines = CommandLines(seed, self.history, self.settings)
         self.processes: list[Process] = []
         self.clients: dict[str, tuple[MountClient, Trouble]] = {}

@@ -32,7 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--first-seed", metavar="S", type=number, default=0, help="first seed (default 0)")
     parser.add_argument(
-        "--iterations", metavar="I", type=number, default=1, help="iterations of 14 phases each (default 1)"
+        "--iterations",
+        metavar="I",
+        type=number,
+        default=0,
+        help="iterations of 14 phases each (default: drawn)",
     )
     kinds = "; ".join(f"{name}: {what}" for name, what in KINDS.items())
     parser.add_argument(
@@ -54,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    for name, least in (("nodes", 1), ("seeds", 1), ("iterations", 1), ("jobs", 1), ("first_seed", 0)):
+    for name, least in (("nodes", 1), ("seeds", 1), ("iterations", 0), ("jobs", 1), ("first_seed", 0)):
         if getattr(args, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be {least} or more")
     setup = Setup(
