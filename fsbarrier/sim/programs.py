@@ -136,7 +136,9 @@ class SimProgram:
 
     def _end(self, result: Payload) -> None:
         if self.host.process.trouble.outage is not None:
-            self._fail(StoreError.exit_code, "the shared directory fails")
+            # torchrun has one exit code for all failures.
+            code = 1 if "--nnodes" in self._argv else StoreError.exit_code
+            self._fail(code, "the shared directory fails")
             return
         self._result.write_text(json.dumps(result))
         self._code, self.alive = 0, self._stays

@@ -220,6 +220,9 @@ def take_back(world: World) -> bool:
     begun = any(place is not None and place.iteration == iteration for place in places)
     if iteration is None or not begun or not newest or world.over():
         return False
+    if world.rules.slice == "update" and not world.artifacts.paths.merged("train", iteration).exists():
+        # What that iteration would learn from has been removed (`checkpoint.keep_trajectories`).
+        return False
     history.faults.add("unreadable")
     spoil_a_record(world, f"generations/gen-{newest:06d}.json")
     lost = {path: data for path, data in world.disk.spoilt.items() if f"gen-{newest:06d}" in path}
