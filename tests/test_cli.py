@@ -19,7 +19,7 @@ import pytest
 from fake_run import long_run
 
 from fsbarrier import errors
-from fsbarrier.cli import COMMANDS, main
+from fsbarrier.cli import COMMANDS, load_command, main
 from fsbarrier.cli.run_command import Parser
 
 REPO = Path(__file__).resolve().parent.parent
@@ -314,3 +314,25 @@ def test_output_that_goes_nowhere(tmp_path: Path, redirection: str, code: int, s
         timeout=120,
     )
     assert (done.returncode, done.stderr) == (code, says)
+
+
+def test_each_flag_of_each_command_is_typed_in_a_test(checkout: Path) -> None:
+    """In a file in which the command is typed too. The flags of `run` are settings (options.py) or common to several commands."""
+    texts = [path.read_text() for path in (checkout / "tests").glob("*.py")]
+    common, missing = flags_of("run"), []
+    for name in COMMANDS:
+        typed = [text for text in texts if re.search(rf"[\"' ]{name}[\"' ]", text)]
+        flags = flags_of(name) if name == "run" else flags_of(name) - common
+        missing += [
+            f"{name} {flag}"
+            for flag in sorted(flags)
+            if not any(f'"{flag}' in t or f" {flag}" in t for t in typed)
+        ]
+    # For those who develop fsbarrier: test_simulator.py calls what is below the command.
+    assert [one for one in missing if not one.startswith("simulate ")] == []
+
+
+def flags_of(name: str) -> set[str]:
+    parser = argparse.ArgumentParser(add_help=False)
+    load_command(name).add_arguments(parser)
+    return {action.option_strings[-1] for action in parser._actions if action.option_strings}

@@ -40,6 +40,11 @@ def test_a_failed_program_is_shown_with_its_log_and_its_neighbours(
     assert f"the error in {log}:" in out
     assert "step 41" in out and "ValueError" in out and "earlier start" not in out
     assert "\x1b" not in out
+    assert (
+        main(["logs", "--log-path", str(run.log_path), "--file", "update", "--attempt", "1", "--lines", "1"])
+        == 0
+    )
+    assert capsys.readouterr().out.strip().endswith("later")
     assert "node 2" in out.split("events around it")[1], "what happened next stands there, too"
 
 

@@ -253,6 +253,11 @@ def test_files_for_containers(
     assert not doubled or found.count("$") == 2 * found.count("$$")
 
 
+def test_the_volume_of_containers_is_where_the_user_mounts_it(capsys: pytest.CaptureFixture[str]) -> None:
+    text = text_of(capsys, "kubernetes", *IN_CONTAINERS, "--mount", "/data", "--log-path", "/data/run")
+    assert 'mountPath: "/data"' in text
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -333,6 +333,10 @@ def test_the_command_plans_for_a_cluster_that_is_not_there(
         output.err.startswith("fsbarrier: error: trainer.shard=none: the update needs ")
         and output.err.count("\n") == 1
     )
+    assert main([*there, "--nodes", "1", "--host-memory-gb", "16", "trainer.offload=optimizer"]) == 2
+    assert (
+        "trainer.offload=optimizer: needs 30.0 GiB of each node's memory, but only" in capsys.readouterr().err
+    )
 
 
 def test_a_size_stands_for_a_published_model(capsys: pytest.CaptureFixture[str]) -> None:

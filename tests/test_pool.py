@@ -265,6 +265,11 @@ def test_logs_are_followed_until_the_job_is_over(
     monkeypatch.setattr(jobs.threading, "Event", Pause)
     assert main(["jobs", "logs", str(pool.root), "1", "--follow"]) == 0
     assert said == ["", "[node 0] one\n[node 0] two\n", "[node 0] three\n"]
+    assert main(["jobs", "logs", str(pool.root), "1", "--node", "0", "--lines", "1"]) == 0
+    assert capsys.readouterr().out == "[node 0] three\n"
+    assert main(["submit", str(pool.root), "--name", "nightly", "--program", "toy"]) == 0
+    assert main(["jobs", str(pool.root), "--json"]) == 0
+    assert '"nightly"' in capsys.readouterr().out
 
 
 def test_a_pool_that_others_may_write_is_refused(

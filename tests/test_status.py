@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,14 +97,16 @@ def test_moving_heartbeats_mean_running_and_whoever_stands_still_is_suspected(tm
     assert any("node 2 (gpu-c): no heartbeat" in problem for problem in status.problems)
 
 
-def test_all_silent_is_stalled(tmp_path: Path) -> None:
+def test_all_silent_is_stalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = FakeRun(tmp_path / "run", extra=QUICK)
     run.start()
     for rank in range(3):
         run.beat(rank, 7, "running", (1, 0))
     status = status_of(run)
     assert status.state == "stalled" and status.exit_code is None
-    assert {one.state for one in status.nodes} == {"suspected"}
+    assert {one.state for one in status.nodes} == {"suspected"} and "is full" not in status.problems[0]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert f"the filesystem of {run.log_path} is full, so no node can write" in status_of(run).problems[0]
 
 
 def test_a_process_that_is_gone_from_this_host_needs_no_watching(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +26,8 @@ LOOK_S = 0.05
 
 #: the number of complete iterations by whose mean the time that is left is estimated
 NEWEST_ITERATIONS = 5
+#: a filesystem with less room than this is full
+FULL_BYTES = 1 << 20
 #: number of iterations whose timings `status` keeps
 KEPT_ITERATIONS = 50
 #: How much of the end of the journals to read on the first poll: for `status` and `top`, which show only a few iterations, and for reports,
@@ -270,7 +274,7 @@ def _newest_merged(folder: Path) -> Path | None:
 
 def problems(reader: RunReader, nodes: Sequence[NodeStatus], state: str) -> list[str]:
     """Problems, one line each, the worst first. A line that begins with a blank is a program's output."""
-    found = []
+    found = _full(reader) if any(node.state in ("suspected", "lost") for node in nodes) else []
     verdict = reader.newest.verdict if reader.newest is not None else None
     if verdict is not None and state == "broken":
         found += verdict.reason.splitlines()
@@ -293,6 +297,16 @@ def problems(reader: RunReader, nodes: Sequence[NodeStatus], state: str) -> list
         found.append("no node of this run is alive; start it again to resume")
     found += [one_line(fault) for fault in reader.faults]
     return list(dict.fromkeys(found))
+
+
+def _full(reader: RunReader) -> list[str]:
+    """Whether nodes are silent because nobody can write."""
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(reader.log_path).free < FULL_BYTES:
+            return [
+                f"the filesystem of {reader.log_path} is full, so no node can write; make room, and start again those that have ended"
+            ]
+    return []
 
 
 def _why_lost(reader: RunReader, node: NodeStatus) -> str:
