@@ -40,7 +40,6 @@ from fsbarrier.run.job_runner import JobRunner, failure
 from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.settings.sections import Settings
 from fsbarrier.store import files, reading
-from fsbarrier.store.retry import Backoff
 
 
 @pytest.fixture
@@ -405,7 +404,6 @@ def test_a_mount_that_fails_while_something_is_made_public_costs_no_attempt(
 def of_ours(place: Workplace, monkeypatch: pytest.MonkeyPatch, fails_times: int) -> Command:
     """A program of fsbarrier's own: the shared directory fails at its first starts."""
     monkeypatch.setattr(worker_program, "program_name", lambda argv: "fsbarrier.workers.some")
-    monkeypatch.setattr(worker_program, "AGAIN", Backoff(0.01, 0.01))
     code = f"""
 import json, pathlib, sys
 starts = pathlib.Path({str(place.log_path / "starts")!r})

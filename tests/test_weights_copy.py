@@ -152,7 +152,7 @@ def test_a_mount_that_fails_for_a_while_is_waited_for(
 
     monkeypatch.setattr(reading, "open_below", open_below)
     # Each reader tries once.
-    monkeypatch.setattr(checkpoints, "retry", lambda ask, errnos: ask())
+    monkeypatch.setattr(checkpoints, "patiently", lambda ask: ask())
     if fails == "what is published":
         work = PublishWeights(model.parent, 6, keep=0, trained_on=1)
         context = cast(Any, SimpleNamespace(newest=lambda: 1, generation=1))

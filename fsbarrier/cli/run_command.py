@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import os
 import re
 import secrets
@@ -20,7 +19,7 @@ from fsbarrier.errors import EXIT_INTERNAL, EXIT_SIGINT, FsbarrierError, StoreEr
 from fsbarrier.settings.sources import nearest
 from fsbarrier.store import reading
 from fsbarrier.store.printable import printable, without_passwords
-from fsbarrier.store.retry import FAILING
+from fsbarrier.store.retry import fails, is_of_the_mount
 
 
 class CommandModule(Protocol):
@@ -64,7 +63,7 @@ def run(name: str, arguments: Sequence[str], find_command: Callable[[str], Comma
             said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
             print(error_text(UsageError(said)), file=sys.stderr)
             return UsageError.exit_code
-        if isinstance(error, OSError) and error.errno in (*FAILING, errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and (fails(error) or is_of_the_mount(error)):
             print(error_text(StoreError(f"the filesystem failed: {error}")), file=sys.stderr)
             return StoreError.exit_code
         where = save_traceback(args)

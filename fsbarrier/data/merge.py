@@ -7,7 +7,6 @@ merge_plan.py selects the groups from the files' summaries. `collect` reads them
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import secrets
@@ -30,7 +29,7 @@ from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.store.files import fsync_dir, make_dirs, open_new, rename
 from fsbarrier.store.identity import host_name
-from fsbarrier.store.retry import FAILING, retry
+from fsbarrier.store.retry import fails, patiently
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +147,10 @@ def publish(collected: Collected) -> AggregateReport:
     try:
         # The rename is the last step, so all of it can be retried. A temporary file with a random name exists only because this
         # process made it although its mount said otherwise.
-        size = retry(lambda: _write(collected, metadata), errnos=FAILING | {errno.EEXIST})
+        size = patiently(
+            lambda: _write(collected, metadata),
+            passes=lambda error: fails(error) or isinstance(error, FileExistsError),
+        )
     except OSError as error:
         raise StoreError(f"{request.out}: cannot merge: {error.strerror or error}") from error
     stats = [group.stats for group in plan.by_task]

@@ -19,7 +19,7 @@ from fsbarrier.data.rank_file import TYPECODES, FormatError, NotOurs, opened
 from fsbarrier.data.trajectory import Trajectory, TrajectoryFile
 from fsbarrier.errors import first_line
 from fsbarrier.store.files import write_all
-from fsbarrier.store.retry import FAILING, retry
+from fsbarrier.store.retry import patiently
 
 #: how every zip file, and so every file of torch.save, begins
 ZIP = b"PK\3\4"
@@ -112,7 +112,7 @@ class _Source(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         try:
-            count = retry(lambda: os.preadv(self._fd, [buffer], self._at), errnos=FAILING)
+            count = patiently(lambda: os.preadv(self._fd, [buffer], self._at))
         except OSError as error:
             self.error = error
             raise

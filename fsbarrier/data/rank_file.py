@@ -32,7 +32,7 @@ from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.store.reading import PIECE_BYTES, open_plain
-from fsbarrier.store.retry import FAILING, retry
+from fsbarrier.store.retry import patiently
 
 MAGIC = b"fsbgrp1\n"
 HEAD = struct.Struct("<5I")
@@ -178,7 +178,7 @@ def check_plain(value: object, where: str, depth: int = 0) -> None:
 def opened(path: Path) -> Iterator[int]:
     """Open `path` for reading; errors inside the context name the file. Raises StoreError, FormatError."""
     try:
-        fd = retry(lambda: _open(path), errnos=FAILING)
+        fd = patiently(lambda: _open(path))
         try:
             yield fd
         finally:
@@ -204,7 +204,7 @@ def read_at(fd: int, offset: int, size: int) -> bytes:
     """`size` bytes from `offset`, or fewer at the end of the file; transient errors are retried. Raises OSError."""
     pieces: list[bytes] = []
     while size:
-        piece = retry(partial(os.pread, fd, size, offset), errnos=FAILING)
+        piece = patiently(partial(os.pread, fd, size, offset))
         if not piece:
             break
         pieces.append(piece)
@@ -220,7 +220,7 @@ def scan_rank_file(path: Path, limit_bytes: int | None = None, *, verify: bool =
     Raises StoreError (unreadable), NotOurs, FormatError (the header is damaged).
     """
     with opened(path) as fd:
-        size = retry(lambda: os.fstat(fd), errnos=FAILING).st_size
+        size = patiently(lambda: os.fstat(fd)).st_size
         size = size if limit_bytes is None else min(size, limit_bytes)
         start = read_at(fd, 0, min(len(MAGIC), size))
         if start != MAGIC and any(start) and not MAGIC.startswith(start):

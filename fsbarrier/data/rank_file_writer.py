@@ -18,7 +18,7 @@ from fsbarrier.data.trajectory import REQUIRED
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.store.files import fsync_dir, open_new, open_own
-from fsbarrier.store.retry import FAILING, retry
+from fsbarrier.store.retry import patiently
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class RankFileWriter:
         self._end = 0
         try:
             try:
-                os.close(retry(lambda: open_new(path), errnos=FAILING))
+                os.close(patiently(lambda: open_new(path)))
                 self._begin()
             except FileExistsError:
                 self._resume()

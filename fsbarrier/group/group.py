@@ -36,7 +36,7 @@ from fsbarrier.protocol.timing import BEAT_S, DEAD_S, SUSPECT_S
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.store.identity import boot_id, host_name
-from fsbarrier.store.retry import Backoff, until_seen
+from fsbarrier.store.retry import Backoff, fails_or_hides, patiently
 
 T = TypeVar("T")
 
@@ -266,7 +266,7 @@ def join(
     limits = Limits(suspect_s, dead_s, 2 * beat_s, join_timeout_s=float("inf"))
     member = make_member(PosixStore(), paths, here, num_nodes, limits, beat_s)
     try:
-        until_seen(lambda: member.begin(time.monotonic()), min(dead_s, timeout_s))
+        patiently(lambda: member.begin(time.monotonic()), min(dead_s, timeout_s), passes=fails_or_hides)
     except OSError as error:
         message = f"node {node_rank}: cannot join the group at {paths.root}: {error}"
         raise StoreError(message, node_rank, here.host, 0.0) from None

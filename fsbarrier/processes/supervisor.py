@@ -34,7 +34,7 @@ from fsbarrier.processes import guard, orphans, processes, stack_signal
 from fsbarrier.rundir import log_tail
 from fsbarrier.store import files
 from fsbarrier.store.printable import without_passwords
-from fsbarrier.store.retry import until_seen
+from fsbarrier.store.retry import HIDDEN_S, fails_or_hides, patiently
 
 GUARD = Path(guard.__file__)
 # How long a start may take. It takes 20 ms, but the machine may swap, or Python lie on a slow mount.
@@ -314,7 +314,7 @@ def _open_log(path: Path, name: str, argv: Sequence[str]) -> tuple[int, int]:
         line = f"--- {now} ended what a killed daemon had left: {', '.join(map(str, ended))}\n{line}"
     try:
         files.make_dirs(path.parent)
-        fd = until_seen(lambda: files.open_append(path))
+        fd = patiently(lambda: files.open_append(path), HIDDEN_S, passes=fails_or_hides)
         try:
             os.write(fd, line.encode(errors="surrogateescape"))
             return fd, os.lseek(fd, 0, os.SEEK_CUR)

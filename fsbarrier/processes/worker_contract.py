@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import json
 import os
 import signal
@@ -37,7 +36,7 @@ from fsbarrier.processes.kept_program import JOBS, Jobs
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.settings.sections import Settings
 from fsbarrier.store import files
-from fsbarrier.store.retry import FAILING
+from fsbarrier.store.retry import is_of_the_mount
 
 # The exit code of a program that may not open a file; sysexits.h calls it EX_NOPERM.
 NOT_PERMITTED = 77
@@ -183,15 +182,6 @@ def _say(message: str) -> None:
     """The log is in the shared directory too."""
     with contextlib.suppress(OSError):
         print(message, file=sys.stderr, flush=True)
-
-
-def is_of_the_mount(error: BaseException | None) -> bool:
-    """Whether a filesystem failed or is full, which may pass. Sockets have some of these error codes too, but no file name."""
-    if not isinstance(error, OSError):
-        return False
-    return error.errno in (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS) or (
-        error.errno in FAILING and error.filename is not None
-    )
 
 
 def _do(main: Main[Spec], spec_file: Path) -> int:

@@ -25,7 +25,7 @@ from fsbarrier.protocol.assign import lots
 from fsbarrier.rundir.names import CUT, DURABLE_COUNT, LOT, ROUND_DONE
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.store import files
-from fsbarrier.store.retry import until_seen
+from fsbarrier.store.retry import HIDDEN_S, fails_or_hides, patiently
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class Claims:
         # Lots claimed by an earlier start of this program, which was interrupted.
         self._earlier: tuple[int, ...] = ()
         if folder is not None:
-            _retry(lambda: files.make_dirs_below(folder.parent, folder), folder, "made")
+            wait_out(lambda: files.make_dirs_below(folder.parent, folder), folder, "made")
             self._earlier = self._of_an_earlier_start(folder)
 
     @property
@@ -155,7 +155,7 @@ class Claims:
             # The response to an earlier, successful attempt may have been lost.
             return won or (tries > 1 and files.read_created(path) == self._owner)
 
-        won = _retry(create, path, "claimed")
+        won = wait_out(create, path, "claimed")
         self.made, self.lost = self.made + won, self.lost + (not won)
         return won
 
@@ -163,7 +163,7 @@ class Claims:
         """Drop the lots claimed so far. With a stale listing too many remain, and claiming them then fails."""
         self.listings += 1
         # The directory is opened anew, which makes an NFS client revalidate its cache.
-        names = frozenset(_retry(lambda: os.listdir(folder), folder, "listed"))
+        names = frozenset(wait_out(lambda: os.listdir(folder), folder, "listed"))
         for owner, queue in self._left.items():
             self._left[owner] = deque(lot for lot in queue if lot.name not in names)
         return names
@@ -174,7 +174,7 @@ class Claims:
         tasks: list[int] = []
         for lot in everything:
             path = folder / lot.name
-            if lot.name in names and _retry(partial(files.read_created, path), path, "read") == self._owner:
+            if lot.name in names and wait_out(partial(files.read_created, path), path, "read") == self._owner:
                 tasks += lot.tasks
                 self.taken_over += lot.tasks if lot.rank != self.rank else ()
         return tuple(tasks)
@@ -193,9 +193,9 @@ def remove_old(folder: Path, rank: int) -> None:
         folder.rmdir()
 
 
-def _retry(operation: Callable[[], T], path: Path, done: str) -> T:
-    """Call `operation` with retries. Raises StoreError."""
+def wait_out(operation: Callable[[], T], path: Path, done: str) -> T:
+    """The result of `operation` on the folder of the claims. Raises StoreError, which no code for HTTP takes for its own."""
     try:
-        return until_seen(operation)
+        return patiently(operation, HIDDEN_S, passes=fails_or_hides)
     except OSError as error:
         raise StoreError(f"{path}: cannot be {done}: {error.strerror or error}") from error

@@ -8,16 +8,13 @@ same decision. If a node dies before it creates its file, the generation ends, a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TypeVar
 
-from fsbarrier.errors import StoreError
+from fsbarrier.rollouts.claims import wait_out
 from fsbarrier.rundir.names import ROUND_DONE, RoundDoneName
 from fsbarrier.store import files
-from fsbarrier.store.retry import Backoff, until_seen
-
-T = TypeVar("T")
+from fsbarrier.store.retry import Backoff
 
 #: polling interval
 PAUSES = Backoff(0.05, 1.0)
@@ -32,13 +29,14 @@ class Refills:
         """`ranks`: the nodes that roll out; `already`: groups with signal from an older generation, by round."""
         self._folder, self._rank, self._ranks = folder, rank, frozenset(ranks)
         self._already, self._enough = already, enough
-        self._seen(lambda: files.make_dirs_below(folder.parent, folder))
+        wait_out(lambda: files.make_dirs_below(folder.parent, folder), folder, "made")
 
     def report(self, number: int, with_signal: int) -> None:
         """Report that this node has finished round `number`. An earlier report of this node takes precedence."""
         mine = ROUND_DONE.build(self._rank, number, with_signal)
         if all((done.rank, done.round) != (self._rank, number) for done in self._listed()):
-            self._seen(lambda: files.create_exclusive(self._folder / mine, b"", durable=False))
+            path = self._folder / mine
+            wait_out(lambda: files.create_exclusive(path, b"", durable=False), path, "made")
 
     def another_after(self, number: int) -> bool | None:
         """Whether there is a round after round `number`; None if some node has not finished it yet."""
@@ -55,11 +53,4 @@ class Refills:
 
     def _listed(self) -> list[RoundDoneName]:
         # The directory is opened anew, which makes an NFS client revalidate its cache.
-        return ROUND_DONE.parse_all(self._seen(lambda: os.listdir(self._folder)))
-
-    def _seen(self, operation: Callable[[], T]) -> T:
-        try:
-            return until_seen(operation)
-        except OSError as error:
-            why = error.strerror or error
-            raise StoreError(f"{self._folder}: cannot read the nodes' reports: {why}") from error
+        return ROUND_DONE.parse_all(wait_out(lambda: os.listdir(self._folder), self._folder, "listed"))

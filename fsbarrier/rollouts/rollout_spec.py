@@ -19,7 +19,7 @@ from fsbarrier.rundir.names import GENERATION
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.store import files
-from fsbarrier.store.retry import FAILING, retry
+from fsbarrier.store.retry import patiently
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class Assignment:
                     f"generation {self.origin.generation} has ended; the run is in generation {newest}"
                 )
 
-        retry(lambda: files.link_or_copy(self.part, self.checkpoint, last_look), errnos=FAILING)
+        patiently(lambda: files.link_or_copy(self.part, self.checkpoint, last_look))
 
     def result(
         self, info: RankFileInfo, tasks: Sequence[int], claims: Sequence[Claims], *, ended_early: bool

@@ -54,7 +54,7 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.store import files
 from fsbarrier.store.identity import boot_id, host_name, user_at_host
 from fsbarrier.store.mounts import claims_unsafe
-from fsbarrier.store.retry import Backoff, until_seen
+from fsbarrier.store.retry import HIDDEN_S, Backoff, fails_or_hides, patiently
 from fsbarrier.view.amounts import ranks
 
 if TYPE_CHECKING:
@@ -104,11 +104,13 @@ class Daemon:
         rules, wake = make_rules(settings, program), threading.Event()
         valid = partial(can_hold, settings)
         observer = Observer(PosixStore(), record.paths, program, make_paces(settings), valid)
-        until_seen(observer.prepare)
+        patiently(observer.prepare, HIDDEN_S, passes=fails_or_hides)
         last = observer.joins.get(rank)
         log_dir = record.paths.node_logs(1 + (last.incarnation if last else 0), rank)
         files.make_dirs_below(record.log_path, log_dir)
-        self.events = until_seen(lambda: EventLog(record, rules, log_dir / "daemon.log", work_dir))
+        self.events = patiently(
+            lambda: EventLog(record, rules, log_dir / "daemon.log", work_dir), HIDDEN_S, passes=fails_or_hides
+        )
         devices = accelerators.detect()
         self._accelerators = len(devices)
         self.workplace = self._make_workplace(log_dir, work_dir, weights, devices)
@@ -163,7 +165,7 @@ class Daemon:
         """Join the run as the next incarnation of this rank, or as exactly `incarnation`. Raises StoreError; Fenced if that is taken."""
         # The others do not know this start yet, so announcing it may be retried.
         with starting(self.record):
-            until_seen(lambda: self.loop.start(time.monotonic(), incarnation))
+            patiently(lambda: self.loop.start(time.monotonic(), incarnation), HIDDEN_S, passes=fails_or_hides)
 
     def run(self) -> int:
         """Run to the end; returns the exit code."""

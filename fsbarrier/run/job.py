@@ -20,7 +20,7 @@ from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.timing import OUTAGE_S
 from fsbarrier.rundir.checkpoints import PolicyUnreadable
 from fsbarrier.rundir.weights_copy import WeightsCopy
-from fsbarrier.store.retry import retry
+from fsbarrier.store.retry import patiently
 
 if TYPE_CHECKING:
     from fsbarrier.engine.replicas import Replicas
@@ -173,7 +173,13 @@ class Workplace:
         """
         failures = (OSError, StoreError, PolicyUnreadable)
         try:
-            return retry(ask, within_s=self.outage_s, cancel=job.cancel, passing=failures, clock=job.clock)
+            return patiently(
+                ask,
+                self.outage_s,
+                passes=lambda error: isinstance(error, failures),
+                cancel=job.cancel,
+                clock=job.clock,
+            )
         except failures:
             job.stop_if_cancelled()
             raise

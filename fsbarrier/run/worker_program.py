@@ -21,7 +21,7 @@ from fsbarrier.run.job import Cancelled, NodeUnfit, Result, RowJob, Workplace, j
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.store import owned
-from fsbarrier.store.retry import Backoff
+from fsbarrier.store.retry import patiently
 
 if TYPE_CHECKING:
     from fsbarrier.engine.replicas import Keeper
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 # How often to check for cancellation and for a sign of life.
 WATCH_S = 0.25
 UPDATE = "fsbarrier.workers.update"
-# The pauses before a program is started again while the shared directory fails.
-AGAIN = Backoff(0.5, 10.0, factor=2.0)
 NO_SECRETS = ("fsbarrier.aggregate", "fsbarrier.workers.prepare", UPDATE)
 
 
@@ -44,26 +42,29 @@ def run_program(work: Command, context: Context, job: RowJob, workplace: Workpla
     While the shared directory fails, the program is started again, and continues where it was, for `outage_s`. Then this node is unfit,
     and not the program. The programs of an update belong together, so their failure is one of the attempt.
     """
-    pauses, failing_since, again, why = iter(AGAIN), 0.0, 0, ""
-    while True:
-        began = job.clock()
+    failures: list[str] = []
+
+    def run() -> Result:
         try:
-            value = _run_once(work, context, job, workplace)
-            break
+            return _run_once(work, context, job, workplace)
         except DirectoryFailed as error:
-            now, why = job.clock(), str(error)
-            if not again or now - began > workplace.outage_s:
-                pauses, failing_since = iter(AGAIN), now
-            left_s = failing_since + workplace.outage_s - now
-            if left_s <= 0:
-                raise NodeUnfit(f"node {context.node_rank}: {context.phase.name}: {why}") from None
-            again += 1
-            if job.cancel.wait(min(next(pauses), left_s)):
-                raise Cancelled from None
-    if not again:
-        return value
-    line = {"event": "program_restarted", "times": again, "why": why.splitlines()[0]}
-    job.events.append(line)
+            failures.append(str(error))
+            raise
+
+    try:
+        value = patiently(
+            run,
+            workplace.outage_s,
+            passes=lambda error: isinstance(error, DirectoryFailed),
+            cancel=job.cancel,
+            clock=job.clock,
+        )
+    except DirectoryFailed as error:
+        job.stop_if_cancelled()
+        raise NodeUnfit(f"node {context.node_rank}: {context.phase.name}: {error}") from None
+    if failures:
+        line = {"times": len(failures), "why": failures[-1].splitlines()[0]}
+        job.events.append({"event": "program_restarted", **line})
     return value
 
 

@@ -26,7 +26,7 @@ from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed, digest_of
 from fsbarrier.rundir.names import POLICY_FOLDER, MadeBy
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.store import files, owned, reading
-from fsbarrier.store.retry import FAILING, retry
+from fsbarrier.store.retry import FAILING, patiently
 
 MANIFEST = "MANIFEST.json"
 #: in a copy of a model's folder: the name of the copied policy version
@@ -102,7 +102,7 @@ def commit(folder: Path, manifest: Manifest) -> Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder. Raises ProgramFailed if it is missing or unreadable."""
     try:
-        body = json.loads(retry(lambda: _read_below(folder, MANIFEST), errnos=FAILING))
+        body = json.loads(patiently(lambda: _read_below(folder, MANIFEST)))
         state_in = body.get("state_in", "")
         if state_in and POLICY_FOLDER.parse(state_in) is None:
             raise ValueError(f"{state_in!r} is no folder of a policy version")
@@ -218,7 +218,7 @@ def read_listed(folder: Path, name: str) -> bytes:
     if digest is None:
         raise ProgramFailed(f"{path} is not in the {MANIFEST} beside it")
     try:
-        data = retry(lambda: _read_below(folder, name), errnos=FAILING)
+        data = patiently(lambda: _read_below(folder, name))
     except OSError as error:
         raise _unreadable(error, f"{path}, listed in {MANIFEST}, cannot be read: {error}") from None
     if hashlib.sha256(data).hexdigest() != digest.sha256:
@@ -231,7 +231,7 @@ def _opened(folder: Path, name: str) -> Iterator[int]:
     """Open a file of a policy version, without following links. Raises ProgramFailed."""
     path = folder / name
     try:
-        fd = retry(lambda: reading.open_below(folder.parent, path), errnos=FAILING)
+        fd = patiently(lambda: reading.open_below(folder.parent, path))
         try:
             yield fd
         finally:
@@ -281,7 +281,7 @@ def mend_link(log_path: Path, folder: Path, last_look: Callable[[], None] = lamb
 def _link_or_copy_folder(folder: Path, name: Path) -> None:
     target = folder / "model"
     try:
-        retry(lambda: os.symlink(os.path.relpath(target, name.parent), name), errnos=FAILING)
+        patiently(lambda: os.symlink(os.path.relpath(target, name.parent), name))
     except OSError as error:
         if name.is_symlink():
             # A lost reply, since nobody else makes such a name.

@@ -18,7 +18,7 @@ from fsbarrier.protocol.membership import GONE
 from fsbarrier.rundir.names import START, StartName
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore, Store
-from fsbarrier.store.retry import FAILING, retry
+from fsbarrier.store.retry import patiently
 
 LOOK_S = 0.05
 
@@ -64,7 +64,7 @@ def read_newest_starts(log_path: Path, rank: int | None = None) -> list[tuple[St
     Raises OSError.
     """
     reader = HeartbeatReader(PosixStore(), RunPaths(log_path).status)
-    return retry(lambda: [*reader.read(lambda newest: rank is None or newest.rank == rank)], errnos=FAILING)
+    return patiently(lambda: [*reader.read(lambda newest: rank is None or newest.rank == rank)])
 
 
 def iteration_of_others(log_path: Path, rank: int) -> int:

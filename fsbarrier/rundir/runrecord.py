@@ -29,7 +29,7 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.store import files, reading
 from fsbarrier.store.identity import user_at_host
-from fsbarrier.store.retry import FAILING, Backoff, retry, until_seen
+from fsbarrier.store.retry import HIDDEN_S, Backoff, fails, fails_or_hides, patiently
 
 SCHEMA = 1
 # A disk has this folder.
@@ -123,13 +123,17 @@ def publish(record: RunRecord) -> RunRecord:
     made = [folder for folder in (record.log_path, *record.log_path.parents) if not folder.exists()]
     try:
         files.make_dirs(record.log_path)
-        won = until_seen(lambda: files.create_exclusive(record.paths.record, encode(record)))
+        won = patiently(
+            lambda: files.create_exclusive(record.paths.record, encode(record)),
+            HIDDEN_S,
+            passes=fails_or_hides,
+        )
     except OSError as error:
         # Leave nothing behind. `rmdir` spares a folder that another start is already using, since it is not empty.
         for folder in made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
-        if error.errno in FAILING:
+        if fails(error):
             raise StoreError(f"--log-path {shown_path(record.log_path)}: {error.strerror or error}") from None
         raise UsageError(
             f"--log-path {shown_path(record.log_path)}: cannot be written: {error.strerror or error}"
@@ -164,7 +168,7 @@ def _digest(body: Mapping[str, object]) -> str:
 def exists(log_path: Path) -> bool:
     """Whether `log_path` contains a run's record. It is listed, since an NFS client would cache a failed lookup."""
     try:
-        return RunPaths(log_path).record.name in retry(lambda: os.listdir(log_path), errnos=FAILING)
+        return RunPaths(log_path).record.name in patiently(lambda: os.listdir(log_path))
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
@@ -230,19 +234,19 @@ def wait(log_path: Path, timeout_s: float, *, on_wait: Callable[[str], None] | N
 
 def _read(log_path: Path) -> RunRecord:
     """The listed record in `log_path`, when this mount shows it whole. Raises UsageError, StoreError."""
-    path, torn_until = RunPaths(log_path).record, time.monotonic() + TORN_S
-    idle, pauses = threading.Event(), iter(LOOKS)
-    while True:
-        try:
-            found = decode(retry(lambda: _read_bytes(path), errnos=FAILING), log_path)
-            _refuse_links(found.paths)
-            return found
-        except _Torn as error:
-            if not isinstance(error, _NotWholeYet) or time.monotonic() >= torn_until:
-                raise UsageError(f"{shown_path(path)}: {error}; use another --log-path") from None
-        except OSError as error:
-            raise _unreadable(path, error) from None
-        idle.wait(next(pauses))
+    path = RunPaths(log_path).record
+    try:
+        found = patiently(
+            lambda: decode(patiently(lambda: _read_bytes(path)), log_path),
+            TORN_S,
+            passes=lambda error: isinstance(error, _NotWholeYet),
+        )
+    except _Torn as error:
+        raise UsageError(f"{shown_path(path)}: {error}; use another --log-path") from None
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    _refuse_links(found.paths)
+    return found
 
 
 def _refuse_links(paths: RunPaths) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fsbarrier.store import owned, reading
-from fsbarrier.store.retry import FAILING, retry, until_seen
+from fsbarrier.store.retry import FAILING, HIDDEN_S, fails_or_hides, patiently
 
 _modes = {"file": 0o600, "dir": 0o700}
 # The record of the run that this process works for.
@@ -44,7 +44,7 @@ def make_dirs(path: Path) -> None:
 
     Raises OSError if the directory cannot be created. An existing one is not changed.
     """
-    until_seen(lambda: try_to_make_dirs(path))
+    patiently(lambda: try_to_make_dirs(path), HIDDEN_S, passes=fails_or_hides)
 
 
 def make_dirs_below(root: Path, folder: Path) -> None:
@@ -375,7 +375,7 @@ def sha256_file(path: Path) -> str:
 def sha256_open(fd: int, between_reads: Callable[[], None] = lambda: None) -> str:
     """`sha256_file` of an open file. `between_reads` may raise to abort a long computation. Raises OSError."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(READ_BYTES))
-    while size := retry(lambda: os.readv(fd, [buffer]), errnos=FAILING):
+    while size := patiently(lambda: os.readv(fd, [buffer])):
         digest.update(buffer[:size])
         between_reads()
     return digest.hexdigest()

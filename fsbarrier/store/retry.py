@@ -1,11 +1,11 @@
-"""Retries for transient filesystem errors and for files that are not visible yet."""
+"""How everything but the nodes' loop waits for a mount that fails for a moment, or shows new files late."""
 
 from __future__ import annotations
 
 import errno
 import threading
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -34,48 +34,59 @@ class Backoff:
 
 #: errors of a mount that may be transient
 FAILING = frozenset({errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENXIO})
-#: how long to retry on a failing filesystem, and the pauses between retries
+#: how long a failing mount is waited for where a person or a program can repeat the whole
 PASSING_S = 1.5
 #: How long a mount may hide a file made by another node: twice the default negative cache lifetime of an NFS client.
 HIDDEN_S = 60.0
 PAUSES = Backoff(0.02, 0.5, factor=2.0)
 
 
-def retry(
+def fails(error: Exception) -> bool:
+    """Whether the mount fails, perhaps for a moment."""
+    return isinstance(error, OSError) and error.errno in FAILING
+
+
+def fails_or_hides(error: Exception) -> bool:
+    """For directories that exist, although this mount may not show them yet.
+
+    Example: node 1 created coordination/ a second ago. Until this mount refreshes its cache, the directory can neither be created (EEXIST)
+    nor entered (ENOENT).
+    """
+    return isinstance(error, OSError) and error.errno in FAILING | {errno.ENOENT}
+
+
+def is_of_the_mount(error: BaseException | None) -> bool:
+    """Whether a filesystem failed or is full, which may pass. Sockets have some of these error codes too, but no file name."""
+    if not isinstance(error, OSError):
+        return False
+    return error.errno in (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS) or (
+        error.errno in FAILING and error.filename is not None
+    )
+
+
+def patiently(
     operation: Callable[[], T],
-    *,
     within_s: float = PASSING_S,
-    errnos: Container[int] | None = None,
+    *,
+    passes: Callable[[Exception], bool] = fails,
     cancel: threading.Event | None = None,
-    passing: tuple[type[Exception], ...] = (OSError,),
     clock: Callable[[], float] = time.monotonic,
 ) -> T:
-    """Call `operation`, and retry while it raises one of `passing`, for `within_s` after its first failure.
+    """The result of `operation`, repeated while it raises an error that `passes`, for `within_s` after the first one.
 
-    Raises the last failure, and immediately an OSError whose errno is not in `errnos` (None: retry every error). When `cancel` is set
-    during a pause, raises the failure before it.
+    A repetition that took longer than that before it failed begins anew. Raises the last failure, also when `cancel` is set meanwhile.
     """
     idle = cancel if cancel is not None else threading.Event()
     pauses, failing_since = iter(PAUSES), None
     while True:
+        began = clock()
         try:
             return operation()
-        except passing as error:
+        except Exception as error:
             now = clock()
-            failing_since = now if failing_since is None else failing_since
+            if failing_since is None or now - began > within_s:
+                pauses, failing_since = iter(PAUSES), now
             left_s = failing_since + within_s - now
-            stays = isinstance(error, OSError) and errnos is not None and error.errno not in errnos
-            if left_s <= 0 or stays:
+            # The last pause is shortened, so that the last repetition happens exactly when the time is up.
+            if left_s <= 0 or not passes(error) or idle.wait(min(next(pauses), left_s)):
                 raise
-            # The last pause is shortened, so that the last retry happens exactly when the time is up.
-            if idle.wait(min(next(pauses), left_s)):
-                raise
-
-
-def until_seen(operation: Callable[[], T], within_s: float = HIDDEN_S) -> T:
-    """Call `operation` on directories that exist, although this mount may not show them yet.
-
-    Example: node 1 created coordination/ a second ago. Until this mount refreshes its cache, the directory can neither be created (EEXIST)
-    nor entered (ENOENT). Transient errors are retried as in `retry`. Raises OSError.
-    """
-    return retry(lambda: retry(operation, errnos=FAILING), within_s=within_s, errnos={errno.ENOENT})

@@ -28,7 +28,7 @@ from fsbarrier.rundir.names import Name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.store import files, reading, trusted_folder
-from fsbarrier.store.retry import FAILING, retry, until_seen
+from fsbarrier.store.retry import HIDDEN_S, fails_or_hides, patiently
 
 JOB = Name("job-{:06d}.json", int)
 DECISION = Name("{:06d}.json", int)
@@ -73,7 +73,7 @@ class PoolDirectory:
         """The current contents of the directory."""
         if self._held >= 0 and not os.path.samestat(os.fstat(self._held), os.stat(self.root)):
             raise UsageError(f"{self.root}: somebody put another folder in the place of this pool")
-        return Facts(*retry(self._read, errnos=FAILING))
+        return Facts(*patiently(self._read))
 
     def _read(self) -> tuple[Any, ...]:
         self._read_new(JOB, self.root / "jobs", Job, self._jobs)
@@ -162,7 +162,9 @@ def check_private(root: Path, *, shared_group: bool) -> None:
 
 def _create(path: Path, body: Mapping[str, object]) -> bool:
     data = json.dumps(body).encode() + b"\n"
-    return until_seen(lambda: files.create_exclusive(path, data, never_torn=True))
+    return patiently(
+        lambda: files.create_exclusive(path, data, never_torn=True), HIDDEN_S, passes=fails_or_hides
+    )
 
 
 def _record(path: Path, cls: type[T]) -> T:
@@ -170,7 +172,7 @@ def _record(path: Path, cls: type[T]) -> T:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        data = retry(lambda: files.read_created(path), errnos=FAILING)
+        data = patiently(lambda: files.read_created(path))
         found = TypeAdapter(dict[str, Any]).validate_json(data)
         if unknown := found.keys() - {one.name for one in fields(cls)}:
             raise StoreError(

@@ -14,7 +14,7 @@ from fsbarrier.protocol.timing import BEAT_S, DEAD_S
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.store import files
 from fsbarrier.store.identity import host_name
-from fsbarrier.store.retry import FAILING, retry, until_seen
+from fsbarrier.store.retry import HIDDEN_S, fails, fails_or_hides, patiently
 
 #: Above this number of nodes the timeouts grow with it, so that the heartbeats do not increase the load on the file server.
 MANY_NODES = 160
@@ -30,9 +30,9 @@ def admit(log_path: Path, *, write: bool) -> Report:
     Raises StoreError if the filesystem fails or is unsuitable, UsageError without write permission.
     """
     try:
-        report = retry(lambda: examine.short(log_path, write=write), errnos=FAILING)
+        report = patiently(lambda: examine.short(log_path, write=write))
     except OSError as error:
-        if error.errno in FAILING:
+        if fails(error):
             raise StoreError(f"--log-path {log_path}: {error.strerror}") from None
         raise UsageError(f"--log-path {log_path}: not writable: {error.strerror or error}") from None
     if report.refused:
@@ -59,6 +59,6 @@ def record(report: Report, paths: RunPaths, node_rank: int) -> None:
     path = paths.filesystem(node_rank)
     try:
         files.make_dirs_below(paths.root, path.parent)
-        until_seen(lambda: files.write_atomic(path, body.encode() + b"\n"))
+        patiently(lambda: files.write_atomic(path, body.encode() + b"\n"), HIDDEN_S, passes=fails_or_hides)
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror or error}") from None
