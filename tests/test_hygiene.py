@@ -133,7 +133,6 @@ UNLINKED_BY_PATH = {
     "data/merge.py": "its own temporary files, in the run",
     **dict.fromkeys(["rundir/checkpoints.py", "rundir/record_store.py"], "names of the run"),
     "training/checkpoint_write.py": "a name of the run",
-    "coordination/rank_lock.py": "a lock in the private folder",
     **dict.fromkeys(["engine/server.py", "processes/kept_program.py"], "sockets in the private folder"),
     "processes/orphans.py": "records in the private folder",
     "sim/artifacts.py": "the simulator's own",
