@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,10 @@ def test_the_best_of_the_best_group_and_the_worst_of_the_worst_are_shown(run: Fa
     merged(run, 2, {0: [1.0, 1.0]})  # older: not shown
     merged(run, 3, {0: [0.5, 0.6], 1: [-1.0, 0.4], 2: [0.25, 2.0]})
     merged(run, 3, {7: [0.125]}, split="test")
+    # An iteration that nobody counts down from.
+    (journal, *_) = run.paths.events.glob("*.jsonl")
+    far = {**json.loads(journal.read_text().splitlines()[-1]), "iteration": 10**12, "event": "phase_started"}
+    journal.write_text(f"{journal.read_text()}{json.dumps(far)}\n")
     text = Page(report(run)).text
     assert "Answers in training, iteration 3" in text and "iteration 2</h3>" not in report(run)
     best, worst = text.index("best"), text.index("worst")

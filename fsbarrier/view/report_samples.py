@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from fsbarrier.data import rank_files
 from fsbarrier.data.rank_file import FormatError, GroupEntry, opened, read_trajectories
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import StoreError
-from fsbarrier.rundir.names import SPLITS
+from fsbarrier.rundir.names import MERGED, SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.store.printable import printable
 from fsbarrier.view.amounts import amount, one_line
@@ -53,28 +54,32 @@ def samples(paths: RunPaths, newest: int, seed: str) -> list[SplitSamples]:
 
 
 def _split(paths: RunPaths, split: str, newest: int, seed: str) -> SplitSamples | None:
-    for iteration in range(newest, 0, -1):
-        merged = paths.merged(split, iteration)
-        if not merged.exists():
-            continue
-        title = f"{TITLES[split]}, iteration {iteration}"
-        try:
-            groups = _groups(paths, split, iteration)
-            chosen = choose(groups, random.Random(f"{seed} {split} {iteration}"))
-            found = [_sample(label, trajectory) for label, trajectory in chosen]
-        # A program of the user's may write arbitrary values into a trajectory's fields.
-        except (
-            StoreError,
-            FormatError,
-            LookupError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            AttributeError,
-        ) as error:
-            return SplitSamples(title, (), one_line(f"cannot show {merged.name}: {error}"))
-        return SplitSamples(title, found, "" if found else "No scored trajectory can be shown.")
-    return None
+    folder = paths.trajectories(split)
+    merges = MERGED.parse_all(os.listdir(folder)) if folder.is_dir() else []
+    # `newest` comes from a journal, and may be any number.
+    iteration = max(
+        (one.iteration for one in merges if one.split == split and one.iteration <= newest), default=0
+    )
+    if not iteration:
+        return None
+    title = f"{TITLES[split]}, iteration {iteration}"
+    try:
+        groups = _groups(paths, split, iteration)
+        chosen = choose(groups, random.Random(f"{seed} {split} {iteration}"))
+        found = [_sample(label, trajectory) for label, trajectory in chosen]
+    # A program of the user's may write arbitrary values into a trajectory's fields.
+    except (
+        StoreError,
+        FormatError,
+        LookupError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        AttributeError,
+    ) as error:
+        name = paths.merged(split, iteration).name
+        return SplitSamples(title, (), one_line(f"cannot show {name}: {error}"))
+    return SplitSamples(title, found, "" if found else "No scored trajectory can be shown.")
 
 
 #: a group, and the rank's file that contains it
