@@ -64,7 +64,7 @@ find_ready() {
 # Checks that an environment made by hand has the packages that every command needs.
 check_own_environment() {
   local missing
-  missing="$("$python" -c 'import importlib.util as u; print(*(n for n in ("filelock", "jinja2", "watchdog", "rich", "pydantic") if u.find_spec(n) is None))')" ||
+  missing="$("$python" -c 'import importlib.util as u; print(*(n for n in ("filelock", "jinja2", "watchdog", "rich", "msgspec") if u.find_spec(n) is None))')" ||
     fail "$python does not run; FSBARRIER_VENV names the folder of a virtual environment"
   [ -z "$missing" ] || fail "$place has no $missing: $place/bin/python -m pip install -r $clone/scripts/requirements/cpu.txt (or cuda.txt, rocm.txt)"
 }

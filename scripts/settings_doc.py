@@ -5,11 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from collections.abc import Iterable
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "settings.md"
@@ -17,10 +15,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from generated_page import write_or_check  # noqa: E402
 
-from fsbarrier.settings.section import EACH_SESSION, Changes, Section  # noqa: E402
-from fsbarrier.settings.sections import EvalSet, EvalSettings, Settings, sections  # noqa: E402
+from fsbarrier.settings.section import EACH_SESSION, Changes  # noqa: E402
+from fsbarrier.settings.sections import EvalSet, known_names, sections  # noqa: E402
 from fsbarrier.settings.sources import FLAGS, SET_NAME  # noqa: E402
-from fsbarrier.settings.value_types import Bounds  # noqa: E402
+from fsbarrier.settings.value_types import Kind, described  # noqa: E402
 
 HEAD = """# Settings
 
@@ -66,35 +64,37 @@ CHANGES = {
 }
 
 
+# What somebody needs for a first run of their own.
+FIRST = (
+    *("model", "data_path", "reward.kind", "iterations", "eval_interval"),
+    *("rollout.tasks", "rollout.samples", "rollout.max_tokens", "engine.max_model_len", "optimizer.lr"),
+)
+
+
 def page() -> str:
     """The whole document."""
-    groups = sections()
-    parts = [HEAD, table("The run", "", Settings, "", set(groups))]
-    for name, section in groups.items():
-        parts.append(table(f"`{name}`", (section.__doc__ or "").strip(), section, f"{name}.", set()))
-        if section is EvalSettings:
-            # Its table of sets has settings of its own.
-            text = inspect.cleandoc(EvalSet.__doc__ or "")
-            parts.append(table(f"`{SET_NAME}`", text, EvalSet, f"{SET_NAME}.", set()))
+    rows = {key: row(key, kind) for key, kind in known_names().items()}
+    texts = {"": "", **{name: (section.__doc__ or "").strip() for name, section in sections().items()}}
+    # The table of evaluation sets has settings of its own.
+    texts[SET_NAME] = inspect.cleandoc(EvalSet.__doc__ or "")
+    parts = [HEAD, table("The ten to begin with", "", [rows[key] for key in FIRST])]
+    for name in dict.fromkeys(key.rpartition(".")[0] for key in rows):
+        own = [row for key, row in rows.items() if key.rpartition(".")[0] == name]
+        parts.append(table(f"`{name}`" if name else "The run", texts[name], own))
     return "\n".join(parts)
 
 
-def table(title: str, text: str, section: type[Section], prefix: str, left_out: set[str]) -> str:
+def table(title: str, text: str, rows: Iterable[str]) -> str:
     """One section: a row a setting."""
-    flags = {key: flag for flag, key in FLAGS.items()}
-    hints = get_type_hints(section, include_extras=True)
-    lines = [f"## {title}", "", *([text, ""] if text else [])]
-    lines += ["| setting | value | default | changes | meaning |", "| --- | --- | --- | --- | --- |"]
-    for item in fields(section):  # type: ignore[arg-type]
-        if item.name in left_out:
-            continue
-        key = f"{prefix}{item.name}"
-        named = f"`{key}`" + (f"<br>`{flags[key]}`" if key in flags else "")
-        default: object = {} if item.default is MISSING else item.default
-        when = CHANGES[item.metadata["changes"]]
-        row = (named, shape(hints[item.name]), written(default), when, item.metadata["description"])
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
-    return "\n".join(lines) + "\n"
+    head = ["| setting | value | default | changes | meaning |", "| --- | --- | --- | --- | --- |"]
+    return "\n".join([f"## {title}", "", *([text, ""] if text else []), *head, *rows]) + "\n"
+
+
+def row(key: str, kind: Kind) -> str:
+    flag = next((f"<br>`{flag}`" for flag, setting in FLAGS.items() if setting == key), "")
+    value = described(kind.hint).replace(" that is not empty", "").removeprefix("a ").removeprefix("one of ")
+    cells = (f"`{key}`{flag}", value, written(kind.default), CHANGES[kind.changes], kind.description)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def written(value: Any) -> str:
@@ -106,29 +106,6 @@ def written(value: Any) -> str:
     if isinstance(value, dict):
         return "empty"
     return f"`{value}`" if isinstance(value, str) else f"`{json.dumps(value)}`"
-
-
-def shape(hint: Any) -> str:
-    """What may be given, in a few words: type and limits."""
-    inner = get_args(hint)
-    if NoneType in inner:
-        return shape(inner[0]) + ", or none"
-    if get_origin(hint) is Annotated:
-        limits = [phrase for trait in inner[1:] if isinstance(trait, Bounds) for phrase in bounds(trait)]
-        return " ".join([shape(inner[0]), *limits])
-    if get_origin(hint) is Literal:
-        return ", ".join(f"`{item}`" for item in inner)
-    if get_origin(hint) is tuple:
-        return "list of " + shape(inner[0]).replace("number", "numbers").replace("text", "words")
-    names = {int: "whole number", float: "number", bool: "true or false", str: "text", Mapping: "table"}
-    return names[get_origin(hint) or hint]
-
-
-def bounds(limit: Bounds) -> list[str]:
-    """The limits of a number."""
-    words = {"gt": "> {}", "ge": "≥ {}", "lt": "< {}", "le": "≤ {}"}
-    found = {name: getattr(limit, name) for name in words}
-    return [words[name].format(f"{bound:g}") for name, bound in found.items() if bound is not None]
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ PROOF = {
 # (requirements/rocm.txt lists what it does not bring).
 BENEATH = (
     *("torch", "transformers", "vllm", "safetensors", "httpx", "uvicorn", "starlette"),
-    *("filelock", "jinja2", "rich", "pydantic"),
+    *("filelock", "jinja2", "rich", "msgspec"),
 )
 # Stands in an environment that can only show runs, and has nothing of what their programs need (requirements/light.txt).
 # fsbarrier/cli/start/preflight.py looks for it.

@@ -25,8 +25,7 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.rundir.session_settings import can_hold, in_force
-from fsbarrier.settings.resolve import known_names
-from fsbarrier.settings.sections import Settings
+from fsbarrier.settings.sections import Settings, known_names
 from fsbarrier.settings.sources import from_words
 from fsbarrier.trajectories import load
 from fsbarrier.view.report import page
@@ -149,7 +148,7 @@ def test_what_was_changed_holds_for_starts_that_do_not_repeat_it(run: Path) -> N
             ["coordination.dead_s=99"],
             "it cannot change, because all nodes must use the same failure-detection timeouts",
         ),
-        (["optimizer.lr=-1"], "optimizer.lr: must be greater than 0"),
+        (["optimizer.lr=-1"], "optimizer.lr: must be a number > 0"),
         (["num_nodes=2", "rank_weights=1,2,3"], "rank_weights=1,2,3: 3 weights for 2 nodes"),
         (["update.recency=2", "rollout.temperature=0.5"], "cannot change while update.recency is above 1"),
     ],

@@ -18,7 +18,8 @@ from fsbarrier import cli
 from fsbarrier.cli import run_command
 from fsbarrier.cli.commands import flags
 from fsbarrier.errors import FsbarrierError
-from fsbarrier.settings.resolve import known_names, resolve
+from fsbarrier.settings.resolve import resolve
+from fsbarrier.settings.sections import known_names
 from fsbarrier.settings.sources import from_words
 
 #: What stands for "and whatever else you need".

@@ -37,7 +37,6 @@ from fsbarrier.rundir import checkpoints, journal, runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.settings import sources as given_settings
-from fsbarrier.settings.resolve import known_names
 from fsbarrier.settings.sections import Settings
 from fsbarrier.trajectories import FormatError, RankFileWriter, scan_rank_file
 
@@ -321,7 +320,7 @@ def test_a_settings_file(tmp_path_factory: pytest.TempPathFactory, data: bytes) 
     path = tmp_path_factory.mktemp("settings") / "settings.toml"
     path.write_bytes(data)
     try:
-        given_settings.from_file(path, known_names())
+        given_settings.from_file(path)
     except UsageError as error:
         assert "\n" not in str(error)
 

@@ -83,7 +83,7 @@ def test_heavy_libraries_are_imported_by_worker_programs_only() -> None:
         for path in sources("fsbarrier", "phases")
         if not LAUNCHED.intersection(path.parts)
         for name, line in module_imports(path)
-        if name.split(".")[0] in HEAVY or (name.split(".")[0] == "pydantic" and "settings" not in path.parts)
+        if name.split(".")[0] in HEAVY
     ]
     assert not found
 

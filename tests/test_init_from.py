@@ -16,8 +16,7 @@ from fsbarrier.cli.start import model_folder
 from fsbarrier.cli.start.begin import Request, Start
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir import checkpoints, runrecord
-from fsbarrier.settings.resolve import known_names
-from fsbarrier.settings.sections import Settings
+from fsbarrier.settings.sections import Settings, known_names
 from fsbarrier.settings.sources import from_words
 
 

@@ -20,7 +20,8 @@ from fsbarrier.errors import UsageError
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord
-from fsbarrier.settings.resolve import known_names, resolve
+from fsbarrier.settings.resolve import resolve
+from fsbarrier.settings.sections import known_names
 from fsbarrier.settings.sources import from_words
 from fsbarrier.store import files
 from fsbarrier.store.files import sha256_file

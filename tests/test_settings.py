@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from fsbarrier.cli.commands import flags
 from fsbarrier.errors import UsageError
-from fsbarrier.rundir.runrecord import look_up
 from fsbarrier.settings import resolve as resolving
-from fsbarrier.settings.sections import EvalSet, Settings
+from fsbarrier.settings.sections import EvalSet, Settings, known_names
 from fsbarrier.settings.sources import (
     FLAGS,
     ChosenValue,
@@ -29,7 +28,7 @@ from fsbarrier.settings.sources import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-KNOWN = resolving.known_names()
+KNOWN = known_names()
 
 
 def resolve(*words: str, **more: Any) -> Settings:
@@ -76,25 +75,25 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rollout.temperature=hot"], 'rollout.temperature: must be a number, got "hot"'),
-        (["rollout.samples=2.5"], "rollout.samples: must be a whole number, got 2.5"),
-        (["rollout.samples=true"], "rollout.samples: must be a whole number, got true"),
-        (["rollout.top_p=0"], "rollout.top_p: must be greater than 0, got 0"),
+        (["rollout.temperature=hot"], 'rollout.temperature: must be a number ≥ 0, got "hot"'),
+        (["rollout.samples=2.5"], "rollout.samples: must be a whole number ≥ 1, got 2.5"),
+        (["rollout.samples=true"], "rollout.samples: must be a whole number ≥ 1, got true"),
+        (["rollout.top_p=0"], "rollout.top_p: must be a number > 0 and ≤ 1, got 0"),
         (["debug_mode=maybe"], 'debug_mode: must be true or false, got "maybe"'),
         (["optimizer.lr=nan"], "optimizer.lr: must be a finite number, got nan"),
-        (["optimizer.betas=0.9"], "optimizer.betas: needs 2 values, got [0.9]"),
-        (["rl_phase=train"], "rl_phase: must be 'rollout', 'update' or 'both', got \"train\""),
+        (["optimizer.betas=0.9"], "optimizer.betas: must be 2 numbers ≥ 0 and < 1, got [0.9]"),
+        (["rl_phase=train"], 'rl_phase: must be one of rollout, update, both, got "train"'),
         (["rollout.temprature=1"], "rollout.temprature: unknown setting; did you mean rollout.temperature?"),
         (["temperature=1"], "did you mean rollout.temperature or eval.temperature?"),
         (["num-nodes=3"], "did you mean num_nodes?"),
         (["rollout=3"], "rollout: rollout is a group of settings: rollout.tasks"),
-        (["model="], "model: must not be empty"),
+        (["model="], "model: must be text that is not empty, or none"),
         (["custom=1"], "custom: must be a table"),
         (["custom.a=1", "custom.a.b=2"], "custom.a.b: a is a single value, not a group of settings"),
         (["num_nodes=3", "rank_weights=1,2"], "2 weights for 3 nodes"),
         (["rank_weights=1,2"], "2 weights for 1 node (num_nodes=1)"),
-        (["num_nodes=2", "rank_weights=1,0"], "must be greater than 0 (number 2 of the list), got 0"),
-        (["num_nodes=2", "rank_weights=1,inf"], "must be a finite number (number 2 of the list)"),
+        (["num_nodes=2", "rank_weights=1,0"], "rank_weights: must be a list of numbers > 0, got [1, 0]"),
+        (["num_nodes=2", "rank_weights=1,inf"], "rank_weights: must be a finite number, got [1, Infinity]"),
         (["min_nodes=2"], "min_nodes=2: must not exceed the number of nodes (num_nodes=1)"),
         (["rollout_split=eval-only"], "rollout_split=eval-only: requires --rl-phase rollout"),
         (["coordination.beat_s=6"], "must be at most a third of coordination.dead_s=10"),
@@ -129,11 +128,10 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
             "rollout.top_p=0.9: training rollouts for algorithm.loss=grpo must sample from",
         ),
         (["rollout.top_k=2"], "use eval.top_k for evaluations"),
-        (["rollout.samples=0", "rollout.tasks=0"], "(and 1 more)"),
-        (["eval.sets.aime.samples=0"], "eval.sets.aime.samples: must be 1 or more, got 0"),
+        (["eval.sets.aime.samples=0"], "eval.sets.aime.samples: must be a whole number ≥ 1, or none, got 0"),
         (["eval.sets.aime.samlpes=3"], "unknown setting; did you mean eval.sets.NAME.samples?"),
         (["eval.sets.aime=3"], "eval.sets.aime: must be a table, got 3"),
-        (["eval.sets.a b.samples=3"], "a name may have letters, digits, _ and -, got"),
+        (["eval.sets.a b.samples=3"], "the name of a set may have letters, digits, _ and -"),
         (["eval.sets.train.samples=3"], 'eval.sets.train: the name "train" is reserved'),
         (
             ["eval.samples=4", "eval.sets.a.temperature=0"],
@@ -157,7 +155,7 @@ def test_every_number_and_path_has_a_flag_of_its_setting() -> None:
 
 def test_help_names_the_defaults_of_the_settings() -> None:
     """`--help` loads no settings, so the numbers stand in its text too."""
-    parser, defaults = argparse.ArgumentParser(), Settings().as_json()
+    parser, defaults = argparse.ArgumentParser(), Settings().flat()
     flags.add_run_flags(parser)
     told = {
         one.option_strings[-1]: re.search(r"\(default (\d+)", one.help or "")
@@ -165,14 +163,14 @@ def test_help_names_the_defaults_of_the_settings() -> None:
         if one.option_strings
     }
     numbers = {flag: int(found[1]) for flag, found in told.items() if found}
-    assert numbers == {flag: look_up(defaults, FLAGS[flag]) for flag in numbers} and len(numbers) == 3
+    assert numbers == {flag: defaults[FLAGS[flag]] for flag in numbers} and len(numbers) == 3
 
 
 def test_later_sources_win_and_defaults_lie_below(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text("num_nodes = 2\neval_interval = 5\n[rollout]\nsamples = 4\ntasks = 7\n")
     given = [
-        *from_file(config, KNOWN),
+        *from_file(config),
         *from_flags(
             {"--num-nodes": "3", "--model": None, "--debug-mode": True, "--shared-group": False}, KNOWN
         ),
@@ -195,7 +193,7 @@ def test_sets_of_held_out_tasks_come_from_a_file_and_from_words(tmp_path: Path) 
         "[eval]\nsamples = 2\n[eval.sets.aime]\nsamples = 32\ntemperature = 0.9\n[eval.sets.plain]\n"
     )
     words = ["eval.sets.aime.samples=8", "eval.sets.gsm.file=test.jsonl"]
-    chosen = resolving.resolve([*from_file(config, KNOWN), *from_words(words, KNOWN)])
+    chosen = resolving.resolve([*from_file(config), *from_words(words, KNOWN)])
     assert chosen.eval.sets == {
         "aime": EvalSet(samples=8, temperature=0.9),
         "plain": EvalSet(),
@@ -222,7 +220,7 @@ def test_sets_of_held_out_tasks_come_from_a_file_and_from_words(tmp_path: Path) 
             "[rollout]\ntemperture = 1\n",
             "rollout.temperture: unknown setting; did you mean rollout.temperature?",
         ),
-        ("[rollout]\ntemperature = 'hot'\n", 'rollout.temperature: must be a number, got "hot"'),
+        ("[rollout]\ntemperature = 'hot'\n", 'rollout.temperature: must be a number ≥ 0, got "hot"'),
         ("rollout = 3\n", "is a group of settings"),
     ],
 )
@@ -230,14 +228,14 @@ def test_a_file_is_named_with_what_is_wrong_in_it(tmp_path: Path, text: str, mes
     config = tmp_path / "run.toml"
     config.write_text(text)
     with pytest.raises(UsageError, match=r"run\.toml") as caught:
-        resolving.resolve(from_file(config, KNOWN))
+        resolving.resolve(from_file(config))
     assert message in str(caught.value)
 
 
 def test_flags_speak_in_their_own_name() -> None:
     with pytest.raises(UsageError, match=r"^--rank-weights 1,1: 2 weights for 3 nodes \(--num-nodes 3\)"):
         resolving.resolve(from_flags({"--num-nodes": "3", "--rank-weights": "1,1"}, KNOWN))
-    with pytest.raises(UsageError, match=r'^--num-nodes: must be a whole number, got "x"$'):
+    with pytest.raises(UsageError, match=r'^--num-nodes: must be a whole number ≥ 1 and ≤ 100000, got "x"$'):
         resolving.resolve(from_flags({"--num-nodes": "x"}, KNOWN))
 
 
@@ -260,7 +258,7 @@ def test_no_file_does_anything_but_resolve_or_name_itself(
     config = tmp_path_factory.mktemp("config") / "c.toml"
     config.write_text(text, encoding="utf-8", errors="surrogatepass")
     try:
-        resolving.resolve(from_file(config, KNOWN))
+        resolving.resolve(from_file(config))
     except UsageError as error:
         assert "c.toml" in str(error)
 

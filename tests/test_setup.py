@@ -331,7 +331,7 @@ def test_an_environment_made_by_hand_is_used_as_it_is(clone: Path, bare_path: Pa
     assert (code, output) == (0, f"{clone} -P -m fsbarrier run --demo\n")
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     code, output = run(clone, environ, "--demo", cwd=tmp_path)
-    assert code == 2 and f"{tmp_path}/own has no filelock jinja2 watchdog rich pydantic: " in output
+    assert code == 2 and f"{tmp_path}/own has no filelock jinja2 watchdog rich msgspec: " in output
     assert output.count("\n") == 1 and "-m pip install -r" in output
 
 

@@ -20,7 +20,7 @@ from fake_run import long_run
 from fsbarrier.cli.start.begin import Request, begin
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.settings.resolve import known_names
+from fsbarrier.settings.sections import known_names
 from fsbarrier.settings.sources import from_words
 from fsbarrier.workers.track import OneTracker, TrackerState
 

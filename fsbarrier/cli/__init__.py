@@ -18,27 +18,32 @@ from fsbarrier.errors import UsageError
 from fsbarrier.settings.sources import nearest
 
 #: Name -> summary, in the order in which a user needs them.
-COMMANDS = {
+USERS = {
     "run": "run this node (./run.sh does the same, but creates its environment first)",
-    "plan": "estimate engines, sharding and memory of a run on given machines, before starting it",
     "launch": "start several nodes: on this machine, or through ssh, Slurm, Kubernetes, SkyPilot or dstack",
+    "status": "show the progress of a run and the state of each node",
+    "top": "watch a run live",
+    "logs": "show or follow the nodes' logs",
+    "stop": "end a run on all its nodes",
+    "runs": "list the runs in a folder",
+    "report": "write a run's metrics to a file",
+    "export": "export a policy as a Hugging Face model folder, or trajectories as a table",
+    "recover": "after a disaster: check what each rank left, and repair the run",
+    "aggregate": "merge the ranks' trajectory files by hand",
+    "doctor": "check whether a filesystem and the nodes can support a run",
+    "plan": "estimate engines, sharding and memory of a run on given machines, before starting it",
+    "debug": "collect the logs of all nodes, with the stacks of this host's programs, in one archive",
+}
+POOL = {
     "daemon": "add this node to a pool and run its jobs",
     "submit": "add a run to a pool's queue",
     "jobs": "list a pool's jobs, show their logs, stop one",
-    "status": "show the progress of a run and the state of each node",
-    "runs": "list the runs in a folder",
-    "top": "watch a run live",
-    "logs": "show or follow the nodes' logs",
-    "debug": "collect the logs of all nodes, with the stacks of this host's programs, in one archive",
-    "stop": "end a run on all its nodes",
-    "recover": "after a disaster: check what each rank left, and repair the run",
-    "aggregate": "merge the ranks' trajectory files by hand",
-    "export": "export a policy as a Hugging Face model folder, or trajectories as a table",
-    "report": "write a run's metrics to a file",
-    "doctor": "check whether a filesystem and the nodes can support a run",
+}
+DEVELOPERS = {
     "bench": "measure barrier latency on this machine",
     "simulate": "test the protocol under injected faults, in virtual time",
 }
+COMMANDS = {**USERS, **POOL, **DEVELOPERS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +74,12 @@ def overview() -> str:
         "",
         "Synchronous multi-node RL post-training: one command per node and a shared directory.",
         "",
-        *(f"  {name:<10} {summary}" for name, summary in COMMANDS.items()),
+        *(f"  {name:<10} {summary}" for name, summary in USERS.items()),
+        "",
+        "for a pool of nodes:",
+        *(f"  {name:<10} {summary}" for name, summary in POOL.items()),
+        "",
+        f"for developers: {', '.join(DEVELOPERS)}",
         "",
         "example: fsbarrier run --demo",
         "`fsbarrier COMMAND --help` explains a command; docs/settings.md lists every setting.",

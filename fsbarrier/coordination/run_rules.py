@@ -5,13 +5,13 @@ from __future__ import annotations
 from fsbarrier.program import Program
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Rules
-from fsbarrier.rundir.runrecord import look_up
-from fsbarrier.settings.sections import Settings, names_that_change
+from fsbarrier.settings.section import EACH_SESSION
+from fsbarrier.settings.sections import Settings, changes_of
 
 
 def make_rules(settings: Settings, program: Program) -> Rules:
     """The rules for a program and the settings that the run began with."""
-    coordination, recorded = settings.coordination, settings.as_json()
+    coordination = settings.coordination
     return Rules(
         table=program,
         num_nodes=settings.num_nodes,
@@ -24,5 +24,5 @@ def make_rules(settings: Settings, program: Program) -> Rules:
             stagger_s=2 * coordination.beat_s,
             last_call_s=coordination.last_call_s,
         ),
-        settings={name: look_up(recorded, name) for name in names_that_change(settings)},
+        settings={name: value for name, value in settings.flat().items() if changes_of(name) is EACH_SESSION},
     )

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from fsbarrier.doctor.findings import Check, Times
 from fsbarrier.store import files
 from fsbarrier.store.reading import RECORD_BYTES, read_bytes
@@ -86,9 +88,7 @@ class NodeFindings:
     @staticmethod
     def of(message: Mapping[str, Any]) -> NodeFindings:
         """Rebuild from the JSON of `asdict`."""
-        from pydantic import TypeAdapter
-
-        return TypeAdapter(NodeFindings).validate_python(message)
+        return msgspec.convert(message, NodeFindings)
 
 
 #: findings by rank

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Mapping
 
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.session import shown
-from fsbarrier.rundir.runrecord import RunRecord, look_up, shown_path
+from fsbarrier.rundir.runrecord import RunRecord, shown_path
 from fsbarrier.settings.section import EACH_SESSION, EACH_START
 from fsbarrier.settings.sections import Settings, changes_of, fixed_because
 from fsbarrier.settings.sources import SETS, ChosenValue, set_in
@@ -21,10 +20,10 @@ def stated_changes(
     `settings`: the parsed `chosen`, so that equal values agree however they are written. Raises UsageError, with both values and the
     reason, for the first unchangeable setting that contradicts the record.
     """
-    ours, theirs, found = settings.as_json(), record.settings.as_json(), {}
+    ours, theirs, found = settings.flat(), record.settings.flat(), {}
     sets = record.settings.eval.sets
-    for key, item in chain.from_iterable(map(_stated, chosen.values())):
-        kind, value, recorded = changes_of(key), look_up(ours, key), look_up(theirs, key)
+    for key, item in chosen.items():
+        kind, value, recorded = changes_of(key), ours.get(key), theirs.get(key)
         own_set = set_in(key)
         if own_set and own_set not in sets:
             there = f"its sets are {', '.join(sorted(sets))}" if sets else "it has none, only eval.*"
@@ -44,12 +43,3 @@ def stated_changes(
                 f"drop {'the flag' if item.is_flag else 'it'} or use another --log-path"
             )
     return found
-
-
-def _stated(item: ChosenValue) -> Iterator[tuple[str, ChosenValue]]:
-    """The chosen settings in `item` by name; of a table of one or several sets, each setting in it."""
-    if isinstance(item.value, Mapping) and item.value and (item.key == SETS or set_in(item.key)):
-        for name, value in item.value.items():
-            yield from _stated(ChosenValue(f"{item.key}.{name}", value, f"{item.source}.{name}"))
-    else:
-        yield item.key, item

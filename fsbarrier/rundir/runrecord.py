@@ -353,14 +353,6 @@ def check_tasks(record: RunRecord) -> None:
             )
 
 
-def look_up(nested: Mapping[str, object], key: str) -> object:
-    """The value of a dotted name; None if there is none."""
-    value: object = nested
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
 def shown_path(path: Path) -> str:
     """The path for people: relative to the working directory if that is shorter and does not go up."""
     try:

@@ -6,32 +6,34 @@ are ignored.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.facts import Generation, Join, Payload
 from fsbarrier.rundir.names import GENERATION
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import LenientStore
-from fsbarrier.settings.sections import Settings, names_that_change
+from fsbarrier.settings.section import EACH_SESSION
+from fsbarrier.settings.sections import Settings, changes_of
 
 
 def in_force(recorded: Settings, values: Payload) -> Settings:
     """The settings in a session. `recorded`: those of run.json; `values`: what its generations record as changed."""
     if not values:
         return recorded
-    there = set(names_that_change(recorded))
-    return recorded.with_values({name: value for name, value in values.items() if name in there})
+    there = recorded.flat()
+    known = {name: value for name, value in values.items() if name in there}
+    return recorded.with_values(
+        {name: value for name, value in known.items() if changes_of(name) is EACH_SESSION}
+    )
 
 
 def can_hold(recorded: Settings, record: Generation | Join) -> bool:
     """Whether the settings in a record are valid for this run."""
-    from fsbarrier.settings.resolve import checked
-
     values = record.stated if isinstance(record, Join) else record.settings
+    if record.choices.keys() - recorded.choices.keys():
+        return False
     try:
-        checked(replace(in_force(recorded, values), **record.choices))
-    except (UsageError, TypeError):
+        in_force(recorded, values).with_values(record.choices)
+    except UsageError:
         return False
     return True
 

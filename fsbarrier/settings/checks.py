@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-from pydantic_core import ErrorDetails
 
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.wording import counted
@@ -18,56 +16,9 @@ from fsbarrier.settings.value_types import reward_kinds
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings
 
-#: pydantic's error types -> message
-_MEANING = {
-    "float_type": "must be a number",
-    "int_type": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "bool_type": "must be true or false",
-    "string_type": "must be text",
-    "string_too_short": "must not be empty",
-    "tuple_type": "must be a list",
-    "dict_type": "must be a table",
-    "model_type": "must be a table",
-    "string_pattern_mismatch": "a name may have letters, digits, _ and -",
-    "finite_number": "must be a finite number",
-    "greater_than": "must be greater than {gt:g}",
-    "greater_than_equal": "must be {ge:g} or more",
-    "less_than": "must be less than {lt:g}",
-    "less_than_equal": "must be {le:g} or less",
-    "literal_error": "must be {expected}",
-    "missing": "needs {min_length} values",
-    "too_long": "needs {max_length} values",
-    "too_short": "must not be empty",
-}
 
-
-def one_line(
-    errors: Sequence[ErrorDetails], known: Collection[str], chosen: Mapping[str, ChosenValue]
-) -> str:
-    """The first validation error as one line that quotes the value as the user wrote it."""
-    first = errors[0]
-    parts = [str(part) for part in first["loc"]]
-    names = [part for part in parts if not part.isdigit()]
-    key = ".".join(names[:2]) if ".".join(names[:2]) in known else names[0]
-    # If the user set an entry deeper in a table, name that entry.
-    key = next((part for n in (4, 3) if (part := ".".join(names[:n])) in chosen), key)
-    whole = first["type"] in ("missing", "too_long", "too_short")
-    meaning = _MEANING.get(first["type"], first["msg"].removeprefix("Value error, ")).format_map(
-        {"min_length": 2, **first.get("ctx", {})}
-    )
-    where = (
-        ""
-        if whole
-        else next((f" (number {int(part) + 1} of the list)" for part in parts if part.isdigit()), "")
-    )
-    source = chosen[key].source if key in chosen else f"setting {key}"
-    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    value = chosen[key].value if key in chosen and whole else first["input"]
-    return f"{source}: {meaning}{where}, got {_shown(value)}{more}"
-
-
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value in a message: short, and as one would write it."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     text = (

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import field
 from enum import Enum
 from typing import Any, Self, TypeVar
 
+import msgspec
+
+from fsbarrier.errors import UsageError
+
 T = TypeVar("T")
-S = TypeVar("S", bound="Section")
 
 
 class Changes(Enum):
@@ -30,13 +33,9 @@ def setting(default: T, description: str, changes: Changes = Changes.NEVER) -> T
     return field(default=default, metadata={"description": description, "changes": changes})
 
 
-def table_of(section: type[S], description: str) -> Mapping[str, S]:
-    """A setting that is a table of groups of one kind, keyed by names that the user chooses; empty by default."""
-    made: Any = field(
-        default_factory=dict,
-        metadata={"description": description, "changes": Changes.NEVER, "table_of": section},
-    )
-    return made  # type: ignore[no-any-return]
+def table(description: str) -> Any:
+    """A setting that is a table with names that the user chooses; empty by default."""
+    return field(default_factory=dict, metadata={"description": description, "changes": Changes.NEVER})
 
 
 class Section:
@@ -49,54 +48,52 @@ class Section:
 
     @classmethod
     def from_json(cls, nested: object) -> Self:
-        """Rebuilds the section from `as_json` output. Values are not checked again: they were checked when the user chose them.
+        """Rebuilds the section from nested tables. Raises ValueError for a value that its setting does not accept.
 
-        The JSON may come from another version of fsbarrier: unknown names are ignored, and missing names get their default. Raises
-        ValueError if a group is not a table.
+        The JSON may come from another version of fsbarrier: unknown names are ignored, and missing names get their default.
         """
-        if not isinstance(nested, Mapping):
-            raise ValueError(f"{cls.__name__}: expected a group of settings, got {nested!r}")
-        values = {}
-        for item in fields(cls):  # type: ignore[arg-type]
-            if item.name in nested:
-                value = nested[item.name]
-                if isinstance(item.default, Section):
-                    value = item.default.from_json(value)
-                elif (of := item.metadata.get("table_of")) is not None:
-                    value = {key: of.from_json(inner) for key, inner in value.items()}
-                # JSON has no tuples.
-                values[item.name] = tuple(value) if isinstance(value, list) else value
-        return cls(**values)
+        return msgspec.convert(nested, cls)
 
     def with_values(self, values: Mapping[str, object]) -> Self:
-        """A copy with these values, given by dotted name in the form of `as_json`. Raises KeyError for an unknown name."""
-        changed: dict[str, object] = {}
-        for name, value in values.items():
-            first, dot, rest = name.partition(".")
-            if first not in self.__slots__:
-                raise KeyError(name)
-            if dot:
-                inner = changed.get(first, getattr(self, first))
-                if isinstance(inner, Section):
-                    changed[first] = inner.with_values({rest: value})
-                elif isinstance(inner, Mapping):
-                    # A table of sections, keyed by names that the user chose.
-                    own, _, leaf = rest.partition(".")
-                    changed[first] = {**inner, own: inner[own].with_values({leaf: value})}
-            else:
-                changed[name] = tuple(value) if isinstance(value, list) else value
-        return replace(self, **changed)  # type: ignore[type-var]
+        """A copy with these values, given by dotted name. Raises UsageError for a value that its setting does not accept."""
+        try:
+            return self.from_json(nest(values, self.as_json()))
+        except ValueError as error:
+            raise UsageError(str(error)) from None
 
-    def as_json(self) -> dict[str, object]:
+    def as_json(self) -> dict[str, Any]:
         """Nested dictionaries of plain values, as stored in the run's record and in program specs."""
-        # The slots of a dataclass are its fields. fields() is too slow for the simulator, which calls this for every program.
-        names: tuple[str, ...] = self.__slots__
-        return {name: _plain(getattr(self, name)) for name in names}
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
+        return plain
+
+    def flat(self) -> dict[str, Any]:
+        """The values of `as_json` by their dotted names."""
+        return dict(leaves(self.as_json()))
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, Section):
-        return value.as_json()
-    if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+def leaves(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values in nested tables by their dotted names. An empty table is a value too. Raises ValueError for tables in 20 tables."""
+    if prefix.count(".") > 20:
+        raise ValueError(f"{prefix[:40]}...: tables are nested too deeply")
+    for name, value in nested.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def nest(values: Mapping[str, object], into: dict[str, Any]) -> dict[str, Any]:
+    """`into` with these values, given by dotted name. Raises ValueError if a part of a name is a single value."""
+    for key, value in values.items():
+        *tables, name = key.split(".")
+        inner = into
+        for table in tables:
+            inner = inner.setdefault(table, {})
+            if not isinstance(inner, dict):
+                raise ValueError(f"{key}: {table} is a single value, not a group of settings")
+        if value == {}:
+            # An empty table takes away nothing.
+            inner.setdefault(name, {})
+        else:
+            inner[name] = value
+    return into

@@ -1,7 +1,6 @@
 """Every setting of a run: name, type, default, limits and description. `Settings`, at the end, contains all of them.
 
-These are plain dataclasses so that every program can read settings without importing pydantic. resolve.py validates user input once,
-using the annotations here. `python scripts/settings_doc.py` generates docs/settings.md from the descriptions.
+resolve.py checks user input by the annotations here. `python scripts/settings_doc.py` generates docs/settings.md from the descriptions.
 The file is longer than others because it is one table.
 """
 
@@ -10,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from fsbarrier.protocol import timing
 from fsbarrier.settings.section import (
@@ -21,17 +20,18 @@ from fsbarrier.settings.section import (
     Changes,
     Section,
     setting,
-    table_of,
+    table,
 )
-from fsbarrier.settings.sources import SET_NAME, SETS, known_as
+from fsbarrier.settings.sources import SET_NAME, known_as
 from fsbarrier.settings.value_types import (
+    AboveOne,
     Betas,
-    Bounds,
     CommandLine,
     Count,
     CountOrZero,
     Fraction,
     FractionOrZero,
+    Kind,
     Name,
     Names,
     Nodes,
@@ -41,6 +41,7 @@ from fsbarrier.settings.value_types import (
     Preset,
     RlPhase,
     Seconds,
+    TopK,
     Trackers,
     Weights,
     Words,
@@ -60,9 +61,7 @@ class RolloutSettings(Section):
     samples: Count = setting(16, "Trajectories per task, i.e. the group size.", EACH_SESSION)
     temperature: NotNegative = setting(1.0, "Sampling temperature.", EACH_SESSION)
     top_p: Fraction = setting(1.0, "Nucleus sampling: the probability mass to keep.", EACH_SESSION)
-    top_k: Annotated[int, Bounds(ge=-1)] = setting(
-        -1, "Sample from the k most likely tokens; -1: from all tokens.", EACH_SESSION
-    )
+    top_k: TopK = setting(-1, "Sample from the k most likely tokens; -1: from all tokens.", EACH_SESSION)
     max_tokens: Count = setting(
         512, "Maximum number of tokens the policy may generate in one turn.", EACH_SESSION
     )
@@ -155,7 +154,7 @@ class EvalSettings(Section):
     samples: Count = setting(1, "Trajectories per test task.", EACH_SESSION)
     temperature: NotNegative = setting(1.0, "Sampling temperature; 0: greedy.", EACH_SESSION)
     top_p: Fraction | None = setting(None, "Nucleus sampling; none: `rollout.top_p`.", EACH_SESSION)
-    top_k: Annotated[int, Bounds(ge=-1)] | None = setting(
+    top_k: TopK | None = setting(
         None,
         "Sample from the k most likely tokens; -1: from all tokens; none: `rollout.top_k`.",
         EACH_SESSION,
@@ -168,8 +167,7 @@ class EvalSettings(Section):
         "A trajectory with at least this reward counts as solved (pass@k, majority@k).",
         EACH_SESSION,
     )
-    sets: Mapping[str, EvalSet] = table_of(
-        EvalSet,
+    sets: Mapping[str, EvalSet] = table(
         "Named sets of held-out tasks, each with its own file and settings (below); empty: a single set, `test.jsonl`.",
     )
 
@@ -229,7 +227,7 @@ class AlgorithmSettings(Section):
     )
     clip_low: Fraction = setting(0.2, "The probability ratio is clipped at 1 - clip_low.", EACH_SESSION)
     clip_high: Positive = setting(0.28, "The probability ratio is clipped at 1 + clip_high.", EACH_SESSION)
-    dual_clip: Annotated[float, Bounds(gt=1)] | None = setting(
+    dual_clip: AboveOne | None = setting(
         10.0, "Upper bound of the ratio where the advantage is negative; none: no bound.", EACH_SESSION
     )
     aggregation: Literal[
@@ -612,13 +610,9 @@ class Settings(Section):
     notify: NotifySettings = NotifySettings()
     tracker: TrackerSettings = TrackerSettings()
     toy: ToySettings = ToySettings()
-    custom: Mapping[str, Any] = field(
-        default_factory=dict,
-        metadata={
-            "description": "Arbitrary values (`custom.name=value`) for your own program, reward or trainer. "
-            "Names that begin with `custom.secret` are not displayed.",
-            "changes": Changes.NEVER,
-        },
+    custom: Mapping[str, Any] = table(
+        "Arbitrary values (`custom.name=value`) for your own program, reward or trainer. Names that begin with `custom.secret` are not "
+        "displayed."
     )
 
     @property
@@ -659,37 +653,30 @@ class Settings(Section):
         return hashlib.sha256(json.dumps(shared, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+@cache
+def known_names() -> Mapping[str, Kind]:
+    """Every setting by its dotted name. "custom" covers all names below it, and NAME any name (see `known_as`)."""
+    groups = sections()
+    tables: dict[str, type[Section]] = {"": Settings}
+    for name, group in groups.items():
+        tables |= {f"{name}.": group} | ({f"{SET_NAME}.": EvalSet} if group is EvalSettings else {})
+    found: dict[str, Kind] = {}
+    for prefix, group in tables.items():
+        hints = get_type_hints(group, include_extras=True)
+        declared = [item for item in fields(group) if prefix or item.name not in groups]  # type: ignore[arg-type]
+        found |= {f"{prefix}{item.name}": Kind.of(hints[item.name], item) for item in declared}
+    return found
+
+
 def changes_of(name: str) -> Changes:
     """Whether, and when, the setting with this dotted name may change."""
-    return _changes().get(known_as(name), Changes.NEVER)
+    kind = known_names().get(known_as(name))
+    return kind.changes if kind is not None else Changes.NEVER
 
 
 def fixed_because(name: str) -> str:
     """Why the setting with this dotted name cannot change."""
-    section = sections().get(name.partition(".")[0], Settings)
-    return section.FIXED_BECAUSE
-
-
-def names_that_change(settings: Settings) -> list[str]:
-    """Dotted names of the settings that a later start of node 0 may change, including those of the evaluation sets in `settings`."""
-    names = [name for name, kind in _changes().items() if kind is EACH_SESSION]
-    one_each = [name.removeprefix(SET_NAME) for name in names if name.startswith(SET_NAME)]
-    of_sets = [f"{SETS}.{own}{leaf}" for own in settings.eval.sets for leaf in one_each]
-    return [*(name for name in names if not name.startswith(SET_NAME)), *of_sets]
-
-
-@cache
-def _changes() -> dict[str, Changes]:
-    groups = sections()
-    found: dict[str, Changes] = {}
-    for item in fields(Settings):
-        if item.name in groups:
-            inside = fields(groups[item.name])  # type: ignore[arg-type]
-            found |= {f"{item.name}.{one.name}": one.metadata["changes"] for one in inside}
-        else:
-            found[item.name] = item.metadata["changes"]
-    of_a_set = fields(EvalSet)
-    return found | {f"{SET_NAME}.{one.name}": one.metadata["changes"] for one in of_a_set}
+    return sections().get(name.partition(".")[0], Settings).FIXED_BECAUSE
 
 
 def sections() -> dict[str, type[Section]]:

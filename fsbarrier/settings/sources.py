@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeGuard
 
 from fsbarrier.errors import UsageError
+from fsbarrier.settings.section import leaves
+from fsbarrier.settings.value_types import Kind
 
 #: Flag -> setting. The setting defines the flag's type and meaning.
 FLAGS = {
@@ -70,14 +71,6 @@ class ChosenValue:
         return f"{self.source} {value}" if self.is_flag else f"{self.source}={value}"
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """The text format of a setting: "text", "words", "list", "bool" or "value"; `optional`: `none` is allowed too."""
-
-    shape: str
-    optional: bool = False
-
-
 def parse_text(text: str, kind: Kind | None) -> object:
     """Parses `text` for a setting of this kind; `kind=None`: free-form."""
     shape = kind.shape if kind else "free"
@@ -96,15 +89,12 @@ def parse_text(text: str, kind: Kind | None) -> object:
         return tomllib.loads(f"value = {stripped}")["value"] if "\n" not in stripped else text
     except (ValueError, RecursionError):
         # Not TOML, nested too deeply, or a number with thousands of digits.
-        if shape == "list" and text.strip()[:1] != "[":
-            # The validation can then name the item that is wrong.
-            return [parse_text(item, Kind("value")) for item in text.split(",")]
         return text
 
 
 def from_words(words: Iterable[str], known: Mapping[str, Kind]) -> list[ChosenValue]:
     """Parses `key=value` words. Raises UsageError for a word without a name or without `=`."""
-    found = []
+    found: list[ChosenValue] = []
     for word in words:
         key, equals, text = word.partition("=")
         key = key.strip()
@@ -112,7 +102,11 @@ def from_words(words: Iterable[str], known: Mapping[str, Kind]) -> list[ChosenVa
             near = "" if known_as(key) in known else nearest(f"--{word.lstrip('-')}", FLAGS)
             hint = near or "; settings are written key=value"
             raise UsageError(f"unexpected argument {word!r}{hint}")
-        found.append(ChosenValue(key, parse_text(text, known.get(known_as(key))), key))
+        value = parse_text(text, known.get(known_as(key)))
+        try:
+            found += [ChosenValue(name, leaf, name) for name, leaf in leaves({key: value})]
+        except ValueError as error:
+            raise UsageError(str(error)) from None
     return found
 
 
@@ -127,10 +121,12 @@ def from_flags(flags: Mapping[str, str | bool | None], known: Mapping[str, Kind]
     return found
 
 
-def from_file(path: Path, known: Mapping[str, Kind]) -> list[ChosenValue]:
+def from_file(path: Path) -> list[ChosenValue]:
     """Reads a TOML file, with tables as dotted names. Raises UsageError naming file and line."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
+        # An empty table says nothing, unless it is of an evaluation set.
+        found = [(key, value) for key, value in leaves(content) if value != {} or set_in(key)]
     except OSError as error:
         raise UsageError(f"--config {path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -139,7 +135,7 @@ def from_file(path: Path, known: Mapping[str, Kind]) -> list[ChosenValue]:
         raise UsageError(f"--config {path}: not TOML: nested too deeply") from None
     except ValueError as error:
         raise UsageError(f"--config {path}: not TOML: {error}") from None
-    return [ChosenValue(key, value, f"{path}: {key}") for key, value in flatten(content, known).items()]
+    return [ChosenValue(key, value, f"{path}: {key}") for key, value in found]
 
 
 #: `coordination.last_call_s` for a run with `--num-nodes A:B`
@@ -165,28 +161,6 @@ def with_range_of_nodes(chosen: Iterable[ChosenValue]) -> tuple[ChosenValue, ...
     values = {"min_nodes": int(least), "coordination.last_call_s": LAST_CALL_S}
     stands_for = [ChosenValue(key, value, nodes.source) for key, value in values.items()]
     return (*stands_for, *items, replace(nodes, value=int(most)))
-
-
-def flatten(content: Mapping[str, object], known: Collection[str]) -> dict[str, object]:
-    """Flattens nested tables to dotted names. A table that is the value of one setting stays whole, except `custom`."""
-    flat: dict[str, object] = {}
-    for name, value in content.items():
-        if isinstance(value, Mapping) and (name not in known or name == "custom"):
-            flat.update({f"{name}.{leaf}": inner for leaf, inner in value.items()})
-        else:
-            flat[name] = value
-    # Split the evaluation sets into single settings so that a later source can override one of them.
-    sets = flat.get(SETS)
-    if _holds_tables(sets) and sets:
-        del flat[SETS]
-        for name, table in sets.items():
-            leaves = {f"{SETS}.{name}.{leaf}": inner for leaf, inner in table.items()}
-            flat |= leaves or {f"{SETS}.{name}": table}
-    return flat
-
-
-def _holds_tables(value: object) -> TypeGuard[Mapping[str, Mapping[str, object]]]:
-    return isinstance(value, Mapping) and all(isinstance(inner, Mapping) for inner in value.values())
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

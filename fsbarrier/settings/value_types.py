@@ -1,24 +1,20 @@
-"""Types of settings with their limits. resolve.py translates them for pydantic, scripts/settings_doc.py for the documentation."""
+"""Types of settings with their limits, and how they are written and described."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
+import msgspec
+from msgspec import Meta
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Limits of a value: > `gt`, >= `ge`, < `lt`, <= `le`, and a minimum length."""
-
-    gt: float | None = None
-    ge: float | None = None
-    lt: float | None = None
-    le: float | None = None
-    min_length: int | None = None
+from fsbarrier.settings.section import Changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +51,21 @@ def json_or_text(word: str) -> object:
     return value
 
 
-Count = Annotated[int, Bounds(ge=1)]
-Nodes = Annotated[int, Bounds(ge=1, le=100_000)]
-CountOrZero = Annotated[int, Bounds(ge=0)]
-Seconds = Annotated[float, Bounds(gt=0)]
-Positive = Annotated[float, Bounds(gt=0)]
-NotNegative = Annotated[float, Bounds(ge=0)]
-Fraction = Annotated[float, Bounds(gt=0, le=1)]
-FractionOrZero = Annotated[float, Bounds(ge=0, le=1)]
-Decay = Annotated[float, Bounds(ge=0, lt=1)]
-Name = Annotated[str, Bounds(min_length=1)]
+Count = Annotated[int, Meta(ge=1)]
+Nodes = Annotated[int, Meta(ge=1, le=100_000)]
+CountOrZero = Annotated[int, Meta(ge=0)]
+TopK = Annotated[int, Meta(ge=-1)]
+Seconds = Annotated[float, Meta(gt=0)]
+Positive = Annotated[float, Meta(gt=0)]
+AboveOne = Annotated[float, Meta(gt=1)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Fraction = Annotated[float, Meta(gt=0, le=1)]
+FractionOrZero = Annotated[float, Meta(ge=0, le=1)]
+Decay = Annotated[float, Meta(ge=0, lt=1)]
+Name = Annotated[str, Meta(min_length=1)]
 Words = Annotated[tuple[str, ...], ShellWords(_split_words)]
 Names = Annotated[tuple[str, ...], ShellWords(_split_names)]
-CommandLine = Annotated[str, ShellWords(_join_words), Bounds(min_length=1)]
+CommandLine = Annotated[str, ShellWords(_join_words), Meta(min_length=1)]
 Weights = tuple[Positive, ...]
 Numbers = tuple[float, ...]
 Betas = tuple[Decay, Decay]
@@ -88,3 +86,72 @@ Preset = Literal[
     "reinforce_plus_plus_baseline",
     "rft",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A setting: what a value must be (`hint`), its text format ("text", "words", "list", "bool" or "value"), whether `none` is allowed
+    too, and what its declaration says."""
+
+    hint: Any
+    shape: str
+    optional: bool = False
+    default: object = None
+    description: str = ""
+    changes: Changes = Changes.NEVER
+
+    @classmethod
+    def of(cls, hint: Any, declared: Field[Any]) -> Kind:
+        """From a setting's annotation and its field."""
+        default = {} if declared.default is MISSING else declared.default
+        more = (default, declared.metadata["description"], declared.metadata["changes"])
+        optional = NoneType in get_args(hint)
+        inner = get_args(hint)[0] if optional else hint
+        plain, *traits = get_args(inner) if get_origin(inner) is Annotated else (inner,)
+        if any(isinstance(trait, ShellWords) for trait in traits):
+            return cls(hint, "words", optional, *more)
+        if plain is str or get_origin(plain) is Literal:
+            return cls(hint, "text", optional, *more)
+        shape = "list" if get_origin(plain) is tuple else "bool" if plain is bool else "value"
+        return cls(hint, shape, optional, *more)
+
+    def converted(self, value: object) -> object:
+        """The value as its setting holds it. Raises ValueError, with what it must be."""
+        inner = get_args(self.hint)[0] if self.optional else self.hint
+        for trait in get_args(inner)[1:] if get_origin(inner) is Annotated else ():
+            value = trait.convert(value) if isinstance(trait, ShellWords) else value
+        items = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(item, float) and not math.isfinite(item) for item in items):
+            raise ValueError("must be a finite number")
+        try:
+            # Dates and times of TOML become text.
+            plain = msgspec.to_builtins(value)
+            msgspec.convert(plain, self.hint)
+        except (ValueError, TypeError, OverflowError):
+            raise ValueError(f"must be {described(self.hint).replace('`', '')}") from None
+        return plain
+
+
+def described(hint: Any) -> str:
+    """What may be given, in a few words: type and limits."""
+    inner = get_args(hint)
+    if NoneType in inner:
+        return described(inner[0]) + ", or none"
+    if get_origin(hint) is Annotated:
+        limits = [phrase for trait in inner[1:] if isinstance(trait, Meta) for phrase in _limits(trait)]
+        return f"{described(inner[0])} {' and '.join(limits)}".rstrip()
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(f"`{item}`" for item in inner)
+    if get_origin(hint) is tuple:
+        count = "a list of " if inner[-1] is Ellipsis else f"{len(inner)} "
+        item = described(inner[0]).removeprefix("one of ").removeprefix("a ")
+        return count + item.replace("number", "numbers").replace("text", "words")
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Mapping: "a table"}
+    return names[get_origin(hint) or hint]
+
+
+def _limits(limit: Meta) -> list[str]:
+    words = {"gt": "> {:g}", "ge": "≥ {:g}", "lt": "< {:g}", "le": "≤ {:g}"}
+    found = {name: getattr(limit, name) for name in words}
+    phrases = [words[name].format(bound) for name, bound in found.items() if bound is not None]
+    return phrases + (["that is not empty"] if limit.min_length else [])

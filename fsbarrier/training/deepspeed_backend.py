@@ -98,7 +98,7 @@ class DeepSpeedBackend:
         try:
             self.model, _ = accelerator.prepare(model, self._adamw)
         except (ValueError, AssertionError) as error:
-            # Validation errors, for example from pydantic, may have several lines.
+            # DeepSpeed's validation errors may have several lines.
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise UsageError(
                 f"trainer.deepspeed={settings.trainer.deepspeed}: {' '.join(lines[:3])}"

@@ -17,7 +17,7 @@ from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir.journal import Event
 from fsbarrier.rundir.phase_time import PARTS
 from fsbarrier.settings.hidden import shown
-from fsbarrier.settings.sources import flatten
+from fsbarrier.settings.section import leaves
 from fsbarrier.view import figures
 from fsbarrier.view.amounts import amount, duration, one_line, percent
 from fsbarrier.view.event_wording import event_text
@@ -175,7 +175,7 @@ def _rewards(reader: RunReader, status: RunStatus) -> Chart | None:
 def _changes(reader: RunReader) -> dict[int, str]:
     """Iteration -> the settings that changed there, by the sessions that began with others than the one before."""
     found: dict[int, list[str]] = {}
-    now = flatten(reader.record.settings.as_json(), ())
+    now = reader.record.settings.flat()
     for event in sorted(reader.history.events, key=lambda one: one.generation):
         settings = event.fields.get("settings")
         for name, value in settings.items() if isinstance(settings, Mapping) else ():
@@ -382,7 +382,7 @@ def _events(reader: RunReader) -> tuple[Figures, int] | None:
 
 
 def _settings(reader: RunReader) -> Figures:
-    values = flatten(shown(reader.settings.as_json()), ()).items()
+    values = leaves(shown(reader.settings.as_json()))
     return Figures(("setting", "value"), [(key, _value(value)) for key, value in values], left=(0, 1))
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.hidden import shown
-from fsbarrier.settings.sources import flatten
+from fsbarrier.settings.section import leaves
 from fsbarrier.store import files, reading
 from fsbarrier.view.report_formats import csv_table, iteration_rows
 from fsbarrier.view.run_reader import RunReader
@@ -125,7 +125,7 @@ class Trackers:
         self._file = self._folder / "progress.json"
         self._progress = TrackerState.read(self._file)
         run_id = self._reader.record.run_id
-        config = flatten(shown(self._reader.record.settings.as_json()), ())
+        config = dict(leaves(shown(self._reader.record.settings.as_json())))
         self._trackers = [
             OneTracker(name, str(spec["project"]), run_id, self._folder, config) for name in spec["names"]
         ]

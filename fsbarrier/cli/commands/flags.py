@@ -82,11 +82,11 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
 
 def gather(args: argparse.Namespace) -> tuple[ChosenValue, ...]:
     """The user's choices, lowest precedence first: file, flags, key=value. Raises UsageError."""
-    from fsbarrier.settings.resolve import known_names
+    from fsbarrier.settings.sections import known_names
     from fsbarrier.settings.sources import from_file, from_flags, from_words
 
     known = known_names()
-    found = from_file(Path(args.config), known) if args.config else []
+    found = from_file(Path(args.config)) if args.config else []
     found += from_flags({flag: getattr(args, flag[2:].replace("-", "_")) for flag in FLAGS}, known)
     return with_range_of_nodes((*found, *from_words(args.settings, known)))
 

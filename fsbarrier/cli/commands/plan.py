@@ -60,12 +60,13 @@ def main(args: argparse.Namespace) -> int:
     from fsbarrier.planning import plan_text
     from fsbarrier.planning.cluster_plan import make_plan
     from fsbarrier.planning.model_shape import ModelShape
-    from fsbarrier.settings.resolve import known_names, resolve
+    from fsbarrier.settings.resolve import resolve
+    from fsbarrier.settings.sections import known_names
     from fsbarrier.settings.sources import from_file, from_words
 
     known = known_names()
     chosen = [
-        *(from_file(Path(args.config), known) if args.config else ()),
+        *(from_file(Path(args.config)) if args.config else ()),
         *from_words(args.settings, known),
     ]
     if args.nodes is not None:

@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from fsbarrier.cli.pool.facts import Decision, Ended, Facts, Job, Placement
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.rundir.heartbeats import live_nodes
@@ -169,21 +171,15 @@ def _create(path: Path, body: Mapping[str, object]) -> bool:
 
 def _record(path: Path, cls: type[T]) -> T:
     """Read a record. Raises StoreError if it is malformed, OSError."""
-    from pydantic import TypeAdapter, ValidationError
-
     try:
         data = patiently(lambda: files.read_created(path))
-        found = TypeAdapter(dict[str, Any]).validate_json(data)
+        found = msgspec.json.decode(data, type=dict[str, Any])
         if unknown := found.keys() - {one.name for one in fields(cls)}:
             raise StoreError(
                 f"{path}: not a record of this version of fsbarrier: unknown fields {', '.join(sorted(unknown))}"
             )
-        return TypeAdapter(cls).validate_json(data, strict=True)
+        return msgspec.convert(found, cls)
     except reading.NotPlain as error:
         raise StoreError(f"{path}: {error.strerror}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise StoreError(
-            f"{path}: not a record of this version of fsbarrier: {where}{': ' if where else ''}{first['msg']}"
-        ) from None
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{path}: not a record of this version of fsbarrier: {error}") from None

@@ -35,7 +35,7 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord, TaskSource
 from fsbarrier.rundir.session_settings import in_force, newest_settings
 from fsbarrier.settings.checks import check, check_change
-from fsbarrier.settings.resolve import checked, resolve
+from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import ChosenValue
 from fsbarrier.store import files, trusted_folder
@@ -324,7 +324,7 @@ def _demo_source(folder: Path | None, name: str, file: str) -> TaskSource:
 def _join(asked: _Asked, record: RunRecord, rank: ranks.Choice | None) -> Start:
     """Start a node of an existing run. Its rank may be beyond the run's number of nodes: node 0 may be about to ask for more."""
     request, chosen, typed = asked.request, asked.chosen, asked.typed
-    settings = checked(in_force(record.settings, newest_settings(record.paths)))
+    settings = in_force(record.settings, newest_settings(record.paths))
     files.set_shared_group(settings.shared_group)
     with_folder = _with_models_folder(typed, record, settings.data_path, request.environ)
     stated = agreement.stated_changes(record, chosen, with_folder)
@@ -361,16 +361,17 @@ def _changed(
     if "num_nodes" in stated and "rank_weights" not in stated and even:
         # Equal weights are the default and follow the number of nodes.
         stated = {**stated, "rank_weights": [settings.rank_weights[0]] * int(str(stated["num_nodes"]))}
-    changed = checked(settings.with_values(stated))
-    before = settings.as_json()
-    differing = {name: value for name, value in stated.items() if runrecord.look_up(before, name) != value}
+    changed = settings.with_values(stated)
+    before = settings.flat()
+    differing = {name: value for name, value in stated.items() if before[name] != value}
     if differing:
         check(changed, asked.chosen)
         check_change(changed, differing)
     for name, value in differing.items():
-        was = runrecord.look_up(before, name)
         asked.say(
-            printable(f"{name} changes from {shown(was)} to {shown(value)} if this start begins a session")
+            printable(
+                f"{name} changes from {shown(before[name])} to {shown(value)} if this start begins a session"
+            )
         )
     return changed, stated
 

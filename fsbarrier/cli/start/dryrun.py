@@ -18,8 +18,8 @@ from fsbarrier.run import work_kinds
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.presets import PRESETS, preset_values
+from fsbarrier.settings.section import leaves
 from fsbarrier.settings.sections import Settings
-from fsbarrier.settings.sources import flatten
 from fsbarrier.store.printable import printable, without_passwords
 
 
@@ -48,7 +48,7 @@ def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
     for line in preset_lines(settings):
         print(f"# {printable(line)}")
     print(f"# settings (digest {record.settings_digest[:12]})")
-    for key, value in flatten(shown(settings.as_json()), ()).items():
+    for key, value in leaves(shown(settings.as_json())):
         print(f"{key} = {json.dumps(value)}")
     for split, source in record.tasks.items():
         print(printable(f"# {split}: {source['count']} tasks in {source['path']}"))

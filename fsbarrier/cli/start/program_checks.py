@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from fsbarrier.cli.start import preflight
 from fsbarrier.errors import UsageError
 from fsbarrier.program import Program
-from fsbarrier.rundir.runrecord import look_up
 from fsbarrier.settings.sections import Settings
 
 #: Settings that a program uses only if it needs a model or data (`Program.needs`).
@@ -29,10 +28,10 @@ def check_slice(settings: Settings, program: Program) -> None:
 
 def check_used(typed: Settings, program: Program) -> None:
     """Raises UsageError for a setting that the program would silently ignore."""
-    given = typed.as_json()
+    given = typed.flat()
     for need, (without_it, names) in USED_WITH.items():
         for name in names if need not in program.needs else ():
-            if (value := look_up(given, name)) is not None:
+            if (value := given[name]) is not None:
                 raise UsageError(f"{name}={value}: program {program.name} {without_it}; drop it")
 
 
