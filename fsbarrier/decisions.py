@@ -3,13 +3,15 @@
 The result of a row's work is a JSON object. The leader's result is the row's *decision*, which every node reads (`Context.decision`).
 A member's result is its *report*, which the leader reads (`Context.reports`). A field has a default if an older fsbarrier did not write
 its key, since a run may continue under a newer version. Other keys, such as `bytes` or `seconds`, are only for people.
+
+Files are named without their folders, which each reader knows: nodes may mount the run at different places, and no record may lead out
+of it (`Context.named_in`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import PurePath
 from typing import Self
 
 from fsbarrier.errors import ProgramFailed
@@ -37,9 +39,9 @@ class JsonRecord:
 
 @dataclass(frozen=True, slots=True)
 class PartGroups(JsonRecord):
-    """The groups of `tasks` in the part file at `path`: in its first `valid_bytes` bytes, or anywhere in it (None)."""
+    """The groups of `tasks` in the part file called `name`: in its first `valid_bytes` bytes, or anywhere in it (None)."""
 
-    path: str
+    name: str
     valid_bytes: int | None
     tasks: Sequence[int]
 
@@ -121,12 +123,12 @@ class MergeDecision(JsonRecord):
     Its other keys are the merge's own figures.
     """
 
-    #: where the merged file lies for the leader
+    #: the name of the merged file
     merged: str = ""
     #: the tasks without a group, because the phase ended early
     cut_off: Sequence[int] = ()
     groups_taken_over: int = 0
-    #: of rollouts to train on: the merged files of the iterations before, the last one first
+    #: of rollouts to train on: the names of the merged files of the iterations before, the last one first
     earlier: Sequence[str] = ()
     #: of an evaluation: a digest of how it sampled
     sampled_how: str | None = None
@@ -149,7 +151,7 @@ class MergeDecision(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class BatchDecision(JsonRecord):
-    """The port on which the leader listens, and the training batch (batch_prepare)."""
+    """The port on which the leader listens, and the name of the training batch (batch_prepare)."""
 
     port: int
     batch: str = ""
@@ -174,9 +176,9 @@ class RendezvousDecision(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class UpdateDecision(JsonRecord):
-    """The folder of the new policy version (update)."""
+    """The name of the new policy version's folder (update)."""
 
-    out: str
+    folder: str
     policy_version: int
 
 
@@ -214,14 +216,10 @@ class PublishDecision:
     """The policy version that the run serves from now on, and the best one so far, which is kept (weights_publish)."""
 
     policy_version: int
+    #: its name among the checkpoints
     folder: str
     digest: str
     best: BestPolicy | None
-
-    @property
-    def folder_name(self) -> str:
-        """Where the run is mounted is each node's own affair, so only the last part of the path counts."""
-        return PurePath(self.folder).name
 
     @classmethod
     def from_json(cls, value: Payload) -> Self:

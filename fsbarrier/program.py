@@ -206,7 +206,7 @@ def fill_placeholders(word: str, values: Mapping[str, object]) -> str:
 class PartOnDisk:
     """A part file and its durable groups, which are in its first `valid_bytes` bytes."""
 
-    path: str
+    name: str
     #: the policy that rolled them out (`Context.policy_identity`)
     policy: str
     valid_bytes: int
@@ -295,7 +295,7 @@ class Context:
         pass for the other's.
         """
         published = self.published
-        return "start" if published is None else checkpoints.identity(published.folder_name, published.digest)
+        return "start" if published is None else checkpoints.identity(published.folder, published.digest)
 
     @property
     def policy(self) -> Policy:
@@ -323,7 +323,7 @@ class Context:
         reward, how = evaluated.get("reward_mean"), str(evaluated.get("sampled_how", ""))
         if reward is None or (best is not None and best.sampled_how == how and reward <= best.reward):
             return best
-        folder = published.folder_name if published is not None else None
+        folder = published.folder if published is not None else None
         return BestPolicy(reward, self.policy_version, folder, how)
 
     @property
@@ -331,14 +331,10 @@ class Context:
         """The model folder of the reference policy of the KL term, the run's first model; None without that term (`algorithm.kl_coef`)."""
         return self.model if self.settings.algorithm.kl_coef else None
 
-    def named_in(self, folder: Path, said: object) -> Path:
-        """The path of a file in `folder` that a record names, maybe by its path on the node that made it. Raises ProgramFailed.
-
-        Only the last part of the path counts: nodes may mount the run at different places, and a record must not lead out of the run.
-        """
-        name = str(said).rpartition("/")[2]
-        if name in ("", ".", "..") or "\0" in name:
-            raise ProgramFailed(f"a record of this run names {said!r}, which is no file in {folder}")
+    def named_in(self, folder: Path, name: str) -> Path:
+        """The path of a file in `folder` that a record names. Raises ProgramFailed for a name that leads out of it."""
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise ProgramFailed(f"a record of this run names {name!r}, which is no file in {folder}")
         return folder / name
 
     def decided(self, phase_name: str) -> Payload | None:

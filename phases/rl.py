@@ -132,16 +132,22 @@ def rollout(ctx: Context, decision: RolloutDecision, rounds: list[JsonObject]) -
     if not decision.shares[ctx.node_rank]:
         return NOTHING
     policy = ctx.policy
+    spec = rollout_spec(ctx, decision)
     command = ctx.worker(
         "rollout",
         "rollout.log",
-        **rollout_spec(ctx, decision),
+        **spec,
         rounds=rounds,
         model=str(policy.model),
         engine="{engine}",
     )
     serve = ServeWeights(policy.model, policy.version, ctx.threads, ctx.policy_identity)
-    return Steps((serve, replace(command, resident="rollout")))
+    return Steps((serve, replace(command, resident="rollout", extra=report_of(spec))))
+
+
+def report_of(spec: Mapping[str, object]) -> dict[str, object]:
+    """What a node's report says of its rollouts beside the program's own result."""
+    return {"part": Path(str(spec["part"])).name}
 
 
 def rollout_spec(ctx: Context, decision: RolloutDecision) -> dict[str, object]:
@@ -179,17 +185,18 @@ def aggregate(ctx: Context, decision: RolloutDecision | None, rolled_out_in: str
     """Merge the groups of one split: those that were adopted, and those of the nodes' reports about the row `rolled_out_in`."""
     if decision is None:
         return NOTHING
-    split, parts = decision.split, parts_here(ctx, decision.split, decision.adopted)
+    split, parts = decision.split, [*decision.adopted]
     reports = {rank: RolloutReport.from_json(one) for rank, one in ctx.reports(rolled_out_in).items()}
     for rank, report in reports.items():
         if report.part:
             tasks = decision.shares[rank] if report.tasks is None else report.tasks
-            parts += parts_here(ctx, split, [PartGroups(report.part, None, tasks)])
+            parts.append(PartGroups(report.part, None, tasks))
     begun, wanted = rounds_begun(decision, reports)
     cut_off = tasks_cut_off(ctx, wanted, parts, reports)
     without = set(cut_off)
+    out, folder = ctx.paths.merged_by(split, ctx.iteration, ctx.generation), ctx.paths.trajectories(split)
     made = MergeDecision(
-        merged=str(ctx.paths.merged_by(split, ctx.iteration, ctx.generation)),
+        merged=out.name,
         cut_off=cut_off,
         groups_taken_over=sum(report.taken_over for report in reports.values()),
         earlier=earlier_merges(ctx) if split == "train" else (),
@@ -208,8 +215,8 @@ def aggregate(ctx: Context, decision: RolloutDecision | None, rolled_out_in: str
         resident=HELPER,
         spec={
             **ctx.identity(),
-            "parts": [part.as_json() for part in parts],
-            "out": made.merged,
+            "parts": [{**part.as_json(), "path": str(ctx.named_in(folder, part.name))} for part in parts],
+            "out": str(out),
             "expected": [task for task in wanted if task not in without],
             "keep": decision.keep,
             "success": success_by_set(ctx) if split == "test" else None,
@@ -224,13 +231,7 @@ def aggregate(ctx: Context, decision: RolloutDecision | None, rolled_out_in: str
         extra={**made.as_json(), **origin},
         event="rolled_out" if split == "train" else "evaluated",
     )
-    return Steps((command, PublishFile(Path(made.merged), ctx.paths.merged(split, ctx.iteration))))
-
-
-def parts_here(ctx: Context, split: str, parts: Sequence[PartGroups]) -> list[PartGroups]:
-    """Parts that a decision or a report names, by their paths on this node."""
-    folder = ctx.paths.trajectories(split)
-    return [replace(part, path=str(ctx.named_in(folder, part.path))) for part in parts]
+    return Steps((command, PublishFile(out, ctx.paths.merged(split, ctx.iteration))))
 
 
 def earlier_merges(ctx: Context) -> list[str]:
@@ -337,15 +338,21 @@ def stop_engine(ctx: Context) -> Work:
 
 def prepare_batch(ctx: Context) -> Work:
     """Leader: prepare the training batch, and open a port on which the others test its addresses."""
+    batch = ctx.paths.batch(ctx.iteration, ctx.generation)
     prepare = ctx.worker(
         "prepare",
         "helper.log",
         merged=learned_from(ctx),
-        batch=str(ctx.paths.batch(ctx.iteration, ctx.generation)),
+        batch=str(batch),
         model=str(ctx.policy.model),
         policy_version=ctx.policy_version,
     )
-    return Steps((replace(prepare, event="batch_prepared", resident=HELPER), open_rendezvous(ctx)))
+    return Steps(
+        (
+            replace(prepare, event="batch_prepared", resident=HELPER, extra={"batch": batch.name}),
+            open_rendezvous(ctx),
+        )
+    )
 
 
 def learned_from(ctx: Context) -> list[str]:
@@ -358,7 +365,7 @@ def learned_from(ctx: Context) -> list[str]:
         return [elsewhere]
     if merge is not None:
         folder = ctx.paths.trajectories("train")
-        return [str(ctx.named_in(folder, path)) for path in (merge.merged, *merge.earlier)]
+        return [str(ctx.named_in(folder, name)) for name in (merge.merged, *merge.earlier)]
     first = max(1, ctx.iteration - ctx.settings.update.recency + 1)
     return [str(ctx.paths.merged("train", n)) for n in range(ctx.iteration, first - 1, -1)]
 
@@ -420,7 +427,7 @@ def update(ctx: Context) -> Work:
     }
     address, port = rendezvous.master_addr, rendezvous.master_port
     node, nodes = ctx.ranks.index(ctx.node_rank), len(ctx.ranks)
-    known = UpdateDecision(str(out), version).as_json()
+    known = UpdateDecision(out.name, version).as_json()
     env = {} if ctx.accelerators else {"OMP_NUM_THREADS": str(ctx.threads)}
     if address == "127.0.0.1":
         env["GLOO_SOCKET_IFNAME"] = "lo"
@@ -451,7 +458,7 @@ def update(ctx: Context) -> Work:
 def publish_weights(ctx: Context) -> Work:
     """Leader: verify the new checkpoint and publish it."""
     updated = ctx.decision("update", UpdateDecision)
-    return publish(ctx, ctx.named_in(ctx.paths.checkpoints, updated.out), updated.policy_version)
+    return publish(ctx, ctx.named_in(ctx.paths.checkpoints, updated.folder), updated.policy_version)
 
 
 def publish(ctx: Context, folder: Path, version: int) -> PublishWeights:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fsbarrier.decisions import NO_EVALUATION, RolloutDecision
+from fsbarrier.decisions import NO_EVALUATION, RolloutDecision, UpdateDecision
 from fsbarrier.loader import load_module
 from fsbarrier.program import RL_SLICES, Command, Context, Phase, Program, Steps, Value, Work
 from fsbarrier.rollouts.sharing import share_out
@@ -48,7 +48,9 @@ def rollout(ctx: Context, decision: RolloutDecision | None) -> Work:
         return Value({})
     speeds = ctx.settings.toy.speeds
     speed = speeds[ctx.node_rank] if ctx.node_rank < len(speeds) else 1.0
-    return toy(ctx, "rollout", "rollout.log", **rl.rollout_spec(ctx, decision), speed=speed)
+    spec = rl.rollout_spec(ctx, decision)
+    command = toy(ctx, "rollout", "rollout.log", **spec, speed=speed)
+    return replace(command, extra=rl.report_of(spec))
 
 
 def toy(ctx: Context, do: str, log: str, **fields: object) -> Command:
@@ -71,9 +73,10 @@ def prepare_batch(ctx: Context) -> Work:
 def update(ctx: Context) -> Work:
     """Every node works; the leader writes a new policy version."""
     version = ctx.policy_version + 1
-    out = ctx.paths.checkpoint(version, ctx.generation) if ctx.node_rank == ctx.leader else None
-    command = toy(ctx, "update", "update.log", out=str(out) if out else None, new_policy_version=version)
-    return replace(command, extra={"policy_version": version})
+    out = ctx.paths.checkpoint(version, ctx.generation)
+    written = str(out) if ctx.node_rank == ctx.leader else None
+    command = toy(ctx, "update", "update.log", out=written, new_policy_version=version)
+    return replace(command, extra=UpdateDecision(out.name, version).as_json())
 
 
 def publish_weights(ctx: Context) -> Work:

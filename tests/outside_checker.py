@@ -276,7 +276,7 @@ def unadopted(
     record = generations[number]
     decision = record["decisions"].get("train_assign" if split == "train" else "eval_decide")
     if decision is not None and decision["iteration"] == iteration:
-        adopted = {Path(part["path"]).name: part["valid_bytes"] for part in decision["value"]["adopted"]}
+        adopted = {part["name"]: part["valid_bytes"] for part in decision["value"]["adopted"]}
     else:
         adopted = told.get((number, iteration, split), {})
     members = {(member["rank"], member["incarnation"]) for member in record["members"]}

@@ -92,10 +92,7 @@ def test_the_merge_wants_the_tasks_of_the_rounds_that_were_begun(
     told: tuple[dict[str, Any], ...], begun: int
 ) -> None:
     decision = assigned(context(rollout_max_refills=2))
-    reports = {
-        rank: {"part": f"/run/train_trajectories/p{rank}", "tasks": [], **one} if one else {}
-        for rank, one in enumerate(told)
-    }
+    reports = {rank: {"part": f"p{rank}", "tasks": [], **one} if one else {} for rank, one in enumerate(told)}
     ctx = context(
         "train_aggregate",
         decisions={"train_assign": {"iteration": 3, "value": decision}},
@@ -122,7 +119,7 @@ def test_shares_are_fixed_where_claims_are_unsafe_and_the_journal_says_so() -> N
     assert isinstance(work, Value) and not work.events
 
 
-FIRST = {"policy_version": 1, "folder": "/run/checkpoints/policy-000001.g0002", "digest": "ab" * 32}
+FIRST = {"policy_version": 1, "folder": "policy-000001.g0002", "digest": "ab" * 32}
 
 
 @pytest.mark.parametrize(
@@ -146,7 +143,7 @@ def test_adopted_groups_are_not_shared_out_again(
     decision = assigned(context(decisions=decisions, parts_of=lambda split, iteration: (part,)))
     left = [task for share in decision["shares"].values() for task in share]
     if adopted:
-        assert decision["adopted"] == [{"path": "p", "valid_bytes": 100, "tasks": [drawn[2], drawn[0]]}]
+        assert decision["adopted"] == [{"name": "p", "valid_bytes": 100, "tasks": [drawn[2], drawn[0]]}]
         assert left == [drawn[1], drawn[3]]
     else:
         assert decision["adopted"] == [] and left == drawn
@@ -180,7 +177,7 @@ def test_what_was_sampled_otherwise_is_not_adopted() -> None:
 def test_the_best_policy_has_the_highest_reward_of_those_sampled_in_one_way(
     before: float | None, how: str, final: int | None, best: tuple[float, int]
 ) -> None:
-    published: dict[str, Any] = {"policy_version": 2, "folder": "/run/checkpoints/policy-000002.g0001"}
+    published: dict[str, Any] = {"policy_version": 2, "folder": "policy-000002.g0001"}
     if before is not None:
         known = {"best_reward": before, "best_policy_version": 1, "best_folder": None}
         published |= {**known, "best_sampled_how": how}
@@ -232,7 +229,7 @@ def test_the_last_policy_is_evaluated_where_the_run_ends(
     [
         ({}, "start"),
         (
-            {"folder": "/old/place/policy-000002.g0001", "policy_version": 2, "digest": "a1b2" * 16},
+            {"folder": "policy-000002.g0001", "policy_version": 2, "digest": "a1b2" * 16},
             "policy-000002.g0001:a1b2a1b2a1b2a1b2",
         ),
     ],

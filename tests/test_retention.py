@@ -121,7 +121,7 @@ def test_the_best_evaluated_is_handed_on(tmp_path: Path) -> None:
             python="python",
         )
         folder = RunPaths(tmp_path).checkpoint(iteration, 2)
-        known = {"policy_version": iteration, "folder": str(folder)}
+        known = {"policy_version": iteration, "folder": folder.name}
         best = rl.publish(context, folder, iteration).best
         return known | (best.as_json() if best is not None else {})
 
@@ -145,14 +145,14 @@ def test_an_update_draws_from_the_iterations_that_are_set(tmp_path: Path) -> Non
     context = Context(
         *("run", paths, settings, {}, None, 0, 1, (), 0, 2, 2, 0),
         phase=Phase(8, "batch_prepare"),
-        decisions={"train_aggregate": {"iteration": 2, "value": {"merged": "/2.g02", "earlier": ["/1.g01"]}}},
+        decisions={"train_aggregate": {"iteration": 2, "value": {"merged": "2.g02", "earlier": ["1.g01"]}}},
         python="python",
     )
     # Not what lies under the public name.
     assert rl.learned_from(context) == [
         str(paths.trajectories("train") / name) for name in ("2.g02", "1.g01")
     ]
-    assert rl.earlier_merges(context) == ["/2.g02", "/1.g01"]
+    assert rl.earlier_merges(context) == ["2.g02", "1.g01"]
     assert rl.earlier_merges(replace(context, settings=Settings(update=UpdateSettings(recency=2)))) == [
         "/2.g02"
     ]

@@ -182,7 +182,7 @@ def test_the_result_the_progress_and_the_checkpoint(tmp_path: Path, fake: Fake) 
     done = run(spec)
     part, checkpoint = tmp_path / "trajectories" / "part", tmp_path / "trajectories" / "checkpoint"
     result = done.result
-    expected = {"part": str(part), "groups": 3, "trajectories": 12, "reward_mean": pytest.approx(2 / 3)}
+    expected = {"groups": 3, "trajectories": 12, "reward_mean": pytest.approx(2 / 3)}
     expected |= {"invalid": 0, "truncated": 4, "refused": 0, "reward_errors": 0, "resumed_groups": 0}
     expected |= {"prompt_tokens": 5 + 10 + 8, "completion_tokens": 4 * (5 + 5 + 2)}
     assert {name: result[name] for name in expected} == expected

@@ -50,7 +50,6 @@ def test_the_update_is_the_same_however_many_processes_share_it(tmp_path: Path) 
         assert result["logprob_gap_max"] < 1e-4 and result["optimizer_steps"] == 4
         assert result["loss"] == pytest.approx(alone["loss"], abs=1e-5)
         assert result["distributed"] == f"replicated on {2 if name == 'two' else 3} processes (float32)"
-    assert json.loads((tmp_path / "second.result").read_text())["out"] == str(tmp_path / "two")
     # a node has gone: the same state goes on with another world size
     work.nested["algorithm"]["max_logprob_gap"] = 100.0  # the rollouts are the old policy's
     assert work.update("after", version=2, before="three")["optimizer_steps"] == 4

@@ -178,7 +178,6 @@ class Assignment:
         for one in claims:
             taking_over.update(one.summary())
         return {
-            "part": str(self.part),
             "bytes": info.bytes,
             "groups": info.groups,
             "trajectories": info.trajectories,

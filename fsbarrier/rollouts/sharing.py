@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from pathlib import Path
 
 from fsbarrier.decisions import PartGroups, RolloutDecision
 from fsbarrier.program import Context, PartOnDisk
@@ -26,8 +25,8 @@ def share_out(ctx: Context, split: str, sampled_how: str, rounds: Sequence[Seque
     ]
     adopted = adopt_parts(parts, wanted)
     missing = set(wanted).difference(*(part.tasks for part in adopted))
-    signal_in = {part.path: part.with_signal for part in parts}
-    with_signal = {task for part in adopted for task in part.tasks if task in signal_in[part.path]}
+    signal_in = {part.name: part.with_signal for part in parts}
+    with_signal = {task for part in adopted for task in part.tasks if task in signal_in[part.name]}
     each = [split_by_weight([task for task in tasks if task in missing], ctx.weights) for tasks in rounds]
     shares = [[*chain.from_iterable(of_one_node)] for of_one_node in zip(*each, strict=True)]
     return RolloutDecision(
@@ -52,7 +51,7 @@ def adopt_parts(parts: Sequence[PartOnDisk], wanted: Sequence[int]) -> list[Part
         useful = [task for task in part.tasks if task in left and task not in part.unjudged]
         if useful:
             left.difference_update(useful)
-            taken.append(PartGroups(part.path, part.valid_bytes, useful))
+            taken.append(PartGroups(part.name, part.valid_bytes, useful))
     return taken
 
 
@@ -62,6 +61,6 @@ def sharing_events(decision: RolloutDecision) -> list[JsonObject]:
     if decision.fixed_shares and len(decision.shares) > 1:
         events.append({"event": "shares_fixed", "why": decision.fixed_shares})
     if decision.adopted:
-        parts = [{"name": Path(part.path).name, "bytes": part.valid_bytes} for part in decision.adopted]
+        parts = [{"name": part.name, "bytes": part.valid_bytes} for part in decision.adopted]
         events.append({"event": "parts_adopted", "split": decision.split, "parts": parts})
     return events

@@ -82,5 +82,5 @@ def parts_on_disk(paths: RunPaths, split: str, iteration: int) -> tuple[PartOnDi
             unjudged = frozenset(group.task_index for group in there.groups if group.stats.unjudged)
             signal = frozenset(group.task_index for group in there.groups if group.stats.signal)
             how = str(there.header.get("sampled_how", ""))
-            found.append(PartOnDisk(str(path), policy, there.valid_bytes, tasks, unjudged, signal, how))
+            found.append(PartOnDisk(path.name, policy, there.valid_bytes, tasks, unjudged, signal, how))
     return tuple(found)

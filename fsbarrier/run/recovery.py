@@ -69,7 +69,7 @@ def _decided(paths: RunPaths, iteration: int) -> Iterator[str]:
     values += [fact.value for one in about for fact in _facts(paths, one)]
     for value in values:
         merged = value.get("merged") if isinstance(value, Mapping) else None
-        name = Path(merged).name if isinstance(merged, str) else ""
+        name = merged if isinstance(merged, str) else ""
         of = parse_trajectories(name)
         if of is not None and of.iteration == iteration:
             yield name

@@ -39,7 +39,7 @@ class Superseding:
     def policy(self) -> str:
         """The policy with which the run continues."""
         published: Payload = self.generation.decisions.get("weights_publish", {})
-        return Path(published["value"]["folder"]).name if published else "the run's first model"
+        return str(published["value"]["folder"]) if published else "the run's first model"
 
     def as_json(self) -> dict[str, object]:
         start = self.generation.start
@@ -111,12 +111,12 @@ def _served(log_path: Path, iteration: int) -> dict[str, Payload]:
         return {}
     folder = RunPaths(log_path).checkpoint(made.number, made.generation)
     digest = checkpoints.read_manifest(folder).digest
-    decision = PublishDecision(made.number, str(folder), digest, _best_at(log_path, folder.name))
+    decision = PublishDecision(made.number, folder.name, digest, _best_at(log_path, folder.name))
     return {"weights_publish": {"iteration": iteration - 1, "value": decision.as_json()}}
 
 
 def _best_at(log_path: Path, folder: str) -> BestPolicy | None:
     """The best version that the journal records for the publication of `folder`. Without it, clean-up would remove that version."""
     lines = (event.fields for event in read_events(log_path) if event.name == "weights_published")
-    published = [line for line in lines if Path(str(line.get("folder"))).name == folder]
+    published = [line for line in lines if line.get("folder") == folder]
     return BestPolicy.from_json(published[-1]) if published else None

@@ -117,7 +117,7 @@ def _serve_weights(work: ServeWeights, context: Context, job: RowJob, workplace:
     job.progress = {"note": serving}
     folder, lines = checked_weights(work.folder, job, workplace, work.policy)
     published = context.published if context.node_rank == context.leader else None
-    if published is not None and published.folder_name == work.folder.parent.name:
+    if published is not None and published.folder == work.folder.parent.name:
         with job.using_directory("looking at model.pt"):
             mend = partial(checkpoints.mend_link, workplace.log_path, work.folder.parent)
             workplace.patiently(job, partial(mend, partial(_refuse_if_outdated, context)))
@@ -233,7 +233,7 @@ def _publish_weights(work: PublishWeights, context: Context, job: RowJob, workpl
         patiently = partial(workplace.patiently, job)
         manifest = patiently(partial(checkpoints.check_sizes, work.folder))
         patiently(partial(checkpoints.publish_link, log_path, work.folder, last_look))
-        decision = PublishDecision(work.policy_version, str(work.folder), manifest.digest, work.best)
+        decision = PublishDecision(work.policy_version, work.folder.name, manifest.digest, work.best)
         value = decision.as_json()
         job.events.append(journal_line("weights_published", value))
         patiently(last_look)
@@ -266,11 +266,6 @@ def _describe_command(work: Command, settings: Settings) -> list[str]:
     return [shlex.join([*words, *(word.replace("{spec}", "SPEC.json") for word in work.argv)])]
 
 
-def _expected_of_command(work: Command) -> Mapping[str, object]:
-    known = {key: work.spec[key] for key in ("part", "batch", "out") if work.spec.get(key)}
-    return {**known, **work.extra}
-
-
 # --- the table --------------------------------------------------------------------------------------------------------------
 
 KINDS: Mapping[type[Any], Kind] = {
@@ -280,7 +275,7 @@ KINDS: Mapping[type[Any], Kind] = {
         lambda work, settings: [text for one in work.works for text in describe(one, settings)],
         lambda work: {key: value for one in work.works for key, value in expected(one).items()},
     ),
-    Command: Kind(run_program, _describe_command, _expected_of_command),
+    Command: Kind(run_program, _describe_command, lambda work: work.extra),
     ServeWeights: Kind(_serve_weights, _describe_serving),
     ReleaseEngine: Kind(_release_engine, lambda work, settings: ["engine: free the accelerator's memory"]),
     OpenRendezvous: Kind(_open_rendezvous, _describe_rendezvous, lambda work: {"port": PORT}),
@@ -293,6 +288,6 @@ KINDS: Mapping[type[Any], Kind] = {
     PublishWeights: Kind(
         _publish_weights,
         _describe_publication,
-        lambda work: {"folder": str(work.folder), "policy_version": work.policy_version},
+        lambda work: {"folder": work.folder.name, "policy_version": work.policy_version},
     ),
 }

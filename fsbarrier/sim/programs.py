@@ -185,7 +185,7 @@ class SimProgram:
         for task, wait in zip(left, self._busy(len(left)), strict=True):
             yield wait
             part.groups.append((task, world.now))
-        return {"part": spec["part"], "groups": len(part.groups), "tasks": tasks, "rounds": rounds}
+        return {"groups": len(part.groups), "tasks": tasks, "rounds": rounds}
 
     def _aggregate(self, spec: Payload) -> Waiting:
         artifacts, world = self.host.artifacts, self.host.world
@@ -239,7 +239,7 @@ class SimProgram:
         yield from self._busy()
         self._only_writer(spec["batch"])
         Path(spec["batch"]).touch()
-        return {"batch": spec["batch"]}
+        return {}
 
     def _update(self, spec: Payload) -> Waiting:
         host, argv = self.host, dict(zip(self._argv[:-1], self._argv[1:], strict=True))

@@ -240,7 +240,7 @@ def take_back(world: World) -> bool:
         history.served.append(put._replace(generation=newest + 1, shown=()))
         digest = checkpoints.read_manifest(Path(put.folder)).digest
         world.artifacts.point_at(put.folder)
-        value = {"policy_version": put.version, "folder": put.folder, "digest": digest}
+        value = {"policy_version": put.version, "folder": Path(put.folder).name, "digest": digest}
         decisions["weights_publish"] = {"iteration": iteration - 1, "value": value}
     members = tuple(Member(rank, starts[rank]) for rank in sorted(starts))
     why = f"the run goes on at iteration {iteration}"

@@ -319,5 +319,5 @@ def _inventory(host: SimHost, split: str, iteration: int) -> tuple[PartOnDisk, .
         if (part.split, part.iteration) == (split, iteration):
             tasks = tuple(task for task, when in part.groups if when <= until)
             if tasks:
-                found.append(PartOnDisk(path, part.policy, len(tasks) * GROUP_BYTES, tasks))
+                found.append(PartOnDisk(Path(path).name, part.policy, len(tasks) * GROUP_BYTES, tasks))
     return tuple(found)

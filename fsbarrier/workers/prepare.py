@@ -72,7 +72,6 @@ def work(spec: PrepareSpec, settings: Settings, progress: ProgressWriter) -> dic
     }
     write_batch(out, sequences, steps, metadata)
     return {
-        "batch": str(out),
         "trajectories": len(sequences),
         "groups": seen.groups,
         "dropped_groups": seen.groups - len(chosen),

@@ -121,7 +121,7 @@ def update(spec: JsonObject, progress: ProgressWriter) -> JsonObject:
     for name in ("model/config.json", "trainer/state.json"):
         files.write_atomic(out / name, json.dumps({"toy": True, "policy_version": version}).encode())
     checkpoints.write_manifest(out, version)
-    return {"out": str(out), "policy_version": version}
+    return {"policy_version": version}
 
 
 def wait(spec: JsonObject, progress: ProgressWriter) -> JsonObject:

@@ -222,7 +222,6 @@ class Update:
         """The node's metrics of the update, except timings."""
         trainer = start.trainer
         return {
-            "out": self.spec["out"],
             "policy_version": self.spec["new_policy_version"],
             **metrics(totals, self.batch),
             **({"optimizer_steps": 0} if start.went_back else {}),
