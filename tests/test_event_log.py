@@ -18,6 +18,7 @@ from fsbarrier.protocol.state import Node
 from fsbarrier.run import event_log, tracking
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.journal import OWN
+from fsbarrier.rundir.phase_time import PhaseTime
 from fsbarrier.settings.resolve import resolve
 
 
@@ -45,6 +46,10 @@ class Log:
         self.clock.now = now
         self.log.write(event, node, fields)
 
+    def worked(self, now: float, time: PhaseTime) -> None:
+        self.clock.now = now
+        self.log.note_work(time)
+
     def lines(self) -> list[dict[str, Any]]:
         """Without when and where."""
         (journal,) = self.record.paths.events.iterdir()
@@ -62,7 +67,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Log:
 def test_a_row_s_end_says_where_its_time_went(log: Log) -> None:
     node = at_row(1, ROLL_OUT)
     log.at(100.0, "phase_started", node)
-    log.at(107.0, "work_finished", node, start_s=2.0, work_s=4.5)
+    log.worked(107.0, PhaseTime(start_s=2.0, work_s=4.5))
     log.at(107.0, "decision", node, value={"loss": 1 / 3})
     log.at(110.0, "phase_finished", node)
     started, decided, finished = log.lines()
@@ -105,14 +110,13 @@ def test_all_events_that_daemons_write_themselves_are_known(log: Log) -> None:
     found = {
         name for folder in folders for path in folder.glob("*.py") for name in calls.findall(path.read_text())
     }
-    # Those that `NodeLoop._note_work` chooses from are in no call.
-    assert found | {"work_failed", "work_finished"} == OWN, found ^ OWN
+    assert found == OWN, found ^ OWN
 
 
 def test_a_leader_has_also_waited_between_its_two_pieces_of_work(log: Log) -> None:
     node = at_row(0, MERGE)
     log.at(100.0, "phase_started", node)
-    log.at(109.0, "work_finished", node, work_s=5.0)
+    log.worked(109.0, PhaseTime(work_s=5.0))
     log.at(110.0, "phase_finished", node)
     _, finished = log.lines()
     assert finished == {
@@ -127,7 +131,7 @@ def test_a_leader_has_also_waited_between_its_two_pieces_of_work(log: Log) -> No
 def test_work_is_told_before_the_row_ends_where_that_takes_long(log: Log) -> None:
     node = at_row(1, ROLL_OUT)
     log.at(100.0, "phase_started", node)
-    log.at(103.0, "work_finished", node, work_s=3.0)
+    log.worked(103.0, PhaseTime(work_s=3.0))
     log.at(108.0, "work_finished", node, work_s=3.0)
     log.at(113.0, "phase_finished", node)
     _, worked, finished = log.lines()
@@ -142,7 +146,7 @@ def test_trackers_that_hang_are_ended_with_the_node_and_told_of(
     hang = [sys.executable, "-c", "import time; time.sleep(600)"]
     monkeypatch.setattr(tracking.Child, "start", lambda command, **more: start(hang, **more))
     monkeypatch.setattr(tracking, "LAST_S", 1.0)
-    log = Log(tmp_path, monkeypatch, tracker={"names": ["tensorboard"]})
+    log = Log(tmp_path, monkeypatch, **{"tracker.names": ["tensorboard"]})
     log.at(100.0, "generation_started", at_row(0, OPEN))
     log.log.close()
     last = log.lines()[-1]

@@ -154,7 +154,7 @@ def test_an_update_draws_from_the_iterations_that_are_set(tmp_path: Path) -> Non
     ]
     assert rl.earlier_merges(context) == ["2.g02", "1.g01"]
     assert rl.earlier_merges(replace(context, settings=Settings(update=UpdateSettings(recency=2)))) == [
-        "/2.g02"
+        "2.g02"
     ]
     assert rl.earlier_merges(replace(context, decisions={})) == []
     alone = replace(context, iteration=9)

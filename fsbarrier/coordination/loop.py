@@ -76,6 +76,8 @@ class NodeLoop:
     work: WorkRunner
     join: Join
     write_event: WriteEvent
+    #: told how long this node's work took; `phase_finished` includes it
+    note_work: Callable[[PhaseTime], None] = lambda time: None
     node: Node = field(init=False)
     exit: Exit | None = None
     #: of the heartbeats
@@ -290,23 +292,18 @@ class NodeLoop:
     def _publish(self, fact: Fact, now: float) -> None:
         node, events = self.node, self._told.events if self._told is not None else ()
         self._fact_writer.publish(node, fact, now)
-        self._note_work(fact)
+        if fact.status != "done":
+            details = {key: fact.value[key] for key in ("error", "exit_code", "log") if key in fact.value}
+            self.write_event("work_failed", node, {**_time_of(fact).fields(), **details})
+        elif self._has_work(*node.place):
+            self.note_work(_time_of(fact))
         if fact.value and fact.status == "done" and node.place[0].leader == node.rank:
             self.write_event("decision", node, {"value": summary(fact.value, events)})
 
     def _note_long_wait(self, fact: Fact) -> None:
-        """The others take long: tell the journal now when this node's work was done."""
-        if fact.status == "done":
-            self._note_work(fact)
-
-    def _note_work(self, fact: Fact) -> None:
-        """Tell the journal how long the work took, if there was any, or why it failed."""
-        failed = fact.status != "done"
-        if failed or self._has_work(*self.node.place):
-            work = PhaseTime.of_work(fact.work_s, fact.value).fields()
-            details = {key: fact.value[key] for key in ("error", "exit_code", "log") if key in fact.value}
-            event, fields = ("work_failed", {**work, **details}) if failed else ("work_finished", work)
-            self.write_event(event, self.node, fields)
+        """The others take long: tell the journal now when this node's work was done, if it had any."""
+        if fact.status == "done" and self._has_work(*self.node.place):
+            self.write_event("work_finished", self.node, _time_of(fact).fields())
 
     def _propose(self, generation: Generation) -> LookAgain:
         path = self.observer.paths.generation(generation.number)
@@ -336,6 +333,10 @@ class NodeLoop:
         """Whether this node has work of its own in a row."""
         row = self.rules.row(position, generation)
         return row.each is not None or (row.leader is not None and generation.leader == self.node.rank)
+
+
+def _time_of(fact: Fact) -> PhaseTime:
+    return PhaseTime.of_work(fact.work_s, fact.value)
 
 
 def place(node: Node, position: Position | None, rules: Rules) -> dict[str, object]:

@@ -119,7 +119,8 @@ class Daemon:
         fingerprint = Fingerprint.collect(devices, code, log_dir=log_dir, work_dir=work_dir)
         join = describe_start(rank, until, choices, stated, digest=one_digest(code), fingerprint=fingerprint)
         self._changed_code = last.other_code(join) if last else []
-        self.loop = NodeLoop(observer.store, observer, rules, self.jobs, join, self.events.write)
+        events = self.events
+        self.loop = NodeLoop(observer.store, observer, rules, self.jobs, join, events.write, events.note_work)
         self._waiting, crowd = LookWaits(self.loop, wake), crowding(settings.num_nodes)
         self._pauses = Backoff(FIRST_PAUSE_S * crowd, POLL_MAX_S * crowd)
         beat_s, now = settings.coordination.beat_s, time.monotonic()

@@ -47,13 +47,13 @@ class EventLog:
         """On the signal of `fsbarrier debug`, the stacks of all threads of this process go to the log file."""
         register_daemon(self._log)
 
+    def note_work(self, work: PhaseTime) -> None:
+        """The node's work in its row is done now. The row's end tells of it."""
+        self._worked = time.monotonic(), work
+
     def write(self, event: str, node: Node, fields: Payload) -> None:
         """Record an event of `node`. Raises OSError if the journal cannot be written."""
         now = time.monotonic()
-        if event == "work_finished" and self._worked is None:
-            # `phase_finished` will include it. If the others take long, the loop reports it again, and then it is written.
-            self._worked = now, PhaseTime.read(fields)
-            return
         where = {"incarnation": node.incarnation, **place(node, node.position, self._rules)}
         if self._journal is None:
             path = self._record.paths.journal(node.rank, node.incarnation)
