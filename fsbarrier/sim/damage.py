@@ -1,4 +1,4 @@
-"""Damaged records, foreign files, and records of other versions of the code. The headers are built here, not by the tested code."""
+"""Damaged records, and foreign files. The headers are built here, not by the tested code."""
 
 from __future__ import annotations
 
@@ -8,24 +8,8 @@ from hashlib import sha256
 from random import Random
 
 from fsbarrier.protocol.codec import encode
-from fsbarrier.protocol.facts import JsonObject, Record, StopRequest
+from fsbarrier.protocol.facts import JsonObject, StopRequest
 from fsbarrier.sim.setup import CHANGED
-
-VERSIONS = ("this", "later", "earlier")
-#: fields that some records of earlier versions do not have
-NEW_FIELDS = ("addresses", "decisions", "settings")
-
-
-def written(record: Record, *, version: str) -> bytes:
-    """A record's bytes, as a `version` of the code writes them. A later one adds a field; an earlier one does not know all fields."""
-    data = encode(record)
-    if version == "later":
-        return changed(data, lambda body: {**body, "later": {"than": "this"}})
-    return changed(data, _without_new_fields) if version == "earlier" else data
-
-
-def _without_new_fields(body: JsonObject) -> JsonObject:
-    return {name: value for name, value in body.items() if value or name not in NEW_FIELDS}
 
 
 def changed(data: bytes, change: Callable[[JsonObject], JsonObject]) -> bytes:

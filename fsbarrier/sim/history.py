@@ -189,6 +189,8 @@ class History:
     # host -> the times in which its mount showed nothing newer
     old_views: dict[str, tuple[float, float]] = field(default_factory=dict)
     operations: dict[str, int] = field(default_factory=dict)
+    # whose filesystem failed, from when and until when
+    outages: list[tuple[int, float, float]] = field(default_factory=list)
     # where this schedule's small files lie, which differs from process to process
     root: str = "/run"
 

@@ -18,7 +18,7 @@ from fsbarrier.sim.history import Done, History, Merged, Place
 from fsbarrier.sim.publication import published_too_late
 from fsbarrier.sim.sessions import ended_by_an_old_start, finished, nothing_was_left, start_positions
 from fsbarrier.sim.settings import i16_the_same_settings
-from fsbarrier.sim.verdicts import i15_only_for_a_reason
+from fsbarrier.sim.verdicts import gave_up_for_a_reason, i15_only_for_a_reason
 
 if TYPE_CHECKING:
     from fsbarrier.sim.world import World
@@ -237,7 +237,7 @@ def outcomes(world: World) -> Iterator[str]:
     allowed: set[int | None] = {0}
     if struck & {"crash", "power"}:
         allowed |= {None}
-    if struck & {"outage", "lost", "error", "slow"}:
+    if struck & {"outage", "unfit"}:
         allowed |= {3}
     if "program" in struck:
         allowed |= {4}
@@ -262,6 +262,7 @@ def outcomes(world: World) -> Iterator[str]:
         if ended.code not in allowed:
             yield f"node {ended.rank} ended with code {ended.code} ({ended.why})"
     yield from _evaluations(world)
+    yield from gave_up_for_a_reason(world)
     limits = rules.limits
     waits_s = limits.join_timeout_s if limits.last_call_s is None else limits.last_call_s
     yield from ended_by_an_old_start(history, world.sessions, 0.9 * waits_s)

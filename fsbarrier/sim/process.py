@@ -97,6 +97,9 @@ class Process:
         self.host = client.host
         self.up = True
         self.paused = False
+        self.woke_at = 0.0
+        # what its last heartbeat says
+        self.said = ""
         # True from a pause until the next look
         self.slept = False
         # The whole host is stopped, with its programs.
@@ -137,8 +140,7 @@ class Process:
             until=session.until,
             choices={SLICE_CHOICE: session.phases} if len(world.sessions) > 1 else {},
             digest=world.codes[rank],
-            # An earlier version did not list the digests of its code.
-            fingerprint={"code": {"program": world.codes[rank]}, **self._packages()} if number % 4 else {},
+            fingerprint={"code": {"program": world.codes[rank]}, **self._packages()},
             time=f"p{number}",
             stated=world.command_lines.of(rank, again=number >= world.setup.nodes),
         )
@@ -349,6 +351,10 @@ class Process:
     def _note_beat(self, path: SimPath, file: File) -> None:
         world, pulse = self.world, PULSE.parse(path.name)
         assert pulse is not None
+        hangs_s = world.now - self.ticked_at if self.held_look is not None and self.loop.exit is None else 0.0
+        if hangs_s > world.rules.limits.suspect_s / 2 + 0.1:
+            world.history.stuck.append(f"node {self.rank} looks alive, and has hung for {hangs_s:.1f} s")
+        self.said = pulse.state
         times = world.history.beats.setdefault((self.rank, pulse.incarnation), [])
         times.append(world.now)
         # The second heartbeat shows the others that it is alive; later ones are no news.

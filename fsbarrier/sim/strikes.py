@@ -24,6 +24,9 @@ from fsbarrier.sim.faults import (
 )
 from fsbarrier.sim.setup import HASTY_S, PATHS
 
+#: at most so many heartbeats lie between two looks that are simulated, and some more between the first in vain and the last
+HIDDEN_LOOKS = 4
+
 if TYPE_CHECKING:
     from fsbarrier.sim.process import Process
     from fsbarrier.sim.store import MountClient
@@ -309,7 +312,19 @@ def fail_disk(world: World, strike: Strike) -> None:
             f"node {process.rank}: the filesystem fails for {strike.seconds:g} s ({errno.errorcode[code]})"
         )
         process.trouble.set_outage(code)
-        world.after(strike.seconds, partial(process.trouble.set_outage, None))
+        world.history.outages.append((process.rank, world.now, world.now + strike.seconds))
+        world.after(strike.seconds, partial(_end_outage, world, process, strike.seconds))
+
+
+def _end_outage(world: World, process: Process, seconds: float) -> None:
+    """The filesystem is well again; whoever looked in vain for longer than `outage_s` has ended (I6)."""
+    since, code = world.now - seconds, process.trouble.outage
+    looked = process.up and process.joined and not process.paused and process.held_look is None
+    began_before = process.woke_at < since and process.started < since
+    longest_s = world.paces.outage_s + HIDDEN_LOOKS * world.beat_s
+    if looked and began_before and code == errno.EIO and seconds > longest_s:
+        world.history.stuck.append(f"node {process.rank} goes on after an outage of {seconds:g} s")
+    process.trouble.set_outage(None)
 
 
 def cut_power(world: World, struck: list[Process], *, again: bool) -> None:

@@ -107,3 +107,21 @@ def _too_few(history: History, rules: Rules, record: Generation, time: float) ->
     before = history.generations[record.number - 1][1]
     lost = len(record.members) < len(before.members)
     return lost and (rules.on_node_failure != "shrink" or len(record.members) < rules.min_nodes)
+
+
+def gave_up_for_a_reason(world: World) -> Iterator[str]:
+    """A node ends because its filesystem fails only if that has lasted for `outage_s`, and lasts; one that has not joined, sooner."""
+    history, struck = world.history, world.history.faults
+    for ended in history.ended.values():
+        if ended.code != 3 or ("cannot be read for" in ended.why and struck & {"unreadable", "handles"}):
+            continue
+        if "temporary folder" in ended.why and "unfit" in struck:
+            continue
+        joined = (
+            "has failed for" in ended.why or "cannot begin" in ended.why or "shared directory" in ended.why
+        )
+        least = 0.98 * world.paces.outage_s if joined else 1.4
+        own = [(begin, end) for rank, begin, end in history.outages if rank == ended.rank]
+        lasted = any(begin + least <= ended.time for begin, _ in own)
+        if not lasted or not any(ended.time <= end + 3 * world.beat_s for _, end in own):
+            yield f"node {ended.rank} ended at {ended.time:.1f} s, with its filesystem's outages {own}: {ended.why}"

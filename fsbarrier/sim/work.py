@@ -278,7 +278,11 @@ class SimWorkplace(Workplace):
 def make_work(world: World, process: Process) -> JobRunner:
     """The real runner of a process's work."""
     host, folder, copies = SimHost(world, process), world.artifacts.root / f"p{process.number}", None
-    if world.copies_weights:
+    if process.number == world.unfit:
+        # It cannot write where its programs are told what to do.
+        world.history.faults.add("unfit")
+        folder.write_text("")
+    elif world.copies_weights:
         copies = WeightsCopy(folder / "weights")
         copies.folder.mkdir(parents=True)
     place = SimWorkplace(

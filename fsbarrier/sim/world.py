@@ -11,12 +11,12 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 
+from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Record
 from fsbarrier.protocol.state import Node, RowPart
 from fsbarrier.protocol.timing import BEAT_S
 from fsbarrier.sim import faults, strikes
 from fsbarrier.sim.artifacts import Artifacts
-from fsbarrier.sim.damage import VERSIONS, written
 from fsbarrier.sim.disk import Disk, File, SimPath
 from fsbarrier.sim.faults import StrikeOnEntry, Trouble
 from fsbarrier.sim.history import Asked, History, ProcessEnd, Removed, Said, Write, row_of
@@ -54,6 +54,11 @@ class World:
         # what runs in several nodes at once, by its address and the folder that it writes
         self.meetings: dict[tuple[str, str, str], SimTorchrun] = {}
         self.copies_weights = Random(f"weights {seed}").random() < 0.3
+        # the number of a start whose host can run no program
+        unfit = Random(f"unfit {seed}")
+        self.unfit = (
+            unfit.randrange(2 * setup.nodes) if "program" in setup.mix and unfit.random() < 0.05 else -1
+        )
         # what the nodes were started for, and how often they will be again after the run has ended
         self.sessions = [Session(0.0, self.settings.rl_phase, setup.iterations)]
         self.later = Random(f"later {seed}")
@@ -67,11 +72,10 @@ class World:
         # the code digest of each rank's next start
         self.codes = [""] * setup.nodes
         self._draw_faults(seed, dice)
-        # the number of pending starts
+        # pending starts
         self.starting = 0
         # the ranks whose next start claims exactly one incarnation
         self.claiming: set[int] = set()
-        # a process has ended, perhaps the last one
         self.ending = False
         # A row may take as long as a stale listing lasts, and a few rows are repeated.
         self.settle_s = (SETTLE_S + 30 * self.habits.listing_s) * setup.iterations
@@ -89,8 +93,7 @@ class World:
         if drawn.listing_s == OLD_S and Random(f"listings {seed}").random() < 0.2:
             drawn = replace(drawn, listing_s=VERY_OLD_S)
         self.habits = setup.habits or drawn
-        # Some schedules store bytes, as this or another version of the code writes them.
-        in_bytes = partial(written, version=dice.choice(VERSIONS)) if dice.random() < 0.15 else None
+        in_bytes = encode if dice.random() < 0.15 else None
         exclusive, order = "winners" not in mix, rng.randrange(3)
         self.disk = Disk(coarse_s=coarse, order=order, exclusive=exclusive, links=links, encode=in_bytes)
         self.disk.watch = self._written
@@ -306,6 +309,10 @@ class World:
         assert ended is not None
         process.end_work()
         process.put_beat()
+        if process.said != ended.state and process.trouble.outage is None and not self.beat_mishaps:
+            self.history.stuck.append(
+                f"node {process.rank} ended, and its last heartbeat says {process.said!r}"
+            )
         self.end(process, ended.code, f"{ended.state}: {ended.reason}")
 
     def end(self, process: Process, code: int, why: str) -> None:
@@ -339,7 +346,7 @@ class World:
 
     def resume(self, process: Process) -> None:
         if process.up and process.paused:
-            process.paused, process.news_at = False, self.now
+            process.paused, process.news_at, process.woke_at = False, self.now, self.now
             self.say(f"node {process.rank} wakes up")
             waiting, process.deferred = process.deferred, []
             for action in waiting:
