@@ -146,6 +146,18 @@ def test_of_a_task_in_two_parts_the_first_wins(tmp_path: Path, three: list[Path]
         assert {item["node_rank"] for item in found if item["task_index"] == 0} == {rank}
 
 
+def test_filters_by_task_limit_and_expectation(tmp_path: Path, three: list[Path]) -> None:
+    entries = scan_rank_file(three[1]).groups
+    parts = [
+        Part(three[0], tasks=frozenset({1})),
+        Part(three[1], valid_bytes=entries[1].end),  # tasks 5 and 3 were acknowledged, 4 was not
+        Part(three[2]),
+    ]
+    report = aggregate(parts, tmp_path / "merged", metadata={}, expected={1, 3, 5, 8})
+    assert (report.groups, report.unexpected, report.missing) == (4, 2, ())
+    assert {item["task_index"] for item in load(tmp_path / "merged")["trajectories"]} == {1, 3, 5, 8}
+
+
 def test_acknowledged_bytes_that_are_gone_are_missed(tmp_path: Path, three: list[Path]) -> None:
     acknowledged = three[1].stat().st_size
     os.truncate(three[1], acknowledged - 1)
