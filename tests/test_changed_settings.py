@@ -12,9 +12,8 @@ from cluster import FAST, Cluster
 
 from fsbarrier.cli.start.begin import Request, Start
 from fsbarrier.cli.start.begin import begin as begin_request
-from fsbarrier.coordination.loop import LookAgain, NodeLoop
+from fsbarrier.coordination.loop import LookAgain, NodeLoop, WorkRunner
 from fsbarrier.coordination.observer import Observer
-from fsbarrier.coordination.work_runner import WorkRunner
 from fsbarrier.errors import Fenced, UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position

@@ -12,15 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
+from typing import Protocol
 
-from fsbarrier.coordination.fact_removal import FactRemoval
+from fsbarrier.coordination.fact_removal import FactRemoval, PassedRows
 from fsbarrier.coordination.fact_writer import FactWriter
 from fsbarrier.coordination.join_writer import JoinWriter
 from fsbarrier.coordination.observer import Observer
-from fsbarrier.coordination.passed_rows import PassedRows
 from fsbarrier.coordination.resume import LastGeneration
 from fsbarrier.coordination.suspicion_events import SuspicionEvents
-from fsbarrier.coordination.work_runner import WorkRunner
 from fsbarrier.errors import Fenced
 from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Payload, Position
 from fsbarrier.protocol.machine import awaited, step
@@ -53,6 +52,20 @@ ASKED_AGAIN = (Propose, FindResumePoint)
 
 #: writes an event, the node as it is then, and the event's fields to the journal
 WriteEvent = Callable[[str, Node, Payload], None]
+
+
+class WorkRunner(Protocol):
+    """Does a node's work outside the loop: a daemon's thread, a group's caller, or simulated."""
+
+    def launch(self, node: Node, part: RowPart) -> None: ...
+
+    def cancel(self) -> None:
+        """End the running work completely and discard its report."""
+
+    def report(self) -> WorkReport | None:
+        """How the last launched work ended; None while it runs. The answer stays the same until the next launch."""
+
+    def progress(self) -> Payload: ...
 
 
 class LookAgain(Enum):

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 
-from fsbarrier.coordination.paces import Paces
+from fsbarrier.coordination.paces import Paces, Schedule
 from fsbarrier.coordination.registry import Registry
 from fsbarrier.coordination.row_watch import NO_ROW, RowWatch
-from fsbarrier.coordination.schedule import Schedule
 from fsbarrier.coordination.stops_seen import StopsSeen
 from fsbarrier.coordination.unreadable import ReadFailures
 from fsbarrier.protocol.facts import Generation, Join, Position, Pulse
