@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fsbarrier.host.rendezvous import LISTENING
 from fsbarrier.processes import supervisor
 from fsbarrier.rundir import log_tail
 from fsbarrier.store import files
@@ -207,6 +208,9 @@ def be_torchrun(words: list[str]) -> int:
         "MASTER_ADDR": given["master-addr"],
         "MASTER_PORT": given["master-port"],
     }
+    # The port that was probed: its store is made here without the socket.
+    for fd in filter(None, os.environ.pop(LISTENING, "").split(",")):
+        os.close(int(fd))
     others = []
     for local in range(1, each):
         if not (pid := os.fork()):

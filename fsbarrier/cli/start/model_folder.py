@@ -102,7 +102,7 @@ def check_lengths(folder: Path, settings: Settings) -> None:
         if most is not None and tokens >= most:
             raise UsageError(
                 f"{key}={tokens}: leaves no room for a prompt, because the model supports only {most} positions "
-                f"(max_position_embeddings in {folder / 'config.json'})"
+                f"(max_position_embeddings in {folder / 'config.json'}); give {key} and engine.max_model_len smaller values"
             )
 
 
