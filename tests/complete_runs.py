@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import setting_reads
 from forks import CASE_S, command, warm_server
 from forks import be_program as be_program
 from forks import in_a_fork as in_a_fork
@@ -107,6 +108,8 @@ class Bench:
 
 def run_in_forks(commands: Sequence[Sequence[str]], environ: Mapping[str, str]) -> tuple[list[int], str]:
     """Run commands of fsbarrier at once, each in a fork of this process: their exit codes, and what they say."""
+    if setting_reads.NOTES in environ:
+        setting_reads.note_reads()
     with tempfile.TemporaryFile("w+") as out:
         pids = [in_a_fork(lambda words=words: command(*words), out.fileno(), environ) for words in commands]
         codes = [wait_for(pid, CASE_S) for pid in pids]

@@ -214,6 +214,29 @@ ELSEWHERE = {
     "judge.model=none": "what all runs have that do not give one",
 }
 
+#: settings on which the programs of a run do not act themselves, or only beside some others, and why
+NOT_ALWAYS_ACTED_ON = {
+    **dict.fromkeys(
+        ("data_path", "model", "init_from", "init_optimizer", "debug_mode"), "a start resolves it"
+    ),
+    "eval.sets.NAME.file": "a start resolves it",
+    "algorithm.preset": "it chooses the values of others",
+    "custom": "it is for a user's own code (test_agents.py)",
+    "rollout.chat_template_kwargs": "a table of the user's own (test_chat_templates.py)",
+    "tracker.project": "only with tracker.names (test_trackers.py)",
+    "engine.gpu_memory_utilization": "only on accelerators (test_engine.py)",
+    "optimizer.decay_steps": "only where the learning rate falls (test_losses.py)",
+    **dict.fromkeys(
+        (
+            "algorithm.advantage",
+            "algorithm.normalize_std",
+            "algorithm.drop_zero_signal",
+            "algorithm.dual_clip",
+        ),
+        "not by every loss (test_losses.py)",
+    ),
+}
+
 Choice = tuple[str, str]
 
 

@@ -18,10 +18,12 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
+import setting_reads
 from complete_runs import Bench, be_program, in_a_fork, wait_for, write_tasks
-from options import ELSEWHERE, GROUPS, covering_rows
+from options import ELSEWHERE, GROUPS, NOT_ALWAYS_ACTED_ON, covering_rows
 from waiting import until
 
+from fsbarrier.rundir import runrecord
 from fsbarrier.settings.sections import EvalSet, Settings, sections
 from fsbarrier.settings.sources import SET_NAME, known_as
 
@@ -158,6 +160,26 @@ def place(bench: Bench) -> Iterator[dict[str, str]]:
     wait_for(server, 10)
 
 
+def not_acted_on(
+    words: list[str], settings: dict[str, object], reads: dict[str, list[Any]], idle: tuple[str, ...]
+) -> list[str]:
+    """The settings of a command line that no program has read with their values. `idle`: how the names of those begin that none needs."""
+    found = []
+    for word in words:
+        given = word.partition("=")[0]
+        name = "custom" if given.startswith("custom.") else known_as(given)
+        if name in NOT_ALWAYS_ACTED_ON or name.startswith(idle):
+            continue
+        value = settings[given]
+        # What a set says comes before what all sets say, and that before the rollout's.
+        name = name.replace(SET_NAME, "eval")
+        if value is None and name.startswith("eval."):
+            continue
+        if value not in reads.get(name, ()):
+            found.append(word)
+    return found
+
+
 @pytest.mark.parametrize(
     "number",
     [pytest.param(n, marks=[pytest.mark.slow] if n >= EVERY_DAY else []) for n in range(len(ROWS))],
@@ -167,10 +189,18 @@ def test_a_run_with_these_settings_reaches_its_end_and_goes_on(
 ) -> None:
     words = [word.format_map(place) for group in ROWS[number].values() for word in shlex.split(group)]
     nodes = next(int(word[-1]) for word in words if word.startswith("num_nodes="))
+    bench.environ[setting_reads.NOTES] = str(tmp_path / "reads")
     for last in (2, 3):
         ended = bench.run(tmp_path / "run", "--iterations", str(last), *words, nodes=nodes)
         assert set(ended.codes) == {0}, f"{shlex.join(words)}\n{ended.described()}"
     published = [event["policy_version"] for event in ended.events("weights_published")]
     assert published == [1, 2, 3], shlex.join(words)
     assert {event["iteration"] for event in ended.events("rolled_out")} == {1, 2, 3}
+    settings = runrecord.load(tmp_path / "run").settings.flat()
+    steps = sum(event["optimizer_steps"] for event in ended.events("updated"))
+    idle = (
+        *(() if steps else ("algorithm.", "optimizer.")),
+        *(("engine.",) if place["engine"] in str(words) else ()),
+    )
+    assert not not_acted_on(words, settings, setting_reads.reads(tmp_path / "reads"), idle), shlex.join(words)
     shutil.rmtree(tmp_path)
