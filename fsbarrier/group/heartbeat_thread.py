@@ -13,7 +13,7 @@ from fsbarrier.rundir.record_store import PosixStore
 
 
 class HeartbeatThread:
-    """Writes heartbeats every `beat_s` seconds from `start` to `end`."""
+    """Writes heartbeats every `beat_s` seconds from `start` to `end`, but not while a look hangs: the others should not wait for ever."""
 
     def __init__(self, member: GroupMember, beat_s: float) -> None:
         self._member, self._beat_s, self._ending = member, beat_s, threading.Event()
@@ -36,7 +36,9 @@ class HeartbeatThread:
             last = self._ending.is_set()
             if last and loop.exit is None:
                 loop.exit = Exit(0, "left", "left")
-            loop.write_beat(loop.beat(), store, time.monotonic())
+            now, since = time.monotonic(), self._member.looking_since
+            if last or since is None or now - since <= loop.rules.limits.suspect_s / 2:
+                loop.write_beat(loop.beat(), store, now)
             joining = loop.node.stage is Stage.JOINING
             if not last:
                 self._ending.wait(

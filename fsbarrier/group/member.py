@@ -19,7 +19,7 @@ from fsbarrier.errors import Fenced, FsbarrierError, NodeError, OutOfStep, PeerL
 from fsbarrier.group.collective import BARRIER, TABLE, Collective, CollectiveWork
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member
 from fsbarrier.protocol.membership import Limits, Loss, live_joiners, losses
-from fsbarrier.protocol.state import Node, Rules
+from fsbarrier.protocol.state import Rules
 from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import Store
@@ -43,6 +43,10 @@ class GroupMember:
     work: CollectiveWork
     #: what ended this membership
     failure: NodeError | None = None
+    #: when the look began that has not ended
+    looking_since: float | None = None
+    #: this node has been in a generation
+    _entered: bool = False
     #: the joins that this node found when it joined, perhaps of an earlier session
     _earlier_joins: Mapping[int, Join] = field(default_factory=dict)
 
@@ -63,13 +67,17 @@ class GroupMember:
 
     def look(self, now: float) -> bool:
         """Run one tick. True if anything happened, so more may follow at once. Raises OSError, and the error that ended the membership."""
-        loop, before = self.loop, self.loop.node
+        # A tick may fail after the node has left its generation.
+        self._entered = self._entered or self.generation is not None
         if self.failure is None:
+            self.looking_since = now
             try:
-                busy = loop.tick(now)
-                self.failure = self._ended_since(before)
+                busy = self.loop.tick(now)
+                self.failure = self._end()
             except FsbarrierError as error:
                 self.failure = self._fenced(str(error))
+            finally:
+                self.looking_since = None
         if self.failure is not None:
             raise self.failure
         return busy
@@ -261,10 +269,10 @@ class GroupMember:
             message, about.rank, about.host, observer.ledger.age(about, observer.looked_at or 0.0)
         )
 
-    def _ended_since(self, before: Node) -> NodeError | None:
-        """The error if this membership has ended since the node was as `before`."""
+    def _end(self) -> NodeError | None:
+        """The error if this membership has ended."""
         loop = self.loop
-        if before.generation is not None and loop.node.generation is None:
+        if self._entered and loop.node.generation is None:
             newest = loop.observer.newest
             number = newest.number if newest is not None else "a newer one"
             return self._fenced(

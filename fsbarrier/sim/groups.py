@@ -138,6 +138,12 @@ class GroupProcess(Process):
     def _write_journal(self) -> None:
         """A group has none."""
 
+    def put_beat(self) -> float:
+        """A member's thread writes heartbeats whatever its caller does, unless a look hangs."""
+        if self.held_look is None:
+            self.life.looked_at = self.clock
+        return super().put_beat()
+
     # --- the caller ---
 
     def _react(self) -> None:
