@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fsbarrier.protocol.state import Node, Stage
 from fsbarrier.protocol.timing import DEAD_S, OUTAGE_S
-from fsbarrier.settings.sections import Settings
+
+if TYPE_CHECKING:
+    # Groups need no settings, and nothing of what reads them.
+    from fsbarrier.settings.sections import Settings
 
 _DICE = random.Random()
 AT_ONCE = float("-inf")
