@@ -113,7 +113,7 @@ def gave_up_for_a_reason(world: World) -> Iterator[str]:
     """A node ends because its filesystem fails only if that has lasted for `outage_s`, and lasts; one that has not joined, sooner."""
     history, struck = world.history, world.history.faults
     for ended in history.ended.values():
-        if ended.code != 3 or ("cannot be read for" in ended.why and struck & {"unreadable", "handles"}):
+        if ended.code != 3 or ("cannot be read" in ended.why and struck & {"unreadable", "handles"}):
             continue
         if "temporary folder" in ended.why and "unfit" in struck:
             continue
