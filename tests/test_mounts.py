@@ -122,7 +122,7 @@ LOST = " ".join(f"--fault {request}:EIO:0.1:after" for request in ("mkdir", "lin
 WRITES = " ".join(f"--fault {request}:EIO:0.01" for request in ("write", "fsync", "fsyncdir", "readdir"))
 #: what each mount does, and what a run's timeouts must be there
 ADVERSARIAL = {
-    "others' directories appear 5 s late": ("--dirs-late-s 5", 0.0),
+    "others' directories appear 5 s late": ("--dirs-late-s 5", 2.0),
     "others' data can be read 2 s late": ("--data-late-s 2", 5.0),
     "each name has an identity of its own": ("--path-inodes", 0.0),
     "one read in fifty is stale": (ESTALE, 0.5),
