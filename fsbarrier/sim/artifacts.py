@@ -39,7 +39,8 @@ class Artifacts:
     """The files of one schedule."""
 
     def __init__(self) -> None:
-        self.root = _BASE / f"{_PROCESS}-{next(_NUMBERS)}"
+        # Processes of a campaign are forks, and have the same token.
+        self.root = _BASE / f"{_PROCESS}-{os.getpid():08d}-{next(_NUMBERS):08d}"
         self.paths = RunPaths(self.root)
         self.parts: dict[str, PartFile] = {}
         # path -> the number of the process whose program wrote it
