@@ -131,7 +131,7 @@ def test_a_leaders_fact_that_cannot_be_read_ends_the_wait_for_it(tmp_path: Path)
     for second in range(30):
         store.put(paths.beat(0, 1), Beat(0, 1, second, "host", 1, "running", 1, 1, 0))
         loop.tick(float(second))
-        assert (loop.exit is not None) == (second >= 15)
+        assert (loop.exit is not None) == (second >= loop.rules.limits.dead_s)
     assert loop.exit is not None
     assert loop.exit.code == 3 and loop.exit.reason.startswith(f"{fact} cannot be read")
 

@@ -102,7 +102,8 @@ def roll_out(
     if any([child.wait() for child in children]):
         raise SystemExit("a toy rollout failed; what it says is above")
     results = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(len(speeds))]
-    groups = [group for result in results for group in scan_rank_file(Path(result["part"])).groups]
+    rank_files = sorted((folder / "train_trajectories").glob("*.checkpoint"))
+    groups = [group for file in rank_files for group in scan_rank_file(file).groups]
     return Outcome(results, [group.task_index for group in groups])
 
 
