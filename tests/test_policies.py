@@ -107,10 +107,9 @@ def test_a_program_that_cannot_work_ends_the_run_where_nobody_is_left(
         cluster.start()
         codes = cluster.wait()
         assert codes == {0: 4, 1: 4}, cluster.said(0)
-        # By generation: the second attempt may fail on a node that had not come to its failure in the first one.
-        failed = {e["generation"] for e in cluster.events() if e["event"] == "work_failed"}
-        assert len(failed) == attempts, "what fails twice in the same way is not tried again"
+        # What fails twice in the same way is not tried again, whichever node it fails on.
         for node in range(2):
+            assert f"given up after {attempts} attempts" in cluster.said(node)
             assert "ended with exit code 3" in cluster.said(node)
             assert "| row 2 comes to its bad end" in cluster.said(node)
 
