@@ -80,10 +80,11 @@ class Bench:
         fake = {"dir": str(folder / "fake"), "logprob": -math.log(VOCABULARY)}
         self.environ = {"FAKE_VLLM": json.dumps(fake)}
 
-    def run(self, log_path: Path, *words: str, nodes: int = 1) -> Ended:
-        """Start all nodes of a run, node 0 with these words, and wait for their ends."""
+    def run(self, log_path: Path, *words: str, nodes: int = 1, reads: Path | None = None) -> Ended:
+        """Start all nodes of a run, node 0 with these words, and wait for their ends. `reads`: where to note the settings read."""
         commands = [("run", *self.words(rank, nodes, words)) for rank in range(nodes)]
-        return self._ended(log_path, commands, self.environ)
+        noted = {setting_reads.NOTES: str(reads)} if reads else {}
+        return self._ended(log_path, commands, {**self.environ, **noted})
 
     def type(self, log_path: Path, *words: str) -> Ended:
         """Run another command of fsbarrier on a run."""

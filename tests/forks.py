@@ -41,11 +41,13 @@ def command(*words: str) -> int:
 
 
 def in_a_fork(do: Callable[[], int], out: int, environ: Mapping[str, str]) -> int:
-    """Do something in a fork, in a process group of its own; returns its process id."""
+    """Do something in a fork, in a process group of its own that ends when this process does; returns its process id."""
+    parent = os.getpid()
     if pid := os.fork():
         return pid
     os.setsid()
     os.environ.update(environ)
+    end_with_parent(parent)
     end_with(do, out)
 
 

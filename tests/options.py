@@ -117,7 +117,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "gap": ("algorithm.max_logprob_gap=none", "algorithm.max_logprob_gap=0.5"),
     "optimizer": (
         "optimizer.lr=1e-6",
-        "optimizer.lr=1e-4 optimizer.betas=0.8,0.9",
+        "optimizer.lr=1e-5 optimizer.betas=0.8,0.9",
     ),
     "decay": (
         "optimizer.weight_decay=0 optimizer.grad_clip=1",

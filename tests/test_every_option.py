@@ -189,9 +189,9 @@ def test_a_run_with_these_settings_reaches_its_end_and_goes_on(
 ) -> None:
     words = [word.format_map(place) for group in ROWS[number].values() for word in shlex.split(group)]
     nodes = next(int(word[-1]) for word in words if word.startswith("num_nodes="))
-    bench.environ[setting_reads.NOTES] = str(tmp_path / "reads")
+    reads = tmp_path / "reads"
     for last in (2, 3):
-        ended = bench.run(tmp_path / "run", "--iterations", str(last), *words, nodes=nodes)
+        ended = bench.run(tmp_path / "run", "--iterations", str(last), *words, nodes=nodes, reads=reads)
         assert set(ended.codes) == {0}, f"{shlex.join(words)}\n{ended.described()}"
     published = [event["policy_version"] for event in ended.events("weights_published")]
     assert published == [1, 2, 3], shlex.join(words)
@@ -202,5 +202,5 @@ def test_a_run_with_these_settings_reaches_its_end_and_goes_on(
         *(() if steps else ("algorithm.", "optimizer.")),
         *(("engine.",) if place["engine"] in str(words) else ()),
     )
-    assert not not_acted_on(words, settings, setting_reads.reads(tmp_path / "reads"), idle), shlex.join(words)
+    assert not not_acted_on(words, settings, setting_reads.reads(reads), idle), shlex.join(words)
     shutil.rmtree(tmp_path)
