@@ -13,7 +13,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "model": (
         "model={bench}/model",
         "model=model lora.rank=0",
-        "init_from={bench}/first@1 init_optimizer=true",
+        "init_from={bench}/first@1",
         "init_from={bench}/first lora.rank=1 lora.targets=",
         "model={bench}/model lora.rank=2 lora.alpha=4 lora.targets=q_proj,v_proj",
     ),
@@ -209,16 +209,13 @@ ELSEWHERE = {
     "model=none": "the demo (test_real_run.py)",
     "init_from=none": "what all runs have that do not give one",
     "debug_mode=false": "what all runs have that do not give it",
-    "init_optimizer=false": "what all runs have that do not give it",
     "judge.url=none": "what all runs have that do not give one",
     "judge.model=none": "what all runs have that do not give one",
 }
 
 #: settings on which the programs of a run do not act themselves, or only beside some others, and why
 NOT_ALWAYS_ACTED_ON = {
-    **dict.fromkeys(
-        ("data_path", "model", "init_from", "init_optimizer", "debug_mode"), "a start resolves it"
-    ),
+    **dict.fromkeys(("data_path", "model", "init_from", "debug_mode"), "a start resolves it"),
     "eval.sets.NAME.file": "a start resolves it",
     "algorithm.preset": "it chooses the values of others",
     "custom": "it is for a user's own code (test_agents.py)",

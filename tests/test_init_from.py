@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import run_script
-from test_export import checkpoint, weights
+from test_export import checkpoint
 
 from fsbarrier.cli.start import begin as beginning
-from fsbarrier.cli.start import model_folder
 from fsbarrier.cli.start.begin import Request, Start
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir import checkpoints, runrecord
@@ -23,12 +21,6 @@ from fsbarrier.settings.sources import from_words
 def start(log_path: Path, *words: str, **more: Any) -> Start:
     chosen = from_words([f"log_path={log_path}", *words], known_names())
     return beginning.begin(Request(**{"chosen": tuple(chosen), "environ": {}, "master": True, **more}))
-
-
-@pytest.fixture(autouse=True)
-def adapters_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These runs' models are made up. `test_lora` checks what is asked of a real one at the start, in a process of its own."""
-    monkeypatch.setattr(model_folder, "examine", lambda *_: "")
 
 
 @pytest.fixture
@@ -101,129 +93,3 @@ def test_a_mistake_is_one_line(
         start(tmp_path / "run", data, *(word.replace("FIRST", str(first)) for word in words))
     assert message.replace("FIRST", str(first)) in str(caught.value)
     assert not (tmp_path / "run").exists()
-
-
-# --- with the state of the trainer ---------------------------------------------------------------------------------------
-
-
-def with_state(first: Path, version: int) -> None:
-    """Give a version a trainer state, in two parts."""
-    folder = first / "checkpoints" / f"policy-{version:06d}.g0001"
-    counts = {"policy_version": version, "optimizer_steps": 7}
-    (folder / "trainer").mkdir(exist_ok=True)
-    layout = {"format": "fsbarrier-trainer/1", **counts, "scalars": {}, "tensors": {}}
-    (folder / "trainer" / "layout.json").write_text(json.dumps(layout))
-    for part in (0, 1):
-        (folder / "trainer" / f"part-{part:05d}.safetensors").write_text(f"part {part} of {version}")
-    checkpoints.write_manifest(folder, version)
-
-
-STATE = ("init_optimizer=true", "rollout.tasks=1")
-
-
-def test_a_run_begins_with_the_trainers_state_too(tmp_path: Path, first: Path, data: str) -> None:
-    with_state(first, 1)
-    words = (data, f"init_from={first}@1", *STATE)
-    start(tmp_path / "run", *words)
-    shutil.rmtree(first)
-    own = tmp_path / "run" / "first_policy"
-    manifest = checkpoints.verify(own)
-    assert manifest.policy_version == 0 and checkpoints.newest_state(own) == "first_policy"
-    assert {name for name in manifest.files if name.startswith("trainer/")} == {
-        f"trainer/{name}" for name in ("layout.json", "part-00000.safetensors", "part-00001.safetensors")
-    }
-    layout = json.loads((own / "trainer" / "layout.json").read_text())
-    assert (layout["policy_version"], layout["optimizer_steps"]) == (0, 7)
-    assert (own / "trainer" / "part-00001.safetensors").read_text() == "part 1 of 1"
-    # The same command goes on, without the other run.
-    assert not start(tmp_path / "run", *words).created
-
-
-@pytest.mark.parametrize("dry_run", [False, True])
-@pytest.mark.parametrize(
-    ("fault", "words", "message"),
-    [
-        ("not saved", "@1", "version 1 has no trainer state in the shared directory"),
-        ("not saved", "@1", "the nearest version that has one is 2"),
-        ("", "@2", "the nearest version that has one is 1"),
-        ("", "@0", "policy version 0 has no trainer state"),
-        ("none at all", "", "policy version 2 has no trainer state"),
-        ("none at all", "", "no version of that run has one"),
-        ("another trainer's", "@1", "policy version 1 has no trainer state"),
-        ("", "@1 lora.rank=4", "the whole policy, but this run trains adapters of rank 4"),
-        ("", "@1 trainer.command=true", "not supported with trainer.command"),
-    ],
-)
-def test_a_run_does_not_begin_without_the_state_that_it_asks_for(
-    tmp_path: Path, first: Path, data: str, fault: str, words: str, message: str, dry_run: bool
-) -> None:
-    model = first / "checkpoints" / "policy-000001.g0001" / "model"
-    run = runrecord.load(first)
-    (first / "run.json").unlink()
-    runrecord.publish(runrecord.new(first, run.settings, tasks={}, model=str(model)))
-    if fault == "not saved":
-        saved = checkpoints.read_manifest(model.parent)
-        checkpoints.commit(model.parent, checkpoints.Manifest(1, saved.files, state_in=None))
-        with_state(first, 2)
-    elif fault != "none at all":
-        with_state(first, 1)
-    if fault == "another trainer's":
-        (model.parent / "trainer" / "layout.json").unlink()
-        checkpoints.write_manifest(model.parent, 1)
-    named, *more = words.split() or [""]
-    with pytest.raises(UsageError) as caught:
-        start(tmp_path / "run", data, f"init_from={first}{named}", *STATE, *more, dry_run=dry_run)
-    assert message in str(caught.value) and "init_optimizer" in str(caught.value)
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_model_of_another_runs_adapters_comes_along(tmp_path: Path, data: str) -> None:
-    """Also from a run that itself came from another one."""
-    base, adapters = tmp_path / "base", Settings.from_json({**Settings().as_json(), "lora": {"rank": 4}})
-    base.mkdir()
-    (base / "config.json").write_text('{"model_type": "llama"}')
-    (base / "model.safetensors").write_bytes(weights("what the adapters were put into"))
-    first = tmp_path / "first"
-    runrecord.publish(runrecord.new(first, adapters, tasks={}, model=str(base)))
-    for version in (1, 2):
-        folder = checkpoint(first, version, 1, f"weights {version}", complete=False)
-        (folder / "model" / "config.json").write_text('{"model_type": "llama"}')
-        (folder / "model" / "tokenizer.json").write_text("{}")
-        with_state(first, version)
-    second, third = tmp_path / "second", tmp_path / "third"
-    start(second, data, f"init_from={first}@2", *STATE, "lora.rank=4")
-    shutil.copytree(first / "checkpoints", second / "checkpoints")
-    shutil.rmtree(first)
-    shutil.rmtree(base)
-    start(third, data, f"init_from={second}@1", *STATE, "lora.rank=4")
-    for run in (second, third):
-        copied = run / "first_policy" / "base" / "model.safetensors"
-        assert copied.read_bytes() == weights("what the adapters were put into")
-    shutil.rmtree(second / "first_policy" / "base")
-    with pytest.raises(UsageError, match="of its adapters is missing"):
-        start(tmp_path / "fourth", data, f"init_from={second}@1", *STATE, "lora.rank=4")
-
-
-# --- the update that it goes on with ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.torch
-def test_the_first_update_is_to_the_last_bit_the_other_runs_next_one(tmp_path: Path) -> None:
-    run_script("init_optimizer_updates.py", tmp_path, "2x1:none:3")
-
-
-@pytest.mark.torch
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "case",
-    [
-        "2x1:all:3:bf16>1x1:none:3:bf16",
-        "1x2:node:3>2x1:none:3",
-        "1x2:all:3:lora",
-        "1x2:auto:5:zero3>1x2:all:5",
-        "1x2:all:5>2x1:auto:5:zero2",
-    ],
-)
-def test_the_first_update_is_the_same_however_the_state_was_made(tmp_path: Path, case: str) -> None:
-    run_script("init_optimizer_updates.py", tmp_path, case)

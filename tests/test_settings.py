@@ -149,7 +149,7 @@ def test_what_is_wrong_is_one_line_with_its_name(words: list[str], message: str)
 
 
 def test_every_number_and_path_has_a_flag_of_its_setting() -> None:
-    plain = {name for name in KNOWN if "." not in name} - {"custom", "init_from", "init_optimizer"}
+    plain = {name for name in KNOWN if "." not in name} - {"custom", "init_from"}
     assert set(FLAGS.values()) == plain
 
 

@@ -133,10 +133,7 @@ class RunPaths:
 
     @property
     def first_policy(self) -> Path:
-        """The run's copy of another run's policy version, with which it began (`init_from`): `model/`.
-
-        With `init_optimizer` also `trainer/` and MANIFEST.json, as policy version 0; with LoRA also `base/`, the model of the adapters.
-        """
+        """The run's copy of another run's policy version, with which it began (`init_from`): `model/`."""
         return self.root / "first_policy"
 
     @property

@@ -66,13 +66,6 @@ def _run(s: Settings, named: AsChosen) -> Iterator[str]:
         yield f"{named('rollout_split')}: requires --rl-phase rollout (this run: {named('rl_phase')})"
     if s.rollout_split == "eval-only" and s.eval_interval == 0:
         yield f"{named('eval_interval')}: disables evaluation, so {named('rollout_split')} would do nothing; drop one"
-    if s.init_optimizer and s.init_from is None:
-        yield f"{named('init_optimizer')}: requires init_from, the run to load the optimizer state from"
-    if s.init_optimizer and s.trainer.command is not None:
-        yield (
-            f"{named('init_optimizer')}: not supported with trainer.command, because a custom trainer has its own state "
-            "format; drop one"
-        )
     if c.beat_s > c.dead_s / 3:
         yield f"{named('coordination.beat_s')}: must be at most a third of {named('coordination.dead_s')}"
 

@@ -549,10 +549,6 @@ class Settings(Section):
         "Start from a policy of another run instead of `model`: `RUN_DIRECTORY@VERSION`, or `RUN_DIRECTORY` for the version it currently "
         "serves.",
     )
-    init_optimizer: bool = setting(
-        False,
-        "With `init_from`: also load the optimizer state and step count of that version.",
-    )
     program: Name = setting("rl", "`rl`, `toy`, `ping`, or your own FILE.py.")
     rl_phase: RlPhase = setting(
         "both", "`rollout`: phases 0-6; `update`: phases 7-13; `both`: all phases.", EACH_START

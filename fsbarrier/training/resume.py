@@ -65,26 +65,24 @@ def begin(
     If this version was saved without one (`checkpoint.trainer_every`), falls back to the newest version that has one. Raises the errors
     of Trainer.load.
     """
-    # With init_optimizer the initial model has a trainer state and the base model of its adapters beside it.
-    base = first_model.with_name("base") if settings.init_optimizer else first_model
-    first_state = first_model.with_name("trainer") if settings.init_optimizer else None
 
     def load(weights: Path, state: Path | None, number: int) -> Trainer:
         # The adapters are added to the initial model; the trainer state contains them.
-        folder = base if settings.lora.rank else weights
+        folder = first_model if settings.lora.rank else weights
         return Trainer.load(
             processes, settings, model_folder=folder, state_folder=state, policy_version=number
         )
 
     if trainer_state is None:
-        return Beginning(load(model, first_state, policy_version), model, None)
+        return Beginning(load(model, None, policy_version), model, None)
     version = trainer_state.parent
     checkpoints.check_identity(version, policy)
     state_in = checkpoints.newest_state(version)
     if state_in == version.name:
         here = model if copy is None else copy.place.nearest(model)
         return Beginning(load(here, trainer_state, policy_version), model, state_in)
-    origin, state, number = first_model, first_state, 0
+    origin, number = first_model, 0
+    state: Path | None = None
     if state_in is not None:
         before = version.parent / state_in
         origin, state = before / "model", before / "trainer"

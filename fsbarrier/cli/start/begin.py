@@ -205,11 +205,9 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     if not request.dry_run:
         # Determines the permissions of everything written from here on.
         files.set_shared_group(settings.shared_group)
-    if policy is not None:
-        state = other_runs_policy.find_state(settings, policy) if settings.init_optimizer else None
-        if not request.dry_run:
-            first_policy = RunPaths(log_path).first_policy
-            model = str(other_runs_policy.copy(str(settings.init_from), policy, state, first_policy))
+    if policy is not None and not request.dry_run:
+        first_policy = RunPaths(log_path).first_policy
+        model = str(other_runs_policy.copy(str(settings.init_from), policy, first_policy))
     settings = replace(settings, model=model)
     record = runrecord.new(log_path, settings, tasks=tasks, model=model)
     if request.dry_run:
