@@ -6,9 +6,10 @@ If it does not fit, each problem is one line with the required and available amo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fsbarrier.engine.placement import check_arguments, replicas
 from fsbarrier.engine.server import ASLEEP_BYTES
@@ -22,24 +23,15 @@ from fsbarrier.store.reading import GIB
 
 # Memory of an engine other than weights and cache: activations of one step, graphs, context.
 ENGINE_BYTES = 2 * GIB
-# Upper limit of the search for a sufficient number of nodes.
-MOST_NODES = 1024
-
-
-Change = Callable[[TrainerSettings], TrainerSettings]
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The machines. `accelerators`: per node, 0 for CPUs; `memory_bytes`: per accelerator, or of the host for CPUs.
-
-    `host_bytes`: per node; 0: unknown.
-    """
+    """The machines. `accelerators`: per node, 0 for CPUs; `memory_bytes`: per accelerator, or of the host for CPUs."""
 
     nodes: int
     accelerators: int
     memory_bytes: int
-    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +45,10 @@ class ClusterPlan:
     tensor_parallel_size: int
     groups_in_flight: int
     sequences_in_flight: int
-    # Engines without a group, because groups are not split.
-    idle_engines: int
     engine: Mapping[str, int]
     cache_tokens: int
     # --- the update ---
     world: int
-    # Processes without a trajectory in a minibatch.
-    idle_processes: int
     shard: Sharding
     shards: int
     # DeepSpeed's ZeRO stage; None: without DeepSpeed.
@@ -114,14 +102,12 @@ def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Cluste
         tensor_parallel_size=settings.engine.tensor_parallel_size,
         groups_in_flight=groups,
         sequences_in_flight=groups * rollout.samples,
-        idle_engines=max(0, count * cluster.nodes - rollout.tasks),
         engine=engine,
         cache_tokens=cache_tokens,
         world=world,
-        idle_processes=max(0, world - min(trainer.minibatch, trajectories)),
         shard=shard,
         shards=load.shards,
-        zero_stage=load.zero.stage if load.zero else None,
+        zero_stage=load.zero_stage,
         trajectories=trajectories,
         minibatch=trainer.minibatch,
         optimizer_steps=steps,
@@ -193,14 +179,12 @@ def update_load(shape: ModelShape, settings: Settings, cluster: Cluster) -> tupl
     element = bytes_of_a_number(trainer, on_cpu=on_cpu)
     load = UpdateLoad.whole(shape, settings, element=element, accelerated=not on_cpu)
     per_node, chosen = processes_per_node(trainer, cluster), trainer.shard
-    if load.zero:
+    if load.zero_stage is not None:
         # Every ZeRO stage shards something over all processes.
         chosen = "all"
     if chosen == "auto":
         available = _available(cluster, per_node)
-        chosen = choose_sharding(
-            load, nodes=cluster.nodes, per_node=per_node, available=available, host=cluster.host_bytes
-        )
+        chosen = choose_sharding(load, nodes=cluster.nodes, per_node=per_node, available=available)
     return chosen, replace(load, shards=shards_of(chosen, cluster.nodes, per_node))
 
 
@@ -283,83 +267,36 @@ def _engine_parts(
 def _update_problems(
     shape: ModelShape, settings: Settings, cluster: Cluster, load: UpdateLoad, shard: Sharding
 ) -> list[str]:
-    if settings.trainer.command is not None or _fits(load, settings, cluster):
+    available = _available(cluster, processes_per_node(settings.trainer, cluster))
+    if settings.trainer.command is not None or load.total <= available:
         return []
+    how = f"trainer.shard={shard}" if load.zero_stage is None else f"DeepSpeed ZeRO-{load.zero_stage}"
+    parts = ", ".join(f"{name} {gib(amount)}" for name, amount in load.parts.items() if amount)
+    each = "accelerator" if cluster.accelerators else "process"
+    return [
+        f"{how}: the update needs {gib(load.total)} of each {each} ({parts}), but only {gib(available)} are available; the nearest that "
+        f"works: {_nearest(shape, settings, cluster)}"
+    ]
+
+
+def _nearest(shape: ModelShape, settings: Settings, cluster: Cluster) -> str:
+    """The settings with which the update would fit on these machines, the cheapest first; each is added to those before it."""
     per_node = processes_per_node(settings.trainer, cluster)
-    available, host = _available(cluster, per_node), load.on_host * per_node
-    how = f"DeepSpeed ZeRO-{load.zero.stage}" if load.zero else f"trainer.shard={shard}"
-    why = []
-    if load.total > available:
-        parts = ", ".join(f"{name} {gib(amount)}" for name, amount in load.parts.items() if amount)
-        each = "accelerator" if cluster.accelerators else "process"
-        why.append(
-            f"{how}: the update needs {gib(load.total)} of each {each} ({parts}), but only {gib(available)} are available"
-        )
-    if _exceeds_host(load, per_node, cluster):
-        why.append(
-            f"trainer.offload={load.offload}: needs {gib(host)} of each node's memory, but only {gib(cluster.host_bytes)} are available"
-        )
-    nearest = " or ".join(_nearest(settings, shape, cluster)) or "none on machines like these"
-    return [f"{'; '.join(why)}; the nearest that works: {nearest}"]
-
-
-def _fits(load: UpdateLoad, settings: Settings, cluster: Cluster) -> bool:
-    per_node = processes_per_node(settings.trainer, cluster)
-    return load.total <= _available(cluster, per_node) and not _exceeds_host(load, per_node, cluster)
-
-
-def _exceeds_host(load: UpdateLoad, per_node: int, cluster: Cluster) -> bool:
-    return bool(cluster.host_bytes) and load.on_host * per_node > cluster.host_bytes
-
-
-def _nearest(settings: Settings, shape: ModelShape, cluster: Cluster) -> Iterator[str]:
-    """Changes that would make the update fit: a cumulative list of settings, and a number of nodes."""
-    trainer, said = settings.trainer, dict[str, str]()
-    per_node = processes_per_node(trainer, cluster)
-
-    def load_with(changed: TrainerSettings, machines: Cluster) -> UpdateLoad:
-        return update_load(shape, replace(settings, trainer=changed), machines)[1]
-
-    load = load_with(trainer, cluster)
-    if _exceeds_host(load, per_node, cluster):
-        trainer, said["offload"] = replace(trainer, offload="none"), "trainer.offload=none"
-        load = load_with(trainer, cluster)
-    changes = iter(_changes(settings))
-    while not _fits(load, settings, cluster):
-        name, words, change = next(changes, ("", "", None))
-        if change is None:
-            break
-        changed = load_with(change(trainer), cluster)
-        # Skip changes that are already in effect or exceed the host's memory.
-        if changed.total < load.total and not _exceeds_host(changed, per_node, cluster):
-            trainer, load, said[name] = change(trainer), changed, words
-    else:
-        host = f" ({gib(load.on_host * per_node)} of each node's memory)" if load.on_host else ""
-        yield " ".join(said.values()) + host
-        if said.keys() <= {"shard", "stage"}:
-            return
-    auto = replace(settings.trainer, shard="auto")
-    for nodes in range(cluster.nodes + 1, MOST_NODES + 1):
-        machines = replace(cluster, nodes=nodes)
-        if _fits(load_with(auto, machines), settings, machines):
-            said_so = settings.trainer.shard in ("auto", "all")
-            yield f"{nodes} nodes{'' if said_so else ' with trainer.shard=auto'}"
-            break
-
-
-def _changes(settings: Settings) -> Iterator[tuple[str, str, Change]]:
-    """Changes that save memory, the cheapest first: the setting's name, its text form, and the change."""
-    trainer, longest = settings.trainer, settings.engine.max_model_len
-    if trainer.backend == "torch":
-        yield "shard", "trainer.shard=all", lambda t: replace(t, shard="all")
-    elif trainer.deepspeed:
-        # Without a configuration file stage 3 is already the default.
-        stage = f"zero_optimization.stage=3 in {trainer.deepspeed}"
-        yield "stage", stage, lambda t: replace(t, deepspeed=None)
-    checkpointing = "trainer.gradient_checkpointing=true"
-    yield "checkpointing", checkpointing, lambda t: replace(t, gradient_checkpointing=True)
-    fewer = min(longest, trainer.max_tokens_per_micro_batch)
-    tokens = f"trainer.max_tokens_per_micro_batch={fewer}"
-    yield "tokens", tokens, lambda t: replace(t, max_tokens_per_micro_batch=fewer)
-    yield "offload", "trainer.offload=optimizer", lambda t: replace(t, offload="optimizer")
-    yield "offload", "trainer.offload=all", lambda t: replace(t, offload="all")
+    load, said = update_load(shape, settings, cluster)[1], dict[str, str]()
+    changes: tuple[tuple[str, Any], ...] = (
+        ("shard", "all"),
+        ("gradient_checkpointing", True),
+        ("max_tokens_per_micro_batch", settings.engine.max_model_len),
+        ("offload", "optimizer"),
+        ("offload", "all"),
+    )
+    for name, value in changes:
+        changed = replace(settings, trainer=replace(settings.trainer, **{name: value}))
+        smaller = update_load(shape, changed, cluster)[1]
+        if smaller.total >= load.total:
+            continue
+        settings, load, said[name] = changed, smaller, f"trainer.{name}={str(value).lower()}"
+        if load.total <= _available(cluster, per_node):
+            host = f" ({gib(load.on_host * per_node)} of each node's memory)" if load.on_host else ""
+            return " ".join(said.values()) + host
+    return "more nodes, or accelerators with more memory"

@@ -31,37 +31,12 @@ UNITS_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Zero:
-    """How DeepSpeed shards: from `stage` 1 on the optimizer's state, from 2 on gradients, in 3 the policy too. Numbers, not bytes:
-    `bucket` of them it adds up at once, and at most `gathered` of the policy are whole in stage 3."""
-
-    stage: int
-    bucket: int
-    gathered: int
-
-    @classmethod
-    def of_file(cls, path: str | None) -> Self:
-        """Raises UsageError."""
-        given = deepspeed_config.read(path)
-        zero = given.get(deepspeed_config.ZERO)
-        known = zero if isinstance(zero, dict) else {}
-
-        def count(name: str, otherwise: int) -> int:
-            value = known.get(name)
-            return int(value) if isinstance(value, int | float) else otherwise
-
-        # The defaults are DeepSpeed's own.
-        bucket = count("reduce_bucket_size", 500_000_000)
-        return cls(deepspeed_config.stage_of(given), bucket, count("stage3_max_live_parameters", 10**9))
-
-
-@dataclass(frozen=True, slots=True)
 class UpdateLoad:
     """One process's part of an update. `shards`: over how many processes one copy of the model is split.
 
     `element`: the bytes of a number in the type it computes in. `tokens`: of one micro-batch, padding included. `logits`: so
     many positions have logits at once. `trained`: the parameters that have gradients, fewer than all with adapters.
-    `reference`: whether it is held against another policy. `zero`: with DeepSpeed, how that shards; `shards` are then all processes.
+    `reference`: whether it is held against another policy. `zero_stage`: DeepSpeed's, None without it; `shards` are then all processes.
     """
 
     shape: ModelShape
@@ -73,12 +48,14 @@ class UpdateLoad:
     checkpointing: bool = False
     offload: Offload = "none"
     reference: bool = False
-    zero: Zero | None = None
+    zero_stage: int | None = None
 
     @classmethod
     def whole(cls, shape: ModelShape, settings: Settings, *, element: int, accelerated: bool) -> Self:
         """Of an update with these settings where each process has a copy of its own. Raises UsageError for a file of DeepSpeed's."""
-        trainer, lora = settings.trainer, settings.lora
+        trainer, lora, zero_stage = settings.trainer, settings.lora, None
+        if trainer.backend == "deepspeed":
+            zero_stage = deepspeed_config.stage_of(deepspeed_config.read(trainer.deepspeed))
         # A trajectory that is longer than a micro-batch is alone in it.
         tokens = max(settings.engine.max_model_len, trainer.max_tokens_per_micro_batch)
         checkpointing = trainer.gradient_checkpointing
@@ -92,7 +69,7 @@ class UpdateLoad:
             checkpointing=accelerated if checkpointing is None else checkpointing,
             offload=trainer.offload,
             reference=settings.algorithm.kl_coef > 0,
-            zero=Zero.of_file(trainer.deepspeed) if trainer.backend == "deepspeed" else None,
+            zero_stage=zero_stage,
         )
 
     @property
@@ -105,7 +82,7 @@ class UpdateLoad:
         return sum(self.parts.values())
 
     def _moments(self) -> Iterator[Mapping[str, int]]:
-        held = self._held_by_deepspeed(self.zero) if self.zero else self._held()
+        held = self._held()
         logits = self.logits * self.shape.vocabulary * EXACT * LOGITS_COPIES
         computing = {"logits": logits, "overhead": OVERHEAD_BYTES}
         # The backward pass of a micro-batch.
@@ -116,23 +93,28 @@ class UpdateLoad:
             ),
             **computing,
         }
-        if self.offload == "optimizer" and self.zero is None:
+        if self.offload == "optimizer" and self.zero_stage is None:
             # PyTorch's optimizer steps on the accelerator: all moments are there then, and what the backward pass needed no longer is.
             moments = 2 * self.trained * EXACT // self.shards
             yield {**held, "gathered": 0, "moments": moments, "overhead": OVERHEAD_BYTES}
         if self.reference:
             # Before the first step the other policy is read, without gradients, and let go again.
             activations = layer_bytes(self.shape, self.tokens, self.element)
-            mine = held if self.zero else {**held, "gradients": 0}
-            yield {**mine, **self._reference_parts(), "activations": activations, **computing}
+            yield {**held, "gradients": 0, **self._reference_parts(), "activations": activations, **computing}
 
     def _held(self) -> dict[str, int]:
         """What one process has of the policy and its optimizer while it computes; a copy that is whole in the type that it computes
-        in is not gathered."""
+        in is not gathered. DeepSpeed's stage 3 shards as `trainer.shard=all` does; its own buffers are not counted."""
         shape, shards, everything = self.shape, self.shards, self.trained == self.shape.parameters
         # With adapters the base has no master weights of its own.
         base = EXACT if everything else self.element
         sharded = (shape.parameters * base + (not everything) * self.trained * EXACT) // shards
+        moments = 2 * self.trained * EXACT // shards if self.offload == "none" else 0
+        if self.zero_stage in (1, 2):
+            # Each process computes with a whole copy; only the optimizer's weights and moments are sharded.
+            master, copy = sharded if self.offload == "none" else 0, shape.parameters * self.element
+            gradients = shape.parameters * EXACT
+            return {"weights": copy + master, "gathered": 0, "gradients": gradients, "moments": moments}
         away = self.offload == "all"
         gathered = 0
         if shards > 1 or self.element < base or away:
@@ -141,27 +123,7 @@ class UpdateLoad:
             "weights": 0 if away else sharded,
             "gathered": gathered,
             "gradients": 0 if away else self.trained * EXACT // shards,
-            "moments": 2 * self.trained * EXACT // shards if self.offload == "none" else 0,
-        }
-
-    def _held_by_deepspeed(self, zero: Zero) -> dict[str, int]:
-        """The same, of which DeepSpeed shards more with each stage. It has float32 weights beside those that it computes with."""
-        count, shards, offloaded = self.shape.parameters, self.shards, self.offload != "none"
-        computed_with = count * self.element // (shards if zero.stage == 3 else 1)
-        own = 0 if offloaded else count * EXACT // shards
-        if zero.stage == 1:
-            # In less precision there is a sum in float32 beside the gradient of the micro-batch.
-            gradients = count * (EXACT + (self.element if self.element < EXACT else 0))
-        else:
-            gradients = min(count, zero.bucket) * EXACT + own
-        gathered = 0
-        if zero.stage == 3:
-            gathered = max(min(count, zero.gathered), self.shape.largest_unit) * self.element
-        return {
-            "weights": own + (0 if self.offload == "all" and zero.stage == 3 else computed_with),
-            "gathered": gathered,
-            "gradients": gradients,
-            "moments": 2 * own,
+            "moments": moments,
         }
 
     def _reference_parts(self) -> dict[str, int]:
@@ -178,12 +140,9 @@ class UpdateLoad:
         if self.offload == "none":
             return 0
         moments = 2 * self.trained * EXACT // self.shards
-        if self.zero:
-            # The optimizer steps there, so the float32 weights and their gradients are there with the moments.
-            parameters = self.shape.parameters * self.element // self.shards if self.offload == "all" else 0
-            return 2 * moments + parameters
         if self.offload == "optimizer":
-            return moments
+            # DeepSpeed's optimizer steps there, so its float32 weights and their gradients are there too.
+            return moments if self.zero_stage is None else 2 * moments
         reference = self.shape.parameters * EXACT if self.reference and self.shards > 1 else 0
         weights = (self.shape.parameters + self.trained) * EXACT
         return moments + (weights + reference) // self.shards
@@ -205,18 +164,14 @@ def layer_bytes(shape: ModelShape, tokens: int, element: int) -> int:
     return tokens * (widths * element + 2 * shape.hidden * EXACT)
 
 
-def choose_sharding(
-    load: UpdateLoad, *, nodes: int, per_node: int, available: int, host: int = 0
-) -> Sharding:
-    """What `trainer.shard=auto` means: the least sharding with which an update fits into `available` bytes a process, and what it
-    offloads into `host` bytes of a node (0: not looked at).
+def choose_sharding(load: UpdateLoad, *, nodes: int, per_node: int, available: int) -> Sharding:
+    """What `trainer.shard=auto` means: the least sharding with which an update fits into `available` bytes a process.
 
     Whatever shards less sends less over the network. `per_node`: processes a node. Where nothing fits it is the way that needs
     least, "all". All processes must choose from the same numbers: the least memory of any, not each one's own.
     """
     for shard in ways(nodes, per_node):
-        sharded = replace(load, shards=shards_of(shard, nodes, per_node))
-        if sharded.total <= available and (not host or sharded.on_host * per_node <= host):
+        if replace(load, shards=shards_of(shard, nodes, per_node)).total <= available:
             return shard
     return ways(nodes, per_node)[-1]
 

@@ -23,18 +23,10 @@ def lines(plan: ClusterPlan) -> list[str]:
     idle = ""
     if 0 < used < cluster.accelerators:
         idle = f" over {_count(used, 'accelerator')}, {cluster.accelerators - used} idle"
-    without_group = without_trajectory = ""
-    if plan.idle_engines:
-        engines = plan.replicas * cluster.nodes
-        without_group = f"; {plan.idle_engines:,} of {engines:,} engines have none (rollout.tasks)"
-    if plan.idle_processes:
-        without_trajectory = (
-            f"; {plan.idle_processes:,} of them have no trajectory in a step (trainer.minibatch)"
-        )
     said = [
         machines,
         f"rollouts      {_count(plan.replicas, 'engine')} a node{idle}; {plan.groups_in_flight:,} groups, "
-        f"{plan.sequences_in_flight:,} sequences in flight at most{without_group}",
+        f"{plan.sequences_in_flight:,} sequences in flight at most",
     ]
     if plan.engine:
         said.append(
@@ -47,7 +39,7 @@ def lines(plan: ClusterPlan) -> list[str]:
     if plan.zero_stage is not None:
         sharded = f"DeepSpeed ZeRO-{plan.zero_stage}: {sharded.partition(': ')[2]}"
     said += [
-        f"update        {_count(plan.world, 'process')}, {sharded}{without_trajectory}",
+        f"update        {_count(plan.world, 'process')}, {sharded}",
         f"  {plan.trajectories:,} trajectories, {_count(plan.optimizer_steps, 'step')} of {plan.minibatch:,}; a process takes "
         f"{_count(plan.micro_batches, 'micro-batch')} of {plan.micro_batch_tokens:,} tokens a step, {plan.update_tokens:,} tokens an "
         "update, at most",

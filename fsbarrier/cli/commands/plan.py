@@ -42,9 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory of each accelerator (default: as on this machine)",
     )
     parser.add_argument(
-        "--host-memory-gb", metavar="G", type=float, help="host memory of each node (default: not checked)"
-    )
-    parser.add_argument(
         "--config", metavar="FILE.toml", help="read settings from a file; key=value overrides it"
     )
     parser.add_argument("--json", action="store_true", help="print all numbers as JSON, sizes in bytes")
@@ -72,12 +69,7 @@ def main(args: argparse.Namespace) -> int:
     if args.nodes is not None:
         chosen.append(ChosenValue("num_nodes", args.nodes, "--nodes"))
     settings = resolve(chosen)
-    cluster = planned(
-        settings,
-        accelerators=args.accelerators,
-        memory_gb=args.accelerator_memory_gb,
-        host_gb=args.host_memory_gb,
-    )
+    cluster = planned(settings, accelerators=args.accelerators, memory_gb=args.accelerator_memory_gb)
     shape = None if preflight.absolute(args.model).is_dir() else ModelShape.of_name(args.model)
     if shape is None:
         folder = preflight.absolute(args.model)

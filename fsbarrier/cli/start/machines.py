@@ -13,16 +13,11 @@ GB = 10**9
 
 
 def planned(
-    settings: Settings,
-    *,
-    accelerators: int | None = None,
-    memory_gb: float | None = None,
-    host_gb: float | None = None,
+    settings: Settings, *, accelerators: int | None = None, memory_gb: float | None = None
 ) -> Cluster:
     """`settings.num_nodes` nodes with the given resources, or those of this machine. Raises UsageError."""
-    for flag, given in (("--accelerator-memory-gb", memory_gb), ("--host-memory-gb", host_gb)):
-        if given is not None and not 0 < given < 1e9:
-            raise UsageError(f"{flag} {given:g}: must be greater than 0, in GB")
+    if memory_gb is not None and not 0 < memory_gb < 1e9:
+        raise UsageError(f"--accelerator-memory-gb {memory_gb:g}: must be greater than 0, in GB")
     here = devices.detect()
     count = len(here) if accelerators is None else accelerators
     if memory_gb is not None:
@@ -35,4 +30,4 @@ def planned(
         raise UsageError(
             "--accelerator-memory-gb is missing: this machine has no accelerator that reports its memory"
         )
-    return Cluster(settings.num_nodes, count, memory, int((host_gb or 0) * GB))
+    return Cluster(settings.num_nodes, count, memory)
