@@ -298,26 +298,13 @@ def test_hard_links_may_be_missing(tmp_path: Path) -> None:
 
 @needs_fuse
 @pytest.mark.slow
-def test_old_listings_are_measured(tmp_path: Path) -> None:
-    with mounting.nodes(tmp_path, 2, ["--listing-s", "5", "--negative-s", "30"]) as mounts:
+def test_listings_that_only_an_own_change_refreshes_are_measured_as_nodes_look(tmp_path: Path) -> None:
+    """Nodes list a folder after a change of their own in it, which drops the cached listing: no age of listings makes a mount unfit."""
+    with mounting.nodes(tmp_path, 2, ["--listing-s", "600", "--negative-s", "30"]) as mounts:
         codes, report = doctors(mounts)
-        assert codes == {0} and report["class"] == "close-to-open", report
-        assert levels(report)["new name listed after"] == "warning"
-        assert report["staleness_s"] >= 4
+        assert codes == {0} and report["fit"], report
+        assert levels(report)["new name listed after"] == "ok"
     assert os.listdir(tmp_path / "shared") == []
-
-
-@needs_fuse
-@pytest.mark.slow
-def test_listings_that_never_change_are_refused(tmp_path: Path) -> None:
-    with mounting.nodes(tmp_path, 2, ["--listing-s", "600"]) as mounts:
-        codes, report = doctors(mounts)
-        # The other's last word may never be seen on such a mount.
-        assert 3 in codes and codes <= {3, 5}, report
-        refused = [check for check in report["checks"] if check["level"] == "refused"]
-        assert [check["name"] for check in refused] == ["new name listed after"] and "timeouts" in refused[0][
-            "advice"
-        ]
 
 
 @needs_fuse

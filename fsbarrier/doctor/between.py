@@ -1,8 +1,9 @@
 """What several nodes measure at once in one folder: how late each sees the others' changes, and who wins exclusive creates.
 
-Every node replaces its own file and renames its own name, again and again, and both say up to which number it has seen those of the
-others. So each change makes a round trip on one clock; its half is the delay. `measure` and `race` do not use the group; the callers put a
-barrier between them.
+Every node replaces its own file and renames its own name, again and again. The name says up to which number it has seen the names and the
+files of the others, so each change makes a round trip on one clock. A file is replaced only after all have read it: where contents can be
+read only late, a file replaced sooner would never be read. `measure` and `race` do not use the group; the callers put a barrier between
+them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ MEASURE_S, LONGEST_S, PAUSE_S = 4.0, 25.0, 0.005
 ROUNDS = 100
 #: the filler makes replaced files longer than a page, and of different lengths, so that a mixture of two is detected
 FILLER = 5000
-NAME = re.compile(r"name-(\d+)\.(\d+)\.([\d-]+)")
+NAME = re.compile(r"name-(\d+)\.(\d+)\.([\d-]+)\.([\d-]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Races:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """`lags`: half round trips by kind ("content", "listing"); `clock_leads`: by node, how far its clock is ahead, and how exactly that is
+    """`lags`: the delays by kind ("content", "listing"); `clock_leads`: by node, how far its clock is ahead, and how exactly that is
     known; the rest: what reads of replaced files gave."""
 
     lags: Mapping[str, Times]
@@ -96,32 +97,42 @@ Findings = Mapping[int, NodeFindings]
 
 
 class _Channel:
-    """One way to see the others: what each was last seen to say, and the round trips."""
+    """One way to tell the others: when each number was sent, what each of the others was last seen to say, and the round trips."""
 
     def __init__(self, others: Sequence[int]) -> None:
+        #: when each of our numbers was sent; they begin with 1
+        self.sent = [0.0]
         self.heard = dict.fromkeys(others, 0)
         #: by other node: up to which of our numbers it has answered
         self.answered = dict.fromkeys(others, 0)
-        self.seconds: list[float] = []
+        self.trips: list[float] = []
 
-    def saw(self, rank: int, number: int, answer: int, sent: Sequence[float]) -> float:
-        """Take in what a node says. Returns the seconds of a new round trip; 0.0: there is none."""
-        self.heard[rank] = max(self.heard[rank], number)
-        if not self.answered[rank] < answer < len(sent):
-            return 0.0
-        trip = time.monotonic() - sent[self.answered[rank] + 1]
-        self.answered[rank] = answer
-        self.seconds.append(trip / 2)
-        return trip
+    @property
+    def number(self) -> int:
+        """The last number that was sent."""
+        return len(self.sent) - 1
 
-    def waiting_s(self, sent: Sequence[float]) -> float:
-        """How long the longest unanswered change has been waiting."""
-        first = min(self.answered.values()) + 1
-        return time.monotonic() - sent[first] if first < len(sent) else 0.0
+    @property
+    def all_answered(self) -> int:
+        """The last number that all others have answered."""
+        return min(self.answered.values())
 
-    def times(self, sent: Sequence[float]) -> Times | None:
-        waiting_s = self.waiting_s(sent) / 2
-        return Times.of(self.seconds, waiting_s if waiting_s > max(self.seconds, default=0.0) else 0.0)
+    def answer(self, rank: int, number: int) -> None:
+        """Node `rank` has seen our changes up to this number."""
+        if self.answered[rank] < number <= self.number:
+            self.trips.append(time.monotonic() - self.sent[self.answered[rank] + 1])
+            self.answered[rank] = number
+
+    def answers(self, ranks: Sequence[int]) -> str:
+        """In a name: up to which number this node has seen those of each rank."""
+        return "-".join(str(self.heard.get(rank, 0)) for rank in ranks)
+
+    def times(self, delay: Callable[[float], float]) -> Times | None:
+        """The delays, each of a round trip; also of one that lasts longer than all that have ended."""
+        first = self.all_answered + 1
+        waiting_s = time.monotonic() - self.sent[first] if first < len(self.sent) else 0.0
+        longest = waiting_s > max(self.trips, default=0.0)
+        return Times.of([delay(trip) for trip in self.trips], delay(waiting_s) if longest else 0.0)
 
 
 class _Watch:
@@ -131,27 +142,30 @@ class _Watch:
         self.folder, self.rank, self.members = folder, rank, members
         self.others = [each for each in members if each != rank]
         self.content, self.listing = _Channel(self.others), _Channel(self.others)
-        #: when each of our numbers was written; they begin with 1
-        self.sent = [0.0]
         self.leads: dict[str, tuple[float, float]] = {}
         self.reads = self.torn = self.backwards = 0
         self.finished: set[int] = set()
         self._name: Path | None = None
 
     def tell(self, *, done: bool) -> None:
-        """Write the next number, in both ways. Raises OSError."""
-        number = len(self.sent)
-        self.sent.append(time.monotonic())
-        body = {"number": number, "heard": self.content.heard, "time": time.time(), "done": done}
-        filler = str(number % 10) * (FILLER + number % 7)
-        files.write_atomic(self.folder / f"content-{self.rank}", json.dumps([body, filler]).encode())
-        answers = "-".join(str(self.listing.heard.get(each, 0)) for each in self.members)
-        name = self.folder / f"name-{self.rank}.{number}.{answers}"
+        """Rename the own name, and replace the own file if all have read it, or if this node is done. Raises OSError."""
+        if self.content.all_answered == self.content.number or done:
+            self._replace(done)
+        self.listing.sent.append(time.monotonic())
+        answers = f"{self.listing.answers(self.members)}.{self.content.answers(self.members)}"
+        name = self.folder / f"name-{self.rank}.{self.listing.number}.{answers}"
         if self._name is None:
             os.close(files.open_new(name))
         else:
             os.rename(self._name, name)
         self._name = name
+
+    def _replace(self, done: bool) -> None:
+        self.content.sent.append(time.monotonic())
+        number = self.content.number
+        body = {"number": number, "heard": self.content.heard, "time": time.time(), "done": done}
+        filler = str(number % 10) * (FILLER + number % 7)
+        files.write_atomic(self.folder / f"content-{self.rank}", json.dumps([body, filler]).encode())
 
     def look(self) -> None:
         for rank in self.others:
@@ -160,8 +174,9 @@ class _Watch:
         for name in os.listdir(self.folder):
             match = NAME.fullmatch(name)
             if match and (rank := int(match[1])) in self.listing.heard:
-                answers = match[3].split("-")
-                self.listing.saw(rank, int(match[2]), int(answers[mine]), self.sent)
+                self.listing.heard[rank] = max(self.listing.heard[rank], int(match[2]))
+                self.listing.answer(rank, int(match[3].split("-")[mine]))
+                self.content.answer(rank, int(match[4].split("-")[mine]))
 
     def _read(self, rank: int) -> None:
         try:
@@ -181,13 +196,24 @@ class _Watch:
         self.backwards += body["number"] < self.content.heard[rank]
         if body["done"]:
             self.finished.add(rank)
-        trip = self.content.saw(rank, body["number"], body["heard"][str(self.rank)], self.sent)
+        if body["number"] > self.content.heard[rank]:
+            self.content.heard[rank] = body["number"]
+            self._compare_clocks(rank, body["time"], body["heard"][str(self.rank)])
+
+    def _compare_clocks(self, rank: int, its_time: float, heard: int) -> None:
+        """Its clock said `its_time` between when we wrote what it had heard, and now."""
+        if not 0 < heard <= self.content.number:
+            return
+        uncertain_s = (time.monotonic() - self.content.sent[heard]) / 2
         known = self.leads.get(str(rank))
-        if trip and (known is None or trip / 2 < known[1]):
-            self.leads[str(rank)] = (body["time"] - (time.time() - trip / 2), trip / 2)
+        if known is None or uncertain_s < known[1]:
+            self.leads[str(rank)] = (its_time - (time.time() - uncertain_s), uncertain_s)
 
     def measured(self) -> Measured:
-        found = {"content": self.content.times(self.sent), "listing": self.listing.times(self.sent)}
+        listing = self.listing.times(lambda trip: trip / 2)
+        # A file's number comes to the others as content, and their answer comes back as a name.
+        back = listing.median if listing else 0.0
+        found = {"listing": listing, "content": self.content.times(lambda trip: max(0.0, trip - back))}
         lags = {kind: times for kind, times in found.items() if times is not None}
         return Measured(lags, self.leads, self.reads, self.torn, self.backwards)
 
@@ -202,7 +228,7 @@ def measure(session: Path, rank: int, members: Sequence[int]) -> Measured:
         while (elapsed := time.monotonic() - begin) < LONGEST_S + MEASURE_S:
             watch.tell(done=done)
             watch.look()
-            everyone = min(*watch.content.answered.values(), *watch.listing.answered.values())
+            everyone = min(watch.content.all_answered, watch.listing.all_answered)
             if not done and ((elapsed > MEASURE_S and everyone > 0) or elapsed > LONGEST_S):
                 done, result = True, watch.measured()
             if done and len(watch.finished) == len(watch.others):
@@ -219,12 +245,13 @@ def _raced(session: Path, number: int) -> Path:
     return session / "races" / f"{number:03d}"
 
 
-def race(session: Path, rank: int) -> Races:
+def race(session: Path, rank: int, num_nodes: int) -> Races:
     """Create names as the protocol does, each after the newest that this node knows, so that all nodes try the same at the same time."""
     folder, mine = session / "races", f"node-{rank}".encode()
     files.make_dirs(folder)
     result = Races(links=_has_links(folder, rank))
     number, end = 0, time.monotonic() + LONGEST_S
+    _line_up(folder, rank, num_nodes, end)
     while number < ROUNDS and time.monotonic() < end:
         try:
             if files.create_exclusive(_raced(session, number), mine, durable=False, never_torn=True):
@@ -234,8 +261,18 @@ def race(session: Path, rank: int) -> Races:
             result.errors[name] = result.errors.get(name, 0) + 1
         newest = max((int(name) for name in os.listdir(folder) if name.isdigit()), default=0)
         # Not always the frontier: a name that was decided long ago must have one winner too.
-        number = max(number + 1, newest if number % 4 else 0)
+        number = max(number + 1, newest + 1 if number % 4 else 0)
     return result
+
+
+def _line_up(folder: Path, rank: int, num_nodes: int, end: float) -> None:
+    """Wait until all are here: a barrier lets some nodes pass before others, and whoever runs alone races nobody."""
+    while time.monotonic() < end:
+        # A change of one's own refreshes one's view of the folder.
+        files.write_atomic(folder / f"here-{rank}", b"")
+        if sum(name.startswith("here-") for name in os.listdir(folder)) >= num_nodes:
+            return
+        threading.Event().wait(PAUSE_S / 5)
 
 
 def _has_links(folder: Path, rank: int) -> bool:

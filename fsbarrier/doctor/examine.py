@@ -160,7 +160,7 @@ def _exchange(session: Path, group: Group, own: list[Check], mount: Mount) -> di
     files.make_dirs(session)
     measured = between.measure(session, group.node_rank, group.members)
     group.barrier()
-    races = between.race(session, group.node_rank)
+    races = between.race(session, group.node_rank, len(group.members))
     group.barrier()
     races.read(session)
     about = between.About(

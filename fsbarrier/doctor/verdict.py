@@ -112,9 +112,9 @@ def _delays(findings: Findings) -> Iterator[Check]:
         median = sorted(times.median for times in every)[len(every) // 2]
         p99, samples = max(times.p99 for times in every), sum(times.samples for times in every)
         most = f"{'not within' if worst.open else 'most'} {shown(worst.most)}"
-        finding = f"median {shown(median)}, 99th {shown(p99)}, {most} ({samples} half round trips)"
+        finding = f"median {shown(median)}, 99th {shown(p99)}, {most} ({samples} times)"
         if worst.open and worst.most > LONGEST_S / 3:
-            what = "heartbeats" if kind == "content" else "results of other nodes"
+            what = "what other nodes write" if kind == "content" else "other nodes' heartbeats and records"
             yield Check(label, REFUSED, f"{finding}: {what} would not become visible", fresher)
         elif worst.most >= SLOW_S:
             each = ": every barrier takes this long" if kind == "listing" else ""
