@@ -197,7 +197,7 @@ ELSEWHERE = {
     "update.trajectories": "only with --rl-phase update (test_prepare.py)",
     "trainer.attention=flash_attention_2": "needs an accelerator and its package",
     "trainer.backend=deepspeed": "test_deepspeed.py",
-    "trainer.deepspeed": "test_deepspeed.py",
+    "trainer.zero_stage": "test_deepspeed.py",
     "trainer.command": "test_complete_runs.py",
     "engine.api_key_env=none": "the table's server of a user has a key",
     "engine.url=none": "what all runs have that do not give one",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import sys
 from pathlib import Path
@@ -118,9 +117,7 @@ class Case:
             "gradient_checkpointing": self.checkpointing,
         }
         if self.zero is not None:
-            file = folder / f"zero{self.zero}.json"
-            file.write_text(json.dumps({"zero_optimization": {"stage": self.zero}}))
-            trainer_settings |= {"backend": "deepspeed", "deepspeed": str(file)}
+            trainer_settings |= {"backend": "deepspeed", "zero_stage": self.zero}
         nested = settings(optimizer__lr=1e-2, optimizer__warmup_steps=0, optimizer__weight_decay=0.1)
         nested["algorithm"]["max_logprob_gap"] = 1.0
         nested["trainer"] |= trainer_settings

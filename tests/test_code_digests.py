@@ -39,14 +39,13 @@ def test_the_content_of_a_named_file_counts_and_its_place_does_not(folder: Path,
 
 
 def test_programs_agents_and_trainers_count_by_the_setting_that_names_them(folder: Path) -> None:
-    for name in ("mine.py", "agent.py", "train.py", "zero.json"):
+    for name in ("mine.py", "agent.py", "train.py"):
         (folder / name).write_text("\n")
     (folder / "train.sh").write_text("#!/bin/sh\n")
     named = {
         "program": str(folder / "mine.py"),
         "rollout.agent": f"{folder / 'agent.py'}:Agent",
         "trainer.command": f"/bin/sh {folder}/train.sh --script={folder}/train.py --out {{out}} {folder} nothing.py",
-        "trainer.deepspeed": str(folder / "zero.json"),
     }
     before = of(folder, **named)
     assert set(before) == {"fsbarrier", "reward.kind", *named}
@@ -55,7 +54,6 @@ def test_programs_agents_and_trainers_count_by_the_setting_that_names_them(folde
         "agent.py": "rollout.agent",
         "train.sh": "trainer.command",
         "train.py": "trainer.command",
-        "zero.json": "trainer.deepspeed",
     }.items():
         (folder / file).write_text("# changed\n")
         after = of(folder, **named)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -108,11 +107,9 @@ def test_a_hundred_updates_take_no_more_memory_than_ten(tmp_path: Path) -> None:
 
 
 def deepspeed(folder: Path, backend: str = "deepspeed") -> Bench:
-    file = folder / "ds.json"
-    file.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     work = bench(folder, algorithm__max_logprob_gap=1e9)
     if backend == "deepspeed":
-        work.nested["trainer"] |= {"backend": "deepspeed", "deepspeed": str(file)}
+        work.nested["trainer"] |= {"backend": "deepspeed"}
     work.prepare()
     return work
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from fsbarrier.planning.model_shape import ModelShape
-from fsbarrier.settings import deepspeed_config
 from fsbarrier.settings.sections import Settings
 from fsbarrier.store.reading import GIB
 
@@ -52,10 +51,8 @@ class UpdateLoad:
 
     @classmethod
     def whole(cls, shape: ModelShape, settings: Settings, *, element: int, accelerated: bool) -> Self:
-        """Of an update with these settings where each process has a copy of its own. Raises UsageError for a file of DeepSpeed's."""
-        trainer, lora, zero_stage = settings.trainer, settings.lora, None
-        if trainer.backend == "deepspeed":
-            zero_stage = deepspeed_config.stage_of(deepspeed_config.read(trainer.deepspeed))
+        """Of an update with these settings where each process has a copy of its own."""
+        trainer, lora = settings.trainer, settings.lora
         # A trajectory that is longer than a micro-batch is alone in it.
         tokens = max(settings.engine.max_model_len, trainer.max_tokens_per_micro_batch)
         checkpointing = trainer.gradient_checkpointing
@@ -69,7 +66,7 @@ class UpdateLoad:
             checkpointing=accelerated if checkpointing is None else checkpointing,
             offload=trainer.offload,
             reference=settings.algorithm.kl_coef > 0,
-            zero_stage=zero_stage,
+            zero_stage=trainer.zero_stage if trainer.backend == "deepspeed" else None,
         )
 
     @property

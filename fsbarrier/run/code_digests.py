@@ -24,7 +24,7 @@ COMMAND_FILES = frozenset({".py", ".sh", ".json", ".yaml", ".yml", ".toml"})
 
 def code_digests(settings: Settings) -> dict[str, str]:
     """The digests by the setting that names the code; "fsbarrier" is our own code. Raises OSError."""
-    deepspeed, agent = settings.trainer.deepspeed, settings.rollout.agent
+    agent = settings.rollout.agent
     command = [Path(word.rpartition("=")[2]) for word in shlex.split(settings.trainer.command or "")]
     named = {
         "fsbarrier": own_sources(),
@@ -32,7 +32,6 @@ def code_digests(settings: Settings) -> dict[str, str]:
         "reward.kind": _code_in(reward_kinds(settings.reward.kind)),
         "rollout.agent": _code_in([agent] if agent else []),
         "trainer.command": _numbered(p for p in command if p.suffix in COMMAND_FILES and p.is_file()),
-        "trainer.deepspeed": _numbered([Path(deepspeed)] if deepspeed else []),
     }
     return {name: _digest(files) for name, files in named.items() if files}
 

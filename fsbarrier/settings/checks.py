@@ -78,15 +78,17 @@ def _trainer(s: Settings, named: AsChosen) -> Iterator[str]:
             yield f"{named(key)}: leaves no room for a prompt in {named('engine.max_model_len')}"
     if trainer.attention == "flash_attention_2" and trainer.dtype == "float32":
         yield f"{named('trainer.attention')}: supports only bfloat16, not {named('trainer.dtype')}; change one of the two"
-    if trainer.deepspeed is not None and not deepspeed:
+    if trainer.zero_stage != 3 and not deepspeed:
         yield (
-            f"{named('trainer.deepspeed')}: requires trainer.backend=deepspeed (this run: {named('trainer.backend')})"
+            f"{named('trainer.zero_stage')}: requires trainer.backend=deepspeed (this run: {named('trainer.backend')})"
         )
-    if deepspeed and trainer.shard not in ("auto", "all"):
+    if deepspeed and trainer.shard != "auto":
         yield (
-            f"{named('trainer.shard')}: not supported with {named('trainer.backend')}, where zero_optimization.stage in "
-            "trainer.deepspeed controls sharding; drop it"
+            f"{named('trainer.shard')}: not supported with {named('trainer.backend')}, where trainer.zero_stage controls "
+            "sharding; drop it"
         )
+    if deepspeed and trainer.zero_stage != 3 and trainer.offload == "all":
+        yield f"{named('trainer.offload')}: requires trainer.zero_stage=3 (this run: {named('trainer.zero_stage')})"
     if deepspeed and s.lora.rank:
         yield (
             f"{named('lora.rank')}: not supported with {named('trainer.backend')}; use trainer.backend=torch for adapters"

@@ -45,6 +45,7 @@ from fsbarrier.settings.value_types import (
     Trackers,
     Weights,
     Words,
+    ZeroStage,
     json_or_text,
 )
 
@@ -337,12 +338,11 @@ class TrainerSettings(Section):
     )
     backend: Literal["torch", "deepspeed"] = setting(
         "torch",
-        "Library that shards the policy and runs the optimizer: PyTorch, or DeepSpeed with ZeRO stage 1, 2 or 3.",
+        "Library that shards the policy and runs the optimizer: PyTorch, or DeepSpeed (`zero_stage`).",
     )
-    deepspeed: Name | None = setting(
-        None,
-        "DeepSpeed configuration, `path/file.json`. Entries that are missing or `auto` are filled in from these settings; one that a "
-        "setting decides is an error. none: ZeRO stage 3.",
+    zero_stage: ZeroStage = setting(
+        3,
+        "With `trainer.backend=deepspeed`, what is sharded: 1: the optimizer state; 2: the gradients too; 3: the policy too.",
     )
     shard: Literal["auto", "none", "node", "all"] = setting(
         "auto",

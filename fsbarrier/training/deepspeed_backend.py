@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,11 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from fsbarrier.errors import UsageError
-from fsbarrier.settings import deepspeed_config
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training import policy, trainer_state
 from fsbarrier.training.optimizer import make_optimizer, set_learning_rate
 from fsbarrier.training.policy_model import PolicyModel
-from fsbarrier.training.processes import Processes, gather_json
+from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout
 from fsbarrier.training.slices import Partitioned, distinct
 from fsbarrier.training.stored_tensors import StoredTensors
@@ -38,17 +36,36 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def configuration(settings: Settings, processes: Processes) -> dict[str, Any]:
-    """The configuration for DeepSpeed. Every process must call this. Raises UsageError."""
-    file = settings.trainer.deepspeed
-    given = deepspeed_config.read(file)
-    if any(other != given for other in gather_json(given)):
-        raise UsageError(f"trainer.deepspeed={file}: differs between nodes; use the same file on all nodes")
-    return deepspeed_config.filled(given, settings, str(processes.dtype).removeprefix("torch."))
+    """The configuration for DeepSpeed; what it leaves out has DeepSpeed's default."""
+    trainer = settings.trainer
+
+    def device(*offloads: str) -> dict[str, str]:
+        return {"device": "cpu" if trainer.offload in offloads else "none"}
+
+    config: dict[str, Any] = {
+        # DeepSpeed is told which micro-batch of a step is the last; their number changes from step to step.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        # PyTorch's optimizer: DeepSpeed's own are compiled when they are first used.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": trainer.zero_stage,
+            "offload_optimizer": device("optimizer", "all"),
+            "offload_param": device("all"),
+        },
+        "gradient_clipping": settings.optimizer.grad_clip,
+    }
+    if processes.dtype == torch.bfloat16:
+        # Accumulate gradients in float32, as the torch backend does.
+        config |= {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
 
 
-def layout_of(config: Mapping[str, Any], settings: Settings, processes: Processes) -> Layout:
+def layout_of(settings: Settings, processes: Processes) -> Layout:
     """Every ZeRO stage shards the optimizer state over all processes."""
-    return Layout(processes.world, settings.trainer.offload, config[deepspeed_config.ZERO]["stage"])
+    return Layout(processes.world, settings.trainer.offload, settings.trainer.zero_stage)
 
 
 def partitioned_model(
@@ -85,7 +102,7 @@ class DeepSpeedBackend:
     ) -> None:
         _deepspeed()
         self._policy, self._processes = model, processes
-        self._stage = config[deepspeed_config.ZERO]["stage"]
+        self._stage = settings.trainer.zero_stage
         self._adamw = make_optimizer(model.parameters(), settings.optimizer)
         # DeepSpeed replaces the parameters of each group by a flat partition.
         self._groups = [list(group["params"]) for group in self._adamw.param_groups]
@@ -100,9 +117,7 @@ class DeepSpeedBackend:
         except (ValueError, AssertionError) as error:
             # DeepSpeed's validation errors may have several lines.
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            raise UsageError(
-                f"trainer.deepspeed={settings.trainer.deepspeed}: {' '.join(lines[:3])}"
-            ) from None
+            raise UsageError(f"trainer.backend=deepspeed: {' '.join(lines[:3])}") from None
         self._fill_exactly(folder)
 
     def _fill_exactly(self, folder: Path) -> None:
@@ -243,7 +258,7 @@ def _accelerator() -> Any:
     # Otherwise it would leave DeepSpeed out on a CPU, without a word.
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     # Stage 3 here would make transformers split every model that it loads, the reference policy too.
-    plugin = DeepSpeedPlugin(hf_ds_config={deepspeed_config.ZERO: {"stage": 1}}, zero3_init_flag=False)
+    plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}}, zero3_init_flag=False)
     return Accelerator(deepspeed_plugin=plugin)
 
 

@@ -63,7 +63,7 @@ class Trainer:
         deepspeed = settings.trainer.backend == "deepspeed"
         config = configuration(settings, processes) if deepspeed else {}
         layout = (
-            layout_of(config, settings, processes)
+            layout_of(settings, processes)
             if deepspeed
             else choose_layout(
                 settings.trainer, processes, lambda: update_load(model_folder, settings, processes)

@@ -85,7 +85,7 @@ def with_absolute_paths(chosen: Iterable[ChosenValue]) -> list[ChosenValue]:
             if item.key == "update.trajectories":
                 # Resolve links here, because files of another run are later opened without following links.
                 value = str(absolute(value).resolve())
-            elif item.key in ("data_path", "log_path", "trainer.deepspeed", "init_from") or (
+            elif item.key in ("data_path", "log_path", "init_from") or (
                 item.key == "program" and value.endswith(".py")
             ):
                 value = str(absolute(value))
@@ -148,7 +148,7 @@ def check_packages(settings: Settings, needs: Collection[str], environ: Environ)
             )
         try_user_code(settings)
     if "model" in needs:
-        check_deepspeed(settings, environ)
+        check_deepspeed(settings)
 
 
 def check_accelerators(settings: Settings) -> None:
@@ -327,24 +327,15 @@ def check_command(name: str, command: str) -> None:
         raise UsageError(f"{name}={command}: {missing}")
 
 
-def check_deepspeed(settings: Settings, environ: Environ) -> None:
-    """If DeepSpeed is the trainer, check that it is installed and that its configuration does not contradict the settings."""
-    from fsbarrier.host import accelerators
-    from fsbarrier.settings import deepspeed_config
-
+def check_deepspeed(settings: Settings) -> None:
+    """If DeepSpeed is the trainer, check that it is installed."""
     trainer = settings.trainer
-    if trainer.backend != "deepspeed" or trainer.command is not None:
-        return
-    if importlib.util.find_spec("deepspeed") is None:
+    used = trainer.backend == "deepspeed" and trainer.command is None
+    if used and importlib.util.find_spec("deepspeed") is None:
         raise UsageError(
             "trainer.backend=deepspeed: needs the package deepspeed, which is not installed on this node; install it with "
             "DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"
         )
-    given = deepspeed_config.read(trainer.deepspeed)
-    dtype = trainer.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if accelerators.detect(environ) else "float32"
-    deepspeed_config.filled(given, settings, dtype)
 
 
 def check_trainer(command: str | None) -> None:

@@ -13,7 +13,7 @@ from fsbarrier.settings.sections import Settings
 USED_WITH = {
     "model": (
         "has no model",
-        ("init_from", "trainer.command", "trainer.deepspeed", "update.trajectories", "engine.url"),
+        ("init_from", "trainer.command", "update.trajectories", "engine.url"),
     ),
     "data": ("does not read tasks", ("rollout.agent",)),
 }
