@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fsbarrier.errors import UsageError
 from fsbarrier.loader import load_file
+from fsbarrier.settings.sources import nearest
 
 
 def code_file(function: Callable[..., object]) -> str | None:
@@ -47,8 +48,10 @@ def load_named(setting: str, value: str) -> object:
     """
     path, _, name = value.rpartition(":")
     file, said = Path(path), f"{setting}={value}"
-    if not path or not file.is_file():
-        raise UsageError(f"{said}: no such file: {path or value}")
+    if not path:
+        raise UsageError(f"{said}: must be path/file.py:name")
+    if not file.is_file():
+        raise UsageError(f"{said}: no such file: {path}")
     loaded.append(said)
     # Appended, so that a user's random.py does not shadow a library's.
     sys.path += [folder for folder in (str(file.resolve().parent), os.getcwd()) if folder not in sys.path]
@@ -59,5 +62,5 @@ def load_named(setting: str, value: str) -> object:
         raise UsageError(f"{said}: cannot load {file}: {described_failure(error, str(file))}") from None
     found = getattr(module, name, None)
     if found is None:
-        raise UsageError(f"{said}: {file} does not define {name}")
+        raise UsageError(f"{said}: {file} does not define {name}{nearest(name, vars(module))}")
     return found

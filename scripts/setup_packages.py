@@ -35,7 +35,7 @@ BENEATH = (
     *("filelock", "jinja2", "rich", "msgspec"),
 )
 # Stands in an environment that can only show runs, and has nothing of what their programs need (requirements/light.txt).
-# fsbarrier/cli/start/preflight.py looks for it.
+# fsbarrier/cli/start/node_checks.py looks for it.
 ONLY_SHOWS_RUNS = "only-shows-runs"
 # No index has wheels of these. They are built with what the environment has by then, and compile nothing.
 FROM_SOURCE = {"deepspeed"}

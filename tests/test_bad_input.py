@@ -283,7 +283,7 @@ CASES = {
     "model is a file": ("run --data-path data --model file", ["--model file", "is a file"]),
     "model folder is empty": ("run --data-path data --model empty", ["--model empty", "no config.json"]),
     "unknown reward": (RL + "reward.kind=exakt", ["reward.kind=exakt", "did you mean exact?"]),
-    "reward file is missing": (RL + "reward.kind=none.py:reward", ["none.py", "No such file"]),
+    "reward file is missing": (RL + "reward.kind=none.py:reward", ["none.py", "no such file"]),
     "reward function is missing": (RL + "reward.kind=reward.py:rewrd", ["rewrd", "did you mean reward?"]),
     "trainer of a program that trains nothing": (
         PING + "--program toy trainer.command=true",
@@ -295,9 +295,9 @@ CASES = {
     ),
     "agent is no file's class": (
         RL + "rollout.agent=mine",
-        ["rollout.agent=mine: must be path/file.py:Class"],
+        ["rollout.agent=mine: must be path/file.py:name"],
     ),
-    "agent file is missing": (RL + "rollout.agent=none.py:A", ["none.py", "No such file"]),
+    "agent file is missing": (RL + "rollout.agent=none.py:A", ["none.py", "no such file"]),
     "agent is missing": (
         RL + "rollout.agent=agent.py:Agnt",
         ["agent.py does not define Agnt", "did you mean Agent?"],
@@ -338,7 +338,7 @@ CASES = {
         RL.replace("--model model", "--model tied") + "lora.rank=4 lora.targets=q_proj,lm_head",
         ["lora.targets=q_proj,lm_head: this model's output head is tied to its embedding"],
     ),
-    "function without its judge": (RL + "reward.kind=reward.py:judged", ["judge.url is not set"]),
+    "function without its judge": (RL + "reward.kind=reward.py:judged", ["needs judge.url and judge.model"]),
     "judge's address": (
         RL + "reward.kind=judge judge.model=m judge.url=here",
         ["judge.url=here: must be a URL such as https://host/v1"],

@@ -21,6 +21,7 @@ from fake_run import long_run
 from fsbarrier import errors
 from fsbarrier.cli import COMMANDS, load_command, main
 from fsbarrier.cli.run_command import Parser
+from fsbarrier.cli.start import preflight
 
 REPO = Path(__file__).resolve().parent.parent
 PRESENT = [name for name in COMMANDS if (REPO / "fsbarrier" / "cli" / "commands" / f"{name}.py").is_file()]
@@ -289,6 +290,14 @@ def test_a_dry_run_in_an_environment_that_only_shows_runs(
         assert main(words) == 2
         assert "mlflow" in capsys.readouterr().err
     assert main([*words, "--dry-run"]) == 2
+
+
+def test_a_clone_keeps_its_runs_wherever_one_stands(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert preflight.default_log_path({}) == checkout / "runs" / "default"
+    assert preflight.default_log_path({"FSBARRIER_LOG_PATH": "mine"}) == tmp_path / "mine"
 
 
 # --- launch and logs, the parts without processes -------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsbarrier.cli.start.preflight import try_user_code
+from fsbarrier.cli.start.node_checks import try_user_code
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sources import ChosenValue

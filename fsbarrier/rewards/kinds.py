@@ -7,6 +7,7 @@ fails.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from pathlib import Path
@@ -25,6 +26,7 @@ from fsbarrier.rewards.user_function import (
     takes_groups,
 )
 from fsbarrier.settings.sections import RewardSettings
+from fsbarrier.settings.sources import nearest
 from fsbarrier.settings.value_types import reward_kinds
 from fsbarrier.user_code import load_named
 
@@ -69,7 +71,10 @@ def _open_one(kind: str, timeout_s: float, judge: JudgeSettings | None) -> Rewar
 
             return JudgeReward(_open_judge(kind, judge, timeout_s))
     if ":" not in kind:
-        raise UsageError(f"reward.kind={kind}: must be {', '.join(KINDS)}, judge or path/file.py:function")
+        known = (*KINDS, "judge")
+        raise UsageError(
+            f"reward.kind={kind}: must be {', '.join(known)} or path/file.py:function{nearest(kind, known)}"
+        )
     name, function = kind.rpartition(":")[2], load_function(kind)
     asked = _open_judge(kind, judge, timeout_s) if asks_judge(function) else None
     return (GroupFunctionReward if takes_groups(function) else FunctionReward)(
@@ -104,6 +109,12 @@ def _open_judge(kind: str, settings: JudgeSettings | None, timeout_s: float) -> 
 
     if settings is None or not settings.url or not settings.model:
         raise UsageError(f"reward.kind={kind}: uses a judge, which needs judge.url and judge.model")
+    if not settings.url.startswith(("http://", "https://")):
+        raise UsageError(f"judge.url={settings.url}: must be a URL such as https://host/v1")
+    if settings.api_key_env is not None and not os.environ.get(settings.api_key_env):
+        raise UsageError(
+            f"judge.api_key_env={settings.api_key_env}: this variable is not set on this node; export it"
+        )
     return Judge(settings, timeout_s)
 
 

@@ -1,30 +1,30 @@
-"""Checks that the user's reward function and agent can be loaded.
+"""Checks that the rewards and the agent of a run can be opened: `python -m fsbarrier.rollouts.try_user_code < SETTINGS.json`.
 
-`python -m fsbarrier.rollouts.try_user_code [reward=FILE.py:function] [agent=FILE.py:Class]`
 Exits with code 2 and a one-line error on stderr if not; output of the code itself may precede it.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
 
 from fsbarrier.errors import UsageError
-from fsbarrier.rewards.kinds import load_function
+from fsbarrier.rewards.kinds import open_reward
 from fsbarrier.rollouts.agents import load_agent
+from fsbarrier.settings.sections import Settings
 
 
-def main(arguments: Sequence[str]) -> int:
-    loaders = {"reward": load_function, "agent": load_agent}
-    for argument in arguments:
-        what, _, value = argument.partition("=")
-        try:
-            loaders[what](value)
-        except UsageError as error:
-            print(f"\n{error}", file=sys.stderr)
-            return 2
+def main() -> int:
+    settings = Settings.from_json(json.load(sys.stdin))
+    try:
+        open_reward(settings.reward.kind, judge=settings.judge)
+        if settings.rollout.agent is not None:
+            load_agent(settings.rollout.agent)
+    except UsageError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 2
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -63,8 +63,12 @@ class Section:
 
     def as_json(self) -> dict[str, Any]:
         """Nested dictionaries of plain values, as stored in the run's record and in program specs."""
-        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
+        plain: dict[str, Any] = msgspec.json.decode(self.encoded())
         return plain
+
+    def encoded(self) -> bytes:
+        """`as_json` as text."""
+        return msgspec.json.encode(self)
 
     def flat(self) -> dict[str, Any]:
         """The values of `as_json` by their dotted names."""

@@ -17,10 +17,10 @@ from fsbarrier.cli.start import (
     model_folder,
     other_runs_policy,
     preflight,
-    program_checks,
     ranks,
     task_files,
 )
+from fsbarrier.cli.start.node_checks import check_node, check_used
 from fsbarrier.cli.start.policy_export import VersionToExport
 from fsbarrier.data import demo_tasks
 from fsbarrier.doctor.findings import Report
@@ -182,7 +182,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     _check_count(asked, rank)
     chosen = asked.chosen
     program = load_program(typed.program)
-    program_checks.check_used(typed, program)
+    check_used(typed, program)
     defaults, is_demo = _defaults(request, typed, program)
     demo = RunPaths(log_path).demo
     fixed = {"log_path": str(log_path)}
@@ -196,11 +196,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     limits = filesystem.limits(given, nodes if isinstance(nodes, int) else 1)
     settings = resolve(chosen.values(), {**limits, **defaults, **fixed})
     asked.check_rank(rank, settings.num_nodes)
-    program_checks.check_slice(settings, program)
-    if not request.dry_run:
-        preflight.check_accelerators(settings)
-    program_checks.check_own(settings, program, request.environ)
-    _check_packages(request, settings, program)
+    check_node(settings, program, request.environ, dry_run=request.dry_run)
     tasks, model = _inputs(settings, program, asked, is_demo)
     if not request.dry_run:
         # Determines the permissions of everything written from here on.
@@ -262,11 +258,6 @@ def _defaults(request: Request, typed: Settings, program: Program) -> tuple[Mapp
         return request.defaults, False
     task = {key: value for key, value in demo_tasks.DEMO_SETTINGS.items() if key != "iterations"}
     return {**task, **request.defaults}, True
-
-
-def _check_packages(request: Request, settings: Settings, program: Program) -> None:
-    if not (request.dry_run and preflight.only_shows_runs()):
-        program_checks.check_packages(settings, program, request.environ)
 
 
 def _inputs(
@@ -333,18 +324,11 @@ def _join(asked: _Asked, record: RunRecord, rank: ranks.Choice | None) -> Start:
         settings, stated = _changed(settings, stated, asked)
     asked.check_rank(rank, settings.num_nodes)
     program = load_program(settings.program)
-    if "model" in program.needs:
-        # Environment variables and file locations may differ between nodes.
-        preflight.check_engine(settings, request.environ)
-        preflight.check_judge(settings, request.environ)
-        preflight.check_agent(settings.rollout.agent)
-    _check_packages(request, settings, program)
-    runrecord.check_tasks(record)
     until = typed.iterations if "iterations" in chosen else settings.iterations
     settings = _with_choices(asked, settings)
-    program_checks.check_slice(settings, program)
-    if not request.dry_run:
-        preflight.check_accelerators(settings)
+    # Environment variables, packages and the places of files may differ between nodes.
+    check_node(settings, program, request.environ, dry_run=request.dry_run)
+    runrecord.check_tasks(record)
     if "data" in program.needs:
         task_files.check_recorded(settings, record.tasks)
     number = rank.value if rank else 0

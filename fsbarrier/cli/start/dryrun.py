@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from fsbarrier.cli.start import preflight
+from fsbarrier.cli.start.node_checks import only_shows_runs
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.program import Builder, Context, Work, build_work
@@ -35,13 +35,13 @@ def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
                     "settings": shown(settings.as_json()),
                     "tasks": record.tasks,
                     "model": record.model,
-                    "light_environment": preflight.only_shows_runs(),
+                    "light_environment": only_shows_runs(),
                     "commands": listed,
                 }
             )
         )
         return 0
-    if preflight.only_shows_runs():
+    if only_shows_runs():
         print(
             "# This is the light environment for dry runs. A real start creates the full one, and then checks packages and your code."
         )

@@ -1,0 +1,227 @@
+"""What a node checks before it starts, on the first start of a run and on every later one: `CHECKS`.
+
+Each check raises UsageError with one line that names the flag or setting. The checks write no files and import no user code into this
+process. model_folder.py checks the model, task_files.py the tasks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+
+from fsbarrier.errors import UsageError
+from fsbarrier.host import accelerators
+from fsbarrier.processes.supervisor import own_program, with_this_package
+from fsbarrier.program import Program
+from fsbarrier.protocol.wording import counted
+from fsbarrier.rundir import runrecord
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.settings.sections import Settings
+from fsbarrier.settings.sources import nearest
+from fsbarrier.settings.value_types import reward_kinds
+
+Environ = Mapping[str, str]
+# Timeout for importing the user's code: a large library on a slow filesystem takes minutes.
+TRY_CODE_S = 600.0
+#: rewards that need neither the user's code nor a judge
+PLAIN_REWARDS = frozenset({"exact", "numeric", "math"})
+PLACEHOLDERS = (
+    *("node_rank", "num_nodes", "master_addr", "master_port"),
+    *("batch", "out", "model", "trainer_state", "spec"),
+)
+#: trackers whose Python package has another name; one of these packages is needed
+TRACKER_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}
+#: settings that a program uses only if it needs a model or data (`Program.needs`)
+USED_WITH = {
+    "model": ("has no model", ("init_from", "trainer.command", "update.trajectories", "engine.url")),
+    "data": ("does not read tasks", ("rollout.agent",)),
+}
+
+
+def check_node(settings: Settings, program: Program, environ: Environ, *, dry_run: bool) -> None:
+    """Check whether this node can do its part of the run. Raises UsageError."""
+    _check_slice(settings, program)
+    if not dry_run:
+        _check_accelerators(settings)
+    for needed, check in CHECKS:
+        if needed is None or needed in program.needs:
+            check(settings, environ)
+    if not (dry_run and only_shows_runs()):
+        _check_packages(settings, program.needs)
+        if "data" in program.needs:
+            try_user_code(settings)
+
+
+def check_used(typed: Settings, program: Program) -> None:
+    """Raises UsageError for a setting that the program would silently ignore."""
+    given = typed.flat()
+    for need, (without_it, names) in USED_WITH.items():
+        for name in names if need not in program.needs else ():
+            if (value := given[name]) is not None:
+                raise UsageError(f"{name}={value}: program {program.name} {without_it}; drop it")
+
+
+def only_shows_runs() -> bool:
+    """Whether this is the light environment for dry runs (scripts/requirements/light.txt). Packages missing from it may be installed on
+    the nodes of a run."""
+    return (Path(sys.prefix) / "only-shows-runs").exists()
+
+
+def _check_slice(settings: Settings, program: Program) -> None:
+    """The program has the requested slice of phases."""
+    chosen = settings.rl_phase
+    if chosen != "both" and all(part.name != chosen for part in program.slices):
+        raise UsageError(f"--rl-phase {chosen}: not supported by program {program.name}; drop it")
+
+
+def _check_accelerators(settings: Settings) -> None:
+    """`--expect-gpus`, as far as this node knows; of several, the leader counts all (run/admission.py)."""
+    expected = settings.expect_gpus
+    if expected is None:
+        return
+    count, needed_here = len(accelerators.detect()), expected if settings.num_nodes == 1 else min(expected, 1)
+    if count < needed_here:
+        raise UsageError(f"--expect-gpus {expected}: this node has {counted(count, 'accelerator')}")
+
+
+# --- the checks -------------------------------------------------------------------------------------------------------------
+
+
+def _engine(settings: Settings, environ: Environ) -> None:
+    """This node has the accelerators that its servers need. Of an existing server: its URL, and the variable with its key."""
+    from fsbarrier.engine.client import normal_url
+    from fsbarrier.engine.placement import check_arguments, placements
+
+    engine = settings.engine
+    if settings.manages_engine:
+        check_arguments(engine)
+        placements(engine, accelerators.detect(environ), environ, sorted(os.sched_getaffinity(0)))
+    if engine.url is not None:
+        normal_url(engine.url)
+    if engine.api_key_env is not None and not environ.get(engine.api_key_env):
+        raise UsageError(
+            f"engine.api_key_env={engine.api_key_env}: this variable is not set on this node; export it"
+        )
+
+
+def _replay(settings: Settings, environ: Environ) -> None:
+    """The rollouts in `update.trajectories` exist, and were sampled with this run's sampling settings."""
+    named = settings.update.trajectories
+    if named is None:
+        return
+    path, prefix = Path(named), f"update.trajectories={named}"
+    if not path.exists():
+        raise UsageError(f"{prefix}: no such run directory or file")
+    if not path.is_dir():
+        return
+    first = RunPaths(path).merged("train", 1)
+    if not first.is_file():
+        raise UsageError(f"{prefix}: has no merged training rollouts of iteration 1 ({first})")
+    if runrecord.exists(path):
+        sampled, own = runrecord.load(path).settings.rollout, settings.rollout
+        for name in ("temperature", "top_p", "top_k"):
+            theirs, ours = getattr(sampled, name), getattr(own, name)
+            if theirs != ours:
+                fitting = f"rollout.{name}={theirs}"
+                raise UsageError(
+                    f"{prefix}: was sampled with {fitting}, but this run has {ours}; set {fitting}"
+                )
+
+
+def _commands(settings: Settings, environ: Environ) -> None:
+    """The programs of the user's commands exist on this node, and the trainer's has only known placeholders."""
+    if settings.notify.command is not None:
+        _check_command("notify.command", settings.notify.command)
+    command = settings.trainer.command
+    if command is None:
+        return
+    _check_command("trainer.command", command)
+    placeholders = re.findall(r"\{([A-Za-z_]+)\}", command)
+    for name in placeholders:
+        if name not in PLACEHOLDERS:
+            hint = nearest(name, PLACEHOLDERS) or f"; available: {', '.join(PLACEHOLDERS)}"
+            raise UsageError(f"trainer.command={command}: unknown placeholder {{{name}}}{hint}")
+    if not {"out", "spec"}.intersection(placeholders):
+        raise UsageError(
+            f"trainer.command={command}: needs {{out}} (the output folder) or {{spec}} (a file that contains its path)"
+        )
+
+
+def _check_command(name: str, command: str) -> None:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"{name}={command}: {error}") from None
+    if not words or not (shutil.which(words[0]) or Path(words[0]).is_file()):
+        missing = f"program {words[0]!r} not found on this node" if words else "must not be empty"
+        raise UsageError(f"{name}={command}: {missing}")
+
+
+Check = Callable[[Settings, Environ], None]
+#: what a program must need for a check to matter (None: any program), and the check
+CHECKS: tuple[tuple[str | None, Check], ...] = (
+    ("model", _engine),
+    ("model", _replay),
+    (None, _commands),
+)
+
+
+# --- packages, and the user's code --------------------------------------------------------------------------------------------
+
+
+def _check_packages(settings: Settings, needs: Collection[str]) -> None:
+    """Packages are checked on every node: any may become leader and run the trackers, which accelerate would silently skip."""
+    for setting, alternatives in _packages(settings, needs):
+        if not any(importlib.util.find_spec(package) for package in alternatives):
+            raise UsageError(
+                f"{setting}: needs the Python package {' or '.join(alternatives)}, which is not installed in {sys.prefix}; install it on "
+                "every node"
+            )
+
+
+def _packages(settings: Settings, needs: Collection[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The packages that settings need: the setting, and the names of which one must be there."""
+    for tracker in settings.tracker.names:
+        yield f"tracker.names={tracker}", ("accelerate",)
+        yield f"tracker.names={tracker}", TRACKER_PACKAGES.get(tracker, (tracker,))
+    if "data" in needs and "math" in reward_kinds(settings.reward.kind):
+        yield "reward.kind=math", ("math_verify",)
+    if "model" in needs and settings.trainer.backend == "deepspeed" and settings.trainer.command is None:
+        yield "trainer.backend=deepspeed", ("deepspeed",)
+
+
+def try_user_code(settings: Settings) -> None:
+    """Open the rewards and the agent in a separate process, as a rollout will: so a failing import, a wrong signature or a judge without an
+    address is found before anything starts. Raises UsageError."""
+    named = {
+        "reward.kind": set(reward_kinds(settings.reward.kind)) - PLAIN_REWARDS,
+        "rollout.agent": settings.rollout.agent,
+    }
+    said = " and ".join(f"{name}={settings.flat()[name]}" for name, value in named.items() if value)
+    if not said:
+        return
+    try:
+        done = subprocess.run(
+            own_program("fsbarrier.rollouts.try_user_code"),
+            env=with_this_package(os.environ),
+            # Through a pipe: command lines are visible to other users.
+            input=settings.encoded(),
+            capture_output=True,
+            timeout=TRY_CODE_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"{said}: importing this code took longer than {TRY_CODE_S:g} s; move slow work out of the module's top level"
+        ) from None
+    if done.returncode != 0:
+        # The last line is the error. Output of the user's code comes before it.
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        last = lines[-1] if lines else f"its process ended with exit code {done.returncode}"
+        raise UsageError(last if done.returncode == 2 else f"{said}: {last}")
