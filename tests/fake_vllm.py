@@ -5,6 +5,7 @@ Run as a script with vLLM's flags; other flags are ignored. FAKE_VLLM is a JSON 
     dir       a folder: requests.jsonl (each request as it came), marks of what was done once already, gates
     start     "fail" | "hang"
     reload    "error" | "warn" | "die"
+    sleep     "error"
     ids       false: no token ids in the answers, as other servers give
     logprob   the log-probability of each token (otherwise a thousandth of its id, negative)
     crash     "head_dim" | "segfault" by the first prompt, "import" | "port" in the start; as vLLM's own processes tell of it
@@ -93,6 +94,10 @@ class Handler(BaseHTTPRequestHandler):
                 self.tokenize(body)
             case "/collective_rpc":
                 self.reload(body)
+            case "/sleep" if MODE.get("sleep") == "error":
+                self.answer(500, {"error": {"message": "insomnia", "code": 500}})
+            case "/sleep" | "/wake_up":
+                self.answer(200, None)
             case "/reset_prefix_cache":
                 self.answer(200, {"success": not first_time("busy") if MODE.get("busy") else True})
             case "/detokenize":

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,11 +29,13 @@ from engine_bench import (
     stand_in,
     write_model,
 )
+from test_accelerators import GIB, Nvml
 
 from fsbarrier.engine.client import EngineClient
 from fsbarrier.engine.engine import Engine
 from fsbarrier.engine.model import inspect
 from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.host import accelerator_drivers
 from fsbarrier.processes import processes
 from fsbarrier.settings.resolve import resolve
 
@@ -145,6 +148,65 @@ def test_a_prefix_cache_that_is_still_in_use_is_waited_for(tmp_path: Path, make:
     assert engine.ensure(write_model(tmp_path / "b"), 1, cancel=NEVER).action == "reloaded"
     lines = (tmp_path / "fake" / "requests.jsonl").read_text().splitlines()
     assert sum("reset_prefix_cache" in line for line in lines) == 2
+
+
+class Card(Nvml):
+    """An accelerator on which a server holds 30 GiB until it sleeps or ends."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(0)
+        self.log, self.stays = folder / "fake" / "requests.jsonl", False
+        self.on_look = self.measure
+
+    def posts(self) -> list[str]:
+        """What the servers were asked for, in order."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return [str(json.loads(line)["path"]) for line in lines]
+
+    def measure(self, look: int) -> None:
+        sleeps = [path for path in self.posts() if "sleep" in path or "kv_cache" in path][-1:]
+        running = any("/fake_vllm.py" in " ".join(p.cmdline()) for p in psutil.Process().children(True))
+        self.used = [30 * GIB if self.stays or (running and sleeps != ["/sleep?level=2"]) else GIB]
+
+
+@pytest.fixture
+def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Card:
+    card = Card(tmp_path)
+    monkeypatch.setitem(sys.modules, "pynvml", card)
+    monkeypatch.setattr(accelerator_drivers, "_in_the_hosts_pid_namespace", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return card
+
+
+def test_a_server_sleeps_while_the_trainer_has_the_accelerator(
+    tmp_path: Path, make: Make, card: Card
+) -> None:
+    """Its weights are discarded: those it had are loaded again too."""
+    engine, first = make(), write_model(tmp_path / "a")
+    started = engine.ensure(first, 0, cancel=NEVER)
+    woken = ["/wake_up?tags=weights", "/collective_rpc", "/wake_up?tags=kv_cache", "/reset_prefix_cache"]
+    for folder in (first, write_model(tmp_path / "b")):
+        before = len(card.posts())
+        released = engine.release(cancel=NEVER)
+        assert (released["action"], released["seen"]) == ("sleep", "level") and card.used == [GIB]
+        back = engine.ensure(folder, 1, cancel=NEVER)
+        assert (back.action, back.pid, served(back)) == ("reloaded", started.pid, str(folder))
+        assert card.posts()[before:] == ["/sleep?level=2", *woken]
+
+
+def test_a_server_that_cannot_sleep_is_stopped_and_its_memory_looked_at(
+    tmp_path: Path, make: Make, card: Card
+) -> None:
+    engine = make(sleep="error")
+    info = engine.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
+    released = engine.release(cancel=NEVER)
+    assert released["action"] == "stop" and "insomnia" in str(released["reason"]) and not lives(info.pid)
+    # A model with a tied head is started again anyway.
+    engine.ensure(write_model(tmp_path / "b", tied=True, head=False, model_type="gemma2"), 1, cancel=NEVER)
+    card.stays, cancelled = True, threading.Event()
+    cancelled.set()
+    with pytest.raises(ProgramFailed, match=r"vLLM was stopped .* accelerator memory not free .*nvidia 0"):
+        engine.release(cancel=cancelled)
 
 
 def test_a_server_that_was_killed_is_started_again(tmp_path: Path, make: Make) -> None:

@@ -74,6 +74,7 @@ NO_TRACEBACK = "To enable traceback see: https://pytorch.org/docs/stable/elastic
         ),
         (["usage: vllm serve [--a A]", "              [--b B]", "vllm_server.py: error: unrecognized arguments: --c"],
          "vllm_server.py: error: unrecognized arguments: --c"),
+        (["ValueError: tried again without it", "RuntimeError: given up"], "RuntimeError: given up"),
         (["rollout.samples=3: not a multiple"], ""),
         ([], ""),
     ],

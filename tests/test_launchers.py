@@ -300,6 +300,17 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], words: list[s
     assert "hunter2" not in captured.err
 
 
+def test_a_clone_is_started_by_its_own_script_and_keeps_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever the user is."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FSBARRIER_VENV", raising=False)
+    for words in (("ssh", "--hosts", "a"), ("slurm", "--nodes", "2")):
+        text = text_of(capsys, *words)
+        assert f"{REPO}/run.sh " in text and f"--log-path {REPO}/runs/default" in text
+
+
 # --- the real ones ------------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from fsbarrier.program import PHASE_NAMES
 
 
 def test_clean_run_shows_every_phase_in_order(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3, "--iterations", "2", *FAST, real=True) as cluster:
+    with Cluster(tmp_path, 3, "--iterations", "2", "--shared-group", *FAST, real=True) as cluster:
         cluster.start(2, 0, 1)
         assert cluster.wait() == {0: 0, 1: 0, 2: 0}, cluster.said(0)
         for rank in range(3):
@@ -29,6 +29,8 @@ def test_clean_run_shows_every_phase_in_order(tmp_path: Path) -> None:
             assert started == [(i, p, name) for i in (1, 2) for p, name in enumerate(PHASE_NAMES)]
         assert_exactly_once(cluster.log_path, 2)
         assert leftovers(cluster.log_path) == {}
+        written = [path for path in cluster.log_path.rglob("*") if not path.is_symlink()]
+        assert [str(path) for path in written if path.stat().st_mode & 0o067 != 0o060] == []
 
 
 def test_a_killed_node_comes_back_at_the_next_iteration(tmp_path: Path) -> None:
