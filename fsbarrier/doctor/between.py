@@ -168,10 +168,13 @@ class _Watch:
         files.write_atomic(self.folder / f"content-{self.rank}", json.dumps([body, filler]).encode())
 
     def look(self) -> None:
+        names = os.listdir(self.folder)
         for rank in self.others:
-            self._read(rank)
+            # A client may remember for half a minute that a name was not there.
+            if f"content-{rank}" in names:
+                self._read(rank)
         mine = self.members.index(self.rank)
-        for name in os.listdir(self.folder):
+        for name in names:
             match = NAME.fullmatch(name)
             if match and (rank := int(match[1])) in self.listing.heard:
                 self.listing.heard[rank] = max(self.listing.heard[rank], int(match[2]))
@@ -182,7 +185,6 @@ class _Watch:
         try:
             data = read_bytes(self.folder / f"content-{rank}", RECORD_BYTES)
         except OSError:
-            # Not there yet; afterwards a rename never lets it be missing for long.
             return
         self.reads += 1
         try:
