@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from generated_page import write_or_check  # noqa: E402
 
 from fsbarrier.settings.section import EACH_SESSION, Changes  # noqa: E402
-from fsbarrier.settings.sections import EvalSet, known_names, sections  # noqa: E402
+from fsbarrier.settings.sections import EvalSet, Settings, known_names, sections  # noqa: E402
 from fsbarrier.settings.sources import FLAGS, SET_NAME  # noqa: E402
 from fsbarrier.settings.value_types import Kind, described  # noqa: E402
 
@@ -90,10 +90,26 @@ def table(title: str, text: str, rows: Iterable[str]) -> str:
     return "\n".join([f"## {title}", "", *([text, ""] if text else []), *head, *rows]) + "\n"
 
 
+def descriptions() -> Iterator[tuple[str, str]]:
+    """Each setting's name, and the comment above its declaration."""
+    owners: dict[str, type] = {"": Settings, **sections(), SET_NAME: EvalSet}
+    for owner, section in owners.items():
+        text: list[str] = []
+        for line in inspect.getsource(section).splitlines():
+            if line.startswith("    #: "):
+                text.append(line.removeprefix("    #: "))
+            elif text:
+                yield f"{owner}.{line.split(':')[0].strip()}".lstrip("."), " ".join(text)
+                text = []
+
+
+DESCRIPTIONS = dict(descriptions())
+
+
 def row(key: str, kind: Kind) -> str:
     flag = next((f"<br>`{flag}`" for flag, setting in FLAGS.items() if setting == key), "")
     value = described(kind.hint).replace(" that is not empty", "").removeprefix("a ").removeprefix("one of ")
-    cells = (f"`{key}`{flag}", value, written(kind.default), CHANGES[kind.changes], kind.description)
+    cells = (f"`{key}`{flag}", value, written(kind.default), CHANGES[kind.changes], DESCRIPTIONS[key])
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 import setting_reads
@@ -24,7 +24,7 @@ from options import ELSEWHERE, GROUPS, NOT_ALWAYS_ACTED_ON, covering_rows
 from waiting import until
 
 from fsbarrier.rundir import runrecord
-from fsbarrier.settings.sections import EvalSet, Settings, sections
+from fsbarrier.settings.sections import known_names
 from fsbarrier.settings.sources import SET_NAME, known_as
 
 pytestmark = pytest.mark.torch
@@ -50,14 +50,10 @@ async def judged(prompt, response, answer, metadata, judge):
 
 def wanted() -> Iterator[str]:
     """What is to be run of each setting: `name`, or `name=value` for each value that its type lists."""
-    owners: dict[str, type] = {"": Settings, **sections(), SET_NAME.rstrip("."): EvalSet}
-    for owner, section in owners.items():
-        for leaf, hint in get_type_hints(section, include_extras=True).items():
-            name = f"{owner}.{leaf}" if owner else leaf
-            if name in owners or name == "eval.sets" or leaf == "FIXED_BECAUSE":
-                continue
+    for name, kind in known_names().items():
+        if name != "eval.sets":
             yield name
-            yield from (f"{name}={value}" for value in listed(hint))
+            yield from (f"{name}={value}" for value in listed(kind.hint))
 
 
 def listed(hint: Any) -> Iterator[str]:

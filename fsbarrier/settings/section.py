@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field
 from enum import Enum
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
 
@@ -26,16 +25,9 @@ class Changes(Enum):
 
 
 EACH_SESSION, EACH_START = Changes.EACH_SESSION, Changes.EACH_START
-
-
-def setting(default: T, description: str, changes: Changes = Changes.NEVER) -> T:
-    """A setting with its default and description. Its annotation gives the type and the limits."""
-    return field(default=default, metadata={"description": description, "changes": changes})
-
-
-def table(description: str) -> Any:
-    """A setting that is a table with names that the user chooses; empty by default."""
-    return field(default_factory=dict, metadata={"description": description, "changes": Changes.NEVER})
+#: the types of settings that may change; all others are fixed
+EachSession = Annotated[T, EACH_SESSION]
+EachStart = Annotated[T, EACH_START]
 
 
 class Section:

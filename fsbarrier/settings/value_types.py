@@ -7,7 +7,7 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass
+from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -92,29 +92,32 @@ Preset = Literal[
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A setting: what a value must be (`hint`), its text format ("text", "words", "list", "bool" or "value"), whether `none` is allowed
-    too, and what its declaration says."""
+    too, its default, and whether it may change."""
 
     hint: Any
     shape: str
     optional: bool = False
     default: object = None
-    description: str = ""
     changes: Changes = Changes.NEVER
 
     @classmethod
-    def of(cls, hint: Any, declared: Field[Any]) -> Kind:
-        """From a setting's annotation and its field."""
-        default = {} if declared.default is MISSING else declared.default
-        more = (default, declared.metadata["description"], declared.metadata["changes"])
-        optional = NoneType in get_args(hint)
-        inner = get_args(hint)[0] if optional else hint
-        plain, *traits = get_args(inner) if get_origin(inner) is Annotated else (inner,)
+    def of(cls, hint: Any, default: object) -> Kind:
+        """From a setting's annotation and its default."""
+        whole, *traits = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        changes = next((trait for trait in traits if isinstance(trait, Changes)), Changes.NEVER)
+        optional = NoneType in get_args(whole)
+        if optional:
+            hint = whole
+            whole, *traits = (
+                get_args(inner) if get_origin(inner := get_args(whole)[0]) is Annotated else (inner,)
+            )
         if any(isinstance(trait, ShellWords) for trait in traits):
-            return cls(hint, "words", optional, *more)
-        if plain is str or get_origin(plain) is Literal:
-            return cls(hint, "text", optional, *more)
-        shape = "list" if get_origin(plain) is tuple else "bool" if plain is bool else "value"
-        return cls(hint, shape, optional, *more)
+            shape = "words"
+        elif whole is str or get_origin(whole) is Literal:
+            shape = "text"
+        else:
+            shape = "list" if get_origin(whole) is tuple else "bool" if whole is bool else "value"
+        return cls(hint, shape, optional, default, changes)
 
     def converted(self, value: object) -> object:
         """The value as its setting holds it. Raises ValueError, with what it must be."""
