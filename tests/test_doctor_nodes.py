@@ -69,9 +69,7 @@ def test_three_nodes_give_one_answer_after_two_that_were_killed(doctors: Doctors
     for process in killed:
         process.kill()
         process.communicate()
-    ended = [
-        doctors.end(each) for each in [doctors.start("--num-nodes", "3", "--node-rank", r) for r in "201"]
-    ]
+    ended = [doctors.end(each) for each in [doctors.start("--num-nodes", "3", "--worker", r) for r in "201"]]
     assert [code for code, _, _ in ended] == [0, 0, 0], ended
     reports = [report(out) for _, out, _ in ended]
     assert reports[0] == reports[1] == reports[2]

@@ -257,7 +257,7 @@ def doctors(mounts: list[Path], *words: str) -> tuple[set[int], dict[str, Any]]:
     base = [sys.executable, "-m", "fsbarrier", "doctor", "--json", "--num-nodes", str(len(mounts)), *words]
     running = [
         subprocess.Popen(
-            [*base, "--node-rank", str(rank), str(mount)],
+            [*base, "--worker", str(rank), str(mount)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(REPO)},

@@ -102,13 +102,13 @@ def test_recovery_and_the_normal_command_afterwards(halted: Cluster) -> None:
     rank_1 = next(name for name in found if "_rank_1" in name)
     assert found[rank_1] == "partial"
     shown = recover(log_path, "--dry-run", "--aggregate")
-    assert "would not merge train" in shown and "of 24 tasks" in shown
+    assert "train: would not merge: " in shown and " of 24\n" in shown
     assert "missing" in recover(log_path, "--aggregate", code=2)
     assert "only valid with --aggregate" in recover(log_path, "--allow-partial", code=2)
     assert everything(log_path) == before
 
     said = recover(log_path, "--aggregate", "--allow-partial")
-    assert "merged train" in said and "tasks missing" in said
+    assert "train: merged: " in said and "tasks are missing" in said
     merged = load(paths.merged("train", 1))
     durable = {
         group.task_index
@@ -149,7 +149,7 @@ def test_a_damaged_merged_file_is_made_anew_where_the_run_counts_on_it(tmp_path:
             t["task_index"] for t in whole
         )
         assert_exactly_once(cluster.log_path, 1)
-        assert "already merged train" in recover(cluster.log_path, "--aggregate")
+        assert "train: already merged: " in recover(cluster.log_path, "--aggregate")
 
 
 def test_recover_says_that_there_is_no_run(tmp_path: Path) -> None:

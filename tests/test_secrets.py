@@ -11,7 +11,7 @@ import pytest
 from fake_run import FakeRun
 
 from fsbarrier import cli
-from fsbarrier.cli.pool.directory import PoolDirectory
+from fsbarrier.cli.pool.directory import Pool
 from fsbarrier.engine.engine import Engine
 from fsbarrier.processes.secret_variables import without_secrets
 from fsbarrier.processes.supervisor import Child, StartFailed
@@ -126,7 +126,7 @@ def test_what_is_handed_on_to_nodes_stands_in_no_list_of_processes(
     words = ["--log-path", log_path, "--config", str(config)]
     assert cli.main(["launch", "local", *words]) == 4, capsys.readouterr().err
     assert began and CANARY not in " ".join(began[0])
-    pool = PoolDirectory(tmp_path / "pool")
+    pool = Pool(tmp_path / "pool")
     pool.make(shared_group=False)
     secret = f"custom.secret.key={CANARY}"
     assert cli.main(["submit", str(pool.root), "--nodes", "1", "--program", "ping", secret]) == 2

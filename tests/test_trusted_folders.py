@@ -73,7 +73,7 @@ def test_another_users_run_is_refused_and_its_program_is_not_loaded(
 @needs_root
 def test_another_users_pool_is_refused(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pool = foreign / "pool"
-    for name in ("jobs", "decisions", "stops", "ended", "logs", "runs", "coordination"):
+    for name in ("log", "logs", "runs", "coordination"):
         (pool / name).mkdir(parents=True)
     os.chown(pool, SOMEBODY, SOMEBODY)
     for words in (["daemon", str(pool)], ["submit", str(pool), "--program", "ping"]):

@@ -20,24 +20,16 @@ PHASES = 14
 DISTURBED = 1.5
 
 
+FLAGS = {
+    "--nodes N": "processes (default 3)",
+    "--iterations K": "iterations of 14 barriers each (default 20)",
+    "--path DIR": "measure on this directory's filesystem (default: the temporary directory)",
+    "--json": "print JSON",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--nodes", metavar="N", type=flags.whole_number, default=3, help="processes (default 3)"
-    )
-    parser.add_argument(
-        "--iterations",
-        metavar="K",
-        type=flags.whole_number,
-        default=20,
-        help="iterations of 14 barriers each (default 20)",
-    )
-    parser.add_argument(
-        "--path",
-        metavar="DIR",
-        type=Path,
-        help="measure on this directory's filesystem (default: the temporary directory)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    flags.add(parser, FLAGS, nodes=3, iterations=20)
 
 
 def main(args: argparse.Namespace) -> int:

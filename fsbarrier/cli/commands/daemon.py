@@ -14,22 +14,15 @@ SUMMARY = (
     "at once on one machine, start two daemons with different CUDA_VISIBLE_DEVICES."
 )
 EXAMPLE = "fsbarrier daemon /shared/pool"
+FLAGS = {
+    "--dead S": f"seconds without a heartbeat after which another node is considered dead (default {DEAD_S:g})",
+    "--shared-group": "let the owner's group submit jobs, which run under your account",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("pool", metavar="POOL_DIR", help="the pool's directory; created if it does not exist")
-    parser.add_argument(
-        "--dead",
-        metavar="S",
-        type=float,
-        default=DEAD_S,
-        help=f"seconds without a heartbeat after which another node is considered dead (default {DEAD_S:g})",
-    )
-    parser.add_argument(
-        "--shared-group",
-        action="store_true",
-        help="let the owner's group submit jobs, which run under your account",
-    )
+    flags.add(parser, FLAGS, dead=DEAD_S)
 
 
 def main(args: argparse.Namespace) -> int:

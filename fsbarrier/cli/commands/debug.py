@@ -33,9 +33,7 @@ TAIL_BYTES = 256 * 1024
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_log_path(parser)
-    parser.add_argument(
-        "--out", metavar="FILE", help="output file (default: debug-TIME.tar.gz in the run directory)"
-    )
+    flags.add(parser, {"--out FILE": "output file (default: debug-TIME.tar.gz in the run directory)"})
 
 
 def main(args: argparse.Namespace) -> int:

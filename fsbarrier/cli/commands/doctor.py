@@ -25,30 +25,18 @@ MARKS = {
 }
 
 
+FLAGS = {
+    "--num-nodes N": "number of nodes that run this command at about the same time, on the same directory",
+    "--master": "this is node 0",
+    "--worker R": "this is node R (default: the rank that a launcher gives, such as Slurm)",
+    "--wait S": "seconds to wait for the other nodes (default 60)",
+    "--json": "print JSON",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, help="an existing directory on the filesystem to check")
-    parser.add_argument(
-        "--num-nodes",
-        metavar="N",
-        type=flags.whole_number,
-        help="number of nodes that run this command at about the same time, on the same directory",
-    )
-    parser.add_argument("--master", action="store_true", help="this is node 0")
-    parser.add_argument(
-        "--worker",
-        "--node-rank",
-        metavar="R",
-        type=flags.whole_number,
-        help="this is node R (default: the rank that a launcher gives, such as Slurm)",
-    )
-    parser.add_argument(
-        "--wait",
-        metavar="S",
-        type=float,
-        default=examine.WAIT_S,
-        help="seconds to wait for the other nodes (default 60)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    flags.add(parser, FLAGS, wait=examine.WAIT_S)
 
 
 def main(args: argparse.Namespace) -> int:

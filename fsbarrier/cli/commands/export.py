@@ -40,48 +40,27 @@ DATA_SUFFIXES = (
 )
 
 
+POLICY_FLAGS = {
+    "--policy-version V": "policy version (default: the one the run serves now; 0: the initial model)",
+    "--push REPO": "also upload the folder to the Hugging Face Hub (or $HF_ENDPOINT); a new repository is private",
+    "--json": "print JSON",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "to",
-        metavar="DIR|FILE",
-        type=Path,
-        help="the folder (for a policy) or the .jsonl or .parquet file (for trajectories) to create",
-    )
-    parser.add_argument(
-        "--policy-version",
-        metavar="V",
-        type=flags.whole_number,
-        help="policy version (default: the one the run serves now; 0: the initial model)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("bf16", "fp32"),
-        help="precision of the weights (default: as served; fp32: the trainer's full-precision weights)",
-    )
-    parser.add_argument(
-        "--push",
-        metavar="REPO",
-        help="also upload the folder to the Hugging Face Hub (or $HF_ENDPOINT); a new repository is private",
-    )
+    what = "the folder (for a policy) or the .jsonl or .parquet file (for trajectories) to create"
+    parser.add_argument("to", metavar="DIR|FILE", type=Path, help=what)
+    flags.add(parser, POLICY_FLAGS)
+    dtype = "precision of the weights (default: as served; fp32: the trainer's full-precision weights)"
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help=dtype)
     rows = parser.add_argument_group("trajectories, to a .jsonl or .parquet file")
-    rows.add_argument(
-        "--iteration",
-        metavar="N",
-        type=flags.whole_number,
-        action="append",
-        help="iteration to export; may be repeated (default: all on disk)",
-    )
+    iteration = "iteration to export; may be repeated (default: all on disk)"
+    rows.add_argument("--iteration", metavar="N", type=flags.whole_number, action="append", help=iteration)
     rows.add_argument("--split", choices=SPLITS, default="train", help="train (default) or test")
-    rows.add_argument(
-        "--file",
-        metavar="F",
-        type=Path,
-        action="append",
-        help="export this trajectory file instead of a run's; may be repeated",
-    )
-    rows.add_argument("--no-tokens", action="store_true", help="omit token ids, masks and log-probabilities")
+    file = "export this trajectory file instead of a run's; may be repeated"
+    rows.add_argument("--file", metavar="F", type=Path, action="append", help=file)
+    flags.add(rows, {"--no-tokens": "omit token ids, masks and log-probabilities"})
     flags.add_log_path(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(args: argparse.Namespace) -> int:

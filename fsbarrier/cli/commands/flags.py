@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fsbarrier.cli.start import preflight
@@ -14,6 +15,7 @@ from fsbarrier.settings.hidden import shown_word
 from fsbarrier.settings.sources import FLAGS, ChosenValue, with_range_of_nodes
 from fsbarrier.store import files, trusted_folder
 
+CONFIG = "read settings from a file; flags and key=value override it"
 _HELP = {
     "--data-path": ("P", "read-only shared data: train and test as .jsonl or .parquet, and a model cache"),
     "--log-path": (
@@ -54,29 +56,55 @@ _HELP = {
 }
 
 
+def whole_number(text: str) -> int:
+    """Parse an argument that must be 0 or more. With `type=int` argparse's own message would be less clear."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    return number
+
+
+#: The metavars of numbers; the values of all others are text.
+TYPES: dict[str, Callable[[str], float | str]] = {
+    **dict.fromkeys("AKNRV", whole_number),
+    **dict.fromkeys("GS", float),
+}
+
+
+def add(parser: argparse._ActionsContainer, flags: Mapping[str, str], **defaults: object) -> None:
+    """Add flags to a command: `{"-n --lines N": help, "--follow": help}`. Whether a value is a number is told by its metavar (`TYPES`).
+
+    `defaults`: those that are not None (or, without a metavar, False), by the flag's name without hyphens.
+    """
+    for words, text in flags.items():
+        *names, last = words.split()
+        if last.startswith("-"):
+            parser.add_argument(*names, last, action="store_true", help=text)
+        else:
+            default = defaults.get(names[-1][2:].replace("-", "_"))
+            parser.add_argument(*names, metavar=last, type=TYPES.get(last, str), default=default, help=text)
+
+
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that define a run, and --dry-run; not those that say which node this is."""
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the settings and every node's commands without starting anything",
-    )
-    parser.add_argument("--json", action="store_true", help="with --dry-run: as JSON")
+    dry_run = "print the settings and every node's commands without starting anything"
+    add(parser, {"--dry-run": dry_run, "--json": "with --dry-run: as JSON"})
     for flag, (value, text) in _HELP.items():
         if value:
             parser.add_argument(flag, metavar=value, help=text)
         else:
             parser.add_argument(flag, action="store_true", help=text)
+    resume = "resume only, refuse to start a new run (without it, an existing run is resumed too)"
+    add(parser, {"--config FILE.toml": CONFIG, "--resume": resume})
+    add_settings(parser, "rollout.temperature=0.8")
+
+
+def add_settings(parser: argparse.ArgumentParser, example: str) -> None:
     parser.add_argument(
-        "--config", metavar="FILE.toml", help="read settings from a file; flags and key=value override it"
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="resume only, refuse to start a new run (without it, an existing run is resumed too)",
-    )
-    parser.add_argument(
-        "settings", nargs="*", metavar="key=value", help="any setting, for example rollout.temperature=0.8"
+        "settings", nargs="*", metavar="key=value", help=f"any setting, for example {example}"
     )
 
 
@@ -139,17 +167,6 @@ def find_run(args: argparse.Namespace) -> RunRecord:
     record = load(find_log_path(args))
     files.set_shared_group(record.settings.shared_group)
     return record
-
-
-def whole_number(text: str) -> int:
-    """Parse an argument that must be 0 or more. With `type=int` argparse's own message would be less clear."""
-    try:
-        number = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
-    return number
 
 
 def say(line: str) -> None:

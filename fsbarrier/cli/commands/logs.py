@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import threading
-from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,154 +19,120 @@ from fsbarrier.store import reading
 SUMMARY = "Show the last lines of the nodes' logs (from each node's latest start), or follow them."
 EXAMPLE = """fsbarrier logs --node 2 --file vllm -n 100
   fsbarrier logs --first-error"""
+FLAGS = {
+    "--node R": "only this node",
+    "--file NAME": "only this log: daemon, vllm, rollout, update, ...",
+    "--attempt A": "logs of this start of the node (default: the latest)",
+    "-n --lines N": "number of lines per log (default 20)",
+    "--first-error": "show only the earliest failure on any node, with its context",
+    "-f --follow": "keep printing new lines until Ctrl-C",
+}
 
 #: polling interval for new lines and new files while following
 LOOK_S = 0.5
-#: bytes per read, maximum bytes of one log in memory, maximum bytes of a line to show
-BLOCK_BYTES, MOST_BYTES, LINE_BYTES = 1 << 20, 64 << 20, 64 << 10
+#: at most so many bytes of a log are read at once; of a longer line the end is shown
+MOST_BYTES, LINE_BYTES = 16 << 20, 64 << 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_log_path(parser)
-    parser.add_argument("--node", metavar="R", type=flags.whole_number, help="only this node")
-    parser.add_argument("--file", metavar="NAME", help="only this log: daemon, vllm, rollout, update, ...")
-    parser.add_argument(
-        "--attempt",
-        metavar="A",
-        type=flags.whole_number,
-        help="logs of this start of the node (default: the latest)",
-    )
-    parser.add_argument(
-        "-n",
-        "--lines",
-        metavar="N",
-        type=flags.whole_number,
-        default=20,
-        help="number of lines per log (default 20)",
-    )
-    parser.add_argument(
-        "--first-error",
-        action="store_true",
-        help="show only the earliest failure on any node, with its context",
-    )
-    parser.add_argument("-f", "--follow", action="store_true", help="keep printing new lines until Ctrl-C")
+    flags.add(parser, FLAGS, lines=20)
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """One log file of one start of a node."""
+    """A log file, and what each of its lines begins with."""
 
-    node: int
-    attempt: int
+    label: str
     path: Path
-
-    @property
-    def label(self) -> str:
-        return f"[node {self.node} {self.path.stem}]"
 
 
 def main(args: argparse.Namespace) -> int:
-    log_path = flags.find_run(args).log_path
+    paths = flags.find_run(args).paths
     if args.first_error:
-        return _first_error(log_path)
-    logs = find(log_path, node=args.node, attempt=args.attempt, name=args.file)
-    if not logs and not args.follow:
+        return _first_error(paths)
+
+    def logs() -> list[Log]:
+        return find(paths, node=args.node, attempt=args.attempt, name=args.file)
+
+    if not logs() and not args.follow:
         filters = {"--node": args.node, "--file": args.file, "--attempt": args.attempt}
         typed = [f"{flag} {value}" for flag, value in filters.items() if value is not None]
-        flag = " ".join(typed) or f"--log-path {log_path}"
-        raise UsageError(f"{flag}: no matching logs in {RunPaths(log_path).logs}")
-    offsets: dict[Path, int] = {}
-    for log in logs:
-        lines, offsets[log.path] = last_lines(log.path, args.lines)
-        for line in lines:
-            print(log.label, line)
-    # Ends with Ctrl-C.
-    while args.follow:
-        for log in find(log_path, node=args.node, attempt=args.attempt, name=args.file):
-            lines, offsets[log.path] = new_lines(log.path, offsets.get(log.path, 0))
-            for line in lines:
-                print(log.label, line, flush=True)
-        threading.Event().wait(LOOK_S)
+        flag = " ".join(typed) or f"--log-path {paths.root}"
+        raise UsageError(f"{flag}: no matching logs in {paths.logs}")
+    show(logs, args.lines, follows=lambda: bool(args.follow))
     return 0
 
 
-def _first_error(log_path: Path) -> int:
+def _first_error(paths: RunPaths) -> int:
     from fsbarrier.rundir.journal import read_events
     from fsbarrier.view.first_error import first_error
 
-    lines = first_error(read_events(log_path), RunPaths(log_path).logs)
+    lines = first_error(read_events(paths.root), paths.logs)
     print("\n".join(lines or ["no node, program or phase of this run has failed"]))
     return 0
 
 
-def find(log_path: Path, *, node: int | None, attempt: int | None, name: str | None) -> list[Log]:
+def find(
+    paths: RunPaths, *, node: int | None = None, attempt: int | None = None, name: str | None = None
+) -> list[Log]:
     """The matching logs of each node's latest matching start, sorted by node and name."""
-    found = []
-    for path in RunPaths(log_path).logs.glob("*/*/*.log"):
+    matching: dict[int, dict[int, list[Path]]] = {}
+    for path in sorted(paths.logs.glob("*/*/*.log")):
         # A link could lead out of the run directory to other files.
         if path.parent.is_symlink() or path.parent.parent.is_symlink():
             continue
-        log_attempt = ATTEMPT_FOLDER.parse(path.parent.parent.name)
-        log_node = NODE_FOLDER.parse(path.parent.name)
-        if (
-            log_attempt is not None
-            and log_node is not None
-            and node in (None, log_node)
-            and attempt in (None, log_attempt)
-            and name in (None, path.stem, path.name)
-        ):
-            found.append(Log(log_node, log_attempt, path))
-    newest: dict[int, int] = {}
-    for log in found:
-        newest[log.node] = max(log.attempt, newest.get(log.node, 0))
-    found = [log for log in found if log.attempt == newest[log.node]]
-    return sorted(found, key=lambda log: (log.node, log.path.stem))
+        start, rank = ATTEMPT_FOLDER.parse(path.parent.parent.name), NODE_FOLDER.parse(path.parent.name)
+        if start is None or rank is None or node not in (None, rank) or attempt not in (None, start):
+            continue
+        if name in (None, path.stem, path.name):
+            matching.setdefault(rank, {}).setdefault(start, []).append(path)
+    newest = {rank: starts[max(starts)] for rank, starts in sorted(matching.items())}
+    return [Log(f"[node {rank} {path.stem}]", path) for rank, paths in newest.items() for path in paths]
 
 
-def last_lines(path: Path, count: int) -> tuple[list[str], int]:
-    """The last `count` complete lines of a file, and the offset after them. Reads from the end, because logs grow large."""
+def show(logs: Callable[[], Sequence[Log]], count: int, follows: Callable[[], bool]) -> None:
+    """Print the last `count` lines of each log, then new lines and new logs as long as `follows`."""
+    offsets: dict[Path, int] = {}
+    pause, first = threading.Event(), True
+    while True:
+        # Asked before the logs are read, so that no output of what ends meanwhile is missed.
+        goes_on = follows()
+        for log in logs():
+            lines, offsets[log.path] = read_lines(
+                log.path, offsets.get(log.path, -MOST_BYTES if first else 0)
+            )
+            for line in lines[-count or len(lines) :] if first else lines:
+                print(log.label, line, flush=True)
+        if not goes_on:
+            return
+        first = False
+        pause.wait(LOOK_S)
+
+
+def read_lines(path: Path, offset: int) -> tuple[list[str], int]:
+    """The complete lines of a log after `offset`, and the offset after them. A negative one counts from the end."""
     try:
         with reading.open_stream(path) as stream:
-            begin = end = stream.seek(0, os.SEEK_END)
-            blocks, newlines = deque[bytes](), 0
-            while begin > max(0, end - MOST_BYTES) and newlines <= count:
-                size = min(BLOCK_BYTES, begin)
-                begin -= size
-                stream.seek(begin)
-                blocks.appendleft(stream.read(size))
-                newlines += blocks[0].count(b"\n")
-            data = b"".join(blocks)
-    except OSError as error:
-        return [f"(cannot read this log: {error.strerror})"], 0
-    whole, newline, rest = data.rpartition(b"\n")
-    lines = whole.split(b"\n") if newline else []
-    kept = deque(lines if begin == 0 else lines[1:], maxlen=count)
-    return [_decoded(line) for line in kept], end - len(rest)
-
-
-def new_lines(path: Path, offset: int) -> tuple[list[str], int]:
-    """The complete lines after `offset`, and the new offset."""
-    try:
-        with reading.open_stream(path) as stream:
-            if stream.seek(0, os.SEEK_END) < offset:
-                # The log was truncated.
-                offset = 0
-            stream.seek(offset)
+            size = stream.seek(0, os.SEEK_END)
+            # If the log is shorter than it was, it has been truncated.
+            begin = max(0, size + offset) if offset < 0 else offset if offset <= size else 0
+            stream.seek(begin)
             data = stream.read(MOST_BYTES)
-    except OSError:
-        return [], offset
-    if len(data) == MOST_BYTES and b"\n" not in data:
-        # One line is longer than the read limit: show its beginning and skip the rest of what was read.
-        data = data[:LINE_BYTES] + b"\n"
-        return [_decoded(data[:-1])], offset + MOST_BYTES
-    whole, newline, _ = data.rpartition(b"\n")
-    return [_decoded(line) for line in whole.split(b"\n")] if newline else [], offset + len(whole) + len(
-        newline
-    )
+    except OSError as error:
+        return [f"(cannot read this log: {error.strerror})"] if offset < 0 else [], max(0, offset)
+    whole, newline, rest = data.rpartition(b"\n")
+    if not newline and len(data) == MOST_BYTES:
+        # One line is longer than what is read: it is shown in pieces.
+        whole, rest = data, b""
+    lines = whole.split(b"\n") if whole or newline else []
+    if offset < 0 and begin > 0 and newline:
+        # Its beginning was not read.
+        del lines[0]
+    return [_decoded(line) for line in lines], begin + len(data) - len(rest)
 
 
 def _decoded(line: bytes) -> str:
-    if len(line) > LINE_BYTES:
-        # A progress bar overwrites itself, so only the end of the line matters.
-        return f"({len(line) - LINE_BYTES} bytes) ... {fit_for_terminal(line[-LINE_BYTES:].decode('utf-8', errors='replace'))}"
-    return fit_for_terminal(line.decode("utf-8", errors="replace"))
+    cut = f"({len(line) - LINE_BYTES} bytes) ... " if len(line) > LINE_BYTES else ""
+    # A progress bar overwrites itself, so only the end of the line matters.
+    return cut + fit_for_terminal(line[-LINE_BYTES:].decode("utf-8", errors="replace"))

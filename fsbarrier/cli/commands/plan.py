@@ -19,35 +19,20 @@ SUMMARY = (
 EXAMPLE = "fsbarrier plan --model qwen-72b --nodes 32 --accelerators 8 --accelerator-memory-gb 80 engine.tensor_parallel_size=4"
 
 
+FLAGS = {
+    "--nodes N": "number of nodes (default: num_nodes)",
+    "--accelerators N": "accelerators per node; 0: train on CPUs (default: as on this machine)",
+    "--accelerator-memory-gb G": "memory of each accelerator (default: as on this machine)",
+    "--config FILE.toml": flags.CONFIG,
+    "--json": "print all numbers as JSON, sizes in bytes",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        metavar="M",
-        required=True,
-        help="a model folder, of which config.json is enough, or a size: qwen-7b, qwen3-4b, llama-8b … (planning.md lists them)",
-    )
-    parser.add_argument(
-        "--nodes", metavar="N", type=flags.whole_number, help="number of nodes (default: num_nodes)"
-    )
-    parser.add_argument(
-        "--accelerators",
-        metavar="N",
-        type=flags.whole_number,
-        help="accelerators per node; 0: train on CPUs (default: as on this machine)",
-    )
-    parser.add_argument(
-        "--accelerator-memory-gb",
-        metavar="G",
-        type=float,
-        help="memory of each accelerator (default: as on this machine)",
-    )
-    parser.add_argument(
-        "--config", metavar="FILE.toml", help="read settings from a file; key=value overrides it"
-    )
-    parser.add_argument("--json", action="store_true", help="print all numbers as JSON, sizes in bytes")
-    parser.add_argument(
-        "settings", nargs="*", metavar="key=value", help="any setting, for example trainer.shard=all"
-    )
+    model = "a model folder, of which config.json is enough, or a size: qwen-7b, qwen3-4b, llama-8b … (planning.md lists them)"
+    parser.add_argument("--model", metavar="M", required=True, help=model)
+    flags.add(parser, FLAGS)
+    flags.add_settings(parser, "trainer.shard=all")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from fsbarrier.cli.commands import flags
-from fsbarrier.cli.commands.aggregate import merge_with_bar
+from fsbarrier.cli.commands.aggregate import file_json, file_lines, merge_with_bar, merged_lines
 from fsbarrier.data import rank_files
 from fsbarrier.data.rank_files import FoundFile, RanksRequest
 from fsbarrier.errors import StoreError, UsageError
@@ -24,26 +24,19 @@ EXAMPLE = "fsbarrier recover --iteration 5 --dry-run"
 WATCHED_BEATS = 2.5
 
 
+FLAGS = {
+    "--aggregate": "merge the valid files",
+    "--allow-partial": "with --aggregate: merge even if tasks are missing, and record that in the result",
+    "--dry-run": "show what would be done without changing anything",
+    "--shared-group": "trust the owner's group, whose members can write to the run, with your account",
+    "--json": "print JSON",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_log_path(parser)
-    parser.add_argument(
-        "--iteration", metavar="N", type=flags.whole_number, required=True, help="the iteration to check"
-    )
-    parser.add_argument("--aggregate", action="store_true", help="merge the valid files")
-    parser.add_argument(
-        "--allow-partial",
-        action="store_true",
-        help="with --aggregate: merge even if tasks are missing, and record that in the result",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show what would be done without changing anything"
-    )
-    parser.add_argument(
-        "--shared-group",
-        action="store_true",
-        help="trust the owner's group, whose members can write to the run, with your account",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--iteration", metavar="N", type=int, required=True, help="the iteration to check")
+    flags.add(parser, FLAGS)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -61,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
         "log_path": str(log_path),
         "iteration": args.iteration,
         "dry_run": args.dry_run,
-        "files": [_file_json(item) for item in found],
+        "files": [file_json(item) for item in found],
         "would_quarantine" if args.dry_run else "quarantined": [str(item.path) for item in aside],
     }
     try:
@@ -106,17 +99,6 @@ def nothing_of(log_path: Path, iteration: int) -> str:
     return f"--iteration {iteration}: {log_path} has no trajectories of it; {has}"
 
 
-def _file_json(item: FoundFile) -> dict[str, object]:
-    return {
-        "path": str(item.path),
-        "split": item.split,
-        "node_rank": item.node_rank,
-        "state": item.state.value,
-        **item.counts(),
-        "note": item.note,
-    }
-
-
 def merge(
     log_path: Path, split: str, found: list[FoundFile], args: argparse.Namespace, *, dry_run: bool
 ) -> JsonObject:
@@ -153,15 +135,7 @@ def merge(
 
 def as_text(outcome: JsonObject, found: list[FoundFile]) -> str:
     lines = [f"iteration {outcome['iteration']} in {outcome['log_path']}"]
-    for item in found:
-        who = "merged" if item.node_rank is None else f"node {item.node_rank}"
-        note = f"  ({item.note})" if item.note else ""
-        counts = item.counts()
-        count = f"{counts['groups']:6} groups {counts['trajectories']:7} trajectories"
-        state = item.state.value
-        lines.append(f"  {item.split:5}  {who:8} {state:10} {count}  {item.path.name}{note}")
-    if not found:
-        lines.append("  no files")
+    lines += file_lines(found) if found else ["  no files"]
     if outcome.get("would_quarantine"):
         lines.append(f"would move {len(outcome['would_quarantine'])} file(s) to quarantine/")
     if outcome.get("quarantined_in"):
@@ -173,29 +147,11 @@ def as_text(outcome: JsonObject, found: list[FoundFile]) -> str:
             f"generation {on['generation']} supersedes it: the run {does} at iteration {on['iteration']} with {on['policy']}"
         )
     for split in outcome["splits"]:
-        lines += _merged_as_text(split)
+        lines += merged_lines(split["split"], split)
+        if split["gone"] and not split.get("restored"):
+            names = ", ".join(Path(path).name for path in split["gone"])
+            lines.append(f"{names} is missing, but the run needs it: --aggregate recreates it")
     lines.append(
         "nothing was changed" if outcome["dry_run"] else "start the run with its normal command to continue"
     )
     return "\n".join(map(printable, lines))
-
-
-def _merged_as_text(split: JsonObject) -> list[str]:
-    name, lines = split["split"], []
-    missing = f", {len(split['missing'])} tasks missing" if split.get("missing") else ""
-    if split.get("expected"):
-        lines.append(
-            f"{name}: the nodes completed {split['expected'] - len(split['missing'])} of {split['expected']} tasks"
-        )
-    if split.get("report"):
-        report = split["report"]
-        verb = "already merged" if report["already_done"] else "merged"
-        lines.append(f"{verb} {name}: {report['trajectories']} trajectories{missing}: {report['out']}")
-    elif "refused" in split:
-        lines.append(f"would not merge {name}: {split['refused']}")
-    elif "would_merge" in split:
-        lines.append(f"would merge {name}: {split['would_merge']['groups']} groups{missing}")
-    if split["gone"] and not split.get("restored"):
-        names = ", ".join(Path(path).name for path in split["gone"])
-        lines.append(f"{names} is missing, but the run needs it: --aggregate recreates it")
-    return lines

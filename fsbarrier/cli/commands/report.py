@@ -19,29 +19,20 @@ FORMATS = {
     "--perfetto": "write a trace of all nodes for ui.perfetto.dev",
     "--prometheus": "write the latest metrics for Prometheus's textfile collector",
 }
+FLAGS = {
+    "--out FILE": "the HTML file (default: report.html in the run directory)",
+    "--iterations N": "number of recent iterations to draw timelines for (default 3)",
+    "--no-samples": "leave out prompts and answers, for sharing the page",
+    **{
+        f"{flag} FILE": f"{what}; the HTML page is then written only with --out"
+        for flag, what in FORMATS.items()
+    },
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_log_path(parser)
-    parser.add_argument(
-        "--out", metavar="FILE", help="the HTML file (default: report.html in the run directory)"
-    )
-    parser.add_argument(
-        "--iterations",
-        metavar="N",
-        type=flags.whole_number,
-        default=3,
-        help="number of recent iterations to draw timelines for (default 3)",
-    )
-    parser.add_argument(
-        "--no-samples",
-        action="store_true",
-        help="leave out prompts and answers, for sharing the page",
-    )
-    for flag, what in FORMATS.items():
-        parser.add_argument(
-            flag, metavar="FILE", help=f"{what}; the HTML page is then written only with --out"
-        )
+    flags.add(parser, FLAGS, iterations=3)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -18,24 +18,17 @@ EXAMPLE = "fsbarrier run --master --num-nodes 3 --rank-weights 1,1,1 rollout.tem
 DEMO_NODES = 3
 
 
+FLAGS = {
+    "--master": "this is node 0",
+    "--worker R": "this is node R (default: from NODE_RANK, SLURM_NODEID, ...)",
+    "--demo": "run the built-in task for six iterations with three nodes on this machine",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--master", action="store_true", help="this is node 0")
-    parser.add_argument(
-        "--worker",
-        metavar="R",
-        type=flags.whole_number,
-        help="this is node R (default: from NODE_RANK, SLURM_NODEID, ...)",
-    )
-    parser.add_argument(
-        "--rank",
-        choices=["auto"],
-        help="take a free rank, or the rank that this host had before",
-    )
-    parser.add_argument(
-        "--demo",
-        action="store_true",
-        help="run the built-in task for six iterations with three nodes on this machine",
-    )
+    flags.add(parser, FLAGS)
+    rank = "take a free rank, or the rank that this host had before"
+    parser.add_argument("--rank", choices=["auto"], help=rank)
     flags.add_run_flags(parser)
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fsbarrier.cli.commands.flags import say
+from fsbarrier.cli.commands import flags
 from fsbarrier.cli.start import preflight
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.rundir.paths import RunPaths
@@ -25,19 +25,16 @@ EXAMPLE = "fsbarrier runs runs"
 AT_ONCE = 16
 
 
+FLAGS = {
+    "--json": "print a JSON list",
+    "--no-size": "do not compute the size of each run, which is slow for many runs",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder",
-        nargs="?",
-        metavar="DIR",
-        help="the folder with the run directories (default: the parent of the default --log-path)",
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON list")
-    parser.add_argument(
-        "--no-size",
-        action="store_true",
-        help="do not compute the size of each run, which is slow for many runs",
-    )
+    folder = "the folder with the run directories (default: the parent of the default --log-path)"
+    parser.add_argument("folder", nargs="?", metavar="DIR", help=folder)
+    flags.add(parser, FLAGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         looked = [*pool.map(lambda path: _look(path, sized=not args.no_size), found)]
     for problem in (each for each in looked if isinstance(each, str)):
-        say(problem)
+        flags.say(problem)
     runs = sorted(
         (each for each in looked if isinstance(each, Summary)),
         key=lambda run: (run.last_activity_s is None, run.last_activity_s),

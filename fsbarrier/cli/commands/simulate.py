@@ -24,37 +24,22 @@ EXAMPLE = "fsbarrier simulate --nodes 8 --seeds 10000"
 SHOWN = 10
 
 
+KINDS_TEXT = "; ".join(f"{name}: {what}" for name, what in KINDS.items())
+FLAGS = {
+    "--nodes N": "nodes per schedule (default 3)",
+    "--seeds K": "number of schedules to run (default 1000)",
+    "--first-seed N": "first seed (default 0)",
+    "--iterations N": "iterations of 14 phases each (default: drawn)",
+    "--faults LIST": f"all, none, or a comma-separated list of faults. {KINDS_TEXT}",
+    "--jobs N": "parallel processes (default 1)",
+    "--trace N": "run only this seed and print its history",
+    "--groups": "simulate groups (fsbarrier.join) with random calls instead of runs",
+    "--json": "print JSON",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    number = flags.whole_number
-    parser.add_argument("--nodes", metavar="N", type=number, default=3, help="nodes per schedule (default 3)")
-    parser.add_argument(
-        "--seeds", metavar="K", type=number, default=1000, help="number of schedules to run (default 1000)"
-    )
-    parser.add_argument("--first-seed", metavar="S", type=number, default=0, help="first seed (default 0)")
-    parser.add_argument(
-        "--iterations",
-        metavar="I",
-        type=number,
-        default=0,
-        help="iterations of 14 phases each (default: drawn)",
-    )
-    kinds = "; ".join(f"{name}: {what}" for name, what in KINDS.items())
-    parser.add_argument(
-        "--faults",
-        metavar="LIST",
-        default="all",
-        help=f"all, none, or a comma-separated list of faults. {kinds}",
-    )
-    parser.add_argument("--jobs", metavar="J", type=number, default=1, help="parallel processes (default 1)")
-    parser.add_argument(
-        "--trace", metavar="SEED", type=number, help="run only this seed and print its history"
-    )
-    parser.add_argument(
-        "--groups",
-        action="store_true",
-        help="simulate groups (fsbarrier.join) with random calls instead of runs",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    flags.add(parser, FLAGS, nodes=3, seeds=1000, first_seed=0, iterations=0, faults="all", jobs=1)
 
 
 def main(args: argparse.Namespace) -> int:

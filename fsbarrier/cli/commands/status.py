@@ -20,12 +20,8 @@ EXAMPLE = "fsbarrier status --log-path runs/default --json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_log_path(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--no-watch",
-        action="store_true",
-        help="do not wait for heartbeats; the state of silent nodes is then unknown",
-    )
+    watch = "do not wait for heartbeats; the state of silent nodes is then unknown"
+    flags.add(parser, {"--json": "print one JSON object", "--no-watch": watch})
 
 
 def main(args: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ EXAMPLE = "fsbarrier stop --log-path runs/default --now"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_log_path(parser)
-    parser.add_argument("--now", action="store_true", help="do not wait for the end of the iteration")
+    flags.add(parser, {"--now": "do not wait for the end of the iteration"})
 
 
 def main(args: argparse.Namespace) -> int:

@@ -18,37 +18,33 @@ SUMMARY = (
 EXAMPLE = "fsbarrier submit /shared/pool --nodes 3 --data-path /data/math --model Qwen2.5-0.5B-Instruct"
 
 
+FLAGS = {
+    "--nodes N": "number of nodes (default 1)",
+    "--name NAME": "name to show in lists",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("pool", metavar="POOL_DIR", help="the pool's directory")
-    parser.add_argument(
-        "--nodes", metavar="N", type=flags.whole_number, default=1, help="number of nodes (default 1)"
-    )
-    parser.add_argument("--name", metavar="NAME", default="", help="name to show in lists")
-    parser.add_argument(
-        "--priority",
-        metavar="P",
-        type=int,
-        default=0,
-        help="jobs with a higher priority run first (default 0)",
-    )
+    flags.add(parser, FLAGS, nodes=1, name="")
+    priority = "jobs with a higher priority run first (default 0)"
+    parser.add_argument("--priority", metavar="P", type=int, default=0, help=priority)
     flags.add_run_flags(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     from fsbarrier.cli.pool import directory
-    from fsbarrier.cli.pool.facts import Job
+    from fsbarrier.cli.pool.queue import Job
     from fsbarrier.settings.resolve import resolve
 
     if args.nodes < 1:
         raise UsageError(f"--nodes {args.nodes}: must be 1 or more")
-    if args.num_nodes is not None or args.dry_run:
-        raise UsageError(
-            "--num-nodes: use --nodes N with submit"
-            if args.num_nodes
-            else "--dry-run: not supported by submit; use fsbarrier run --dry-run"
-        )
+    if args.num_nodes is not None:
+        raise UsageError("--num-nodes: use --nodes N with submit")
+    if args.dry_run:
+        raise UsageError("--dry-run: not supported by submit; use fsbarrier run --dry-run")
     pool = directory.existing(preflight.absolute(args.pool))
-    directory.check_private(pool.root, shared_group=args.shared_group)
+    pool.check_private(shared_group=args.shared_group)
     args.num_nodes = str(args.nodes)
     # Report a mistyped setting now instead of on a node an hour later.
     resolve(flags.gather(args))
@@ -57,12 +53,11 @@ def main(args: argparse.Namespace) -> int:
     words = flags.words_for_others(args, "submit")
     now = datetime.now(UTC).isoformat(timespec="seconds")
     name = args.name or next((word for word in words if "=" not in word and word[0] != "-"), "run")
+    job = Job(name, args.nodes, args.priority, words, str(Path.cwd()), log_path, user_at_host(), now)
     try:
-        job = Job(name, args.nodes, args.priority, words, str(Path.cwd()), log_path, user_at_host(), now)
-        name.encode()
-    except ValueError as error:
+        number = pool.submit(job)
+    except UnicodeEncodeError as error:
         raise UsageError(f"submit: every argument must be valid UTF-8: {error}") from None
-    number = pool.submit(job)
     print(
         f"queued job {number}; see `fsbarrier jobs {args.pool}` for its state and `fsbarrier jobs logs {args.pool} {number}` for its output"
     )
