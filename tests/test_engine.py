@@ -12,6 +12,7 @@ import socket
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,9 @@ def lives(pid: int) -> bool:
 def test_new_weights_go_into_the_running_server(tmp_path: Path, make: Make) -> None:
     engine = make()
     first, second = write_model(tmp_path / "a"), write_model(tmp_path / "b")
+    begin = time.monotonic()
     info = engine.ensure(first, 0, cancel=NEVER)
+    assert 0 < info.seconds <= time.monotonic() - begin
     assert (info.action, info.started, info.model, served(info)) == ("started", True, "policy", str(first))
     assert info.api_key not in (tmp_path / "vllm.log").read_text() and info.api_key not in repr(info)
     again = engine.ensure(first, 0, cancel=NEVER)
@@ -117,6 +120,10 @@ def test_a_tied_model_is_served_with_a_head_of_its_own_and_reloaded(
     assert (folder / "model-head.safetensors").read_bytes().endswith(bytes([2]) * 32)
     assert inspect(folder).parameters == 2 * inspect(tmp_path / "b").parameters
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()}
+    (weights,) = (tmp_path / "b").glob("*.safetensors")
+    weights.write_bytes(before[weights.name][:-32] + bytes([3]) * 32)
+    other = engine.ensure(tmp_path / "b", 2, cancel=NEVER)
+    assert (Path(served(other)) / "model-head.safetensors").read_bytes().endswith(bytes([3]) * 32)
 
 
 @pytest.mark.parametrize(
@@ -253,8 +260,10 @@ def test_the_server_is_reached_through_a_socket_that_nobody_else_can_reach(
 
 def test_a_start_ends_at_its_deadline(tmp_path: Path, make: Make) -> None:
     engine = make({"engine.start_timeout_s": 0.5}, start="hang")
+    begin = time.monotonic()
     with pytest.raises(ProgramFailed, match=r"vLLM did not answer within 0\.5 s \(engine\.start_timeout_s\)"):
         engine.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
+    assert time.monotonic() - begin < 20
 
 
 @pytest.mark.parametrize("how", ["cancel", "stop"])

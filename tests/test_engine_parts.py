@@ -53,6 +53,17 @@ def test_on_a_cpu_the_server_starts_lean_and_serves_no_more_than_the_model_can(t
     assert found["--model"] == str(tmp_path / "m") and found["--seed"] == "7"
 
 
+def test_on_an_accelerator_the_settings_count(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m")
+    chosen = {"dtype": "float16", "gpu_memory_utilization": 0.4, "tensor_parallel_size": 2}
+    words = engine_command.argv(plan(folder, accelerated=True, extra_args=["--max-num-seqs", "5"], **chosen))
+    found = flags(words)
+    assert (found["--dtype"], found["--gpu-memory-utilization"]) == ("float16", "0.4")
+    assert (found["--tensor-parallel-size"], found["--max-num-seqs"]) == ("2", "5")
+    assert flags(engine_command.argv(plan(folder, accelerated=True)))["--dtype"] == "bfloat16"
+    assert not {"--enforce-eager", "--kv-cache-memory-bytes"} & set(words)
+
+
 def test_the_environment_has_the_key_and_nothing_of_other_launchers(tmp_path: Path) -> None:
     environ = {
         "PATH": "/bin",

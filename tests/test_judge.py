@@ -23,7 +23,7 @@ KEY = "of the judge"
 
 
 class StandIn(ThreadingHTTPServer):
-    """Answers with what stands after "say " in a question; the first time 503 where it has "busy", never where it has "hang"."""
+    """Answers with what stands after "say " in a question; the first time 503 or 429 where it has "busy", never where it has "hang"."""
 
     daemon_threads = True
 
@@ -59,7 +59,9 @@ class Handler(BaseHTTPRequestHandler):
             server.over.wait(30)
         with server.lock:
             server.now -= 1
-        status = 503 if "busy" in question and not again else 400 if "refuse" in question else 200
+        status = 400 if "refuse" in question else 200
+        if "busy" in question and not again:
+            status = 429 if "too busy" in question else 503
         if self.headers["Authorization"] != f"Bearer {KEY}":
             status = 401
         text = question.rpartition("say ")[2].partition("\n")[0]
@@ -103,10 +105,10 @@ def test_the_judges_grade_is_the_reward(judge: StandIn) -> None:
 
 
 def test_the_judge_is_asked_again_where_that_may_help(judge: StandIn) -> None:
-    busy, refused = scores("judge", judge.settings(), "busy, say 1", "refuse")
-    assert (busy.reward, busy.error) == (1.0, None)
+    busy, limited, refused = scores("judge", judge.settings(), "busy, say 1", "too busy, say 1", "refuse")
+    assert (busy.reward, busy.error) == (limited.reward, limited.error) == (1.0, None)
     assert refused.error == "the judge refuses: HTTP 400: not now"
-    assert len(judge.asked) == 3
+    assert len(judge.asked) == 5
 
 
 MINE = """

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from engine_bench import NEVER, behaviour, served, stand_in, write_model
 from waiting import until
@@ -47,6 +48,11 @@ def test_every_accelerator_rolls_out() -> None:
     assert seen(settings(replicas=2), devices(8)) == ["0", "1"]
     # The node itself may use some only: their numbers are the driver's.
     assert seen(settings(), devices(8)[4:6], CUDA_VISIBLE_DEVICES="4,5") == ["4", "5"]
+    hip = [
+        each.environment({"CUDA_VISIBLE_DEVICES": "9"})
+        for each in placements(settings(), devices(2, "amd"), {}, [0])
+    ]
+    assert hip == [{"HIP_VISIBLE_DEVICES": "0"}, {"HIP_VISIBLE_DEVICES": "1"}]
     (placed,) = placements(settings(), devices(1), {}, [0])
     assert placed.environment({})["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
@@ -102,6 +108,9 @@ def test_all_of_them_serve_the_same_weights(tmp_path: Path, make: Make) -> None:
     assert [info.action for info in infos] == ["started"] * 3 and ready == [1, 2, 3]
     assert len({(info.url, info.api_key, info.pid) for info in infos}) == 3
     assert [engine.threads for engine in replicas.engines] == [2, 2, 2]
+    # With the same seed all of them would say the same.
+    words = [psutil.Process(info.pid).cmdline() for info in infos]
+    assert len({each[each.index("--seed") + 1] for each in words}) == 3
     logs = sorted(path.name for path in (tmp_path / "logs").iterdir())
     assert logs == ["vllm-1.log", "vllm-2.log", "vllm.log"]
     again = replicas.ensure(second, 1, cancel=NEVER)
