@@ -276,6 +276,14 @@ def test_no_run_is_an_error_before_the_terminal_is_touched(
     assert "no run.json" in capsys.readouterr().err
 
 
+def test_without_a_terminal_it_ends_with_the_run_and_its_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = long_run(tmp_path / "run", 2, extra=QUICK)
+    assert cli.main(["top", "--log-path", str(run.log_path)]) == 0
+    assert f"fsbarrier report --log-path {run.log_path}" in " ".join(capsys.readouterr().out.split())
+
+
 def test_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
     run = busy_run(tmp_path / "run", 3)
     master, slave = pty.openpty()

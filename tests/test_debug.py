@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
+from fake_run import FakeRun
 from waiting import until
 
 from fsbarrier import cli
@@ -95,6 +96,19 @@ def test_every_program_writes_its_stack_into_its_own_log(
         assert cluster.wait() == {0: 143, 1: 143}
         assert "train_rollout" in collected()["events/node_0.inc-0001.jsonl"]
         assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
+
+
+def test_the_archive_has_the_ends_of_the_newest_logs(tmp_path: Path) -> None:
+    run, out = FakeRun(tmp_path / "run", nodes=1), tmp_path / "out.tar.gz"
+    for start in ("first", "second"):
+        run.join(0)
+        log = run.paths.node_logs(run.incarnations[0], 0) / "daemon.log"
+        log.write_text(f"{start} began\n" + "it went on and on\n" * 30_000 + f"{start} ended\n")
+    assert cli.main(["debug", "--log-path", str(run.log_path), "--out", str(out)]) == 0
+    files = unpacked(out)
+    assert [name for name in files if name.endswith("daemon.log")] == ["logs/attempt_2/node_0/daemon.log"]
+    text = files["logs/attempt_2/node_0/daemon.log"]
+    assert text.endswith("\nsecond ended\n") and "began" not in text and len(text) > 100_000
 
 
 def test_a_program_without_progress_shows_where_it_hung(tmp_path: Path) -> None:

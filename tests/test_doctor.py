@@ -254,6 +254,8 @@ def test_a_start_on_an_object_store_is_refused_and_makes_nothing(
     assert cli.main(words) == cli.main([*words, "--dry-run"]) == 3
     error = capsys.readouterr().err
     assert "cannot support a run" in error and "NFS" in error
+    assert cli.main(["doctor", str(tmp_path)]) == cli.main(["doctor", str(tmp_path), "--json"]) == 3
+    assert "cannot support a run" in capsys.readouterr().out
     assert os.listdir(tmp_path) == []
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ def test_three_nodes_give_one_answer_after_two_that_were_killed(doctors: Doctors
 
 
 def test_a_node_that_never_comes_is_named(doctors: Doctors) -> None:
+    begin = time.monotonic()
     known = [
         doctors.start("--num-nodes", "3", *rank, "--wait", "4") for rank in (("--worker", "1"), ("--master",))
     ]
@@ -95,6 +97,7 @@ def test_a_node_that_never_comes_is_named(doctors: Doctors) -> None:
         said = err.splitlines()[-1]
         assert "node 2" in said and str(doctors.path) in said and "/proc/" not in said
         assert "a local filesystem" in said, "a local disk is the likely reason"
+    assert time.monotonic() - begin < 50
 
 
 def test_without_a_rank_and_with_contradictions_it_is_refused(doctors: Doctors) -> None:

@@ -1,7 +1,11 @@
-"""`fsbarrier logs --first-error` over hand-written runs."""
+"""`fsbarrier logs` over hand-written runs: the last lines, and `--first-error`."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,3 +58,60 @@ def test_a_lost_node_counts_and_a_good_run_has_none(
     assert "node 2" in shown(long_run(tmp_path / "lost", 4), capsys)
     good = long_run(tmp_path / "good", 2, lose_at=None)
     assert shown(good, capsys) == "no node, program or phase of this run has failed\n"
+
+
+@pytest.fixture
+def logged(tmp_path: Path) -> FakeRun:
+    """Node 1 was started twice."""
+    run = FakeRun(tmp_path / "run", nodes=2)
+    for rank in (0, 1, 1):
+        run.join(rank)
+        folder = run.paths.node_logs(run.incarnations[rank], rank)
+        for name in ("daemon", "vllm"):
+            lines = [f"{name} {rank} {run.incarnations[rank]} line {n}" for n in (1, 2, 3)]
+            (folder / f"{name}.log").write_text("\n".join(lines) + "\n")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("flags", "starts"),
+    [
+        ((), ["daemon 0 1", "vllm 0 1", "daemon 1 2", "vllm 1 2"]),
+        (("--node", "1"), ["daemon 1 2", "vllm 1 2"]),
+        (("--file", "vllm", "--attempt", "1"), ["vllm 0 1", "vllm 1 1"]),
+        (("--node", "0", "--file", "daemon.log"), ["daemon 0 1"]),
+    ],
+)
+def test_the_last_lines_of_each_nodes_latest_start(
+    logged: FakeRun, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], starts: list[str]
+) -> None:
+    assert main(["logs", "--log-path", str(logged.log_path), "-n", "2", *flags]) == 0
+    labels = [f"[node {start.split()[1]} {start.split()[0]}]" for start in starts]
+    expected = [
+        f"{label} {start} line {n}" for label, start in zip(labels, starts, strict=True) for n in (2, 3)
+    ]
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+def test_new_lines_are_followed(logged: FakeRun) -> None:
+    argv = [
+        sys.executable,
+        "-m",
+        "fsbarrier",
+        "logs",
+        "--log-path",
+        str(logged.log_path),
+        "--node",
+        "0",
+        "-f",
+    ]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline().split()[-1] for _ in range(6)] == ["1", "2", "3"] * 2
+        for word in ("new", "newer"):
+            with (logged.paths.node_logs(1, 0) / "vllm.log").open("a") as log:
+                log.write(f"{word}\n")
+            assert process.stdout.readline() == f"[node 0 vllm] {word}\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.read() == "" and process.wait() == 130

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 from cluster import leftovers
+from fake_run import FakeRun
 from waiting import until
 
+from fsbarrier.cli import main
 from fsbarrier.cli.commands.run import demo_path, is_finished
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Beat
@@ -175,6 +177,14 @@ def test_a_start_names_the_nodes_that_it_waits_for(tmp_path: Path) -> None:
     assert said.startswith(f"fsbarrier: waiting up to 1800 s for nodes 1, 2 to join {tmp_path / 'run'} "), (
         said
     )
+
+
+def test_the_demo_leaves_another_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = FakeRun(tmp_path / "run", program="toy")
+    before = run.paths.record.read_bytes()
+    assert main(["run", "--demo", "--log-path", str(run.log_path)]) == 2
+    assert "contains a run that is not a demo" in capsys.readouterr().err
+    assert run.paths.record.read_bytes() == before and not [*run.paths.joins.iterdir()]
 
 
 def test_the_demo_goes_on_with_an_unfinished_run(tmp_path: Path) -> None:

@@ -204,7 +204,8 @@ def test_a_slurm_job_keeps_every_word_and_asks_for_the_queue_again(
     monkeypatch.chdir(folder)
     setting, log_path = "reward.kind=my file.py:judge; touch x", str(folder / "run")
     words = ["--nodes", "3", "--gpus-per-node", "8", "--time", "1:00:00", "--log-path", log_path]
-    words += ["--sbatch=--partition=gpu", "--fsbarrier", "fsbarrier", "--program", "toy", setting]
+    words += ["--sbatch=--partition=gpu", "--fsbarrier", "fsbarrier", "--program", "toy", "--resume", setting]
+    words += ["--warn", "90"]
     assert main(["launch", "slurm", *words]) == 0
     out = capsys.readouterr().out
     assert "as Slurm job 17, 3 nodes" in out and f"{folder}/fsbarrier-17.log" in out and "scancel 17" in out
@@ -214,14 +215,14 @@ def test_a_slurm_job_keeps_every_word_and_asks_for_the_queue_again(
         process.send_signal(signal.SIGUSR1)
         assert process.wait(DEADLINE_S) == 0
     step = Path(f"{said}.srun").read_text().splitlines()
-    assert setting in step and "--label" in step[: step.index("fsbarrier")]
+    assert {setting, "--resume"} <= set(step) and "--label" in step[: step.index("fsbarrier")]
     assert Path(f"{said}.fsbarrier").read_text().splitlines() == ["fsbarrier", "stop", "--log-path", log_path]
     assert Path(f"{said}.scontrol").read_text().split() == ["scontrol", "requeue", "17"]
     # Options count only before the first command.
     lines = (folder / "fsbarrier.sbatch").read_text().splitlines()
     options = list(itertools.takewhile(lambda line: line.startswith("#SBATCH"), lines[1:]))
     assert {"#SBATCH --nodes=3", "#SBATCH --gpus-per-node=8", "#SBATCH --partition=gpu"} <= set(options)
-    assert "#SBATCH --signal=B:USR1@600" in options and "#SBATCH --requeue" in options
+    assert "#SBATCH --signal=B:USR1@90" in options and "#SBATCH --requeue" in options
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,13 @@ def test_a_report_has_all_its_parts(tmp_path: Path) -> None:
     assert re.search(r"[\d.]+ % of (node \d's time|the time of nodes [\d, ]+): \w+", page.text)
 
 
+def test_as_many_timelines_as_are_asked_for(tmp_path: Path) -> None:
+    run = long_run(tmp_path / "run", 4, lose_at=None)
+    for flags, drawn in (((), {2, 3, 4}), (("--iterations", "1"), {4}), (("--iterations", "0"), set[int]())):
+        titles = re.findall(r"Iteration (\d): [\d.]+ (?:s|min)", report(run, *flags))
+        assert set(map(int, titles)) == drawn
+
+
 def test_a_report_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
     html = report(long_run(tmp_path / "run"))
     page = Page(html)

@@ -38,13 +38,19 @@ def test_each_run_is_one_line_the_newest_first(
     runs = json.loads(captured.out)
     assert [Path(run["path"]).name for run in runs] == ["begun", "done"]
     assert runs[1]["state"] == "finished" and runs[1]["iteration"] == 3 and runs[1]["nodes"] == 3
-    assert runs[1]["train_reward"] is not None and runs[1]["test_reward"] is not None
+    assert main(["status", "--log-path", str(tmp_path / "done"), "--json", "--no-watch"]) == 0
+    *_, newest = json.loads(capsys.readouterr().out)["rewards"]
+    assert (runs[1]["train_reward"], runs[1]["test_reward"]) == (newest["train"], newest["test"])
+    assert newest["train"] != newest["test"]
     assert 5_000_000 < runs[1]["bytes"] < 6_000_000, "a file with two names is counted once"
     assert runs[0]["state"] != "finished" and runs[0]["train_reward"] is None
     assert main(["runs", str(tmp_path), "--no-size"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and lines[0].split()[:3] == ["run", "state", "iteration"]
     assert lines[2].startswith("done") and "–" in lines[2]
+    assert [float(word) for word in lines[2].split()[6:8]] == [
+        pytest.approx(newest[split], abs=0.01) for split in ("train", "test")
+    ]
 
 
 def test_folders_that_are_nested_too_deep_cost_one_line(
