@@ -293,8 +293,15 @@ def spread(values: list[float], of: int) -> str:
 
 def make_demo(folder: Path, seed: int) -> Path:
     """The demonstration's model and tasks."""
-    make = [sys.executable, "-m", "fsbarrier.workers.demo_model", "--out", str(folder), "--seed", str(seed)]
-    subprocess.run(make, check=True, cwd=REPO)
+    make = [
+        sys.executable,
+        str(REPO / "scripts" / "demo_model.py"),
+        "--out",
+        str(folder),
+        "--seed",
+        str(seed),
+    ]
+    subprocess.run(make, check=True)
     return folder
 
 

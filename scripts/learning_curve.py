@@ -29,12 +29,8 @@ def numbers(text: str) -> list[int]:
 def run(seed: int, nodes: int, folder: Path) -> list[float]:
     """The held-out reward of policy version 0, 1, ... of one run."""
     task, log_path = folder / f"task-seed{seed}", folder / f"run-seed{seed}"
-    python = [sys.executable, "-m"]
-    subprocess.run(
-        [*python, "fsbarrier.workers.demo_model", "--out", str(task), "--seed", str(seed)],
-        check=True,
-        cwd=REPO,
-    )
+    make = [sys.executable, str(REPO / "scripts" / "demo_model.py"), "--out", str(task), "--seed", str(seed)]
+    subprocess.run(make, check=True)
     flags = [
         "--nodes",
         str(nodes),
@@ -48,7 +44,8 @@ def run(seed: int, nodes: int, folder: Path) -> list[float]:
     settings = [f"{key}={value}" for key, value in demo_tasks.DEMO_SETTINGS.items() if key != "iterations"]
     iterations = ["--iterations", str(demo_tasks.DEMO_SETTINGS["iterations"])]
     command = [
-        *python,
+        sys.executable,
+        "-m",
         "fsbarrier",
         "launch",
         "local",

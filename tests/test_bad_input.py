@@ -374,7 +374,7 @@ CASES = {
     ),
     "a set that the built-in task has not": (
         "run eval.sets.aime.samples=2",
-        ["eval.sets.aime: the built-in task has no file aime.jsonl"],
+        ["has no aime.jsonl or aime.parquet"],
     ),
     "replay of nothing": (
         RL + "--rl-phase update update.trajectories=nowhere",

@@ -57,6 +57,7 @@ def test_the_wheel_holds_the_programs_and_nothing_that_is_not_installed(wheel: P
         metadata = archive.read(f"{info}/METADATA").decode()
     assert {f"fsbarrier/phases/{name}" for name in PROGRAMS} <= names
     assert {name.split("/")[0] for name in names} == {"fsbarrier", info}
+    assert "fsbarrier/data/demo/model/model.safetensors" in names
     assert "fsbarrier/py.typed" in names and f"{info}/licenses/LICENSE" in names
     assert "fsbarrier = fsbarrier.cli:main" in entry_points
     assert "License-Expression: Apache-2.0" in metadata

@@ -197,7 +197,11 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     settings = resolve(chosen.values(), {**limits, **defaults, **fixed})
     asked.check_rank(rank, settings.num_nodes)
     check_node(settings, program, request.environ, dry_run=request.dry_run)
-    tasks, model = _inputs(settings, program, asked, is_demo)
+    tasks, model = _inputs(settings, program, asked, demo_tasks.FOLDER if is_demo else None)
+    if is_demo:
+        # The run gets a copy.
+        model = settings.model
+        tasks = {name: {**task, "path": str(demo / Path(task["path"]).name)} for name, task in tasks.items()}
     if not request.dry_run:
         # Determines the permissions of everything written from here on.
         files.set_shared_group(settings.shared_group)
@@ -210,9 +214,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
         return Start(record, settings, 0, settings.iterations, created=False, mount=mount)
     if is_demo:
         # Create the record last, so that a failed start leaves nothing behind.
-        demo_folder.make(demo, preflight.cache_folder(request.environ), asked.say)
-        named = task_files.needed_files(settings)
-        record = replace(record, tasks=task_files.read_tasks(demo, named, settings))
+        demo_folder.make(demo)
     published = runrecord.publish(record)
     if published.run_id != record.run_id:
         # Another process created the record first.
@@ -261,20 +263,17 @@ def _defaults(request: Request, typed: Settings, program: Program) -> tuple[Mapp
 
 
 def _inputs(
-    settings: Settings, program: Program, asked: _Asked, is_demo: bool
+    settings: Settings, program: Program, asked: _Asked, built_in: Path | None
 ) -> tuple[dict[str, TaskSource], str | None]:
-    """The validated task files and model folder. Those of the built-in task do not exist yet."""
+    """The validated task files and model folder: the user's, or those in the folder `built_in`."""
     named = task_files.needed_files(settings) if "data" in program.needs else {}
-    data_path = Path(settings.data_path) if settings.data_path else None
-    if is_demo:
-        return {
-            name: _demo_source(data_path, name, file or f"{name}.jsonl") for name, file in named.items()
-        }, settings.model
+    data_path = built_in or (Path(settings.data_path) if settings.data_path else None)
+    model_named = str(built_in / "model") if built_in else settings.model
     if data_path and named:
         # Check this first, because the model may be inside it.
         task_files.check_folder(data_path)
     environ = asked.request.environ
-    model = model_folder.find_model(settings.model, data_path, environ) if settings.model else None
+    model = model_folder.find_model(model_named, data_path, environ) if model_named else None
     if model is not None:
         model_folder.check_trainable(model, settings)
         model_folder.check_lengths(model, settings)
@@ -294,17 +293,6 @@ def _say_who_idles(tasks: Mapping[str, TaskSource], settings: Settings, say: Say
             f"an iteration has {counted(count, 'task')} for {settings.num_nodes} nodes, so "
             f"{counted(settings.num_nodes - count, 'node')} will roll out nothing"
         )
-
-
-def _demo_source(folder: Path | None, name: str, file: str) -> TaskSource:
-    """A task file of the built-in task, which does not exist yet."""
-    counts = {"train.jsonl": demo_tasks.TRAIN_TASKS, "test.jsonl": demo_tasks.TEST_TASKS}
-    if file not in counts:
-        raise UsageError(
-            f"eval.sets.{name}: the built-in task has no file {file}; use test.jsonl (eval.sets.{name}.file=test.jsonl), or "
-            "give --data-path"
-        )
-    return {"path": f"{folder}/{file}", "count": counts[file], "sha256": ""}
 
 
 # --- all other starts ---------------------------------------------------------------------------------------------------

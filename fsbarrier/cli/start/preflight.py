@@ -30,14 +30,6 @@ def default_log_path(environ: Environ) -> Path:
     return absolute(named) if named else (checkout() or Path.cwd()) / "runs" / "default"
 
 
-def cache_folder(environ: Environ) -> Path:
-    """The folder for files that later runs can reuse or recreate."""
-    clone = checkout()
-    if clone is not None and os.access(clone, os.W_OK):
-        return clone / ".cache"
-    return absolute(environ.get("XDG_CACHE_HOME") or "~/.cache") / "fsbarrier"
-
-
 def absolute(path: str | Path) -> Path:
     """`path` as an absolute path, with `~` and `..` resolved; symbolic links are kept."""
     return Path(os.path.abspath(Path(path).expanduser()))
