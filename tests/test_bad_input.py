@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from fake_run import FakeRun
 
 from fsbarrier.cli import main
 
@@ -494,6 +495,66 @@ def test_a_chat_template_that_cannot_render_the_tasks(
     refused(quick, RL, place=place, says=[says, str(place / "model")])
     (place / "model" / "chat_template.jinja").write_text(TEMPLATE.replace("user", role))
     assert quick([*RL.split(), "--dry-run"]).returncode == 0
+
+
+def test_the_chat_template_is_tried_with_each_kind_of_prompt(place: Path, quick: Call) -> None:
+    prompts = [[{"role": role, "content": f"I am {role}"}] for role in ("user", "system")]
+    tasks = "".join(json.dumps({"prompt": prompt, "answer": "4"}) + "\n" for prompt in prompts)
+    (place / "data" / "train.jsonl").write_text(tasks)
+    (place / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    refused(quick, RL, place=place, says=["train.jsonl, task 1", "leaves out the message of role 'system'"])
+
+
+def test_a_prompt_that_cannot_fit(place: Path, quick: Call) -> None:
+    task = {"prompt": "9" * (128 * 256 + 1), "answer": "4"}
+    (place / "data" / "test.jsonl").write_text(json.dumps(TASK) + "\n" + json.dumps(task) + "\n")
+    words = [*RL.split(), "engine.max_model_len=256", "rollout.max_tokens=64"]
+    refused(quick, words, place=place, says=["test.jsonl, task 1", "32769 characters", "256 tokens"])
+
+
+def test_a_model_in_a_cache_is_its_main_revision(place: Path, quick: Call) -> None:
+    cached = place / "hub" / "models--me--tiny"
+    for name in ("aaa", "bbb", "ccc"):
+        shutil.copytree(place / "model", cached / "snapshots" / name)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("bbb\n")
+    words = ["run", "--data-path", "data", "--model", "me/tiny", "--dry-run", "--json"]
+    for name, value in (("HF_HUB_CACHE", "hub"), ("HF_HOME", ".")):
+        shown = quick(words, **{name: str(place / value)})
+        assert json.loads(shown.stdout)["settings"]["model"] == str(cached / "snapshots" / "bbb"), (
+            shown.stderr
+        )
+
+
+def test_rollouts_of_another_run_were_sampled_alike(place: Path, quick: Call) -> None:
+    other = FakeRun(place / "other", extra={"rollout.temperature": 0.8})
+    merged = other.paths.merged("train", 1)
+    merged.parent.mkdir()
+    merged.touch()
+    words = [*RL.split(), "--rl-phase", "update", "update.trajectories=other"]
+    refused(quick, words, place=place, says=["sampled with rollout.temperature=0.8, but this run has 1.0"])
+    assert quick([*words, "rollout.temperature=0.8", "--dry-run"]).returncode == 0
+
+
+def test_a_filesystem_that_is_almost_full(place: Path, quick: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = os.statvfs(place)
+    almost = [*there[:2], 10**7, 9_000_000 // there.f_frsize, 9_000_000 // there.f_frsize, *there[5:10]]
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(almost))
+    refused(quick, PING, place=place, says=["--log-path", "9 MB free, and at least 17 MB are needed"])
+
+
+def test_a_range_of_nodes_is_the_fewest_and_the_most(quick: Call) -> None:
+    shown = quick([*PING.split(), "--num-nodes", "2:4", "--dry-run", "--json"])
+    settings = json.loads(shown.stdout)["settings"]
+    assert (settings["num_nodes"], settings["min_nodes"], settings["rank_weights"]) == (4, 2, [1.0] * 4)
+    assert settings["coordination"]["last_call_s"] == 10, "it does not wait for the most"
+
+
+def test_timeouts_of_many_nodes_are_longer_unless_they_are_chosen(place: Path, quick: Call) -> None:
+    for more, expected in (([], (4.0, 20.0)), (["coordination.dead_s=12"], (2.0, 12.0))):
+        shown = quick([*PING.split(), "--num-nodes", "320", "--dry-run", "--json", *more])
+        found = json.loads(shown.stdout)["settings"]["coordination"]
+        assert (found["beat_s"], found["dead_s"]) == expected
 
 
 def test_an_iteration_with_fewer_tasks_than_nodes(place: Path, quick: Call) -> None:

@@ -54,6 +54,12 @@ def run(tmp_path: Path) -> Path:
     return log_path
 
 
+def test_of_two_attempts_at_a_version_the_one_that_is_served_is_exported(run: Path, tmp_path: Path) -> None:
+    checkpoints.publish_link(run, RunPaths(run).checkpoint(2, 1))
+    assert export(run, tmp_path / "out", "--policy-version", "2") == 0
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights("two, first try")
+
+
 def export(run: Path, to: Path, *words: str) -> int:
     return main(["export", str(to), "--log-path", str(run), *words])
 
@@ -126,7 +132,7 @@ def test_a_model_that_is_not_whole_is_not_exported(
     checkpoints.write_manifest(folder, 3)
     assert export(run, tmp_path / "out", "--policy-version", "3") == 4
     assert missing in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "first"}, "nothing is left of it"
 
 
 def pushed(run: Path, to: Path, hub: Hub, *words: str) -> subprocess.CompletedProcess[str]:

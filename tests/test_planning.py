@@ -270,6 +270,7 @@ def test_the_command_plans_for_a_cluster_that_is_not_there(
     assert main([*there, "--nodes", "3", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["parameters"], told["world"], told["replicas"]) == (4_022_468_096, 24, 8)
+    assert told["cluster"] == {"nodes": 3, "accelerators": 8, "memory_bytes": 80_000_000_000}
     (tmp_path / "run.toml").write_text("num_nodes = 2\n[engine]\ntensor_parallel_size = 2\n")
     assert main([*there, "--config", str(tmp_path / "run.toml"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -136,6 +136,19 @@ def test_a_start_of_node_0_makes_the_run_and_the_next_one_finds_it(tmp_path: Pat
     assert (worker.node_rank, worker.record) == (1, first.record)
 
 
+def test_each_start_chooses_its_phases(tmp_path: Path) -> None:
+    """What the first one chose does not stick."""
+    words = ("program=toy", "rl_phase=rollout", "rollout_split=train-only")
+    for chosen, expected in (
+        (words, ("rollout", "train-only")),
+        (("rl_phase=both",), ("both", None)),
+        (("rl_phase=rollout",), ("rollout", None)),
+        (("rollout_split=eval-only",), ("rollout", "eval-only")),
+    ):
+        settings = begin(tmp_path / "run", *chosen, master=True).settings
+        assert (settings.rl_phase, settings.rollout_split) == expected
+
+
 @pytest.mark.parametrize(
     ("words", "who", "message"),
     [
@@ -187,14 +200,14 @@ def test_a_task_file_that_changed_is_named(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text("{}\n")
     source = {"path": str(path), "count": 1, "sha256": sha256_file(path)}
-    record = make(tmp_path, tasks={"train": source})
-    runrecord.check_tasks(record)
+    runrecord.publish(make(tmp_path / "run", "program=toy", tasks={"train": source}))
+    assert not begin(tmp_path / "run", master=True).created
     path.write_text("{ }\n")
     with pytest.raises(UsageError, match="not the train tasks that this run began with"):
-        runrecord.check_tasks(record)
+        begin(tmp_path / "run", master=True)
     path.unlink()
     with pytest.raises(UsageError, match="this run's train tasks cannot be read"):
-        runrecord.check_tasks(record)
+        begin(tmp_path / "run", master=True)
 
 
 def test_reading_a_record_needs_no_heavy_package() -> None:

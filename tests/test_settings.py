@@ -279,6 +279,36 @@ def test_what_is_given_wins_over_a_preset() -> None:
     assert resolve("algorithm.preset=gspo", defaults=below).algorithm.loss == "gspo"
 
 
+@pytest.mark.parametrize(
+    ("preset", "by_its_paper"),
+    [
+        (
+            "grpo",
+            {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.04, "kl_estimator": "k3", "normalize_std": True},
+        ),
+        ("dr_grpo", {"clip_high": 0.2, "kl_coef": 0, "normalize_std": False, "drop_zero_signal": False}),
+        (
+            "dapo",
+            {
+                "clip_low": 0.2,
+                "clip_high": 0.28,
+                "aggregation": "token-mean",
+                "truncated": "shape",
+                "kl_coef": 0,
+            },
+        ),
+        ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4, "kl_coef": 0}),
+        ("cispo", {"loss": "cispo", "clip_high": 4.0}),
+        ("rloo", {"advantage": "rloo", "normalize_std": False, "kl_coef": 0.03, "kl_estimator": "k2"}),
+        ("reinforce_plus_plus", {"advantage": "reinforce_plus_plus", "kl_coef": 0.001, "kl_estimator": "k2"}),
+        ("rft", {"loss": "rft", "kl_coef": 0}),
+    ],
+)
+def test_a_preset_is_what_its_paper_says(preset: str, by_its_paper: dict[str, Any]) -> None:
+    algorithm = resolve(f"algorithm.preset={preset}").algorithm
+    assert {name: getattr(algorithm, name) for name in by_its_paper} == by_its_paper
+
+
 def test_a_dry_run_shows_what_a_preset_means() -> None:
     from fsbarrier.cli.start.dryrun import preset_lines
 
