@@ -210,7 +210,7 @@ def test_no_run_is_one_clear_line(
     elif there != "nothing":
         path.mkdir()
     if there == "torn":
-        (path / "run.json").write_text('{"schema": 1, "run_id": "2026')
+        (path / "run.json").write_text('{"format": 1, "run_id": "2026')
     if there == "binary":
         (path / "run.json").write_bytes(os.urandom(300))
     assert cli.main([command, "--log-path", str(path)]) == 2

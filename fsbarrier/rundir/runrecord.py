@@ -1,7 +1,7 @@
 """run.json: a run's author, settings, tasks and model. Node 0 writes it once, and every node works from it.
 
 It is readable JSON. The field "digest" is the SHA-256 of all other fields, so a torn, edited or foreign file is recognised. A setting's
-declaration tells whether a later start may change it (settings/section.py, `Changes`). Standard library only, since every command reads it.
+declaration tells whether a later start may change it (settings/section.py, `Changes`).
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypedDict
+from typing import Annotated, TypedDict
+
+import msgspec
+from msgspec import Meta
 
 import fsbarrier
 from fsbarrier.errors import StoreError, TooFewNodes, UsageError
 from fsbarrier.protocol.codec import FORMAT
-from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
@@ -31,18 +32,12 @@ from fsbarrier.store import files, reading
 from fsbarrier.store.identity import user_at_host
 from fsbarrier.store.retry import HIDDEN_S, Backoff, fails, fails_or_hides, patiently
 
-SCHEMA = 1
-# A disk has this folder.
-LOST_AND_FOUND = "lost+found"
 # The record is linked into place atomically, so a mount that shows it torn for longer than this is broken.
 TORN_S = 5.0
 # how often a waiting node says so
 SAY_AGAIN_S = 60.0
 # the pauses between two looks
 LOOKS = Backoff(0.001, 0.25)
-
-RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-TEXTS = ("run_id", "created", "created_by", "version", "settings_digest")
 
 
 class TaskSource(TypedDict):
@@ -66,7 +61,8 @@ class RunRecord:
     policy. `log_path`: the run directory's path on this node, which is not in the file.
     """
 
-    run_id: str
+    #: folders are named after it
+    run_id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
     created: str
     created_by: str
     version: str
@@ -143,18 +139,8 @@ def publish(record: RunRecord) -> RunRecord:
 
 def encode(record: RunRecord) -> bytes:
     """The content of the record's file."""
-    body = {
-        "schema": SCHEMA,
-        "format": FORMAT,
-        "run_id": record.run_id,
-        "created": record.created,
-        "created_by": record.created_by,
-        "version": record.version,
-        "model": record.model,
-        "tasks": record.tasks,
-        "settings": record.settings.as_json(),
-        "settings_digest": record.settings_digest,
-    }
+    named = {item.name: getattr(record, item.name) for item in fields(record) if item.name != "log_path"}
+    body = {"format": FORMAT, **msgspec.to_builtins(named)}
     return json.dumps({**body, "digest": _digest(body)}, indent=2).encode() + b"\n"
 
 
@@ -178,24 +164,22 @@ def exists(log_path: Path) -> bool:
 def without_record(log_path: Path) -> list[str]:
     """The names of what is in `log_path` without a run's record, except for what a start or a launcher makes before the record."""
     paths = RunPaths(log_path)
-    before = (paths.logs.name, paths.demo.name, paths.first_policy.name)
+    before = (paths.logs.name, paths.demo.name, paths.first_policy.name, "lost+found")
     try:
         names = [name for name in os.listdir(log_path) if name not in before and not name.startswith(".")]
     except FileNotFoundError:
         return []
-    found = [name for name in names if name != LOST_AND_FOUND and _holds_something(log_path / name)]
+    found = [name for name in names if not _is_empty_folder(log_path / name)]
     # Another start may be making this run. It makes the record first, so the record would be listed now.
     return sorted(found) if found and not exists(log_path) else []
 
 
-def _holds_something(path: Path) -> bool:
-    """Whether a folder is not empty. An empty one may be a disk that was mounted for the run."""
+def _is_empty_folder(path: Path) -> bool:
+    """A disk that was mounted for the run is empty but for its lost+found."""
     try:
-        return any(name != LOST_AND_FOUND for name in os.listdir(path))
-    except FileNotFoundError:
-        return path.is_symlink()
+        return set(os.listdir(path)) <= {"lost+found"}
     except OSError:
-        return True
+        return False
 
 
 def load(log_path: Path) -> RunRecord:
@@ -292,45 +276,20 @@ def decode(data: bytes, log_path: Path) -> RunRecord:
         body = json.loads(data)
     except (ValueError, RecursionError):
         raise _NotWholeYet("torn, or not a run's record (no JSON)") from None
-    if not isinstance(body, dict) or not isinstance(body.get("schema"), int):
-        raise _Torn("not a run's record (no schema number)")
-    if body["schema"] != SCHEMA:
-        raise UsageError(
-            f"{shown_path(RunPaths(log_path).record)}: format {body['schema']}, made by fsbarrier {body.get('version')}; "
-            f"this fsbarrier {fsbarrier.__version__} reads format {SCHEMA}"
-        )
+    if not isinstance(body, dict) or not isinstance(written := body.get("format"), int):
+        raise _Torn("not a run's record (no format)")
     # Nodes with two record formats would not see each other: a split brain.
-    written = body.get("format", 1)
     if written != FORMAT:
         raise UsageError(
             f"{shown_path(RunPaths(log_path).record)}: its nodes write record format {written}, as fsbarrier {body.get('version')} does; "
             f"this fsbarrier {fsbarrier.__version__} reads and writes format {FORMAT}"
         )
-    claimed = body.pop("digest", None)
-    if claimed != _digest(body):
+    if body.pop("digest", None) != _digest(body):
         raise _Torn("torn or edited: its digest does not fit (settings of a run cannot be changed by hand)")
-    texts: JsonObject = {name: body.get(name) for name in TEXTS}
-    if not all(isinstance(text, str) for text in texts.values()):
-        raise _Torn("not a run's record (fields are missing)")
-    # Folders are named after it.
-    if not RUN_ID.fullmatch(texts["run_id"]):
-        raise _Torn("not a run's record (its run_id is no name)")
-    if not isinstance(body.get("settings"), dict) or not isinstance(body.get("tasks"), dict):
-        raise _Torn("not a run's record (no settings or tasks)")
-    model = body.get("model")
-    if not (model is None or isinstance(model, str)) or not all(map(_is_source, body["tasks"].values())):
-        raise _Torn("not a run's record (its model or tasks have other types)")
     try:
-        settings = Settings.from_json(body["settings"])
-    except ValueError as error:
+        return replace(msgspec.convert(body, RunRecord), log_path=log_path)
+    except msgspec.ValidationError as error:
         raise _Torn(f"not a run's record ({error})") from None
-    return RunRecord(**texts, settings=settings, tasks=body["tasks"], model=model, log_path=log_path)
-
-
-def _is_source(found: object) -> bool:
-    return isinstance(found, dict) and (
-        [type(found.get(name)) for name in ("path", "count", "sha256")] == [str, int, str]
-    )
 
 
 # --- the tasks ---------------------------------------------------------------------------------------------------------------
