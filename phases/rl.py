@@ -55,7 +55,6 @@ from fsbarrier.settings.sections import EvalSettings, RolloutSettings
 NOTHING = Value({})
 # How long the processes of an update wait for each other, in seconds.
 COLLECTIVES_TIMEOUT_S = 1800
-SAMPLING_SETTINGS = ("samples", "temperature", "top_p", "top_k", "max_tokens")
 
 # --- rollouts (1-6) ---------------------------------------------------------------------------------------------------
 
@@ -124,7 +123,12 @@ def text_digest(value: object) -> str:
 
 
 def sampling_of(settings: RolloutSettings | EvalSettings) -> dict[str, object]:
-    return {name: getattr(settings, name) for name in SAMPLING_SETTINGS}
+    """Training samples from the full distribution: otherwise the engine's log-probabilities would not be comparable with the trainer's,
+    and their ratio would be below 1 before the first step."""
+    common = {name: getattr(settings, name) for name in ("samples", "temperature", "max_tokens")}
+    if isinstance(settings, EvalSettings):
+        return {**common, "top_p": settings.top_p, "top_k": settings.top_k}
+    return {**common, "top_p": 1.0, "top_k": -1}
 
 
 def rollout(ctx: Context, decision: RolloutDecision, rounds: list[JsonObject]) -> Work:

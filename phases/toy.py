@@ -1,7 +1,7 @@
 """The default program without a model, for tests and demos: the same rows and storage, one deterministic trajectory for each task.
 
 `./run.sh --program toy --num-nodes 3 ...` needs no vLLM and no model. Settings: `toy.tasks`, `toy.phase_s` (seconds of each working
-phase), and `toy.speeds=1,1,0.33` (node 2 is three times slower than its weight says).
+phase), and `custom.speeds=[1,1,0.33]` (node 2 is three times slower than its weight says).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def rollout_eval(ctx: Context) -> Work:
 def rollout(ctx: Context, decision: RolloutDecision | None) -> Work:
     if decision is None or not decision.shares[ctx.node_rank]:
         return Value({})
-    speeds = ctx.settings.toy.speeds
+    speeds = ctx.settings.custom.get("speeds", ())
     speed = speeds[ctx.node_rank] if ctx.node_rank < len(speeds) else 1.0
     spec = rl.rollout_spec(ctx, decision)
     command = toy(ctx, "rollout", "rollout.log", **spec, speed=speed)

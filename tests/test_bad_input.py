@@ -211,7 +211,7 @@ CASES = {
         ["rollout.temprature", "did you mean rollout.temperature?"],
     ),
     "setting of a wrong type": (PING + "rollout.temperature=hot", ["rollout.temperature", "number", '"hot"']),
-    "setting out of its range": (PING + "rollout.top_p=1.5", ["rollout.top_p", "≤ 1", "1.5"]),
+    "setting out of its range": (PING + "eval.top_p=1.5", ["eval.top_p", "≤ 1", "1.5"]),
     "section as a setting": (PING + "rollout=1", ["rollout", "group of settings"]),
     "unknown rl phase": (PING + "--rl-phase train", ["--rl-phase", "one of rollout, update, both"]),
     "split without rollout phase": (

@@ -185,7 +185,7 @@ def merged(log_path: Path, iteration: int = 1) -> dict[str, Any]:
 
 
 def test_a_node_killed_while_it_takes_over_costs_nothing(tmp_path: Path) -> None:
-    slow = ("toy.tasks=48", "toy.phase_s=1.5", "toy.speeds=1,1,0.2")
+    slow = ("toy.tasks=48", "toy.phase_s=1.5", "custom.speeds=[1,1,0.2]")
     with Cluster(tmp_path, 3, "--iterations", "1", *TRAIN_ONLY, *FAST, *slow) as cluster:
         cluster.start()
         folder = RunPaths(cluster.log_path).claims(1, 1, "train")
@@ -227,7 +227,7 @@ def test_the_log_says_why_shares_are_fixed(tmp_path: Path) -> None:
 
 def test_stragglers_are_cut_off_and_named(tmp_path: Path) -> None:
     tail = ("rollout.completion_threshold=0.8", "rollout.grace_s=0.2")
-    slow = ("toy.speeds=1,0.02", "rollout.take_over=false", *tail)
+    slow = ("custom.speeds=[1,0.02]", "rollout.take_over=false", *tail)
     with Cluster(
         tmp_path, 2, "--iterations", "2", *TRAIN_ONLY, "--rank-weights", "9,1", *FAST, *slow
     ) as cluster:

@@ -1,6 +1,6 @@
 """Resolves `reward.kind`: one of KINDS, a judge, or a user's function (`path/file.py:function`).
 
-A reward that fails or exceeds `reward.timeout_s` marks its trajectory as failed; if more than `reward.max_error_share` fail, the phase
+A reward that fails or exceeds `reward.timeout_s` marks its trajectory as failed; if more than `rollout.max_error_share` fail, the phase
 fails.
 """
 

@@ -167,14 +167,6 @@ def _algorithm(s: Settings, named: AsChosen) -> Iterator[str]:
             f"{named('rollout.completion_threshold')}: not supported with {named('rollout.max_refills')}, because a round must be "
             "complete before the next one can be decided; set rollout.max_refills=0 or drop rollout.completion_threshold"
         )
-    # With top_p or top_k the engine's log-probabilities refer to the truncated distribution and the trainer's to the full one. Their
-    # ratio would be below 1 before the first step.
-    cut_off = {"rollout.top_p": s.rollout.top_p < 1, "rollout.top_k": s.rollout.top_k > 0}
-    for key in (key for key, cuts in cut_off.items() if cuts and _learns(s) and a.loss != "rft"):
-        yield (
-            f"{named(key)}: training rollouts for {named('algorithm.loss')} must sample from the full distribution, otherwise the "
-            f"update is biased; drop it, or use {key.replace('rollout', 'eval')} for evaluations"
-        )
 
 
 def check_change(settings: Settings, values: Mapping[str, object]) -> None:

@@ -55,10 +55,6 @@ class RolloutSettings(Section):
     samples: EachSession[Count] = 16
     #: Sampling temperature.
     temperature: EachSession[NotNegative] = 1.0
-    #: Nucleus sampling: the probability mass to keep.
-    top_p: EachSession[Fraction] = 1.0
-    #: Sample from the k most likely tokens; -1: from all tokens.
-    top_k: EachSession[TopK] = -1
     #: Maximum number of tokens the policy may generate in one turn.
     max_tokens: EachSession[Count] = 512
     #: Extra arguments for the model's chat template, for example `enable_thinking=false`.
@@ -75,7 +71,7 @@ class RolloutSettings(Section):
     task_timeout_s: EachSession[Seconds | None] = None
     #: Your own agent for multi-turn episodes, `path/file.py:Class`; none: one answer per task.
     agent: Name | None = None
-    #: The phase fails if the agent failed in more than this fraction of its trajectories.
+    #: The phase fails if the agent, or the reward, failed for more than this fraction of its trajectories.
     max_error_share: EachSession[FractionOrZero] = 0.1
     #: End the training rollout `grace_s` after this fraction of the tasks is done; 1: wait for all tasks.
     completion_threshold: EachSession[Fraction] = 1.0
@@ -123,10 +119,10 @@ class EvalSettings(Section):
     samples: EachSession[Count] = 1
     #: Sampling temperature; 0: greedy.
     temperature: EachSession[NotNegative] = 1.0
-    #: Nucleus sampling; none: `rollout.top_p`.
-    top_p: EachSession[Fraction | None] = None
-    #: Sample from the k most likely tokens; -1: from all tokens; none: `rollout.top_k`.
-    top_k: EachSession[TopK | None] = None
+    #: Nucleus sampling: the probability mass to keep. (Training rollouts sample from the full distribution.)
+    top_p: EachSession[Fraction] = 1.0
+    #: Sample from the k most likely tokens; -1: from all tokens.
+    top_k: EachSession[TopK] = -1
     #: Maximum tokens in one turn; none: `rollout.max_tokens`.
     max_tokens: EachSession[Count | None] = None
     #: A trajectory with at least this reward counts as solved (pass@k, majority@k).
@@ -148,8 +144,6 @@ class RewardSettings(Section):
     weights: Numbers = ()
     #: Timeout of one call of the reward, or of one request to its judge, in seconds.
     timeout_s: EachSession[Seconds] = 60.0
-    #: The phase fails if the reward could not be computed for more than this fraction of its trajectories.
-    max_error_share: EachSession[FractionOrZero] = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,8 +409,6 @@ class ToySettings(Section):
     tasks: EachSession[Count] = 64
     #: Duration of each working phase, in seconds.
     phase_s: EachSession[NotNegative] = 0.5
-    #: Relative speed of each node, independent of its weight (0.5: half as fast); empty: 1 for all nodes.
-    speeds: EachSession[Weights] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,14 +470,8 @@ class Settings(Section):
     @property
     def eval_sets(self) -> dict[str, EvalSettings]:
         """How each set of held-out tasks is evaluated, by its name; `test` alone if the user defined none."""
-        own, rollout = self.eval, self.rollout
-        common = replace(
-            own,
-            top_p=rollout.top_p if own.top_p is None else own.top_p,
-            top_k=rollout.top_k if own.top_k is None else own.top_k,
-            max_tokens=own.max_tokens or rollout.max_tokens,
-            sets={},
-        )
+        own = self.eval
+        common = replace(own, max_tokens=own.max_tokens or self.rollout.max_tokens, sets={})
         return {
             name: replace(
                 common,

@@ -167,11 +167,11 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """ "; did you mean X?" with the known name most similar to `name`, or an empty string."""
     candidates = list(names)
     lowered = name.lower() if name.startswith("-") else name.lower().replace("-", "_")
-    found = [one for one in candidates if one.rpartition(".")[2] == lowered and SET_NAME not in one][:3]
-    found = found or difflib.get_close_matches(lowered, candidates, n=1, cutoff=0.6)
-    if not found:
-        # The right name in the wrong section.
+    leaf = lowered.rpartition(".")[2]
+    # The right name, perhaps in the wrong section.
+    alike = [each for each in candidates if each.rpartition(".")[2] == leaf and SET_NAME not in each][:3]
+    alike = alike or difflib.get_close_matches(lowered, candidates, n=1, cutoff=0.6)
+    if not alike:
         leaves = {candidate.rpartition(".")[2]: candidate for candidate in reversed(candidates)}
-        leaf = lowered.rpartition(".")[2]
-        found = [leaves[close] for close in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.75)]
-    return f"; did you mean {' or '.join(found)}?" if found else ""
+        alike = [leaves[close] for close in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.75)]
+    return f"; did you mean {' or '.join(alike)}?" if alike else ""

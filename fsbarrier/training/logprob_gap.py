@@ -84,9 +84,6 @@ class GapSums:
 
 def check(gap: LogprobGap, settings: Settings, processes: Processes, model: Path) -> None:
     """Raises ProgramFailed if the gap of all engines, or of one, exceeds the limit."""
-    # With top_p or top_k the engine samples from a truncated distribution, so log-probabilities differ.
-    if settings.rollout.top_p < 1 or settings.rollout.top_k not in (-1, 0):
-        return
     limit = settings.algorithm.max_logprob_gap or limit_of(settings, processes)
     judged = [one for one in gap.engines if one.tokens >= ENOUGH_TOKENS]
     # The comparison is negated so that NaN counts as bad.

@@ -316,21 +316,19 @@ class Rollout:
 
     def _give_up_early(self, group: SampledGroup, made: Sequence[Trajectory]) -> None:
         """Raises ProgramFailed once the phase is certain to fail."""
-        counts, settings = self.counts, self.settings
+        counts = self.counts
         total = round(max(self.progress.total, self.average_share))
         if counts.refused == counts.groups >= ALL_REFUSED:
             raise ProgramFailed(f"the engine rejects every prompt: {group.error}")
-        for what, count, section, most in (
-            ("reward", counts.reward_errors, "reward", settings.reward.max_error_share),
-            ("agent", counts.agent_errors, "rollout", settings.rollout.max_error_share),
-        ):
+        most = self.settings.rollout.max_error_share
+        for what, count in (("reward", counts.reward_errors), ("agent", counts.agent_errors)):
             count += self.unjudged_before if count else 0
             if count > most * total:
                 reasons = [item["metadata"].get(f"{what}_error", "") for item in made]
                 last = " ".join(max(reasons, key=bool).split())
                 raise ProgramFailed(
                     f"the {what} failed for {count} of {total} trajectories, more than "
-                    f"{section}.max_error_share={most:g} allows; the last: {last}"
+                    f"rollout.max_error_share={most:g} allows; the last: {last}"
                 )
 
     def _on_tokens(self, count: int) -> None:

@@ -144,8 +144,8 @@ class BareLoop:
             "model": self.server["model"],
             "n": sampling.samples,
             "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
+            "top_p": 1.0,
+            "top_k": -1,
             "max_tokens": sampling.max_tokens,
             **NEUTRAL,
             "return_token_ids": True,
@@ -179,7 +179,7 @@ def spec(
 ) -> dict[str, object]:
     """What phases/rl.py would say to the one node of a run, in iteration `number`."""
     run = folder / "run"
-    names = ("samples", "temperature", "top_p", "top_k", "max_tokens", "seed")
+    names = ("samples", "temperature", "max_tokens", "seed")
     return {
         "settings": settings.as_json(),
         "run_id": "bench",
@@ -207,7 +207,7 @@ def spec(
             {
                 "tasks": tasks,
                 "task_file": str(folder / "demo" / "train.jsonl"),
-                "sampling": {name: getattr(sampling, name) for name in names},
+                "sampling": {"top_p": 1.0, "top_k": -1, **{name: getattr(sampling, name) for name in names}},
             }
         ],
         "model": settings.model,

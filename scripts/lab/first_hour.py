@@ -250,7 +250,7 @@ def results(story: Story) -> None:
 
 #: what fails, by its setting or flag, and the line of its own that must be read in each place
 FAILURES = {
-    "reward": (("reward.kind=mine.py:broken", "reward.max_error_share=0"), "my reward divides by nothing"),
+    "reward": (("reward.kind=mine.py:broken", "rollout.max_error_share=0"), "my reward divides by nothing"),
     "agent": (("rollout.agent=mine.py:Breaks",), "my agent lost its environment"),
     "engine": (("engine.extra_args=--no-such-flag",), "unrecognized arguments: --no-such-flag"),
     "trainer": (

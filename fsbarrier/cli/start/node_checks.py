@@ -125,14 +125,10 @@ def _replay(settings: Settings, environ: Environ) -> None:
     if not first.is_file():
         raise UsageError(f"{prefix}: has no merged training rollouts of iteration 1 ({first})")
     if runrecord.exists(path):
-        sampled, own = runrecord.load(path).settings.rollout, settings.rollout
-        for name in ("temperature", "top_p", "top_k"):
-            theirs, ours = getattr(sampled, name), getattr(own, name)
-            if theirs != ours:
-                fitting = f"rollout.{name}={theirs}"
-                raise UsageError(
-                    f"{prefix}: was sampled with {fitting}, but this run has {ours}; set {fitting}"
-                )
+        theirs, ours = runrecord.load(path).settings.rollout.temperature, settings.rollout.temperature
+        if theirs != ours:
+            fitting = f"rollout.temperature={theirs}"
+            raise UsageError(f"{prefix}: was sampled with {fitting}, but this run has {ours}; set {fitting}")
 
 
 def _commands(settings: Settings, environ: Environ) -> None:
