@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from cluster import FAST, Cluster
 from fake_run import FakeRun, long_run
 
 from fsbarrier import cli
+from fsbarrier.store import files
 from fsbarrier.store.identity import boot_id
 from fsbarrier.view import terminal_lines
 from fsbarrier.view.run_status import RunStatus, read_status
@@ -61,6 +63,19 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert all(one.complete for one in status.times) and not status.times[0].exact
 
 
+def test_the_newest_files_are_named(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", nodes=1)
+    for start in (1, 2):
+        run.join(0)
+        files.make_dirs(run.paths.node_logs(start, 0))
+    for iteration in (2, 10, 9):
+        files.make_dirs(run.paths.trajectories("train"))
+        run.paths.merged("train", iteration).touch()
+    status = status_of(run)
+    assert status.files["train_trajectories"] == str(run.paths.merged("train", 10))
+    assert node(status, 0).logs == str(run.paths.node_logs(2, 0))
+
+
 def test_the_json_has_what_scripts_rely_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = long_run(tmp_path / "run")
     assert cli.main(["status", "--json", "--log-path", str(run.log_path)]) == 0
@@ -70,7 +85,9 @@ def test_the_json_has_what_scripts_rely_on(tmp_path: Path, capsys: pytest.Captur
     wanted = {"node_rank", "host", "pid", "incarnation", "state", "phase", "progress", "last_beat_age_s"}
     assert all(wanted <= one.keys() for one in body["nodes"])
     assert body["nodes"][0]["host"] == "gpu-a" and body["nodes"][0]["pid"] == 4001
-    assert body["coordination"][0]["coordination_s"] == pytest.approx(14 * 0.004, abs=1e-4)
+    first = body["coordination"][0]
+    assert first["coordination_s"] == pytest.approx(14 * 0.004, abs=1e-4) and first["iteration"] == 1
+    assert first["share"] == pytest.approx(first["coordination_s"] / first["seconds"], abs=1e-4)
     assert body["phases_s"]["train_rollout"] == pytest.approx(43.464, abs=1e-3)
 
 
@@ -98,11 +115,13 @@ def test_moving_heartbeats_mean_running_and_whoever_stands_still_is_suspected(tm
 
 
 def test_all_silent_is_stalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = FakeRun(tmp_path / "run", extra=QUICK)
+    run = FakeRun(tmp_path / "run", extra={"coordination.beat_s": 1.0})
     run.start()
     for rank in range(3):
         run.beat(rank, 7, "running", (1, 0))
+    begin = time.monotonic()
     status = status_of(run)
+    assert time.monotonic() - begin < 10, "it watches one beat and a half"
     assert status.state == "stalled" and status.exit_code is None
     assert {one.state for one in status.nodes} == {"suspected"} and "is full" not in status.problems[0]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
@@ -120,6 +139,8 @@ def test_a_process_that_is_gone_from_this_host_needs_no_watching(tmp_path: Path)
     assert status.state == "stalled"
     assert [one.state for one in status.nodes] == ["lost", "lost"]
     assert f"process {NO_PROCESS} is gone" in status.problems[0]
+    for who, hint in (("--master", status.problems[1]), ("--worker 1", status.problems[3])):
+        assert hint.strip() == f"start it again there: fsbarrier run {who} --log-path {run.log_path}"
 
 
 def test_a_verdict_is_broken_and_its_reason_is_the_first_problem(tmp_path: Path) -> None:
@@ -171,6 +192,9 @@ def test_failures_of_the_iteration_are_told_once_with_their_last_lines(tmp_path:
         "node 1, iteration 1, phase 2 train_rollout failed (2 times): exit code 1"
     ]
     assert "  | ValueError: no answer" in status.problems
+    run.iteration(1)
+    run.line(0, "phase_started", (2, 0, 0))
+    assert not [problem for problem in status_of(run).problems if "failed" in problem]
 
 
 def test_a_lost_node_stays_named_while_the_others_go_on(tmp_path: Path) -> None:
