@@ -44,6 +44,8 @@ def place(tmp_path: Path) -> Path:
     )
     (tmp_path / "imports.py").write_text("import no_such_module\ndef reward(a, b, c, d): pass\n")
     (tmp_path / "exits.py").write_text("import os\ndef reward(a, b, c, d): pass\nos._exit(7)\n")
+    shutil.copytree(data, tmp_path / "words")
+    (tmp_path / "words" / "train.jsonl").write_text(json.dumps({**TASK, "answer": "four"}) + "\n")
     chat = tmp_path / "chat"
     chat.mkdir()
     messages = {"prompt": [{"role": "user", "content": "2+2="}], "answer": "4"}
@@ -386,6 +388,10 @@ CASES = {
         ["has no merged training rollouts of iteration 1"],
     ),
     "replay and rollouts": (RL + "update.trajectories=.", ["requires --rl-phase update"]),
+    "the second reward cannot use an answer": (
+        "run --data-path words --model model reward.kind=exact,numeric",
+        ["words/train.jsonl, task 0: reward.kind=numeric", "contains no number"],
+    ),
     "reward file is no Python": (RL + "reward.kind=broken.py:reward", ["broken.py, line 1"]),
     "engine address is none": (RL + "engine.url=ftp://x", ["engine.url=ftp://x", "http://"]),
     "engine key is not set": (

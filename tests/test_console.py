@@ -344,6 +344,13 @@ def test_the_summary_has_rewards_times_events_and_files(tmp_path: Path) -> None:
         assert wanted in text, wanted
 
 
+def test_the_curve_of_rewards_shows_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = long_run(tmp_path / "run", 70, lose_at=None)
+    assert cli.main(["status", "--no-watch", "--log-path", str(run.log_path)]) == 0
+    (curve,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("reward train"))
+    assert "█" in curve and "▁" not in curve, "they rise"
+
+
 def test_the_summary_of_a_failed_run_begins_with_why(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", extra=QUICK)
     run.start()

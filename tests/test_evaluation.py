@@ -53,10 +53,11 @@ def test_figures_have_errors_over_tasks_and_sources_of_their_own() -> None:
 
 def test_each_set_has_figures_of_its_own_and_counts_alike() -> None:
     aime = [{**trajectory(0, f"is {n}", float(n == 0)), "eval_set": "aime"} for n in range(4)]
-    easy = [{**trajectory(task, "is 7", 0.5), "eval_set": "easy"} for task in (1, 2)]
+    easy = [{**trajectory(task, "is 7", 0.5), "eval_set": "easy"} for task in (1, 1, 2, 2)]
     found = figures([*aime, *easy], {"aime": 1.0, "easy": 0.4})
     assert (found["aime/reward"], found["easy/reward"], found["reward_mean"]) == (0.25, 0.5, 0.375)
     assert (found["aime/pass_at_4"], found["aime/majority_at_4"]) == (1, 0.25)
+    assert found["easy/pass_at_2"] == 1, "each set has a threshold of its own"
     assert "aime/reward_se" not in found and found["easy/reward_se"] == 0 and "pass_at_4" not in found
     # Of a set that nobody could judge nothing is said, and the mean is that of the others.
     broken = [{**one, "metadata": {"reward_error": "late"}} for one in aime]

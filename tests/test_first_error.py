@@ -33,6 +33,7 @@ def test_a_failed_program_is_shown_with_its_log_and_its_neighbours(
     run = FakeRun(tmp_path / "run")
     run.start()
     run.iteration(1)
+    run.now += 60
     log = run.log_path / "logs" / "attempt_1" / "node_1" / "update.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     header = "--- 2026-01-01T00:00:00+00:00 start update: torchrun"
@@ -43,7 +44,7 @@ def test_a_failed_program_is_shown_with_its_log_and_its_neighbours(
     assert "torchrun ended with exit code 1" in out.split("events around it")[0]
     assert f"the error in {log}:" in out
     assert "step 41" in out and "ValueError" in out and "earlier start" not in out
-    assert "\x1b" not in out
+    assert "\x1b" not in out and "iteration 1" not in out.split("events around it")[1], "a minute before"
     assert (
         main(["logs", "--log-path", str(run.log_path), "--file", "update", "--attempt", "1", "--lines", "1"])
         == 0

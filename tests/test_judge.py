@@ -111,6 +111,14 @@ def test_the_judge_is_asked_again_where_that_may_help(judge: StandIn) -> None:
     assert len(judge.asked) == 5
 
 
+def test_a_grade_is_between_0_and_1_and_few_are_asked_for_at_once(judge: StandIn) -> None:
+    *wrong, right = scores(
+        "judge", judge.settings(concurrency=2), *(f"together, say {n}" for n in (7, -1, 10, 1))
+    )
+    assert all(score.reward == 0 and "no number from 0 to 1" in str(score.error) for score in wrong)
+    assert right.reward == 1 and judge.most == 2
+
+
 MINE = """
 async def asks(prompt, response, answer, metadata, judge):
     said = await judge.ask(f"{response} together, say {answer}")

@@ -73,6 +73,7 @@ def test_the_metrics_are_prometheus_text(tmp_path: Path) -> None:
     assert all(SAMPLE.match(line) for line in samples), samples
     values = {line.split("{")[0]: line.split()[-1] for line in samples}
     assert values["fsbarrier_iteration"] == "4" and values["fsbarrier_nodes_lost_total"] == "1"
+    assert (values["fsbarrier_nodes"], values["fsbarrier_nodes_running"]) == ("3", "0")
     assert "fsbarrier_train_reward" in values and ',state="' in text
     typed = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(typed) == len(set(typed)) == len(samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ def test_a_late_math_process_is_killed_and_replaced() -> None:
 
 FUNCTIONS = """
 import asyncio
+import time
 import threading
 from helper import bonus
 
@@ -176,6 +178,29 @@ def test_a_function_that_fails_is_an_error_in_the_score(file: Path, name: str, m
     assert score.reward == 0.0 and score.error is not None and message in score.error
 
 
+@pytest.mark.parametrize("name", ["hangs", "hangs_async"])
+def test_a_function_has_its_time_and_no_more(file: Path, name: str) -> None:
+    begin = time.monotonic()
+    (score,) = judge(f"{file}:{name}", ("a", "a"), timeout_s=0.1)
+    assert score.error == f"{name}: no reward within 0.1 s (reward.timeout_s)"
+    assert 0.1 <= score.seconds <= time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "response", "reward"),
+    [
+        ("exact", "Rome", " Rome\n", 1),
+        ("exact", "Rome", "rome", 0),
+        ("numeric", 3, "it is 3.0000001", 1),
+        ("numeric", 3, "it is 3.001", 0),
+        ("numeric", "1,000", "1000 apples", 1),
+    ],
+)
+def test_what_counts_as_equal(kind: str, answer: object, response: str, reward: float) -> None:
+    (score,) = judge(kind, (answer, response))
+    assert score.reward == reward and score.parts == {kind: reward}
+
+
 def test_what_cannot_be_loaded_is_one_line(tmp_path: Path, file: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("import nothing_of_this_name\n")
@@ -235,6 +260,13 @@ def test_a_function_may_see_the_whole_group(more: str) -> None:
         failed.error
     )
     assert judged_together(f"{more}:rank", []) == []
+
+
+def test_a_function_written_for_verl_gets_what_verl_gives(more: str) -> None:
+    right, wrong = judged_together(f"{more}:compute_score", ["ab", "x"])
+    assert (right.reward, wrong.reward) == (1, 0)
+    assert right.parts == {"compute_score": 1, "acc": 1, "level": 3} and right.info == {"of": "gsm8k"}
+    assert judged_together(f"{more}:plain_score", ["ab"])[0].reward == 2
 
 
 def test_several_rewards_are_added_up(more: str) -> None:

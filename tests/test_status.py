@@ -63,6 +63,18 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert all(one.complete for one in status.times) and not status.times[0].exact
 
 
+def test_an_iteration_is_complete_once_its_last_row_was_passed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.start()
+    run.iteration(1)
+    run.iteration(2, range(13))
+    run.lose(2, 2, 13, after=5.0, resume=13)
+    assert cli.main(["status", "--json", "--no-watch", "--log-path", str(run.log_path)]) == 0
+    assert [one["iteration"] for one in json.loads(capsys.readouterr().out)["coordination"]] == [1]
+
+
 def test_the_newest_files_are_named(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", nodes=1)
     for start in (1, 2):
@@ -170,16 +182,19 @@ def test_a_run_whose_only_node_was_stopped_before_the_others_came(tmp_path: Path
     assert "ended before it began: 1 of 3 nodes had joined" in shown and "waiting" not in shown
 
 
-@pytest.mark.parametrize(("code", "state"), [(130, "stopped"), (143, "stopped"), (3, "broken")])
-def test_nodes_that_left(tmp_path: Path, code: int, state: str) -> None:
-    run = FakeRun(tmp_path / "run")
+@pytest.mark.parametrize(
+    ("code", "state", "nodes"), [(130, "stopped", 3), (143, "stopped", 3), (3, "broken", 9)]
+)
+def test_nodes_that_left(tmp_path: Path, code: int, state: str, nodes: int) -> None:
+    run = FakeRun(tmp_path / "run", nodes=nodes)
     run.start()
-    for rank in range(3):
+    for rank in range(nodes):
         run.line(rank, "node_ended", (1, 0, 0), state="left", code=code, reason="why it left")
         run.beat(rank, 3, "left", (1, 0))
     status = status_of(run)
     assert (status.state, status.exit_code) == (state, code)
-    assert status.problems == ("nodes 0, 1, 2 ended: why it left",)
+    who = "0, 1, 2, 3, 4, 5 and 3 more" if nodes == 9 else "0, 1, 2"
+    assert status.problems == (f"nodes {who} ended: why it left",)
 
 
 def test_failures_of_the_iteration_are_told_once_with_their_last_lines(tmp_path: Path) -> None:
