@@ -1,4 +1,4 @@
-"""A vLLM of the node's own is killed in the middle of a rollout: it is started again, the phase goes on, and nothing is lost."""
+"""A vLLM of the node's own is killed in the middle of a rollout: another goes on, or the phase is tried again, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ def test_a_killed_engine_costs_only_what_was_in_flight(tmp_path: Path, replicas:
         ends = {trajectory["finish_reason"] for trajectory in iter_trajectories(paths.merged("train", 1))}
         assert ends <= {"stop", "length"}, "what the killed engine cut off counts for nothing"
         ready = [event["replica"] for event in cluster.events() if event["event"] == "engine_ready"]
-        assert ready == list(range(replicas))
-        (restarted,) = [event for event in cluster.events() if event["event"] == "engine_restarted"]
-        assert "is being restarted: vLLM was ended by signal 9" in restarted["engine_note"]
         generations = [event for event in cluster.events() if event["event"] == "generation_started"]
-        assert len(generations) == 1, "the phase was not tried again"
-        assert len(list(paths.trajectories("train").glob("*.part"))) == 1
+        if replicas == 2:
+            assert ready == [0, 1] and len(generations) == 1, "the phase was not tried again"
+        else:
+            assert ready == [0, 0] and len(generations) == 2
+            (failed,) = [event for event in cluster.events() if event["event"] == "work_failed"]
+            assert "vLLM was ended by signal 9" in failed["error"]
         logs = sorted(path.name for path in paths.node_logs(1, 0).glob("vllm*.log"))
         assert logs == ["vllm-1.log", "vllm.log"][-replicas:]
         assert leftovers(cluster.log_path) == {}

@@ -88,7 +88,7 @@ def rollouts(folder: Path, *flags: str) -> Cluster:
 @pytest.mark.parametrize(
     ("crash", "line"),
     [
-        ("head_dim", f"engine 0 keeps failing and is not restarted again: vLLM ended with exit code 0: {HEAD_DIM}"),
+        ("head_dim", f"vLLM ended with exit code 0: {HEAD_DIM}"),
         pytest.param("segfault", "vLLM was ended by signal 11 (SIGSEGV): Fatal Python error: Segmentation fault", marks=pytest.mark.slow),
         ("import", "vLLM ended with exit code 1: ImportError: libcudart.so.13: cannot open shared object file"),
         pytest.param("port", "vLLM ended with exit code 1: OSError: [Errno 98] Address already in use", marks=pytest.mark.slow),
@@ -97,7 +97,7 @@ def rollouts(folder: Path, *flags: str) -> Cluster:
 def test_an_engine_that_cannot_work_is_said_with_its_own_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], crash: str, line: str
 ) -> None:
-    """Nor is it tried nine times: two attempts, each with one restart of a server that was up."""
+    """Nor is it tried nine times: two attempts."""
     with rollouts(tmp_path) as cluster:
         cluster.env[0] = plant_vllm(tmp_path, crash=crash)
         cluster.start()
@@ -105,8 +105,8 @@ def test_an_engine_that_cannot_work_is_said_with_its_own_words(
         assert_said_everywhere(cluster, line, "logs/attempt_1/node_0/vllm.log", capsys)
         (log,) = cluster.log_path.glob("logs/attempt_1/node_0/vllm.log")
         starts = log.read_text().count("start vllm:")
-        # A server that dies of the first prompt may do so before its restart was seen to be ready: then that attempt has other words.
-        assert starts in ((4, 6) if crash in ("head_dim", "segfault") else (2,))
+        # A server that dies of the first prompt may do so before it was seen to be ready: then that attempt has other words.
+        assert starts in ((2, 3) if crash in ("head_dim", "segfault") else (2,))
 
 
 # --- the programs of the phases ---

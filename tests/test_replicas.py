@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from engine_bench import NEVER, behaviour, served, stand_in, write_model
 from waiting import until
 
 from fsbarrier.engine.placement import check_arguments, placements
-from fsbarrier.engine.replicas import RESTARTS, Keeper, Replicas
+from fsbarrier.engine.replicas import Replicas
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.host.accelerators import Accelerator
 from fsbarrier.settings.resolve import resolve
@@ -135,67 +134,18 @@ def test_an_engine_that_does_not_come_up_fails_all_and_is_named(tmp_path: Path, 
         replicas.ensure(tmp_path / "a", 0, cancel=NEVER)
 
 
-def test_an_engine_that_dies_is_back_at_its_address_with_the_same_weights(tmp_path: Path, make: Make) -> None:
+def test_an_engine_that_dies_is_back_with_the_next_start(tmp_path: Path, make: Make) -> None:
     replicas = make(2)
     replicas.ensure(write_model(tmp_path / "first"), 0, cancel=NEVER)
     infos = replicas.ensure(write_model(tmp_path / "a"), 1, cancel=NEVER)
-    with replicas.kept_alive() as keeper:
-        os.kill(infos[1].pid, signal.SIGKILL)
-        until(replicas.engines[1].how_it_ended)
-        until(replicas.engines[1].alive)
-    assert served(infos[1]) == served(infos[0]) == str(tmp_path / "a") and keeper.problem == ""
-    (event,) = keeper.events
-    assert event["engine_note"].startswith("engine 1 is being restarted: vLLM was ended by signal 9 (SIGKILL")
-    assert [info.action for info in replicas.ensure(tmp_path / "a", 1, cancel=NEVER)] == ["kept", "kept"]
-
-
-def test_an_engine_whose_log_cannot_be_written_is_given_up_and_comes_back_later(
-    tmp_path: Path, make: Make
-) -> None:
-    """A program must not wait for it: nothing else would end the wait."""
-    replicas = make(1)
-    (first,) = replicas.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
-    (tmp_path / "logs").rename(tmp_path / "kept")
-    (tmp_path / "logs").write_text("no folder any more")
-    with replicas.kept_alive() as keeper:
-        os.kill(first.pid, signal.SIGKILL)
-        until(lambda: keeper.problem)
-    assert (
-        keeper.problem.startswith("engine 0 keeps failing and is not restarted again: ")
-        and str(tmp_path / "logs") in keeper.problem
-    )
-    (tmp_path / "logs").unlink()
-    (again,) = replicas.ensure(tmp_path / "a", 0, cancel=NEVER)
-    assert again.action == "started" and again.note.startswith("restarted: vLLM ")
-
-
-class Dying:
-    """An engine that dies whenever it was started."""
-
-    def __init__(self) -> None:
-        self.starts = 0
-
-    def how_it_ended(self) -> str:
-        return "signal 11"
-
-    def revive(self, cancel: threading.Event) -> None:
-        self.starts += 1
-
-
-class Living(Dying):
-    def how_it_ended(self) -> str:
-        return ""
-
-
-def test_a_program_is_ended_only_when_its_last_engine_keeps_dying(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("fsbarrier.engine.replicas.LOOK_S", 0.001)
-    dying: Any = Dying()
-    with Keeper([dying, Living()]) as keeper:
-        until(lambda: len(keeper.events) == RESTARTS + 1)
-        assert dying.starts == RESTARTS and keeper.problem == ""
-    assert keeper.events[-1]["engine_note"] == "engine 0 keeps failing and is not restarted again: signal 11"
-    with Keeper([dying]) as keeper:
-        until(lambda: keeper.problem)
-    assert keeper.problem == "engine 0 keeps failing and is not restarted again: signal 11"
+    os.kill(infos[1].pid, signal.SIGKILL)
+    until(lambda: replicas.engines[1].ended)
+    assert replicas.none_left() == "", "the first one serves on"
+    kept, again = replicas.ensure(tmp_path / "a", 1, cancel=NEVER)
+    assert (kept.action, again.action) == ("kept", "started") and again.url == infos[1].url
+    assert again.note.startswith("restarted: vLLM was ended by signal 9 (SIGKILL")
+    assert served(again) == served(kept) == str(tmp_path / "a")
+    for info in (kept, again):
+        os.kill(info.pid, signal.SIGKILL)
+    until(replicas.none_left)
+    assert "signal 9" in replicas.none_left()

@@ -25,7 +25,7 @@ from fsbarrier.engine.model import ModelFolder, inspect
 from fsbarrier.engine.own_head import with_own_head
 from fsbarrier.engine.placement import ANYWHERE, ReplicaPlacement
 from fsbarrier.engine.server import Server
-from fsbarrier.errors import ProgramFailed, StoreError
+from fsbarrier.errors import ProgramFailed
 from fsbarrier.host import accelerators
 from fsbarrier.processes.secret_variables import without_secrets
 from fsbarrier.settings.sections import EngineSettings
@@ -148,28 +148,15 @@ class Engine:
                 self._short_folder.close()
                 self._socket = self.work_dir / self._socket.name
 
-    def how_it_ended(self) -> str:
-        """How our server ended by itself, in several lines: how and why, the log's path, the end of the log. "" while it is alive or if
-        there is none."""
-        server = self._server
-        return server.how_it_ended() if server is not None and server.child.poll() is not None else ""
+    @property
+    def ended(self) -> bool:
+        """Whether our server ended by itself. The next `ensure` starts another one."""
+        return self._server is not None and self._server.child.poll() is not None
 
-    def revive(self, cancel: threading.Event) -> None:
-        """Restart a server that ended by itself, with the same weights. Raises ProgramFailed if the start fails, StoreError and OSError
-        if its log or folder is not writable."""
-        with self._lock:
-            server = self._server
-            if server is None or server.serving is None or not self.how_it_ended():
-                return
-            folder, policy_version = server.serving
-            self._stop_server()
-            deadline = time.monotonic() + self.settings.start_timeout_s
-            try:
-                self._start(inspect(folder), policy_version, deadline, cancel)
-            except (ProgramFailed, StoreError, OSError):
-                # Keep it, so that the next `ensure` reports a lost server instead of a first start.
-                self._server = server
-                raise
+    def how_it_ended(self) -> str:
+        """How our server ended by itself, in several lines: how and why, the log's path, the end of the log. "" if it did not."""
+        server = self._server
+        return server.how_it_ended() if server is not None and self.ended else ""
 
     def alive(self) -> bool:
         """Whether the server answers."""

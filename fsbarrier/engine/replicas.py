@@ -2,7 +2,7 @@
 
 replicas = Replicas(settings.engine, log_dir=..., work_dir=...)
 infos = replicas.ensure(folder, policy_version, threads=8, cancel=event)   # all of them serve exactly these weights now
-with replicas.kept_alive() as keeper: ...                                  # those that die are started again
+replicas.none_left()                                                       # why no program can use them any more
 replicas.release(cancel=event)
 replicas.stop()
 """
@@ -15,19 +15,13 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from fsbarrier.engine.engine import Engine, EngineInfo, Release
 from fsbarrier.engine.placement import ANYWHERE, placements
-from fsbarrier.errors import ProgramFailed, StoreError
+from fsbarrier.errors import ProgramFailed
 from fsbarrier.host.accelerator_device import Accelerator
-from fsbarrier.protocol.facts import Payload
 from fsbarrier.settings.sections import EngineSettings
-
-# Maximum restarts of a replica during one program. An engine that dies twice is likely to die again, and the phase is retried anyway.
-RESTARTS = 1
-# How quickly the end of a server is noticed.
-LOOK_S = 0.25
 
 T = TypeVar("T")
 
@@ -109,8 +103,10 @@ class Replicas:
         """Stop all servers; returns when all are gone. Calls in progress fail."""
         self._side_by_side(Engine.stop)
 
-    def kept_alive(self) -> Keeper:
-        return Keeper(self.engines)
+    def none_left(self) -> str:
+        """How the servers ended, if none of them is left; "" while one is, or where they are not ours."""
+        ends = [engine.how_it_ended() for engine in self.engines if engine.ended]
+        return ends[0] if len(ends) == len(self.engines) else ""
 
     def _side_by_side(self, call: Callable[[Engine], T]) -> list[T]:
         """Run `call` for all engines in parallel. Raises the first exception after all have returned."""
@@ -119,69 +115,6 @@ class Replicas:
         with ThreadPoolExecutor(len(self.engines), thread_name_prefix="engine") as threads:
             futures = [threads.submit(call, engine) for engine in self.engines]
         return [_result(number, future) for number, future in enumerate(futures)]
-
-
-class Keeper:
-    """Restarts engines that die while a program uses them, with one thread per engine. Meanwhile the program moves the work to the other
-    engines; a restarted engine has the same address."""
-
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        # For the journal: restarts, and engines given up.
-        self.events: list[Payload] = []
-        self._engines = engines
-        self._over = threading.Event()
-        self._given_up: dict[int, str] = {}
-        self._threads = [
-            threading.Thread(target=self._keep, args=(number,), name=f"engine-{number}", daemon=True)
-            for number in range(len(engines))
-        ]
-
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # This also aborts a restart in progress, because the next phase may need the accelerator.
-        self._over.set()
-        for thread in self._threads:
-            thread.join()
-
-    @property
-    def problem(self) -> str:
-        """Why no engine is left; "" while one is alive or may come back."""
-        none_left = len(self._given_up) == len(self._engines)
-        return next(iter(self._given_up.values()), "") if none_left else ""
-
-    def _keep(self, number: int) -> None:
-        engine = self._engines[number]
-        for _ in range(RESTARTS):
-            how = self._wait_for_end(engine)
-            if not how:
-                return
-            self._note(number, f"is being restarted: {how.splitlines()[0]}")
-            try:
-                engine.revive(self._over)
-            except (ProgramFailed, StoreError, OSError) as error:
-                how = str(error)
-                break
-        else:
-            how = self._wait_for_end(engine)
-        if how and not self._over.is_set():
-            self._given_up[number] = f"engine {number} keeps failing and is not restarted again: {how}"
-            self._note(number, f"keeps failing and is not restarted again: {how.splitlines()[0]}")
-
-    def _wait_for_end(self, engine: Engine) -> str:
-        """Wait until the engine's server ends by itself, and return how; "" when the program is over."""
-        while not self._over.wait(LOOK_S):
-            if how := engine.how_it_ended():
-                return how
-        return ""
-
-    def _note(self, number: int, what: str) -> None:
-        self.events.append(
-            {"event": "engine_restarted", "replica": number, "engine_note": f"engine {number} {what}"}
-        )
 
 
 def log_name(number: int) -> str:

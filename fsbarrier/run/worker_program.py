@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.host.rendezvous import LISTENING
@@ -22,9 +20,6 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.store import owned
 from fsbarrier.store.retry import patiently
-
-if TYPE_CHECKING:
-    from fsbarrier.engine.replicas import Keeper
 
 # How often to check for cancellation and for a sign of life.
 WATCH_S = 0.25
@@ -111,11 +106,7 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
     else:
         program = _start_kept(work.keep, own.spec, argv, env, log_file, context, workplace)
     workplace.close_rendezvous()
-    with workplace.own_engines.kept_alive() if uses_engines else nullcontext() as keeper:
-        try:
-            code = _watch(program, context, job, workplace, keeper)
-        finally:
-            job.events += keeper.events if keeper else ()
+    code = _watch(program, context, job, workplace, uses_engines=uses_engines)
     if code != 0:
         said, log = _why_it_failed(program, argv, code), _end_of_log(program)
         ours = program_name(argv).startswith("fsbarrier.")
@@ -213,7 +204,7 @@ def _kept_program(
 
 
 def _watch(
-    child: Child | KeptProgram, context: Context, job: RowJob, workplace: Workplace, keeper: Keeper | None
+    child: Child | KeptProgram, context: Context, job: RowJob, workplace: Workplace, *, uses_engines: bool
 ) -> int:
     """Wait for the program; returns its exit code. Ends it if its progress file and log do not change for `stall_timeout_s`, or if it
     needs an engine and none is left."""
@@ -223,9 +214,9 @@ def _watch(
         if job.cancel.is_set():
             child.stop(workplace.grace_s)
             raise Cancelled
-        if keeper is not None and keeper.problem:
+        if uses_engines and (how := workplace.own_engines.none_left()):
             child.stop(workplace.grace_s)
-            raise ProgramFailed(keeper.problem)
+            raise ProgramFailed(how)
         stamp = _modified_ns(job.progress_file) + _modified_ns(child.log_file)
         if stamp != last_stamp:
             last_stamp, changed_at = stamp, job.clock()

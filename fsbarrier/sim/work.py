@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from fsbarrier.engine.engine import EngineInfo
-from fsbarrier.engine.replicas import Keeper, Replicas
+from fsbarrier.engine.replicas import Replicas
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes.kept_program import KeptProgram
 from fsbarrier.processes.supervisor import Child
@@ -152,9 +151,8 @@ class SimEngines:
         cancel.wait(self._host.world.short())
         return {"action": "keep"}
 
-    @contextmanager
-    def kept_alive(self) -> Iterator[Keeper]:
-        yield Keeper(())
+    def none_left(self) -> str:
+        return ""
 
     def stop(self) -> None:
         self.serving = ""

@@ -254,7 +254,6 @@ WORDING: dict[str, Callable[[Event], str | None]] = {
     "weights_checked": _noting("note", "; its engines read the run directory"),
     "engine_ready": _noting("engine_note"),
     "program_restarted": _restarted,
-    "engine_restarted": _noting("engine_note"),
     "phase_started": _phase_started,
     "phase_finished": _phase_finished,
     "iteration_finished": lambda event: f"iteration {event.iteration} is done",

@@ -90,7 +90,7 @@ class Rollout:
             servers,
             connections=self.concurrency * (most_samples if agent else 1) + SPARE_CONNECTIONS,
             on_tokens=self._on_tokens,
-            # The daemon restarts a dead engine, or ends this program if it cannot.
+            # The daemon ends this program if none of its own engines is left. A user's server may come back.
             patience_s=settings.engine.start_timeout_s,
         )
         # Whether any engine has answered.
