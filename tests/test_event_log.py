@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from core_builders import MERGE, OPEN, ROLL_OUT, RULES, at_row
 
-from fsbarrier.processes.supervisor import Child
 from fsbarrier.protocol.state import Node
 from fsbarrier.run import event_log, tracking
 from fsbarrier.rundir import runrecord
@@ -142,9 +141,8 @@ def test_work_is_told_before_the_row_ends_where_that_takes_long(log: Log) -> Non
 def test_trackers_that_hang_are_ended_with_the_node_and_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = Child.start
     hang = [sys.executable, "-c", "import time; time.sleep(600)"]
-    monkeypatch.setattr(tracking.Child, "start", lambda command, **more: start(hang, **more))
+    monkeypatch.setattr(tracking, "own_program", lambda *words: hang)
     monkeypatch.setattr(tracking, "LAST_S", 1.0)
     log = Log(tmp_path, monkeypatch, **{"tracker.names": ["tensorboard"]})
     log.at(100.0, "generation_started", at_row(0, OPEN))

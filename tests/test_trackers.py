@@ -151,8 +151,10 @@ def test_accelerate_itself_takes_what_it_is_told(tmp_path: Path) -> None:
         "def init(project, name, resume, **more): assert resume == 'allow'; return Run()\n"
         "config = type('Config', (), {'update': lambda self, *a, **k: None})()\n"
     )
-    spec = {"log_path": str(log_path), "names": ["wandb"], "project": "p"}
-    code = f"from fsbarrier.workers.track import Trackers; Trackers({spec}, print).bring(2)"
+    code = (
+        "from pathlib import Path; from fsbarrier.settings.sections import TrackerSettings; from fsbarrier.workers.track import Trackers\n"
+        f"Trackers(Path({str(log_path)!r}), TrackerSettings(('wandb',), 'p'), print).bring(2)"
+    )
     env = {**os.environ, "PYTHONPATH": f"{REPO}:{tmp_path}", "HEARD": str(tmp_path / "heard")}
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=False

@@ -23,8 +23,8 @@ from fsbarrier.store.printable import without_passwords
 COMMAND_S = 60.0
 #: how long the end of a node waits for its last notifications
 LAST_S = 10.0
-# Linux limits an environment variable to 128 KiB. In an event that is too long, texts are cut to this many characters.
-MOST_BYTES, SHORTER = 100_000, (1000, 100, 10)
+# Linux limits an environment variable to 128 KiB. Of an event that is too long only the name is told.
+MOST_BYTES = 100_000
 # The event is in the command's standard input and in its environment.
 _GIVE = 'printf "%s\\n" "$FSBARRIER_EVENT" | "$@"'
 _NAMES = {"generation_started": "started", "evaluated": "evaluated", "node_lost": "node_lost"}
@@ -64,9 +64,8 @@ class Notifier:
             return
         message = {"event": name, **self._about, "node_rank": node.rank, **fields}
         text = without_passwords(json.dumps(message, default=str))
-        for most in SHORTER:
-            if len(text) > MOST_BYTES:
-                text = json.dumps(_cut(json.loads(text), most))
+        if len(text) > MOST_BYTES:
+            text = json.dumps({"event": name, **self._about, "node_rank": node.rank})
         self._waiting.put(text)
 
     def close(self) -> None:
@@ -90,18 +89,6 @@ class Notifier:
                     child.wait(COMMAND_S)
                 finally:
                     child.stop(grace_s=1.0)
-
-
-def _cut(value: object, most: int) -> object:
-    """`value` with every text in it cut to `most` characters."""
-    match value:
-        case str():
-            return value[:most]
-        case list():
-            return [_cut(item, most) for item in value]
-        case dict():
-            return {name: _cut(item, most) for name, item in value.items()}
-    return value
 
 
 def _ranks(lost: object) -> set[int]:

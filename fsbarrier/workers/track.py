@@ -1,6 +1,6 @@
 """Logs each iteration's metrics to trackers (W&B, TensorBoard, MLflow) through accelerate. A separate process beside the leader.
 
-It waits until its daemon announces a finished iteration, reads the journals, and logs every iteration that a tracker does not have yet. The
+Its daemon gives it each finished iteration as a job. It reads the journals, and logs every iteration that a tracker does not have yet. The
 progress is stored in the run directory, so another node's process can continue without gaps; iterations logged just before a kill are
 logged again under the same step. A failing tracker is reported and retried at the next iteration; it never delays the run.
 
@@ -9,31 +9,28 @@ Only this module loads accelerate and the trackers' packages.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
+from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.section import leaves
+from fsbarrier.settings.sections import Settings, TrackerSettings
 from fsbarrier.store import files, reading
 from fsbarrier.view.report_formats import csv_table, iteration_rows
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import REPORT_BYTES, status_of
 
-#: polling interval of the daemon's file on the local disk
-LOOK_S = 0.2
 #: low priority, so that training is not slowed down
 NICENESS = 10
-#: the daemon's last message
-END = "end"
 
 
 @dataclass
@@ -116,10 +113,9 @@ class OneTracker:
 class Trackers:
     """All trackers of a run. `say(name, why)` is called once when a tracker starts to fail."""
 
-    def __init__(self, spec: dict[str, Any], say: Any) -> None:
-        self._reader = RunReader(Path(spec["log_path"]), newest_bytes=REPORT_BYTES)
-        files.set_shared_group(self._reader.record.settings.shared_group)
-        self._folder = RunPaths(Path(spec["log_path"])).trackers
+    def __init__(self, log_path: Path, settings: TrackerSettings, say: Callable[[str, str], None]) -> None:
+        self._reader = RunReader(log_path, newest_bytes=REPORT_BYTES)
+        self._folder = RunPaths(log_path).trackers
         self._say = say
         files.make_dirs(self._folder)
         self._file = self._folder / "progress.json"
@@ -127,7 +123,7 @@ class Trackers:
         run_id = self._reader.record.run_id
         config = dict(leaves(shown(self._reader.record.settings.as_json())))
         self._trackers = [
-            OneTracker(name, str(spec["project"]), run_id, self._folder, config) for name in spec["names"]
+            OneTracker(name, settings.project, run_id, self._folder, config) for name in settings.names
         ]
 
     def bring(self, iteration: int) -> None:
@@ -179,30 +175,46 @@ def _numbers(row: Mapping[str, object]) -> dict[str, float]:
     return {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
 
 
-def main(arguments: list[str]) -> int:
-    """`track.py SPEC WANTED PROBLEMS`, files on the local disk. The daemon writes WANTED, this program writes PROBLEMS."""
-    spec_file, wanted, problems = map(Path, arguments)
+class Spec(TypedDict):
+    """`iteration`: the last finished one. `last`: there are no more jobs."""
+
+    run_record: str
+    iteration: int
+    last: bool
+
+
+class TrackerJobs:
+    """The jobs of one process."""
+
+    def __init__(self) -> None:
+        self._trackers: Trackers | None = None
+        self._problems: list[Payload] = []
+        self.over = False
+
+    def do(self, spec: Spec, settings: Settings, progress: ProgressWriter) -> JsonObject:
+        self._problems = []
+        # On a filesystem error, the next iteration tells this one too.
+        try:
+            if self._trackers is None:
+                self._trackers = Trackers(Path(spec["run_record"]).parent, settings.tracker, self._say)
+            if spec["iteration"]:
+                self._trackers.bring(spec["iteration"])
+        except OSError as error:
+            self._say("", f"{error.filename or 'a file'}: {error.strerror}")
+        self.over = spec["last"]
+        if self.over and self._trackers is not None:
+            self._trackers.finish()
+        return {"problems": self._problems}
+
+    def _say(self, name: str, why: str) -> None:
+        self._problems.append({"tracker": name, "why": why[:1000]})
+
+
+def main() -> int:
     os.nice(NICENESS)
-
-    def say(name: str, why: str) -> None:
-        with problems.open("a") as stream:
-            stream.write(json.dumps({"tracker": name, "why": why[:1000]}) + "\n")
-
-    spec = json.loads(spec_file.read_bytes())
-    tracking, done, idle = Trackers(spec, say), 0, threading.Event()
-    while True:
-        words = wanted.read_text().split()
-        iteration, ends = int(words[0]), END in words
-        if iteration > done:
-            # On a filesystem error, the next poll retries; the last one gives up.
-            with contextlib.suppress(OSError):
-                tracking.bring(iteration)
-                done = iteration
-        if ends:
-            tracking.finish()
-            return 0
-        idle.wait(LOOK_S)
+    jobs = TrackerJobs()
+    return run_worker(jobs.do, stays=lambda: not jobs.over)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
