@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from fsbarrier.doctor.between import LONGEST_S, ROUNDS, Findings
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, SEVERITY, WARNING, Check, shown
 from fsbarrier.doctor.probes import NEEDED, judge_races
-from fsbarrier.run.fingerprint import CLOCKS_APART_S
 from fsbarrier.store.mounts import CLOSE_TO_OPEN, COHERENT, INSTEAD
 
 #: a mount that shows changes sooner than this counts as coherent; a longer delay makes barriers slow enough for a warning
 FRESH_S, SLOW_S = 0.5, 2.0
+#: people compare logs of different nodes by time: a larger difference of clocks is worth a note
+CLOCKS_APART_S = 5.0
 RACES = "exclusive-create races"
 LABELS = {"content": "replaced file seen after", "listing": "new name listed after"}
 
@@ -65,8 +66,6 @@ def between_nodes(findings: Findings) -> list[Check]:
 
 def _races(findings: Findings) -> Iterator[Check]:
     parts = {rank: node.races for rank, node in findings.items()}
-    if not all(part.links for part in parts.values()):
-        yield Check("hard links", NOTE, "not supported; records are created with O_EXCL instead")
     errors = sum((Counter(part.errors) for part in parts.values()), Counter[str]())
     winners = Counter(number for part in parts.values() for number in part.won)
     if not winners:

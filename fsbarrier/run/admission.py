@@ -14,12 +14,10 @@ from fsbarrier.errors import ProgramFailed
 from fsbarrier.planning.cluster_plan import bytes_of_a_number, checkpoint_bytes
 from fsbarrier.program import Context
 from fsbarrier.protocol.wording import gib
-from fsbarrier.run.fingerprint import CLOCKS_APART_S, PACKAGES, Fingerprint
+from fsbarrier.run.fingerprint import PACKAGES, Fingerprint
 from fsbarrier.settings.sections import Settings
 from fsbarrier.store.reading import GIB
 
-# With less than this a node can hardly write logs, or start a program.
-LITTLE_DISK, LITTLE_MEMORY = GIB // 4, GIB // 2
 # The driver itself may use this much of an accelerator.
 IN_USE_BY_NOBODY = GIB
 
@@ -67,7 +65,7 @@ def examine(
     }
     needed = [name for name in PACKAGES if used.get(name, True)]
     found += _differences(nodes, hosts, needed, updates=updates)
-    found += _shortages(nodes, hosts)
+    found += _in_use(nodes, hosts)
     if parameters and updates:
         found += _checkpoint_room(nodes, hosts, settings, parameters)
     return sorted(found, key=lambda one: not one.refused)
@@ -109,33 +107,15 @@ def _differences(
         yield from differ("accelerators", {rank: _accelerators_as_text(one) for rank, one in nodes.items()})
 
 
-def _shortages(nodes: Nodes, hosts: Mapping[int, str]) -> Iterator[Objection]:
-    def short(what: str, free: Mapping[int, int], least: int) -> Iterator[Objection]:
-        lacking = {rank: amount for rank, amount in free.items() if 0 < amount < least}
-        if lacking:
-            text = ", ".join(
-                f"{_node_and_host(rank, hosts)}: {gib(amount)} free" for rank, amount in lacking.items()
-            )
-            yield Objection(False, what, text)
-
-    yield from short("little memory", {rank: one.memory_free for rank, one in nodes.items()}, LITTLE_MEMORY)
-    yield from short(
-        "little local disk", {rank: one.local_disk_free for rank, one in nodes.items()}, LITTLE_DISK
-    )
+def _in_use(nodes: Nodes, hosts: Mapping[int, str]) -> Iterator[Objection]:
     used = [
         f"{_node_and_host(rank, hosts)}: {gib(int(taken))} of accelerator {number}"
-        for rank, one in nodes.items()
-        for number, (_, _, taken) in enumerate(one.accelerators)
+        for rank, node in nodes.items()
+        for number, (_, _, taken) in enumerate(node.accelerators)
         if int(taken) > IN_USE_BY_NOBODY
     ]
     if used:
         yield Objection(False, "in use by others", ", ".join(used))
-    ahead = {rank: one.clock_ahead_s for rank, one in nodes.items()}
-    if ahead and max(ahead.values()) - min(ahead.values()) > CLOCKS_APART_S:
-        text = ", ".join(
-            f"{_node_and_host(rank, hosts)}: {seconds:+.1f} s" for rank, seconds in ahead.items()
-        )
-        yield Objection(False, "clocks are apart", text)
 
 
 def _checkpoint_room(

@@ -116,7 +116,7 @@ class Daemon:
         self.workplace = self._make_workplace(log_dir, work_dir, weights, devices)
         self.jobs = JobRunner(self._context_maker(observer), self.workplace, wake.set)
         code = code_digests(settings)
-        fingerprint = Fingerprint.collect(devices, code, log_dir=log_dir, work_dir=work_dir)
+        fingerprint = Fingerprint.collect(devices, code, log_dir=log_dir)
         join = describe_start(rank, until, choices, stated, digest=one_digest(code), fingerprint=fingerprint)
         self._changed_code = last.other_code(join) if last else []
         events = self.events
