@@ -40,7 +40,7 @@ HOLDING_ON = at_row(1, ROLL_OUT)
 STARTED_AGAIN = started(1, incarnation=2)
 NOT_TO_BE_READ = (
     "gen-000002.json cannot be read for 15 s: torn; if other nodes can read it, look at this host's mount; else restore the file, or "
-    "let the run go on without it: fsbarrier recover --iteration N"
+    "begin another run with this one's policy: init_from=THIS_LOG_PATH"
 )
 OTHER_CODE = started(1, incarnation=2, digest="b" * 64, version="0.2")
 REFUSED = (

@@ -5,15 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
-from cluster import FAST, REPO, Cluster, assert_exactly_once
+from cluster import FAST, REPO, Cluster
 
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
@@ -21,12 +17,9 @@ from fsbarrier.coordination.paces import Paces
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position
 from fsbarrier.protocol.state import Node, RowPart, Rules, Stage
-from fsbarrier.run import superseding
 from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
-from fsbarrier.rundir.runrecord import RunRecord
-from fsbarrier.settings.sections import Settings
 
 ROWS = tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES))
 RULES = Rules(Program("ping", ROWS), 2)
@@ -187,67 +180,12 @@ def test_after_a_flipped_bit_the_run_goes_neither_back_nor_elsewhere(tmp_path: P
         merged = {path: path.read_bytes() for path in paths.trajectories("train").iterdir()}
         assert session(3) == 3
         said = cluster.said(0)
-        assert "gen-000002.json cannot be read for 2 s: torn" in said and "fsbarrier recover" in said
+        assert "gen-000002.json cannot be read for 2 s: torn" in said and "init_from" in said
         assert {path: path.read_bytes() for path in paths.trajectories("train").iterdir()} == merged
-        assert len(os.listdir(paths.generations)) == 2
-        shown = recover(cluster.log_path, "--iteration", "3", "--dry-run")
-        assert (
-            "gen-000002.json: torn" in shown
-            and "would continue at iteration 3 with policy-000002.g0002" in shown
-        )
         assert len(os.listdir(paths.generations)) == 2
         paths.generation(2).write_bytes(whole)
         assert session(3) == 0
         assert [e["iteration"] for e in cluster.events() if e["event"] == "iteration_finished"] == [1, 2, 3]
-
-
-def recover(log_path: Path, *words: str) -> str:
-    argv = [sys.executable, "-m", "fsbarrier", "recover", "--log-path", str(log_path), *words]
-    done = subprocess.run(argv, cwd=REPO, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize("spoilt", ["generation", "leader's fact"])
-def test_a_person_may_let_the_run_go_on_without_it(tmp_path: Path, spoilt: str) -> None:
-    """From the policy that model.pt names, in a generation whose number nobody has had; and no node did so before."""
-    with Cluster(tmp_path, 1, *FAST, "--iterations", "2") as cluster:
-        paths = RunPaths(cluster.log_path)
-        cluster.start()
-        assert cluster.wait() == {0: 0}
-        fact = next(paths.facts_of(1).glob("p11-*")) / fact_name(2, 0)
-        flip_a_bit(paths.generation(1) if spoilt == "generation" else fact)
-        assert "continues at iteration 3 with policy-000002.g0001" in recover(
-            cluster.log_path, "--iteration", "3"
-        )
-        assert "supersedes" not in recover(cluster.log_path, "--iteration", "3")
-        cluster.flags = ("--program", "toy", *FAST, "--iterations", "3")
-        cluster.start()
-        assert cluster.wait() == {0: 0}, cluster.said(0)
-        assert Path(os.readlink(paths.served_model)).parent.name == "policy-000003.g0003"
-        assert_exactly_once(cluster.log_path, 3)
-
-
-def test_what_a_recovery_records_knows_the_newest_starts_and_hands_the_settings_on(tmp_path: Path) -> None:
-    paths, store = RunPaths(tmp_path), PosixStore()
-    for folder in (paths.joins, paths.generations):
-        store.make_dir(folder)
-    for rank, incarnation in ((0, 1), (0, 2), (1, 1), (1, 3), (1, 2)):
-        store.create(paths.join(rank, incarnation), Join(rank, incarnation, "host", 1, "boot"))
-    changed = {"optimizer.lr": 0.5}
-    for number in (1, 2):
-        made = Generation(
-            number, (Member(0, 2), Member(1, 3)), 0, Position(number, 0), "start", settings=changed
-        )
-        store.create(paths.generation(number), made)
-    flip_a_bit(paths.generation(2))
-    settings = Settings(program="toy", num_nodes=2, rank_weights=(1.0, 1.0))
-    record = cast(RunRecord, SimpleNamespace(paths=paths, settings=settings, log_path=tmp_path))
-    found = superseding.needed(record, 2)
-    assert found is not None
-    generation = found.generation
-    assert (generation.number, generation.start, generation.leader) == (3, Position(2, 0), 0)
-    assert generation.members == (Member(0, 2), Member(1, 3)) and generation.settings == changed
 
 
 def other_clone(folder: Path, file: str, old: str, new: str) -> dict[str, str]:
@@ -288,40 +226,3 @@ def test_nodes_of_other_versions_are_refused_and_the_run_goes_on(tmp_path: Path)
         assert "start all nodes with the same fsbarrier and program" in cluster.said(1)
         members = [e["members"] for e in cluster.events() if e["event"] == "generation_started"]
         assert members[0] == [0, 1] and members[-1] == [0]
-
-
-WITHOUT_LINKS = """
-import os, signal
-# It looks at os.open when it is imported.
-import shutil
-def link(*args, **more):
-    raise OSError(95, "no hard links here")
-os.link, last, writes, write, open_ = link, "", 0, os.write, os.open
-def noting(path, flags, *args, **more):
-    global last
-    last = str(path) if flags & os.O_EXCL else last
-    return open_(path, flags, *args, **more)
-def killing(fd, data):
-    global writes
-    place = os.environ.get("KILLED_IN")
-    writes += bool(place and place in last)
-    if writes == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return write(fd, data)
-os.open, os.write = noting, killing
-"""
-
-
-def test_without_hard_links_a_leader_killed_in_the_middle_of_its_fact_can_start_again(tmp_path: Path) -> None:
-    """The first write is to a temporary name, which cannot be linked. The second is that of the record itself."""
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(WITHOUT_LINKS)
-    with Cluster(tmp_path, 1, *FAST, "--iterations", "1") as cluster:
-        without_links = {"PYTHONPATH": f"{tmp_path / 'site'}:{REPO}"}
-        cluster.env[0] = {**without_links, "KILLED_IN": "p05-eval_decide"}
-        cluster.start()
-        assert cluster.wait() == {0: -9}
-        cluster.env[0] = without_links
-        cluster.start()
-        assert cluster.wait() == {0: 0}, cluster.said(0)
-        assert_exactly_once(cluster.log_path, 1)

@@ -139,7 +139,7 @@ def wait_for_an_unreadable_record(at: Situation) -> Step | None:
         StoreError.exit_code,
         "left",
         f"{found.path} cannot be read for {silent_s:.0f} s: {found.fault.why}; if other nodes can read it, look at this host's mount; "
-        "else restore the file, or let the run go on without it: fsbarrier recover --iteration N",
+        "else restore the file, or begin another run with this one's policy: init_from=THIS_LOG_PATH",
     )
 
 

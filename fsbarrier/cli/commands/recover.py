@@ -13,7 +13,6 @@ from fsbarrier.data.rank_files import FoundFile, RanksRequest
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.run import recovery
-from fsbarrier.run.superseding import needed, record_generation
 from fsbarrier.rundir import heartbeats
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.store.printable import printable
@@ -63,16 +62,11 @@ def main(args: argparse.Namespace) -> int:
         if refused and not args.dry_run:
             # Fail before changing anything.
             raise UsageError(refused[0])
-        superseding = needed(record, args.iteration)
-        has_something = found or superseding is not None or any(split["gone"] for split in plan)
+        has_something = found or any(split["gone"] for split in plan)
         # The next iteration may have begun without a file.
         if not has_something and args.iteration > max(recovery.iterations(log_path), default=0) + 1:
             raise UsageError(nothing_of(log_path, args.iteration))
-        if superseding is not None:
-            outcome["goes_on"] = superseding.as_json()
         if not args.dry_run:
-            if superseding is not None:
-                record_generation(record, superseding)
             outcome["quarantined_in"] = str(recovery.quarantine(log_path, aside) or "")
             plan = [merge(log_path, split, found, args, dry_run=False) for split in SPLITS]
         outcome["splits"] = plan
@@ -140,12 +134,6 @@ def as_text(outcome: JsonObject, found: list[FoundFile]) -> str:
         lines.append(f"would move {len(outcome['would_quarantine'])} file(s) to quarantine/")
     if outcome.get("quarantined_in"):
         lines.append(f"moved unusable files to {outcome['quarantined_in']}")
-    if on := outcome.get("goes_on"):
-        does = "would continue" if outcome["dry_run"] else "continues"
-        lines.append(f"the run cannot continue from {on['unreadable']}")
-        lines.append(
-            f"generation {on['generation']} supersedes it: the run {does} at iteration {on['iteration']} with {on['policy']}"
-        )
     for split in outcome["splits"]:
         lines += merged_lines(split["split"], split)
         if split["gone"] and not split.get("restored"):
