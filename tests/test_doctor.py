@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fsbarrier import cli
-from fsbarrier.doctor import examine, mount_options, probes, verdict
+from fsbarrier.doctor import examine, mount_options, verdict
 from fsbarrier.doctor.between import ROUNDS, NodeFindings
 from fsbarrier.doctor.findings import Check
 from fsbarrier.rundir import runrecord
@@ -139,19 +139,6 @@ def test_two_winners_of_one_round_are_refused() -> None:
     races["won"] = [*races["won"], 0]
     check = concluded(said(0), said(1, races=races))["exclusive-create races"]
     assert check.level == "refused" and "1 of" in check.finding
-
-
-def test_without_hard_links_the_exclusive_create_must_do() -> None:
-    def without(rank: int, errors: int = 0) -> dict[str, Any]:
-        races = {**said(rank)["races"], "links": False}
-        if errors:
-            races |= {"won": [], "errors": {"ENOSYS": errors}, "records": [""] * ROUNDS}
-        return said(rank, races=races)
-
-    checks = concluded(without(0), without(1))
-    assert checks["hard links"].level == "note" and checks["exclusive-create races"].level == "ok"
-    checks = concluded(without(0, ROUNDS), without(1, ROUNDS))
-    assert checks["exclusive-create races"].level == "refused"
 
 
 def late(kind: str, most: float, *, unfinished: bool = False) -> dict[str, Any]:
@@ -288,31 +275,13 @@ def test_a_mount_without_any_exclusive_create_is_refused(
     assert [check.advice for check in examine.short(tmp_path).refused] == ["make room"]
 
 
-def test_lost_replies_without_hard_links_refuse_no_mount(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["link", "symlink"])
+def test_a_filesystem_without_links_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The races use the operation that records use, which recognises its own creation."""
-    rename, calls = os.rename, iter(range(10**6))
-
-    def lost(source: Path, target: Path) -> None:
-        rename(source, target)
-        if next(calls) % 3 == 0:
-            raise OSError(errno.EIO, "the answer is lost")
-
     def refuse(*args: object, **kwargs: object) -> None:
-        raise OSError(errno.EOPNOTSUPP, "no hard links")
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
-    opened, before = os.open, iter(range(10**6))
-
-    def lost_open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        fd = opened(path, flags, *args, **kwargs)
-        if flags & os.O_EXCL and "race-" in Path(path).name and next(before) % 3 == 0:
-            os.close(fd)
-            raise OSError(errno.EIO, "the answer is lost")
-        return fd
-
-    monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr(os, "rename", lost)
-    monkeypatch.setattr(os, "open", lost_open)
-    check = probes.exclusive_create(tmp_path)
-    assert check.level != "refused", check
+    monkeypatch.setattr(os, name, refuse)
+    (check,) = examine.short(tmp_path).refused
+    assert "not supported" in check.finding and "hard links and symbolic links" in check.advice

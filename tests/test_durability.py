@@ -59,13 +59,10 @@ def test_a_record_is_flushed_before_its_name_and_its_name_before_anybody_relies_
     assert_named_when_whole(seen, "link", "record")
 
 
-@pytest.mark.parametrize("links", [True, False])
 def test_a_name_that_could_not_be_flushed_is_flushed_when_it_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second try finds the name taken, by this very process."""
-    if not links:
-        monkeypatch.setattr(os, "link", refuse(errno.EOPNOTSUPP))
     real, store = files.fsync_dir, PosixStore()
 
     def fails_for_the_name(folder: Path) -> None:
@@ -80,16 +77,6 @@ def test_a_name_that_could_not_be_flushed_is_flushed_when_it_is_tried_again(
     with recording(tmp_path) as seen:
         assert not store.create(tmp_path / "record", RECORDS["generation"])
     assert "." in [seen.done[at].path for at in seen.all("flush-dir")], seen.done
-
-
-def test_without_hard_links_what_is_created_under_its_own_name_is_flushed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "link", refuse(errno.EOPNOTSUPP))
-    with recording(tmp_path) as seen:
-        assert files.create_exclusive(tmp_path / "run.json", b"content")
-    assert seen.flushed_before("run.json", len(seen.done))
-    assert seen.all("flush-dir")[-1] > seen.all("flush", "run.json")[-1], seen.done
 
 
 class DoneAtOnce:
@@ -134,30 +121,18 @@ def test_a_merged_file_is_flushed_before_its_name_and_before_its_public_name(tmp
     parts = [write_part(tmp_path / f"part-{rank}", [rank], rank=rank) for rank in range(2)]
     with recording(tmp_path) as seen:
         merge(MergeRequest(tuple(Part(path) for path in parts), tmp_path / "merged.g0001", {}, (0, 1)))
-        files.link_or_copy(tmp_path / "merged.g0001", tmp_path / "merged")
+        files.link(tmp_path / "merged.g0001", tmp_path / "merged")
     named = assert_named_when_whole(seen, "rename", "merged.g0001")
     public = seen.one("rename", "merged")
     assert any(named < at < public for at in seen.all("flush-dir")), seen.done
     assert any(at > public for at in seen.all("flush-dir")), seen.done
 
 
-def test_a_copy_is_flushed_before_it_is_the_public_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "merged.g0001").write_bytes(b"content" * 1000)
-    monkeypatch.setattr(os, "link", refuse(errno.EOPNOTSUPP))
-    with recording(tmp_path) as seen:
-        files.link_or_copy(tmp_path / "merged.g0001", tmp_path / "merged")
-    assert_named_when_whole(seen, "rename", "merged")
-
-
 def test_the_last_look_is_the_last_thing_before_the_public_name(tmp_path: Path) -> None:
     (tmp_path / "merged.g0001").write_bytes(b"content")
     folder = policy(tmp_path, 1)
     with recording(tmp_path) as seen:
-        files.link_or_copy(
-            tmp_path / "merged.g0001", tmp_path / "merged", lambda: seen.note("look", tmp_path / "a")
-        )
+        files.link(tmp_path / "merged.g0001", tmp_path / "merged", lambda: seen.note("look", tmp_path / "a"))
         checkpoints.publish_link(tmp_path, folder, lambda: seen.note("look", tmp_path / "b"))
     for look, name in (("a", "merged"), ("b", "model.pt")):
         after = [one for one in seen.done[seen.one("look", look) + 1 :] if one.verb != "look"]
@@ -209,20 +184,6 @@ def test_the_weights_are_public_only_when_their_manifest_is_durable(tmp_path: Pa
     public = seen.one("rename", "model.pt")
     assert any(manifest < at < public for at in seen.all("flush-dir"))
     assert any(at > public and seen.done[at].path == "." for at in seen.all("flush-dir")), seen.done
-
-
-def test_a_copy_of_the_weights_is_flushed_before_it_is_public(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = policy(tmp_path, 1)
-    # Before the recording: whoever is put in last must be taken out first.
-    monkeypatch.setattr(os, "symlink", refuse(errno.EOPNOTSUPP))
-    with recording(tmp_path) as seen:
-        checkpoints.publish_link(tmp_path, folder)
-    public = seen.one("rename", "model.pt")
-    copied = seen.done[public].source
-    flushed = {seen.done[at].path for at in (*seen.all("flush"), *seen.all("flush-dir")) if at < public}
-    assert flushed >= {copied, f"{copied}/config.json", f"{copied}/model.safetensors"}, seen.done
 
 
 def test_a_version_that_is_removed_is_incomplete_first(tmp_path: Path) -> None:

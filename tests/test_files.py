@@ -1,14 +1,11 @@
-"""Exclusive creation: one winner with hard links and without, whatever error codes say."""
+"""Exclusive creation: one winner, whatever error codes say."""
 
 from __future__ import annotations
 
 import errno
 import multiprocessing
 import os
-import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,32 +28,20 @@ def link_fails(number: int) -> None:
 def race(
     folder: Path,
     me: int,
-    without_links: bool,
-    never_torn: bool,
     start: multiprocessing.synchronize.Barrier,
 ) -> list[bool]:
-    if without_links:
-        link_fails(errno.EOPNOTSUPP)
     start.wait(30)
-    return [
-        files.create_exclusive(folder / f"{n}", b"%d" % me * 50, durable=False, never_torn=never_torn)
-        for n in range(NAMES)
-    ]
+    return [files.create_exclusive(folder / f"{n}", b"%d" % me * 50, durable=False) for n in range(NAMES)]
 
 
-def racer(folder: Path, me: int, without_links: bool, never_torn: bool, start, results) -> None:  # type: ignore[no-untyped-def]
-    results.put((me, race(folder, me, without_links, never_torn, start)))
+def racer(folder: Path, me: int, start, results) -> None:  # type: ignore[no-untyped-def]
+    results.put((me, race(folder, me, start)))
 
 
-@pytest.mark.parametrize("never_torn", [False, True])
-@pytest.mark.parametrize("without_links", [(), (0, 1, 2, 3), (0, 2)], ids=["links", "none", "mixed"])
-def test_one_process_wins_each_name(tmp_path: Path, without_links: tuple[int, ...], never_torn: bool) -> None:
+def test_one_process_wins_each_name(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     start, results = context.Barrier(PROCESSES), context.Queue()
-    racers = [
-        context.Process(target=racer, args=(tmp_path, me, me in without_links, never_torn, start, results))
-        for me in range(PROCESSES)
-    ]
+    racers = [context.Process(target=racer, args=(tmp_path, me, start, results)) for me in range(PROCESSES)]
     for process in racers:
         process.start()
     wins = dict(results.get(timeout=60) for _ in racers)
@@ -65,73 +50,8 @@ def test_one_process_wins_each_name(tmp_path: Path, without_links: tuple[int, ..
     for number in range(NAMES):
         winners = [me for me, won in wins.items() if won[number]]
         assert len(winners) == 1
-        assert files.read_created(tmp_path / f"{number}") == b"%d" % winners[0] * 50
+        assert (tmp_path / f"{number}").read_bytes() == b"%d" % winners[0] * 50
     assert len(os.listdir(tmp_path)) == NAMES, "a temporary file is left"
-
-
-@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_without_hard_links_the_name_itself_is_created_exclusively(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    monkeypatch.setattr(os, "link", os.link)  # put back afterwards
-    link_fails(number)
-    path = tmp_path / "record"
-    assert files.create_exclusive(path, b"first")
-    assert not files.create_exclusive(path, b"second")
-    assert path.read_bytes() == b"first" and path.stat().st_mode & 0o777 == 0o600
-    assert os.listdir(tmp_path) == ["record"]
-
-
-def test_without_hard_links_a_killed_process_leaves_no_torn_record(tmp_path: Path) -> None:
-    """Killed before each of its calls in turn: the name is free, and the next one wins it, or the record is whole."""
-    calls = ("mkdir", "chmod", "open", "write", "fsync", "close", "rename", "unlink", "stat")
-    killed_at, path = 0, tmp_path
-    while not (killed_at and path.exists() and files.read_created(path) == b"first"):
-        killed_at += 1
-        assert killed_at < 60
-        path = tmp_path / f"record-{killed_at}"
-        if (child := os.fork()) == 0:
-            link_fails(errno.EOPNOTSUPP)
-            left = killed_at
-
-            def counted(call: Callable[..., Any]) -> Callable[..., Any]:
-                def count(*args: Any, **more: Any) -> Any:
-                    nonlocal left
-                    left -= 1
-                    if not left:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return call(*args, **more)
-
-                return count
-
-            for name in calls:
-                setattr(os, name, counted(getattr(os, name)))
-            files.create_exclusive(path, b"first", never_torn=True)
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert not path.exists() or files.read_created(path) == b"first"
-        won = files.create_exclusive(path, b"second", never_torn=True)
-        assert files.read_created(path) == (b"second" if won else b"first")
-    assert killed_at > 8
-    # What is left of those that were killed is a temporary name, which readers skip.
-    assert all(name.startswith((".record-", "record-")) for name in os.listdir(tmp_path))
-
-
-def test_without_hard_links_a_lost_reply_is_a_win_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "link", os.link)
-    link_fails(errno.EOPNOTSUPP)
-    real, path = os.rename, tmp_path / "record"
-
-    def rename(*args: Any) -> None:
-        real(*args)
-        raise OSError(errno.EIO, "the reply is lost")
-
-    monkeypatch.setattr(os, "rename", rename)
-    assert files.create_exclusive(path, b"mine", never_torn=True)
-    assert not files.create_exclusive(path, b"theirs", never_torn=True)
-    assert files.read_created(path) == b"mine" and os.listdir(tmp_path) == ["record"]
 
 
 def test_an_absence_that_is_remembered_is_looked_through(
@@ -224,7 +144,7 @@ def test_a_lost_reply_is_recognised_as_done(tmp_path: Path, monkeypatch: pytest.
     for name in ("link", "replace"):
         with monkeypatch.context() as patch:
             lose_replies(patch, name)
-            files.link_or_copy(tmp_path / "a" / "open", tmp_path / "a" / f"second-{name}")
+            files.link(tmp_path / "a" / "open", tmp_path / "a" / f"second-{name}")
     with monkeypatch.context() as patch:
         lose_replies(patch, "open")
         os.close(files.open_append(tmp_path / "a" / "log"))
@@ -245,42 +165,19 @@ def test_two_who_append_do_not_overwrite_each_other(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_bytes() == b"line\n" * 3
 
 
-def test_a_record_that_is_a_folder_is_read_and_removed_like_any_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As records are made where there are no hard links; what a process left that was killed is no record."""
-
-    def no_links(*names: object) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", no_links)
+def test_a_folder_in_the_place_of_a_record_is_an_unreadable_record(tmp_path: Path) -> None:
     store, path = PosixStore(), tmp_path / "facts" / "iter-000001.node-0000.done"
-    store.make_dir(path.parent)
-    assert store.create(path, Fact(0, 1, "done")) and path.is_dir()
-    files.temporary_beside(path).mkdir()
+    files.make_dirs(path)
     assert store.names(path.parent) == [path.name]
-    assert store.read(path, Fact) == Fact(0, 1, "done")
-    store.remove(path)
-    assert store.names(path.parent) == []
+    assert store.read(path, Fact) is None and store.fault(path, Fact).why
 
 
-def test_without_hard_links_a_name_that_is_taken_in_this_moment_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, open_new = tmp_path / "claim", files.open_new
-
-    def no_links(*names: object) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    def other_is_first(name: Path, more_flags: int = 0) -> int:
-        if name == path:
-            path.write_bytes(b"theirs")
-        return open_new(name, more_flags)
-
-    monkeypatch.setattr(os, "link", no_links)
-    monkeypatch.setattr(files, "open_new", other_is_first)
-    assert not files.create_exclusive(path, b"ours", durable=False)
-    assert path.read_bytes() == b"theirs"
+def test_without_hard_links_nothing_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", os.link)  # put back afterwards
+    link_fails(errno.EOPNOTSUPP)
+    with pytest.raises(OSError):
+        files.create_exclusive(tmp_path / "record", b"content")
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_directory_that_cannot_be_listed_is_not_empty(

@@ -80,7 +80,6 @@ CACHES = {
     "a second": ("--entry-s 1 --attr-s 1 --negative-s 1", 1),
     "absences and attributes for 30 s": ("--attr-s 30 --negative-s 30", 0),
     "listings a second old": ("--listing-s 1 --entry-s 1 --attr-s 1 --negative-s 1", 2),
-    "no hard links, no exchange": ("--no-links --no-exchange --negative-s 1", 0),
     "lost replies and errors": (
         "--fault lookup:ESTALE:0.002 --fault link:EIO:0.05:after --fault link:EIO:0.05 "
         "--fault rename2:EIO:0.005:after --fault create:EIO:0.005:after --fault opendir:ESTALE:0.002",
@@ -128,7 +127,6 @@ ADVERSARIAL = {
     "one read in fifty is stale": (ESTALE, 0.5),
     "one reply in ten is lost": (LOST, 0.5),
     "one write in a hundred fails": (WRITES, 0.5),
-    "one reply in ten is lost, without hard links": (f"--no-links --no-exchange {LOST}", 0.5),
 }
 
 
@@ -288,12 +286,11 @@ def test_two_winners_are_caught_and_refused(tmp_path: Path) -> None:
 
 @needs_fuse
 @pytest.mark.slow
-def test_hard_links_may_be_missing(tmp_path: Path) -> None:
-    with mounting.nodes(tmp_path, 2, ["--no-links", "--no-exchange"]) as mounts:
+def test_a_mount_without_hard_links_is_refused(tmp_path: Path) -> None:
+    with mounting.nodes(tmp_path, 2, ["--no-links"]) as mounts:
         codes, report = doctors(mounts)
-        assert codes == {0} and report["fit"], report
-        assert levels(report)["hard links"] == "note"
-        assert levels(report)["exclusive-create races"] == "ok"
+        assert codes == {3} and not report["fit"], report
+        assert "hard links" in json.dumps(report)
 
 
 @needs_fuse

@@ -141,11 +141,6 @@ class RankFileWriter:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         else:
             self._fd = open_own(self.path)
-            if os.fstat(self._fd).st_size < there.valid_bytes:
-                # `open_own` replaced the file by an empty one, because the old one had a second hard link with other permissions.
-                self.close()
-                self._begin()
-                return
         if there.torn_bytes:
             os.ftruncate(self._fd, there.valid_bytes)
             os.fsync(self._fd)

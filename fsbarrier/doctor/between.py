@@ -48,19 +48,18 @@ class About:
 
 @dataclass(slots=True)
 class Races:
-    """One node's part in the races: the rounds it won, its errors by name, the record of each name, and whether there are hard links."""
+    """One node's part in the races: the rounds it won, its errors by name, and the record of each name."""
 
     won: list[int] = field(default_factory=list)
     errors: dict[str, int] = field(default_factory=dict)
     records: list[str] = field(default_factory=list)
-    links: bool = True
 
     def read(self, session: Path) -> None:
         """Read who won each name; "" where that cannot be read."""
         for number in range(ROUNDS):
             content = b""
             with contextlib.suppress(OSError):
-                content = files.read_created(_raced(session, number))
+                content = read_bytes(_raced(session, number), RECORD_BYTES)
             self.records.append(content.decode(errors="replace"))
 
 
@@ -251,12 +250,12 @@ def race(session: Path, rank: int, num_nodes: int) -> Races:
     """Create names as the protocol does, each after the newest that this node knows, so that all nodes try the same at the same time."""
     folder, mine = session / "races", f"node-{rank}".encode()
     files.make_dirs(folder)
-    result = Races(links=_has_links(folder, rank))
+    result = Races()
     number, end = 0, time.monotonic() + LONGEST_S
     _line_up(folder, rank, num_nodes, end)
     while number < ROUNDS and time.monotonic() < end:
         try:
-            if files.create_exclusive(_raced(session, number), mine, durable=False, never_torn=True):
+            if files.create_exclusive(_raced(session, number), mine, durable=False):
                 result.won.append(number)
         except OSError as error:
             name = errno.errorcode.get(error.errno or 0, "unknown")
@@ -275,13 +274,3 @@ def _line_up(folder: Path, rank: int, num_nodes: int, end: float) -> None:
         if sum(name.startswith("here-") for name in os.listdir(folder)) >= num_nodes:
             return
         threading.Event().wait(PAUSE_S / 5)
-
-
-def _has_links(folder: Path, rank: int) -> bool:
-    own = folder / f".{rank}"
-    files.write_atomic(own, b"")
-    try:
-        os.link(own, folder / f".{rank}.link")
-    except OSError:
-        return False
-    return True

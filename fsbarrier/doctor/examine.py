@@ -73,7 +73,9 @@ def _own_checks(path: Path, mount: Mount) -> list[Check]:
 def _tried(raced: Check, scratch: Path, replacements: int, samples: int) -> list[Check]:
     if raced.level == REFUSED:
         return [raced]
-    return [raced, probes.replacement(scratch, replacements), *probes.latencies(scratch, samples)]
+    if (linked := probes.symbolic_links(scratch)).level == REFUSED:
+        return [linked]
+    return [raced, linked, probes.replacement(scratch, replacements), *probes.latencies(scratch, samples)]
 
 
 # --- several nodes --------------------------------------------------------------------------------------------------------

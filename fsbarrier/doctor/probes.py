@@ -31,7 +31,9 @@ ENOUGH_S = 8.0
 #: Interval between rounds, which all threads start together; a create that takes longer than the second value counts as hung.
 TICK_S, HANGS_S = 0.002, 30.0
 MIN_FREE_BYTES, MIN_FREE_INODES, MIN_OPEN_FILES, MIN_SHM_BYTES = 2 * 1024**3, 10_000, 1024, 1024**3
-NEEDED = "fsbarrier needs exclusive create, as on NFSv3 and later, Lustre, GPFS, CephFS, ext4 or xfs"
+NEEDED = (
+    "fsbarrier needs hard links and symbolic links, as on NFSv3 and later, Lustre, GPFS, CephFS, ext4 or xfs"
+)
 
 
 def exclusive_create(scratch: Path, racers: int = RACERS, rounds: int = RACES) -> Check:
@@ -50,7 +52,7 @@ def exclusive_create(scratch: Path, racers: int = RACERS, rounds: int = RACES) -
             won = False
             try:
                 path = scratch / f"race-{number}"
-                won = files.create_exclusive(path, b"%d" % me, durable=False, never_torn=True)
+                won = files.create_exclusive(path, b"%d" % me, durable=False)
             except OSError as error:
                 failures.append(error)
             wins[me].append(int(won))
@@ -71,6 +73,15 @@ def exclusive_create(scratch: Path, racers: int = RACERS, rounds: int = RACES) -
         raise failures[0]
     rounds = min(map(len, wins))
     return judge_races(name, [row[:rounds] for row in wins], f"{racers} threads on this host")
+
+
+def symbolic_links(scratch: Path) -> Check:
+    """`model.pt` is one."""
+    try:
+        os.symlink("there", scratch / "link")
+    except OSError as error:
+        return Check("symbolic links", REFUSED, f"not supported: {error.strerror}", NEEDED)
+    return Check("symbolic links", OK, "made one")
 
 
 def judge_races(name: str, wins: list[list[int]], who: str) -> Check:

@@ -24,10 +24,14 @@ from fsbarrier.errors import StoreError
 from fsbarrier.protocol.assign import lots
 from fsbarrier.rundir.names import CUT, DURABLE_COUNT, LOT, ROUND_DONE
 from fsbarrier.rundir.record_store import PosixStore
-from fsbarrier.store import files
+from fsbarrier.store import files, reading
 from fsbarrier.store.retry import HIDDEN_S, fails_or_hides, patiently
 
 T = TypeVar("T")
+
+
+def _owner_of(claim: Path) -> bytes:
+    return reading.read_bytes(claim, reading.RECORD_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +155,9 @@ class Claims:
             nonlocal tries
             tries += 1
             # No fsync: after a power loss the affected nodes are lost, and the next generation redistributes the tasks.
-            won = files.create_exclusive(path, self._owner, durable=False, never_torn=True)
+            won = files.create_exclusive(path, self._owner, durable=False)
             # The response to an earlier, successful attempt may have been lost.
-            return won or (tries > 1 and files.read_created(path) == self._owner)
+            return won or (tries > 1 and _owner_of(path) == self._owner)
 
         won = wait_out(create, path, "claimed")
         self.made, self.lost = self.made + won, self.lost + (not won)
@@ -174,7 +178,7 @@ class Claims:
         tasks: list[int] = []
         for lot in everything:
             path = folder / lot.name
-            if lot.name in names and wait_out(partial(files.read_created, path), path, "read") == self._owner:
+            if lot.name in names and wait_out(partial(_owner_of, path), path, "read") == self._owner:
                 tasks += lot.tasks
                 self.taken_over += lot.tasks if lot.rank != self.rank else ()
         return tuple(tasks)

@@ -168,7 +168,7 @@ class Assignment:
                     f"generation {self.origin.generation} has ended; the run is in generation {newest}"
                 )
 
-        patiently(lambda: files.link_or_copy(self.part, self.checkpoint, last_look))
+        patiently(lambda: files.link(self.part, self.checkpoint, last_look))
 
     def result(
         self, info: RankFileInfo, tasks: Sequence[int], claims: Sequence[Claims], *, ended_early: bool

@@ -93,7 +93,7 @@ def restore(merged: Path, names: Iterable[Path]) -> list[Path]:
     """Link a merged file to the names that decisions refer to, so that the run can continue from it. Raises OSError."""
     chosen = [name for name in names if not name.exists()]
     for name in chosen:
-        files.link_or_copy(merged, name)
+        files.link(merged, name)
     return chosen
 
 

@@ -116,11 +116,6 @@ def _serve_weights(work: ServeWeights, context: Context, job: RowJob, workplace:
     serving = f"engine: policy version {work.policy_version}"
     job.progress = {"note": serving}
     folder, lines = checked_weights(work.folder, job, workplace, work.policy)
-    published = context.published if context.node_rank == context.leader else None
-    if published is not None and published.folder == work.folder.parent.name:
-        with job.using_directory("looking at model.pt"):
-            mend = partial(checkpoints.mend_link, workplace.log_path, work.folder.parent)
-            workplace.patiently(job, partial(mend, partial(_refuse_if_outdated, context)))
 
     def show(ready: int) -> None:
         job.progress = {"note": f"{serving}, {ready} ready"}
@@ -219,7 +214,7 @@ def _refuse_if_outdated(context: Context) -> None:
 def _publish_file(work: PublishFile, context: Context, job: RowJob, workplace: Workplace) -> Result:
     last_look = partial(_refuse_if_outdated, context)
     with job.using_directory(f"publishing {work.name.name}"):
-        workplace.patiently(job, partial(files.link_or_copy, work.source, work.name, last_look, job.live_on))
+        workplace.patiently(job, partial(files.link, work.source, work.name, last_look))
     return {}
 
 

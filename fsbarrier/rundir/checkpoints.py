@@ -11,11 +11,10 @@ A folder is never renamed, and never changed once it has a manifest. Standard li
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,12 +24,10 @@ from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed, digest_of
 from fsbarrier.rundir.names import POLICY_FOLDER, MadeBy
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.store import files, owned, reading
+from fsbarrier.store import files, reading
 from fsbarrier.store.retry import FAILING, patiently
 
 MANIFEST = "MANIFEST.json"
-#: in a copy of a model's folder: the name of the copied policy version
-COPIED_FROM = ".copied-from"
 # How many files of a policy version one node reads concurrently.
 READERS = 8
 
@@ -241,71 +238,34 @@ def _opened(folder: Path, name: str) -> Iterator[int]:
 
 
 def publish_link(log_path: Path, folder: Path, last_look: Callable[[], None] = lambda: None) -> Path:
-    """Point <log-path>/model.pt at `folder`/model atomically; it is a copy if the filesystem has no symbolic links.
+    """Point <log-path>/model.pt at `folder`/model atomically, by a symbolic link.
 
-    `last_look` is called right before that, since a copy takes long, and may raise to refuse it. Raises ProgramFailed if model.pt is
-    already at a newer policy version, OSError.
+    `last_look` is called right before that, and may raise to refuse it. Raises ProgramFailed if model.pt is already at a newer policy
+    version, OSError.
     """
     served = RunPaths(log_path).served_model
     temporary = files.temporary_beside(served)
     try:
-        _link_or_copy_folder(folder, temporary)
+        _link_to_model(folder, temporary)
         last_look()
         _refuse_to_go_back(log_path, folder)
-        if served.is_dir() and not served.is_symlink():
-            # A copy of an earlier version is in the way, and a folder cannot be replaced atomically.
-            old = served.with_name(f".{served.name}.{secrets.token_hex(6)}.old")
-            os.rename(served, old)
-            os.rename(temporary, served)
-            _remove(old)
-        else:
-            files.rename(temporary, served)
+        files.rename(temporary, served)
     except BaseException:
-        _remove(temporary)
+        # If that fails it stays; its name begins with a dot, so readers skip it.
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
     files.fsync_dir(log_path)
     return served
 
 
-def mend_link(log_path: Path, folder: Path, last_look: Callable[[], None] = lambda: None) -> None:
-    """Point <log-path>/model.pt at `folder`/model, which is published, unless it is there or at a newer version. Raises as `publish_link`.
-
-    Example: a leader's host is suspended between its last look and its rename of model.pt, and the others publish newer versions. When it
-    wakes up it puts model.pt back, to a version that may have been removed.
-    """
-    there, ours = served_policy(log_path), POLICY_FOLDER.parse(folder.name)
-    if ours is not None and (there is None or there < ours):
-        publish_link(log_path, folder, last_look)
-
-
-def _link_or_copy_folder(folder: Path, name: Path) -> None:
-    target = folder / "model"
+def _link_to_model(folder: Path, name: Path) -> None:
     try:
-        patiently(lambda: os.symlink(os.path.relpath(target, name.parent), name))
-    except OSError as error:
-        if name.is_symlink():
-            # A lost reply, since nobody else makes such a name.
-            return
-        if error.errno not in files.NO_LINKS:
+        patiently(lambda: os.symlink(os.path.relpath(folder / "model", name.parent), name))
+    except OSError:
+        # It may be there after a lost reply, since nobody else makes such a name.
+        if not name.is_symlink():
             raise
-        shutil.copytree(target, name)
-        (name / COPIED_FROM).write_text(folder.name)
-        for path in name.rglob("*"):
-            if path.is_dir():
-                files.fsync_dir(path)
-            else:
-                with reading.open_stream(path) as stream:
-                    os.fsync(stream.fileno())
-        files.fsync_dir(name)
-
-
-def _remove(link_or_folder: Path) -> None:
-    """Remove an unpublished link or folder. If that fails it stays; its name begins with a dot, so readers skip it."""
-    with contextlib.suppress(OSError):
-        if link_or_folder.is_symlink():
-            link_or_folder.unlink()
-        elif link_or_folder.is_dir():
-            owned.remove(link_or_folder)
 
 
 def _refuse_to_go_back(log_path: Path, folder: Path) -> None:
@@ -324,14 +284,12 @@ def served_policy(log_path: Path) -> MadeBy | None:
     if served.name not in os.listdir(log_path):
         return None
     try:
-        name = Path(os.readlink(served)).parent.name if served.is_symlink() else _copied_from(served)
-    except (FileNotFoundError, NotADirectoryError):
+        return POLICY_FOLDER.parse(Path(os.readlink(served)).parent.name)
+    except OSError as error:
+        # EINVAL: a person has put something else in its place.
+        if error.errno not in (errno.ENOENT, errno.EINVAL):
+            raise
         return None
-    return POLICY_FOLDER.parse(name)
-
-
-def _copied_from(served: Path) -> str:
-    return reading.read_bytes(served / COPIED_FROM, 4096).decode(errors="replace")
 
 
 def versions(log_path: Path) -> list[tuple[int, Path]]:

@@ -13,8 +13,7 @@ from typing import Protocol
 
 from fsbarrier.protocol.codec import CorruptRecord, Fault, decode, encode
 from fsbarrier.protocol.facts import R, Record
-from fsbarrier.store import files, owned
-from fsbarrier.store.reading import NotPlain
+from fsbarrier.store import files, owned, reading
 
 #: errors of one record, whose writer is replacing it, or is another user; all other errors are the mount's, and are raised
 OF_ONE_RECORD = frozenset({errno.ENOENT, errno.ESTALE, errno.EACCES, errno.EPERM})
@@ -89,8 +88,8 @@ class PosixStore:
 
     def _read(self, path: Path, cls: type[R]) -> R:
         try:
-            return decode(files.read_created(path), cls)
-        except NotPlain as error:
+            return decode(reading.read_bytes(path, reading.RECORD_BYTES), cls)
+        except (reading.NotPlain, IsADirectoryError) as error:
             raise CorruptRecord(Fault(str(error.strerror))) from None
 
     def fault(self, path: Path, cls: type[R]) -> Fault:
@@ -113,7 +112,7 @@ class PosixStore:
         files.write_in_place(path, encode(record))
 
     def create(self, path: Path, record: Record) -> bool:
-        return files.create_exclusive(path, encode(record), never_torn=True)
+        return files.create_exclusive(path, encode(record))
 
     def rename(self, path: Path, new: Path) -> bool:
         try:
@@ -123,13 +122,7 @@ class PosixStore:
         return True
 
     def remove(self, path: Path) -> None:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError:
-            # Without hard links it may be a folder (`files.create_exclusive`).
-            if not path.is_dir():
-                raise
-            owned.remove(path)
+        path.unlink(missing_ok=True)
 
     def remove_dir(self, path: Path) -> None:
         try:

@@ -95,7 +95,6 @@ class Disk:
     `encode`: writes a record as bytes; None: the record itself is stored, for speed.
 
     `order` of listings: 0 as created, 1 reversed, 2 by name. `exclusive` False: every create succeeds (filesystems that must be refused).
-    `links` False: an exclusive create takes three steps, as in fsbarrier.store.files without hard links.
     """
 
     def __init__(
@@ -104,14 +103,13 @@ class Disk:
         coarse_s: float = 0.0,
         order: int = 0,
         exclusive: bool = True,
-        links: bool = True,
         encode: Callable[[Record], bytes] | None = None,
     ) -> None:
         self.now = 0.0
         self.files: dict[str, File] = {}
         self.dirs: dict[str, Directory] = {}
         self.torn: set[str] = set()
-        self.coarse_s, self.exclusive, self.links, self._encode = coarse_s, exclusive, links, encode
+        self.coarse_s, self.exclusive, self._encode = coarse_s, exclusive, encode
         # path -> the damaged content, until an operator restores the record
         self.spoilt: dict[str, bytes] = {}
         self._ordered = _ORDERS[order]

@@ -33,7 +33,6 @@ KINDS = {
     "stop": "an operator asks the run to end, at the next safe point or at once",
     "unreadable": "records are damaged, or of a foreign format, or one host can read no generation's, until that is mended",
     "version": "a node is started again with other code than the others'",
-    "nolinks": "the filesystem has no hard links, so that an exclusive create takes several steps",
     "junk": "files that are not ours, and torn ones, lie in every directory of the protocol",
     "winners": "an exclusive create that two clients win: the class that must be refused (only on demand)",
 }

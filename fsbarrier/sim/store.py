@@ -211,10 +211,6 @@ class MountClient:
         return file
 
     def create(self, path: SimPath, record: Record) -> bool:
-        # The name appears only with the last step.
-        for _ in range(0 if self.disk.links else 2):
-            if (after := self._trouble("create", path)) is not None:
-                raise after()
         after = self._trouble("create", path)
         file = self.disk.files.get(path)
         free = file is None or not self.disk.exclusive

@@ -89,13 +89,12 @@ class World:
         """Draw the shared directory and the staleness of its mounts."""
         rng, setup, mix = self.rng, self.setup, self.setup.mix
         drawn, coarse = faults.draw_habits(rng, mix)
-        links = "nolinks" not in mix or rng.random() < 0.7
         if drawn.listing_s == OLD_S and Random(f"listings {seed}").random() < 0.2:
             drawn = replace(drawn, listing_s=VERY_OLD_S)
         self.habits = setup.habits or drawn
         in_bytes = encode if dice.random() < 0.15 else None
         exclusive, order = "winners" not in mix, rng.randrange(3)
-        self.disk = Disk(coarse_s=coarse, order=order, exclusive=exclusive, links=links, encode=in_bytes)
+        self.disk = Disk(coarse_s=coarse, order=order, exclusive=exclusive, encode=in_bytes)
         self.disk.watch = self._written
         self.disk.watch_removal, self.disk.watch_missed = self._removed, self._missed
         blind_s = BLIND * self.beat_s

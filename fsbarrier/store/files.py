@@ -12,7 +12,6 @@ import errno
 import hashlib
 import os
 import secrets
-import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -132,35 +131,14 @@ def open_append(path: Path) -> int:
 
 
 def open_own(path: Path, more_flags: int = 0) -> int:
-    """A descriptor of the regular file `path`, for reading and writing. Raises OSError.
-
-    A file with a second hard link may belong to a snapshot of the run or to another user, so it is not modified under that name. `path`
-    becomes a copy of it if the same users may read both, or otherwise a new file.
-    """
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | more_flags
-    fd = os.open(path, flags)
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, fd)
-        found = os.fstat(fd)
-        reading.check_plain(found, path)
-        if found.st_nlink <= 1:
-            stack.pop_all()
-            return fd
-        temporary = temporary_beside(path)
-        os.close(open_new(temporary))
-        own = os.open(temporary, flags)
-        stack.callback(os.close, own)
-        try:
-            if (found.st_uid, stat.S_IMODE(found.st_mode)) == (os.geteuid(), _modes["file"]):
-                with open(fd, "rb", closefd=False) as source, open(own, "wb", closefd=False) as copy:
-                    shutil.copyfileobj(source, copy, READ_BYTES)
-                os.fsync(own)
-        except OSError:
-            os.unlink(temporary)
-            raise
-        rename(temporary, path)
-        fsync_dir(path.parent)
-        return os.dup(own)
+    """A descriptor of the regular file `path`, for reading and writing. Raises reading.NotPlain, OSError."""
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | more_flags)
+    try:
+        reading.check_plain(os.fstat(fd), path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def temporary_beside(path: Path) -> Path:
@@ -205,13 +183,12 @@ def rename(temporary: Path, path: Path) -> None:
         raise
 
 
-def create_exclusive(path: Path, data: bytes, *, durable: bool = True, never_torn: bool = False) -> bool:
+def create_exclusive(path: Path, data: bytes, *, durable: bool = True) -> bool:
     """Create `path` with `data` unless it exists; True if `path` now contains *our* file.
 
     A hard link decides which process is first. After an error, inspect the file to find the winner and ignore the error code: an NFS server
-    may return EEXIST for a retransmitted request of our own, and some filesystems return EPERM to the loser of a race. Without hard links,
-    the final name is created with O_EXCL, and a process killed while writing leaves a torn file for good. With `never_torn`, it is created
-    as a folder that contains the record, which `read_created` can read. Raises OSError for other errors.
+    may return EEXIST for a retransmitted request of our own, and some filesystems return EPERM to the loser of a race. Raises OSError if
+    the name is still free, also on a filesystem without hard links.
     `durable`: the name is flushed even if it is taken, because an earlier call may have created it and failed to flush it.
     """
     temporary = _write_temporary(path, data, durable)
@@ -220,33 +197,25 @@ def create_exclusive(path: Path, data: bytes, *, durable: bool = True, never_tor
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-    if won is None:
-        won = (_create_as_folder if never_torn else _create_in_place)(path, data, durable)
     if durable:
         fsync_dir(path.parent)
     return won
 
 
-def _link(temporary: Path, path: Path, data: bytes) -> bool | None:
-    """Whether `path` is now a link to `temporary`, which contains `data`; None if the filesystem has no hard links. Raises OSError."""
+def _link(temporary: Path, path: Path, data: bytes) -> bool:
+    """Whether `path` is now a link to `temporary`, which contains `data`. Raises OSError."""
     try:
         os.link(temporary, path)
         return True
     except OSError as error:
         there, mine = _look(path), os.stat(temporary)
         if there is None:
-            if error.errno in NO_LINKS:
-                return None
             raise
         if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
             return True
         # The link may have been created despite the error. sshfs gives each hard link its own inode number, so compare the
         # contents.
         return error.errno in FAILING and reading.read_bytes(path, reading.RECORD_BYTES) == data
-
-
-#: error codes of a filesystem without hard links (on some, also of a lost race: then the name exists)
-NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
 def _look(path: Path) -> os.stat_result | None:
@@ -258,54 +227,6 @@ def _look(path: Path) -> os.stat_result | None:
         return os.stat(path)
     except FileNotFoundError:
         return os.stat(path) if path.name in os.listdir(path.parent) else None
-
-
-def _create_in_place(path: Path, data: bytes, durable: bool) -> bool:
-    """`create_exclusive` without hard links. A torn file is never removed, because a process presumed dead may still complete it."""
-    try:
-        fd = open_new(path)
-    except OSError as error:
-        if error.errno == errno.EEXIST or _look(path) is not None:
-            return False
-        raise
-    _fill(fd, data, durable)
-    return True
-
-
-def _create_as_folder(path: Path, data: bytes, durable: bool) -> bool:
-    """`create_exclusive` without hard links and never torn: renames a folder that contains the record to `path`.
-
-    A folder cannot be renamed onto a file or a non-empty folder, so exactly one process wins, even if another host uses hard links. A
-    process that dies before the rename leaves only a temporary folder.
-    """
-    folder, record = temporary_beside(path), f"record-{secrets.token_hex(6)}"
-    try_to_make_dirs(folder)
-    try:
-        _fill(open_new(folder / record), data, durable)
-        if durable:
-            fsync_dir(folder)
-        os.rename(folder, path)
-        return True
-    except OSError:
-        # The record inside has a unique name, which identifies the winner if the rename succeeded despite an error.
-        there = _look(path)
-        if there is not None and stat.S_ISDIR(there.st_mode) and record in os.listdir(path):
-            return True
-        owned.discard(folder)
-        if there is None:
-            raise
-        return False
-
-
-def read_created(path: Path) -> bytes:
-    """The data that `create_exclusive` wrote to `path`, as a file or a folder. Opens it anew. Raises OSError."""
-    try:
-        return reading.read_bytes(path, reading.RECORD_BYTES)
-    except IsADirectoryError:
-        pass
-    for name in os.listdir(path):
-        return reading.read_bytes(path / name, reading.RECORD_BYTES)
-    raise FileNotFoundError(errno.ENOENT, "its record is not visible on this mount yet", str(path))
 
 
 def _write_temporary(path: Path, data: bytes, durable: bool) -> Path:
@@ -381,20 +302,19 @@ def sha256_open(fd: int, between_reads: Callable[[], None] = lambda: None) -> st
     return digest.hexdigest()
 
 
-def link_or_copy(
-    source: Path,
-    target: Path,
-    last_look: Callable[[], None] = lambda: None,
-    between_reads: Callable[[], None] = lambda: None,
-) -> None:
-    """Hard-link `source` to a second name, atomically replacing an existing file; copies it if the filesystem has no hard links.
+def link(source: Path, target: Path, last_look: Callable[[], None] = lambda: None) -> None:
+    """Hard-link `source` to a second name, atomically replacing an existing file.
 
-    `last_look` is called directly before the final step, and `between_reads` repeatedly during a copy; both may raise to abort. Raises
-    OSError, and their exceptions.
+    `last_look` is called directly before the final step, and may raise to abort. Raises OSError, and its exceptions.
     """
     temporary = temporary_beside(target)
     try:
-        _link_or_copy(source, temporary, between_reads)
+        try:
+            os.link(source, temporary)
+        except OSError:
+            # A lost reply, since nobody else makes such a name.
+            if temporary.name not in os.listdir(temporary.parent):
+                raise
         last_look()
         rename(temporary, target)
     finally:
@@ -402,19 +322,3 @@ def link_or_copy(
             # Renaming one hard link of a file onto another does nothing, so the temporary name may still exist after a success.
             os.unlink(temporary)
     fsync_dir(target.parent)
-
-
-def _link_or_copy(source: Path, temporary: Path, between_reads: Callable[[], None]) -> None:
-    try:
-        os.link(source, temporary)
-        return
-    except OSError:
-        # If the link was created despite the error, copying would overwrite the source, so remove it first.
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-    with reading.open_stream(source) as stream, open(open_new(temporary), "wb") as copy:
-        while piece := stream.read(READ_BYTES):
-            copy.write(piece)
-            between_reads()
-        copy.flush()
-        os.fsync(copy.fileno())

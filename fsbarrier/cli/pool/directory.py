@@ -22,7 +22,7 @@ from fsbarrier.rundir.heartbeats import live_nodes
 from fsbarrier.rundir.names import Name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
-from fsbarrier.store import files, trusted_folder
+from fsbarrier.store import files, reading, trusted_folder
 from fsbarrier.store.retry import HIDDEN_S, fails_or_hides, patiently
 
 RECORD = Name("{:06d}.json", int)
@@ -88,7 +88,7 @@ class Pool:
     def _create(self, number: int, record: Record) -> bool:
         path, data = self.root / "log" / RECORD.build(number), msgspec.json.encode(record) + b"\n"
         return patiently(
-            lambda: files.create_exclusive(path, data, never_torn=True), HIDDEN_S, passes=fails_or_hides
+            lambda: files.create_exclusive(path, data), HIDDEN_S, passes=fails_or_hides
         )
 
     def _read_to(self, last: int) -> Queue:
@@ -96,7 +96,7 @@ class Pool:
         while self.queue.length < last:
             path = self.root / "log" / RECORD.build(self.queue.length + 1)
             try:
-                data = patiently(lambda path=path: files.read_created(path))  # type: ignore[misc]
+                data = patiently(lambda path=path: reading.read_bytes(path, reading.RECORD_BYTES))  # type: ignore[misc]
                 self.queue.apply(msgspec.json.decode(data, type=Record))
             except FileNotFoundError:
                 raise StoreError(f"{path}: is missing, but records after it are there") from None
