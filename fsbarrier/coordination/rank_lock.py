@@ -15,7 +15,7 @@ import filelock
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir.heartbeats import live_nodes, read_newest_starts
 from fsbarrier.store import reading
-from fsbarrier.store.private_folder import private_folder
+from fsbarrier.store.user_dir import user_dir
 
 
 class RankTaken(UsageError):
@@ -61,7 +61,7 @@ def hold_rank(root: Path, run_id: str, rank: int, watch_s: float) -> Iterator[Ra
     """
     real = root.resolve()
     name = hashlib.sha256(f"{real}:{rank}".encode()).hexdigest()[:16]
-    lock_file = private_folder().path / f"{name}.lock"
+    lock_file = user_dir() / f"{name}.lock"
     lock = filelock.FileLock(lock_file, mode=0o600)
     start, beat = next(iter(read_newest_starts(root, rank)), (None, None))
     try:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from stat import S_ISDIR
+from tempfile import TemporaryDirectory
 
 from fsbarrier.doctor import between, mount_options, probes, verdict
 from fsbarrier.doctor.findings import OK, REFUSED, Check, Report
@@ -16,7 +18,7 @@ from fsbarrier.errors import BarrierTimeout, Fenced, PeerLost, StoreError, TooFe
 from fsbarrier.group import Group, join
 from fsbarrier.host.addresses import candidate_addresses
 from fsbarrier.host.rendezvous import listen, port_of, reachable
-from fsbarrier.store import files, owned
+from fsbarrier.store import files, owned, trusted_folder
 from fsbarrier.store.identity import boot_id, host_name
 from fsbarrier.store.mounts import LOCAL, Mount, mount_of
 
@@ -47,7 +49,7 @@ def short(path: Path, *, write: bool = True) -> Report:
     mount = mount_of(there)
     checks = mount_options.judge(mount)
     if write and not _refused(checks):
-        with owned.scratch(there, f"{FOLDER}-") as scratch:
+        with _scratch(there) as scratch:
             raced = probes.exclusive_create(scratch, racers=2, rounds=16)
             checks += _tried(raced, scratch, replacements=8, samples=4)
     return _presumed(path, mount, checks)
@@ -65,7 +67,7 @@ def _own_checks(path: Path, mount: Mount) -> list[Check]:
     judged = mount_options.judge(mount)
     if _refused(judged):
         return judged
-    with owned.scratch(path, f"{FOLDER}-") as scratch:
+    with _scratch(path) as scratch:
         tried = _tried(probes.exclusive_create(scratch), scratch, probes.REPLACEMENTS, probes.SAMPLES)
     return [*judged, *tried, *probes.space(path), *probes.this_node()]
 
@@ -110,16 +112,30 @@ def together(path: Path, num_nodes: int, rank: int, wait_s: float, say: Callable
 
 
 @contextmanager
+def _scratch(base: Path) -> Iterator[Path]:
+    """A new folder in `base` for this process, which is removed at the end. Raises OSError."""
+    with TemporaryDirectory(prefix=f"{FOLDER}-", dir=base, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+@contextmanager
 def _meeting_place(path: Path) -> Iterator[Path]:
-    """The folder where the doctors meet, through a descriptor. Node 0 removes it in the end. Raises UsageError, OSError."""
+    """The folder where the doctors meet; whoever leaves last removes it. Raises UsageError, OSError."""
     folder = path / FOLDER
     files.make_dirs(folder)
-    try:
-        with owned.opened(folder) as place:
-            yield place
-            owned.remove_emptied(folder, place)
-    except owned.NotOwn as error:
-        raise UsageError(f"{folder}: {error.strerror}; remove it, or examine another directory") from None
+    found = folder.lstat()
+    if not S_ISDIR(found.st_mode):
+        problem = "it is a link, or no folder"
+    elif found.st_uid not in (os.geteuid(), trusted_folder.owner_at(folder)):
+        problem = f"it belongs to {trusted_folder.user_name(found.st_uid)}"
+    elif found.st_mode & 0o022:
+        problem = "others may write to it"
+    else:
+        yield folder
+        with suppress(OSError):
+            folder.rmdir()
+        return
+    raise UsageError(f"{folder}: {problem}; remove it, or examine another directory")
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from fsbarrier.host import accelerators
 from fsbarrier.processes.secret_variables import without_secrets
 from fsbarrier.settings.sections import EngineSettings
 from fsbarrier.store import files
-from fsbarrier.store.own_folder import SHORT_PLACE, own_folder
+from fsbarrier.store.scratch_dir import SHORT_PLACE, scratch_dir
 
 # Maximum length of a socket path (unix(7)), without the terminating zero.
 SOCKET_PATH_BYTES = 107
@@ -231,7 +231,7 @@ class Engine:
         """The socket path: in the work folder, or in a separate folder if that path is too long."""
         longest_name = max(SOCKET_NAME_BYTES, len(os.fsencode(self._socket.name)))
         if len(os.fsencode(self._socket.parent)) + 1 + longest_name > SOCKET_PATH_BYTES:
-            folder = self._short_folder.enter_context(own_folder(SHORT_PLACE, "s"))
+            folder = self._short_folder.enter_context(scratch_dir(SHORT_PLACE, "s"))
             self._socket = folder / self._socket.name
         return self._socket
 

@@ -16,11 +16,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from fsbarrier.errors import UsageError
 from fsbarrier.processes import processes
 from fsbarrier.store import files
 from fsbarrier.store.identity import boot_id
-from fsbarrier.store.private_folder import private_folder
 from fsbarrier.store.retry import Backoff
+from fsbarrier.store.user_dir import user_dir
 
 # How long to keep killing a tree.
 KILL_S = 5.0
@@ -33,16 +34,16 @@ _swept = threading.Lock()
 
 def record_tree(name: str, tree: Mapping[int, int]) -> None:
     """Record `tree` (pid -> start time) under `name`, replacing an earlier record."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UsageError):
         me = os.getpid()
         record = {"here": _here(), "daemon": [me, processes.Stat(me).start], "tree": list(tree.items())}
-        files.write_atomic(private_folder().path / _file_name(name), json.dumps(record).encode())
+        files.write_atomic(user_dir() / _file_name(name), json.dumps(record).encode())
 
 
 def forget_tree(name: str) -> None:
     """Remove the record `name`, because all its processes have ended."""
-    with contextlib.suppress(OSError):
-        (private_folder().path / _file_name(name)).unlink(missing_ok=True)
+    with contextlib.suppress(OSError, UsageError):
+        (user_dir() / _file_name(name)).unlink(missing_ok=True)
 
 
 def end_orphans() -> dict[int, int]:
@@ -53,9 +54,9 @@ def end_orphans() -> dict[int, int]:
     hit: dict[int, int] = {}
     if not _swept.acquire(blocking=False):
         return hit
-    with contextlib.suppress(OSError):
-        _remove_unfinished(private_folder().path)
-        for path in sorted(private_folder().path.glob("*.json")):
+    with contextlib.suppress(OSError, UsageError):
+        _remove_unfinished(user_dir())
+        for path in sorted(user_dir().glob("*.json")):
             # A record may be torn, or written by another version.
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 hit |= _end_recorded(path)

@@ -27,7 +27,7 @@ from fsbarrier.host.addresses import owner_of_peer
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.agent_client import Client, Reply, TurnFailed
 from fsbarrier.rollouts.samples import EngineGone, Refusal
-from fsbarrier.store.owned import user_name
+from fsbarrier.store.trusted_folder import user_name
 
 HOST = "127.0.0.1"
 MAX_BODY = 64 << 20

@@ -19,8 +19,8 @@ from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
 from fsbarrier.store import files
 from fsbarrier.store.mounts import LOCAL, mount_of
-from fsbarrier.store.own_folder import SHORT_PLACE, own_folder, remove_abandoned
-from fsbarrier.store.private_folder import private_folder
+from fsbarrier.store.scratch_dir import SHORT_PLACE, remove_abandoned, scratch_dir
+from fsbarrier.store.user_dir import user_dir
 
 
 def run_node(
@@ -66,16 +66,13 @@ def _run_as(
             lock = stack.enter_context(
                 hold_rank(record.log_path, record.run_id, rank, settings.coordination.suspect_s)
             )
-            private = private_folder()
-            if private.passed_over:
-                print(f"fsbarrier: warning: {private.passed_over}; using {private.path}", flush=True)
             # Copies of weights and sockets that killed daemons left.
             for shared_place in (SHARED_MEMORY, SHORT_PLACE):
                 remove_abandoned(shared_place)
             name = f"{record.run_id[-8:]}-n{rank}"
-            work_dir = stack.enter_context(own_folder(private.path, name))
+            work_dir = stack.enter_context(scratch_dir(user_dir(), name))
             place = place_for_weights(settings, record.log_path)
-            weights = WeightsCopy(stack.enter_context(own_folder(place, name))) if place else None
+            weights = WeightsCopy(stack.enter_context(scratch_dir(place, name))) if place else None
             daemon = Daemon(record, settings.choices, stated, rank, until, work_dir, weights, lock)
         stack.callback(daemon.close)
         with daemon.signals():

@@ -16,7 +16,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from fsbarrier.store import owned, reading
+from fsbarrier.store import reading
 from fsbarrier.store.retry import FAILING, HIDDEN_S, fails_or_hides, patiently
 
 _modes = {"file": 0o600, "dir": 0o700}
@@ -27,7 +27,6 @@ _run_records: set[Path] = set()
 def set_shared_group(on: bool) -> None:
     """Set the permissions of all files written from now on: owner only (default), or owner and group."""
     _modes["file"], _modes["dir"] = (0o660, 0o770) if on else (0o600, 0o700)
-    owned.trust_group(on)
 
 
 def make_dirs_only_beside(record: Path) -> None:

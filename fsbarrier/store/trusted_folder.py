@@ -10,12 +10,12 @@ import grp
 import os
 import pwd
 import stat
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fsbarrier.errors import UsageError
 from fsbarrier.store.mounts import LOCAL, mount_of
-from fsbarrier.store.owned import owner_here, user_name
 
 _UID_MAP, _OVERFLOW = Path("/proc/self/uid_map"), Path("/proc/sys/fs/overflowuid")
 #: how many user ids a machine has whose users are not mapped
@@ -35,7 +35,7 @@ def check(folder: Path, *, shared_group: bool, named: str, inside: Iterable[str]
     trusted = {os.geteuid(), 0}
     if mount_of(there).family.category != LOCAL and os.stat(there).st_uid not in trusted:
         # A file server may map users: then whoever owns what we make there is us.
-        trusted.add(_owner_at(there))
+        trusted.add(owner_at(there))
     way = [one for one in (real, *(real / name for name in inside)) if os.path.lexists(one)]
     for one in way:
         _check(one, trusted, shared_group, f"{named} {folder}")
@@ -90,15 +90,21 @@ def _is_only_ours(group: int) -> bool:
     return (user.pw_gid, user.pw_name) == (group, found.gr_name) and not {*found.gr_mem} - {user.pw_name}
 
 
-def _owner_at(folder: Path) -> int:
+def owner_at(folder: Path) -> int:
+    """Whom a new file in this folder belongs to: on a server that maps users, that is who we are there. -1: none can be made."""
     try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with tempfile.TemporaryFile(dir=folder) as made:
+            return os.fstat(made.fileno()).st_uid
     except OSError:
         return -1
+
+
+def user_name(uid: int) -> str:
+    """For messages."""
     try:
-        return owner_here(fd)
-    finally:
-        os.close(fd)
+        return f"{pwd.getpwuid(uid).pw_name} (user id {uid})"
+    except KeyError:
+        return f"user id {uid}"
 
 
 def _not_mapped() -> set[int]:

@@ -20,8 +20,8 @@ from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.hidden import shown_word
 from fsbarrier.settings.sources import ChosenValue
 from fsbarrier.store import files
-from fsbarrier.store.own_folder import own_folder
-from fsbarrier.store.private_folder import private_folder
+from fsbarrier.store.scratch_dir import scratch_dir
+from fsbarrier.store.user_dir import user_dir
 
 if TYPE_CHECKING:
     from fsbarrier.cli.start.begin import Start
@@ -52,7 +52,7 @@ def run_all(
 
         return dryrun.show(start.record, start.settings, as_json=args.json)
     log_path = start.record.log_path
-    with ending_signals(), own_folder(private_folder().path, "launch") as private:
+    with ending_signals(), scratch_dir(user_dir(), "launch") as private:
         children: dict[int, Child] = {}
         try:
             logs = _start(start, environ, children, private / "secret.toml")

@@ -1,4 +1,4 @@
-"""Locks and sockets lie where only this user can go; what another user puts in the way blocks nobody and is named."""
+"""Locks and sockets lie where only this user can go; what another user puts in the way is named."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from cluster import Cluster
 from other_user import UID, needs_root
 
 from fsbarrier.host.memory import SHARED_MEMORY
-from fsbarrier.store.own_folder import PREFIX, SHORT_PLACE
-from fsbarrier.store.private_folder import private_folder
+from fsbarrier.store.scratch_dir import PREFIX, SHORT_PLACE
+from fsbarrier.store.user_dir import user_dir
 
 
 @pytest.fixture
@@ -22,34 +22,31 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     temporary.mkdir()
     temporary.chmod(0o1777)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / "home").mkdir()
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     return temporary
 
 
 def test_the_folder_is_in_the_temporary_directory_and_this_users_alone(temporary: Path) -> None:
     before = os.umask(0)
     try:
-        folder = private_folder()
+        folder = user_dir()
     finally:
         os.umask(before)
-    assert folder.path == temporary / f"fsbarrier-{os.geteuid()}" and not folder.passed_over
-    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
-    assert private_folder() == folder
+    assert folder == temporary / f"fsbarrier-{os.geteuid()}"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert user_dir() == folder
 
 
 @needs_root
-def test_another_user_cannot_block_a_rank(tmp_path: Path) -> None:
-    """He made the folder of the locks first, with all the locks that he could think of in it."""
+def test_what_another_user_has_put_there_is_named_and_not_used(tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     (temporary / "fsbarrier-0").mkdir(parents=True)
     os.chown(temporary / "fsbarrier-0", UID, UID)
     with Cluster(tmp_path, 1, "--iterations", "1", program="ping", real=True) as cluster:
-        cluster.env[0] = {"TMPDIR": str(temporary), "HOME": str(tmp_path), "XDG_RUNTIME_DIR": ""}
+        cluster.env[0] = {"TMPDIR": str(temporary)}
         cluster.start()
-        assert cluster.wait() == {0: 0}, cluster.said(0)
-        assert f"{temporary}/fsbarrier-0 belongs to user {UID}" in cluster.said(0)
+        assert cluster.wait() == {0: 2}, cluster.said(0)
+        said = cluster.said(0)
+        assert f"{temporary}/fsbarrier-0 belongs to user id {UID}; remove it, or set TMPDIR" in said
     assert not list((temporary / "fsbarrier-0").iterdir())
 
 

@@ -23,7 +23,7 @@ SHORT_PLACE = Path("/tmp")
 
 
 @contextmanager
-def own_folder(base: Path, name: str) -> Iterator[Path]:
+def scratch_dir(base: Path, name: str) -> Iterator[Path]:
     """A new folder in `base` for this process, private to its user, with `name` in its name. Raises OSError."""
     remove_abandoned(base)
     # Until it is locked, another process may remove it as abandoned.
@@ -33,7 +33,7 @@ def own_folder(base: Path, name: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        _remove(folder, lock)
+        owned.discard(folder)
         os.close(lock)
 
 
@@ -53,14 +53,6 @@ def _make_and_lock(base: Path, name: str) -> tuple[Path, int] | None:
     return None
 
 
-def _remove(folder: Path, held: int) -> None:
-    """Remove the folder that is open as `held`, and no other that somebody may have put in its place."""
-    through = Path(f"/proc/self/fd/{held}")
-    with contextlib.suppress(OSError, RecursionError):
-        owned.empty(through)
-        owned.remove_emptied(folder, through)
-
-
 def remove_abandoned(base: Path) -> None:
     """Remove the folders in `base` whose owners are dead processes of this user. Never raises.
 
@@ -73,13 +65,13 @@ def remove_abandoned(base: Path) -> None:
 
 def _remove_unheld(base: Path) -> None:
     for folder in base.glob(f"{PREFIX}*"):
-        # A folder in use cannot be locked. A folder may be nested too deeply for Python.
-        with contextlib.suppress(OSError, RecursionError):
+        # A folder in use cannot be locked.
+        with contextlib.suppress(OSError):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 # Root can open other users' folders too.
                 if os.fstat(lock).st_uid == os.geteuid():
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    _remove(folder, lock)
+                    owned.discard(folder)
             finally:
                 os.close(lock)
