@@ -87,9 +87,7 @@ class Pool:
 
     def _create(self, number: int, record: Record) -> bool:
         path, data = self.root / "log" / RECORD.build(number), msgspec.json.encode(record) + b"\n"
-        return patiently(
-            lambda: files.create_exclusive(path, data), HIDDEN_S, passes=fails_or_hides
-        )
+        return patiently(lambda: files.create_exclusive(path, data), HIDDEN_S, passes=fails_or_hides)
 
     def _read_to(self, last: int) -> Queue:
         """Read up to record `last`, which exists, and so do all before it."""
