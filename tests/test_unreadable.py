@@ -70,7 +70,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("spoil", "code", "says"),
     [
-        (flip_a_bit, 3, r"cannot be read for 1\d s: torn: length or digest differs; .*fsbarrier recover"),
+        (flip_a_bit, 3, r"cannot be read for 1\d s: torn: length or digest differs; .*init_from"),
         (cut, 3, r"cannot be read for 1\d s: empty"),
         (other_format, 2, r"record format 3; this fsbarrier reads format 2"),
     ],
