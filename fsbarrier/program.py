@@ -61,8 +61,8 @@ class Value:
     events: Sequence[Payload] = ()
 
 
-#: the resident process of the programs that help an update or a rollout (fsbarrier/workers/helper.py)
-HELPER = "helper"
+#: the names of the resident processes that help an update or a rollout (fsbarrier/workers/helper.py), and of those that train
+HELPER, TRAINER = "helper", "trainer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,24 +88,24 @@ class Command:
     #: The program inherits the sockets of the last OpenRendezvous; $FSBARRIER_LISTENING names their descriptors, separated by commas. Any
     #: other program finds their port free.
     listens: bool = False
-    #: the program's processes stay afterwards, for the next command that keeps them
-    keep: Keep | None = None
-    #: The name of the process that does such jobs on a node, one after the other, and so imports its libraries once; "": each command is
-    #: a process of its own. HELPER does the jobs of several programs, by calling the function `work` of the command's module. All
-    #: commands with one name have the same `env`.
-    resident: str = ""
+    #: the processes stay afterwards; None: they end with the job
+    resident: Resident | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
-    """Keep a command's processes, with their memory, for the next such command (fsbarrier/processes/kept_program.py).
+class Resident:
+    """Processes of a node that stay, with their memory and what they have imported, for its next command with this name.
 
-    `processes`: their number on each node. `formed`: the name of the processes that all nodes have kept from the last such command
-    (`Context.kept`) and that take this one as their next job; "": start new ones. A node keeps only one program, for one era.
+    All commands with one name have the same `env`. The process HELPER does the jobs of several programs, by calling the function `work` of
+    the command's module. `processes`: their number on each node.
+
+    `reuse`: None: take whichever are there, or else start some. For TRAINER, whose processes belong together on all nodes and stay for one
+    era: the name of those that all nodes have from the last such command (`Context.kept`); "": start new ones.
     """
 
-    processes: int
-    formed: str = ""
+    name: str
+    processes: int = 1
+    reuse: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ class Context:
     # on this node
     accelerators: int = 0
     cpus: int = 1
-    #: the name of the live kept program (see Keep); "": none
+    #: the name of the live processes that train (see Resident); "": none
     kept: str = ""
 
     def inventory(self, split: str) -> tuple[PartOnDisk, ...]:

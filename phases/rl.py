@@ -30,9 +30,9 @@ from fsbarrier.errors import UsageError
 from fsbarrier.program import (
     HELPER,
     RL_SLICES,
+    TRAINER,
     Command,
     Context,
-    Keep,
     OpenRendezvous,
     Phase,
     ProbeAddresses,
@@ -40,6 +40,7 @@ from fsbarrier.program import (
     PublishFile,
     PublishWeights,
     ReleaseEngine,
+    Resident,
     ServeWeights,
     Steps,
     Value,
@@ -146,7 +147,7 @@ def rollout(ctx: Context, decision: RolloutDecision, rounds: list[JsonObject]) -
         engine="{engine}",
     )
     serve = ServeWeights(policy.model, policy.version, ctx.threads, ctx.policy_identity)
-    return Steps((serve, replace(command, resident="rollout", extra=report_of(spec))))
+    return Steps((serve, replace(command, resident=Resident("rollout"), extra=report_of(spec))))
 
 
 def report_of(spec: Mapping[str, object]) -> dict[str, object]:
@@ -216,7 +217,7 @@ def aggregate(ctx: Context, decision: RolloutDecision | None, rolled_out_in: str
     command = Command(
         (ctx.python, "-P", "-m", "fsbarrier.aggregate", "--spec", "{spec}"),
         "helper.log",
-        resident=HELPER,
+        resident=Resident(HELPER),
         spec={
             **ctx.identity(),
             "parts": [{**part.as_json(), "path": str(ctx.named_in(folder, part.name))} for part in parts],
@@ -353,7 +354,7 @@ def prepare_batch(ctx: Context) -> Work:
     )
     return Steps(
         (
-            replace(prepare, event="batch_prepared", resident=HELPER, extra={"batch": batch.name}),
+            replace(prepare, event="batch_prepared", resident=Resident(HELPER), extra={"batch": batch.name}),
             open_rendezvous(ctx),
         )
     )
@@ -454,9 +455,11 @@ def update(ctx: Context) -> Work:
     event = "updated" if leads else ""
     # On accelerators only on request: sharing one between an engine and a kept trainer is untested.
     keeps = trainer.keep == "process" or (trainer.keep == "auto" and not ctx.accelerators)
-    keep = Keep(processes, rendezvous.trainer) if keeps else None
+    resident = Resident(TRAINER, processes, rendezvous.trainer) if keeps else None
     spec = {**ctx.identity(), **spec, "weights_dir": "{weights_dir}"}
-    return Command(argv, "update.log", spec=spec, env=env, extra=known, event=event, listens=leads, keep=keep)
+    return Command(
+        argv, "update.log", spec=spec, env=env, extra=known, event=event, listens=leads, resident=resident
+    )
 
 
 def publish_weights(ctx: Context) -> Work:

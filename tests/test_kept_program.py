@@ -18,7 +18,7 @@ from fsbarrier.coordination.observer import Observer
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.loader import load_program
 from fsbarrier.processes import processes
-from fsbarrier.program import HELPER, Command, Context, Keep
+from fsbarrier.program import HELPER, TRAINER, Command, Context, Resident
 from fsbarrier.protocol.facts import Generation, Join, Member, Position
 from fsbarrier.protocol.state import Node
 from fsbarrier.run import work_kinds
@@ -98,7 +98,7 @@ def do(place: Workplace) -> Do:
             (sys.executable, str(place.log_path / "program.py"), "--spec", "{spec}"),
             "update.log",
             spec={"n": n, **spec},
-            keep=Keep(2, name),
+            resident=Resident(TRAINER, 2, name),
         )
         fields = {
             "phase": SimpleNamespace(name="update"),
@@ -114,8 +114,8 @@ def do(place: Workplace) -> Do:
 
 def tree(place: Workplace) -> dict[int, int]:
     """All processes of what is kept, the guard too."""
-    assert place.kept is not None
-    guard = place.kept.child.guard_pid
+    assert TRAINER in place.residents
+    guard = place.residents[TRAINER].child.guard_pid
     return {guard: processes.Stat(guard).start, **processes.below(guard)}
 
 
@@ -177,9 +177,9 @@ def test_what_is_killed_while_it_waits_is_not_kept(place: Workplace, do: Do) -> 
     for victim in range(count):
         do(2)
         old = tree(place)
-        assert place.kept is not None
+        assert TRAINER in place.residents
         os.kill(sorted(old)[victim], signal.SIGKILL)
-        assert place.kept.child.wait(DEADLINE_S) is not None
+        assert place.residents[TRAINER].child.wait(DEADLINE_S) is not None
         assert place.kept_in(1) == "" and all_gone(old, DEADLINE_S)
     assert do(3)["done"] == [3]
 
@@ -199,7 +199,7 @@ def test_helper_programs_share_a_process_until_a_job_fails(
 
     def job(module: str, n: int) -> dict[str, Any]:
         argv = (sys.executable, "-m", module, "--spec", "{spec}")
-        command = Command(argv, "helper.log", spec={"n": n}, resident=HELPER)
+        command = Command(argv, "helper.log", spec={"n": n}, resident=Resident(HELPER))
         fields = {
             "phase": SimpleNamespace(name=module),
             "generation": 1,

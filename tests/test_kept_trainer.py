@@ -17,7 +17,7 @@ from forks import run_script
 from trainer_bench import Bench, bench
 
 from fsbarrier.processes import processes
-from fsbarrier.program import Command, Context, Keep
+from fsbarrier.program import TRAINER, Command, Context, Resident
 from fsbarrier.run import work_kinds
 from fsbarrier.run.job import RowJob, Workplace
 from fsbarrier.rundir import checkpoints
@@ -58,8 +58,8 @@ class Trainer:
         argv += ["--master-port", str(port), "--max-restarts", "0"]
         argv += ["-m", "fsbarrier.workers.update", "--spec", "{spec}"]
         env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        keep = Keep(processes, self.place.kept_in(generation))
-        command = Command(tuple(argv), "update.log", spec=spec, env=env, keep=keep)
+        resident = Resident(TRAINER, processes, self.place.kept_in(generation))
+        command = Command(tuple(argv), "update.log", spec=spec, env=env, resident=resident)
         fields = {
             "phase": SimpleNamespace(name="update"),
             "generation": generation,
@@ -73,8 +73,8 @@ class Trainer:
         return done
 
     def tree(self) -> dict[int, int]:
-        assert self.place.kept is not None
-        return processes.below(self.place.kept.child.guard_pid)
+        assert TRAINER in self.place.residents
+        return processes.below(self.place.residents[TRAINER].child.guard_pid)
 
     def resident_kib(self) -> int:
         """Of all its processes together."""
@@ -103,7 +103,7 @@ def test_a_hundred_updates_take_no_more_memory_than_ten(tmp_path: Path) -> None:
         print(f"memory grew by {grown:.2%} in {UPDATES - SETTLED} updates, from {settled_kib >> 10} MiB")
         assert grown < 0.01
     finally:
-        trainer.place.end_kept()
+        trainer.place.end_resident(TRAINER)
 
 
 def deepspeed(folder: Path, backend: str = "deepspeed") -> Bench:
@@ -127,13 +127,13 @@ def test_whichever_of_its_processes_is_killed_the_next_update_begins_where_the_r
             assert trainer.update()["went_on"] is True
             tree = trainer.tree()
             assert len(tree) == 3, "torchrun, two processes"
-            assert trainer.place.kept is not None
+            assert TRAINER in trainer.place.residents
             os.kill(sorted(tree)[which], signal.SIGKILL)
             # Whoever looks before the guard has told of it gives it an update, which then fails.
-            assert trainer.place.kept.child.wait(60.0) is not None and all_gone(tree, 60.0)
+            assert trainer.place.residents[TRAINER].child.wait(60.0) is not None and all_gone(tree, 60.0)
         assert trainer.update()["policy_version"] == 7
     finally:
-        trainer.place.end_kept()
+        trainer.place.end_resident(TRAINER)
 
 
 @pytest.mark.timeout(1800)
@@ -148,7 +148,7 @@ def test_deepspeed_s_processes_go_on_in_their_own_generation_alone(tmp_path: Pat
 
         def update(generation: int, processes: int = 2) -> None:
             if not keep:
-                trainer.place.end_kept()
+                trainer.place.end_resident(TRAINER)
             went_on.append(trainer.update(generation, processes)["went_on"])
 
         try:
@@ -159,7 +159,7 @@ def test_deepspeed_s_processes_go_on_in_their_own_generation_alone(tmp_path: Pat
             update(4)
             update(4)
         finally:
-            trainer.place.end_kept()
+            trainer.place.end_resident(TRAINER)
         assert went_on == [keep and number in (1, 3, 6) for number in range(7)]
         out = work.folder / f"v{trainer.version}"
         return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*.safetensors")}

@@ -80,9 +80,7 @@ def test_a_missing_package_is_refused_by_name(tmp_path: Path) -> None:
     chosen = from_words(
         [f"log_path={tmp_path}/run", "program=ping", "tracker.names=wandb,mlflow"], known_names()
     )
-    with pytest.raises(
-        UsageError, match=r"tracker\.names=wandb: needs the Python package wandb"
-    ):
+    with pytest.raises(UsageError, match=r"tracker\.names=wandb: needs the Python package wandb"):
         begin(Request(tuple(chosen), {}, master=True))
     assert not (tmp_path / "run").exists()
 

@@ -16,6 +16,7 @@ from fsbarrier.host import rendezvous
 from fsbarrier.processes.kept_program import KeptProgram
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.processes.worker_contract import read_progress
+from fsbarrier.program import TRAINER
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.timing import OUTAGE_S
 from fsbarrier.rundir.checkpoints import PolicyUnreadable
@@ -152,11 +153,10 @@ class Workplace:
     # This node's copy of the newest weights, if it has a place for one.
     weights: WeightsCopy | None = None
     programs_started: int = 0
-    # The kept program, whose processes wait for another job, and the era (`Generation.era`) for which it is kept.
-    kept: KeptProgram | None = None
-    era: int = 0
-    # The other processes that do one job after the other, by name (`Command.resident`).
+    # The programs whose processes do one job after the other, by name (`Command.resident`).
     residents: dict[str, KeptProgram] = field(default_factory=dict)
+    # The era (`Generation.era`) for which the trainer stays.
+    era: int = 0
     host: Surroundings = field(default_factory=Surroundings)
 
     @property
@@ -185,24 +185,23 @@ class Workplace:
             raise
 
     def kept_in(self, era: int) -> str:
-        """The name of the kept program, if it is of this era and alive. Any other is ended. Raises StillRunning."""
-        if era != self.era or (self.kept is not None and not self.kept.alive):
-            self.end_kept()
+        """The name of the trainer that stays, if it is of this era and alive. Any other is ended. Raises StillRunning."""
+        trainer = self.residents.get(TRAINER)
+        if trainer is not None and (era != self.era or not trainer.alive):
+            self.end_resident(TRAINER)
         self.era = era
-        return self.kept.name if self.kept else ""
+        return self.residents[TRAINER].name if TRAINER in self.residents else ""
 
-    def end_kept(self) -> None:
+    def end_resident(self, name: str) -> None:
         """Returns when all its processes have ended. Raises StillRunning."""
-        kept, self.kept = self.kept, None
-        if kept is not None:
-            kept.stop(self.grace_s)
+        resident = self.residents.pop(name, None)
+        if resident is not None:
+            resident.stop(self.grace_s)
 
     def end_residents(self) -> None:
         """End everything that stays between jobs. Raises StillRunning."""
-        while self.residents:
-            _, resident = self.residents.popitem()
-            resident.stop(self.grace_s)
-        self.end_kept()
+        for name in list(self.residents):
+            self.end_resident(name)
 
     def close_rendezvous(self) -> None:
         while self.rendezvous:

@@ -14,7 +14,7 @@ from fsbarrier.processes.secret_variables import without_secrets, without_tracke
 from fsbarrier.processes.stacks import write_stacks
 from fsbarrier.processes.supervisor import Child, own_program, with_this_package
 from fsbarrier.processes.worker_contract import NOT_PERMITTED, WorkerFiles, read_result
-from fsbarrier.program import HELPER, Command, Context, Keep
+from fsbarrier.program import HELPER, Command, Context, Resident
 from fsbarrier.run.job import Cancelled, NodeUnfit, Result, RowJob, Workplace, journal_line
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
@@ -67,6 +67,8 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
     """Raises DirectoryFailed, and as `run_program`."""
     if not work.listens:
         workplace.close_rendezvous()
+    # Whether it may be started again by itself: its processes belong to no others on other nodes.
+    alone = work.resident is None or work.resident.reuse is None
     held = [one.fileno() for one in workplace.rendezvous]
     workplace.programs_started += 1
     own = WorkerFiles(workplace.work_dir / f"job-{workplace.programs_started:05d}")
@@ -82,7 +84,8 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
             for key, value in work.spec.items()
         }
         record = RunPaths(workplace.log_path).record
-        module = {"module": program_name(work.argv)} if work.resident == HELPER else {}
+        helps = work.resident is not None and work.resident.name == HELPER
+        module = {"module": program_name(work.argv)} if helps else {}
         own.write_spec({"settings": context.settings.as_json(), "run_record": str(record), **module, **spec})
     except OSError as error:
         raise NodeUnfit(
@@ -95,16 +98,17 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
         env[LISTENING] = ",".join(map(str, held))
     log_file, name = workplace.log_dir / work.log, context.phase.name
     program: Child | KeptProgram
-    if work.keep is None:
-        try:
-            if work.resident:
-                program = _give_to_resident(work.resident, own.spec, argv, env, log_file, context, workplace)
-            else:
-                program = workplace.host.start(argv, env=env, log_file=log_file, name=name, pass_fds=held)
-        except StoreError as error:
+    try:
+        if work.resident is not None:
+            program = _give_to_resident(
+                work.resident, own.spec, argv, env, log_file, held, context, workplace
+            )
+        else:
+            program = workplace.host.start(argv, env=env, log_file=log_file, name=name, pass_fds=held)
+    except StoreError as error:
+        if alone:
             raise DirectoryFailed(str(error)) from None
-    else:
-        program = _start_kept(work.keep, own.spec, argv, env, log_file, context, workplace)
+        raise
     workplace.close_rendezvous()
     code = _watch(program, context, job, workplace, uses_engines=uses_engines)
     if code != 0:
@@ -112,7 +116,7 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
         ours = program_name(argv).startswith("fsbarrier.")
         if code == NOT_PERMITTED and ours:
             raise StoreError(f"{said}{log}")
-        if code == StoreError.exit_code and work.keep is None and ours:
+        if code == StoreError.exit_code and alone and ours:
             # Perhaps not even its log could be written.
             raise DirectoryFailed(f"{said}; {workplace.log_path} fails or is full{log}")
         raise ProgramFailed(f"{said}{log}")
@@ -136,71 +140,42 @@ def _environment(argv: Sequence[str], settings: Settings, work_dir: Path) -> Map
     return {**ours, "TMPDIR": str(work_dir)} if name == UPDATE else ours
 
 
-def _start_kept(
-    keep: Keep,
+def _give_to_resident(
+    resident: Resident,
     spec: Path,
     argv: Sequence[str],
     env: Mapping[str, str],
     log_file: Path,
+    pass_fds: Sequence[int],
     context: Context,
     workplace: Workplace,
 ) -> KeptProgram:
-    """A program whose processes stay, with `spec` as its job: the one that all nodes have kept, or a new one.
+    """The node's resident program of this name, with `spec` as its job; a new one if there is none, or a new one is asked for.
 
     Raises ProgramFailed, StoreError, NodeUnfit.
     """
-    if keep.formed:
-        if workplace.kept is None or workplace.kept.name != keep.formed:
-            raise ProgramFailed(f"{program_name(argv)}, kept from an earlier update, has ended")
-        workplace.kept.give(spec)
-        return workplace.kept
-    workplace.end_kept()
-    # The same on every node, and unique.
-    made = _kept_program(
-        f"{context.generation}.{context.iteration}", keep.processes, "jobs", context, workplace
-    )
-    held = [one.fileno() for one in workplace.rendezvous]
-    made.start(argv, env=env, log_file=log_file, name=context.phase.name, pass_fds=held)
-    workplace.kept = made
-    return made
-
-
-def _give_to_resident(
-    name: str,
-    spec: Path,
-    argv: Sequence[str],
-    env: Mapping[str, str],
-    log_file: Path,
-    context: Context,
-    workplace: Workplace,
-) -> KeptProgram:
-    """The node's resident process of this name, with `spec` as its job; a new one if there is none.
-
-    Raises StoreError, NodeUnfit, StartFailed.
-    """
-    resident = workplace.residents.pop(name, None)
-    if resident is not None and resident.alive:
-        resident.give(spec)
-    else:
-        if resident is not None:
-            resident.stop(workplace.grace_s)
-        resident = _kept_program(name, 1, f"{name}-jobs", context, workplace)
-        helper = own_program("fsbarrier.workers.helper", "--spec", str(spec))
-        resident.start(helper if name == HELPER else argv, env=env, log_file=log_file, name=name)
-    workplace.residents[name] = resident
-    return resident
-
-
-def _kept_program(
-    name: str, processes: int, socket: str, context: Context, workplace: Workplace
-) -> KeptProgram:
-    """Raises NodeUnfit."""
+    name, there = resident.name, workplace.residents.get(resident.name)
+    if resident.reuse and (there is None or there.name != resident.reuse):
+        raise ProgramFailed(f"{program_name(argv)}, kept from an earlier update, has ended")
+    if there is not None and (resident.reuse or (resident.reuse is None and there.alive)):
+        there.give(spec)
+        return there
+    workplace.end_resident(name)
+    said, own_name = name, name
+    if resident.reuse is not None:
+        # Of processes that belong together: the same on every node, and unique.
+        said, own_name = context.phase.name, f"{context.generation}.{context.iteration}"
     try:
-        return workplace.host.keep(name, processes, workplace.work_dir / socket)
+        there = workplace.host.keep(own_name, resident.processes, workplace.work_dir / f"{name}-jobs")
     except OSError as error:
         raise NodeUnfit(
             f"node {context.node_rank}: no socket in its temporary folder {workplace.work_dir}: {error.strerror}"
         ) from None
+    if name == HELPER:
+        argv = own_program("fsbarrier.workers.helper", "--spec", str(spec))
+    there.start(argv, env=env, log_file=log_file, name=said, pass_fds=pass_fds)
+    workplace.residents[name] = there
+    return there
 
 
 def _watch(
