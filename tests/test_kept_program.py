@@ -125,7 +125,7 @@ def test_the_same_processes_do_one_job_after_the_other(place: Workplace, do: Do)
     assert 0 < first["start_s"] + second["start_s"] + third["start_s"] < time.monotonic() - begin
     assert first["pid"] == second["pid"] == third["pid"]
     assert (first["n"], second["n"], third["n"]) == (1, 2, 3) and third["done"] == [1, 2, 3]
-    assert [path.name for path in place.work_dir.iterdir()] == ["jobs"]
+    assert [path.name for path in place.work_dir.iterdir()] == ["trainer-jobs"]
 
 
 def test_a_generation_that_only_continues_another_keeps_its_processes(tmp_path: Path) -> None:
