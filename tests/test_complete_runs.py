@@ -68,6 +68,14 @@ def numbers(events: list[dict[str, Any]], name: str) -> list[int]:
     return [event[name] for event in events]
 
 
+def test_the_last_version_of_a_session_has_its_trainers_state(bench: Bench, tmp_path: Path) -> None:
+    """So the next one goes on with it, however seldom it is saved."""
+    for last in (2, 3):
+        bench.run(tmp_path / "run", "--iterations", str(last), "checkpoint.trainer_every=50").check()
+        found = [folder.parent.name[:13] for folder in (tmp_path / "run" / "checkpoints").glob("*/trainer")]
+        assert f"policy-00000{last}"[:13] in found
+
+
 TRAINER = """
 import json, shutil, sys
 from pathlib import Path

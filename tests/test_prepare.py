@@ -130,6 +130,20 @@ def test_minibatches_cover_each_epoch_once() -> None:
     assert minibatches(0, 10, 2, seed="s") == []
 
 
+def test_each_epoch_and_each_iteration_has_an_order_of_its_own(tmp_path: Path) -> None:
+    import torch
+
+    work = Bench(tmp_path, settings(trainer__epochs=3, trainer__minibatch=64))
+    write_groups(tmp_path / "merged", [group(0, [n % 2 for n in range(32)])])
+    orders = []
+    for iteration in (1, 2, 1):
+        assert work.prepare(iteration=iteration)["steps"] == 3
+        steps = torch.load(tmp_path / "batch", weights_only=True)["steps"]
+        orders.append([tuple(step.tolist()) for step in steps])
+    assert all(sorted(step) == [*range(32)] for step in orders[0]) and orders[0] == orders[2]
+    assert len({*orders[0], *orders[1]}) == 6
+
+
 @given(
     lengths=st.lists(st.integers(2, 50), min_size=1, max_size=40),
     world=st.integers(1, 5),

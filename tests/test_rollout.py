@@ -146,8 +146,12 @@ def assert_one_line(stderr: str, *parts: str) -> None:
 
 def test_each_trajectory_carries_exactly_what_was_sampled(tmp_path: Path, fake: Fake) -> None:
     chat = [{"role": "system", "content": "sort"}, {"role": "user", "content": "ba="}]
-    done = run(make_spec(tmp_path, fake.url, ["dcba=", "zyx!wrong=", chat]))
+    thinks = {"rollout.chat_template_kwargs": ["enable_thinking=false"]}
+    done = run(make_spec(tmp_path, fake.url, ["dcba=", "zyx!wrong=", chat], **thinks))
     assert (done.code, done.stderr) == (0, "")
+    assert [each["chat_template_kwargs"] for each in fake.requests("/tokenize")] == [
+        {"enable_thinking": False}
+    ]
     groups = rolled_out(tmp_path)
     assert sorted(groups) == [0, 1, 2] and all(len(group) == SAMPLES for group in groups.values())
     first = groups[0][1]
@@ -186,7 +190,8 @@ def test_the_result_the_progress_and_the_checkpoint(tmp_path: Path, fake: Fake) 
     expected |= {"invalid": 0, "truncated": 4, "refused": 0, "reward_errors": 0, "resumed_groups": 0}
     expected |= {"prompt_tokens": 5 + 10 + 8, "completion_tokens": 4 * (5 + 5 + 2)}
     assert {name: result[name] for name in expected} == expected
-    assert result["bytes"] == part.stat().st_size and result["tokens_per_s"] > 0
+    assert result["bytes"] == part.stat().st_size
+    assert result["tokens_per_s"] * result["seconds"] == pytest.approx(result["completion_tokens"], rel=0.1)
     assert checkpoint.samefile(part) and scan_rank_file(part).finished
     progress = json.loads((tmp_path / "progress.json").read_text())
     assert (progress["done"], progress["total"], progress["unit"]) == (12, 12, "trajectories")

@@ -35,7 +35,9 @@ class ContextMaker:
 
     def __call__(self, node: Node) -> Context:
         generation, position = node.place
-        settings = replace(in_force(self.record.settings, generation.settings), **generation.choices)
+        # Not those that the run was made with: a session may go on to a later iteration.
+        choices = {**generation.choices, "iterations": generation.until}
+        settings = replace(in_force(self.record.settings, generation.settings), **choices)
         return Context(
             run_id=self.record.run_id,
             paths=self.record.paths,
