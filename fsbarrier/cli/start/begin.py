@@ -150,6 +150,8 @@ def _find_record(asked: _Asked, rank: ranks.Choice | None) -> RunRecord | None:
         raise UsageError(
             f"--resume: {log_path} contains no run (no run.json); drop --resume to start a new one"
         )
+    if "num_nodes" not in asked.chosen and not request.any_rank:
+        ranks.check_count(rank, request.environ, dry_run=request.dry_run)
     # With --rank auto, a node that knows the number of nodes creates the record.
     waits = "num_nodes" not in asked.chosen if request.any_rank else rank is not None and rank.value > 0
     if waits and request.worker is not None and request.dry_run and "num_nodes" not in asked.chosen:
@@ -159,12 +161,6 @@ def _find_record(asked: _Asked, rank: ranks.Choice | None) -> RunRecord | None:
         )
     if not waits or request.dry_run:
         return None
-    # --worker R says that node 0 knows the rest; a variable may be all that is left of a launcher's.
-    known = (
-        "num_nodes" in asked.chosen or rank is None or ranks.count_nodes(rank, request.environ) is not None
-    )
-    if rank is not None and rank.source in request.environ and not known:
-        raise UsageError(ranks.without_count(rank))
     return runrecord.wait(log_path, JOIN_TIMEOUT_S, on_wait=asked.say)
 
 
@@ -179,7 +175,6 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
             f"--log-path {log_path}: contains {some} but no run.json, so it is not the directory of a run; use a new or empty "
             "folder, or restore run.json if this run lost it"
         )
-    _check_count(asked, rank)
     chosen = asked.chosen
     program = load_program(typed.program)
     check_used(typed, program)
@@ -220,19 +215,6 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
         # Another process created the record first.
         return _join(asked, published, rank)
     return Start(record, settings, 0, settings.iterations, created=True, mount=mount)
-
-
-def _check_count(asked: _Asked, rank: ranks.Choice | None) -> None:
-    """Raises UsageError if a launcher set the rank, and the number of nodes is unknown: a run of one node would look like success while
-    the other nodes wait forever."""
-    if "num_nodes" in asked.chosen:
-        return
-    if rank is None and not asked.request.dry_run:
-        ranks.check_alone(asked.request.environ)
-    if rank is not None and rank.source in asked.request.environ:
-        raise UsageError(
-            f"{rank.source}={rank.value} sets this node's rank, but the number of nodes is unknown; give --num-nodes"
-        )
 
 
 def _policy_to_begin_with(typed: Settings, program: Program) -> VersionToExport | None:

@@ -91,26 +91,23 @@ def contradictions(rank: Choice, num_nodes: int, environ: Environ) -> list[str]:
     return found
 
 
-def without_count(rank: Choice) -> str:
-    """The error message for a rank from the environment when nothing gives the number of nodes."""
-    return (
-        f"{rank.source}={rank.value} sets this node's rank, but the number of nodes is unknown; give --num-nodes on every node"
-        + (f", or --worker {rank.value}" if rank.value else "")
-    )
-
-
 def which_node(num_nodes: int, environ: Environ) -> str:
     """The error message for an unknown rank."""
     unused = f" ({_why_unused('RANK', environ)})" if _text(environ, "RANK") else ""
     return f"the rank of this node is unknown, and the run has {num_nodes} nodes; {HOW_TO_SAY}{unused}"
 
 
-def check_alone(environ: Environ) -> None:
-    """Raises UsageError if the rank is unknown although a launcher started several processes.
+def check_count(rank: Choice | None, environ: Environ, *, dry_run: bool) -> None:
+    """Raises UsageError if a launcher started this process, and nothing gives the number of nodes of a new run.
 
-    Otherwise each process would start a run of one node, which would look like success.
+    Otherwise each process could start a run of one node, which would look like success.
     """
-    for launcher in LAUNCHERS:
+    if rank is not None and rank.source in environ:
+        raise UsageError(
+            f"{rank.source}={rank.value} sets this node's rank, but the number of nodes is unknown; give --num-nodes on every node"
+            + (f", or --worker {rank.value}" if rank.value else "")
+        )
+    for launcher in LAUNCHERS if rank is None and not dry_run else ():
         several = [name for name in launcher.counts if _text(environ, name) not in ("", "0", "1")]
         if several:
             raise UsageError(
