@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fsbarrier.coordination.free_ranks import free_ranks
 from fsbarrier.coordination.rank_lock import RankTaken, hold_rank
-from fsbarrier.errors import Fenced, StoreError, UsageError
+from fsbarrier.errors import Fenced, UsageError
 from fsbarrier.host.memory import SHARED_MEMORY
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.run.daemon import Daemon, starting
@@ -80,9 +80,7 @@ def _run_as(
                 daemon.join(incarnation)
             except Fenced as error:
                 raise RankTaken(str(error)) from None
-            # `joined` only writes a note for people, so its failure does not end the node.
-            with contextlib.suppress(StoreError):
-                joined(rank)
+            joined(rank)
             return daemon.run()
 
 

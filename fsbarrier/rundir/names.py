@@ -94,7 +94,6 @@ FACT = Name("iter-{:06d}.node-{:04d}.{:s}", FactName)
 #: what the names of a node's facts have in common
 NODES_FACTS = Name(".node-{:04d}.", int)
 STOP_REQUEST = Name("{:06d}.json", int)
-FILESYSTEM_REPORT = Name("node-{:04d}.json", int)
 
 
 def fact_name(iteration: int, rank: int, status: str = "done") -> str:

@@ -72,10 +72,6 @@ class RunPaths:
     def stop(self, number: int) -> Path:
         return self.stops / names.STOP_REQUEST.build(number)
 
-    def filesystem(self, rank: int) -> Path:
-        """A node's findings about the filesystem at its last start."""
-        return self.coordination / "filesystem" / names.FILESYSTEM_REPORT.build(rank)
-
     def facts_of(self, generation: int) -> Path:
         return self.coordination / names.GENERATION_FOLDER.build(generation)
 

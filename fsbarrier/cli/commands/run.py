@@ -59,13 +59,11 @@ def main(args: argparse.Namespace) -> int:
         from fsbarrier.cli.start import dryrun
 
         return dryrun.show(start.record, start.settings, as_json=args.json)
-    from fsbarrier.cli.start import filesystem
     from fsbarrier.run.run_node import run_node
 
     def joined(rank: int) -> None:
         if args.rank:
             flags.say(f"--rank auto: this is node {rank}")
-        filesystem.record(start.mount, start.record.paths, rank)
 
     rank = None if args.rank else start.node_rank
     return run_node(

@@ -23,7 +23,6 @@ from fsbarrier.cli.start import (
 from fsbarrier.cli.start.node_checks import check_node, check_used
 from fsbarrier.cli.start.policy_export import VersionToExport
 from fsbarrier.data import demo_tasks
-from fsbarrier.doctor.findings import Report
 from fsbarrier.errors import UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.program import Program
@@ -64,8 +63,7 @@ class Start:
     """A node that is ready to begin.
 
     `settings`: the run's settings including the changes of this start; `stated`: the changeable settings given on the command line, by
-    dotted name. `until`: the last iteration requested. `created`: whether this start created the run's record. `mount`: the filesystem
-    check of this node.
+    dotted name. `until`: the last iteration requested. `created`: whether this start created the run's record.
     """
 
     record: RunRecord
@@ -73,7 +71,6 @@ class Start:
     node_rank: int
     until: int | None
     created: bool
-    mount: Report
     stated: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -92,10 +89,10 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
     if (count := _launchers_count(request, chosen, there=runrecord.exists(log_path))) is not None:
         chosen["num_nodes"] = ChosenValue("num_nodes", count.value, count.source)
         typed = replace(typed, num_nodes=count.value)
-    mount = filesystem.admit(log_path, write=not request.dry_run)
+    filesystem.admit(log_path, write=not request.dry_run)
     known = typed.num_nodes if "num_nodes" in chosen else None
     rank = _rank(request, known)
-    asked = _Asked(request, chosen, typed, log_path, mount, say)
+    asked = _Asked(request, chosen, typed, log_path, say)
     record = _find_record(asked, rank)
     # Again, because somebody else may have made it meanwhile.
     trusted_folder.check(log_path, shared_group=trusts_group, named="--log-path", inside=runrecord.STEERING)
@@ -114,7 +111,6 @@ class _Asked:
     chosen: Mapping[str, ChosenValue]
     typed: Settings
     log_path: Path
-    mount: Report
     say: Say
 
     def check_rank(self, rank: ranks.Choice | None, num_nodes: int) -> None:
@@ -168,7 +164,7 @@ def _find_record(asked: _Asked, rank: ranks.Choice | None) -> RunRecord | None:
 
 
 def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
-    request, typed, log_path, mount = asked.request, asked.typed, asked.log_path, asked.mount
+    request, typed, log_path = asked.request, asked.typed, asked.log_path
     if found := runrecord.without_record(log_path):
         some = printable(", ".join(found[:5])) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
         raise UsageError(
@@ -206,7 +202,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     settings = replace(settings, model=model)
     record = runrecord.new(log_path, settings, tasks=tasks, model=model)
     if request.dry_run:
-        return Start(record, settings, 0, settings.iterations, created=False, mount=mount)
+        return Start(record, settings, 0, settings.iterations, created=False)
     if is_demo:
         # Create the record last, so that a failed start leaves nothing behind.
         demo_folder.make(demo)
@@ -214,7 +210,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     if published.run_id != record.run_id:
         # Another process created the record first.
         return _join(asked, published, rank)
-    return Start(record, settings, 0, settings.iterations, created=True, mount=mount)
+    return Start(record, settings, 0, settings.iterations, created=True)
 
 
 def _policy_to_begin_with(typed: Settings, program: Program) -> VersionToExport | None:
@@ -302,7 +298,7 @@ def _join(asked: _Asked, record: RunRecord, rank: ranks.Choice | None) -> Start:
     if "data" in program.needs:
         task_files.check_recorded(settings, record.tasks)
     number = rank.value if rank else 0
-    return Start(record, settings, number, until, created=False, mount=asked.mount, stated=stated)
+    return Start(record, settings, number, until, created=False, stated=stated)
 
 
 def _changed(

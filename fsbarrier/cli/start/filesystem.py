@@ -1,20 +1,14 @@
-"""A short `fsbarrier doctor` at each start: rejects an unsuitable filesystem and records the findings."""
+"""A short `fsbarrier doctor` at each start: rejects an unsuitable filesystem."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 
 from fsbarrier.doctor import examine
-from fsbarrier.doctor.findings import Report
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.protocol.timing import BEAT_S, DEAD_S
-from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.store import files
-from fsbarrier.store.identity import host_name
-from fsbarrier.store.retry import HIDDEN_S, fails, fails_or_hides, patiently
+from fsbarrier.store.retry import fails, patiently
 
 #: Above this number of nodes the timeouts grow with it, so that the heartbeats do not increase the load on the file server.
 MANY_NODES = 160
@@ -24,7 +18,7 @@ LIMITS = {
 }
 
 
-def admit(log_path: Path, *, write: bool) -> Report:
+def admit(log_path: Path, *, write: bool) -> None:
     """A quick check of the filesystem under `log_path`, which need not exist yet. `write`: include write tests.
 
     Raises StoreError if the filesystem fails or is unsuitable, UsageError without write permission.
@@ -41,7 +35,6 @@ def admit(log_path: Path, *, write: bool) -> Report:
         raise StoreError(
             f"--log-path {log_path}: its filesystem cannot support a run: {found.finding}{advice} (details: fsbarrier doctor)"
         )
-    return report
 
 
 def limits(given: Mapping[str, object], num_nodes: int) -> dict[str, float]:
@@ -50,15 +43,3 @@ def limits(given: Mapping[str, object], num_nodes: int) -> dict[str, float]:
     if crowd <= 1 or any(name in given for name in LIMITS):
         return {}
     return {name: round(seconds * crowd, 1) for name, seconds in LIMITS.items()}
-
-
-def record(report: Report, paths: RunPaths, node_rank: int) -> None:
-    """Store this node's findings in the run directory, replacing those of an earlier start. Raises StoreError."""
-    about = {"host": host_name(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
-    body = json.dumps({"node_rank": node_rank, **about, **report.as_json()}, indent=2)
-    path = paths.filesystem(node_rank)
-    try:
-        files.make_dirs_below(paths.root, path.parent)
-        patiently(lambda: files.write_atomic(path, body.encode() + b"\n"), HIDDEN_S, passes=fails_or_hides)
-    except OSError as error:
-        raise StoreError(f"{path}: {error.strerror or error}") from None
