@@ -82,6 +82,11 @@ def test_a_job_gets_all_its_nodes_or_none() -> None:
     line = queue(job(2))
     assert decides(line, {3}) is None
     assert decides(line, {3, 7}) == Placed(1, {0: 3, 1: 7})
+    # A small one does not overtake it, or a large one would never begin.
+    line = queue(job(1), Placed(1, {0: 5}), job(3), job(1))
+    assert decides(line, {5, 6, 7}) is None
+    # What the pool never had the nodes for waits without them.
+    assert decides(line, {5, 6}) == Placed(3, {0: 6})
 
 
 def test_a_dead_node_s_place_goes_to_a_free_one_and_a_silent_one_s_does_not_yet() -> None:
@@ -96,6 +101,15 @@ def test_a_dead_node_s_place_goes_to_a_free_one_and_a_silent_one_s_does_not_yet(
     assert line.jobs[1].codes == {} and line.place_of(1) is None
     line.apply(job())
     assert decides(line, {0, 1, 2}) == Placed(2, {0: 1})
+
+
+def test_a_job_that_was_stopped_gets_no_nodes_any_more() -> None:
+    line = queue(job(), job(), StopAsked(1, "ann"))
+    decision = decides(line, {5})
+    assert decision == Over(1, 143, "stopped while queued")
+    line.apply(decision)
+    assert (line.jobs[1].word, decides(line, {5})) == ("stopped", Placed(2, {0: 5}))
+    assert decides(queue(job(2), Placed(1, {0: 0, 1: 1}), StopAsked(1, "ann")), {0, 2}, dead={1}) is None
 
 
 def ends(
@@ -265,6 +279,16 @@ def test_the_list_names_each_job_s_hosts_its_run_and_its_iteration(
     assert header.split()[4:8] == ["nodes", "iteration", "run", "directory"]
     assert "2 (gpu-4, gpu-7)          5  " in one and f"{tmp_path}/run" in one
     assert "–  runs/job-000002" in two
+    pool.append(Over(1, 4))
+    pool.append(StopAsked(2, "ann"))
+    pool.append(Over(2, 143))
+    pool.submit(job())
+    pool.append(Over(3, 0))
+    assert main(["jobs", str(pool.root), "--json"]) == 0
+    found = [(row["state"], row["exit_code"]) for row in json.loads(capsys.readouterr().out)]
+    assert found == [("failed", 4), ("stopped", 143), ("finished", 0)]
+    assert main(["jobs", str(pool.root)]) == 0
+    assert "failed (4)" in capsys.readouterr().out
 
 
 def test_logs_are_followed_until_the_job_is_over(
@@ -293,6 +317,10 @@ def test_logs_are_followed_until_the_job_is_over(
     assert said == ["", "[node 0] one\n[node 0] two\n", "[node 0] three\n"]
     assert main(["jobs", "logs", str(pool.root), "1", "--node", "0", "--lines", "1"]) == 0
     assert capsys.readouterr().out == "[node 0] three\n"
+    pool.log(1, 1).write_text("four\n")
+    for flags, said in (((), "[node 0] three\n[node 1] four\n"), (("--node", "1"), "[node 1] four\n")):
+        assert main(["jobs", "logs", str(pool.root), "1", "--lines", "1", *flags]) == 0
+        assert capsys.readouterr().out == said
     assert main(["submit", str(pool.root), "--name", "nightly", "--program", "toy"]) == 0
     assert main(["jobs", str(pool.root), "--json"]) == 0
     assert '"nightly"' in capsys.readouterr().out
