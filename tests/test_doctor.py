@@ -171,7 +171,26 @@ def test_what_differs_between_nodes_is_named() -> None:
     )
     assert checks["accelerators differ"].level == "warning"
     assert checks["ports"].level == "warning" and "node 1 cannot connect to node 0" in checks["ports"].finding
-    assert checks["clocks"].level == "note" and "60.00 s" in checks["clocks"].finding
+    assert checks["clocks"].level == "note"
+    assert checks["clocks"].finding == "node 1 is 60.00 s (± 1.00 ms) behind node 0"
+
+
+def test_what_one_node_finds_is_said_of_it_and_the_worst_counts() -> None:
+    fit, unfit = Check("free space", "ok", "80 GB"), Check("free space", "refused", "1 MB", "make room")
+    (check,) = verdict.merged({0: [fit], 1: [unfit], 2: [fit]})
+    assert (check.level, check.advice) == ("refused", "make room")
+    assert check.finding.splitlines() == ["node 0: 80 GB", "node 1: 1 MB", "node 2: 80 GB"]
+    (check,) = verdict.merged({0: [fit], 1: [fit]})
+    assert (check.level, check.finding) == ("ok", "80 GB")
+
+
+def test_races_with_errors_or_another_ones_record_are_told() -> None:
+    races = said(1)["races"]
+    checks = concluded(said(0), said(1, races={**races, "errors": {"EIO": 3}}))
+    assert checks[verdict.RACES].level == "warning" and "3 x EIO" in checks[verdict.RACES].finding
+    records = ["node-1", *races["records"][1:]]
+    check = concluded(said(0), said(1, races={**races, "records": records}))[verdict.RACES]
+    assert check.level == "refused" and check.finding.startswith("1 of ")
 
 
 # --- one node, for real ---------------------------------------------------------------------------------------------------

@@ -47,6 +47,9 @@ def connection(tmp_path: Path) -> str:
         "if host == 'down':\n"
         "    print('no route to it')\n"
         "    sys.exit(255)\n"
+        "if host[:4] == 'exit':\n"
+        "    print('fsbarrier: connected')\n"
+        "    sys.exit(int(host[4:]))\n"
         "os.execv('/bin/sh', ['sh', '-c', text])\n"
     )
     path.chmod(0o755)
@@ -214,14 +217,23 @@ def test_a_slurm_job_keeps_every_word_and_asks_for_the_queue_again(
         until((tmp_path / "step").exists)
         process.send_signal(signal.SIGUSR1)
         assert process.wait(DEADLINE_S) == 0
+    # A step that fails is the job's failure; one of its nodes that fails is not.
+    (tools / "srun").write_text("#!/bin/sh\nexit 4\n")
+    assert subprocess.run(["bash", str(folder / "fsbarrier.sbatch")], cwd=tmp_path).returncode == 4
     step = Path(f"{said}.srun").read_text().splitlines()
+    assert {"--kill-on-bad-exit=0", "--no-kill"} <= set(step)
     assert {setting, "--resume"} <= set(step) and "--label" in step[: step.index("fsbarrier")]
     assert Path(f"{said}.fsbarrier").read_text().splitlines() == ["fsbarrier", "stop", "--log-path", log_path]
     assert Path(f"{said}.scontrol").read_text().split() == ["scontrol", "requeue", "17"]
     # Options count only before the first command.
     lines = (folder / "fsbarrier.sbatch").read_text().splitlines()
     options = list(itertools.takewhile(lambda line: line.startswith("#SBATCH"), lines[1:]))
-    assert {"#SBATCH --nodes=3", "#SBATCH --gpus-per-node=8", "#SBATCH --partition=gpu"} <= set(options)
+    assert {
+        "#SBATCH --time=1:00:00",
+        "#SBATCH --nodes=3",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --partition=gpu",
+    } <= set(options)
     assert "#SBATCH --signal=B:USR1@90" in options and "#SBATCH --requeue" in options
 
 
@@ -246,6 +258,10 @@ def test_files_for_containers(
     if place == "kubernetes":
         found = written["spec"]["template"]["spec"]["containers"][0]["args"][-1]
         # A node that cannot go on does not end the others.
+        (container,) = written["spec"]["template"]["spec"]["containers"]
+        assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+        assert [mount["mountPath"] for mount in container["volumeMounts"]] == ["/shared", "/dev/shm"]
+        assert (written["spec"]["parallelism"], written["spec"]["completions"]) == (2, 2)
         assert {rule["action"] for rule in written["spec"]["podFailurePolicy"]["rules"]} == {"FailIndex"}
     else:
         found = shlex.split(written["run"] if place == "skypilot" else written["commands"][0])[-1]
@@ -299,6 +315,43 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], words: list[s
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1 and says in captured.err
     assert "hunter2" not in captured.err
+
+
+def test_a_file_of_hosts_may_have_remarks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hosts").write_text("# rack 7\ngpu-a  # the first\n\nme@gpu-b\n")
+    words = shlex.split(text_of(capsys, "ssh", "--hosts-file", str(tmp_path / "hosts")))
+    scripts = {words[at - 1]: word for at, word in enumerate(words) if "NODE_RANK=" in word}
+    assert [*scripts] == ["gpu-a", "me@gpu-b"]
+    for rank, script in enumerate(scripts.values()):
+        assert f"NODE_RANK={rank} NNODES=2" in script
+
+
+def test_a_node_ends_when_its_connection_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the folder of the launch: what sshd would run, without a guard around it."""
+    (tmp_path / "node").write_text("#!/bin/sh\ntrap 'exit 7' TERM\npwd -P\nwhile :; do sleep 0.01; done\n")
+    (tmp_path / "node").chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    command = text_of(capsys, "ssh", "--hosts", "a", "--fsbarrier", str(tmp_path / "node"))
+    argv = ["sh", "-c", shlex.split(command)[-1]]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/") as process:
+        assert process.stdin is not None and process.stdout is not None
+        said = [process.stdout.readline().strip() for _ in range(2)]
+        assert said == ["fsbarrier: connected", str(tmp_path.resolve())]
+        process.stdin.close()
+        try:
+            assert process.wait(30) == 7
+        finally:
+            process.kill()
+
+
+def test_of_several_exit_codes_the_nearest_to_the_cause_counts(
+    connection: str, launched: Callable[..., Launched]
+) -> None:
+    """Too few nodes are left because the other ones' programs failed."""
+    code, out = launched(connection, "exit5,exit4,exit5").end()
+    assert code == 4, out
 
 
 def test_a_clone_is_started_by_its_own_script_and_keeps_its_runs(
