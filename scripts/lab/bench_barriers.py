@@ -5,7 +5,7 @@
 Prints milliseconds from the last arrival to the last release. The bare loop is measured before, between and after the others, since
 other work on the machine changes all of them alike. What is not installed is left out, with a line that says so:
 
-* bare: a file for each process and round, and a loop of directory scans (`fsbarrier bench` has the same);
+* bare: a file for each process and round, and a loop of directory scans without records, membership or heartbeats;
 * group: `fsbarrier.join`, as any script uses it;
 * daemons: the program `ping`, 14 barriers an iteration;
 * gloo: `torch.distributed.barrier()`;
@@ -26,7 +26,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -37,9 +39,91 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.host.rendezvous import LOOPBACK, listen, port_of
 from fsbarrier.run import benchmark
-from fsbarrier.run.benchmark import Latency, Passage, passages
+from fsbarrier.run.benchmark import START_S, Latency
+from fsbarrier.store import files
+from fsbarrier.store.retry import Backoff
 
+#: when a process came to a barrier, and when it was released, on the monotonic clock
+Passage = tuple[float, float]
 Barriers = Callable[[Path, int, int, int], list[Passage]]
+#: This interpreter, with the same -P option.
+PYTHON = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
+#: polling interval of the bare loop
+PAUSES = Backoff(0.0001, 0.001)
+#: time limits of one round, in seconds
+ROUND_S = 10.0
+
+
+def barriers_of(command: Sequence[str], kind: str, folder: Path, nodes: int, rounds: int) -> Latency:
+    """Measure N processes of `command`, which gets kind, folder, rank, N and rounds as arguments. Raises ProgramFailed."""
+    processes = [
+        subprocess.Popen(
+            [*command, kind, str(folder), str(rank), str(nodes), str(rounds)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(nodes)
+    ]
+    times: list[list[Passage]] = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=START_S + nodes + rounds * ROUND_S)
+            if process.returncode:
+                said = (err.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+                raise ProgramFailed(f"bench: a {kind} process failed: {said}")
+            times.append(json.loads(out))
+    except subprocess.TimeoutExpired:
+        raise ProgramFailed(f"bench: the {kind} processes did not end in time") from None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return latency(times)
+
+
+def latency(times: Sequence[Sequence[Passage]]) -> Latency:
+    """Statistics from each process's passages. Raises ProgramFailed if there are none."""
+    # As with ping, skip the first barrier, when the processes are still starting.
+    counted = list(zip(*times, strict=True))[1:]
+    return Latency.of([max(left for _, left in one) - max(arrived for arrived, _ in one) for one in counted])
+
+
+def passages(barrier: Callable[[int], object], rounds: int) -> list[Passage]:
+    """Pass `rounds` barriers."""
+    times = []
+    for number in range(rounds):
+        arrived = time.monotonic()
+        barrier(number)
+        times.append((arrived, time.monotonic()))
+    return times
+
+
+def bare_process(folder: Path, rank: int, nodes: int, rounds: int) -> list[Passage]:
+    """One process of the bare loop. Raises TimeoutError."""
+    deadline, idle = time.monotonic() + START_S + nodes + rounds * ROUND_S, threading.Event()
+
+    def barrier(number: int) -> None:
+        place, pauses = folder / f"round-{number:06d}", iter(PAUSES)
+        place.mkdir(exist_ok=True)
+        os.close(files.open_new(place / f"node-{rank:04d}"))
+        while len(os.listdir(place)) < nodes:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"round {number}: the other processes did not arrive")
+            idle.wait(next(pauses))
+
+    return passages(barrier, rounds)
+
+
+def group_process(folder: Path, rank: int, nodes: int, rounds: int) -> list[Passage]:
+    """One member of a group. Raises NodeError."""
+    import fsbarrier
+
+    timing = {"beat_s": 5.0, "suspect_s": 15.0, "dead_s": 60.0} if nodes > 16 else {}
+    with fsbarrier.join(
+        folder, node_rank=rank, num_nodes=nodes, timeout_s=START_S + nodes, **timing
+    ) as group:
+        return passages(lambda number: group.barrier(), rounds)
 
 
 # --- one process of each ------------------------------------------------------------------------------------------------
@@ -142,7 +226,14 @@ def ray_processes(nodes: int, rounds: int) -> list[list[Passage]]:
     return times
 
 
-PROCESSES: dict[str, Barriers] = {"gloo": gloo, "tcpstore": tcpstore, "etcd": etcd, "zookeeper": zookeeper}
+PROCESSES: dict[str, Barriers] = {
+    "bare": bare_process,
+    "group": group_process,
+    "gloo": gloo,
+    "tcpstore": tcpstore,
+    "etcd": etcd,
+    "zookeeper": zookeeper,
+}
 
 # --- all of them --------------------------------------------------------------------------------------------------------
 
@@ -153,11 +244,9 @@ class NotHere(Exception):
 
 def measure(kind: str, folder: Path, nodes: int, rounds: int, args: argparse.Namespace) -> Latency:
     """Raises NotHere, ProgramFailed."""
-    if kind in ("bare", "group"):
-        return benchmark.scripts(kind, folder, nodes, rounds)
     if kind == "daemons":
         return benchmark.ping(folder, nodes, 1 + rounds // 14)
-    folder.mkdir()
+    files.make_dirs(folder)
     if kind == "ray":
         return by_ray(nodes, rounds, args.ray_python)
     needs = {"gloo": "torch", "tcpstore": "torch", "zookeeper": "kazoo"}.get(kind)
@@ -168,11 +257,11 @@ def measure(kind: str, folder: Path, nodes: int, rounds: int, args: argparse.Nam
     with listen(LOOPBACK)[0] as listening:
         port = port_of(listening)
     os.environ |= {"BENCH_PORT": str(port), "BENCH_ZOOKEEPER": args.zookeeper or "", "OMP_NUM_THREADS": "1"}
-    command = [*benchmark.PYTHON, str(Path(__file__).resolve()), "--process"]
+    command = [*PYTHON, str(Path(__file__).resolve()), "--process"]
     if kind == "etcd":
         with etcd_server(args.etcd, port, folder):
-            return benchmark.barriers_of(command, kind, folder, nodes, rounds)
-    return benchmark.barriers_of(command, kind, folder, nodes, rounds)
+            return barriers_of(command, kind, folder, nodes, rounds)
+    return barriers_of(command, kind, folder, nodes, rounds)
 
 
 def by_ray(nodes: int, rounds: int, python: str) -> Latency:
@@ -180,7 +269,7 @@ def by_ray(nodes: int, rounds: int, python: str) -> Latency:
         raise NotHere(f"{python} has no ray")
     words = [python, str(Path(__file__).resolve()), "--ray", str(nodes), str(rounds)]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=900, check=True)
-    return benchmark.latency(json.loads(done.stdout.splitlines()[-1]))
+    return latency(json.loads(done.stdout.splitlines()[-1]))
 
 
 @contextmanager

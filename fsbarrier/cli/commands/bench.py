@@ -1,4 +1,4 @@
-"""`fsbarrier bench`: measures barrier latency on this machine and filesystem, compared with a bare directory scan."""
+"""`fsbarrier bench`: measures barrier latency on this machine and filesystem."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ from fsbarrier.cli.commands import flags
 from fsbarrier.errors import UsageError
 from fsbarrier.store import owned
 
-SUMMARY = "Measure barrier latency with N processes on this machine: daemons, scripts that use fsbarrier.join, and bare directory scans."
+SUMMARY = "Measure barrier latency with N daemons on this machine."
 EXAMPLE = "fsbarrier bench --nodes 3 --path /shared/scratch"
-PHASES = 14
-# Bare scans are measured before and after everything else. If they differ by more than this factor, other load on the machine has
-# disturbed the measurement.
-DISTURBED = 1.5
 
 
 FLAGS = {
-    "--nodes N": "processes (default 3)",
+    "--nodes N": "daemons (default 3)",
     "--iterations K": "iterations of 14 barriers each (default 20)",
     "--path DIR": "measure on this directory's filesystem (default: the temporary directory)",
     "--json": "print JSON",
@@ -48,30 +44,14 @@ def main(args: argparse.Namespace) -> int:
     except OSError as error:
         raise UsageError(f"--path {args.path}: not writable: {error.strerror}") from None
     try:
-        bare = benchmark.scripts("bare", folder / "bare", args.nodes, args.iterations * PHASES)
-        group = benchmark.scripts("group", folder / "group", args.nodes, args.iterations * PHASES)
-        ours = benchmark.ping(folder / "run", args.nodes, args.iterations)
-        after = benchmark.scripts("bare", folder / "bare-after", args.nodes, args.iterations * PHASES)
+        passed = benchmark.ping(folder / "run", args.nodes, args.iterations)
     finally:
         owned.discard(folder)
-    scan_s = (bare.median_s + after.median_s) / 2
-    changed = max(bare.median_s, after.median_s) / min(bare.median_s, after.median_s)
     if args.json:
-        measured = {"ping": ours, "join": group, "bare_scan": bare, "bare_scan_after": after}
-        ratios = {
-            "ratio_of_medians": ours.median_s / scan_s,
-            "join_ratio_of_medians": group.median_s / scan_s,
-        }
-        figures = {name: asdict(one) for name, one in measured.items()}
-        print(json.dumps({"nodes": args.nodes, **figures, **ratios, "disturbed": changed > DISTURBED}))
+        print(json.dumps({"nodes": args.nodes, **asdict(passed)}))
         return 0
-    print(f"last arrival to last release, {args.nodes} processes on this machine, milliseconds")
-    print(f"{'':<16}{'barriers':>10}{'median':>10}{'99 %':>10}{'max':>10}{'× scan':>10}")
-    for name, one in (("bare scan", bare), ("join", group), ("daemons", ours), ("bare scan again", after)):
-        times = "".join(f"{1000 * seconds:>10.2f}" for seconds in (one.median_s, one.p99_s, one.max_s))
-        print(f"{name:<16}{one.barriers:>10}{times}{one.median_s / scan_s:>10.1f}")
-    if changed > DISTURBED:
-        print(
-            f"the two bare scans differ by a factor of {changed:.1f}: other load on this machine disturbed the results"
-        )
+    print(f"last arrival to last release, {args.nodes} daemons on this machine, milliseconds")
+    print(f"{'barriers':>10}{'median':>10}{'99 %':>10}{'max':>10}")
+    times = "".join(f"{1000 * seconds:>10.2f}" for seconds in (passed.median_s, passed.p99_s, passed.max_s))
+    print(f"{passed.barriers:>10}{times}")
     return 0
