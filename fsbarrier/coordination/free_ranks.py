@@ -7,13 +7,11 @@ by name. Nothing is ever deleted to free a rank.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Collection, Iterator, Mapping
 
 from fsbarrier.protocol.facts import Join
 from fsbarrier.protocol.membership import GONE
-from fsbarrier.rundir.heartbeats import LOOK_S, read_beats
+from fsbarrier.rundir.heartbeats import beats_of_newest_starts, newer_beats, read_beats
 from fsbarrier.rundir.names import START, StartName
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -73,9 +71,9 @@ def _has_beaten(paths: RunPaths, start: StartName) -> bool:
 
 def _silent_ranks(paths: RunPaths, ranks: Collection[int], watch_s: float) -> list[int]:
     """The ranks whose heartbeat does not change for `watch_s`."""
-    first, silent = read_beats(paths.root), set(ranks)
-    pause, deadline = threading.Event(), time.monotonic() + watch_s
-    while silent and time.monotonic() < deadline:
-        pause.wait(LOOK_S)
-        silent -= {rank for rank, beat in read_beats(paths.root).items() if beat != first.get(rank)}
+    before, silent = beats_of_newest_starts(paths.root), set(ranks)
+    for newer in newer_beats(paths.root, before, watch_s) if silent else ():
+        silent -= {beat.rank for beat in newer}
+        if not silent:
+            break
     return sorted(silent)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,21 +80,37 @@ def live_nodes(log_path: Path, watch_s: float, rank: int | None = None) -> list[
     it. Raises OSError.
     """
     before, alive = beats_of_newest_starts(log_path, rank), dict[int, Beat]()
-    unknown = {node for node, beat in before.items() if beat is None or beat.state not in GONE}
+    unknown = not_gone(before)
+    for newer in newer_beats(log_path, before, watch_s, rank) if unknown else ():
+        alive |= {beat.rank: beat for beat in newer if beat.state not in GONE}
+        unknown -= {beat.rank for beat in newer}
+        if not unknown:
+            break
+    return [alive[node] for node in sorted(alive)]
+
+
+def not_gone(beats: Mapping[int, Beat | None]) -> set[int]:
+    """The nodes that may be alive."""
+    return {node for node, beat in beats.items() if beat is None or beat.state not in GONE}
+
+
+def newer_beats(
+    log_path: Path, before: dict[int, Beat | None], watch_s: float, rank: int | None = None
+) -> Iterator[list[Beat]]:
+    """Looks for `watch_s`; yields at each look the heartbeats that are newer than those in `before`. Raises OSError."""
     pause, deadline = threading.Event(), time.monotonic() + watch_s
-    while unknown - alive.keys() and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
         pause.wait(LOOK_S)
+        newer = []
         for node, beat in beats_of_newest_starts(log_path, rank).items():
-            if beat is None:
+            if beat is None or beat == before.get(node):
                 continue
-            if beat.state in GONE:
-                unknown.discard(node)
-            elif node in before and before[node] is None:
+            if node in before and before[node] is None and beat.state not in GONE:
                 # The first successful read, from which on a change counts.
                 before[node] = beat
-            elif beat != before.get(node):
-                alive[node] = beat
-    return [alive[node] for node in sorted(alive)]
+            else:
+                newer.append(beat)
+        yield newer
 
 
 def beats_of_newest_starts(log_path: Path, rank: int | None = None) -> dict[int, Beat | None]:

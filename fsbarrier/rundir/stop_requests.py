@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.facts import Beat, Member, StopRequest
-from fsbarrier.protocol.membership import GONE
-from fsbarrier.rundir.heartbeats import LOOK_S, beats_of_newest_starts, read_beats
+from fsbarrier.rundir.heartbeats import beats_of_newest_starts, newer_beats, not_gone, read_beats
 from fsbarrier.rundir.names import START, STOP_REQUEST
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -43,22 +40,15 @@ def stop(log_path: Path, *, now: bool, watch_s: float) -> list[Beat]:
     """
     before = beats_of_newest_starts(log_path)
     request = request_stop(log_path, now=now)
-    silent = {rank for rank, beat in before.items() if beat is None or beat.state not in GONE}
-    reached: dict[int, Beat] = {}
-    pause, deadline = threading.Event(), time.monotonic() + watch_s
-    while (silent or not reached) and time.monotonic() < deadline:
-        pause.wait(LOOK_S)
-        for rank, beat in beats_of_newest_starts(log_path).items():
-            if beat is None or beat == before.get(rank):
-                continue
-            if rank in before and before[rank] is None and beat.state not in GONE:
-                # The first successful read, from which on a change counts.
-                before[rank] = beat
-                continue
-            if not request.concerns(rank, beat.incarnation):
+    silent, reached = not_gone(before), dict[int, Beat]()
+    for newer in newer_beats(log_path, before, watch_s):
+        for beat in newer:
+            if not request.concerns(beat.rank, beat.incarnation):
                 request = request_stop(log_path, now=now)
-            reached[rank] = beat
-            silent.discard(rank)
+            reached[beat.rank] = beat
+        silent -= reached.keys()
+        if reached and not silent:
+            break
     return [reached[rank] for rank in sorted(reached)]
 
 
