@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(
             f"--iterations {args.iterations}: must be 2 or more, because the first iteration is not counted"
         )
-    if args.path is not None and not args.path.is_dir():
+    if args.path is not None and not Path(args.path).is_dir():
         raise UsageError(f"--path {args.path}: not an existing directory")
     try:
         folder = Path(tempfile.mkdtemp(prefix="fsbarrier-bench-", dir=args.path))
