@@ -286,33 +286,27 @@ def test_the_command_plans_for_a_cluster_that_is_not_there(
     )
 
 
-def test_what_is_offloaded_held_beside_or_not_trained_changes_the_memory(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = ["plan", "--model", "qwen-7b", "--accelerators", "8", "--accelerator-memory-gb", "80"]
-
-    def told(*more: str) -> dict[str, Any]:
-        assert main([*words, "--json", *more]) == 0
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return found
+def test_what_is_offloaded_held_beside_or_not_trained_changes_the_memory() -> None:
+    def planned(config: dict[str, Any] = QWEN_7B, **chosen: object) -> ClusterPlan:
+        values = {name.replace("__", "."): value for name, value in chosen.items()}
+        return plan(config, 1, **{"trainer.shard": "none", **values})
 
     whole = 4 * 7_615_616_512
-    away = told("trainer.offload=all", "trainer.shard=none")
-    assert (away["update"]["weights"], away["host"]) == (0, 8 * 4 * whole)
-    beside = told("algorithm.kl_coef=0.1", "trainer.offload=all", "trainer.shard=none")
-    assert beside["update"]["reference"] == whole // 2
-    adapters = told("lora.rank=8", "lora.targets=q_proj", "trainer.shard=none")
-    assert adapters["update"]["moments"] == 2 * adapters["update"]["gradients"] < whole // 1000
-    assert main([*words, "engine.replicas=3", "trainer.minibatch=64"]) == 0
-    text = capsys.readouterr().out
+    away = planned(trainer__offload="all")
+    assert (away.update["weights"], away.host) == (0, 8 * 4 * whole)
+    assert planned(trainer__offload="all", algorithm__kl_coef=0.1).update["reference"] == whole // 2
+    adapters = planned(lora__rank=8, lora__targets=["q_proj"])
+    assert adapters.update["moments"] == 2 * adapters.update["gradients"] < whole // 1000
+    text = "\n".join(
+        plan_text.lines(planned(engine__replicas=3, trainer__minibatch=64, trainer__shard="node"))
+    )
     assert "3 engines a node over 3 accelerators, 5 idle" in text and "micro-batches of" in text
-    assert "with 74.5 GiB" in text
+    assert "with 80.0 GiB" in text
     # A trainer of one's own has needs of its own.
-    assert main([*words, "trainer.shard=none", "trainer.command=true {out}"]) == 0
-    # Of all processes of a node together: weights and moments, 16 bytes a parameter and the gradients.
-    words[2] = "qwen-72b"
-    assert main([*words, "engine.tensor_parallel_size=4", "trainer.shard=none"]) == 2
-    assert "trainer.offload=all (1083.4 GiB of each node's memory)" in capsys.readouterr().err
+    assert planned().problems and not planned(trainer__command="true {out}").problems
+    # Of all processes of a node together: weights, gradients and moments, 16 bytes a parameter.
+    (problem,) = planned(QWEN_72B, engine__tensor_parallel_size=4).problems
+    assert "trainer.offload=all (1083.4 GiB of each node's memory)" in problem
 
 
 def test_a_size_stands_for_a_published_model(capsys: pytest.CaptureFixture[str]) -> None:
