@@ -7,6 +7,7 @@ lines take this way. What it is to start real processes, others show (test_matri
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
 import os
 import runpy
@@ -176,7 +177,12 @@ def run_by_fork(argv: Sequence[str], **rest: Any) -> Any:
         return _real_run(argv, **rest)
     with tempfile.TemporaryFile("w+") as out:
         module, words = argv[argv.index("-m") + 1], argv[argv.index("-m") + 2 :]
-        code = wait_for(in_a_fork(lambda: be_program(module, list(words)), out.fileno(), {}), CASE_S)
+
+        def do() -> int:
+            sys.stdin = io.StringIO(rest.get("input") or "")
+            return be_program(module, list(words))
+
+        code = wait_for(in_a_fork(do, out.fileno(), {}), CASE_S)
         out.seek(0)
         return subprocess.CompletedProcess(argv, code, "", out.read())
 

@@ -284,7 +284,10 @@ CASES = {
         ["--model org/name", "downloaded"],
     ),
     "model is a file": ("run --data-path data --model file", ["--model file", "is a file"]),
-    "model folder is empty": ("run --data-path data --model empty", ["--model empty", "no config.json"]),
+    "model folder is empty": (
+        "run --data-path data --model empty",
+        ["--model empty", "config.json: cannot be read"],
+    ),
     "unknown reward": (RL + "reward.kind=exakt", ["reward.kind=exakt", "did you mean exact?"]),
     "reward file is missing": (RL + "reward.kind=none.py:reward", ["none.py", "no such file"]),
     "reward function is missing": (RL + "reward.kind=reward.py:rewrd", ["rewrd", "did you mean reward?"]),
@@ -573,7 +576,7 @@ def test_an_iteration_with_fewer_tasks_than_nodes(place: Path, quick: Call) -> N
 @pytest.mark.parametrize(
     ("remove", "says"),
     [
-        ("config.json", "no config.json"),
+        ("config.json", "config.json: cannot be read: No such file"),
         ("model.safetensors", "no weights"),
         ("tokenizer.json", "no tokenizer"),
     ],

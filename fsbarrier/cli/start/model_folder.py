@@ -62,25 +62,17 @@ def _cached(cache: Path, name: str) -> Path | None:
 
 
 def _check_model(name: str, folder: Path) -> None:
-    def require(holds: bool, what: str) -> None:
+    try:
+        # Also that each weight file is there, and as long as its header says.
+        config = inspect(folder).config
+    except ProgramFailed as error:
+        raise UsageError(f"--model {name}: {error}; give a Hugging Face model folder") from None
+    for holds, what in (
+        ("model_type" in config, "has a config.json without a model_type"),
+        (any((folder / file).is_file() for file in _TOKENIZERS), "has no tokenizer"),
+    ):
         if not holds:
             raise UsageError(f"--model {name}: {folder} {what}; give a Hugging Face model folder")
-
-    config_file = folder / "config.json"
-    require(config_file.is_file(), "has no config.json")
-    try:
-        config = json.loads(config_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--model {name}: cannot read {config_file}: {error}") from None
-    require(isinstance(config, dict) and "model_type" in config, "has a config.json without a model_type")
-    weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
-    require(bool(weights), "has no weights (*.safetensors)")
-    require(any((folder / file).is_file() for file in _TOKENIZERS), "has no tokenizer")
-    try:
-        # Also that each weight file is as long as its header says.
-        inspect(folder)
-    except ProgramFailed as error:
-        raise UsageError(f"--model {name}: {error}") from None
 
 
 def check_trainable(folder: Path, settings: Settings) -> None:

@@ -208,8 +208,9 @@ def try_user_code(settings: Settings) -> None:
             own_program("fsbarrier.rollouts.try_user_code"),
             env=with_this_package(os.environ),
             # Through a pipe: command lines are visible to other users.
-            input=settings.encoded(),
+            input=settings.encoded().decode(),
             capture_output=True,
+            text=True,
             timeout=TRY_CODE_S,
         )
     except subprocess.TimeoutExpired:
@@ -218,6 +219,6 @@ def try_user_code(settings: Settings) -> None:
         ) from None
     if done.returncode != 0:
         # The last line is the error. Output of the user's code comes before it.
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        lines = done.stderr.strip().splitlines()
         last = lines[-1] if lines else f"its process ended with exit code {done.returncode}"
         raise UsageError(last if done.returncode == 2 else f"{said}: {last}")

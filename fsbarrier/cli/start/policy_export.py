@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,9 +14,6 @@ from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.store import files, owned, reading
-
-# A weights file whose name contains the number of files.
-NUMBERED = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +104,8 @@ def export(chosen: VersionToExport, target: Path, dtype: str | None) -> None:
             for part in ("model/", "trainer/") if chosen.trainer else ("model/",):
                 if trained:
                     checkpoints.verify(model.parent, part)
-        check_whole(staging)
+        # Also that each file of the weights is there, and as long as its header says.
+        model_folder.inspect(staging)
         files.fsync_dir(staging)
         os.rename(staging, target)
     finally:
@@ -140,24 +137,6 @@ def _copy_first_model(chosen: VersionToExport, out: Path) -> None:
         copy_hashed(Path(source), Path(target), chosen.root)
 
     shutil.copytree(chosen.model, out, copy_function=copy)
-
-
-def check_whole(folder: Path) -> None:
-    """Check that a model folder has all weights that its index lists. Raises ProgramFailed naming a missing one."""
-    shapes = model_folder.inspect(folder).shapes
-    index = folder / "model.safetensors.index.json"
-    if shapes is None:
-        return
-    if index.is_file():
-        listed = reading.json_object(index, ProgramFailed).get("weight_map")
-        lacking = sorted(set(listed if isinstance(listed, Mapping) else ()) - set(shapes))
-        if lacking:
-            raise ProgramFailed(f"{folder}: no file contains the weight {lacking[0]} listed in {index.name}")
-    numbered = [match for path in folder.iterdir() if (match := NUMBERED.fullmatch(path.name))]
-    if numbered and len(numbered) != int(numbered[0].group(1)):
-        raise ProgramFailed(
-            f"{folder}: has {len(numbered)} weight files, which contradicts the name {numbered[0].group()}"
-        )
 
 
 def push(folder: Path, repository: str, message: str) -> str:
