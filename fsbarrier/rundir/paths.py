@@ -124,7 +124,7 @@ class RunPaths:
 
     @property
     def served_model(self) -> Path:
-        """The served policy: a link to (or a copy of) a Hugging Face model folder."""
+        """The served policy: a link to a Hugging Face model folder."""
         return self.root / "model.pt"
 
     @property
