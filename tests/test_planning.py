@@ -301,7 +301,7 @@ def test_what_is_offloaded_held_beside_or_not_trained_changes_the_memory() -> No
         plan_text.lines(planned(engine__replicas=3, trainer__minibatch=64, trainer__shard="node"))
     )
     assert "3 engines a node over 3 accelerators, 5 idle" in text and "micro-batches of" in text
-    assert "with 80.0 GiB" in text
+    assert "with 80.0 GiB" in text and "weights 3.5 GiB, " in text
     # A trainer of one's own has needs of its own.
     assert planned().problems and not planned(trainer__command="true {out}").problems
     # Of all processes of a node together: weights, gradients and moments, 16 bytes a parameter.
