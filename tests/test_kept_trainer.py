@@ -33,6 +33,8 @@ class Trainer:
         self.work, self.version = work, 0
         folder = work.folder / "work"
         folder.mkdir()
+        # Nothing is made in the directory of a run that is gone.
+        (work.folder / "run.json").touch()
         self.place = Workplace(
             engines=cast(Any, None),
             work_dir=folder,
