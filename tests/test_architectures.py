@@ -78,11 +78,7 @@ def test_from_rollouts_to_the_export(tmp_path: Path, architecture: str, tied: bo
         engine.stop()
     manifest = checkpoints.verify(tmp_path / "v2")
     digests = {name.removeprefix("model/"): one for name, one in manifest.files.items() if "model/" in name}
-    export(
-        VersionToExport(2, tmp_path / "v2" / "model", tmp_path / "v2" / "trainer", digests),
-        tmp_path / "out",
-        None,
-    )
+    export(VersionToExport(2, tmp_path / "v2" / "model", digests), tmp_path / "out")
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (first, tmp_path / "out"))
     assert {**before, "transformers_version": ""} == {**after, "transformers_version": ""}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -91,17 +87,16 @@ def test_from_rollouts_to_the_export(tmp_path: Path, architecture: str, tied: bo
 
 
 @pytest.mark.parametrize(
-    ("architecture", "tied", "way", "precision"),
+    ("architecture", "tied", "way"),
     [
-        ("Llama", False, "zero3", None),
-        ("Qwen3", True, "zero3", "fp32"),
-        ("Qwen2", False, "lora", None),
-        ("Gemma", True, "all", "fp32"),
-        ("Llama", True, "lora", "bf16"),
+        ("Llama", False, "zero3"),
+        ("Qwen3", True, "zero3"),
+        ("Qwen2", False, "lora"),
+        ("Gemma", True, "all"),
     ],
 )
 def test_an_export_of_what_two_processes_trained_in_parts(
-    tmp_path: Path, architecture: str, tied: bool, way: str, precision: str | None
+    tmp_path: Path, architecture: str, tied: bool, way: str
 ) -> None:
     """`fsbarrier export`; vLLM serves that folder alone; and the same processes go on, from the state that belongs to it,
     with what it sampled: what they compute themselves is what it says."""
@@ -128,8 +123,8 @@ def test_an_export_of_what_two_processes_trained_in_parts(
     published.parent.mkdir(parents=True, exist_ok=True)
     os.rename(tmp_path / "v1", published)
     checkpoints.publish_link(run, published)
-    out, words = tmp_path / "out", ["--dtype", precision] if precision else []
-    assert main(["export", str(out), "--log-path", str(run), *words]) == 0
+    out = tmp_path / "out"
+    assert main(["export", str(out), "--log-path", str(run)]) == 0
 
     engine = real_engine(tmp_path)
     try:
@@ -137,13 +132,10 @@ def test_an_export_of_what_two_processes_trained_in_parts(
     finally:
         engine.stop()
     os.rename(published, tmp_path / "v1")
-    # In bfloat16 the export rounds what the trainer goes on with.
-    bound = 0.5 if precision == "bf16" else 1e-4
-    work.nested["algorithm"]["max_logprob_gap"] = bound
     ((process, said),) = work.torchrun(work.update_spec("v2", version=2, before="v1"), processes=2)
     assert process.returncode == 0, said
     gap = json.loads((tmp_path / "v2.result").read_text())["logprob_gap_max"]
-    assert gap < bound and largest_gap(out, made, 0.7) < bound, gap
+    assert gap < 1e-4 and largest_gap(out, made, 0.7) < 1e-4, gap
     # Neither is what it began with.
     assert largest_gap(first, made, 0.7) > 1e-2
     exact = AutoModelForCausalLM.from_pretrained(out)

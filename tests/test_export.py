@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hub_stand_in import Hub
@@ -158,66 +157,9 @@ def test_a_hub_that_refuses(run: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-@pytest.mark.torch
-def test_the_precision_that_is_asked_for(run: Path, tmp_path: Path) -> None:
-    """fp32 is what the trainer has and not what is served in bf16; transformers loads both."""
-    import torch
-    from trainer_bench import bench
-    from transformers import AutoModelForCausalLM
-
-    work = bench(tmp_path, tied=True, trainer__dtype="bfloat16")
-    work.prepare()
-    work.update("v1")
-    folder = RunPaths(run).checkpoint(9, 1)
-    (tmp_path / "v1").rename(folder)
-    manifest = json.loads((folder / checkpoints.MANIFEST).read_text())
-    (folder / checkpoints.MANIFEST).write_text(json.dumps({**manifest, "policy_version": 9}))
-
-    def exported(*words: str) -> dict[str, Any]:
-        to = tmp_path / "-".join(("out", *words))
-        assert export(run, to, "--policy-version", "9", *words) == 0
-        model = AutoModelForCausalLM.from_pretrained(to)
-        assert (to / "tokenizer.json").exists() and model.config.tie_word_embeddings
-        return {"dtype": model.config.dtype, **model.state_dict()}
-
-    served, exact, rounded = exported(), exported("--dtype", "fp32"), exported("--dtype", "bf16")
-    assert (served["dtype"], exact["dtype"], rounded["dtype"]) == (
-        torch.bfloat16,
-        torch.float32,
-        torch.bfloat16,
-    )
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert torch.equal(exact[name].bfloat16(), served[name]) and torch.equal(rounded[name], served[name])
-    assert not torch.equal(exact[name], served[name].float())
-    (folder / "trainer" / "part-00000.safetensors").write_bytes(b"torn")
-    assert export(run, tmp_path / "torn", "--policy-version", "9", "--dtype", "fp32") == 4
-
-
-@pytest.mark.torch
-def test_served_weights_do_not_pass_for_the_trainer_s(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of a version whose state only its nodes have. The run's first model is exact as it is."""
-    import torch
-    from trainer_bench import tiny_model
-    from transformers import AutoModelForCausalLM
-
-    folder = RunPaths(run).checkpoint(9, 1)
-    for model in (folder / "model", tmp_path / "first"):
-        tiny_model(tmp_path / "made").bfloat16().save_pretrained(model)
-    whole = checkpoints.write_manifest(folder, 9)
-    checkpoints.commit(folder, checkpoints.Manifest(9, whole.files, state_in=None))
-    assert export(run, tmp_path / "nine", "--policy-version", "9", "--dtype", "fp32") == 2
-    assert "the run directory contains no trainer state with its fp32 weights" in capsys.readouterr().err
-    assert not (tmp_path / "nine").exists()
-    assert export(run, tmp_path / "zero", "--policy-version", "0", "--dtype", "fp32") == 0
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "zero").dtype is torch.float32
-
-
-@pytest.mark.torch
 @pytest.mark.parametrize("name", [".hidden", "more.txt"])
 @pytest.mark.parametrize("version", [0, 1])
-def test_no_file_outside_is_copied_through_a_link_in_any_precision(
+def test_no_file_outside_is_copied_through_a_link(
     tmp_path: Path, name: str, version: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log_path, outside = tmp_path / "run", tmp_path / "private"
@@ -229,7 +171,7 @@ def test_no_file_outside_is_copied_through_a_link_in_any_precision(
     runrecord.publish(runrecord.new(log_path, Settings(), tasks={}, model=str(first)))
     model = checkpoint(log_path, 1, 1, "one") / "model" if version else first
     (model / name).symlink_to(outside)
-    code = export(log_path, tmp_path / "out", "--policy-version", str(version), "--dtype", "bf16")
+    code = export(log_path, tmp_path / "out", "--policy-version", str(version))
     assert code == (0 if version else 4), capsys.readouterr().err
     assert not any((tmp_path / "out").rglob(name))
 

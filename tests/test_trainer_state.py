@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import shutil
-from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -127,17 +125,6 @@ def test_a_damaged_state_is_refused_with_the_name_of_the_file(tmp_path: Path) ->
     part.write_bytes(part.read_bytes()[:-9])
     with pytest.raises(ProgramFailed, match=r"part-00000\.safetensors"):
         run.update(2)
-
-
-def test_room_is_checked_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path / "run", stays=False, every=1)
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 90, 10))
-    with pytest.raises(
-        ProgramFailed, match=r"policy version 1 needs 0\.0 GB .*has only 0\.0 GB free; nothing was trained"
-    ):
-        run.update(1)
-    assert not (run.work.folder / POLICY_FOLDER.build(1, 1)).exists()
 
 
 def test_a_state_that_is_still_needed_is_not_removed(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM
 
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.checkpoint_write import sizes_on_disk
-from fsbarrier.training.convert_model import convert
 from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.training.trainer import Trainer
 
@@ -114,13 +113,12 @@ def read(case: Case, folder: Path) -> None:
     in_place(case, folder, act)
 
 
-def check_exports(case: Case, folder: Path) -> None:
+def check_served(case: Case, folder: Path) -> None:
     wanted = torch.load(folder / "once.pt", weights_only=True)
-    convert(folder / "v1" / "model", folder / "v1" / "trainer", folder / "exact", torch.float32)
-    for where, dtype in (("v1/model", getattr(torch, case.dtype)), ("exact", torch.float32)):
-        served = AutoModelForCausalLM.from_pretrained(folder / where, dtype=dtype)
-        for name, one in served.named_parameters():
-            assert torch.equal(one, wanted[f"weight/{name}"].to(dtype)), f"{where}: {name}"
+    dtype = getattr(torch, case.dtype)
+    served = AutoModelForCausalLM.from_pretrained(folder / "v1" / "model", dtype=dtype)
+    for name, one in served.named_parameters():
+        assert torch.equal(one, wanted[f"weight/{name}"].to(dtype)), name
 
 
 def main(folder: Path, texts: list[str]) -> None:
@@ -133,7 +131,7 @@ def main(folder: Path, texts: list[str]) -> None:
     if "update" in texts:
         parallel_updates.main(folder / "update", [first.text])
     write(first, folder)
-    check_exports(first, folder)
+    check_served(first, folder)
     for case in others:
         read(case, folder)
         print(f"{first.text} -> {case.text}", flush=True)

@@ -14,11 +14,12 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TypeVar
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -36,7 +37,7 @@ from fsbarrier.training.lora import Adapters
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.processes import gather_json
 from fsbarrier.training.slices import Shares, parts_to_write, whole_tensor
-from fsbarrier.training.stored_tensors import StoredPart
+from fsbarrier.training.stored_tensors import StoredPart, StoredTensor
 from fsbarrier.training.trainer_state import LAYOUT, StateLayout, TrainerState
 
 T = TypeVar("T")
@@ -84,19 +85,6 @@ class Written:
     weights: dict[str, str] = field(default_factory=dict)
     parts: dict[str, StoredPart] = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
-        """For the other processes."""
-        digests = {name: astuple(each) for name, each in self.digests.items()}
-        parts = {name: each.as_json() for name, each in self.parts.items()}
-        return {"digests": digests, "weights": self.weights, "parts": parts}
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Self:
-        """What another process wrote."""
-        digests = {name: FileDigest(*each) for name, each in found["digests"].items()}
-        parts = {name: StoredPart.from_json(each) for name, each in found["parts"].items()}
-        return cls(digests, dict(found["weights"]), parts)
-
 
 def save(out: Path, version: NewVersion, rank: int, world: int) -> str:
     """Write a complete policy version to `out`; returns its manifest's digest.
@@ -106,10 +94,8 @@ def save(out: Path, version: NewVersion, rank: int, world: int) -> str:
     began = _together(out, lambda: _begin(out, version, rank))
     if version.copy is not None and not began[version.copy.ranks[0]]:
         version = replace(version, copy=None)
-    written = [
-        Written.from_json(each)
-        for each in _together(out, lambda: _write(out, version, rank, world).as_json())
-    ]
+    sent = _together(out, lambda: msgspec.to_builtins(_write(out, version, rank, world)))
+    written = [msgspec.convert(each, Written) for each in sent]
     return _together(out, lambda: _commit(out, version, written) if rank == 0 else "")[0]
 
 
@@ -293,19 +279,21 @@ def _write_part(folder: Path, state: TrainerState, rank: int, world: int, writte
     file = f"part-{rank:05d}.safetensors"
     data = {name: part.data for name, part in mine.items()}
     written.digests[f"trainer/{file}"], checks = safetensors_file.write(folder / file, data)
-    written.parts = {name: StoredPart(file, part.box, tuple(checks[name])) for name, part in mine.items()}
+    written.parts = {
+        name: StoredPart(file, part.box.start, part.box.shape, tuple(checks[name]))
+        for name, part in mine.items()
+    }
 
 
 def _write_layout(
     path: Path, state: TrainerState, policy_version: int, written: Iterable[Written]
 ) -> FileDigest:
-    parts: dict[str, list[StoredPart]] = {}
+    tensors = {name: StoredTensor(tuple(tensor.shape), []) for name, tensor in state.tensors.items()}
     for one in written:
         for name, part in one.parts.items():
-            parts.setdefault(name, []).append(part)
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.tensors.items()}
-    layout = StateLayout(policy_version, state.optimizer_steps, state.scalars, shapes, parts)
-    return _write_bytes(path, layout.encoded())
+            tensors[name].parts.append(part)
+    layout = StateLayout(policy_version, state.optimizer_steps, state.scalars, tensors)
+    return _write_bytes(path, msgspec.json.encode(layout))
 
 
 def _commit(out: Path, version: NewVersion, written: list[Written]) -> str:

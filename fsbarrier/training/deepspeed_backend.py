@@ -80,7 +80,10 @@ def partitioned_model(
         model = policy.from_config(folder, settings.trainer)
     parameters = dict(model.named_parameters())
     with StoredTensors.of_model(folder) as stored, torch.no_grad():
-        if any(stored.shapes.get(name) != tuple(one.ds_shape) for name, one in parameters.items()):
+        if any(
+            name not in stored.tensors or stored.tensors[name].shape != tuple(one.ds_shape)
+            for name, one in parameters.items()
+        ):
             return None
         for name, one in parameters.items():
             with deepspeed.zero.GatheredParameters([one], modifier_rank=0):
@@ -124,7 +127,7 @@ class DeepSpeedBackend:
         """DeepSpeed makes its float32 weights from those that it computes with, which are less exact than the folder's may be."""
         with StoredTensors.of_model(folder) as stored:
             for name, one in self.trained.items():
-                if name in stored.shapes and stored.dtype(name).itemsize > self._processes.dtype.itemsize:
+                if name in stored.tensors and stored.dtype(name).itemsize > self._processes.dtype.itemsize:
                     self._set(one, self._read(stored, name))
 
     def weights(self) -> dict[str, Any]:
@@ -165,8 +168,8 @@ class DeepSpeedBackend:
         if layout.scalars:
             self._make_moments()
             self._link_moments()
-        with StoredTensors(folder, layout.shapes, layout.parts) as stored:
-            for full in layout.parts:
+        with StoredTensors(folder, layout.tensors) as stored:
+            for full in layout.tensors:
                 key, _, name = full.partition("/")
                 self._set(self.trained[name], self._read(stored, full), "" if key == WEIGHT else key)
         for state in self._adamw.state.values():
@@ -192,7 +195,7 @@ class DeepSpeedBackend:
 
     def _read(self, stored: StoredTensors, name: str) -> Tensor:
         """A whole tensor in float32, of which each process reads some rows."""
-        shape, processes = stored.shapes[name], self._processes
+        shape, processes = stored.tensors[name].shape, self._processes
         if not shape:
             return stored.read(name, torch.float32).to(processes.device)
         rows = -(-shape[0] // processes.world)

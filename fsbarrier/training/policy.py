@@ -57,7 +57,10 @@ def without_weights(folder: Path, settings: TrainerSettings) -> PreTrainedModel 
     with _parameters_on_meta():
         model = from_config(folder, settings)
     stored = StoredTensors.of_model(folder)
-    known = all(stored.shapes.get(name) == tuple(one.shape) for name, one in model.named_parameters())
+    known = all(
+        name in stored.tensors and stored.tensors[name].shape == tuple(one.shape)
+        for name, one in model.named_parameters()
+    )
     return model if known else None
 
 

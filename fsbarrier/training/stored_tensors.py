@@ -24,21 +24,27 @@ class StoredPart:
     """A part of a tensor, stored in a file under the tensor's name. `checks`: the CRC-32 of its blocks; empty if not recorded."""
 
     file: str
-    box: Box
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
     checks: tuple[int, ...] = ()
 
-    def as_json(self) -> dict[str, object]:
-        box = {"start": self.box.start, "shape": self.box.shape}
-        return {"file": self.file, **box, "checks": self.checks}
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.shape):
+            raise ValueError(f"a part has {len(self.shape)} dimensions and begins in {len(self.start)}")
+        if Path(self.file).name != self.file:
+            raise ValueError(f"{self.file!r} is no name of a file in this folder")
 
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Self:
-        start, shape, checks = (tuple(int(one) for one in found[key]) for key in ("start", "shape", "checks"))
-        if len(start) != len(shape):
-            raise ValueError(f"a part has {len(shape)} dimensions and begins in {len(start)}")
-        if Path(found["file"]).name != found["file"]:
-            raise ValueError(f"{found['file']!r} is no name of a file in this folder")
-        return cls(str(found["file"]), Box(start, shape), checks)
+    @property
+    def box(self) -> Box:
+        return Box(self.start, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A whole tensor, in parts."""
+
+    shape: tuple[int, ...]
+    parts: list[StoredPart]
 
 
 @dataclass
@@ -46,8 +52,7 @@ class StoredTensors:
     """The tensors of one folder, by name. A context manager that opens files on demand and closes them at the end."""
 
     folder: Path
-    shapes: Mapping[str, tuple[int, ...]]
-    parts: Mapping[str, list[StoredPart]]
+    tensors: Mapping[str, StoredTensor]
     _open: dict[str, Any] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
 
@@ -60,35 +65,35 @@ class StoredTensors:
     @classmethod
     def of_model(cls, folder: Path) -> Self:
         """The weights of a Hugging Face folder. Raises ProgramFailed."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        parts: dict[str, list[StoredPart]] = {}
+        tensors: dict[str, StoredTensor] = {}
         for path in sorted(folder.glob("*.safetensors")):
             with naming_the_file(path), safe_open(path, framework="pt") as file:
                 # In the order of the file, which is that of the layers.
                 for name in file.offset_keys():
-                    shapes[name] = tuple(file.get_slice(name).get_shape())
-                    parts[name] = [StoredPart(path.name, Box((0,) * len(shapes[name]), shapes[name]))]
-        return cls(folder, shapes, parts)
+                    shape = tuple(file.get_slice(name).get_shape())
+                    tensors[name] = StoredTensor(shape, [StoredPart(path.name, (0,) * len(shape), shape)])
+        return cls(folder, tensors)
 
     def dtype(self, name: str) -> torch.dtype:
         """Raises ProgramFailed."""
-        part = self.parts[name][0]
+        part = self.tensors[name].parts[0]
         with naming_the_file(self.folder / part.file):
             return TYPES[self._file(part.file).get_slice(name).get_dtype()]
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """Read a whole tensor; floating-point tensors are converted to `dtype`. Raises ProgramFailed."""
         stored = self.dtype(name)
-        found = torch.empty(self.shapes[name], dtype=dtype if stored.is_floating_point else stored)
+        found = torch.empty(self.tensors[name].shape, dtype=dtype if stored.is_floating_point else stored)
         self.fill(name, found)
         return found
 
     def fill(self, name: str, target: Tensor) -> None:
         """Fill `target` with this process's part (all of a plain tensor). Raises ProgramFailed."""
         part = local_part(target, rank=0, world=1)
-        if self.shapes.get(name) != tuple(target.shape):
+        shape = self.tensors[name].shape if name in self.tensors else None
+        if shape != tuple(target.shape):
             raise ProgramFailed(
-                f"{self.folder}: {name} has the shape {self.shapes.get(name)}, the model's is {tuple(target.shape)}"
+                f"{self.folder}: {name} has the shape {shape}, the model's is {tuple(target.shape)}"
             )
         self._fill_box(name, part.box, part.data)
 
@@ -98,7 +103,7 @@ class StoredTensors:
 
     def _fill_box(self, name: str, own: Box, data: Tensor) -> None:
         missing = prod(own.shape)
-        for part in self.parts.get(name, ()):
+        for part in self.tensors[name].parts:
             common = part.box.overlap(own)
             for box, block in self._blocks(part, name, common) if common else ():
                 wanted = box.overlap(own)

@@ -22,8 +22,8 @@ from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout
 from fsbarrier.training.slices import distinct
 
-# Bucket size of our own all-reduce.
-BUCKET_BYTES = 64 << 20
+# How many gradients one all-reduce of our own takes.
+TOGETHER = 16
 
 
 class TorchBackend:
@@ -73,7 +73,9 @@ class TorchBackend:
     def _sum_gradients(self) -> None:
         if self._processes.world == 1:
             return
-        for bucket in buckets(_gradients(self.model.parameters())):
+        gradients = list(_gradients(self.model.parameters()))
+        for first in range(0, len(gradients), TOGETHER):
+            bucket = gradients[first : first + TOGETHER]
             flat = self._processes.sum(torch.cat([one.flatten() for one in bucket]))
             parts = flat.split([one.numel() for one in bucket])
             torch._foreach_copy_(bucket, [part.view_as(one) for part, one in zip(parts, bucket, strict=True)])
@@ -109,20 +111,6 @@ def _gradients(parameters: Iterable[Parameter]) -> Iterator[Tensor]:
             if one.grad is None:
                 one.grad = torch.zeros_like(one)
             yield one.grad
-
-
-def buckets(tensors: Iterable[Tensor], most_bytes: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
-    """Group consecutive tensors into buckets of at most this many bytes (at least one tensor each)."""
-    bucket: list[Tensor] = []
-    held = 0
-    for one in tensors:
-        if bucket and held + one.nbytes > most_bytes:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append(one)
-        held += one.nbytes
-    if bucket:
-        yield bucket
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -6,12 +6,12 @@ does not depend on the number of processes that wrote it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,10 +19,9 @@ from torch.optim import Optimizer
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
 from fsbarrier.training.slices import Partitioned
-from fsbarrier.training.stored_tensors import StoredPart, StoredTensors
+from fsbarrier.training.stored_tensors import StoredTensor, StoredTensors
 
 LAYOUT = "layout.json"
-FORMAT = "fsbarrier-trainer/1"
 # Prefix of a parameter's own name; its moments have the optimizer's names as prefixes.
 WEIGHT = "weight"
 
@@ -65,17 +64,8 @@ class StateLayout:
     policy_version: int
     optimizer_steps: int
     scalars: Mapping[str, float]
-    shapes: Mapping[str, tuple[int, ...]]
-    parts: Mapping[str, list[StoredPart]]
-
-    def encoded(self) -> bytes:
-        tensors = {
-            name: {"shape": shape, "parts": [part.as_json() for part in self.parts.get(name, ())]}
-            for name, shape in self.shapes.items()
-        }
-        counts = {"policy_version": self.policy_version, "optimizer_steps": self.optimizer_steps}
-        known = {"format": FORMAT, **counts, "scalars": dict(self.scalars)}
-        return json.dumps({**known, "tensors": tensors}).encode()
+    tensors: Mapping[str, StoredTensor]
+    format: Literal["fsbarrier-trainer/1"] = "fsbarrier-trainer/1"
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -83,15 +73,8 @@ class StateLayout:
         path = folder / LAYOUT
         data = checkpoints.read_listed(folder.parent, f"{folder.name}/{LAYOUT}")
         try:
-            found = json.loads(data)
-            if found["format"] != FORMAT:
-                raise ValueError(f"its format is {found['format']}, this is for {FORMAT}")
-            tensors = {str(name): tensor for name, tensor in found["tensors"].items()}
-            parts = {name: [StoredPart.from_json(one) for one in tensors[name]["parts"]] for name in tensors}
-            shapes = {name: tuple(int(size) for size in tensors[name]["shape"]) for name in tensors}
-            scalars = {str(name): float(value) for name, value in found["scalars"].items()}
-            return cls(int(found["policy_version"]), int(found["optimizer_steps"]), scalars, shapes, parts)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            return msgspec.json.decode(data, type=cls)
+        except (msgspec.DecodeError, RecursionError) as error:
             raise ProgramFailed(f"{path} is not a valid trainer state layout: {error}") from None
 
 
@@ -106,12 +89,12 @@ def read_checked(folder: Path, trained: Set[str], policy_version: int) -> StateL
             f"{folder}: cannot resume the trainer: this state belongs to policy version {layout.policy_version}, but the model is "
             f"version {policy_version}"
         )
-    foreign = sorted({name.partition("/")[2] for name in (*layout.parts, *layout.scalars)} - trained)
+    foreign = sorted({name.partition("/")[2] for name in (*layout.tensors, *layout.scalars)} - trained)
     if foreign:
         raise ProgramFailed(
             f"{folder}: contains {foreign[0]}, which is not a trained parameter of this model"
         )
-    lacking = sorted(name for name in trained if f"{WEIGHT}/{name}" not in layout.parts)
+    lacking = sorted(name for name in trained if f"{WEIGHT}/{name}" not in layout.tensors)
     if lacking and len(lacking) < len(trained):
         raise ProgramFailed(f"{folder}: cannot resume the trainer: the weights of {lacking[0]} are missing")
     return layout
@@ -130,8 +113,8 @@ def restore(
         state = optimizer.state[parameters[name]]
         device = state[key].device if key in state else "cpu"
         state[key] = torch.tensor(value, dtype=torch.float32, device=device)
-    with StoredTensors(folder, layout.shapes, layout.parts) as stored:
-        for full in layout.parts:
+    with StoredTensors(folder, layout.tensors) as stored:
+        for full in layout.tensors:
             key, _, name = full.partition("/")
             parameter = parameters[name]
             if key == WEIGHT:

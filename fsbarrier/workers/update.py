@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -29,13 +28,9 @@ from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.training.resume import Beginning, KeptTrainer, begin, go_on
-from fsbarrier.training.save_plan import check_room, saves_state
 from fsbarrier.training.trainer import Trainer, update_load
 
 NO_SIGNAL = "no group had a training signal, so the weights are unchanged"
-
-# A process whose memory has grown to so many times what it was, and by so much, is ended after its update, and another formed.
-GROWN, SLACK_BYTES = 1.25, 1 << 30
 
 
 class UpdateSpec(TypedDict):
@@ -71,8 +66,6 @@ class Updates:
 
     def __init__(self) -> None:
         self._held: KeptTrainer | None = None
-        # Of the host's memory after the first update that went on with what was held; 0: there was none yet.
-        self._steady_bytes = 0
         self._fit = True
 
     def main(
@@ -106,16 +99,14 @@ class Updates:
         self._held = None
         start = start or update.begin()
         loaded = time.monotonic()
-        check_room(start.trainer, Path(spec["out"]), spec["new_policy_version"])
         totals = update.train(start, progress)
         trained = time.monotonic()
-        fit = self._keeps_to_its_memory(went_on=went_on) and start.trainer.leaves_room(update.settings)
-        self._fit = all(gather_json(fit))
-        with_state = saves_state(
-            settings.checkpoint.trainer_every,
-            spec["new_policy_version"],
-            last=spec["iteration"] == settings.iterations,
-            stays=JOBS in os.environ and self._fit,
+        self._fit = all(gather_json(start.trainer.leaves_room(update.settings)))
+        # Without a saved state nobody has it once these processes have ended.
+        with_state = (
+            spec["iteration"] == settings.iterations
+            or not (JOBS in os.environ and self._fit)
+            or spec["new_policy_version"] % settings.checkpoint.trainer_every == 0
         )
         new = update.save(start, with_state=with_state)
         peak = update.processes.peak_memory_bytes()
@@ -136,13 +127,6 @@ class Updates:
             **{name: round(seconds, 3) for name, seconds in times.items()},
             "memory_peak_gb": round(peak / 1e9, 3),
         }
-
-    def _keeps_to_its_memory(self, *, went_on: bool) -> bool:
-        gc.collect()
-        here = resident_bytes()
-        if went_on and not self._steady_bytes:
-            self._steady_bytes = here
-        return not self._steady_bytes or here <= GROWN * self._steady_bytes + SLACK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +229,6 @@ def leave() -> None:
     """Destroy the process group, if there is one."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def resident_bytes() -> int:
-    """The resident host memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def shrink_micro_batch(settings: Settings, attempt: int) -> Settings:

@@ -51,8 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "the folder (for a policy) or the .jsonl or .parquet file (for trajectories) to create"
     parser.add_argument("to", metavar="DIR|FILE", type=Path, help=what)
     flags.add(parser, POLICY_FLAGS)
-    dtype = "precision of the weights (default: as served; fp32: the trainer's full-precision weights)"
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), help=dtype)
     rows = parser.add_argument_group("trajectories, to a .jsonl or .parquet file")
     iteration = "iteration to export; may be repeated (default: all on disk)"
     rows.add_argument("--iteration", metavar="N", type=flags.whole_number, action="append", help=iteration)
@@ -87,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
     chosen = policy_export.find(record, args.policy_version)
     make_parents(target)
     try:
-        policy_export.export(chosen, target, args.dtype)
+        policy_export.export(chosen, target)
     except OSError as error:
         raise StoreError(f"{error.filename or target}: {error.strerror or error}") from None
     title = f"policy version {chosen.version} of run {printable(record.run_id)}"
@@ -104,7 +102,6 @@ def export_table(args: argparse.Namespace, log_path: Path, target: Path) -> int:
     """Write trajectories as a table. Raises UsageError, StoreError."""
     for flag, given in (
         ("--policy-version", args.policy_version is not None),
-        ("--dtype", args.dtype),
         ("--push", args.push),
     ):
         if given:

@@ -33,7 +33,7 @@ def copy(init_from: str, policy: VersionToExport, target: Path) -> Path:
     # Left by a start that was killed before it created the run.
     owned.discard(target)
     try:
-        policy_export.export(policy, target / "model", None)
+        policy_export.export(policy, target / "model")
     except ProgramFailed as error:
         raise UsageError(f"init_from={init_from}: {error}") from None
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Exports a policy version of a run as a Hugging Face model folder: finds, copies or converts, verifies and uploads it."""
+"""Exports a policy version of a run as a Hugging Face model folder: finds, copies, verifies and uploads it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class VersionToExport:
 
     version: int
     model: Path
-    trainer: Path | None = None
     digests: Mapping[str, FileDigest] = field(default_factory=dict)
     # The run directory that contains the model; links below it are not followed. None: the model is outside a run.
     root: Path | None = None
@@ -52,9 +51,7 @@ def find(record: RunRecord, wanted: int | None, named: str = "--policy-version")
         }
         if not any(name.endswith((".safetensors", ".bin")) for name in digests):
             raise _no_policy(record)
-        state = any(name.startswith("trainer/") for name in manifest.files)
-        trainer = folder / "trainer" if state else None
-        return VersionToExport(manifest.policy_version, folder / "model", trainer, digests, record.log_path)
+        return VersionToExport(manifest.policy_version, folder / "model", digests, record.log_path)
     if not wanted and (first := first_model(record)) is not None:
         return first
     if wanted is None:
@@ -81,29 +78,14 @@ def first_model(record: RunRecord) -> VersionToExport | None:
     return VersionToExport(0, model, root=root)
 
 
-def export(chosen: VersionToExport, target: Path, dtype: str | None) -> None:
-    """Create `target` atomically, after verifying all of it. `dtype`: bf16 or fp32; None: as served.
-
-    Raises OSError, ProgramFailed (damaged or missing files), UsageError (precision not available).
-    """
+def export(chosen: VersionToExport, target: Path) -> None:
+    """Create `target` atomically, after verifying all of it. Raises OSError, ProgramFailed (damaged or missing files)."""
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = files.temporary_beside(target)
     if not chosen.digests and chosen.root is not None:
         _refuse_links(chosen.model, chosen.root)
     try:
-        if dtype is None:
-            _copy(chosen, staging)
-        else:
-            # Imported late because torch takes seconds to load and a plain copy does not need it.
-            from fsbarrier.training.convert_model import DTYPES, convert
-
-            model, trained = chosen.model, bool(chosen.digests)
-            # An untrained model has no trainer state with more precise weights.
-            convert(model, chosen.trainer, staging, DTYPES[dtype], trained=trained, root=chosen.root)
-            # Afterwards: then it was right while it was read.
-            for part in ("model/", "trainer/") if chosen.trainer else ("model/",):
-                if trained:
-                    checkpoints.verify(model.parent, part)
+        _copy(chosen, staging)
         # Also that each file of the weights is there, and as long as its header says.
         model_folder.inspect(staging)
         files.fsync_dir(staging)
