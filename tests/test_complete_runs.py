@@ -103,21 +103,6 @@ def test_a_trainer_of_the_users_own_makes_the_versions(bench: Bench, tmp_path: P
     assert (newest / "trainer" / "updates").read_text() == "xxx"
 
 
-def test_a_leader_that_put_model_pt_back_after_a_long_sleep_is_mended_by_the_next(
-    bench: Bench, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    bench.run(run, "--iterations", "3", "checkpoint.keep=1").check()
-    served = run / "model.pt"
-    newest = served.readlink()
-    served.unlink()
-    served.symlink_to(str(newest).replace("policy-000003", "policy-000001"))
-    assert not served.exists(), "that version has been removed"
-    # No iteration of this session publishes.
-    bench.run(run, "--iterations", "4", "--rl-phase", "rollout").check()
-    assert served.readlink() == newest and (served / "config.json").exists()
-
-
 def test_recover_finds_nothing_missing_in_a_finished_run_and_refuses_other_iterations(
     bench: Bench, tmp_path: Path
 ) -> None:

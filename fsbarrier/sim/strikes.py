@@ -317,9 +317,13 @@ def fail_disk(world: World, strike: Strike) -> None:
 
 
 def _end_outage(world: World, process: Process, seconds: float) -> None:
-    """The filesystem is well again; whoever looked in vain for longer than `outage_s` has ended (I6)."""
+    """The filesystem is well again; whoever looked in vain for longer than `outage_s` has ended (I6).
+
+    A group's member has the deadlines of its caller's calls instead (`typed_ends`).
+    """
     since, code = world.now - seconds, process.trouble.outage
     looked = process.up and process.joined and not process.paused and process.held_look is None
+    looked = looked and not world.setup.groups
     began_before = process.woke_at < since and process.started < since
     longest_s = world.paces.outage_s + HIDDEN_LOOKS * world.beat_s
     if looked and began_before and code == errno.EIO and seconds > longest_s:
