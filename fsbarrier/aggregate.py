@@ -12,8 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from fsbarrier.data.merge import AggregateReport, OnProgress, collect, merge, publish
-from fsbarrier.data.merge_plan import MergeRequest, Part
+from fsbarrier.data.merge import AggregateReport, MergeRequest, Part, collect, merge, publish
 from fsbarrier.data.reader import iter_trajectories, load
 from fsbarrier.processes import worker_contract
 from fsbarrier.protocol.facts import JsonObject
@@ -31,7 +30,6 @@ def aggregate(
     expected: Collection[int] | None,
     keep: int | None = None,
     allow_partial: bool = False,
-    on_progress: OnProgress | None = None,
 ) -> AggregateReport:
     """Merge the groups of `parts` into `out`, atomically (by rename); see `MergeRequest` and `merge`.
 
@@ -39,7 +37,7 @@ def aggregate(
     """
     wanted = None if expected is None else tuple(expected)
     request = MergeRequest(tuple(parts), out, metadata, wanted, keep, allow_partial)
-    return merge(request, on_progress)
+    return merge(request)
 
 
 # --- the worker -------------------------------------------------------------------------------------------------------
@@ -47,9 +45,7 @@ def aggregate(
 
 def work(spec: JsonObject, settings: Settings, progress: worker_contract.ProgressWriter) -> dict[str, object]:
     """Merge according to the spec and return the report."""
-    collected = collect(
-        MergeRequest.from_spec(spec), lambda done, total: progress.show(done, total, "trajectories")
-    )
+    collected = collect(MergeRequest.from_spec(spec))
     success = spec.get("success")
     evaluated = {} if success is None else figures(collected.trajectories, success)
     report = publish(collected)

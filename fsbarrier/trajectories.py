@@ -5,7 +5,7 @@ only for merged files. The implementation is in fsbarrier/data.
 """
 
 from fsbarrier.data.rank_file import FormatError, GroupEntry, NotOurs, RankFile, scan_rank_file
-from fsbarrier.data.rank_file_writer import RankFileInfo, RankFileWriter
+from fsbarrier.data.rank_file_writer import RankFileWriter
 from fsbarrier.data.reader import iter_trajectories, load
 from fsbarrier.data.trajectory import Trajectory
 
@@ -14,7 +14,6 @@ __all__ = [
     "GroupEntry",
     "NotOurs",
     "RankFile",
-    "RankFileInfo",
     "RankFileWriter",
     "Trajectory",
     "iter_trajectories",

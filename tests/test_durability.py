@@ -15,8 +15,7 @@ from trajectory_files import write_part
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.paces import Paces
-from fsbarrier.data.merge import merge
-from fsbarrier.data.merge_plan import MergeRequest, Part
+from fsbarrier.data.merge import MergeRequest, Part, merge
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Payload, Position, Record
 from fsbarrier.protocol.state import Node, RowPart, WorkReport
 from fsbarrier.rundir import checkpoints, retention

@@ -1,7 +1,6 @@
 """Statistics of a group's trajectories (failed, truncated, lengths, rewards and their parts), and an iteration's metrics from them.
 
-This is the only place where failures of a reward or an agent are counted. The statistics are stored with each group in the rank's file, so
-metrics need no trajectories, and include groups of earlier starts and generations.
+This is the only place where failures of a reward or an agent are counted. Whoever reads or writes a group computes them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from fsbarrier.data.trajectory import is_judged
-from fsbarrier.protocol.facts import JsonObject, Payload
+from fsbarrier.protocol.facts import Payload
 
 #: maximum number of reward parts with their own metrics
 MOST_PARTS = 20
@@ -102,34 +101,6 @@ class GroupStats:
     @property
     def reward_mean(self) -> float | None:
         return mean_reward([self])
-
-    def as_json(self) -> JsonObject:
-        parts = {name: [part.total, part.count, part.though_failed] for name, part in self.parts.items()}
-        known = {name: getattr(self, name) for name in (*NUMBERS, "reward_sum", "signal", "reward_std")}
-        return {**known, "parts": parts}
-
-    @classmethod
-    def from_json(cls, record: JsonObject) -> Self:
-        """Raises KeyError, TypeError, ValueError for invalid input."""
-        parts = {
-            str(name): RewardPart(float(total), int(count), int(failed))
-            for name, (total, count, failed) in record["parts"].items()
-        }
-        numbers: Any = {name: int(record[name]) for name in NUMBERS}
-        std = record["reward_std"]
-        return cls(
-            **numbers,
-            reward_sum=float(record["reward_sum"]),
-            signal=bool(record["signal"]),
-            reward_std=None if std is None else float(std),
-            parts=parts,
-        )
-
-
-NUMBERS = (
-    *("trajectories", "unjudged", "invalid", "truncated", "reward_errors", "agent_errors"),
-    *("answers", "tokens", "shortest", "longest"),
-)
 
 
 def mean_reward(groups: Iterable[GroupStats]) -> float | None:

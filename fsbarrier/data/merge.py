@@ -1,35 +1,73 @@
 """Merges the groups of ranks' files into one file, atomically: each expected task once, with all checksums verified.
 
-merge_plan.py selects the groups from the files' summaries. `collect` reads them, and plans again without those that are damaged.
-`publish` writes the result, which torch.load opens, with one rename. `aggregate.py` is the command.
+`collect` reads the files and chooses the groups. `publish` writes them as the file that torch.load opens, with one rename. aggregate.py
+is the command.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
-import secrets
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsbarrier import __version__
 from fsbarrier.data import merged_file
-from fsbarrier.data.group_stats import mean_reward
-from fsbarrier.data.merge_plan import GroupPlace, MergePlan, MergeRequest, make_plan, missing_text
-from fsbarrier.data.rank_file import (
-    FormatError,
-    check_plain,
-    opened,
-    read_trajectories,
-)
+from fsbarrier.data.group_stats import GroupStats, mean_reward, metrics
+from fsbarrier.data.rank_file import GroupEntry, OnGroup, RankFile, check_plain, scan_rank_file
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import StoreError, UsageError
-from fsbarrier.store.files import fsync_dir, make_dirs, open_new, rename
-from fsbarrier.store.identity import host_name
-from fsbarrier.store.retry import fails, patiently
+from fsbarrier.protocol.facts import JsonObject
+from fsbarrier.store.files import make_dirs, write_atomic
+from fsbarrier.store.retry import patiently
+
+#: missing tasks that a message names
+MOST_NAMED = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """An input file."""
+
+    path: Path
+    #: use only groups within the first bytes of the file; None: all complete groups
+    valid_bytes: int | None = None
+    #: use only these task indices; None: all
+    tasks: frozenset[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MergeRequest:
+    """The inputs and output of a merge.
+
+    If several parts contain a task, the first one is used, or the next one if its bytes are damaged.
+    """
+
+    parts: tuple[Part, ...]
+    out: Path
+    metadata: dict[str, object]
+    #: The required task indices; groups of other tasks are dropped. None: unknown.
+    expected: tuple[int, ...] | None = None
+    #: Keep only this many groups: first those with differing rewards, in the order of `expected`, then others.
+    keep: int | None = None
+    #: If tasks are missing, merge without them and list them in the metadata.
+    allow_partial: bool = False
+
+    @classmethod
+    def from_spec(cls, spec: JsonObject) -> MergeRequest:
+        """The request in a worker's spec."""
+        parts = [
+            Part(
+                Path(record["path"]),
+                record["valid_bytes"],
+                None if record["tasks"] is None else frozenset(record["tasks"]),
+            )
+            for record in spec["parts"]
+        ]
+        expected = None if spec["expected"] is None else tuple(spec["expected"])
+        more = {name: spec[name] for name in ("keep", "allow_partial") if name in spec}
+        return cls(tuple(parts), Path(spec["out"]), spec["metadata"], expected, **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +98,12 @@ class AggregateReport:
     figures: dict[str, float] = field(default_factory=dict)
 
 
-#: called with the trajectories read so far, and all of them
-OnProgress = Callable[[int, int], None]
-
-
-def merge(request: MergeRequest, on_progress: OnProgress | None = None) -> AggregateReport:
+def merge(request: MergeRequest) -> AggregateReport:
     """Merge the groups of the parts into `request.out`, atomically (by rename).
 
     Raises UsageError (missing tasks, a part that is no rank's file), StoreError.
     """
-    return publish(collect(request, on_progress))
+    return publish(collect(request))
 
 
 # --- what is merged -----------------------------------------------------------------------------------------------------
@@ -80,155 +114,152 @@ class Collected:
     """The groups of a merge in memory."""
 
     request: MergeRequest
-    plan: MergePlan
-    #: by task index
+    files: tuple[RankFile, ...]
+    #: what is merged, by task index
     groups: dict[int, list[Trajectory]]
-    damaged: tuple[str, ...]
+    #: of all that was rolled out, also of groups that are not merged
+    stats: Mapping[int, GroupStats]
+    #: groups dropped because an earlier part contains their task, and those whose task is not expected
+    duplicates: int
+    unexpected: int
+    missing: tuple[int, ...]
+    #: tasks dropped because their rewards are all equal and there are enough others
+    without_signal: tuple[int, ...]
+    #: tasks dropped because there are enough before them
+    surplus: tuple[int, ...]
+
+    @property
+    def damaged(self) -> tuple[str, ...]:
+        return tuple(f"{file.path.name}: {what}" for file in self.files for what in file.damaged)
 
     @property
     def trajectories(self) -> Iterator[Trajectory]:
         return (trajectory for task in sorted(self.groups) for trajectory in self.groups[task])
 
 
-def collect(request: MergeRequest, on_progress: OnProgress | None = None) -> Collected:
-    """Read the groups to merge. Raises UsageError (missing tasks), StoreError."""
-    check_plain(request.metadata, "the metadata")
-    excluded: set[GroupPlace] = set()
-    damaged: list[str] = []
-    # Only reading shows which groups are damaged; those are excluded from the next plan.
-    while True:
-        plan = make_plan(request, excluded)
-        if plan.missing and not request.allow_partial:
-            why = f"; damaged: {', '.join(damaged)}" if damaged else ""
-            raise UsageError(
-                f"{request.out.name}: {missing_text(plan.missing)}{why}. To merge without them: --allow-partial"
-            )
-        if not plan.taken:
-            raise UsageError(f"{request.out.name}: the parts contain no groups to merge")
-        groups, bad = _read(request, plan, on_progress or (lambda done, total: None))
-        if not bad:
-            return Collected(request, plan, groups, tuple(damaged))
-        excluded |= set(bad)
-        damaged += [
-            f"task {task} of {request.parts[place[0]].path.name}" for place, task in sorted(bad.items())
-        ]
-
-
-def _read(
-    request: MergeRequest, plan: MergePlan, on_progress: OnProgress
-) -> tuple[dict[int, list[Trajectory]], dict[GroupPlace, int]]:
-    """The planned groups by task, and the damaged ones with their task."""
-    total = sum(group.stats.trajectories for group in plan.by_task)
+def collect(request: MergeRequest) -> Collected:
+    """Read the groups to merge. Raises UsageError (a part that is no rank's file), StoreError."""
+    expected = request.expected
+    wanted = None if expected is None else frozenset(expected)
     groups: dict[int, list[Trajectory]] = {}
-    bad: dict[GroupPlace, int] = {}
-    done = 0
-    for position, part in enumerate(request.parts):
-        chosen = [group for at, group in plan.taken.values() if at == position]
-        if not chosen:
-            continue
-        with opened(part.path) as fd:
-            for group in sorted(chosen, key=lambda one: one.offset):
-                try:
-                    groups[group.task_index] = read_trajectories(fd, group)
-                except FormatError:
-                    bad[position, group.offset] = group.task_index
-                done += group.stats.trajectories
-                on_progress(done, total)
-    return groups, bad
+    stats: dict[int, GroupStats] = {}
+    dropped = Counter[str]()
+
+    def take_of(part: Part) -> OnGroup:
+        def take(group: GroupEntry, trajectories: list[Trajectory]) -> None:
+            task = group.task_index
+            if part.tasks is not None and task not in part.tasks:
+                return
+            if wanted is not None and task not in wanted:
+                dropped["unexpected"] += 1
+            elif task in groups:
+                dropped["duplicates"] += 1
+            else:
+                groups[task], stats[task] = trajectories, group.stats
+
+        return take
+
+    files = [_read_part(part, take_of(part), must_be_whole=wanted is None) for part in request.parts]
+    order = [task for task in dict.fromkeys(groups if expected is None else expected) if task in groups]
+    keep = len(groups) if request.keep is None else request.keep
+    # Groups with signal are kept first.
+    surplus = [task for task in order if stats[task].signal][keep:]
+    others = [task for task in order if not stats[task].signal]
+    without_signal = others[max(0, keep - (len(order) - len(others))) :]
+    for task in (*surplus, *without_signal):
+        del groups[task]
+    return Collected(
+        request,
+        tuple(files),
+        groups,
+        stats,
+        dropped["duplicates"],
+        dropped["unexpected"],
+        () if wanted is None else tuple(sorted(wanted - stats.keys())),
+        tuple(without_signal),
+        tuple(surplus),
+    )
+
+
+def _read_part(part: Part, take: OnGroup, *, must_be_whole: bool) -> RankFile:
+    found = scan_rank_file(part.path, part.valid_bytes, take)
+    # If the expected tasks are known, a lost group is detected as a missing task. Otherwise compare the sizes.
+    if must_be_whole and part.valid_bytes is not None and found.valid_bytes < part.valid_bytes:
+        raise StoreError(
+            f"{part.path}: only {found.valid_bytes} of {part.valid_bytes} acknowledged bytes are valid"
+        )
+    return found
 
 
 # --- the merged file ----------------------------------------------------------------------------------------------------
 
 
-def publish(collected: Collected) -> AggregateReport:
-    """Write the merged file under a temporary name, and rename it. Raises StoreError."""
-    request, plan = collected.request, collected.plan
-    metadata = _metadata(collected)
+def publish(found: Collected) -> AggregateReport:
+    """Write the merged file; its groups are then no longer in `found`. Raises UsageError (missing tasks), StoreError."""
+    request, out = found.request, found.request.out
+    check_plain(request.metadata, "the metadata")
+    check_nothing_is_missing(found)
+    if not found.groups:
+        raise UsageError(f"{out.name}: the parts contain no groups to merge")
+    all_stats = [found.stats[task] for task in sorted(found.stats)]
+    stats = [found.stats[task] for task in sorted(found.groups)]
+    merged: dict[str, Any] = {
+        "trajectories": sum(one.trajectories for one in stats),
+        "groups": len(stats),
+        "reward_mean": mean_reward(stats),
+        "unjudged": sum(one.unjudged for one in stats),
+    }
+    metadata = {**request.metadata, **merged, **_metadata(found, all_stats)}
+    # Each group is given away, so that it is not in memory twice.
+    groups = (found.groups.pop(task) for task in sorted(found.groups))
+    content = merged_file.encode(groups, metadata)
     try:
-        # The rename is the last step, so all of it can be retried. A temporary file with a random name exists only because this
-        # process made it although its mount said otherwise.
-        size = patiently(
-            lambda: _write(collected, metadata),
-            passes=lambda error: fails(error) or isinstance(error, FileExistsError),
-        )
+        make_dirs(out.parent)
+        patiently(lambda: write_atomic(out, content, durable=True))
     except OSError as error:
-        raise StoreError(f"{request.out}: cannot merge: {error.strerror or error}") from error
-    stats = [group.stats for group in plan.by_task]
+        raise StoreError(f"{out}: cannot merge: {error.strerror or error}") from error
     return AggregateReport(
-        out=str(request.out),
-        trajectories=sum(one.trajectories for one in stats),
-        groups=len(stats),
-        missing=plan.missing,
-        duplicates_dropped=plan.duplicates,
-        bytes=size,
-        reward_mean=mean_reward(stats),
-        damaged=collected.damaged,
-        unexpected=plan.unexpected,
-        left_out=len(plan.without_signal) + len(plan.surplus),
-        rolled_out_reward_mean=plan.rolled_out_reward_mean,
-        unjudged=sum(one.unjudged for one in stats),
-        figures=plan.figures,
+        out=str(out),
+        **merged,
+        missing=found.missing,
+        duplicates_dropped=found.duplicates,
+        bytes=len(content),
+        damaged=found.damaged,
+        unexpected=found.unexpected,
+        left_out=len(found.without_signal) + len(found.surplus),
+        rolled_out_reward_mean=mean_reward(all_stats),
+        figures=metrics(all_stats),
     )
 
 
-def _metadata(collected: Collected) -> dict[str, object]:
-    """The metadata of the merged file: from the request, and the results of the merge."""
-    request, plan = collected.request, collected.plan
-    stats = [group.stats for group in plan.by_task]
+def check_nothing_is_missing(found: Collected) -> None:
+    """Raises UsageError."""
+    if found.missing and not found.request.allow_partial:
+        why = f"; damaged: {', '.join(found.damaged)}" if found.damaged else ""
+        out = found.request.out.name
+        raise UsageError(f"{out}: {missing_text(found.missing)}{why}. To merge without them: --allow-partial")
+
+
+def _metadata(found: Collected, all_stats: Sequence[GroupStats]) -> dict[str, object]:
+    """What the metadata of the merged file says of how it was made."""
+    rolled_out = sum(one.trajectories for one in all_stats)
     return {
-        **request.metadata,
-        "trajectories": sum(one.trajectories for one in stats),
-        "groups": len(stats),
-        "tasks": sorted(plan.taken),
-        "reward_mean": mean_reward(stats),
-        "unjudged": sum(one.unjudged for one in stats),
+        "tasks": sorted(found.groups),
         "parts": [
-            {"name": part.path.name, "bytes": there.valid_bytes, "groups": len(there.groups)}
-            for part, there in zip(request.parts, plan.files, strict=True)
+            {"name": file.path.name, "bytes": file.valid_bytes, "groups": len(file.groups)}
+            for file in found.files
         ],
-        "missing": list(plan.missing),
-        "without_signal": list(plan.without_signal),
-        "surplus": list(plan.surplus),
-        "rolled_out": {"trajectories": plan.rolled_out, "reward_mean": plan.rolled_out_reward_mean},
-        "damaged": list(collected.damaged),
+        "missing": list(found.missing),
+        "without_signal": list(found.without_signal),
+        "surplus": list(found.surplus),
+        "rolled_out": {"trajectories": rolled_out, "reward_mean": mean_reward(all_stats)},
+        "damaged": list(found.damaged),
         "created_by": f"fsbarrier {__version__}",
     }
 
 
-def _write(collected: Collected, metadata: dict[str, object]) -> int:
-    """The size of the file. Raises OSError."""
-    out = collected.request.out
-    make_dirs(out.parent)
-    remove_leftovers(out)
-    temporary = out.with_name(f"{_temporary_start(out)}{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        tensors: list[Any] = []
-        for task in sorted(collected.groups):
-            tensors += merged_file.as_tensors(collected.groups[task])
-        fd = open_new(temporary)
-        try:
-            merged_file.save(fd, tensors, metadata)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        size = temporary.stat().st_size
-        rename(temporary, out)
-        fsync_dir(out.parent)
-        return size
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-
-
-def remove_leftovers(out: Path) -> None:
-    """Remove the temporary files of merges into `out` that were killed on this machine."""
-    start = _temporary_start(out)
-    for name in os.listdir(out.parent):
-        match = re.fullmatch(re.escape(start) + r"(\d+)\.[0-9a-f]{8}\.tmp", name)
-        if match and int(match[1]) != os.getpid() and not Path("/proc", match[1]).exists():
-            with contextlib.suppress(OSError):
-                os.unlink(out.parent / name)
-
-
-def _temporary_start(out: Path) -> str:
-    return f".{out.name}.{re.sub('[^A-Za-z0-9-]', '-', host_name())}."
+def missing_text(missing: Sequence[int]) -> str:
+    """The number and the list of missing tasks, as text."""
+    are = "s are" if len(missing) > 1 else " is"
+    named = ", ".join(map(str, missing[:MOST_NAMED])) + (", …" if len(missing) > MOST_NAMED else "")
+    return f"{len(missing)} task{are} missing ({named})"

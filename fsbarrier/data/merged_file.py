@@ -6,19 +6,15 @@ Only the functions need torch. Reading executes nothing (`weights_only=True`), a
 from __future__ import annotations
 
 import io
-import os
 import zipfile
-import zlib
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fsbarrier.data.rank_file import TYPECODES, FormatError, NotOurs, opened
 from fsbarrier.data.trajectory import Trajectory, TrajectoryFile
 from fsbarrier.errors import first_line
-from fsbarrier.store.files import write_all
 from fsbarrier.store.retry import patiently
 
 #: how every zip file, and so every file of torch.save, begins
@@ -61,106 +57,49 @@ def as_tensors(group: Sequence[Trajectory]) -> list[Any]:
     ]
 
 
-def save(fd: int, trajectories: Sequence[Any], metadata: dict[str, object]) -> None:
-    """Write a merged file to an open file. Raises OSError."""
+def encode(groups: Iterable[Sequence[Trajectory]], metadata: dict[str, object]) -> memoryview:
+    """The bytes of a merged file. torch writes to memory, because it ends the process at some errors of a write."""
     import torch
 
-    sink = _Sink(fd)
-    torch.save({"trajectories": trajectories, "metadata": metadata}, sink)
-    if sink.error is not None:
-        raise sink.error
-
-
-class _Sink(io.RawIOBase):
-    """Passes on what torch writes. torch ends the process at some errors of a write, so it does not see them."""
-
-    def __init__(self, fd: int) -> None:
-        super().__init__()
-        self._fd = fd
-        self.error: OSError | None = None
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        if self.error is None:
-            try:
-                write_all(self._fd, view)
-            except OSError as error:
-                self.error = error
-        return len(view)
-
-
-class _Source(io.RawIOBase):
-    """An open file, whose transient errors of a read are retried; the one that stays is kept, since torch hides it."""
-
-    def __init__(self, fd: int) -> None:
-        super().__init__()
-        self._fd, self._at, self._size = fd, 0, os.fstat(fd).st_size
-        self.error: OSError | None = None
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            count = patiently(lambda: os.preadv(self._fd, [buffer], self._at))
-        except OSError as error:
-            self.error = error
-            raise
-        self._at += count
-        return count
-
-
-@contextmanager
-def _source(path: Path) -> Iterator[io.BufferedReader]:
-    """Raises StoreError, and FormatError for whatever torch finds wrong."""
-    with opened(path) as fd:
-        raw = _Source(fd)
-        try:
-            yield io.BufferedReader(raw, 1 << 20)
-        except FormatError:
-            raise
-        except Exception as error:
-            if raw.error is not None:
-                raise raw.error from None
-            # On damaged data torch and zipfile may raise anything.
-            raise FormatError(f"it is damaged: {first_line(error)}") from None
+    trajectories = [one for group in groups for one in as_tensors(group)]
+    made = io.BytesIO()
+    torch.save({"trajectories": trajectories, "metadata": metadata}, made)
+    return made.getbuffer()
 
 
 def load_tensors(path: Path) -> dict[str, Any]:
     """What torch.load gives for a merged file, whose checksums are right. Raises StoreError, NotOurs, FormatError."""
-    with _source(path) as stream:
-        if stream.read(len(ZIP)) != ZIP:
-            raise NotOurs("it was not written by fsbarrier")
+    with opened(path) as fd, open(fd, "rb", closefd=False) as stream:
+        return patiently(lambda: _content(stream))
+
+
+def _content(stream: BinaryIO) -> dict[str, Any]:
+    """Raises NotOurs, FormatError, OSError."""
+    stream.seek(0)
+    if stream.read(len(ZIP)) != ZIP:
+        raise NotOurs("it was not written by fsbarrier")
+    try:
         _check(stream)
         import torch
 
         stream.seek(0)
         content = torch.load(stream, map_location="cpu", weights_only=True)
-        if not isinstance(content, dict) or not isinstance(content.get("trajectories"), list):
-            raise FormatError('expected {"trajectories": [...], "metadata": {...}}')
-        return content
+    except (FormatError, OSError):
+        raise
+    # On damaged data torch and zipfile may raise anything.
+    except Exception as error:
+        raise FormatError(f"it is damaged: {first_line(error)}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("trajectories"), list):
+        raise FormatError('expected {"trajectories": [...], "metadata": {...}}')
+    return content
 
 
-def _check(stream: io.BufferedReader) -> None:
+def _check(stream: BinaryIO) -> None:
     """Raises FormatError on a checksum mismatch, and whatever zipfile does."""
     with zipfile.ZipFile(stream) as archive:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
             raise FormatError("it is compressed, which fsbarrier does not do")
-        try:
-            damaged = archive.testzip()
-        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-            raise FormatError(f"it is damaged: {error}") from None
-        if damaged:
+        if damaged := archive.testzip():
             raise FormatError(f"{damaged} is damaged (checksum)")
 
 

@@ -2,11 +2,11 @@
 
     MAGIC | header frame | group frame | group frame | ... | end frame
 
-    frame = HEAD | summary | body
+    frame = HEAD | content
 
-HEAD has the sizes of summary and body, the CRC-32 of each, and its own CRC-32 (five little-endian numbers of 32 bits). Summaries and bodies
-are msgpack. The header's summary says whose file this is. A group's summary has its task and statistics, and its body the trajectories. The
-end frame is there once the rank has nothing more to add.
+HEAD has the size of the content, its CRC-32, and the CRC-32 of these two (three little-endian numbers of 32 bits). The content is a
+msgpack map: `{"header": ...}` says whose file this is; `{"task_index": ..., "trajectories": [...]}` is a group; `{"end": ...}` is there
+once the rank has nothing more to add.
 
 A group is committed by its whole frame. What follows the last whole frame is a torn tail, which nobody ever relied on. A damaged frame
 before it costs only its own group, unless its HEAD is damaged: then what follows cannot be found, and counts as torn.
@@ -19,7 +19,7 @@ import os
 import struct
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from fsbarrier.store.reading import PIECE_BYTES, open_plain
 from fsbarrier.store.retry import patiently
 
 MAGIC = b"fsbgrp1\n"
-HEAD = struct.Struct("<5I")
+HEAD = struct.Struct("<3I")
 #: array types, which are those that torch has too; their codes are also those of the msgpack extensions
 TYPECODES = "ifBqd"
 #: msgpack extension of integers beyond 64 bits
@@ -44,9 +44,7 @@ BIG_INT = 1
 INT_BITS = 4096
 #: maximum nesting of containers in a value
 MAX_DEPTH = 200
-#: Limits of a file that may be somebody else's. The header's summary lists the rank's tasks; no rank has as many groups.
-SUMMARY_BYTES, MOST_FRAMES = 16 << 20, 1 << 18
-#: the key of the end frame's summary
+#: the key of the end frame's content
 END = "end"
 #: bytes per read when computing a checksum
 CHUNK = 1 << 20
@@ -61,15 +59,16 @@ class NotOurs(FormatError):
 
 
 class GroupEntry(NamedTuple):
-    """One committed group of a file; offsets and lengths in bytes."""
+    """One committed group of a file; `offset` and `end` of its frame in bytes."""
 
     task_index: int
     stats: GroupStats
-    #: of its frame
     offset: int
     end: int
-    body_offset: int
-    body_crc: int
+
+
+#: receives each valid group while a file is read
+OnGroup = Callable[[GroupEntry, list[Trajectory]], None]
 
 
 @dataclass(frozen=True)
@@ -94,22 +93,22 @@ class RankFile:
         return mean_reward(group.stats for group in self.groups)
 
 
-# --- frames -------------------------------------------------------------------------------------------------------------
+# --- frames --- ------------------------------------------------------------------------------------------------------------------
 
 
-def frame(summary: JsonObject, body: bytes = b"") -> bytes:
-    """The bytes of a frame. Raises UsageError if it would be too large."""
-    packed = pack(summary)
-    if len(packed) > SUMMARY_BYTES:
-        raise UsageError(f"a summary of {len(packed)} bytes, and {SUMMARY_BYTES} are allowed")
-    if len(body) > PIECE_BYTES:
-        raise UsageError(f"a group of {len(body)} bytes, and {PIECE_BYTES} are allowed; make groups smaller")
-    numbers = struct.pack("<4I", len(packed), len(body), zlib.crc32(packed), zlib.crc32(body))
-    return numbers + struct.pack("<I", zlib.crc32(numbers)) + packed + body
+def frame(content: JsonObject) -> bytes:
+    """The bytes of a frame. `content` must have passed `check_plain`. Raises UsageError if it would be too large."""
+    packed = pack(content)
+    if len(packed) > PIECE_BYTES:
+        raise UsageError(
+            f"a group of {len(packed)} bytes, and {PIECE_BYTES} are allowed; make groups smaller"
+        )
+    sums = struct.pack("<2I", len(packed), zlib.crc32(packed))
+    return sums + struct.pack("<I", zlib.crc32(sums)) + packed
 
 
 def pack(value: object) -> bytes:
-    """`value` as msgpack. It must have passed `check_plain`."""
+    """`value` as msgpack."""
     packed: bytes = msgpack.packb(value, default=_extension, unicode_errors="surrogatepass")
     return packed
 
@@ -126,12 +125,12 @@ def _typecode(value: array[Any]) -> str:
     return "q" if value.typecode == "l" and value.itemsize == 8 else value.typecode
 
 
-def unpack(data: bytes, what: str) -> Any:
+def unpack(data: bytes) -> Any:
     """Raises FormatError."""
     try:
         return msgpack.unpackb(data, ext_hook=_from_extension, unicode_errors="surrogatepass")
     except (msgpack.UnpackException, ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise FormatError(f"{what} cannot be decoded: {error}") from None
+        raise FormatError(f"cannot be decoded: {error}") from None
 
 
 def _from_extension(code: int, data: bytes) -> object:
@@ -171,7 +170,7 @@ def check_plain(value: object, where: str, depth: int = 0) -> None:
         raise UsageError(f"{where}: array type {value.typecode!r} has no torch type here; use {TYPECODES}")
 
 
-# --- reading ------------------------------------------------------------------------------------------------------------
+# --- reading --- -----------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -212,11 +211,10 @@ def read_at(fd: int, offset: int, size: int) -> bytes:
     return b"".join(pieces)
 
 
-def scan_rank_file(path: Path, limit_bytes: int | None = None, *, verify: bool = True) -> RankFile:
-    """List the committed groups of a rank's file, finished or not.
+def scan_rank_file(path: Path, limit_bytes: int | None = None, on_group: OnGroup | None = None) -> RankFile:
+    """List the committed groups of a rank's file, finished or not; all of it is read and verified, one group at a time.
 
-    `limit_bytes`: consider only this many bytes, for example those that were acknowledged. `verify`: check the trajectories' checksums too,
-    which reads the whole file; otherwise whoever reads them must (`read_trajectories` does).
+    `limit_bytes`: consider only this many bytes, for example those that were acknowledged.
     Raises StoreError (unreadable), NotOurs, FormatError (the header is damaged).
     """
     with opened(path) as fd:
@@ -225,120 +223,84 @@ def scan_rank_file(path: Path, limit_bytes: int | None = None, *, verify: bool =
         start = read_at(fd, 0, min(len(MAGIC), size))
         if start != MAGIC and any(start) and not MAGIC.startswith(start):
             raise NotOurs("it was not written by fsbarrier")
-        whole: list[tuple[_Head, Any]] = []
-        damaged: list[tuple[int, str]] = []
-        for head in _heads(fd, size) if start == MAGIC else ():
-            try:
-                summary = head.summary(fd, verify)
-                # Of a group only its entry is kept: a summary may be large in memory.
-                whole.append((head, _entry(head, summary) if whole else summary))
-            except FormatError as error:
-                damaged.append((head.offset, str(error)))
-        if not whole:
-            # Killed, or powered off, before the header was durable.
-            return RankFile(path, {}, (), 0, size, finished=False)
-        return _described(path, size, whole, damaged)
-
-
-def _described(
-    path: Path, size: int, whole: list[tuple[_Head, Any]], damaged: list[tuple[int, str]]
-) -> RankFile:
-    first, header = whole[0]
-    if (
-        first.offset != len(MAGIC)
-        or not isinstance(header, dict)
-        or not isinstance(header.get("header"), dict)
-    ):
-        raise FormatError("its header is damaged")
-    groups: list[GroupEntry] = []
-    finished = False
-    for head, entry in whole[1:]:
-        if isinstance(entry, GroupEntry):
-            groups.append(entry)
-        elif entry == END:
-            finished = True
-        else:
-            damaged.append((head.offset, f"the summary at byte {head.offset} is malformed"))
-    valid = whole[-1][0].end
-    return RankFile(
-        path,
-        header["header"],
-        tuple(groups),
-        valid,
-        size - valid,
-        finished,
+        header: JsonObject | None = None
+        groups: list[GroupEntry] = []
         # Damage is only between whole frames; after the last one it is a torn tail.
-        tuple(what for offset, what in sorted(damaged) if offset < valid),
-    )
+        damaged, doubtful = list[str](), list[str]()
+        finished, valid = False, 0
+        for offset, end in _frames(fd, size) if start == MAGIC else ():
+            try:
+                content = _content(fd, offset, end)
+                if header is not None and END not in content:
+                    trajectories = _trajectories(content)
+                    groups.append(_entry(content, trajectories, offset, end))
+                    if on_group is not None:
+                        on_group(groups[-1], trajectories)
+            except FormatError as error:
+                doubtful.append(f"the group at byte {offset} {error}")
+                continue
+            if header is None:
+                header = _header(content, offset)
+            finished = finished or END in content
+            damaged += doubtful
+            doubtful.clear()
+            valid = end
+        # Without a header: killed, or powered off, before it was durable.
+        return RankFile(path, header or {}, tuple(groups), valid, size - valid, finished, tuple(damaged))
 
 
-def _entry(head: _Head, summary: Any) -> GroupEntry | str | None:
-    """The group, END, or None if the summary is malformed."""
-    try:
-        if END in summary:
-            return END
-        stats = GroupStats.from_json(summary["stats"])
-        body = (head.offset, head.end, head.end - head.body_bytes, head.body_crc)
-        return GroupEntry(int(summary["task_index"]), stats, *body)
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
-        return None
+def read_trajectories(path: Path, group: GroupEntry) -> list[Trajectory]:
+    """The trajectories of one group. Raises StoreError, FormatError (damaged)."""
+    with opened(path) as fd:
+        return _trajectories(_content(fd, group.offset, group.end))
 
 
-class _Head(NamedTuple):
-    """A frame whose HEAD is valid, and that ends within the file."""
-
-    offset: int
-    summary_bytes: int
-    body_bytes: int
-    summary_crc: int
-    body_crc: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + HEAD.size + self.summary_bytes + self.body_bytes
-
-    def summary(self, fd: int, verify: bool) -> Any:
-        """Raises FormatError on a checksum mismatch, OSError."""
-        what = f"the frame at byte {self.offset}"
-        packed = read_at(fd, self.offset + HEAD.size, self.summary_bytes)
-        if zlib.crc32(packed) != self.summary_crc:
-            raise FormatError(f"{what} is damaged (checksum)")
-        summary = unpack(packed, what)
-        if verify:
-            found, start = 0, self.end - self.body_bytes
-            for offset in range(start, self.end, CHUNK):
-                found = zlib.crc32(read_at(fd, offset, min(CHUNK, self.end - offset)), found)
-            if found != self.body_crc:
-                task = summary.get("task_index") if isinstance(summary, dict) else "?"
-                raise FormatError(f"the group of task {task} is damaged (checksum)")
-        return summary
-
-
-def _heads(fd: int, size: int) -> Iterator[_Head]:
-    offset, found = len(MAGIC), 0
+def _frames(fd: int, size: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of each frame whose HEAD is valid, and that ends within the file."""
+    offset = len(MAGIC)
     while offset + HEAD.size <= size:
         data = read_at(fd, offset, HEAD.size)
-        if len(data) < HEAD.size or zlib.crc32(data[:-4]) != int.from_bytes(data[-4:], "little"):
+        if len(data) < HEAD.size or zlib.crc32(data[:8]) != HEAD.unpack(data)[2]:
             return
-        head = _Head(offset, *HEAD.unpack(data)[:-1])
-        if head.end > size or head.summary_bytes > SUMMARY_BYTES or head.body_bytes > PIECE_BYTES:
+        length = HEAD.unpack(data)[0]
+        end = offset + HEAD.size + length
+        if end > size or length > PIECE_BYTES:
             return
-        found += 1
-        if found > MOST_FRAMES:
-            raise FormatError(f"it has more than {MOST_FRAMES} groups")
-        yield head
-        offset = head.end
+        yield offset, end
+        offset = end
 
 
-def read_trajectories(fd: int, group: GroupEntry) -> list[Trajectory]:
-    """The trajectories of one group. Raises FormatError (damaged), OSError."""
-    what = f"the group of task {group.task_index}"
-    body = read_at(fd, group.body_offset, group.end - group.body_offset)
-    if len(body) != group.end - group.body_offset or zlib.crc32(body) != group.body_crc:
-        raise FormatError(f"{what} is damaged (checksum)")
-    found = unpack(body, what)
-    if not isinstance(found, list) or len(found) != group.stats.trajectories:
-        raise FormatError(f"{what} does not match its description")
-    if not all(isinstance(item, dict) for item in found):
-        raise FormatError(f"{what} does not match its description")
+def _content(fd: int, offset: int, end: int) -> JsonObject:
+    """The content of a frame. Raises FormatError, OSError."""
+    data = read_at(fd, offset, HEAD.size)
+    begin, found = offset + HEAD.size, 0
+    # First the checksum, in pieces: a file that lies about its size must take no memory.
+    for place in range(begin, end, CHUNK):
+        found = zlib.crc32(read_at(fd, place, min(CHUNK, end - place)), found)
+    if len(data) < HEAD.size or found != HEAD.unpack(data)[1]:
+        raise FormatError("is damaged (checksum)")
+    content = unpack(read_at(fd, begin, end - begin))
+    if not isinstance(content, dict):
+        raise FormatError("is malformed")
+    return content
+
+
+def _header(content: JsonObject, offset: int) -> JsonObject:
+    header = content.get("header")
+    if offset != len(MAGIC) or not isinstance(header, dict):
+        raise FormatError("its header is damaged")
+    return header
+
+
+def _trajectories(content: JsonObject) -> list[Trajectory]:
+    found = content.get("trajectories")
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise FormatError("is malformed")
     return found
+
+
+def _entry(content: JsonObject, trajectories: list[Trajectory], offset: int, end: int) -> GroupEntry:
+    try:
+        return GroupEntry(int(content["task_index"]), GroupStats.of(trajectories), offset, end)
+    except (LookupError, TypeError, ValueError, ArithmeticError):
+        raise FormatError("is malformed") from None

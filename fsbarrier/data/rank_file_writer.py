@@ -9,27 +9,15 @@ import contextlib
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from fsbarrier.data.group_stats import GroupStats, mean_reward
-from fsbarrier.data.rank_file import HEAD, MAGIC, GroupEntry, check_plain, frame, pack, scan_rank_file, unpack
+from fsbarrier.data.group_stats import GroupStats
+from fsbarrier.data.rank_file import END, MAGIC, GroupEntry, check_plain, frame, pack, scan_rank_file, unpack
 from fsbarrier.data.trajectory import REQUIRED
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.store.files import fsync_dir, open_new, open_own
 from fsbarrier.store.retry import patiently
-
-
-@dataclass(frozen=True, slots=True)
-class RankFileInfo:
-    """A finished file; `bytes` is its size."""
-
-    path: Path
-    groups: int
-    trajectories: int
-    bytes: int
-    reward_mean: float | None
 
 
 class RankFileWriter:
@@ -47,7 +35,7 @@ class RankFileWriter:
         check_plain(header, f"{path}: the header")
         self.path, self.finished = path, False
         # As it is read again: tuples are lists.
-        self._header = unpack(pack(header), "the header")
+        self._header = unpack(pack(header))
         self._lock = threading.Lock()
         self._groups: list[GroupEntry] = []
         self._broken = ""
@@ -98,16 +86,13 @@ class RankFileWriter:
             self._groups += groups
             return groups
 
-    def finish(self) -> RankFileInfo:
+    def finish(self) -> None:
         """Mark the file as complete; a second call does nothing. Raises StoreError."""
         with self._lock:
             if not self.finished:
                 self._check_open()
-                self._append(frame({"end": len(self._groups)}), "finish")
+                self._append(frame({END: len(self._groups)}), "finish")
                 self.finished = True
-            stats = [group.stats for group in self._groups]
-            trajectories = sum(one.trajectories for one in stats)
-            return RankFileInfo(self.path, len(stats), trajectories, self._end, mean_reward(stats))
 
     def close(self) -> None:
         """Close the descriptor; everything acknowledged is already on disk."""
@@ -164,12 +149,8 @@ class RankFileWriter:
             if lacking := [name for name in REQUIRED if name not in trajectory]:
                 raise UsageError(f"{self.path}: a trajectory of task {task_index} lacks {', '.join(lacking)}")
             check_plain(trajectory, "trajectory")
-        stats = GroupStats.of(trajectories)
-        body = pack(list(trajectories))
-        data = frame({"task_index": task_index, "stats": stats.as_json()}, body)
-        end = offset + len(data)
-        crc = int.from_bytes(data[HEAD.size - 8 : HEAD.size - 4], "little")
-        return GroupEntry(task_index, stats, offset, end, end - len(body), crc), data
+        data = frame({"task_index": task_index, "trajectories": list(trajectories)})
+        return GroupEntry(task_index, GroupStats.of(trajectories), offset, offset + len(data)), data
 
     def _append(self, data: bytes | bytearray, what: str) -> None:
         """Write and fsync after the acknowledged part. If that fails, truncate the file to the acknowledged part."""

@@ -5,15 +5,14 @@ In a run the leader knows the parts and builds the request of the merge itself. 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from itertools import accumulate
 from pathlib import Path
 
-from fsbarrier.data import reader
-from fsbarrier.data.merge import AggregateReport, OnProgress, merge
-from fsbarrier.data.merge_plan import MergeRequest, Part, make_plan, missing_text
+from fsbarrier.data import merged_file
+from fsbarrier.data.merge import MergeRequest, Part, check_nothing_is_missing, collect, publish
 from fsbarrier.data.rank_file import FormatError, NotOurs, RankFile, scan_rank_file
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.protocol.facts import JsonObject
@@ -58,8 +57,6 @@ class FoundFile:
     file: RankFile | None = field(default=None, repr=False)
     #: of a merged file
     metadata: JsonObject = field(default_factory=dict, repr=False)
-    #: groups whose task is already in an earlier file
-    duplicates: int = 0
 
     @property
     def header(self) -> JsonObject:
@@ -95,8 +92,8 @@ class FoundFile:
         }
 
 
-def find(log_path: Path, split: str, iteration: int, *, verify: bool = True) -> list[FoundFile]:
-    """The files of all ranks in merge order: the newest generation first, then by rank. `verify`: see `scan_rank_file`.
+def find(log_path: Path, split: str, iteration: int) -> list[FoundFile]:
+    """The files of all ranks in merge order: the newest generation first, then by rank.
 
     Raises UsageError if they belong to several runs and it is unclear which one is meant.
     """
@@ -113,15 +110,15 @@ def find(log_path: Path, split: str, iteration: int, *, verify: bool = True) -> 
             # A finished checkpoint is a hard link to its last part. If it is a copy, all its groups are duplicates.
             if (there.st_dev, there.st_ino) not in seen:
                 seen.add((there.st_dev, there.st_ino))
-                found.append(_look_at(path, split, name.rank, verify=verify))
+                found.append(_look_at(path, split, name.rank))
     found = _mark_other_policies(_mark_other_runs(found, log_path))
     found.sort(key=lambda item: (not item.mergeable, -item.generation, item.node_rank or 0, item.path.name))
-    return list(_count_duplicates(found))
+    return found
 
 
-def _look_at(path: Path, split: str, rank: int, *, verify: bool) -> FoundFile:
+def _look_at(path: Path, split: str, rank: int) -> FoundFile:
     try:
-        found = scan_rank_file(path, verify=verify)
+        found = scan_rank_file(path)
     except FsbarrierError as error:
         state = FileState.FOREIGN if isinstance(error, NotOurs) else FileState.DAMAGED
         return FoundFile(path, split, rank, state, str(error).removeprefix(f"{path}: "))
@@ -135,10 +132,16 @@ def _look_at(path: Path, split: str, rank: int, *, verify: bool) -> FoundFile:
     return FoundFile(path, split, rank, state, "; ".join(notes), found)
 
 
+def merged_metadata(path: Path) -> JsonObject:
+    """The metadata of a merged file, all of whose checksums are verified. Raises StoreError, NotOurs, FormatError."""
+    metadata = merged_file.load_tensors(path).get("metadata")
+    return metadata if isinstance(metadata, dict) else {}
+
+
 def look_at_merged(path: Path, split: str, run_id: str) -> FoundFile:
     """A merged file, all of whose checksums are verified. Raises OSError."""
     try:
-        metadata = reader.load_metadata(path)
+        metadata = merged_metadata(path)
     except FsbarrierError as error:
         return FoundFile(path, split, None, FileState.DAMAGED, str(error).removeprefix(f"{path}: "))
     absent, made_by = metadata.get("missing") or (), metadata.get("run_id", run_id)
@@ -184,82 +187,48 @@ def _mark_other_policies(found: list[FoundFile]) -> list[FoundFile]:
     ]
 
 
-def _count_duplicates(found: list[FoundFile]) -> Iterator[FoundFile]:
-    seen: set[int] = set()
-    for item in found:
-        tasks = set(item.tasks) if item.mergeable else set()
-        yield replace(item, duplicates=len(tasks & seen))
-        seen |= tasks
-
-
 # --- a merge by hand ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RanksRequest:
-    """A merge of one iteration and split; `files`: from `find`."""
+def merge_ranks(
+    log_path: Path,
+    split: str,
+    iteration: int,
+    found: Sequence[FoundFile],
+    *,
+    allow_partial: bool = False,
+    dry_run: bool = False,
+) -> JsonObject:
+    """Merge the files from `find`; the result as JSON. Raises UsageError (missing tasks, unusable files), StoreError.
 
-    log_path: Path
-    split: str
-    iteration: int
-    files: tuple[FoundFile, ...]
-    allow_partial: bool = False
-    dry_run: bool = False
-
-    @property
-    def out(self) -> Path:
-        return RunPaths(self.log_path).merged(self.split, self.iteration)
-
-
-@dataclass(frozen=True, slots=True)
-class RanksMerged:
-    """The result of a merge, or (`report=None`) of a dry run."""
-
-    #: number of assigned tasks; None if no file records it
-    expected: int | None
-    missing: tuple[int, ...]
-    report: AggregateReport | None
-    would_merge: dict[str, object] | None = None
-
-    def as_json(self) -> dict[str, object]:
-        report = None if self.report is None else asdict(self.report)
-        would = {} if self.would_merge is None else {"would_merge": self.would_merge}
-        return {"report": report, **would, "expected": self.expected, "missing": list(self.missing)}
-
-
-def merge_ranks(request: RanksRequest, on_progress: OnProgress | None = None) -> RanksMerged:
-    """Merge the files. Raises UsageError (missing tasks, unusable files), StoreError."""
-    for item in request.files:
-        if item.state is FileState.DAMAGED and not request.allow_partial:
+    `expected`: the number of assigned tasks; None if no file records it. `report`: None for a dry run.
+    """
+    for item in found:
+        if item.state is FileState.DAMAGED and not allow_partial:
             raise UsageError(
                 f"{item.path.name}: {item.note}; move it away, or merge without it: --allow-partial"
             )
-    files = [item for item in request.files if item.mergeable and item.file]
-    wanted = MergeRequest(
-        tuple(Part(item.path, item.file.valid_bytes) for item in files if item.file),
-        request.out,
-        _common_metadata(files, request) | {"allow_partial": request.allow_partial},
-        expected_tasks(files),
-        _groups_to_keep(files),
-        request.allow_partial,
+    out = RunPaths(log_path).merged(split, iteration)
+    usable = [item for item in found if item.mergeable and item.file]
+    metadata = _common_metadata(usable) | {"split": split, "iteration": iteration, "by_hand": True}
+    request = MergeRequest(
+        tuple(Part(item.path, item.file.valid_bytes) for item in usable if item.file),
+        out,
+        metadata | {"allow_partial": allow_partial},
+        expected_tasks(usable),
+        _groups_to_keep(usable),
+        allow_partial,
     )
-    plan = make_plan(wanted)
-    expected = None if wanted.expected is None else len(wanted.expected)
-    done = _already_there(request.out, set(plan.taken), set(plan.missing), request.allow_partial)
-    if done is not None:
-        return RanksMerged(expected, plan.missing, done)
-    if plan.missing and not request.allow_partial:
-        raise UsageError(
-            f"{request.out.name}: {missing_text(plan.missing)}. To merge without them: --allow-partial"
-        )
-    if request.dry_run:
-        would = {
-            "out": str(request.out),
-            "groups": len(plan.taken),
-            "duplicates_dropped": plan.duplicates,
-        }
-        return RanksMerged(expected, plan.missing, None, would)
-    return RanksMerged(expected, plan.missing, merge(wanted, on_progress))
+    collected = collect(request)
+    expected = None if request.expected is None else len(request.expected)
+    made: JsonObject = {"report": None, "expected": expected, "missing": list(collected.missing)}
+    there = _there_already(out)
+    if there and collected.groups.keys() <= set(there.get("tasks") or ()):
+        return made | {"report": {**there, "out": str(out), "damaged": [], "already_done": True}}
+    check_nothing_is_missing(collected)
+    if dry_run:
+        return made | {"would_merge": {"out": str(out), "groups": len(collected.groups)}}
+    return made | {"report": asdict(publish(collected))}
 
 
 def expected_tasks(found: Iterable[FoundFile]) -> tuple[int, ...] | None:
@@ -289,9 +258,9 @@ def _groups_to_keep(found: Iterable[FoundFile]) -> int | None:
     return next((count for count in counts if isinstance(count, int) and count > 0), None)
 
 
-def _common_metadata(found: Sequence[FoundFile], request: RanksRequest) -> dict[str, object]:
+def _common_metadata(found: Sequence[FoundFile]) -> dict[str, object]:
     """The metadata common to all files (run_id, policy), and the newest generation."""
-    metadata: dict[str, object] = {"split": request.split, "iteration": request.iteration, "by_hand": True}
+    metadata: dict[str, object] = {}
     for name in ("run_id", "policy_version", "policy"):
         values = {repr(item.header[name]): item.header[name] for item in found if name in item.header}
         if len(values) == 1:
@@ -300,36 +269,20 @@ def _common_metadata(found: Sequence[FoundFile], request: RanksRequest) -> dict[
     return metadata | ({"generation": generation} if generation >= 0 else {})
 
 
-def _already_there(
-    out: Path, tasks: set[int], missing: set[int], allow_partial: bool
-) -> AggregateReport | None:
-    """The report of an existing merged file with all of `tasks`, whose run itself dropped the `missing` ones.
+def _there_already(out: Path) -> JsonObject:
+    """The metadata of the merged file that is there; {} without one, or for a damaged one, which may be replaced.
 
-    None if there is none, or a damaged one, which is then replaced. Raises UsageError for a file of somebody else.
+    Raises UsageError for a file of somebody else.
     """
     # List the folder first, because NFS may cache the absence of a name for 30 s.
     if out.name not in {path.name for path in out.parent.iterdir()}:
-        return None
+        return {}
     try:
-        found = reader.load_metadata(out)
+        found = merged_metadata(out)
     except NotOurs as error:
         raise UsageError(f"{error}; not overwriting it, move it away") from None
     except FormatError:
-        return None
+        return {}
     if not str(found.get("created_by", "")).startswith("fsbarrier"):
         raise UsageError(f"{out}: it was not written by fsbarrier; not overwriting it, move it away")
-    cut_off = found.get("cut_off") or ()
-    if not tasks <= set(found.get("tasks") or ()):
-        return None
-    if missing and not allow_partial and not missing <= set(cut_off):
-        return None
-    return AggregateReport(
-        out=str(out),
-        trajectories=found["trajectories"],
-        groups=found["groups"],
-        missing=tuple(found["missing"]),
-        duplicates_dropped=0,
-        bytes=out.stat().st_size,
-        reward_mean=found["reward_mean"],
-        already_done=True,
-    )
+    return found

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fsbarrier.data import merged_file
-from fsbarrier.data.rank_file import FormatError, opened, read_at, read_trajectories, scan_rank_file
+from fsbarrier.data.rank_file import FormatError, RankFile, opened, read_at, read_trajectories, scan_rank_file
 from fsbarrier.data.trajectory import Trajectory, TrajectoryFile
-from fsbarrier.protocol.facts import JsonObject
 
 
 def is_merged(path: Path) -> bool:
@@ -26,35 +25,23 @@ def iter_trajectories(path: Path) -> Iterator[Trajectory]:
     if is_merged(path):
         yield from merged_file.load(path)["trajectories"]
         return
-    found = scan_rank_file(path, verify=False)
-    if found.finished and found.damaged:
-        raise FormatError(f"{path}: {found.damaged[0]}")
-    with opened(path) as fd:
-        for group in found.groups:
-            try:
-                yield from read_trajectories(fd, group)
-            except FormatError:
-                if found.finished:
-                    raise
+    found = scan_rank_file(path)
+    _check_whole(found)
+    for group in found.groups:
+        yield from read_trajectories(path, group)
 
 
 def load(path: Path) -> TrajectoryFile:
     """`{"trajectories": [...], "metadata": {...}}` of either file, with array.array for tensors. Raises StoreError, FormatError."""
     if is_merged(path):
         return merged_file.load(path)
-    found = scan_rank_file(path, verify=False)
-    return {
-        "trajectories": list(iter_trajectories(path)),
-        "metadata": {**found.header, "finished": found.finished},
-    }
+    trajectories: list[Trajectory] = []
+    found = scan_rank_file(path, on_group=lambda group, its_own: trajectories.extend(its_own))
+    _check_whole(found)
+    return {"trajectories": trajectories, "metadata": {**found.header, "finished": found.finished}}
 
 
-def load_metadata(path: Path) -> JsonObject:
-    """The metadata of a merged file, all of whose checksums are verified. Raises StoreError, NotOurs, FormatError."""
-    if is_merged(path):
-        metadata = merged_file.load_tensors(path).get("metadata")
-        return metadata if isinstance(metadata, dict) else {}
-    found = scan_rank_file(path)
-    if found.damaged or found.torn_bytes or not found.finished:
-        raise FormatError(f"{path}: {'; '.join(found.damaged) or 'it is cut off'}")
-    return found.header
+def _check_whole(found: RankFile) -> None:
+    """Raises FormatError for damage in a finished file; in a growing one, only whole groups count anyway."""
+    if found.finished and found.damaged:
+        raise FormatError(f"{found.path}: {found.damaged[0]}")

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from fsbarrier.data.rank_file_writer import RankFileInfo
+from fsbarrier.data.group_stats import mean_reward
+from fsbarrier.data.rank_file_writer import RankFileWriter
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.protocol.assign import LOTS
 from fsbarrier.protocol.facts import Payload
@@ -171,18 +172,19 @@ class Assignment:
         patiently(lambda: files.link(self.part, self.checkpoint, last_look))
 
     def result(
-        self, info: RankFileInfo, tasks: Sequence[int], claims: Sequence[Claims], *, ended_early: bool
+        self, written: RankFileWriter, claims: Sequence[Claims], *, ended_early: bool
     ) -> dict[str, object]:
         """For the node's report: the contents of the finished part, and the take-over statistics of all rounds."""
+        stats = [group.stats for group in written.groups]
         taking_over: Counter[str] = Counter()
         for one in claims:
             taking_over.update(one.summary())
         return {
-            "bytes": info.bytes,
-            "groups": info.groups,
-            "trajectories": info.trajectories,
-            "reward_mean": info.reward_mean,
-            "tasks": tasks,
+            "bytes": written.valid_bytes,
+            "groups": len(stats),
+            "trajectories": sum(one.trajectories for one in stats),
+            "reward_mean": mean_reward(stats),
+            "tasks": [group.task_index for group in written.groups],
             "ended_early": ended_early,
             **taking_over,
         }

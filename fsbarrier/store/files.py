@@ -148,7 +148,7 @@ def temporary_beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
 
 
-def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
+def write_atomic(path: Path, data: bytes | memoryview, *, durable: bool = False) -> None:
     """Write `data` to `path` atomically, replacing an existing file. `durable`: survives a power loss. Raises OSError."""
     rename(_write_temporary(path, data, durable), path)
     if durable:
@@ -228,7 +228,7 @@ def _look(path: Path) -> os.stat_result | None:
         return os.stat(path) if path.name in os.listdir(path.parent) else None
 
 
-def _write_temporary(path: Path, data: bytes, durable: bool) -> Path:
+def _write_temporary(path: Path, data: bytes | memoryview, durable: bool) -> Path:
     temporary = temporary_beside(path)
     try:
         fd = open_new(temporary)
@@ -257,7 +257,7 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _fill(fd: int, data: bytes, durable: bool) -> None:
+def _fill(fd: int, data: bytes | memoryview, durable: bool) -> None:
     """Write all of `data` and close. Raises OSError, including errors that are only reported on close."""
     try:
         write_all(fd, data)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsbarrier.data import rank_files
-from fsbarrier.data.rank_file import FormatError, GroupEntry, opened, read_trajectories
+from fsbarrier.data.rank_file import FormatError, GroupEntry, read_trajectories
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import StoreError
 from fsbarrier.rundir.names import MERGED, SPLITS
@@ -89,7 +89,7 @@ Place = tuple[Path, GroupEntry]
 def _groups(paths: RunPaths, split: str, iteration: int) -> list[Place]:
     """The groups that the ranks saved, which are read one by one, unlike those of a merged file."""
     found: dict[int, Place] = {}
-    for item in rank_files.find(paths.root, split, iteration, verify=False):
+    for item in rank_files.find(paths.root, split, iteration):
         for group in item.file.groups if item.mergeable and item.file else ():
             found.setdefault(group.task_index, (item.path, group))
     return [found[task] for task in sorted(found)]
@@ -119,9 +119,7 @@ def choose(groups: Sequence[Place], lot: random.Random) -> list[tuple[str, Traje
 
 
 def _judged(place: Place) -> list[Trajectory]:
-    path, group = place
-    with opened(path) as fd:
-        trajectories = read_trajectories(fd, group)
+    trajectories = read_trajectories(*place)
     return [one for one in trajectories if one.get("valid", True)] or trajectories
 
 

@@ -129,15 +129,14 @@ class Rollout:
                     await appending.rest()
                 self.progress.close()
                 await self.reward.close()
-            info = writer.finish()
-            tasks = [group.task_index for group in writer.groups]
+            writer.finish()
         assignment.publish_part()
         await removing
         self.progress.write()
         seconds, counts = self.progress.seconds, self.counts
         return {
-            **assignment.result(info, tasks, self.claims, ended_early=self.ended_early),
-            "resumed_groups": info.groups - counts.groups,
+            **assignment.result(writer, self.claims, ended_early=self.ended_early),
+            "resumed_groups": len(writer.groups) - counts.groups,
             **({} if self.refills is None else {"rounds": self.refills.rounds_done()}),
             **counts.for_result(),
             "seconds": round(seconds, 3),

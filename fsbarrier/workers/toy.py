@@ -58,11 +58,10 @@ def rollout(spec: JsonObject, progress: ProgressWriter) -> JsonObject:
                 left = len(todo) - number - 1 + claims.own_left
                 mean = reward_sum / done
                 progress.show(done, done + left, "trajectories", last=not left, reward_mean=mean)
-        info = writer.finish()
-        tasks = [group.task_index for group in writer.groups]
+        writer.finish()
     assignment.publish_part()
     return {
-        **assignment.result(info, tasks, [claims], ended_early=ended_early),
+        **assignment.result(writer, [claims], ended_early=ended_early),
         "seconds": round(time.monotonic() - begin, 6),
     }
 

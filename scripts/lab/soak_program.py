@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
-from fsbarrier.data.merge import merge
-from fsbarrier.data.merge_plan import MergeRequest
+from fsbarrier.data.merge import MergeRequest, merge
 from fsbarrier.loader import load_module
 from fsbarrier.processes.worker_contract import ProgressWriter
 from fsbarrier.program import Command, Context, Program, Steps, Value, Work

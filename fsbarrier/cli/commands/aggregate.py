@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable, Iterator
 
 from fsbarrier.cli.commands import flags
 from fsbarrier.data import rank_files
-from fsbarrier.data.merge_plan import missing_text
-from fsbarrier.data.rank_files import FoundFile, RanksMerged, RanksRequest, merge_ranks
+from fsbarrier.data.merge import missing_text
+from fsbarrier.data.rank_files import FoundFile
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rundir import runrecord
@@ -26,8 +25,6 @@ FLAGS = {
     "--dry-run": "list the files and show what would be merged",
     "--json": "print JSON",
 }
-#: in trajectories; a smaller merge is too quick for a progress bar
-BAR_FROM = 2000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,11 +53,9 @@ def main(args: argparse.Namespace) -> int:
         print("\n".join(file_lines(item for items in by_split.values() for item in items)))
     splits = {}
     for split, items in by_split.items():
-        partial, dry_run = args.allow_partial, args.dry_run
-        request = RanksRequest(
-            log_path, split, iteration, tuple(items), allow_partial=partial, dry_run=dry_run
+        merged = rank_files.merge_ranks(
+            log_path, split, iteration, items, allow_partial=args.allow_partial, dry_run=args.dry_run
         )
-        merged = merge_with_bar(request).as_json()
         splits[split] = {"files": [file_json(item) for item in items], **merged}
         if not args.json:
             print("\n".join(merged_lines(split, merged)))
@@ -68,21 +63,6 @@ def main(args: argparse.Namespace) -> int:
         outcome = {"log_path": str(log_path), "iteration": iteration, "dry_run": args.dry_run}
         print(json.dumps({**outcome, "splits": splits}, indent=2))
     return 0
-
-
-def merge_with_bar(request: RanksRequest) -> RanksMerged:
-    """Merge, with a progress bar on a terminal if it takes a while. Raises the errors of `merge_ranks`."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(f"merging {request.out.name}", visible=False)
-
-        def show(done: int, total: int) -> None:
-            # The total is not known earlier.
-            bar.update(task, completed=done, total=total, visible=total >= BAR_FROM)
-
-        return merge_ranks(request, show)
 
 
 # --- what `aggregate` and `recover` show ----------------------------------------------------------------------------------
@@ -97,7 +77,6 @@ def file_json(item: FoundFile) -> JsonObject:
         "note": item.note,
         **item.counts(),
         "reward_mean": item.file.reward_mean if item.file else None,
-        "duplicates": item.duplicates,
     }
 
 
@@ -109,7 +88,6 @@ def file_lines(items: Iterable[FoundFile]) -> Iterator[str]:
         count = f"{counts['groups']:6} groups {counts['trajectories']:7} trajectories"
         notes = [item.note] if item.note else []
         notes += [f"torn bytes: {counts['torn_bytes']}"] if counts["torn_bytes"] else []
-        notes += [f"groups that others have too: {item.duplicates}"] if item.duplicates else []
         note = f"  ({', '.join(notes)})" if notes else ""
         yield printable(f"  {item.split:5}  {who:8} {item.state.value:12} {count}  {item.path.name}{note}")
 
@@ -118,7 +96,7 @@ def merged_lines(split: str, outcome: JsonObject) -> Iterator[str]:
     """What a merge did or would do, from its JSON."""
     expected, missing, report = outcome.get("expected"), outcome.get("missing"), outcome.get("report")
     if missing:
-        yield f"{split}: {missing_text(tuple(missing))} of {expected}"
+        yield f"{split}: {missing_text(missing)} of {expected}"
     elif "expected" in outcome and expected is None:
         yield f"{split}: these files do not record which tasks were assigned"
     if report:

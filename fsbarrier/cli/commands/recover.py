@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 from fsbarrier.cli.commands import flags
-from fsbarrier.cli.commands.aggregate import file_json, file_lines, merge_with_bar, merged_lines
+from fsbarrier.cli.commands.aggregate import file_json, file_lines, merged_lines
 from fsbarrier.data import rank_files
-from fsbarrier.data.rank_files import FoundFile, RanksRequest
+from fsbarrier.data.rank_files import FoundFile
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.run import recovery
@@ -110,20 +110,15 @@ def merge(
     outcome["missing"] = [task for task in expected or () if task not in there]
     if not args.aggregate:
         return outcome
-    request = RanksRequest(
-        log_path,
-        split,
-        args.iteration,
-        tuple(parts),
-        allow_partial=args.allow_partial,
-        dry_run=dry_run,
-    )
+    partial = args.allow_partial
     try:
-        outcome |= merge_with_bar(request).as_json()
+        outcome |= rank_files.merge_ranks(
+            log_path, split, args.iteration, parts, allow_partial=partial, dry_run=dry_run
+        )
     except UsageError as error:
         return outcome | {"refused": str(error)}
     if not dry_run:
-        outcome["restored"] = [str(path) for path in recovery.restore(request.out, gone)]
+        outcome["restored"] = [str(path) for path in recovery.restore(Path(outcome["report"]["out"]), gone)]
     return outcome
 
 
