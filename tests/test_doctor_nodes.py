@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from other_user import UID, needs_root
 from waiting import until
 
 from fsbarrier.doctor.examine import FOLDER
@@ -125,26 +126,42 @@ def test_one_that_is_interrupted_is_named_by_the_other(doctors: Doctors) -> None
     assert (ended, out) == (5, "") and "node 1" in err.splitlines()[-1] and "Traceback" not in err
 
 
-def test_nothing_of_anybody_else_is_ever_removed(doctors: Doctors, tmp_path: Path) -> None:
-    """The folder where doctors meet is a link to the user's own files, planted by whoever may write there."""
-    precious = tmp_path / "precious"
-    (precious / "letters" / "group").mkdir(parents=True)
-    (precious / "group").mkdir()
-    (precious / "letters" / "one").write_text("dear")
-    (doctors.path / FOLDER).symlink_to(precious)
-    pair = [doctors.start("--num-nodes", "2", "--worker", "1"), doctors.start("--num-nodes", "2", "--master")]
-    for process in pair:
-        code, _, err = doctors.end(process)
-        assert code == 2 and "it is a link" in err.splitlines()[-1], err
+@needs_root
+@pytest.mark.parametrize("mode", [0o1777, 0o777, 0o755])
+def test_doctors_meet_only_where_nobody_else_decides_what_is_there(
+    mode: int, doctors: Doctors, tmp_path: Path
+) -> None:
+    """Another user has planted a link to the user's own files, a folder, or owns the directory. One doctor alone meets nobody."""
+    precious, place = tmp_path / "precious", doctors.path / FOLDER
+    (precious / "group").mkdir(parents=True)
+    doctors.path.chmod(mode)
+    place.symlink_to(precious)
+    os.chown(doctors.path if mode == 0o755 else place, UID, UID, follow_symlinks=False)
+    for words in (("--worker", "1"), ("--master",)):
+        code, _, err = doctors.end(doctors.start("--num-nodes", "2", *words))
+        assert code == 2 and ("everybody may write" if mode == 0o777 else f"belongs to user id {UID}") in err
+    assert (precious / "group").is_dir()
     assert doctors.end(doctors.start())[0] == 0
-    assert (precious / "letters" / "one").read_text() == "dear" and (precious / "group").is_dir()
-    (doctors.path / FOLDER).unlink()
-    (doctors.path / FOLDER).mkdir()
-    (doctors.path / FOLDER).chmod(0o777)
-    code, _, err = doctors.end(doctors.start("--num-nodes", "2", "--master"))
-    assert code == 2 and "others may write to it" in err
-    if os.geteuid() == 0:
-        (doctors.path / FOLDER).chmod(0o700)
-        os.chown(doctors.path / FOLDER, 65534, 65534)
+    place.unlink()
+    if mode == 0o1777:
+        place.mkdir(mode=0o700)
+        os.chown(place, UID, UID)
         code, _, err = doctors.end(doctors.start("--num-nodes", "2", "--master"))
-        assert code == 2 and "belongs to nobody" in err
+        assert code == 2 and f"{place} belongs to user id {UID}" in err
+
+
+@needs_root
+def test_a_folder_that_is_exchanged_while_doctors_meet_costs_nothing_behind_the_link(
+    doctors: Doctors, tmp_path: Path
+) -> None:
+    """By a member of the group that --shared-group trusts."""
+    precious, place = tmp_path / "precious", doctors.path / FOLDER
+    doctors.path.chmod(0o770)
+    words = ("--shared-group", "--num-nodes", "2")
+    pair = [doctors.start(*words, "--worker", "1"), doctors.start(*words, "--master")]
+    until(doctors.measuring)
+    os.rename(place, precious)
+    place.symlink_to(precious)
+    for process in pair:
+        doctors.end(process)
+    assert (precious / "group").is_dir() and place.is_symlink()

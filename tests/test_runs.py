@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,17 @@ def test_each_run_is_one_line_the_newest_first(
     assert [float(word) for word in lines[2].split()[6:8]] == [
         pytest.approx(newest[split], abs=0.01) for split in ("train", "test")
     ]
+
+
+def test_many_runs_are_listed_by_a_fresh_process(tmp_path: Path) -> None:
+    """Its threads are all the first to read a record. They change as often as can be, because each first use is short."""
+    first = FakeRun(tmp_path / "0", nodes=1)
+    for number in range(1, 16):
+        shutil.copytree(first.log_path, tmp_path / str(number))
+    code = "import sys; sys.setswitchinterval(1e-6); from fsbarrier.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", code, "runs", "--json", str(tmp_path)]
+    ended = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    assert (ended.returncode, len(json.loads(ended.stdout or "[]"))) == (0, 16), ended.stderr
 
 
 def test_folders_that_are_nested_too_deep_cost_one_line(

@@ -10,6 +10,7 @@ import pytest
 
 from fsbarrier.cli import main
 from fsbarrier.errors import UsageError
+from fsbarrier.rundir import runrecord
 from fsbarrier.store import trusted_folder
 
 SOMEBODY = 65534
@@ -71,11 +72,33 @@ def test_another_users_run_is_refused_and_its_program_is_not_loaded(
 
 
 @needs_root
+@pytest.mark.parametrize("record", [True, False], ids=["with a record", "empty"])
+def test_a_run_directory_that_somebody_else_makes_during_the_start_is_refused(
+    record: bool, foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a sticky folder such as /tmp, everybody may make what is not there yet."""
+    log_path, new = tmp_path / "run", runrecord.new
+
+    def meanwhile(*args: object, **more: object) -> object:
+        os.rename(foreign / "run", log_path)
+        if not record:
+            (log_path / "run.json").unlink()
+        return new(*args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runrecord, "new", meanwhile)
+    assert main(["run", "--program", "ping", "--iterations", "1", "--log-path", str(log_path)]) == 2
+    assert not (foreign / "ran").exists(), "the other user's program ran"
+
+
+@needs_root
 def test_another_users_pool_is_refused(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pool = foreign / "pool"
-    for name in ("log", "logs", "runs", "coordination"):
-        (pool / name).mkdir(parents=True)
+    pool.mkdir()
     os.chown(pool, SOMEBODY, SOMEBODY)
+    assert main(["daemon", str(pool)]) == 2
+    assert "belongs to nobody" in capsys.readouterr().err and not list(pool.iterdir())
+    for name in ("log", "logs", "runs", "coordination"):
+        (pool / name).mkdir()
     for words in (["daemon", str(pool)], ["submit", str(pool), "--program", "ping"]):
         assert main(words) == 2
         assert "belongs to nobody" in capsys.readouterr().err
@@ -90,6 +113,8 @@ def test_another_users_pool_is_refused(foreign: Path, capsys: pytest.CaptureFixt
         (lambda home: home.chmod(0o777), False, "everybody may write"),
         (lambda home: home.chmod(0o777), True, "everybody may write"),
         (lambda home: home.chmod(0o1777), False, ""),
+        # Its owner can rename what others made in it.
+        (lambda home: (home.chmod(0o1777), os.chown(home, SOMEBODY, -1)), False, "belongs to nobody"),
         (lambda home: home.chmod(0o775), False, "--shared-group"),
         (lambda home: home.chmod(0o775), True, ""),
         (lambda home: (home / "runs" / "one").chmod(0o1777), False, "everybody may write"),
@@ -97,7 +122,7 @@ def test_another_users_pool_is_refused(foreign: Path, capsys: pytest.CaptureFixt
     ],
 )
 def test_nobody_else_may_write_on_the_way(
-    tmp_path: Path, change: Callable[[Path], None], shared_group: bool, says: str
+    tmp_path: Path, change: Callable[[Path], object], shared_group: bool, says: str
 ) -> None:
     """Whoever can rename a folder on the way can put another in the place of the run."""
     home = tmp_path / "home"

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from stat import S_ISDIR
 from tempfile import TemporaryDirectory
 
 from fsbarrier.doctor import between, mount_options, probes, verdict
@@ -83,17 +82,19 @@ def _tried(raced: Check, scratch: Path, replacements: int, samples: int) -> list
 # --- several nodes --------------------------------------------------------------------------------------------------------
 
 
-def together(path: Path, num_nodes: int, rank: int, wait_s: float, say: Callable[[str], None]) -> Report:
+def together(
+    path: Path, num_nodes: int, rank: int, *, wait_s: float, shared_group: bool, say: Callable[[str], None]
+) -> Report:
     """All checks of `num_nodes` nodes on a shared directory. Every node returns the same report.
 
     `say` receives progress messages. Raises TooFewNodes if a node does not come or leaves, UsageError if the nodes' flags contradict each
-    other or the folder where they meet is not this user's, StoreError if they cannot agree through this directory, OSError.
+    other or others could exchange the folder where they meet, StoreError if they cannot agree through this directory, OSError.
     """
     mount = mount_of(path)
     if _refused(mount_options.judge(mount)):
         # Already unsuitable, whatever the other nodes find.
         return alone(path)
-    with _meeting_place(path) as place, _in_its_words(path, place, mount):
+    with _meeting_place(path, shared_group) as place, _in_its_words(path, place, mount):
         own = _own_checks(path, mount)
         say(f"this is node {rank}; waiting up to {wait_s:g} s for the other nodes, of {num_nodes}")
         with join(
@@ -119,23 +120,17 @@ def _scratch(base: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _meeting_place(path: Path) -> Iterator[Path]:
+def _meeting_place(path: Path, shared_group: bool) -> Iterator[Path]:
     """The folder where the doctors meet; whoever leaves last removes it. Raises UsageError, OSError."""
     folder = path / FOLDER
+    files.set_shared_group(shared_group)
+    trusted_folder.check(folder, shared_group=shared_group, named="doctor --num-nodes")
     files.make_dirs(folder)
-    found = folder.lstat()
-    if not S_ISDIR(found.st_mode):
-        problem = "it is a link, or no folder"
-    elif found.st_uid not in (os.geteuid(), trusted_folder.owner_at(folder)):
-        problem = f"it belongs to {trusted_folder.user_name(found.st_uid)}"
-    elif found.st_mode & 0o022:
-        problem = "others may write to it"
-    else:
-        yield folder
-        with suppress(OSError):
-            folder.rmdir()
-        return
-    raise UsageError(f"{folder}: {problem}; remove it, or examine another directory")
+    # Somebody else may have been faster.
+    trusted_folder.check(folder, shared_group=shared_group, named="doctor --num-nodes")
+    yield folder
+    with suppress(OSError):
+        folder.rmdir()
 
 
 @contextmanager
@@ -205,7 +200,7 @@ def _take_leave(place: Path, session: Path, rank: int, num_nodes: int) -> None:
             threading.Event().wait(0.02)
         for name in os.listdir(place):
             if name == "group" or name.startswith("session-"):
-                owned.discard(place / name)
+                owned.discard(place / name, place.parent)
 
 
 def _conclude(path: Path, findings: dict[int, between.NodeFindings]) -> Report:

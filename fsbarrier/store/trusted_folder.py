@@ -1,7 +1,7 @@
 """Whether a run directory or a pool may be trusted: whoever can write to it decides which code its nodes run.
 
 As sshd's StrictModes does for ~/.ssh: the folder and everything on the way to it belong to this user or to root, and nobody else may write
-there. A sticky folder such as /tmp may be on the way, because nobody can rename what others made in it.
+there. A sticky folder such as /tmp may be on the way, because only its owner can rename what others made in it.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def _on_the_way(path: Path) -> Iterator[Path]:
 
 def _check(one: Path, trusted: set[int], shared_group: bool, named: str, *, sticky: bool = False) -> None:
     found = os.lstat(one)
-    if sticky and found.st_mode & stat.S_ISVTX and not stat.S_ISLNK(found.st_mode):
-        return
+    # What a link's mode says means nothing.
+    mode = 0 if stat.S_ISLNK(found.st_mode) or (sticky and found.st_mode & stat.S_ISVTX) else found.st_mode
     advice = (
         ""
         if shared_group
         else ", or give --shared-group if you trust everybody in its group with your account"
     )
-    if found.st_mode & stat.S_IWOTH and not stat.S_ISLNK(found.st_mode):
+    if mode & stat.S_IWOTH:
         raise UsageError(
             f"{named}: everybody may write to {one} and could run code as you; run chmod o-w {one}"
         )
@@ -75,7 +75,7 @@ def _check(one: Path, trusted: set[int], shared_group: bool, named: str, *, stic
         raise UsageError(
             f"{named}: {one} belongs to {user_name(found.st_uid)}, who could run code as you; use a directory of your own{advice}"
         )
-    if found.st_mode & stat.S_IWGRP and not stat.S_ISLNK(found.st_mode) and not _is_only_ours(found.st_gid):
+    if mode & stat.S_IWGRP and not _is_only_ours(found.st_gid):
         raise UsageError(
             f"{named}: its group may write to {one} and could run code as you; run chmod g-w {one}{advice}"
         )

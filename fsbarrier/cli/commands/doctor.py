@@ -30,6 +30,7 @@ FLAGS = {
     "--master": "this is node 0",
     "--worker R": "this is node R (default: the rank that a launcher gives, such as Slurm)",
     "--wait S": "seconds to wait for the other nodes (default 60)",
+    "--shared-group": "trust the group of the directory, as for a run with this flag",
     "--json": "print JSON",
 }
 
@@ -61,7 +62,14 @@ def main(args: argparse.Namespace) -> int:
             if count is None or count == 1 or rank is None:
                 report = examine.alone(args.path)
             else:
-                report = examine.together(args.path, count, rank.value, args.wait, flags.say)
+                report = examine.together(
+                    args.path,
+                    count,
+                    rank.value,
+                    wait_s=args.wait,
+                    shared_group=args.shared_group,
+                    say=flags.say,
+                )
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise UsageError(f"{args.path}: not writable ({error.strerror})") from None

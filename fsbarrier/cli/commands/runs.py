@@ -12,10 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
+
 from fsbarrier.cli.commands import flags
 from fsbarrier.cli.start import preflight
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.view.amounts import amount, duration, one_line, short
 from fsbarrier.view.run_status import read_status
 
@@ -59,6 +62,8 @@ def main(args: argparse.Namespace) -> int:
         found = sorted(path for path in folder.iterdir() if os.path.lexists(RunPaths(path).record))
     except OSError as error:
         raise UsageError(f"runs {folder}: {error.strerror}") from None
+    # msgspec crashes if two threads are the first to use a type.
+    msgspec.json.Decoder(RunRecord)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         looked = [*pool.map(lambda path: _look(path, sized=not args.no_size), found)]
     for problem in (each for each in looked if isinstance(each, str)):

@@ -46,6 +46,7 @@ class Pool:
     def make(self, *, shared_group: bool) -> None:
         """Create the directory. Raises UsageError if its permissions would let other users submit jobs."""
         files.set_shared_group(shared_group)
+        trusted_folder.check(self.root, shared_group=shared_group, named="the pool", inside=FOLDERS)
         try:
             for folder in (*(self.root / name for name in FOLDERS), self.paths.status):
                 files.make_dirs(folder)

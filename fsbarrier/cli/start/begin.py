@@ -84,18 +84,15 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
     typed = resolve(chosen.values(), cross_checks=False)
     log_path = Path(typed.log_path) if typed.log_path else preflight.default_log_path(request.environ)
     preflight.check_log_path(log_path)
-    trusts_group = "shared_group" in chosen and typed.shared_group
-    trusted_folder.check(log_path, shared_group=trusts_group, named="--log-path", inside=runrecord.STEERING)
+    asked = _Asked(request, chosen, typed, log_path, say)
+    asked.check_trusted()
     if (count := _launchers_count(request, chosen, there=runrecord.exists(log_path))) is not None:
         chosen["num_nodes"] = ChosenValue("num_nodes", count.value, count.source)
-        typed = replace(typed, num_nodes=count.value)
+        asked = replace(asked, typed=replace(typed, num_nodes=count.value))
     filesystem.admit(log_path, write=not request.dry_run)
-    known = typed.num_nodes if "num_nodes" in chosen else None
+    known = asked.typed.num_nodes if "num_nodes" in chosen else None
     rank = _rank(request, known)
-    asked = _Asked(request, chosen, typed, log_path, say)
     record = _find_record(asked, rank)
-    # Again, because somebody else may have made it meanwhile.
-    trusted_folder.check(log_path, shared_group=trusts_group, named="--log-path", inside=runrecord.STEERING)
     start = _create(asked, rank) if record is None else _join(asked, record, rank)
     for line in ranks.contradictions(rank, start.settings.num_nodes, request.environ) if rank else ():
         say(line)
@@ -112,6 +109,12 @@ class _Asked:
     typed: Settings
     log_path: Path
     say: Say
+
+    def check_trusted(self) -> None:
+        """Raises UsageError if somebody else could decide what is in the run directory."""
+        trusts_group = "shared_group" in self.chosen and self.typed.shared_group
+        inside = runrecord.STEERING
+        trusted_folder.check(self.log_path, shared_group=trusts_group, named="--log-path", inside=inside)
 
     def check_rank(self, rank: ranks.Choice | None, num_nodes: int) -> None:
         """Raises UsageError if the run has several nodes and this node's rank is unknown."""
@@ -210,6 +213,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     if published.run_id != record.run_id:
         # Another process created the record first.
         return _join(asked, published, rank)
+    asked.check_trusted()
     return Start(record, settings, 0, settings.iterations, created=True)
 
 
@@ -279,6 +283,8 @@ def _say_who_idles(tasks: Mapping[str, TaskSource], settings: Settings, say: Say
 def _join(asked: _Asked, record: RunRecord, rank: ranks.Choice | None) -> Start:
     """Start a node of an existing run. Its rank may be beyond the run's number of nodes: node 0 may be about to ask for more."""
     request, chosen, typed = asked.request, asked.chosen, asked.typed
+    # Somebody else may have made the directory since it was looked at.
+    asked.check_trusted()
     settings = in_force(record.settings, newest_settings(record.paths))
     files.set_shared_group(settings.shared_group)
     with_folder = _with_models_folder(typed, record, settings.data_path, request.environ)
