@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,7 +30,6 @@ from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.training import checkpoint_write, safetensors_file, trainer_state
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.slices import local_part
-from fsbarrier.training.stored_tensors import StoredTensors
 
 STEPS = 2
 # So that this small model has several files of weights and many blocks.
@@ -158,9 +158,13 @@ def restore_into(
     """Go on from what was saved after `steps`; it is to the last bit what one process alone would have."""
     expected_model, expected = trained("none", 1, steps)
     parameters = dict(model.named_parameters())
-    with StoredTensors.of_model(folder / "model") as stored:
-        for name, parameter in parameters.items():
-            stored.fill(name, parameter)
+    served = {
+        name: one
+        for path in (folder / "model").glob("*.safetensors")
+        for name, one in load_file(path).items()
+    }
+    for name, parameter in parameters.items():
+        local(parameter).copy_(local(like(parameter, served[name])))
     found = trainer_state.restore(folder / "trainer", parameters, optimizer, 1)
     assert found.optimizer_steps == steps
     for name, one in expected_model.named_parameters():

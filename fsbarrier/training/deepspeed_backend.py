@@ -70,38 +70,25 @@ def layout_of(settings: Settings, processes: Processes) -> Layout:
 
 def partitioned_model(
     folder: Path, settings: Settings, config: dict[str, Any], processes: Processes
-) -> PreTrainedModel | None:
-    """The policy in `folder` for ZeRO-3: each module's parameters are split over the processes as soon as it is made, so none holds all.
-
-    None if transformers has other names for the weights than the folder. Raises UsageError, ProgramFailed.
-    """
+) -> PreTrainedModel:
+    """The policy in `folder` for ZeRO-3: each module's parameters are split over the processes as soon as it is made, so that only the
+    first, which reads them, ever holds all. Raises UsageError."""
     deepspeed = _deepspeed()
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = policy.from_config(folder, settings.trainer)
-    parameters = dict(model.named_parameters())
-    with StoredTensors.of_model(folder) as stored, torch.no_grad():
-        if any(
-            name not in stored.tensors or stored.tensors[name].shape != tuple(one.ds_shape)
-            for name, one in parameters.items()
-        ):
-            return None
-        for name, one in parameters.items():
-            with deepspeed.zero.GatheredParameters([one], modifier_rank=0):
-                if processes.is_main:
-                    one.copy_(stored.read(name, processes.dtype))
+    whole = policy.load(folder, settings.trainer, "auto").state_dict() if processes.is_main else {}
+    for name, one in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([one], modifier_rank=0), torch.no_grad():
+            if processes.is_main:
+                one.copy_(whole[name])
     return model
 
 
 class DeepSpeedBackend:
-    """See TorchBackend. `model`: DeepSpeed's engine around the policy. `folder`: the policy's weights."""
+    """See TorchBackend. `model`: DeepSpeed's engine around the policy, whose float32 weights begin as those that it computes with."""
 
     def __init__(
-        self,
-        model: PolicyModel,
-        settings: Settings,
-        config: dict[str, Any],
-        processes: Processes,
-        folder: Path,
+        self, model: PolicyModel, settings: Settings, config: dict[str, Any], processes: Processes
     ) -> None:
         _deepspeed()
         self._policy, self._processes = model, processes
@@ -121,14 +108,6 @@ class DeepSpeedBackend:
             # DeepSpeed's validation errors may have several lines.
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise UsageError(f"trainer.backend=deepspeed: {' '.join(lines[:3])}") from None
-        self._fill_exactly(folder)
-
-    def _fill_exactly(self, folder: Path) -> None:
-        """DeepSpeed makes its float32 weights from those that it computes with, which are less exact than the folder's may be."""
-        with StoredTensors.of_model(folder) as stored:
-            for name, one in self.trained.items():
-                if name in stored.tensors and stored.dtype(name).itemsize > self._processes.dtype.itemsize:
-                    self._set(one, self._read(stored, name))
 
     def weights(self) -> dict[str, Any]:
         """All weights of the model, under transformers' names."""
@@ -171,7 +150,9 @@ class DeepSpeedBackend:
         with StoredTensors(folder, layout.tensors) as stored:
             for full in layout.tensors:
                 key, _, name = full.partition("/")
-                self._set(self.trained[name], self._read(stored, full), "" if key == WEIGHT else key)
+                value = torch.empty(_shape(self.trained[name]))
+                stored.fill(full, value)
+                self._set(self.trained[name], value.to(self._processes.device), "" if key == WEIGHT else key)
         for state in self._adamw.state.values():
             state["step"].fill_(max(layout.scalars.values()))
         return layout
@@ -192,17 +173,6 @@ class DeepSpeedBackend:
         if self._stage < 3 and self._adamw.state:
             for parameters, group in zip(self._groups, self._adamw.param_groups, strict=True):
                 lazy_init_hp_params_optimizer_state(parameters, group["params"][0], self._adamw.state)
-
-    def _read(self, stored: StoredTensors, name: str) -> Tensor:
-        """A whole tensor in float32, of which each process reads some rows."""
-        shape, processes = stored.tensors[name].shape, self._processes
-        if not shape:
-            return stored.read(name, torch.float32).to(processes.device)
-        rows = -(-shape[0] // processes.world)
-        mine = torch.zeros(rows, *shape[1:])
-        first = min(shape[0], rows * processes.rank)
-        stored.fill_rows(name, mine[: min(rows, shape[0] - first)], first)
-        return processes.gather(mine.to(processes.device)).flatten(0, 1)[: shape[0]]
 
     def _set(self, parameter: Parameter, value: Tensor, key: str = "") -> None:
         """Set a parameter's float32 weight, or the moment `key` of it."""

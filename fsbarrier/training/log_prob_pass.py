@@ -51,15 +51,14 @@ def with_reference(
 
 def loaded_for_reading(folder: Path, layout: Layout, processes: Processes, settings: Settings) -> PolicyModel:
     """A policy without gradients, sharded like the trained one."""
-    empty = policy.without_weights(folder, settings.trainer) if layout.shards > 1 else None
-    causal = empty or policy.load(folder, settings.trainer, processes.dtype)
-    model = PolicyModel(causal.requires_grad_(False))
     if layout.shards == 1:
+        model = PolicyModel(policy.load(folder, settings.trainer, processes.dtype).requires_grad_(False))
         model.to(processes.device)
         return model
+    causal = policy.without_weights(folder, settings.trainer)
+    model = PolicyModel(causal.requires_grad_(False))
     sharding.shard(model, layout, processes)
-    if empty is not None:
-        policy.fill(empty, folder)
+    policy.fill(causal, folder, settings.trainer, processes)
     return model
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import torch
 import transformers
+from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.sections import TrainerSettings
-from fsbarrier.training.stored_tensors import StoredTensors
+from fsbarrier.training.processes import Processes
+from fsbarrier.training.slices import local_part
 
 # What transformers raises where a folder is no model, or its configuration has a wrong value.
 _UNLOADABLE = (
@@ -23,8 +24,10 @@ _UNLOADABLE = (
 )
 
 
-def load(folder: Path, settings: TrainerSettings, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load the causal model in `folder`, in `dtype` and without dropout. Raises UsageError if it is incomplete."""
+def load(
+    folder: Path, settings: TrainerSettings, dtype: torch.dtype | Literal["auto"] = torch.float32
+) -> PreTrainedModel:
+    """Load the causal model in `folder`, in `dtype` ("auto": its own) and without dropout. Raises UsageError if it is incomplete."""
     # Its progress bar would fill the log.
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -49,26 +52,25 @@ def load(folder: Path, settings: TrainerSettings, dtype: torch.dtype = torch.flo
     return _for_training(model, settings)
 
 
-def without_weights(folder: Path, settings: TrainerSettings) -> PreTrainedModel | None:
-    """The model of `load` with parameters that take no memory yet (device "meta"), for those that will hold a part of each.
-
-    None where transformers has other names for the weights than the folder, so that only it can load them.
-    """
-    with _parameters_on_meta():
+def without_weights(folder: Path, settings: TrainerSettings) -> PreTrainedModel:
+    """The model of `load` with parameters that take no memory yet (device "meta"), for those that will hold a part of each."""
+    # Buffers, which no folder has, stay.
+    with init_empty_weights(include_buffers=False):
         model = from_config(folder, settings)
-    stored = StoredTensors.of_model(folder)
-    known = all(
-        name in stored.tensors and stored.tensors[name].shape == tuple(one.shape)
-        for name, one in model.named_parameters()
-    )
-    return model if known else None
+    model.tie_weights()
+    return model
 
 
-def fill(model: PreTrainedModel, folder: Path) -> None:
-    """Read this process's parts of the weights in `folder` into the model of `without_weights`. Raises ProgramFailed."""
-    with StoredTensors.of_model(folder) as stored, torch.no_grad():
-        for name, parameter in model.named_parameters():
-            stored.fill(name, parameter)
+@torch.no_grad()
+def fill(model: PreTrainedModel, folder: Path, settings: TrainerSettings, processes: Processes) -> None:
+    """Give each process its part of the weights in `folder`, all of which only the first reads. Every process must call this."""
+    whole = load(folder, settings, "auto").state_dict() if processes.is_main else {}
+    for name, parameter in model.named_parameters():
+        value = torch.zeros(parameter.shape, device=processes.device)
+        if processes.is_main:
+            value.copy_(whole[name])
+        part = local_part(parameter, rank=0, world=1)
+        part.data.copy_(part.box.of(processes.from_main(value), (0,) * value.dim()))
 
 
 def from_config(folder: Path, settings: TrainerSettings) -> PreTrainedModel:
@@ -99,23 +101,6 @@ def _first_sentence(error: Exception) -> str:
     """Its first line, and the next one too if the first only announces it."""
     first, *more = str(error).splitlines() or [type(error).__name__]
     return f"{first} {more[0].strip()}" if first.endswith(":") and more else first
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Parameters that modules make lose their memory as soon as they are made; buffers, which no folder has, stay."""
-    register = torch.nn.Module.register_parameter
-
-    def register_empty(module: torch.nn.Module, name: str, one: torch.nn.Parameter | None) -> None:
-        if one is not None and one.device.type != "meta":
-            one = torch.nn.Parameter(one.to("meta"), requires_grad=one.requires_grad)
-        register(module, name, one)
-
-    torch.nn.Module.register_parameter = register_empty
-    try:
-        yield
-    finally:
-        torch.nn.Module.register_parameter = register
 
 
 def _move_out_of_files(model: PreTrainedModel) -> None:

@@ -86,6 +86,12 @@ class Processes:
             dist.all_reduce(values)
         return values
 
+    def from_main(self, values: Tensor) -> Tensor:
+        """Replace `values` by those of the first process, in place."""
+        if self.world > 1:
+            dist.broadcast(values, 0)
+        return values
+
     def gather(self, values: Tensor) -> Tensor:
         """All-gather `values`: [world, ...]."""
         everyone = [torch.empty_like(values) for _ in range(self.world)]

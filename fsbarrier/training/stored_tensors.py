@@ -21,12 +21,12 @@ from fsbarrier.training.slices import Box, local_part
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part of a tensor, stored in a file under the tensor's name. `checks`: the CRC-32 of its blocks; empty if not recorded."""
+    """A part of a tensor, stored in a file under the tensor's name. `checks`: the CRC-32 of its blocks."""
 
     file: str
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    checks: tuple[int, ...] = ()
+    checks: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if len(self.start) != len(self.shape):
@@ -62,53 +62,21 @@ class StoredTensors:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    @classmethod
-    def of_model(cls, folder: Path) -> Self:
-        """The weights of a Hugging Face folder. Raises ProgramFailed."""
-        tensors: dict[str, StoredTensor] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            with naming_the_file(path), safe_open(path, framework="pt") as file:
-                # In the order of the file, which is that of the layers.
-                for name in file.offset_keys():
-                    shape = tuple(file.get_slice(name).get_shape())
-                    tensors[name] = StoredTensor(shape, [StoredPart(path.name, (0,) * len(shape), shape)])
-        return cls(folder, tensors)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Raises ProgramFailed."""
-        part = self.tensors[name].parts[0]
-        with naming_the_file(self.folder / part.file):
-            return TYPES[self._file(part.file).get_slice(name).get_dtype()]
-
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Read a whole tensor; floating-point tensors are converted to `dtype`. Raises ProgramFailed."""
-        stored = self.dtype(name)
-        found = torch.empty(self.tensors[name].shape, dtype=dtype if stored.is_floating_point else stored)
-        self.fill(name, found)
-        return found
-
     def fill(self, name: str, target: Tensor) -> None:
         """Fill `target` with this process's part (all of a plain tensor). Raises ProgramFailed."""
-        part = local_part(target, rank=0, world=1)
+        own = local_part(target, rank=0, world=1)
         shape = self.tensors[name].shape if name in self.tensors else None
         if shape != tuple(target.shape):
             raise ProgramFailed(
                 f"{self.folder}: {name} has the shape {shape}, the model's is {tuple(target.shape)}"
             )
-        self._fill_box(name, part.box, part.data)
-
-    def fill_rows(self, name: str, target: Tensor, first: int) -> None:
-        """Fill `target` with as many rows, from row `first` on. Raises ProgramFailed."""
-        self._fill_box(name, Box((first,) + (0,) * (target.dim() - 1), tuple(target.shape)), target)
-
-    def _fill_box(self, name: str, own: Box, data: Tensor) -> None:
-        missing = prod(own.shape)
+        missing = prod(own.box.shape)
         for part in self.tensors[name].parts:
-            common = part.box.overlap(own)
+            common = part.box.overlap(own.box)
             for box, block in self._blocks(part, name, common) if common else ():
-                wanted = box.overlap(own)
+                wanted = box.overlap(own.box)
                 if wanted:
-                    wanted.of(data, own.start).copy_(wanted.of(block, box.start))
+                    wanted.of(own.data, own.box.start).copy_(wanted.of(block, box.start))
                     missing -= prod(wanted.shape)
         if missing:
             raise ProgramFailed(f"{self.folder}: {missing} values of {name} are missing")
@@ -135,7 +103,7 @@ class StoredTensors:
                 yield place, self._checked(part, name, number, rows[begin:end])
 
     def _checked(self, part: StoredPart, name: str, number: int, block: Tensor) -> Tensor:
-        if part.checks and zlib.crc32(bytes_of(block)) != part.checks[number]:
+        if zlib.crc32(bytes_of(block)) != part.checks[number]:
             raise ProgramFailed(
                 f"{self.folder / part.file}: checksum mismatch in {name}: the file was modified or damaged"
             )

@@ -70,26 +70,26 @@ class Trainer:
             )
         )
         lora = settings.lora
-        # A sharded process reads only its part of each weight.
+        # Of a sharded policy only the first process ever holds all weights.
         in_parts = not layout.has_it_whole and not lora.rank
-        empty = split = None
         if in_parts and deepspeed:
-            split = partitioned_model(model_folder, settings, config, processes)
+            causal = partitioned_model(model_folder, settings, config, processes)
         elif in_parts:
-            empty = policy.without_weights(model_folder, settings.trainer)
-        # Frozen weights do not need more precision than the computation.
-        exact = processes.dtype if lora.rank else torch.float32
-        causal = split or empty or policy.load(model_folder, settings.trainer, exact)
+            causal = policy.without_weights(model_folder, settings.trainer)
+        else:
+            # Frozen weights do not need more precision than the computation.
+            exact = processes.dtype if lora.rank else torch.float32
+            causal = policy.load(model_folder, settings.trainer, exact)
         adapters = Adapters.put_into(causal, lora, model_folder) if lora.rank else None
         model = PolicyModel(causal)
         model.train()
         backend: TorchBackend | DeepSpeedBackend
         if deepspeed:
-            backend = DeepSpeedBackend(model, settings, config, processes, model_folder)
+            backend = DeepSpeedBackend(model, settings, config, processes)
         else:
             backend = TorchBackend(model, settings.optimizer, layout, processes)
-        if empty is not None:
-            policy.fill(empty, model_folder)
+            if in_parts:
+                policy.fill(causal, model_folder, settings.trainer, processes)
         steps = backend.restore(state_folder, policy_version).optimizer_steps if state_folder else 0
         return cls(processes, layout, model, backend, steps, packs(causal), adapters)
 
