@@ -6,6 +6,7 @@ Run as a script with vLLM's flags; other flags are ignored. FAKE_VLLM is a JSON 
     start     "fail" | "hang"
     reload    "error" | "warn" | "die"
     sleep     "error"
+    bos       true: each text that is tokenized gets a token before it
     ids       false: no token ids in the answers, as other servers give
     logprob   the log-probability of each token (otherwise a thousandth of its id, negative)
     crash     "head_dim" | "segfault" by the first prompt, "import" | "port" in the start; as vLLM's own processes tell of it
@@ -35,6 +36,7 @@ from typing import Any
 MODE: dict[str, Any] = json.loads(os.environ.get("FAKE_VLLM", "{}"))
 DIR = Path(MODE.get("dir", "."))
 END = 1  # the end token; letters are their code points
+BOS = "^"  # where there is one, each text begins with it
 LOCK = threading.Lock()
 serving: dict[str, Any] = {"model": "", "prompts": 0, "most": 0}
 
@@ -133,7 +135,8 @@ class Handler(BaseHTTPRequestHandler):
                 return
             text = "".join(f"{m['role'][0]}:{m['content']}\n" for m in messages) + "a:"
             text = f"{len(body['tools'])} tools\n{text}" if body.get("tools") else text
-        self.answer(200, {"tokens": [ord(letter) for letter in text]})
+        begin = [ord(BOS)] if MODE.get("bos") and body.get("add_special_tokens", "prompt" in body) else []
+        self.answer(200, {"tokens": begin + [ord(letter) for letter in text]})
 
     def reload(self, body: dict[str, Any]) -> None:
         match MODE.get("reload"):
@@ -151,7 +154,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def complete(self, body: dict[str, Any]) -> None:
         crash(at_start=False)
-        prompts = [p if isinstance(p, str) else "".join(map(chr, p)) for p in body["prompt"]]
+        begin = BOS if MODE.get("bos") else ""
+        prompts = [begin + p if isinstance(p, str) else "".join(map(chr, p)) for p in body["prompt"]]
         if any("!400" in prompt for prompt in prompts):
             self.answer(400, {"error": {"message": "the prompt is\ntoo long", "code": 400}})
             return

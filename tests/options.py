@@ -109,7 +109,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "reference": (
         "algorithm.kl_coef=0",
-        "algorithm.kl_coef=0.1 algorithm.kl_estimator=k1",
+        "algorithm.kl_coef=0 algorithm.kl_estimator=k1",
         "algorithm.kl_coef=0.1 algorithm.kl_estimator=k2",
         "algorithm.kl_coef=0.1 algorithm.kl_estimator=k3",
     ),

@@ -62,6 +62,19 @@ def test_what_was_cut_off_is_kept_masked_or_shaped(tmp_path: Path) -> None:
     assert weights(algorithm__truncated="mask", algorithm__loss="rft") == [1]
 
 
+def test_what_was_cut_off_loses_its_reward_also_where_all_are_right_or_the_engine_cut_it(
+    tmp_path: Path,
+) -> None:
+    """Answers of two tokens at a limit of a hundred; engine.max_model_len has cut off the last one."""
+    four = group(0, [1, 1, 1, 1])
+    four[3] |= {"finish_reason": "length"}
+    chosen = {"algorithm__truncated": "shape", "algorithm__normalize_std": False}
+    _, batch = prepared(
+        Bench(tmp_path, settings(rollout__max_tokens=100, **chosen)), [four, group(1, [1, 1])]
+    )
+    assert batch["weights"].tolist() == [0.25, 0.25, 0.25, -0.75]
+
+
 def test_a_batch_may_decide_what_its_sequences_weigh(tmp_path: Path) -> None:
     work = Bench(tmp_path, settings(algorithm__advantage="reinforce_plus_plus"))
     _, batch = prepared(work, [group(0, [1, 0, 0, 0]), group(1, [2, 1, 1, 1])])
@@ -128,6 +141,7 @@ def test_minibatches_cover_each_epoch_once() -> None:
     again = minibatches(25, 10, 2, seed="s")
     assert all(bool((a == b).all()) for a, b in zip(steps, again, strict=True))
     assert minibatches(0, 10, 2, seed="s") == []
+    assert {len(step) for step in minibatches(257, 16, 1, seed="s")} == {16, 17}
 
 
 def test_each_epoch_and_each_iteration_has_an_order_of_its_own(tmp_path: Path) -> None:
@@ -169,6 +183,34 @@ def test_a_plan_deals_out_every_trajectory_once(
             # None ends while there is room for the next one.
             if following:
                 assert tokens([*micro, following[0]]) > most_tokens
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"reward": float("nan")}, r"its reward is no finite number \(nan\)"),
+        ({"reward": float("inf")}, "its reward is no finite number"),
+        ({"reward": "good"}, r"its reward is no finite number \('good'\)"),
+        ({"valid": None}, "it has no valid"),
+        ({"policy_version": None}, "it has no policy_version"),
+        ({"logprobs": None}, "it has no logprobs"),
+        ({"token_ids": ["a", "b", "c", "d"]}, "token_ids, loss_mask, logprobs and segments must be numbers"),
+        ({"token_ids": [2, 3, 99, 4]}, "token 99 is not one of the model's 64"),
+        ({"segments": ["x"]}, "token_ids, loss_mask, logprobs and segments must be numbers"),
+    ],
+)
+def test_a_file_that_cannot_be_trained_on_is_one_line_with_the_task(
+    tmp_path: Path, wrong: dict[str, Any], said: str
+) -> None:
+    """By the program, as phase 8 starts it."""
+    import torch
+
+    two = group(0, [0, 1])
+    two[1] = {name: value for name, value in {**two[1], **wrong}.items() if value is not None}
+    plain = [{n: v.tolist() if hasattr(v, "tolist") else v for n, v in one.items()} for one in two]
+    torch.save({"trajectories": plain, "metadata": {}}, tmp_path / "merged")
+    with pytest.raises(UsageError, match=rf"^{tmp_path}/merged: task t0, sample 1: .*{said}"):
+        Bench(tmp_path, settings()).prepare()
 
 
 def test_segments_are_sequences_of_their_own(tmp_path: Path) -> None:

@@ -144,14 +144,27 @@ def assert_one_line(stderr: str, *parts: str) -> None:
         assert part in line
 
 
+def test_a_prompt_that_opens_itself_is_not_opened_again(tmp_path: Path) -> None:
+    fake = start_fake(tmp_path / "fake", bos=True)
+    try:
+        ended = run(make_spec(tmp_path, fake.url, ["^dcba=", "ba="]))
+    finally:
+        fake.process.kill()
+        fake.process.communicate()
+    assert ended.code == 0, ended.stderr
+    prompts = [
+        "".join(map(chr, g[0]["token_ids"][: g[0]["prompt_tokens"]])) for g in rolled_out(tmp_path).values()
+    ]
+    assert prompts == ["^dcba=", "^ba="]
+
+
 def test_each_trajectory_carries_exactly_what_was_sampled(tmp_path: Path, fake: Fake) -> None:
     chat = [{"role": "system", "content": "sort"}, {"role": "user", "content": "ba="}]
     thinks = {"rollout.chat_template_kwargs": ["enable_thinking=false"]}
     done = run(make_spec(tmp_path, fake.url, ["dcba=", "zyx!wrong=", chat], **thinks))
     assert (done.code, done.stderr) == (0, "")
-    assert [each["chat_template_kwargs"] for each in fake.requests("/tokenize")] == [
-        {"enable_thinking": False}
-    ]
+    asked = [each for each in fake.requests("/tokenize") if "messages" in each]
+    assert [each["chat_template_kwargs"] for each in asked] == [{"enable_thinking": False}]
     groups = rolled_out(tmp_path)
     assert sorted(groups) == [0, 1, 2] and all(len(group) == SAMPLES for group in groups.values())
     first = groups[0][1]

@@ -123,6 +123,14 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
             ["algorithm.mismatch=icepop", "algorithm.old_logprobs=engine"],
             "algorithm.mismatch=icepop: needs the trainer's log-probabilities",
         ),
+        (
+            ["algorithm.loss=rft", "algorithm.truncated=shape"],
+            "algorithm.truncated=shape: has no effect with",
+        ),
+        (
+            ["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"],
+            "algorithm.kl_estimator=k1: in the loss its gradient is zero on average",
+        ),
         (["rollout.top_k=2"], "unknown setting; did you mean eval.top_k?"),
         (["eval.sets.aime.samples=0"], "eval.sets.aime.samples: must be a whole number ≥ 1, or none, got 0"),
         (["eval.sets.aime.samlpes=3"], "unknown setting; did you mean eval.sets.NAME.samples?"),

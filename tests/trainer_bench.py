@@ -136,7 +136,12 @@ class Bench:
         from fsbarrier.processes.worker_contract import ProgressWriter
         from fsbarrier.workers import prepare
 
+        model = self.folder / "model"
+        if not model.exists():
+            model.mkdir()
+            (model / "config.json").write_text(json.dumps({"vocab_size": 64}))
         places = {"merged": [str(self.folder / "merged")], "batch": str(self.folder / "batch")}
+        places |= {"model": str(model)}
         return prepare.work(self.spec("prepare", **{**places, **fields}), self.settings, ProgressWriter(None))
 
     def update_spec(self, out: str, *, version: int = 1, before: str = "", **fields: Any) -> dict[str, Any]:

@@ -73,6 +73,7 @@ class Sampler:
         self.longest: int | None = None
         self._model = server.model
         self._chat_ids: dict[int, list[int]] = {}
+        self._put_before: str | None = None
         base, socket = base_and_socket(self.url)
         limits = httpx.Limits(max_connections=connections, keepalive_expiry=KEEPALIVE_S)
         self._client = httpx.AsyncClient(
@@ -236,14 +237,25 @@ class Sampler:
     async def _prompt(self, task: Task) -> str | list[int]:
         """Text is tokenized by the server. Chat messages are first rendered with the model's template."""
         if isinstance(task.prompt, str):
-            return task.prompt
+            opens_itself = await self._opens_itself(task.prompt)
+            return await self._tokenized({"prompt": task.prompt}) if opens_itself else task.prompt
         if task.index not in self._chat_ids:
             self._chat_ids[task.index] = await self._tokenized(
                 {"messages": task.messages, "add_generation_prompt": True}
             )
         return self._chat_ids[task.index]
 
+    async def _opens_itself(self, prompt: str) -> bool:
+        """Whether a text begins with what the server puts before each text (BOS), and so must not get it again."""
+        if self._put_before is None:
+            tokens = await self._tokenized({"prompt": "", "add_special_tokens": True})
+            self._put_before = await self.text_of(tokens) if tokens else ""
+        return self._put_before != "" and prompt.startswith(self._put_before)
+
     async def _tokenized(self, body: Mapping[str, object]) -> list[int]:
+        prompt = body.get("prompt")
+        if isinstance(prompt, str) and "add_special_tokens" not in body:
+            body = {**body, "add_special_tokens": not await self._opens_itself(prompt)}
         if "messages" in body and self.server.template_arguments:
             body = {**body, "chat_template_kwargs": self.server.template_arguments}
         answer = await self._json("POST", "/tokenize", {"model": self._model, **body})

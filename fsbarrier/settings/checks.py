@@ -162,6 +162,16 @@ def _algorithm(s: Settings, named: AsChosen) -> Iterator[str]:
             f"{named('algorithm.mismatch')}: needs the trainer's log-probabilities, which {named('algorithm.old_logprobs')} does not "
             "compute; change one of the two"
         )
+    if a.loss == "rft" and a.truncated == "shape":
+        yield (
+            f"{named('algorithm.truncated')}: has no effect with {named('algorithm.loss')}, which trains on successes whatever their "
+            "length; use mask or keep"
+        )
+    if a.kl_coef and a.kl_estimator == "k1":
+        yield (
+            f"{named('algorithm.kl_estimator')}: in the loss its gradient is zero on average, so {named('algorithm.kl_coef')} would add "
+            "nothing but noise; use k2 or k3"
+        )
     if s.rollout.max_refills and s.rollout.completion_threshold != 1:
         yield (
             f"{named('rollout.completion_threshold')}: not supported with {named('rollout.max_refills')}, because a round must be "

@@ -193,8 +193,8 @@ class AlgorithmSettings(Section):
     #: Drop groups whose rewards are all equal.
     drop_zero_signal: bool = True
     #: Answers cut off at the token limit: `keep`: train on them with their reward; `mask`: use their reward in the group's baseline but
-    #: do not train on them; `shape`: keep them, and subtract up to 1 from the reward of every answer in the last fifth before
-    #: `rollout.max_tokens` (DAPO).
+    #: do not train on them; `shape`: keep them, and subtract 1 from their reward, and up to 1 from the reward of every answer in the last
+    #: fifth before `rollout.max_tokens` (DAPO).
     truncated: Literal["keep", "mask", "shape"] = "keep"
     #: Log-probabilities in the denominator of the ratio: `trainer`: computed by the trainer before the first step; `engine`: returned by
     #: the engine; auto: the engine's if both compute in float32 and `mismatch` is `none`.
@@ -207,7 +207,8 @@ class AlgorithmSettings(Section):
     mismatch_high: EachSession[Positive] = 2.0
     #: Weight of the KL divergence from the reference policy in the loss; 0: no reference policy.
     kl_coef: NotNegative = 0.0
-    #: Estimator of the KL divergence: `k1`: the log-ratio; `k2`: half its square; `k3`: low-variance and never negative.
+    #: Estimator of the KL divergence: `k1`: the log-ratio (not in the loss); `k2`: half its square; `k3`: low-variance and never
+    #: negative.
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     #: Weight of the entropy bonus in the loss.
     entropy_coef: EachSession[NotNegative] = 0.0

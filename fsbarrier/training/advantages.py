@@ -31,18 +31,20 @@ def weigh_group(
     Unscored trajectories are dropped, also from the baseline. `max_tokens`: the limit at which answers are truncated.
     """
     judged = [trajectory for trajectory in group if is_judged(trajectory)]
-    masked = {id(t) for t in judged if algorithm.truncated == "mask" and t.get("finish_reason") == "length"}
+    cut_off = [t.get("finish_reason") == "length" for t in judged]
+    masked = {id(t) for t, cut in zip(judged, cut_off, strict=True) if cut and algorithm.truncated == "mask"}
     if algorithm.loss == "rft":
         successes = [t for t in judged if t["valid"] and t["reward"] > 0]
         return [(t, float(t["reward"])) for t in successes if id(t) not in masked]
     if not judged:
         return []
     rewards = torch.tensor([counted_reward(t) for t in judged], dtype=torch.float64)
-    if algorithm.drop_zero_signal and bool((rewards == rewards[0]).all()):
-        return []
     if algorithm.truncated == "shape":
         lengths = torch.tensor([longest_answer(t) for t in judged], dtype=torch.float64)
-        rewards = rewards - overlong_penalty(lengths, max_tokens)
+        # The engine's own limit, engine.max_model_len, may cut an answer off earlier.
+        rewards -= torch.where(torch.tensor(cut_off), 1.0, overlong_penalty(lengths, max_tokens))
+    if algorithm.drop_zero_signal and bool((rewards == rewards[0]).all()):
+        return []
     weighed = zip(judged, group_advantages(rewards, algorithm).tolist(), strict=True)
     return [(t, weight) for t, weight in weighed if id(t) not in masked]
 

@@ -14,6 +14,7 @@ A sequence that is not `current` was sampled by an older policy or in another ru
 from __future__ import annotations
 
 import io
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +25,8 @@ import torch
 from torch import Tensor
 
 from fsbarrier.data.trajectory import Trajectory
-from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.errors import ProgramFailed, first_line
 from fsbarrier.store import files
-from fsbarrier.training.tensor_file import load_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +47,41 @@ def engine_of(trajectory: Trajectory) -> tuple[int, int]:
     return int(trajectory.get("node_rank", -1)), int(trajectory.get("replica", -1))
 
 
-def sequences_of(trajectory: Trajectory, weight: float, current: bool) -> list[TrainingSequence]:
-    """A trajectory's sequences that contain sampled tokens. Raises UsageError for an inconsistent trajectory."""
-    tokens = torch.as_tensor(trajectory["token_ids"], dtype=torch.int32)
-    mask = torch.as_tensor(trajectory["loss_mask"], dtype=torch.uint8)
-    logprobs = torch.as_tensor(trajectory["logprobs"], dtype=torch.float32)
-    where = f"task {trajectory['task_id']}, sample {trajectory['sample']}"
+def check(trajectory: Trajectory) -> None:
+    """Check what every trajectory of a group needs. Raises ValueError."""
+    if lacking := [name for name in ("policy_version", "reward", "valid") if name not in trajectory]:
+        raise ValueError(f"it has no {lacking[0]}")
+    reward: object = trajectory["reward"]
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise ValueError(f"its reward is no finite number ({reward!r})")
+
+
+def sequences_of(
+    trajectory: Trajectory, weight: float, current: bool, vocabulary: int
+) -> list[TrainingSequence]:
+    """A trajectory's sequences that contain sampled tokens. Raises ValueError for one that cannot be trained on."""
+    if lacking := [name for name in ("token_ids", "loss_mask", "logprobs") if name not in trajectory]:
+        raise ValueError(f"it has no {lacking[0]}")
+    try:
+        tokens = torch.as_tensor(trajectory["token_ids"], dtype=torch.int32)
+        mask = torch.as_tensor(trajectory["loss_mask"], dtype=torch.uint8)
+        logprobs = torch.as_tensor(trajectory["logprobs"], dtype=torch.float32)
+        starts = [int(start) for start in trajectory.get("segments", (0,))]
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"token_ids, loss_mask, logprobs and segments must be numbers: {first_line(error)}"
+        ) from None
     if not len(tokens) == len(mask) == len(logprobs):
-        raise UsageError(f"{where}: token_ids, loss_mask and logprobs have different lengths")
+        raise ValueError("token_ids, loss_mask and logprobs have different lengths")
     if not bool(torch.isfinite(logprobs[mask.bool()]).all()):
-        raise UsageError(f"{where}: a log-probability is not a finite number")
-    starts = [int(start) for start in trajectory.get("segments", (0,))]
+        raise ValueError("a log-probability is not a finite number")
+    if beyond := tokens[(tokens < 0) | (tokens >= vocabulary)].tolist():
+        raise ValueError(f"token {beyond[0]} is not one of the model's {vocabulary}")
     reward = float(trajectory["reward"])
     found = []
     for begin, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
         if not 0 <= begin <= end:
-            raise UsageError(f"{where}: its segments do not begin one after the other ({starts})")
+            raise ValueError(f"its segments do not begin one after the other ({starts})")
         sampled = mask[begin:end].clone()
         # The first token has no prediction.
         sampled[:1] = 0
@@ -73,12 +92,13 @@ def sequences_of(trajectory: Trajectory, weight: float, current: bool) -> list[T
 
 
 def minibatches(count: int, size: int, epochs: int, *, seed: str) -> list[Tensor]:
-    """The indices of each optimizer step: each epoch is a shuffled pass, cut into equal pieces of about `size`."""
+    """The indices of each optimizer step: each epoch is a shuffled pass, cut into pieces of about `size`, whose sizes differ by
+    at most one."""
     steps: list[Tensor] = []
     for epoch in range(epochs if count else 0):
         order = list(range(count))
         random.Random(f"{seed}:{epoch}").shuffle(order)
-        steps += torch.tensor(order, dtype=torch.int64).chunk(max(1, round(count / size)))
+        steps += torch.tensor(order, dtype=torch.int64).tensor_split(max(1, round(count / size)))
     return steps
 
 
@@ -130,11 +150,14 @@ class TrainingBatch:
     @classmethod
     def load(cls, path: Path) -> Self:
         """Raises ProgramFailed if the file is not a batch."""
-        content = load_tensors(path, "training batch")
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            # On damaged data the unpickler may raise anything.
+            raise ProgramFailed(f"{path} is not a training batch: {first_line(error)}") from None
         names = ("token_ids", "loss_mask", "logprobs", "offsets", "weights", "current", "engines", "steps")
-        missing = [name for name in names if name not in content]
-        if missing:
-            raise ProgramFailed(f"{path} is not a training batch: {missing[0]} is missing")
+        if not isinstance(content, dict) or not content.keys() >= {*names}:
+            raise ProgramFailed(f"{path} is not a training batch: it lacks some of {', '.join(names)}")
         tensors = {name: content[name] for name in names[:-1]}
         return cls(**tensors, steps=tuple(content["steps"]))
 

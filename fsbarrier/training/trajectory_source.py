@@ -31,6 +31,8 @@ def read_merged(path: Path) -> tuple[str | None, Iterator[list[Trajectory]]]:
         raise UsageError(f"{path} is a rank's unfinished file; merge it first (fsbarrier aggregate)")
     if metadata.get("run_id") is not None:
         run_id = str(metadata["run_id"])
+    if not all(isinstance(one, dict) for one in found["trajectories"]):
+        raise UsageError(f"{path}: a trajectory is no dictionary")
     return run_id, _groups_of(found["trajectories"])
 
 
@@ -46,5 +48,5 @@ def _groups_of(trajectories: Iterable[Trajectory]) -> Iterator[list[Trajectory]]
         yield group
 
 
-def _origin(trajectory: Trajectory) -> tuple[int, int]:
-    return trajectory["task_index"], trajectory["policy_version"]
+def _origin(trajectory: Trajectory) -> tuple[object, object]:
+    return trajectory.get("task_index", trajectory.get("task_id")), trajectory.get("policy_version")

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict
 
 import torch
 
+from fsbarrier.data.trajectory import Trajectory
+from fsbarrier.engine.model import number, text_config
 from fsbarrier.errors import UsageError
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.settings.sections import AlgorithmSettings, Settings
+from fsbarrier.store import reading
 from fsbarrier.training import replay
 from fsbarrier.training.advantages import batch_advantages, counted_reward, weigh_group
-from fsbarrier.training.batch import TrainingSequence, minibatches, sequences_of, write_batch
+from fsbarrier.training.batch import TrainingSequence, check, minibatches, sequences_of, write_batch
 from fsbarrier.training.trajectory_source import merged_files, read_merged
 
 
@@ -38,6 +42,8 @@ class PrepareSpec(TypedDict):
     iteration: int
     generation: int
     policy_version: int
+    #: the folder of the policy to train
+    model: str
     #: the files to draw the batch from, this iteration's merged file first
     merged: list[str]
     #: the file to write
@@ -92,7 +98,11 @@ def teaching_groups(
             "(--rl-phase rollout), or set update.trajectories"
         )
     run_id, groups = read_merged(merged)
+    vocabulary = vocabulary_of(Path(spec["model"]))
     for group in groups:
+        for trajectory in group:
+            with naming(trajectory, merged):
+                check(trajectory)
         seen.groups += 1
         seen.trajectories += len(group)
         seen.reward += sum(counted_reward(trajectory) for trajectory in group)
@@ -100,11 +110,28 @@ def teaching_groups(
         # Whether it was sampled by the current policy, in this run.
         current = run_id in (None, spec["run_id"]) and group[0]["policy_version"] == spec["policy_version"]
         weighed = weigh_group(group, settings.algorithm, settings.rollout.max_tokens)
-        sequences = [
-            one for trajectory, weight in weighed for one in sequences_of(trajectory, weight, current)
-        ]
+        sequences: list[TrainingSequence] = []
+        for trajectory, weight in weighed:
+            with naming(trajectory, merged):
+                sequences += sequences_of(trajectory, weight, current, vocabulary)
         if sequences:
             yield sequences
+
+
+@contextmanager
+def naming(trajectory: Trajectory, merged: Path) -> Iterator[None]:
+    """Say of which trajectory a ValueError is. Raises UsageError."""
+    try:
+        yield
+    except ValueError as error:
+        where = f"task {trajectory.get('task_id')}, sample {trajectory.get('sample')}"
+        raise UsageError(f"{merged}: {where}: {error}") from None
+
+
+def vocabulary_of(model: Path) -> int:
+    """The number of a model's tokens."""
+    config = text_config(reading.json_object(model / "config.json", UsageError))
+    return number(config, "vocab_size", sys.maxsize)
 
 
 def weighed_as_batch(
