@@ -66,6 +66,51 @@ def test_another_users_connections_to_the_agents_port_are_closed_at_once(
     assert "closed a connection of user id 64123 (from 127.0.0.1" in capsys.readouterr().out
 
 
+# Connects from one port to many addresses of its own: the kernel lists the connections of one port in an order of its own.
+CONNECTED = """
+import socket
+server, lines, port = socket.create_server(("", 0)), [], 0
+for number in range(1, 100):
+    line = socket.socket()
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    line.bind(("127.0.0.1", port))
+    line.connect((f"127.0.0.{number}", server.getsockname()[1]))
+    port = line.getsockname()[1]
+    lines.append(line)
+print(port, flush=True)
+input()
+"""
+
+
+@needs_root
+def test_a_connection_from_a_port_that_another_user_has_too_is_answered() -> None:
+    """One local address may have connections of several users, to different places."""
+    from fsbarrier.rollouts.agent_http import Endpoint
+
+    other = start_as_other(CONNECTED)
+    assert other.stdout is not None
+
+    async def ask(port: int) -> bytes:
+        endpoint = Endpoint()
+        await endpoint.open()
+        line = socket.socket()
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        line.bind(("127.0.0.1", port))
+        line.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(line, ("127.0.0.1", endpoint._port))
+        reader, writer = await asyncio.open_connection(sock=line)
+        writer.write(b"GET / HTTP/1.0\r\n\r\n")
+        said = await reader.read(13)
+        writer.close()
+        await endpoint.close()
+        return said
+
+    try:
+        assert asyncio.run(ask(int(other.stdout.readline()))) == b"HTTP/1.1 401 "
+    finally:
+        other.communicate("\n")
+
+
 def test_connections_without_a_key_are_bounded_in_number_and_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,7 +74,11 @@ def test_another_users_run_is_refused_and_its_program_is_not_loaded(
 @needs_root
 @pytest.mark.parametrize("record", [True, False], ids=["with a record", "empty"])
 def test_a_run_directory_that_somebody_else_makes_during_the_start_is_refused(
-    record: bool, foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    record: bool,
+    foreign: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In a sticky folder such as /tmp, everybody may make what is not there yet."""
     log_path, new = tmp_path / "run", runrecord.new
@@ -87,6 +91,7 @@ def test_a_run_directory_that_somebody_else_makes_during_the_start_is_refused(
 
     monkeypatch.setattr(runrecord, "new", meanwhile)
     assert main(["run", "--program", "ping", "--iterations", "1", "--log-path", str(log_path)]) == 2
+    assert "belongs to nobody" in capsys.readouterr().err
     assert not (foreign / "ran").exists(), "the other user's program ran"
 
 

@@ -110,16 +110,22 @@ def ipv4_addresses() -> list[tuple[str, str]]:
     return found
 
 
-def owner_of_peer(host: str, port: int) -> int | None:
-    """The user id of the process of this machine whose socket has this local IPv4 address and port; None if there is none."""
-    address = f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
-    mapped = f"{0:016X}{int.from_bytes(bytes.fromhex('0000ffff'), sys.byteorder):08X}{address}"
+def owner_of_peer(peer: tuple[str, int], here: tuple[str, int]) -> int | None:
+    """The user id of the process of this machine that connected from the IPv4 address `peer` to `here`; None if there is none.
+
+    `peer` alone says nothing, because sockets of several users may have the same local address.
+    """
+    ends = [
+        f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
+        for host, port in (peer, here)
+    ]
+    mapped = f"{0:016X}{int.from_bytes(bytes.fromhex('0000ffff'), sys.byteorder):08X}"
     # An IPv6 socket that is connected to an IPv4 address is in the other table.
-    for table, local in (("/proc/net/tcp", address), ("/proc/net/tcp6", mapped)):
+    for table, prefix in (("/proc/net/tcp", ""), ("/proc/net/tcp6", mapped)):
         with contextlib.suppress(OSError, ValueError), Path(table).open() as rows:
             for row in rows:
                 words = row.split()
-                if len(words) > 7 and words[1] == local:
+                if len(words) > 7 and words[1:3] == [prefix + end for end in ends]:
                     return int(words[7])
     return None
 

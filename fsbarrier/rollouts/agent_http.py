@@ -62,7 +62,7 @@ class _Door:
         self._told: set[str] = set()
 
     def came(self, transport: asyncio.Transport, peer: tuple[str, int]) -> None:
-        owner = owner_of_peer(*peer)
+        owner = owner_of_peer(peer, transport.get_extra_info("sockname"))
         if owner != os.geteuid():
             whose = "an unknown user" if owner is None else user_name(owner)
             self._shut(transport, f"of {whose}")
