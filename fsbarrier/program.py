@@ -143,7 +143,8 @@ class ProbeAddresses:
     """Connect to each of the leader's addresses. The result's "reached" lists those that answered, in the given order."""
 
     addresses: tuple[str, ...]
-    port: int
+    #: text in a dry run
+    port: int | str
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,7 +233,7 @@ def aggregate(ctx: Context, decision: RolloutDecision | None, rolled_out_in: str
                 **origin,
             },
         },
-        extra={**made.as_json(), **origin},
+        extra={**made.as_json(), "groups_cut_off": len(cut_off), **origin},
         event="rolled_out" if split == "train" else "evaluated",
     )
     return Steps((command, PublishFile(out, ctx.paths.merged(split, ctx.iteration))))

@@ -57,7 +57,7 @@ def cut_off(ctx: Context, done: list[int], **report: Any) -> Any:
 
 def test_refills_are_other_tasks_in_rounds_that_are_shared_out_one_by_one() -> None:
     plain, more = assigned(context()), assigned(context(rollout_max_refills=3))
-    assert "rounds" not in plain and plain["keep"] is None
+    assert plain["rounds"] is None and plain["keep"] is None
     # The first round is what it is without refills, and no task comes twice.
     assert more["wanted"][:4] == plain["wanted"] and len(set(more["wanted"])) == 16
     assert (more["rounds"], more["keep"], more["with_signal"]) == ([4, 4, 4, 4], 4, [0, 0, 0, 0])
@@ -70,7 +70,7 @@ def test_refills_are_other_tasks_in_rounds_that_are_shared_out_one_by_one() -> N
     few = context(rollout_max_refills=3, tasks={"train": {"count": 10, "path": "/data/train.jsonl"}})
     assert assigned(few)["rounds"] == [4, 4, 2]
     none = context(rollout_max_refills=3, tasks={"train": {"count": 4, "path": "/data/train.jsonl"}})
-    assert "rounds" not in assigned(none)
+    assert assigned(none)["rounds"] is None
 
 
 def test_groups_with_signal_that_are_there_count_for_their_round() -> None:
@@ -179,8 +179,7 @@ def test_the_best_policy_has_the_highest_reward_of_those_sampled_in_one_way(
 ) -> None:
     published: dict[str, Any] = {"policy_version": 2, "folder": "policy-000002.g0001"}
     if before is not None:
-        known = {"best_reward": before, "best_policy_version": 1, "best_folder": None}
-        published |= {**known, "best_sampled_how": how}
+        published["best"] = {"reward": before, "version": 1, "folder": None, "sampled_how": how}
     decisions = {"weights_publish": {"iteration": 2, "value": published}}
     if final is None:
         decisions["eval_rollout"] = {"iteration": 3, "value": {"reward_mean": 0.6, "sampled_how": "abc"}}

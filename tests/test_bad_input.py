@@ -160,8 +160,19 @@ CASES = {
         PING + "--rank-weigths 1",
         ["--rank-weigths", "did you mean --rank-weights?"],
     ),
+    "a setting as a flag": (
+        PING + "--rollout-temperature 0.5",
+        ["unknown flag --rollout-temperature; settings are written rollout.temperature=VALUE"],
+    ),
+    "a value for a flag without one": (PING + "--dry-run=yes", ["--dry-run: takes no value, got 'yes'"]),
+    "no pool": ("submit", ["are required: POOL_DIR"]),
     "unknown flag, shortened": (PING + "--num 3", ["unknown flag --num"]),
     "flag without its value": (PING + "--num-nodes", ["--num-nodes"]),
+    "a file of settings from a variable that is not set": (
+        PING + "--config=",
+        ["--config: must not be empty"],
+    ),
+    "a run from a variable that is not set": ("stop --log-path=", ["--log-path: must not be empty"]),
     "stray word": (PING + "mastr", ["'mastr'"]),
     "a setting without its value": (
         PING + "rollout.temperature",
@@ -261,6 +272,10 @@ CASES = {
         ["phase train_rollout: TypeError: mine returned NoneType, which is no work"],
     ),
     "data without a model": ("run --data-path data", ["--data-path without --model"]),
+    "another run's policy without data": (
+        "run init_from=other@1",
+        ["init_from=", "other@1 without --data-path"],
+    ),
     "model without data": ("run --model model", ["--model without --data-path"]),
     "data path is missing": (
         "run --data-path nowhere --model model",
@@ -440,6 +455,11 @@ CASES = {
 def test_wrong_input_is_refused(place: Path, quick: Call, case: str) -> None:
     words, says = CASES[case]
     refused(quick, words, place=place, says=says)
+
+
+def test_an_empty_word_stands_for_no_default(place: Path, quick: Call) -> None:
+    refused(quick, ["status", "--log-path", ""], place=place, says=["--log-path: must not be empty"])
+    refused(quick, ["run", "--program", "ping", ""], place=place, says=["an argument: must not be empty"])
 
 
 @pytest.mark.parametrize("case", list(CASES)[::13])

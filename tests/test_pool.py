@@ -17,8 +17,7 @@ import pytest
 from cluster import REPO, leftovers
 from waiting import until
 
-from fsbarrier.cli import main
-from fsbarrier.cli.commands import logs
+from fsbarrier.cli import follow_logs, main
 from fsbarrier.cli.pool import directory
 from fsbarrier.cli.pool.directory import RECORD, Pool, existing
 from fsbarrier.cli.pool.queue import (
@@ -311,7 +310,7 @@ def test_logs_are_followed_until_the_job_is_over(
                 path.write_text("one\ntwo\nthree\n")
                 pool.append(Over(1, 0))
 
-    monkeypatch.setattr(logs.threading, "Event", Pause)
+    monkeypatch.setattr(follow_logs.threading, "Event", Pause)
     assert main(["jobs", "logs", str(pool.root), "1", "--follow"]) == 0
     said.append(capsys.readouterr().out)
     assert said == ["", "[node 0] one\n[node 0] two\n", "[node 0] three\n"]

@@ -103,6 +103,7 @@ def test_while_a_kept_version_does_not_say_which_state_it_needs_none_is_removed(
 
 
 def test_the_best_evaluated_is_handed_on(tmp_path: Path) -> None:
+    from fsbarrier.decisions import PublishDecision
     from fsbarrier.program import Context, Phase
     from fsbarrier.settings.sections import Settings
 
@@ -121,18 +122,17 @@ def test_the_best_evaluated_is_handed_on(tmp_path: Path) -> None:
             python="python",
         )
         folder = RunPaths(tmp_path).checkpoint(iteration, 2)
-        known = {"policy_version": iteration, "folder": folder.name}
         best = rl.publish(context, folder, iteration).best
-        return known | (best.as_json() if best is not None else {})
+        return PublishDecision(iteration, folder.name, best=best).as_json()
 
     one = publication(1, 0.5, None)
-    assert (one["best_policy_version"], one["best_folder"]) == (0, None)
+    assert (one["best"]["version"], one["best"]["folder"]) == (0, None)
     two = publication(2, 0.7, one)
-    assert (two["best_policy_version"], two["best_folder"]) == (1, "policy-000001.g0002")
+    assert (two["best"]["version"], two["best"]["folder"]) == (1, "policy-000001.g0002")
     three = publication(3, None, two)
     four = publication(4, 0.6, three)
-    assert (four["best_policy_version"], four["best_reward"]) == (1, 0.7)
-    assert "best_reward" not in publication(1, None, None)
+    assert (four["best"]["version"], four["best"]["reward"]) == (1, 0.7)
+    assert publication(1, None, None)["best"] is None
 
 
 def test_an_update_draws_from_the_iterations_that_are_set(tmp_path: Path) -> None:

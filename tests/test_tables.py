@@ -138,8 +138,6 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing(
         ("a.jsonl", ["--split", "test"], "no test trajectories"),
         ("a.jsonl", ["--policy-version", "1"], "--policy-version: only for exporting a policy"),
         ("folder", ["--no-tokens"], "--no-tokens: only for exporting trajectories"),
-        ("a.jsonl", ["--file", str(tmp_path / "none")], "no such file"),
-        ("a.jsonl", ["--file", str(tmp_path)], "is not a file"),
         ("other/a.jsonl", [], "cannot create its folder"),
     ):
         assert export(run, tmp_path / out, *words) == 2, said

@@ -6,7 +6,6 @@ Imports only the requested command. The summaries for --help are listed here so 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 from typing import cast
@@ -52,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         print(overview(), end="", file=sys.stderr)
         return UsageError.exit_code
+    if arguments[0] == "help" and arguments[1:]:
+        arguments = [arguments[1], "--help"]
     if arguments[0] in ("-h", "--help", "help"):
         return run_command.show(overview())
     if arguments[0] == "--version":
@@ -92,6 +93,4 @@ def load_command(name: str) -> CommandModule:
     if name not in COMMANDS:
         hint = nearest(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
         raise UsageError(f"unknown command {name!r}{hint}")
-    if importlib.util.find_spec(f"fsbarrier.cli.commands.{name}") is None:
-        raise UsageError(f"{name}: not part of this version ({fsbarrier.__version__})")
     return cast(CommandModule, importlib.import_module(f"fsbarrier.cli.commands.{name}"))

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
-import secrets
 import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NoReturn, Protocol
 
 from fsbarrier.errors import EXIT_INTERNAL, EXIT_SIGINT, FsbarrierError, StoreError, UsageError
 from fsbarrier.settings.sources import nearest
-from fsbarrier.store import reading
 from fsbarrier.store.printable import printable, without_passwords
 from fsbarrier.store.retry import fails, is_of_the_mount
 
@@ -38,12 +34,10 @@ class CommandModule(Protocol):
 
 def run(name: str, arguments: Sequence[str], find_command: Callable[[str], CommandModule]) -> int:
     """Run the command `name` and return its exit code. Never raises, except for a second Ctrl-C."""
-    args: argparse.Namespace | None = None
     _open_missing_streams()
     try:
         command = find_command(name)
-        args = parse(command, name, arguments)
-        code = command.main(args)
+        code = command.main(parse(command, name, arguments))
         sys.stdout.flush()
         return code
     except FsbarrierError as error:
@@ -66,7 +60,7 @@ def run(name: str, arguments: Sequence[str], find_command: Callable[[str], Comma
         if isinstance(error, OSError) and (fails(error) or is_of_the_mount(error)):
             print(error_text(StoreError(f"the filesystem failed: {error}")), file=sys.stderr)
             return StoreError.exit_code
-        where = save_traceback(args)
+        where = save_traceback()
         what = one_line(f"{type(error).__name__}: {error}")
         print(f"fsbarrier: internal error: {what} (traceback: {where})", file=sys.stderr)
         return EXIT_INTERNAL
@@ -128,14 +122,35 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse flags and positional arguments in any order. Raises UsageError."""
+        flags = self._option_string_actions
+        for before, argument in zip(["", *arguments], arguments, strict=False):
+            flag, equals, value = argument.partition("=")
+            if not argument or (equals and not value and flag in flags):
+                # Often a variable of the shell that is not set. A default instead could be somebody else's run.
+                raise UsageError(
+                    f"{flag or (before if before in flags else 'an argument')}: must not be empty"
+                )
         args, rest = self.parse_known_intermixed_args(self._with_values_joined(arguments))
         if rest:
             flag = rest[0].partition("=")[0]
-            hint = nearest(flag, self._option_string_actions) if flag.startswith("-") else ""
+            hint = (self._setting_hint(flag) or nearest(flag, flags)) if flag.startswith("-") else ""
             raise UsageError(f"unknown {'flag' if flag.startswith('-') else 'argument'} {flag}{hint}")
         return args
 
+    def _setting_hint(self, flag: str) -> str:
+        """How to write a setting that was typed as a flag; "" if it is none, or this command takes no settings."""
+        from fsbarrier.settings.sections import known_names
+
+        takes_settings = any(action.dest == "settings" for action in self._actions)
+        as_flags = {re.sub("[._]", "-", name): name for name in known_names()} if takes_settings else {}
+        name = as_flags.get(re.sub("[._]", "-", flag.lstrip("-")))
+        return f"; settings are written {name}=VALUE" if name else ""
+
     def error(self, message: str) -> NoReturn:
+        # argparse's words for a flag with a value that takes none, and for words that need not be there.
+        message = message.replace("ignored explicit argument ", "takes no value, got ").replace(
+            ", key=value", ""
+        )
         message = re.sub(r"^argument (-[^:/]*?)(/[^:]*)?: ", r"\1: ", message)
         for kind, meaning in (("int", "a whole number"), ("float", "a number")):
             message = message.replace(f"invalid {kind} value: ", f"must be {meaning}, got ")
@@ -154,25 +169,13 @@ class Parser(argparse.ArgumentParser):
         return joined
 
 
-def save_traceback(args: argparse.Namespace | None) -> Path | str:
-    """Save the current traceback in the run's logs, or in a temporary file if there is no run. Never follows a link inside the run."""
-    text = without_passwords(traceback.format_exc()).encode(errors="replace")
-    # Pairs of a folder and the root below which no component may be a link.
-    temporary = Path(tempfile.gettempdir())
-    folders = [(temporary, temporary)]
-    if args is not None and hasattr(args, "log_path"):
-        from fsbarrier.cli.start import preflight
-        from fsbarrier.rundir.paths import RunPaths
-
-        given = args.log_path
-        log_path = preflight.absolute(given) if given else preflight.default_log_path(os.environ)
-        folders.insert(0, (RunPaths(log_path).logs, log_path))
-    name = f"fsbarrier-error-{secrets.token_hex(6)}.txt"
-    for folder, root in folders:
-        # The folder does not exist or is not writable: try the next one.
-        with contextlib.suppress(OSError), reading.folder_below(root, folder) as fd:
-            new = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=fd)
-            with os.fdopen(new, "wb") as stream:
-                stream.write(text)
-            return folder / name
-    return "could not be saved"
+def save_traceback() -> str:
+    """Save the current traceback in a temporary file that only this user may read, and return its path."""
+    text = without_passwords(traceback.format_exc())
+    try:
+        fd, path = tempfile.mkstemp(prefix="fsbarrier-error-", suffix=".txt")
+        with os.fdopen(fd, "w", encoding="utf-8", errors="replace") as stream:
+            stream.write(text)
+        return path
+    except OSError as error:
+        return f"could not be saved: {error.strerror}"

@@ -30,7 +30,6 @@ def share_out(ctx: Context, split: str, sampled_how: str, rounds: Sequence[Seque
     each = [split_by_weight([task for task in tasks if task in missing], ctx.weights) for tasks in rounds]
     shares = [[*chain.from_iterable(of_one_node)] for of_one_node in zip(*each, strict=True)]
     return RolloutDecision(
-        split,
         wanted,
         dict(zip(ctx.ranks, shares, strict=True)),
         adopted,
@@ -38,6 +37,7 @@ def share_out(ctx: Context, split: str, sampled_how: str, rounds: Sequence[Seque
         if not ctx.settings.rollout.take_over
         else ctx.claims_unsafe(),
         with_signal=[len(with_signal.intersection(tasks)) for tasks in rounds],
+        evaluate=split == "test",
     )
 
 

@@ -195,7 +195,7 @@ def _describe_rendezvous(work: OpenRendezvous, settings: Settings) -> list[str]:
 
 
 def _probe_addresses(work: ProbeAddresses, context: Context, job: RowJob, workplace: Workplace) -> Result:
-    return {"reached": workplace.host.reachable(work.addresses, work.port)}
+    return {"reached": workplace.host.reachable(work.addresses, int(work.port))}
 
 
 # --- publications -----------------------------------------------------------------------------------------------------------
@@ -230,7 +230,10 @@ def _publish_weights(work: PublishWeights, context: Context, job: RowJob, workpl
         patiently(partial(checkpoints.publish_link, log_path, work.folder, last_look))
         decision = PublishDecision(work.policy_version, work.folder.name, manifest.digest, work.best)
         value = decision.as_json()
-        job.events.append(journal_line("weights_published", value))
+        best = (
+            {"best_policy_version": work.best.version, "best_reward": work.best.reward} if work.best else {}
+        )
+        job.events.append(journal_line("weights_published", {**value, **best}))
         patiently(last_look)
         needed = (work.best.folder if work.best is not None else None, manifest.state_in)
         retention.remove_old_versions(log_path, work.keep, work.folder, work.keep_every, needed, job.live_on)

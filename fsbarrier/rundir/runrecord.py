@@ -31,6 +31,7 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.store import files, reading
 from fsbarrier.store.identity import user_at_host
 from fsbarrier.store.retry import HIDDEN_S, Backoff, fails, fails_or_hides, patiently
+from fsbarrier.store.typed import ready
 
 # The record is linked into place atomically, so a mount that shows it torn for longer than this is broken.
 TORN_S = 5.0
@@ -53,6 +54,7 @@ class TaskSource(TypedDict):
 STEERING = ("run.json", "coordination")
 
 
+@ready
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     """The content of run.json.

@@ -41,6 +41,7 @@ from fsbarrier.settings.value_types import (
     ZeroStage,
     json_or_text,
 )
+from fsbarrier.store.typed import ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,6 +413,7 @@ class ToySettings(Section):
     phase_s: EachSession[NotNegative] = 0.5
 
 
+@ready
 @dataclass(frozen=True, slots=True)
 class Settings(Section):
     """All settings of a run."""

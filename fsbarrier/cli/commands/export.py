@@ -40,6 +40,7 @@ DATA_SUFFIXES = (
 )
 
 
+ONLY_POLICY, ONLY_TABLE = ("--policy-version", "--push"), ("--iteration", "--no-tokens")
 POLICY_FLAGS = {
     "--policy-version V": "policy version (default: the one the run serves now; 0: the initial model)",
     "--push REPO": "also upload the folder to the Hugging Face Hub (or $HF_ENDPOINT); a new repository is private",
@@ -55,29 +56,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     iteration = "iteration to export; may be repeated (default: all on disk)"
     rows.add_argument("--iteration", metavar="N", type=flags.whole_number, action="append", help=iteration)
     rows.add_argument("--split", choices=SPLITS, default="train", help="train (default) or test")
-    file = "export this trajectory file instead of a run's; may be repeated"
-    rows.add_argument("--file", metavar="F", type=Path, action="append", help=file)
     flags.add(rows, {"--no-tokens": "omit token ids, masks and log-probabilities"})
     flags.add_log_path(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     log_path, target = flags.find_log_path(args), preflight.absolute(args.to)
-    if target.suffix in tables.SUFFIXES:
+    is_table, table = target.suffix in tables.SUFFIXES, f"a file that ends in {' or '.join(tables.SUFFIXES)}"
+    for flag in ONLY_POLICY if is_table else ONLY_TABLE:
+        if getattr(args, flag[2:].replace("-", "_")) not in (None, False):
+            what = "a policy; name a folder" if is_table else f"trajectories; name {table}"
+            raise UsageError(f"{flag}: only for exporting {what} as the target")
+    if is_table:
         return export_table(args, log_path, target)
-    for flag, given in (
-        ("--iteration", args.iteration),
-        ("--file", args.file),
-        ("--no-tokens", args.no_tokens),
-    ):
-        if given:
-            raise UsageError(
-                f"{flag}: only for exporting trajectories; name a target that ends in {' or '.join(tables.SUFFIXES)}"
-            )
     if target.suffix in DATA_SUFFIXES:
         raise UsageError(
-            f"{target}: unsupported format; to export trajectories, name a file that ends in {' or '.join(tables.SUFFIXES)}; to export "
-            "a policy, name a folder"
+            f"{target}: unsupported format; to export trajectories, name {table}; to export a policy, name a folder"
         )
     record = load(log_path)
     if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
@@ -100,20 +94,7 @@ def main(args: argparse.Namespace) -> int:
 
 def export_table(args: argparse.Namespace, log_path: Path, target: Path) -> int:
     """Write trajectories as a table. Raises UsageError, StoreError."""
-    for flag, given in (
-        ("--policy-version", args.policy_version is not None),
-        ("--push", args.push),
-    ):
-        if given:
-            raise UsageError(f"{flag}: only for exporting a policy; name a folder as the target")
-    aside: list[str] = []
-    if args.file:
-        found = [preflight.absolute(path).resolve() for path in args.file]
-        for path in found:
-            if not path.is_file():
-                raise UsageError(f"--file {path}: {'is not a file' if path.exists() else 'no such file'}")
-    else:
-        found, aside = tables.sources(log_path, args.split, args.iteration)
+    found, aside = tables.sources(log_path, args.split, args.iteration)
     make_parents(target)
     done = tables.export(found, target, tokens=not args.no_tokens)
     if args.json:

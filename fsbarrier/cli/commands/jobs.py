@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fsbarrier.cli.commands import flags
-from fsbarrier.cli.commands.logs import Log, show
+from fsbarrier.cli.follow_logs import Log, show
 from fsbarrier.cli.start import preflight
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.protocol.wording import counted

@@ -13,7 +13,6 @@ from pathlib import Path
 from fsbarrier.cli.commands import flags
 from fsbarrier.cli.launchers.job import (
     ClusterJob,
-    Machine,
     check_below_mount,
     check_name,
     commands_here,
@@ -207,15 +206,10 @@ def _in_containers(args: argparse.Namespace) -> int:
     for flag, (value, what) in needed.items():
         if not value:
             raise UsageError(f"launch {args.place}: give {flag}, {what}")
-    machine = Machine(
-        image=args.image,
-        volume=args.volume,
-        mount=args.mount or "/shared",
-        accelerator=args.accelerator or "",
-    )
+    args.mount = args.mount or "/shared"
     job = _job(args, _nodes(args), args.log_path)
-    check_below_mount(job, machine)
-    text = fill(f"{args.place}.yaml.jinja", job, machine=machine)
+    check_below_mount(job, args.mount, args.volume)
+    text = fill(f"{args.place}.yaml.jinja", job, args=args)
     path = _written(args, text, f"{job.name}.{args.place}.yaml")
     if path is not None:
         print(f"wrote {path}; its first line shows how to start it")

@@ -5,39 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import stat
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import msgspec
 
 from fsbarrier.cli.commands import flags
 from fsbarrier.cli.start import preflight
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.runrecord import RunRecord
-from fsbarrier.view.amounts import amount, duration, one_line, short
+from fsbarrier.view.amounts import amount, duration, one_line
 from fsbarrier.view.run_status import read_status
 
-SUMMARY = "List the runs in a folder with state, iteration, rewards, size and last activity. Watches their heartbeats for 1.5 beats."
+SUMMARY = "List the runs in a folder with state, iteration, rewards and last activity. Watches their heartbeats for 1.5 beats."
 EXAMPLE = "fsbarrier runs runs"
 #: Number of runs to inspect concurrently. Most of the time is spent waiting for heartbeats.
 AT_ONCE = 16
 
 
-FLAGS = {
-    "--json": "print a JSON list",
-    "--no-size": "do not compute the size of each run, which is slow for many runs",
-}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     folder = "the folder with the run directories (default: the parent of the default --log-path)"
     parser.add_argument("folder", nargs="?", metavar="DIR", help=folder)
-    flags.add(parser, FLAGS)
+    flags.add(parser, {"--json": "print a JSON list"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +40,6 @@ class Summary:
     nodes: int
     train_reward: float | None
     test_reward: float | None
-    bytes: int | None
     last_activity_s: float | None
 
 
@@ -62,10 +50,8 @@ def main(args: argparse.Namespace) -> int:
         found = sorted(path for path in folder.iterdir() if os.path.lexists(RunPaths(path).record))
     except OSError as error:
         raise UsageError(f"runs {folder}: {error.strerror}") from None
-    # msgspec crashes if two threads are the first to use a type.
-    msgspec.json.Decoder(RunRecord)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        looked = [*pool.map(lambda path: _look(path, sized=not args.no_size), found)]
+        looked = [*pool.map(_look, found)]
     for problem in (each for each in looked if isinstance(each, str)):
         flags.say(problem)
     runs = sorted(
@@ -81,15 +67,12 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _look(path: Path, *, sized: bool) -> Summary | str:
+def _look(path: Path) -> Summary | str:
     """Summarize one run, or return an error message."""
     try:
         status = read_status(path)
-        size = sum(_sizes(path)) if sized else None
     except (FsbarrierError, OSError) as error:
         return f"skipped {path.name}: {one_line(str(error))}"
-    except RecursionError:
-        return f"skipped {path.name}: its folders are nested too deeply; list it with --no-size"
     beats = [node.last_beat_time for node in status.nodes if node.last_beat_time is not None]
     return Summary(
         path=str(path),
@@ -99,7 +82,6 @@ def _look(path: Path, *, sized: bool) -> Summary | str:
         nodes=status.num_nodes,
         train_reward=_newest([reward.train for reward in status.rewards]),
         test_reward=_newest([reward.test for reward in status.rewards]),
-        bytes=size,
         last_activity_s=max(0.0, time.time() - max(beats)) if beats else None,
     )
 
@@ -108,25 +90,11 @@ def _newest(values: list[float | None]) -> float | None:
     return next((value for value in reversed(values) if value is not None), None)
 
 
-def _sizes(folder: Path) -> Iterator[int]:
-    """The size of each regular file below `folder`. Counts hard links once and does not follow symbolic links."""
-    known: set[tuple[int, int]] = set()
-    for where, _, names in os.walk(folder):
-        for name in names:
-            try:
-                found = os.lstat(Path(where, name))
-            except OSError:
-                continue
-            if stat.S_ISREG(found.st_mode) and (found.st_dev, found.st_ino) not in known:
-                known.add((found.st_dev, found.st_ino))
-                yield found.st_size
-
-
 def _print(runs: list[Summary]) -> None:
     from fsbarrier.view.listing import print_listing
     from fsbarrier.view.terminal_lines import STATE_STYLE
 
-    names = ("run", "state", "iteration", "nodes", "train", "held-out", "size", "last activity")
+    names = ("run", "state", "iteration", "nodes", "train", "held-out", "last activity")
     rows = [
         (
             Path(run.path).name,
@@ -135,7 +103,6 @@ def _print(runs: list[Summary]) -> None:
             run.nodes,
             amount(run.train_reward),
             amount(run.test_reward),
-            "–" if run.bytes is None else f"{short(run.bytes)}B",
             "–" if run.last_activity_s is None else f"{_roughly(run.last_activity_s)} ago",
         )
         for run in runs

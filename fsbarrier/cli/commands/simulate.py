@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from fsbarrier.cli.commands import flags
 from fsbarrier.errors import EXIT_INTERNAL, UsageError
@@ -34,7 +30,6 @@ FLAGS = {
     "--jobs N": "parallel processes (default 1)",
     "--trace N": "run only this seed and print its history",
     "--groups": "simulate groups (fsbarrier.join) with random calls instead of runs",
-    "--json": "print JSON",
 }
 
 
@@ -51,41 +46,30 @@ def main(args: argparse.Namespace) -> int:
     )
     if args.trace is not None:
         return _trace(args.trace, setup)
-    began = time.monotonic()
-    verdicts = campaign(range(args.first_seed, args.first_seed + args.seeds), setup, args.jobs)
-    if not args.json and sys.stderr.isatty():
-        verdicts = _with_a_bar(verdicts, args.seeds)
-    found = Found()
-    for verdict in verdicts:
-        found.add(verdict)
-    print_found = _print_json if args.json else _print_text
-    print_found(args, found, time.monotonic() - began)
-    return EXIT_INTERNAL if found.failed else 0
-
-
-@dataclass
-class Found:
-    """The results of all schedules. `struck`: number of schedules with a fault of each kind."""
-
-    failed: list[SeedVerdict] = field(default_factory=list)
-    struck: Counter[str] = field(default_factory=Counter)
-    virtual_s: float = 0.0
-
-    def add(self, verdict: SeedVerdict) -> None:
-        self.struck.update(verdict.struck)
-        self.virtual_s += verdict.virtual_s
-        if verdict.violations:
-            self.failed.append(verdict)
-
-
-def _with_a_bar(verdicts: Iterator[SeedVerdict], total: int) -> Iterator[SeedVerdict]:
-    """Pass the verdicts through, with a progress bar on stderr."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        yield from progress.track(verdicts, total=total)
+    began, virtual_s = time.monotonic(), 0.0
+    failed: list[SeedVerdict] = []
+    # number of schedules with a fault of each kind
+    struck = Counter[str]()
+    for verdict in campaign(range(args.first_seed, args.first_seed + args.seeds), setup, args.jobs):
+        struck.update(verdict.struck)
+        virtual_s += verdict.virtual_s
+        failed += [verdict] if verdict.violations else []
+    seconds = time.monotonic() - began
+    for verdict in failed[:SHOWN]:
+        for violation in verdict.violations[:3]:
+            print(f"seed {verdict.seed}: {violation.number}: {violation.what}")
+    if len(failed) > SHOWN:
+        print(f"... and {len(failed) - SHOWN} more seeds")
+    hours, rate = f"{virtual_s / 3600:.1f} hours of virtual time", f"{args.seeds / seconds:.0f}"
+    print(
+        f"{counted(args.seeds, 'schedule')} of {counted(args.nodes, 'node')}, {hours}, in {seconds:.1f} s ({rate} schedules a second)"
+    )
+    print("faults: " + (", ".join(f"{kind} {count}" for kind, count in sorted(struck.items())) or "none"))
+    if not failed:
+        print("every invariant held in all of them")
+        return 0
+    print(f"{len(failed)} violated an invariant; to replay the first: {_replay(args, failed[0].seed)}")
+    return EXIT_INTERNAL
 
 
 def _trace(seed: int, setup: Setup) -> int:
@@ -100,49 +84,6 @@ def _trace(seed: int, setup: Setup) -> int:
     print(transcript(history, every_row=True), end="")
     print(violations(found) or "every invariant held")
     return EXIT_INTERNAL if found else 0
-
-
-def _print_text(args: argparse.Namespace, found: Found, seconds: float) -> None:
-    for verdict in found.failed[:SHOWN]:
-        for violation in verdict.violations[:3]:
-            print(f"seed {verdict.seed}: {violation.number}: {violation.what}")
-    if len(found.failed) > SHOWN:
-        print(f"... and {len(found.failed) - SHOWN} more seeds")
-    hours, rate = f"{found.virtual_s / 3600:.1f} hours of virtual time", f"{args.seeds / seconds:.0f}"
-    print(
-        f"{counted(args.seeds, 'schedule')} of {counted(args.nodes, 'node')}, {hours}, in {seconds:.1f} s ({rate} schedules a second)"
-    )
-    print(
-        "faults: " + (", ".join(f"{kind} {count}" for kind, count in sorted(found.struck.items())) or "none")
-    )
-    if found.failed:
-        first = found.failed[0]
-        print(f"{len(found.failed)} violated an invariant; to replay the first: {_replay(args, first.seed)}")
-    else:
-        print("every invariant held in all of them")
-
-
-def _print_json(args: argparse.Namespace, found: Found, seconds: float) -> None:
-    failed = [
-        {
-            "seed": verdict.seed,
-            "violations": [violation._asdict() for violation in verdict.violations],
-            "replay": _replay(args, verdict.seed),
-        }
-        for verdict in found.failed
-    ]
-    result = {
-        "nodes": args.nodes,
-        "iterations": args.iterations,
-        "faults": sorted(parse_mix(args.faults)),
-        "first_seed": args.first_seed,
-        "seeds": args.seeds,
-        "failed": failed,
-        "struck": dict(sorted(found.struck.items())),
-        "virtual_s": round(found.virtual_s, 1),
-        "seconds": round(seconds, 3),
-    }
-    print(json.dumps(result))
 
 
 def _replay(args: argparse.Namespace, seed: int) -> str:

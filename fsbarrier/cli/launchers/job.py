@@ -36,19 +36,6 @@ class ClusterJob:
     words: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Settings for schedulers that start containers. `volume`: the shared storage; `mount`: its mount point in the container.
-
-    `accelerator`: SkyPilot's name of the accelerator type, such as H100.
-    """
-
-    image: str
-    volume: str
-    mount: str
-    accelerator: str
-
-
 def commands_here(chosen: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The beginning of `fsbarrier run` and `fsbarrier stop` on a node that shares this machine's files.
 
@@ -86,11 +73,11 @@ def check_name(name: str) -> str:
     return name
 
 
-def check_below_mount(job: ClusterJob, machine: Machine) -> None:
+def check_below_mount(job: ClusterJob, mount: str, volume: str) -> None:
     """Check that the run directory is on the shared volume: other files do not survive a container restart. Raises UsageError."""
-    if Path(machine.mount) not in Path(job.log_path).parents:
+    if Path(mount) not in Path(job.log_path).parents:
         raise UsageError(
-            f"--log-path {job.log_path}: must be below {machine.mount}, the mount point of the shared volume {machine.volume}"
+            f"--log-path {job.log_path}: must be below {mount}, the mount point of the shared volume {volume}"
         )
 
 

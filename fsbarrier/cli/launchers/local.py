@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsbarrier.cli.launchers.processes import Interrupted, ending_signals, failed_to_begin, outcome, stop_all
+from fsbarrier.cli.launchers.processes import Children, failed_to_begin, run_nodes
 from fsbarrier.errors import EXIT_INTERNAL, UsageError
 from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.hidden import shown_word
@@ -25,7 +25,6 @@ from fsbarrier.store.user_dir import user_dir
 
 if TYPE_CHECKING:
     from fsbarrier.cli.start.begin import Start
-    from fsbarrier.processes.supervisor import Child
 
 Say = Callable[[str], None]
 
@@ -35,6 +34,7 @@ def run_all(
 ) -> int:
     """Validate, create or load the run's record, and run all nodes here; returns one exit code for all."""
     from fsbarrier.cli.start import begin, ranks
+    from fsbarrier.view.summary import print_summary
 
     # A launcher's variables describe this process. The nodes started here must not take their rank from them.
     environ = {name: value for name, value in os.environ.items() if name not in ranks.VARIABLES}
@@ -52,26 +52,23 @@ def run_all(
 
         return dryrun.show(start.record, start.settings, as_json=args.json)
     log_path = start.record.log_path
-    with ending_signals(), scratch_dir(user_dir(), "launch") as private:
-        children: dict[int, Child] = {}
-        try:
+    with scratch_dir(user_dir(), "launch") as private:
+
+        def start_nodes(children: Children) -> None:
             logs = _start(start, environ, children, private / "secret.toml")
             say(
                 f"started {counted(len(children), 'node')} in {log_path}, output in {logs}; Ctrl-C stops them"
             )
-            codes = _follow(log_path, children, say)
-        except Interrupted as stopped:
-            stop_all(children)
-            _print_summary(log_path)
-            say("all nodes have stopped; run the same command again to resume")
-            return 128 + stopped.number
-        except BaseException:
-            stop_all(children)
-            raise
-        return outcome(codes, say)
+
+        return run_nodes(
+            start_nodes,
+            lambda children: _follow(log_path, children, say),
+            say,
+            lambda: print_summary(log_path),
+        )
 
 
-def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child], secret: Path) -> Path:
+def _start(start: Start, environ: Mapping[str, str], children: Children, secret: Path) -> Path:
     """Start the daemons and return the folder of their logs. Each one is added to `children` immediately so that the caller can stop
     it if a later step fails.
 
@@ -106,23 +103,15 @@ def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child],
     return logs
 
 
-def _follow(log_path: Path, children: Mapping[int, Child], say: Say) -> dict[int, int]:
-    """Show the run live until all nodes have ended, then its summary. Returns the exit codes of the nodes that ended by themselves."""
+def _follow(log_path: Path, children: Children, say: Say) -> Mapping[int, int]:
+    """Show the run live until all nodes have ended. Returns the exit codes of the nodes that ended by themselves."""
     from fsbarrier.view.live_view import follow
 
     follow(log_path, children, failed=lambda: failed_to_begin(children))
     codes = {rank: code for rank, child in children.items() if (code := child.poll()) is not None}
-    stop_all({rank: child for rank, child in children.items() if rank not in codes})
     ended_by_itself = len(codes) == len(children)
     for rank, code in codes.items():
         # The reason of a refused start or a crash is only in the daemon's own output, not in the journal.
         if code in (EXIT_INTERNAL, UsageError.exit_code) or (code and not ended_by_itself):
             say(f"node {rank}: {' | '.join(children[rank].last_log_lines(1))}")
-    _print_summary(log_path)
     return codes
-
-
-def _print_summary(log_path: Path) -> None:
-    from fsbarrier.view.summary import print_summary
-
-    print_summary(log_path)

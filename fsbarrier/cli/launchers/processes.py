@@ -44,6 +44,37 @@ def ending_signals() -> Iterator[None]:
         yield
 
 
+Children = dict[int, "Child"]
+
+
+def run_nodes(
+    start: Callable[[Children], None],
+    follow: Callable[[Children], Mapping[int, int]],
+    say: Callable[[str], None],
+    at_end: Callable[[], None] = lambda: None,
+) -> int:
+    """Start nodes, follow them, and stop those that are left, whatever happens. Returns one exit code for all.
+
+    `start` adds each node to the given dictionary as soon as it runs; `follow` returns the exit codes of those that ended by themselves.
+    """
+    children: Children = {}
+    with ending_signals():
+        try:
+            start(children)
+            codes = follow(children)
+            stop_all(children)
+        except Interrupted as stopped:
+            stop_all(children)
+            at_end()
+            say("all nodes have stopped; run the same command again to resume")
+            return 128 + stopped.number
+        except BaseException:
+            stop_all(children)
+            raise
+    at_end()
+    return outcome(codes, say)
+
+
 def stop_all(children: Mapping[int, Child]) -> None:
     """Stop all children in parallel and wait for them."""
     threads = [

@@ -9,28 +9,22 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from fsbarrier.cli.follow_logs import Log, show
 from fsbarrier.cli.launchers import open_stdin
 from fsbarrier.cli.launchers.job import ClusterJob
-from fsbarrier.cli.launchers.processes import Interrupted, ending_signals, failed_to_begin, outcome, stop_all
+from fsbarrier.cli.launchers.processes import Children, failed_to_begin, run_nodes
 from fsbarrier.errors import TooFewNodes, UsageError
 from fsbarrier.protocol.wording import counted
-from fsbarrier.rundir.log_tail import fit_for_terminal, last_lines
-
-if TYPE_CHECKING:
-    from fsbarrier.processes.supervisor import Child
+from fsbarrier.rundir.log_tail import last_lines
 
 Say = Callable[[str], None]
 #: ssh's exit code for a failed connection
 NO_CONNECTION = 255
 #: The first line of a node's output. It distinguishes a lost connection from one that was never established.
 CONNECTED = "fsbarrier: connected"
-#: polling interval
-LOOK_S = 0.25
 #: Disable prompts, which nobody could answer; give up on a machine after a minute without an answer.
 OPTIONS = ("BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=15", "ServerAliveCountMax=4")
 # Runs on each machine: starts the node in its own process group and stops it on EOF.
@@ -93,57 +87,38 @@ def run_all(job: ClusterJob, hosts: Sequence[str], ssh: Sequence[str], logs: Pat
     """Start all nodes and wait for them; returns one exit code for all. Raises UsageError, StoreError."""
     from fsbarrier.processes.supervisor import Child
 
-    children: dict[int, Child] = {}
-    with ending_signals():
-        try:
-            for rank, command in enumerate(commands(job, hosts, ssh)):
-                argv = [sys.executable, "-I", "-S", open_stdin.__file__, *command]
-                children[rank] = Child.start(
-                    argv, log_file=logs / f"node_{rank}.log", name=f"node {rank} on {hosts[rank]}"
-                )
-            say(
-                f"started {counted(len(children), 'node')} on {', '.join(hosts)}, output in {logs}; Ctrl-C stops them"
-            )
-            codes = _follow(children, hosts, logs / "node_0.log", say)
-        except Interrupted as stopped:
-            stop_all(children)
-            say("all nodes have stopped; run the same command again to resume")
-            return 128 + stopped.number
-        except BaseException:
-            stop_all(children)
-            raise
-    return outcome(codes, say)
+    def start(children: Children) -> None:
+        for rank, command in enumerate(commands(job, hosts, ssh)):
+            argv = [sys.executable, "-I", "-S", open_stdin.__file__, *command]
+            log = logs / f"node_{rank}.log"
+            children[rank] = Child.start(argv, log_file=log, name=f"node {rank} on {hosts[rank]}")
+        say(
+            f"started {counted(len(children), 'node')} on {', '.join(hosts)}, output in {logs}; Ctrl-C stops them"
+        )
+
+    return run_nodes(start, lambda children: _follow(children, hosts, say), say)
 
 
-def _follow(children: Mapping[int, Child], hosts: Sequence[str], shown: Path, say: Say) -> dict[int, int]:
+def _follow(children: Children, hosts: Sequence[str], say: Say) -> Mapping[int, int]:
     """Show node 0's output until all nodes have ended. Returns the exit codes of the nodes that ended by themselves.
 
     If a node fails to start, the others are stopped, because they would wait for it. After a later failure they continue.
     """
     codes: dict[int, int] = {}
-    pause = threading.Event()
-    with shown.open(encoding="utf-8", errors="replace", newline="\n") as output:
-        rest, connected = "", False
-        while len(codes) < len(children):
-            pause.wait(LOOK_S)
-            for rank in children.keys() - codes.keys():
-                child, code = children[rank], children[rank].poll()
-                if code is None:
-                    continue
+
+    def goes_on() -> bool:
+        # At the look before: by now those have ended that failed for the same reason.
+        failed = any(codes.values()) and failed_to_begin(children)
+        for rank in children.keys() - codes.keys():
+            child, code = children[rank], children[rank].poll()
+            if code is not None:
                 codes[rank] = _exit_code(code, child.log_file)
-                if code != 0:
-                    say(
-                        f"node {rank} on {hosts[rank]}: {_reason(code)}: {' '.join(last_lines(child.log_file, 1))}"
-                    )
-            if failed_to_begin(children):
-                stop_all({rank: child for rank, child in children.items() if rank not in codes})
-                return codes
-            *lines, rest = (rest + output.read()).split("\n")
-            for line in lines:
-                if connected:
-                    print(fit_for_terminal(line), flush=True)
-                # Lines before this one come from ssh or the shell, not from the node.
-                connected = connected or line == CONNECTED
+            if code:
+                what = "ssh could not connect" if code == NO_CONNECTION else f"ended with exit code {code}"
+                say(f"node {rank} on {hosts[rank]}: {what}: {' '.join(last_lines(child.log_file, 1))}")
+        return len(codes) < len(children) and not failed
+
+    show(lambda: [Log("[node 0]", children[0].log_file, CONNECTED)], sys.maxsize, follows=goes_on)
     return codes
 
 
@@ -153,7 +128,3 @@ def _exit_code(code: int, log: Path) -> int:
         return code
     established = CONNECTED in log.read_text(encoding="utf-8", errors="replace").splitlines()
     return TooFewNodes.exit_code if established else UsageError.exit_code
-
-
-def _reason(code: int) -> str:
-    return "ssh could not connect" if code == NO_CONNECTION else f"ended with exit code {code}"

@@ -15,7 +15,7 @@ from fsbarrier.cli.start import (
     demo_folder,
     filesystem,
     model_folder,
-    other_runs_policy,
+    policy_export,
     preflight,
     ranks,
     task_files,
@@ -201,7 +201,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
         files.set_shared_group(settings.shared_group)
     if policy is not None and not request.dry_run:
         first_policy = RunPaths(log_path).first_policy
-        model = str(other_runs_policy.copy(str(settings.init_from), policy, first_policy))
+        model = str(policy_export.copy_other_runs(str(settings.init_from), policy, first_policy))
     settings = replace(settings, model=model)
     record = runrecord.new(log_path, settings, tasks=tasks, model=model)
     if request.dry_run:
@@ -225,7 +225,7 @@ def _policy_to_begin_with(typed: Settings, program: Program) -> VersionToExport 
         raise UsageError(
             f"init_from={typed.init_from}: contradicts --model, which also sets the initial policy; drop one of the two"
         )
-    return other_runs_policy.find(typed.init_from)
+    return policy_export.find_other_runs(typed.init_from)
 
 
 def _defaults(request: Request, typed: Settings, program: Program) -> tuple[Mapping[str, object], bool]:
@@ -236,7 +236,8 @@ def _defaults(request: Request, typed: Settings, program: Program) -> tuple[Mapp
     needs_model = "model" in program.needs
     if has_data or has_model or not (needs_data or needs_model):
         if needs_data and not has_data:
-            raise UsageError("--model without --data-path: give both, or neither for the built-in task")
+            named = f"init_from={typed.init_from}" if typed.model is None else "--model"
+            raise UsageError(f"{named} without --data-path: give both, or neither for the built-in task")
         if needs_model and not has_model:
             raise UsageError("--data-path without --model: give both, or neither for the built-in task")
         return request.defaults, False

@@ -1,16 +1,20 @@
-"""Exports a policy version of a run as a Hugging Face model folder: finds, copies, verifies and uploads it."""
+"""Exports a policy version of a run as a Hugging Face model folder: finds, copies, verifies and uploads it.
+
+Also for `init_from`, which starts a run from another run's policy.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsbarrier.engine import model as model_folder
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir import checkpoints, runrecord
 from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.store import files, owned, reading
@@ -141,3 +145,39 @@ def push(folder: Path, repository: str, message: str) -> str:
     except (HfHubHTTPError, HTTPError, OSError, ValueError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ProgramFailed(f"--push {repository}: {first}; the folder is in {folder}") from None
+
+
+# --- init_from ------------------------------------------------------------------------------------------------------------
+
+
+def find_other_runs(init_from: str) -> VersionToExport:
+    """The policy `RUN_DIRECTORY@VERSION`, which must be complete according to its manifest. Raises UsageError."""
+    folder, at, version = init_from.rpartition("@") if "@" in init_from else (init_from, "", "")
+    with _in_init_from(init_from):
+        if at and not version.isdecimal():
+            raise UsageError(f"{version!r} is not a policy version; write RUN_DIRECTORY@VERSION")
+        return find(runrecord.load(Path(folder)), int(version) if at else None, "policy version")
+
+
+def copy_other_runs(init_from: str, policy: VersionToExport, target: Path) -> Path:
+    """Copy the policy into this run, because the other run may remove or change its files. The copy is checked against the manifest.
+
+    Returns the model folder of the copy. Raises UsageError.
+    """
+    with _in_init_from(init_from):
+        # Left by a start that was killed before it created the run.
+        owned.discard(target)
+        export(policy, target / "model")
+    return target / "model"
+
+
+@contextmanager
+def _in_init_from(init_from: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"init_from={init_from}: {error.filename or 'copying it'}: {error.strerror or error}"
+        ) from None
+    except (UsageError, ProgramFailed) as error:
+        raise UsageError(f"init_from={init_from}: {error}") from None
