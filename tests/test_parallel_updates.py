@@ -81,8 +81,8 @@ def layout_for(by_node: tuple[int, ...], memory_mib: int = 10**6, **chosen: Any)
     from fsbarrier.training.sharding import choose_layout
 
     sizes = {name: 1024 for name in ModelShape.__slots__}
-    shape = ModelShape(**{**sizes, "layers": 1, "block": 2**24, "parameters": 2**28, "linear": ()})
-    load = UpdateLoad(shape, shards=1, element=4, tokens=1, logits=1, trained=shape.parameters)
+    shape = ModelShape(**{**sizes, "layers": 1, "block": 2**24, "parameters": 2**28, "trained": 2**28})
+    load = UpdateLoad(shape, shards=1, element=4, tokens=1, logits=1)
     processes: Any = SimpleNamespace(
         world=sum(by_node), processes_by_node=by_node, memory_bytes=lambda: memory_mib * MIB
     )

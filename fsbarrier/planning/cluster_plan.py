@@ -5,16 +5,13 @@ If it does not fit, each problem is one line with the required and available amo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from fsbarrier.engine.placement import check_arguments, replicas
 from fsbarrier.engine.server import ASLEEP_BYTES
 from fsbarrier.errors import UsageError
-from fsbarrier.host.memory import SHARED_MEMORY
 from fsbarrier.planning.memory import EXACT, Sharding, UpdateLoad, choose_sharding, shards_of
 from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.protocol.wording import gib
@@ -43,8 +40,6 @@ class ClusterPlan:
     # --- rollouts ---
     replicas: int
     tensor_parallel_size: int
-    groups_in_flight: int
-    sequences_in_flight: int
     engine: Mapping[str, int]
     cache_tokens: int
     # --- the update ---
@@ -53,21 +48,16 @@ class ClusterPlan:
     shards: int
     # DeepSpeed's ZeRO stage; None: without DeepSpeed.
     zero_stage: int | None
-    trajectories: int
-    minibatch: int
     optimizer_steps: int
     micro_batch_tokens: int
-    micro_batches: int
-    update_tokens: int
     update: Mapping[str, int]
     available: int
     # --- what stays ---
     model_bytes: int
     trainer_state_bytes: int
     kept_bytes: int
-    # Of each node's own memory: what is offloaded, and the copy of the new weights for its engines.
+    # What is offloaded to each node's own memory.
     host: int
-    weights_copy: int
     problems: tuple[str, ...]
 
     @property
@@ -89,38 +79,27 @@ def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Cluste
     shard, load = update_load(shape, settings, cluster)
     available = _available(cluster, per_node)
     problems += _update_problems(shape, settings, cluster, load, shard)
-    trajectories = rollout.tasks * rollout.samples
-    steps = trainer.epochs * max(1, round(trajectories / trainer.minibatch))
-    longest = settings.engine.max_model_len
-    in_one = max(1, load.tokens // longest)
+    steps = trainer.epochs * max(1, round(rollout.tasks * rollout.samples / trainer.minibatch))
     checkpoint = checkpoint_bytes(shape.parameters, load.trained, load.element, settings)
-    groups = min(rollout.tasks, rollout.concurrency * count * cluster.nodes)
     return ClusterPlan(
         cluster=cluster,
         parameters=shape.parameters,
         replicas=count,
         tensor_parallel_size=settings.engine.tensor_parallel_size,
-        groups_in_flight=groups,
-        sequences_in_flight=groups * rollout.samples,
         engine=engine,
         cache_tokens=cache_tokens,
         world=world,
         shard=shard,
         shards=load.shards,
         zero_stage=load.zero_stage,
-        trajectories=trajectories,
-        minibatch=trainer.minibatch,
         optimizer_steps=steps,
         micro_batch_tokens=load.tokens,
-        micro_batches=math.ceil(math.ceil(trainer.minibatch / world) / in_one),
-        update_tokens=trajectories * trainer.epochs * longest,
         update=load.parts,
         available=available,
         model_bytes=checkpoint.model,
         trainer_state_bytes=checkpoint.trainer_state,
         kept_bytes=checkpoint.kept,
         host=load.on_host * per_node,
-        weights_copy=checkpoint.model if copies_weights(settings, cluster) else 0,
         problems=tuple(problems),
     )
 
@@ -164,15 +143,6 @@ def processes_per_node(trainer: TrainerSettings, cluster: Cluster) -> int:
     return trainer.processes_per_node or max(1, cluster.accelerators)
 
 
-def copies_weights(settings: Settings, cluster: Cluster) -> bool:
-    """Whether a node keeps a copy of the new weights in memory (`checkpoint.weights_dir`), which is the default for several nodes, because
-    they share a directory over the network."""
-    place = settings.checkpoint.weights_dir
-    if place == "auto":
-        return settings.manages_engine and cluster.nodes > 1
-    return settings.manages_engine and Path(place).is_relative_to(SHARED_MEMORY)
-
-
 def update_load(shape: ModelShape, settings: Settings, cluster: Cluster) -> tuple[Sharding, UpdateLoad]:
     """The sharding of the update, and the load of one process."""
     trainer, on_cpu = settings.trainer, not cluster.accelerators
@@ -210,38 +180,27 @@ def _engine(
         return {}, 0, 0, [str(error)]
     if not cluster.accelerators:
         return {}, 0, count, []
-    size = engine.tensor_parallel_size
+    size, longest, most = engine.tensor_parallel_size, engine.max_model_len, cluster.accelerators
     parts, tokens = _engine_parts(shape, settings, cluster, size)
-    if parts and tokens >= engine.max_model_len:
+    if tokens >= longest:
         return parts, tokens, count, []
     # Prefer sizes that leave no accelerator idle.
-    sizes = sorted(range(1, cluster.accelerators + 1), key=lambda one: (cluster.accelerators % one > 0, one))
-    fits = [one for one in sizes if _engine_parts(shape, settings, cluster, one)[1] >= engine.max_model_len]
-    nearest = (
-        f"engine.tensor_parallel_size={fits[0]}"
-        if fits
-        else "a smaller model, or accelerators with more memory"
+    sizes = sorted(range(1, most + 1), key=lambda one: most % one > 0)
+    fits = [one for one in sizes if _engine_parts(shape, settings, cluster, one)[1] >= longest]
+    nearest = f"engine.tensor_parallel_size={fits[0]}" if fits else "more memory, or a smaller model"
+    why = (
+        f"there is room for {tokens:,} tokens beside the weights, but one sequence may have {longest:,} (engine.max_model_len)"
+        if parts
+        else f"{shape.heads} attention heads and {shape.key_value_heads} KV heads cannot be split so"
     )
-    if not parts:
-        why = f"{shape.heads} attention heads, {shape.key_value_heads} KV heads and a width of {shape.feed_forward:,} cannot be split so"
-    else:
-        budget = int(cluster.memory_bytes * engine.gpu_memory_utilization)
-        why = (
-            f"weights of {gib(parts['weights'])} leave room for only {tokens:,} tokens in the {gib(budget)} of an engine, but one "
-            f"sequence may have {engine.max_model_len:,} (engine.max_model_len)"
-        )
-    return (
-        parts,
-        tokens,
-        count,
-        [f"engine.tensor_parallel_size={size}: {why}; the nearest that works: {nearest}"],
-    )
+    said = f"engine.tensor_parallel_size={size}: {why}; the nearest that works: {nearest}"
+    return parts, tokens, count, [said]
 
 
 def _splits(shape: ModelShape, size: int) -> bool:
-    """Whether vLLM can split the model over `size` accelerators: heads and widths must divide evenly; KV heads may be replicated."""
+    """Whether vLLM can split the model over `size` accelerators: heads must divide evenly; KV heads may be replicated."""
     keys = shape.key_value_heads
-    return not (shape.heads % size or shape.feed_forward % size) and (keys % size == 0 or size % keys == 0)
+    return not shape.heads % size and (keys % size == 0 or size % keys == 0)
 
 
 def _engine_parts(

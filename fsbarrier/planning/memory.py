@@ -34,7 +34,7 @@ class UpdateLoad:
     """One process's part of an update. `shards`: over how many processes one copy of the model is split.
 
     `element`: the bytes of a number in the type it computes in. `tokens`: of one micro-batch, padding included. `logits`: so
-    many positions have logits at once. `trained`: the parameters that have gradients, fewer than all with adapters.
+    many positions have logits at once.
     `reference`: whether it is held against another policy. `zero_stage`: DeepSpeed's, None without it; `shards` are then all processes.
     """
 
@@ -43,7 +43,6 @@ class UpdateLoad:
     element: int
     tokens: int
     logits: int
-    trained: int
     checkpointing: bool = False
     offload: Offload = "none"
     reference: bool = False
@@ -52,7 +51,7 @@ class UpdateLoad:
     @classmethod
     def whole(cls, shape: ModelShape, settings: Settings, *, element: int, accelerated: bool) -> Self:
         """Of an update with these settings where each process has a copy of its own."""
-        trainer, lora = settings.trainer, settings.lora
+        trainer = settings.trainer
         # A trajectory that is longer than a micro-batch is alone in it.
         tokens = max(settings.engine.max_model_len, trainer.max_tokens_per_micro_batch)
         checkpointing = trainer.gradient_checkpointing
@@ -62,12 +61,15 @@ class UpdateLoad:
             element=element,
             tokens=tokens,
             logits=min(tokens, LOGITS_BYTES // (LOGITS_COPIES * EXACT * shape.vocabulary)),
-            trained=shape.adapter_parameters(lora.rank, lora.targets) if lora.rank else shape.parameters,
             checkpointing=accelerated if checkpointing is None else checkpointing,
             offload=trainer.offload,
             reference=settings.algorithm.kl_coef > 0,
             zero_stage=trainer.zero_stage if trainer.backend == "deepspeed" else None,
         )
+
+    @property
+    def trained(self) -> int:
+        return self.shape.trained
 
     @property
     def parts(self) -> Mapping[str, int]:
@@ -156,9 +158,8 @@ def activation_bytes(shape: ModelShape, tokens: int, element: int, *, checkpoint
 
 def layer_bytes(shape: ModelShape, tokens: int, element: int) -> int:
     """What one layer computes from its input."""
-    widths = 8 * shape.hidden + 3 * shape.attention + 4 * shape.key_value + 4 * shape.feed_forward
     # The two norms of a layer compute in float32.
-    return tokens * (widths * element + 2 * shape.hidden * EXACT)
+    return tokens * (shape.width * element + 2 * shape.hidden * EXACT)
 
 
 def choose_sharding(load: UpdateLoad, *, nodes: int, per_node: int, available: int) -> Sharding:

@@ -10,14 +10,16 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
+
+import msgspec
 
 from fsbarrier.engine.model import text_config
 from fsbarrier.errors import UsageError
 from fsbarrier.processes.supervisor import own_program, with_this_package
+from fsbarrier.settings.sections import LoraSettings
 from fsbarrier.store import reading
 
 # What a process may take to import PyTorch and transformers on a busy machine, and to make a large model.
@@ -28,22 +30,11 @@ SIZES = Path(__file__).with_name("sizes.json")
 
 
 @dataclass(frozen=True, slots=True)
-class LinearLayers:
-    """All linear layers of one name and shape. `name`: the last part of their names, "q_proj"; `count`: how many there are."""
-
-    name: str
-    inputs: int
-    outputs: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder's sizes. `attention` and `key_value`: the widths of all `heads`, and of all heads of keys.
+    """A decoder's sizes. `attention`: the width of all `heads`; `width`: the numbers that a layer makes of one token in a forward pass.
 
     `cached`: the numbers that the engine keeps of a token and layer, over at most `key_value_heads` of its accelerators.
-    `feed_forward`: the width that one token passes through, of all its experts together. `block`: the parameters of the largest layer.
-    `linear`: the linear layers in all blocks, which adapters may be put on.
+    `block`: the parameters of the largest layer. `trained`: the parameters that have gradients: all, or those of adapters.
     """
 
     layers: int
@@ -51,13 +42,12 @@ class ModelShape:
     heads: int
     key_value_heads: int
     attention: int
-    key_value: int
+    width: int
     cached: int
-    feed_forward: int
     vocabulary: int
     block: int
     parameters: int
-    linear: tuple[LinearLayers, ...] = ()
+    trained: int
 
     @property
     def embedding(self) -> int:
@@ -68,19 +58,8 @@ class ModelShape:
         """The most parameters that a sharded update gathers at once: a layer, the embedding or the head."""
         return max(self.block, self.embedding)
 
-    def adapter_parameters(self, rank: int, targets: tuple[str, ...] = ()) -> int:
-        """How many numbers low-rank adapters of `rank` have, on the named linear layers of each block; (): on all of them."""
-        named = {target.rpartition(".")[2] for target in targets}
-        return rank * sum(
-            one.count * (one.inputs + one.outputs) for one in self.linear if one.name in named or not targets
-        )
-
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        return cls(**{**fields, "linear": tuple(LinearLayers(**one) for one in fields["linear"])})
-
-    @classmethod
-    def of_folder(cls, folder: Path) -> Self:
+    def of_folder(cls, folder: Path, lora: LoraSettings) -> Self:
         """Of a model folder, whose weights may be missing. Takes some seconds. Raises UsageError."""
         if not (folder / "config.json").is_file():
             raise UsageError(f"{folder} has no config.json; give a Hugging Face model folder")
@@ -92,21 +71,23 @@ class ModelShape:
             raise UsageError(
                 "a plan needs PyTorch and transformers, which this environment lacks: start ./run.sh once without --dry-run or --help"
             )
-        return cls.from_json(json.loads(examine(folder).strip().splitlines()[-1]))
+        # Libraries may have said something before.
+        return msgspec.json.decode(examine(folder, lora).strip().splitlines()[-1], type=cls)
 
     @classmethod
-    def of_name(cls, name: str) -> Self | None:
+    def of_name(cls, name: str, lora: LoraSettings) -> Self | None:
         """Of a published model of this name in sizes.json; None where there is none. Raises UsageError."""
         config = json.loads(SIZES.read_text(encoding="utf-8")).get(name.lower())
         if config is None:
             return None
         with tempfile.TemporaryDirectory(prefix="fsbarrier-plan-") as folder:
             Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
-            return cls.of_folder(Path(folder))
+            return cls.of_folder(Path(folder), lora)
 
 
-def examine(folder: Path, *words: str) -> str:
-    """What training/architecture.py prints about a model folder. Raises UsageError with its reason."""
+def examine(folder: Path, lora: LoraSettings) -> str:
+    """What training/architecture.py prints about a model folder with such adapters. Raises UsageError with its reason."""
+    words = (str(lora.rank), *lora.targets) if lora.rank else ()
     try:
         done = subprocess.run(
             own_program("fsbarrier.training.architecture", str(folder), *words),

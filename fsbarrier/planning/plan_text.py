@@ -25,8 +25,7 @@ def lines(plan: ClusterPlan) -> list[str]:
         idle = f" over {_count(used, 'accelerator')}, {cluster.accelerators - used} idle"
     said = [
         machines,
-        f"rollouts      {_count(plan.replicas, 'engine')} a node{idle}; {plan.groups_in_flight:,} groups, "
-        f"{plan.sequences_in_flight:,} sequences in flight at most",
+        f"rollouts      {_count(plan.replicas, 'engine')} a node{idle}",
     ]
     if plan.engine:
         said.append(
@@ -39,23 +38,14 @@ def lines(plan: ClusterPlan) -> list[str]:
     if plan.zero_stage is not None:
         sharded = f"DeepSpeed ZeRO-{plan.zero_stage}: {sharded.partition(': ')[2]}"
     said += [
-        f"update        {_count(plan.world, 'process')}, {sharded}",
-        f"  {plan.trajectories:,} trajectories, {_count(plan.optimizer_steps, 'step')} of {plan.minibatch:,}; a process takes "
-        f"{_count(plan.micro_batches, 'micro-batch')} of {plan.micro_batch_tokens:,} tokens a step, {plan.update_tokens:,} tokens an "
-        "update, at most",
+        f"update        {_count(plan.world, 'process')}, {sharded}; {_count(plan.optimizer_steps, 'step')}, in micro-batches of "
+        f"{plan.micro_batch_tokens:,} tokens",
         f"  {each}: {_parts(plan.update)}; {_size(plan.update_bytes)} of {_size(max(0, plan.available))}",
         f"checkpoint    model {_size(plan.model_bytes)}, trainer state {_size(plan.trainer_state_bytes)}; "
         f"{_size(plan.kept_bytes)} on disk with those that are kept",
     ]
-    host = []
     if plan.host:
-        host.append(f"{_size(plan.host)} for what is offloaded")
-    if plan.weights_copy:
-        host.append(
-            f"{_size(plan.weights_copy)} for a copy of the new weights (checkpoint.weights_dir), if half of what is left has room for it"
-        )
-    if host:
-        said.append(f"host memory   of each node {'; '.join(host)}")
+        said.append(f"host memory   of each node {_size(plan.host)} for what is offloaded")
     return said
 
 

@@ -1,25 +1,24 @@
 """What a model consists of, measured on the one that transformers makes of its configuration without memory for weights.
 
 `python -m fsbarrier.training.architecture FOLDER [RANK [TARGET]...]`
-Prints a ModelShape as JSON; with RANK it also tries whether adapters can be put on the targets. Exit code 2 and one line on stderr
+Prints a ModelShape as JSON; with RANK, that of the model with adapters on the targets. Exit code 2 and one line on stderr
 where the model cannot be made, or not with these adapters; libraries may print something before that.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from transformers import PreTrainedModel
 
 from fsbarrier.errors import UsageError
-from fsbarrier.planning.model_shape import LinearLayers, ModelShape
+from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.settings.sections import LoraSettings
 from fsbarrier.training.lora import Adapters
 from fsbarrier.training.policy import architecture
@@ -47,14 +46,23 @@ def measure(model: PreTrainedModel) -> ModelShape:
         heads=heads,
         key_value_heads=key_value_heads,
         attention=width,
-        key_value=key_value,
+        width=8 * hidden + 3 * width + 4 * key_value + 4 * _feed_forward(config),
         cached=cached,
-        feed_forward=_feed_forward(config),
         vocabulary=config.vocab_size,
         block=max(_parameters(layer) for layer in layers),
         parameters=_parameters(model),
-        linear=_linear(layers),
+        trained=_parameters(model),
     )
+
+
+def shape_of(folder: Path, lora: LoraSettings) -> ModelShape:
+    """The shape of the model in a folder, trained with these adapters. Raises UsageError."""
+    model = architecture(folder)
+    shape = measure(model)
+    if not lora.rank:
+        return shape
+    Adapters.put_into(model, lora, folder)
+    return replace(shape, trained=sum(one.numel() for one in model.parameters() if one.requires_grad))
 
 
 def _number(config: Any, name: str) -> int:
@@ -91,27 +99,14 @@ def _parameters(module: torch.nn.Module) -> int:
     return sum(one.numel() for one in module.parameters())
 
 
-def _linear(layers: torch.nn.ModuleList) -> tuple[LinearLayers, ...]:
-    counts = Counter(
-        (name.rpartition(".")[2], module.in_features, module.out_features)
-        for name, module in layers.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    )
-    return tuple(LinearLayers(*shape, count) for shape, count in counts.items())
-
-
 def main(arguments: Sequence[str]) -> int:
-    folder, *adapters = arguments
+    folder, rank, *targets = (*arguments, "0") if len(arguments) == 1 else arguments
     try:
-        model = architecture(Path(folder))
-        shape = measure(model)
-        if adapters:
-            lora = LoraSettings(rank=int(adapters[0]), targets=tuple(adapters[1:]))
-            Adapters.put_into(model, lora, Path(folder))
+        shape = shape_of(Path(folder), LoraSettings(rank=int(rank), targets=tuple(targets)))
     except UsageError as error:
         print(f"\n{error}", file=sys.stderr)
         return 2
-    print(json.dumps(asdict(shape)))
+    print(msgspec.json.encode(shape).decode())
     return 0
 
 

@@ -15,7 +15,7 @@ from fsbarrier.planning.memory import UpdateLoad
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training import checkpoint_write, policy
-from fsbarrier.training.architecture import measure
+from fsbarrier.training.architecture import shape_of
 from fsbarrier.training.checkpoint_write import NewVersion
 from fsbarrier.training.deepspeed_backend import (
     DeepSpeedBackend,
@@ -150,5 +150,5 @@ def bytes_for_engine(settings: Settings, total: int) -> int:
 def update_load(model_folder: Path, settings: Settings, processes: Processes) -> UpdateLoad:
     """The memory of one process of this update without sharding. Raises UsageError for a model that transformers cannot make."""
     accelerated = processes.device.type != "cpu"
-    shape = measure(policy.architecture(model_folder))
+    shape = shape_of(model_folder, settings.lora)
     return UpdateLoad.whole(shape, settings, element=processes.dtype.itemsize, accelerated=accelerated)

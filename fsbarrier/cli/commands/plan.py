@@ -55,13 +55,13 @@ def main(args: argparse.Namespace) -> int:
         chosen.append(ChosenValue("num_nodes", args.nodes, "--nodes"))
     settings = resolve(chosen)
     cluster = planned(settings, accelerators=args.accelerators, memory_gb=args.accelerator_memory_gb)
-    shape = None if preflight.absolute(args.model).is_dir() else ModelShape.of_name(args.model)
+    shape = None if preflight.absolute(args.model).is_dir() else ModelShape.of_name(args.model, settings.lora)
     if shape is None:
         folder = preflight.absolute(args.model)
         if not folder.is_dir():
             folder = find_model(args.model, None, os.environ)
         check_trainable(folder, settings)
-        shape = ModelShape.of_folder(folder)
+        shape = ModelShape.of_folder(folder, settings.lora)
     plan = make_plan(shape, settings, cluster)
     if args.json:
         print(json.dumps(plan_text.as_json(plan)))

@@ -112,4 +112,4 @@ def check_adapters(folder: Path, settings: Settings, say: Callable[[str], None])
         say(
             f"trying adapters of rank {lora.rank} on the model (this loads PyTorch and takes up to half a minute)"
         )
-        examine(folder, str(lora.rank), *lora.targets)
+        examine(folder, lora)
