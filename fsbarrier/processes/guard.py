@@ -168,9 +168,12 @@ class Guard:
 
 def program_environment() -> dict[bytes, bytes]:
     """The environment that this process was started with (Python may have changed a variable of its own), and the guard's name in it."""
-    with open("/proc/self/environ", "rb") as stream:
-        pairs = (entry.partition(b"=") for entry in stream.read().split(b"\0") if entry)
-        env = {name: value for name, _, value in pairs}
+    fd, data = os.open("/proc/self/environ", os.O_RDONLY), b""
+    while piece := os.read(fd, 1 << 16):
+        data += piece
+    os.close(fd)
+    pairs = (entry.partition(b"=") for entry in data.split(b"\0") if entry)
+    env = {name: value for name, _, value in pairs}
     # Without the second one, a process that sets its title, as vLLM's do, would overwrite its environment in /proc.
     return {**env, GUARD_VARIABLE.encode(): own_name().encode(), b"SPT_NOENV": b"1"}
 
@@ -228,8 +231,8 @@ def main() -> int:
     guard = Guard(line, int(daemon))
     pid, said = start_main(cwd, argv, program_environment())
     # Only the program keeps these.
-    for fd in filter(None, passed.split(",")):
-        os.close(int(fd))
+    for text in filter(None, passed.split(",")):
+        os.close(int(text))
     for fd in (1, 2):
         # Standard output and error go to the program's log; from here on only the program writes there.
         os.dup2(0, fd)

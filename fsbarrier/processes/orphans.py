@@ -1,4 +1,4 @@
-"""Kills processes that a guard could not, because it was killed itself: at once by its daemon, or by the next start of any program by this user.
+"""Kills processes that a guard could not, because it was killed itself: by its daemon, or by this user's next start of any program.
 
 Every process below a guard has the guard's name in its environment: its pid namespace, pid and start time. A process whose guard does not
 live any more is an orphan; no other process is hit. A program that clears its environment is not found.
