@@ -6,14 +6,13 @@ Tests beside these may end these orphans too, so only their end is asserted.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from process_tree import ALL, DEADLINE_S, Daemon, Fifo, Watched, kill_at_once
+from process_tree import ALL, Daemon, Fifo, Watched, kill_at_once
 
 from fsbarrier.processes import orphans, processes
 
@@ -75,24 +74,47 @@ def test_a_living_daemons_processes_stay(run: Callable[..., Daemon], fifo: Fifo)
     fifo.assert_alive(pids)
 
 
-@pytest.mark.parametrize("change", ["guard lives", "pid namespace", "nonsense"])
-def test_a_name_that_means_a_living_guard_or_somebody_elses_ends_nobody(change: str, fifo: Fifo) -> None:
-    namespace, pid, start = processes.own_name().split("-")
-    name = {"guard lives": f"{namespace}-{pid}-{start}", "pid namespace": f"1-{pid}-1", "nonsense": "-1"}
-    bystander = subprocess.Popen(fifo.command(), env={**os.environ, processes.GUARD_VARIABLE: name[change]})
-    try:
+LEAVE = "import os, sys; os.fork() and os._exit(0); os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"
+
+
+def left_to_init(fifo: Fifo, guard: str) -> int:
+    """A process whose parent has died, and which names this guard."""
+    argv = [sys.executable, "-I", "-S", "-c", LEAVE, *fifo.command()]
+    subprocess.run(argv, env={**os.environ, processes.GUARD_VARIABLE: guard}, check=True)
+    return fifo.pids(1)[0]
+
+
+def dead_guard() -> str:
+    name, start = processes.own_name().rsplit("/", 1)
+    return f"{name}/{int(start) - 1}"
+
+
+def test_a_pid_that_changed_hands_is_no_guard(fifo: Fifo, watched: Watched) -> None:
+    watched.add(left_to_init(fifo, dead_guard()))
+    orphans.end_orphans()
+    watched.wait_gone()
+
+
+@pytest.mark.parametrize("change", ["it lives", "another host", "another pid namespace", "nonsense"])
+def test_a_guard_that_lives_or_is_elsewhere_ends_nobody(change: str, fifo: Fifo, watched: Watched) -> None:
+    boot, namespace, pid, start = dead_guard().split("/")
+    names = {
+        "it lives": processes.own_name(),
+        "another host": f"{boot[::-1]}/{namespace}/{pid}/{start}",
+        "another pid namespace": f"{boot}/pid:[1]/{pid}/{start}",
+        "nonsense": "-/1",
+    }
+    bystander = left_to_init(fifo, names[change])
+    watched.add(bystander)
+    assert orphans.end_orphans() == {}
+    fifo.assert_alive([bystander])
+
+
+def test_what_a_service_was_asked_to_start_stays(fifo: Fifo) -> None:
+    """It has the environment of a program of ours, as with tmux or Slurm, but its parent is the service: here this process."""
+    env = {**os.environ, processes.GUARD_VARIABLE: dead_guard()}
+    with subprocess.Popen(fifo.command(), env=env) as bystander:
         pids = fifo.pids(1)
-        assert orphans.end_orphans() == {}
-        fifo.assert_alive(pids)
-    finally:
-        bystander.kill()
-        bystander.wait()
-
-
-def test_a_pid_that_changed_hands_is_no_guard(fifo: Fifo) -> None:
-    namespace, pid, start = processes.own_name().split("-")
-    name = f"{namespace}-{pid}-{int(start) - 1}"
-    with subprocess.Popen(fifo.command(), env={**os.environ, processes.GUARD_VARIABLE: name}) as orphan:
-        fifo.pids(1)
         orphans.end_orphans()
-        assert orphan.wait(DEADLINE_S) == -signal.SIGKILL
+        fifo.assert_alive(pids)
+        bystander.kill()

@@ -1,7 +1,8 @@
 """Kills processes that a guard could not, because it was killed itself: by its daemon, or by this user's next start of any program.
 
-Every process below a guard has the guard's name in its environment: its pid namespace, pid and start time. A process whose guard does not
-live any more is an orphan; no other process is hit. A program that clears its environment is not found.
+Every process below a guard has the guard's name in its environment, and the kernel gives it to init when its guard dies. A process of which
+both is true is an orphan, with all below it that name the same guard; nothing else is hit, also not what a service (tmux, Slurm) was asked
+to start. A program that clears its environment is not found.
 """
 
 from __future__ import annotations
@@ -43,19 +44,38 @@ def end_earlier_orphans() -> tuple[int, ...]:
 
 def _orphans() -> dict[int, int]:
     found = processes.scan()
-    return {pid: stat.start for pid, stat in found.items() if not stat.ended and _lost_its_guard(pid, found)}
+    guards = {
+        pid: guard for pid, stat in found.items() if not stat.ended and (guard := _dead_guard(pid, found))
+    }
+    orphans: dict[int, int] = {}
+    for pid, guard in guards.items():
+        top = pid
+        while guards.get(found[top].ppid) == guard:
+            top = found[top].ppid
+        if _adopts(found[top].ppid):
+            orphans[pid] = found[pid].start
+    return orphans
 
 
-def _lost_its_guard(pid: int, found: dict[int, processes.Stat]) -> bool:
+def _dead_guard(pid: int, found: dict[int, processes.Stat]) -> str:
+    """The name of this process's guard if that is dead; "" if it lives, or there is none."""
     variable = f"{processes.GUARD_VARIABLE}=".encode()
-    # It has ended, or is another user's.
+    # The process has ended, or is another user's.
     with contextlib.suppress(OSError, ValueError):
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        name = next((entry for entry in entries if entry.startswith(variable)), None)
+        entry = next((entry for entry in entries if entry.startswith(variable)), b"")
         # Root can read what belongs to others.
-        if name is not None and os.stat(f"/proc/{pid}").st_uid == os.geteuid():
-            namespace, guard, start = name.removeprefix(variable).decode().split("-")
+        if entry and os.stat(f"/proc/{pid}").st_uid == os.geteuid():
+            name = entry.removeprefix(variable).decode()
+            scope, guard, start = name.rsplit("/", 2)
             living = found.get(int(guard))
             lives = living is not None and living.start == int(start) and not living.ended
-            return namespace == processes.pid_namespace() and not lives
+            return name if scope == processes.scope() and not lives else ""
+    return ""
+
+
+def _adopts(pid: int) -> bool:
+    """Whether it is init, or a user's systemd, which takes its place."""
+    with contextlib.suppress(OSError):
+        return pid == 1 or Path(f"/proc/{pid}/comm").read_text() == "systemd\n"
     return False

@@ -51,14 +51,18 @@ class Stat:
         return self.state in "ZX"
 
 
-def pid_namespace() -> str:
-    """Pids of another namespace mean other processes."""
-    return os.readlink("/proc/self/ns/pid").strip("pid:[]")
+def scope() -> str:
+    """Where a pid and start time mean one process: this boot of this host, and this pid namespace."""
+    fd = os.open("/proc/sys/kernel/random/boot_id", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return f"{os.read(fd, 64).decode().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    finally:
+        os.close(fd)
 
 
 def own_name() -> str:
-    """This process's name, unambiguous until the next boot."""
-    return f"{pid_namespace()}-{os.getpid()}-{Stat(os.getpid()).start}"
+    """This process's name, unambiguous everywhere."""
+    return f"{scope()}/{os.getpid()}/{Stat(os.getpid()).start}"
 
 
 def scan() -> dict[int, Stat]:
