@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -15,6 +16,7 @@ from fsbarrier.coordination.paces import Paces, make_paces
 from fsbarrier.coordination.polling import FIRST_PAUSE_S
 from fsbarrier.errors import Fenced
 from fsbarrier.protocol.facts import Beat, Join, Payload
+from fsbarrier.protocol.membership import epitaph
 from fsbarrier.protocol.rows import SLICE_CHOICE
 from fsbarrier.protocol.state import Node, Stage
 from fsbarrier.rundir.names import PULSE
@@ -100,6 +102,8 @@ class Process:
         self.woke_at = 0.0
         # what its last heartbeat says
         self.said = ""
+        # its last heartbeats
+        self.noted = deque[Beat](maxlen=2)
         # True from a pause until the next look
         self.slept = False
         # The whole host is stopped, with its programs.
@@ -157,8 +161,16 @@ class Process:
             pauses,
             self.clock,
             beats=beats,
+            note_beat=self.noted.append,
             dice=world.beating,
         )
+
+    def put_epitaph(self) -> None:
+        """What a killed daemon's epitaph does, a moment later."""
+        for beat in reversed(self.noted) if self.trouble.outage is None else ():
+            names = [cast(SimPath, PATHS.pulse(pulse)) for pulse in (beat.pulse, epitaph(beat))]
+            if self.client.move(*names) is not None:
+                return
 
     def _packages(self) -> Payload:
         """What is installed on this host; sometimes what does not fit together with the others."""

@@ -335,7 +335,7 @@ def cut_power(world: World, struck: list[Process], *, again: bool) -> None:
     """Cut the power of these processes' hosts at once; `again`: restart most of them."""
     world.history.faults.add("power")
     for process in struck:
-        world.kill(process, "its host lost power")
+        world.kill(process, "its host lost power", host=True)
         process.client.drop_caches()
     hosts = {process.client.host for process in struck}
     if not any(process.up for process in world.processes):
