@@ -26,12 +26,11 @@ def i7_no_false_death(history: History) -> Iterator[str]:
             found_by_another = lost["why"].startswith("found by")
             if found_by_another or incarnation is None:
                 continue
-            process = _process_of(lost["node_rank"], incarnation, history)
-            ended = history.ended.get(process)
+            ended = history.ended.get(_process_of(lost["node_rank"], incarnation, history))
+            if "was killed" in lost["why"] and (ended is None or ended.time > event.time):
+                yield f"node {event.node.rank} took node {lost['node_rank']} for killed, and it lives"
             if ended is not None and ended.time <= event.began:
                 continue
-            if "was killed" in lost["why"] and process >= 0:
-                yield f"node {event.node.rank} took node {lost['node_rank']} for killed, and it lives"
             if "no heartbeat" not in lost["why"]:
                 continue
             beats = history.beats.get((lost["node_rank"], incarnation), ())
