@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 from fsbarrier.errors import ProgramFailed, StoreError
@@ -64,13 +63,11 @@ class TrackerProgram:
             except (ProgramFailed, StoreError, OSError) as error:
                 self._trouble(str(error))
 
-    def troubles(self) -> Iterator[Payload]:
+    def troubles(self) -> list[Payload]:
         """The failures since the last call, for the journal."""
-        with contextlib.suppress(OSError):
-            while self._child is not None and (said := self._socket.recv(MESSAGE_BYTES)):
-                self._troubles.append(json.loads(said))
+        self._hear()
         told, self._troubles = self._troubles, []
-        yield from told
+        return told
 
     def close(self) -> None:
         """Wait a while for the last iterations to be sent, and end the program."""
@@ -119,9 +116,14 @@ class TrackerProgram:
             self._child.stop(grace_s=1.0)
         except ProgramFailed as error:
             self._trouble(str(error))
-        self._troubles += self.troubles()
+        self._hear()
         self._child = None
         self._socket.close()
+
+    def _hear(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._child is not None and (said := self._socket.recv(MESSAGE_BYTES)):
+                self._troubles.append(json.loads(said))
 
     def _trouble(self, why: str) -> None:
         self._troubles.append({"tracker": "", "why": why})
