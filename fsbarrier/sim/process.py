@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
+from random import Random
 from typing import TYPE_CHECKING, cast
 
 from fsbarrier.coordination.life import NodeLife
@@ -165,8 +166,13 @@ class Process:
             dice=world.beating,
         )
 
-    def put_epitaph(self) -> None:
-        """What a killed daemon's epitaph does, a moment later."""
+    def leave_epitaph(self) -> None:
+        """This process has been killed, and a moment later its last heartbeat mostly says so."""
+        dice = Random(f"epitaph {self.number} {self.world.now}")
+        if dice.random() < 0.7:
+            self.world.after(dice.random() * 0.3, self._put_epitaph)
+
+    def _put_epitaph(self) -> None:
         for beat in reversed(self.noted) if self.trouble.outage is None else ():
             names = [cast(SimPath, PATHS.pulse(pulse)) for pulse in (beat.pulse, epitaph(beat))]
             if self.client.move(*names) is not None:

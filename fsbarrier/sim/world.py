@@ -53,7 +53,6 @@ class World:
         self.paces = usual_paces(self.settings, self.beat_s, self.rules.limits.dead_s, setup.outage_s)
         # what runs in several nodes at once, by its address and the folder that it writes
         self.meetings: dict[tuple[str, str, str], SimTorchrun] = {}
-        self.epitaphs = Random(f"epitaphs {seed}")
         self.copies_weights = Random(f"weights {seed}").random() < 0.3
         # the number of a start whose host can run no program
         unfit = Random(f"unfit {seed}")
@@ -337,8 +336,8 @@ class World:
         self.ending = True
         self.history.ended[process.number] = ProcessEnd(self.now, process.rank, None, why)
         self.say(f"node {process.rank} is dead: {why}")
-        if not host and not self.setup.groups and self.epitaphs.random() < 0.7:
-            self.after(self.epitaphs.random() * 0.3, process.put_epitaph)
+        if not host and not self.setup.groups:
+            process.leave_epitaph()
 
     def pause(self, process: Process, seconds: float, *, frozen: bool) -> None:
         if process.up and not process.paused:
