@@ -1,12 +1,18 @@
-"""Draws the small mishaps of a node's single steps: of a look, a start, a heartbeat, a seal, a program."""
+"""Draws the small mishaps of a node's single steps: of a look, a start, a heartbeat, a seal, a program, a death."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING, cast
 
+from fsbarrier.protocol.membership import epitaph
+from fsbarrier.sim.disk import SimPath
 from fsbarrier.sim.faults import FAILURES, Mishap, draw_mishap, draw_mishap_of_a_start
+from fsbarrier.sim.setup import PATHS
 
 if TYPE_CHECKING:
+    from fsbarrier.sim.process import Process
     from fsbarrier.sim.world import World
 
 
@@ -56,3 +62,17 @@ def failure_of_a_program(world: World, rank: int, phase_name: str) -> tuple[floa
         found = found or (0.1, "a library is missing")
     world.history.faults |= {"program"} if found else set()
     return found
+
+
+def leave_epitaph(process: Process, *, host: bool) -> None:
+    """A killed daemon's last heartbeat mostly says so a moment later, if its `host` lives. Groups have no epitaphs."""
+    world, dice = process.world, Random(f"epitaph {process.number} {process.world.now}")
+    if not host and not world.setup.groups and dice.random() < 0.7:
+        world.after(dice.random() * 0.3, partial(_put_epitaph, process))
+
+
+def _put_epitaph(process: Process) -> None:
+    for beat in reversed(process.noted) if process.trouble.outage is None else ():
+        names = [cast(SimPath, PATHS.pulse(pulse)) for pulse in (beat.pulse, epitaph(beat))]
+        if process.client.move(*names) is not None:
+            return

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
-from random import Random
 from typing import TYPE_CHECKING, cast
 
 from fsbarrier.coordination.life import NodeLife
@@ -17,7 +16,6 @@ from fsbarrier.coordination.paces import Paces, make_paces
 from fsbarrier.coordination.polling import FIRST_PAUSE_S
 from fsbarrier.errors import Fenced
 from fsbarrier.protocol.facts import Beat, Join, Payload
-from fsbarrier.protocol.membership import epitaph
 from fsbarrier.protocol.rows import SLICE_CHOICE
 from fsbarrier.protocol.state import Node, Stage
 from fsbarrier.rundir.names import PULSE
@@ -165,18 +163,6 @@ class Process:
             note_beat=self.noted.append,
             dice=world.beating,
         )
-
-    def leave_epitaph(self) -> None:
-        """This process has been killed, and a moment later its last heartbeat mostly says so."""
-        dice = Random(f"epitaph {self.number} {self.world.now}")
-        if dice.random() < 0.7:
-            self.world.after(dice.random() * 0.3, self._put_epitaph)
-
-    def _put_epitaph(self) -> None:
-        for beat in reversed(self.noted) if self.trouble.outage is None else ():
-            names = [cast(SimPath, PATHS.pulse(pulse)) for pulse in (beat.pulse, epitaph(beat))]
-            if self.client.move(*names) is not None:
-                return
 
     def _packages(self) -> Payload:
         """What is installed on this host; sometimes what does not fit together with the others."""

@@ -15,7 +15,7 @@ from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Record
 from fsbarrier.protocol.state import Node, RowPart
 from fsbarrier.protocol.timing import BEAT_S
-from fsbarrier.sim import faults, strikes
+from fsbarrier.sim import faults, mishaps, strikes
 from fsbarrier.sim.artifacts import Artifacts
 from fsbarrier.sim.disk import Disk, File, SimPath
 from fsbarrier.sim.faults import StrikeOnEntry, Trouble
@@ -325,7 +325,7 @@ class World:
             self.start(process.rank, 1 + self.rng.random() * 20)
 
     def kill(self, process: Process, why: str, *, host: bool = False) -> None:
-        """Kill a process and its programs. Its epitaph mostly lives, if it is not the `host` that dies."""
+        """Kill a process and its programs; with `host`, everything on its host."""
         if not process.up:
             return
         process.up = process.paused = False
@@ -336,8 +336,7 @@ class World:
         self.ending = True
         self.history.ended[process.number] = ProcessEnd(self.now, process.rank, None, why)
         self.say(f"node {process.rank} is dead: {why}")
-        if not host and not self.setup.groups:
-            process.leave_epitaph()
+        mishaps.leave_epitaph(process, host=host)
 
     def pause(self, process: Process, seconds: float, *, frozen: bool) -> None:
         if process.up and not process.paused:
