@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsbarrier.sim.campaign import campaign
-from fsbarrier.sim.faults import USUAL
-from fsbarrier.sim.setup import Setup
+from fsbarrier.sim.setup import USUAL, Setup
 
 
 @pytest.mark.parametrize(

@@ -125,8 +125,8 @@ class WaitingNode:
         for rank in self.ranks:
             pulses = [Pulse(rank, 1, self.counter - ago, "running", 1) for ago in (1, 0)]
             old, new = (cast(SimPath, PATHS.pulse(pulse)) for pulse in pulses)
-            if self.others.move(old, new) is None:
-                self.others.replace(new, Beat(rank, 1, self.counter, f"host{rank}", rank, "running", 1))
+            if not self.others.rename(old, new):
+                self.others.mark(new, Beat(rank, 1, self.counter, f"host{rank}", rank, "running", 1))
 
     def until(self, end: float) -> None:
         while self.now < end:

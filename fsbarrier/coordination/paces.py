@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     # Groups need no settings, and nothing of what reads them.
     from fsbarrier.settings.sections import Settings
 
-_DICE = random.Random()
+DICE = random.Random()
 AT_ONCE = float("-inf")
 #: Generations, joins and requests to stop may be seen this much late, as a part of the time in which nothing happened.
 LATENESS = 0.02
@@ -41,7 +41,7 @@ class Paces:
     outage_s: float = OUTAGE_S
 
 
-def next_beat_s(beat_s: float, dice: random.Random = _DICE) -> float:
+def next_beat_s(beat_s: float, dice: random.Random = DICE) -> float:
     """The pause before the next heartbeat. It varies, so that looks and heartbeats do not keep step: a listing that is made while names
     change may miss one of them, and should not miss the same one each time."""
     return beat_s * dice.uniform(0.9, 1.0)

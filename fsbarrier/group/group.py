@@ -52,15 +52,21 @@ HINTED_NODES = 16
 class Group:
     """This process's membership; `fsbarrier.join` makes one. Not thread-safe."""
 
-    def __init__(self, member: GroupMember, beat_s: float, timeout_s: float) -> None:
-        """`member`: it has begun to join, and is in no generation yet. Raises as `join`."""
-        self._member, self._timeout_s = member, timeout_s
+    def __init__(
+        self,
+        member: GroupMember,
+        timeout_s: float,
+        heartbeats: HeartbeatThread,
+        waits: LookWaits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`member`: it has begun to join, and is in no generation yet. The simulator has other threads and clocks. Raises as `join`."""
+        self._member, self._timeout_s, self._clock = member, timeout_s, clock
         self._root, self._join = member.loop.observer.paths.root, member.loop.join
         num_nodes = member.loop.rules.num_nodes
         self._pauses = Backoff(PAUSE_FOR_EACH_S * max(1, num_nodes - 2), LONGEST_PAUSE_S)
         self._hinted = num_nodes <= HINTED_NODES
-        self._pace, self._waits = Pace(member.loop), LookWaits(member.loop, threading.Event())
-        self._heartbeats = HeartbeatThread(member, beat_s)
+        self._pace, self._waits, self._heartbeats = Pace(member.loop), waits, heartbeats
         #: what the last look found, and its error
         self._find: Callable[[], Any] = lambda: None
         self._found: Any = None
@@ -96,7 +102,7 @@ class Group:
         """The live node ranks that wait for a `regroup()` to join, of whom this node has seen two heartbeats."""
         if not self._left:
             with suppress(NodeError, OSError):
-                self._member.look(time.monotonic())
+                self._member.look(self._clock())
         return self._member.joiners
 
     def barrier(self) -> None:
@@ -189,10 +195,10 @@ class Group:
         BarrierTimeout. Another exception, as of a signal's handler, may have come in the middle of a look, and so ends the membership.
         """
         self._find, dead_s = find, self._member.loop.rules.limits.dead_s
-        until, failing_since = time.monotonic() + self._timeout_s, None
+        until, failing_since = self._clock() + self._timeout_s, None
         try:
             while True:
-                now = time.monotonic()
+                now = self._clock()
                 busy = self._look(now)
                 if self._found is not None:
                     return self._found  # type: ignore[no-any-return]
@@ -270,4 +276,5 @@ def join(
     except OSError as error:
         message = f"node {node_rank}: cannot join the group at {paths.root}: {error}"
         raise StoreError(message, node_rank, here.host, 0.0) from None
-    return Group(member, beat_s, timeout_s)
+    waits = LookWaits(member.loop, threading.Event())
+    return Group(member, timeout_s, HeartbeatThread(member, beat_s), waits)

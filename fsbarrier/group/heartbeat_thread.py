@@ -5,10 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-from fsbarrier.coordination.paces import next_beat_s
 from fsbarrier.errors import Fenced
 from fsbarrier.group.member import GroupMember
-from fsbarrier.protocol.state import Exit, Stage
 from fsbarrier.rundir.record_store import PosixStore
 
 
@@ -30,17 +28,10 @@ class HeartbeatThread:
             self._thread.join(within_s)
 
     def _write_heartbeats(self) -> None:
-        loop, store, last = self._member.loop, PosixStore(), False
+        member, store, last = self._member, PosixStore(), False
         # A newer start has this rank, or the others went on: nobody reads this heartbeat any more.
-        while not last and not isinstance(self._member.failure, Fenced):
+        while not last and not isinstance(member.failure, Fenced):
             last = self._ending.is_set()
-            if last and loop.exit is None:
-                loop.exit = Exit(0, "left", "left")
-            now, since = time.monotonic(), self._member.looking_since
-            if last or since is None or now - since <= loop.rules.limits.suspect_s / 2:
-                loop.write_beat(loop.beat(), store, now)
-            joining = loop.node.stage is Stage.JOINING
+            pause_s = member.beat(store, time.monotonic(), self._beat_s, last=last)
             if not last:
-                self._ending.wait(
-                    next_beat_s(self._beat_s / loop.observer.paces.eager if joining else self._beat_s)
-                )
+                self._ending.wait(pause_s)

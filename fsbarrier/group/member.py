@@ -9,17 +9,18 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
-from fsbarrier.coordination.paces import Paces, eagerness
+from fsbarrier.coordination.paces import DICE, Paces, eagerness, next_beat_s
 from fsbarrier.coordination.unreadable import must_read
 from fsbarrier.errors import Fenced, FsbarrierError, NodeError, OutOfStep, PeerLost, StoreError
 from fsbarrier.group.collective import BARRIER, TABLE, Collective, CollectiveWork
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member
 from fsbarrier.protocol.membership import Limits, Loss, live_joiners, losses
-from fsbarrier.protocol.state import Rules
+from fsbarrier.protocol.state import Exit, Rules, Stage
 from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import Store
@@ -81,6 +82,19 @@ class GroupMember:
         if self.failure is not None:
             raise self.failure
         return busy
+
+    def beat(
+        self, store: Store, now: float, beat_s: float, *, last: bool = False, dice: Random = DICE
+    ) -> float:
+        """Write a heartbeat, also while the caller computes; returns the pause before the next. `last`: the member leaves. A member whose
+        look hangs writes none, since the others should not wait for ever."""
+        loop, since = self.loop, self.looking_since
+        if last and loop.exit is None:
+            loop.exit = Exit(0, "left", "left")
+        if last or since is None or now - since <= loop.rules.limits.suspect_s / 2:
+            loop.write_beat(loop.beat(), store, now)
+        joining = loop.node.stage is Stage.JOINING
+        return next_beat_s(beat_s / loop.observer.paces.eager if joining else beat_s, dice)
 
     def regroup(self, after: Generation) -> None:
         """Ask for a generation after this one, of the living members and the nodes that wait to join."""

@@ -10,6 +10,7 @@ import tempfile
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Protocol
 
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.names import SPLITS
@@ -35,6 +36,26 @@ class PartFile:
     groups: list[tuple[int, float]] = field(default_factory=list)
 
 
+@dataclass
+class SimTorchrun:
+    """A torchrun's job: it continues when all its nodes are there, and no node can finish it alone."""
+
+    size: int
+    programs: dict[int, Partner] = field(default_factory=dict)
+    lost: bool = False
+    #: the weights that it makes
+    weights: str = ""
+
+
+class Partner(Protocol):
+    """A node's part in a torchrun. `broken`: why it fails in its next step."""
+
+    alive: bool
+    broken: str
+
+    def advance(self) -> None: ...
+
+
 class Artifacts:
     """The files of one schedule."""
 
@@ -50,6 +71,8 @@ class Artifacts:
         # public name -> the stamp in it
         self.public: dict[str, str] = {}
         self.served = ""
+        # what runs in several nodes at once, by its address and the folder that it writes
+        self.meetings: dict[tuple[str, str, str], SimTorchrun] = {}
         self.stamps = 0
 
     def make(self, given: int) -> None:

@@ -13,6 +13,7 @@ from itertools import islice
 from fsbarrier.sim.groups import GroupWorld, check_groups
 from fsbarrier.sim.invariants import Violation, check
 from fsbarrier.sim.setup import Setup
+from fsbarrier.sim.strikes import StruckWorld
 from fsbarrier.sim.world import World
 
 # schedules that a process takes at a time
@@ -43,7 +44,7 @@ def judge(seed: int, setup: Setup) -> SeedVerdict:
 
 
 def make_world(seed: int, setup: Setup) -> World:
-    return GroupWorld(seed, setup) if setup.groups else World(seed, setup)
+    return GroupWorld(seed, setup) if setup.groups else StruckWorld(seed, setup)
 
 
 def violations_in(world: World) -> list[Violation]:
@@ -53,8 +54,7 @@ def violations_in(world: World) -> list[Violation]:
 
 def _take_apart(world: World) -> None:
     """Break the reference cycles of a world, so that it is freed at once, without the collector."""
-    clients = [client for client, _ in world.clients.values()]
-    for part in (*world.processes, *clients, world):
+    for part in (*world.processes, *world.clients.values(), world):
         vars(part).clear()
 
 

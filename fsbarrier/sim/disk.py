@@ -113,8 +113,9 @@ class Disk:
         # path -> the damaged content, until an operator restores the record
         self.spoilt: dict[str, bytes] = {}
         self._ordered = _ORDERS[order]
-        # called with each written record, except heartbeats
+        # called with each written record, and with the new name of each renamed file
         self.watch: Watcher = lambda path, record, file: None
+        self.watch_rename: Callable[[SimPath], None] = lambda path: None
         # name -> when it was removed
         self.removed: dict[str, float] = {}
         # called with the name of each removed file

@@ -1,39 +1,36 @@
 """Simulates groups (`fsbarrier.join`): members with random callers, under faults, and their invariants.
 
-The member is the real one (fsbarrier/group/member.py). This module replaces its clock, and a caller that calls, computes, regroups,
-gives up and leaves at random replaces the user's script. As in a real group, nobody looks while its caller computes. The invariants
-compare what each caller received with what the callers sent.
+The group and its member are the real ones (fsbarrier/group/); their caller's script calls, computes, regroups, gives up and leaves at
+random. The invariants compare what each caller received with what the callers sent.
 """
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-from fsbarrier.errors import NodeError, OutOfStep, PeerLost, StoreError
-from fsbarrier.group.collective import BARRIER, Collective
+from fsbarrier.coordination.polling import LookWaits
+from fsbarrier.errors import EXIT_SIGTERM, BarrierTimeout, Fenced, NodeError, OutOfStep, PeerLost, StoreError
+from fsbarrier.group.collective import BARRIER
+from fsbarrier.group.group import Group
+from fsbarrier.group.heartbeat_thread import HeartbeatThread
 from fsbarrier.group.member import make_member
-from fsbarrier.protocol.facts import Generation, Join
-from fsbarrier.protocol.state import Exit
+from fsbarrier.protocol.facts import Join
 from fsbarrier.rundir.record_store import Store
-from fsbarrier.sim.faults import Crash, Livelock
+from fsbarrier.sim.history import JournalLine
 from fsbarrier.sim.invariants import Violation, i1_nobody_passes_early, i3_only_forward, i8_only_whole_records
-from fsbarrier.sim.process import Process
+from fsbarrier.sim.schedule import SimThread, Start
 from fsbarrier.sim.setup import PATHS, Setup
 from fsbarrier.sim.store import MountClient
-from fsbarrier.sim.world import World
-
-if TYPE_CHECKING:
-    from fsbarrier.sim.faults import Trouble
+from fsbarrier.sim.strikes import StruckWorld
+from fsbarrier.sim.work import SimFlag
+from fsbarrier.store.retry import fails_or_hides, patiently
 
 #: how long a caller waits for one call
 TIMEOUT_S = 60.0
-#: the pause after a look that failed
-FAILED_S = 0.2
 GATHER = "all_gather()"
 #: how long a script computes between two collectives
 THINKS_S = (0.0, 0.0, 0.01, 0.3, 2.0, 5.0)
@@ -60,15 +57,13 @@ def objects_of_call(name: str, ranks: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a call ended: with objects or an error. `left`: the members that have left, by the error."""
+    """How a call ended: with objects or an error."""
 
     time: float
     call: Call
-    generation: Generation
+    ranks: tuple[int, ...]
     objects: tuple[object, ...] = ()
-    error: str = ""
-    about: int | None = None
-    left: bool = False
+    error: NodeError | None = None
 
 
 @dataclass
@@ -77,199 +72,173 @@ class Diary:
 
     calls: list[Call] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
-    #: the members that left gracefully: (process, rank, the last row that it passed)
-    farewells: list[tuple[int, int, tuple[int, int]]] = field(default_factory=list)
+    #: the members that left gracefully: (rank, the last row that it passed)
+    farewells: list[tuple[int, tuple[int, int]]] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
 
-class GroupProcess(Process):
+class GroupProcess(Start):
     """One start of one member, and its caller."""
 
-    def __init__(
-        self, world: GroupWorld, number: int, rank: int, client: MountClient, trouble: Trouble
-    ) -> None:
-        super().__init__(world, number, rank, client, trouble)
+    def __init__(self, world: GroupWorld, number: int, rank: int, client: MountClient) -> None:
+        super().__init__(world, number, rank, client)
         here = Join(rank, 0, self.host, number, self.host)
         limits = replace(world.rules.limits, join_timeout_s=float("inf"))
-        store = cast(Store, client)
-        self.member = make_member(store, PATHS, here, world.setup.nodes, limits, world.beat_s)
-        self.loop, self.observer = self.member.loop, self.member.loop.observer
-        self.loop.write_event = self._record
-        self.group_world = world
-        self.dice = Random(f"caller {world.seed} {number}")
-        self.calls_left = self.dice.randint(2, 12)
-        self.generation: Generation | None = None
-        self.next_number = 1
-        self.asked: tuple[Collective, Call] | None = None
-        self.regrouping = False
-        self.since = world.now
-
-    # --- a look ---
-
-    def _look(self) -> str:
-        self.ticked_at = self.world.now
-        member = self.member
-        try:
-            if not self.joined:
-                member.begin(self.clock)
-                self.joined = True
-                return "joined"
-            if self.generation is not None and not self.regrouping and self.asked is None:
-                return ""
-            if self.news_at is not None and self.news_at <= self.world.now:
-                self.news_at = None
-                self.observer.hurry()
-            member.look(self.clock)
-            self._react()
-        except OSError:
-            self.wake(self.world.now + FAILED_S)
-            self._give_up_in_time()
-        except NodeError as failure:
-            if failure.exit_code not in (3, 6):
-                self.group_world.diary.unexpected.append(f"node {self.rank}: {failure!r}")
-            self.world.end(self, failure.exit_code, str(failure))
-        except Crash:
-            return "crash"
-        except Livelock as error:
-            self.world.history.stuck.append(f"node {self.rank}: {error}")
-            return "crash"
-        return ""
-
-    def _write_journal(self) -> None:
-        """A group has none."""
-
-    def put_beat(self) -> float:
-        """A member's thread writes heartbeats whatever its caller does, unless a look hangs."""
-        if self.held_look is None:
-            self.life.looked_at = self.clock
-        return super().put_beat()
-
-    # --- the caller ---
-
-    def _react(self) -> None:
-        """The script: look at what has become of the call, and go on. Raises OSError."""
-        if self.generation is None or self.regrouping:
-            now = self.member.generation
-            if now is not None and now != self.generation:
-                self._enter(now)
-                self._think()
-        elif self.asked is not None:
-            collective, call = self.asked
-            try:
-                objects = self.member.outcome(collective)
-            except (PeerLost, OutOfStep) as error:
-                self._ended(call, (), error)
-                return
-            if objects is not None:
-                self._ended(call, tuple(objects), None)
-        self._give_up_in_time()
-
-    def _give_up_in_time(self) -> None:
-        """A call ends at its time."""
-        if self.world.now - self.since <= TIMEOUT_S:
-            return
-        if not self.joined:
-            self.world.end(self, StoreError.exit_code, "cannot join")
-        elif self.generation is None or self.regrouping:
-            self._leave()
-        elif self.asked is not None:
-            self._ended(self.asked[1], (), None, timed_out=True)
-
-    def _enter(self, generation: Generation) -> None:
-        self.generation, self.next_number = generation, generation.start.iteration
-        self.regrouping, self.asked = False, None
-
-    def _ended(
-        self, call: Call, objects: tuple[object, ...], error: Exception | None, *, timed_out: bool = False
-    ) -> None:
-        assert self.generation is not None
-        diary, said = self.group_world.diary, type(error).__name__ if error is not None else ""
-        about = getattr(error, "rank", None)
-        left = "it left the group" in str(error)
-        end = End(
-            self.world.now, call, self.generation, objects, "timed out" if timed_out else said, about, left
+        self.store, self.world = cast(Store, client), world
+        self.member = make_member(self.store, PATHS, here, world.setup.nodes, limits, world.draw.beat_s)
+        self.member.loop.write_event = lambda event, node, fields: world.history.add(
+            JournalLine(world.now, number, event, node, fields, world.now)
         )
-        diary.ends.append(end)
-        self.world.say(f"node {self.rank}: {call.name} {call.row}: {end.error or list(objects)}", ".")
-        self.asked = None
-        if not end.error:
-            self.next_number += 1
-            self.calls_left -= 1
-            if self.calls_left <= 0:
-                diary.farewells.append((self.number, self.rank, call.row))
-                self._leave()
-            elif self.member.joiners and self.dice.random() < 0.5:
-                self._regroup()
+        self.dice = Random(f"caller {world.seed} {number}")
+        self._signalled = False
+        self.main: SimThread = self.thread(self._main)
+
+    def _main(self) -> None:
+        """The user's process: it joins, calls and leaves."""
+        group: Group | None = None
+        try:
+            patiently(
+                lambda: self.member.begin(self.clock),
+                TIMEOUT_S,
+                passes=fails_or_hides,
+                cancel=SimFlag(self.main.sleep),
+                clock=lambda: self.clock,
+            )
+            self.joined = True
+            group = Group(
+                self.member,
+                TIMEOUT_S,
+                cast(HeartbeatThread, SimHeartbeats(self)),
+                cast(LookWaits, SimWaits(self.main)),
+                lambda: self.clock,
+            )
+            self._script(group)
+            self._leave(group, EXIT_SIGTERM if self._signalled else 0, "left")
+        except BarrierTimeout as error:
+            # Nobody else is there any more.
+            self._leave(group, 0, str(error))
+        except (NodeError, OSError) as error:
+            code = error.exit_code if isinstance(error, NodeError) else StoreError.exit_code
+            if code not in (StoreError.exit_code, Fenced.exit_code):
+                self.world.diary.unexpected.append(f"node {self.rank}: {error!r}")
+            self._leave(group, code, str(error))
+
+    def _leave(self, group: Group | None, code: int, why: str) -> None:
+        if group is not None:
+            group.leave()
+        self.end(code, why)
+
+    def _script(self, group: Group) -> None:
+        """Raises NodeError."""
+        world, dice, diary, calls_left = self.world, self.dice, self.world.diary, self.dice.randint(2, 12)
+        again: Call | None = None
+        number = self._first_row()
+        while calls_left and not self._signalled:
+            if again is None:
+                self.main.sleep(dice.choice(THINKS_S))
+                row = group.generation, number
+                name = world.collective_of(row, group.members, dice)
+                again = Call(world.now, self.number, self.rank, row, name, f"{self.number}: {row}")
+                diary.calls.append(again)
+            call, ranks = again, group.members
+            try:
+                objects = _make(group, call)
+            except (PeerLost, OutOfStep, BarrierTimeout) as error:
+                diary.ends.append(End(world.now, call, ranks, error=error))
+                world.say(f"node {self.rank}: {call.name} {call.row}: {type(error).__name__}", ".")
+                if isinstance(error, BarrierTimeout) and dice.random() < 0.6:
+                    continue
+                regroups = True
             else:
-                self._think()
-        elif isinstance(error, PeerLost | OutOfStep) or self.dice.random() < 0.4:
-            self._regroup()
-        else:
-            self._call(again=call)
+                diary.ends.append(End(world.now, call, ranks, objects))
+                world.say(f"node {self.rank}: {call.name} {call.row}: {[*objects]}", ".")
+                number, calls_left = number + 1, calls_left - 1
+                regroups = calls_left > 0 and bool(group.joiners) and dice.random() < 0.5
+            again = None
+            if regroups:
+                group.regroup()
+                number = self._first_row()
+        if not calls_left:
+            diary.farewells.append((self.rank, call.row))
 
-    def _regroup(self) -> None:
-        assert self.generation is not None
-        self.regrouping, self.since = True, self.world.now
-        self.member.regroup(self.generation)
-        self.wake(self.world.now + 0.001)
+    def _first_row(self) -> int:
+        generation = self.member.generation
+        assert generation is not None
+        return generation.start.iteration
 
-    def _think(self) -> None:
-        self.world.after(self.dice.choice(THINKS_S), self._call)
-
-    def _call(self, again: Call | None = None) -> None:
-        if not self.up or self.loop.exit is not None or self.generation is None:
-            return
-        if self.paused:
-            self.deferred.append(self._call)
-            return
-        if self.regrouping or self.asked is not None:
-            return
-        row = self.generation.number, self.next_number
-        name = self.group_world.collective_of(row, self.generation, self.dice)
-        given = json.dumps(f"{self.number}: {row}")
-        if again is not None:
-            name, given = again.name, again.given
-        objects_of = objects_of_call(name, self.generation.ranks)
-        gives = name == GATHER or objects_of == (self.rank,)
-        position = replace(self.generation.start, iteration=self.next_number)
-        collective = Collective(self.generation, position, name, given if gives else None, objects_of)
-        call = again or Call(self.world.now, self.number, self.rank, row, name, given)
-        if again is None:
-            self.group_world.diary.calls.append(call)
-        self.asked, self.since = (collective, call), self.world.now
-        self.member.work.asked = collective
-        self.wake(self.world.now + 0.0005)
-        self.world.after(TIMEOUT_S + 1.0, lambda: self.wake(self.world.now))
-
-    def _leave(self) -> None:
-        self.loop.exit = Exit(0, "left", "left")
+    def signal(self) -> None:
+        self._signalled = True
 
 
-class GroupWorld(World):
+class SimHeartbeats:
+    """A member's heartbeats, with the methods of HeartbeatThread."""
+
+    def __init__(self, process: GroupProcess) -> None:
+        self._process, self._left = process, False
+
+    def start(self) -> None:
+        self._thread = self._process.thread(self._write)
+
+    def end(self, why: str, within_s: float) -> None:
+        self._left, self._process.member.work.leaving = True, why
+        self._beat()
+
+    def _write(self) -> None:
+        while not self._left and not isinstance(self._process.member.failure, Fenced):
+            self._thread.sleep(self._beat() / self._process.rate)
+
+    def _beat(self) -> float:
+        process = self._process
+        draw, rng = process.schedule.draw, process.schedule.rng
+        return process.member.beat(process.store, process.clock, draw.beat_s, last=self._left, dice=rng)
+
+
+class SimWaits:
+    """A caller's waits, with the methods of LookWaits."""
+
+    def __init__(self, thread: SimThread) -> None:
+        self._thread = thread
+
+    def wait(self, pause_s: float, *, hints: bool = True) -> None:
+        self._thread.sleep(pause_s)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _make(group: Group, call: Call) -> tuple[object, ...]:
+    """Make a call; returns what it gives."""
+    if call.name == BARRIER:
+        group.barrier()
+        return ()
+    if call.name == GATHER:
+        return tuple(group.all_gather(call.given))
+    return (group.broadcast(call.given, objects_of_call(call.name, ())[0]),)
+
+
+class GroupWorld(StruckWorld):
     """One schedule of a group."""
 
+    # Its strikes are bound to times.
+    rows = False
+
     def __init__(self, seed: int, setup: Setup) -> None:
-        super().__init__(seed, replace(setup, iterations=1, phases="both", policy="shrink", min_nodes=1))
-        self.seed, self.diary = seed, Diary()
+        mix = setup.mix - {"stop", "program", "version"}
+        setup = replace(setup, iterations=1, phases="both", policy="shrink", min_nodes=1, mix=mix)
+        super().__init__(seed, setup)
+        self.diary = Diary()
         self.history.first = self.history.last = 0
-        # A strike that is bound to a phase of an iteration gets a time instead.
-        self.awaited = []
-        self.strikes = [
-            replace(strike, iteration=0, time=self.rng.uniform(0.0, 30.0))
-            for strike in self.strikes
-            if strike.kind not in ("stop", "program")
-        ]
-        self.taken_back_to, self.sessions_left = None, 0
+        self.sessions_left = 0
         self.odd_rate = self.rng.choice((0.0, 0.0, 0.0, 0.02)) if setup.mix else 0.0
 
-    def collective_of(self, row: tuple[int, int], generation: Generation, dice: Random) -> str:
+    def collective_of(self, row: tuple[int, int], ranks: tuple[int, ...], dice: Random) -> str:
         """The collective that all members call in a row; sometimes one of them calls another."""
         drawn = Random(f"row {self.seed} {row}") if dice.random() >= self.odd_rate else dice
-        src = drawn.choice(generation.ranks)
+        src = drawn.choice(ranks)
         return drawn.choice((BARRIER, GATHER, f"broadcast(src={src})"))
 
-    def new_process(self, rank: int, client: MountClient, trouble: Trouble) -> Process:
-        return GroupProcess(self, len(self.processes), rank, client, trouble)
+    def new_process(self, rank: int, client: MountClient) -> Start:
+        return GroupProcess(self, len(self.processes), rank, client)
 
     def over(self) -> bool:
         return {ended.code for ended in self.history.ended.values()} <= {0, 6}
@@ -304,7 +273,7 @@ def everybodys_values(diary: Diary) -> Iterator[str]:
     for end in diary.ends:
         if end.error:
             continue
-        calls, ranks, name = given[end.call.row], end.generation.ranks, end.call.name
+        calls, ranks, name = given[end.call.row], end.ranks, end.call.name
         for rank in ranks:
             other = calls.get(rank)
             if other is None or other.time > end.time:
@@ -318,7 +287,7 @@ def everybodys_values(diary: Diary) -> Iterator[str]:
         if len({calls[rank].name for rank in ranks}) > 1 and passed[end.call.row] == {*ranks}:
             yield f"all have passed {end.call.row}, although they made different calls"
             return
-        right = tuple(json.loads(calls[rank].given) for rank in senders)
+        right = tuple(calls[rank].given for rank in senders)
         if end.objects != right:
             yield f"node {end.call.rank} was given {end.objects} in {end.call.row}; it should be {right}"
 
@@ -331,19 +300,21 @@ def typed_ends(world: GroupWorld) -> Iterator[str]:
     for call in diary.calls:
         names[call.row].add(call.name)
     for end in diary.ends:
-        if end.error == "OutOfStep" and len(names[end.call.row]) < 2:
+        timed_out = isinstance(end.error, BarrierTimeout)
+        if isinstance(end.error, OutOfStep) and len(names[end.call.row]) < 2:
             yield f"node {end.call.rank} was told that others called something else in {end.call.row}; nobody did"
-        if end.error == "timed out" and len({*names[end.call.row]}) > 1 and not struck:
+        if timed_out and len(names[end.call.row]) > 1 and not struck:
             yield f"node {end.call.rank} was not told that others called something else in {end.call.row}"
-        if end.error == "timed out" and not struck and not world.history.caches:
+        if timed_out and not struck and not world.history.caches:
             yield f"node {end.call.rank} waited in vain in {end.call.row}"
 
 
 def lost_rightly(diary: Diary) -> Iterator[str]:
     """A member that leaves after a row is not lost for those that are still in it, however stale their listings are."""
-    last = {(rank, row[0]): row for _, rank, row in diary.farewells}
+    last = {(rank, row[0]): row for rank, row in diary.farewells}
     for end in diary.ends:
-        if end.error == "PeerLost" and end.left and end.about is not None:
-            passed = last.get((end.about, end.call.row[0]))
+        error = end.error
+        if isinstance(error, PeerLost) and "it left the group" in str(error):
+            passed = last.get((error.rank or 0, end.call.row[0]))
             if passed is not None and passed >= end.call.row:
-                yield f"node {end.call.rank} lost node {end.about} in {end.call.row}, which that one had passed"
+                yield f"node {end.call.rank} lost node {error.rank} in {end.call.row}, which that one had passed"

@@ -132,12 +132,11 @@ class ProcessEnd(NamedTuple):
 
 
 class Said(NamedTuple):
-    """A line of the transcript about the world, after event number `after`. `mark`: as in fsbarrier.sim.transcript."""
+    """A line of the transcript. `mark`: "!" for the world, "-" for one node, "=" for all nodes together."""
 
     time: float
-    text: str
-    after: int
     mark: str
+    text: str
 
 
 @dataclass
@@ -162,7 +161,10 @@ class History:
     spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     # split -> number of tasks of an iteration
     tasks: Mapping[str, int] = field(default_factory=dict)
+    # the lines of all journals
     events: list[JournalLine] = field(default_factory=list)
+    # the same, and what else happened, in order
+    told: list[JournalLine | Said] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
     # (rank, incarnation) -> when
     beats: dict[tuple[int, int], list[float]] = field(default_factory=dict)
@@ -173,26 +175,22 @@ class History:
     missing: list[Missing] = field(default_factory=list)
     removed: list[Removed] = field(default_factory=list)
     asked: list[Asked] = field(default_factory=list)
-    # generation -> number of its facts at the end
-    left: dict[int, int] = field(default_factory=dict)
     # process -> (time, rank)
     starts: dict[int, tuple[float, int]] = field(default_factory=dict)
     ended: dict[int, ProcessEnd] = field(default_factory=dict)
-    said: list[Said] = field(default_factory=list)
     faults: set[str] = field(default_factory=set)
-    # the generations with which an operator recovered the run
-    recovered: set[int] = field(default_factory=set)
     stopped_at: float | None = None
     # the processes that still wait at the end, and for what
     stuck: list[str] = field(default_factory=list)
     misses: dict[str, int] = field(default_factory=dict)
-    # host -> the times in which its mount showed nothing newer
-    old_views: dict[str, tuple[float, float]] = field(default_factory=dict)
-    operations: dict[str, int] = field(default_factory=dict)
     # whose filesystem failed, from when and until when
     outages: list[tuple[int, float, float]] = field(default_factory=list)
     # where this schedule's small files lie, which differs from process to process
     root: str = "/run"
+
+    def add(self, line: JournalLine) -> None:
+        self.events.append(line)
+        self.told.append(line)
 
     @cached_property
     def generations(self) -> dict[int, tuple[Write, Generation]]:

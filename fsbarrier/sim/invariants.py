@@ -8,20 +8,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.facts import Generation, Join, Payload, Record
-from fsbarrier.sim import fact_removal
-from fsbarrier.sim.false_death import i7_no_false_death
 from fsbarrier.sim.history import Done, History, Merged, Place
-from fsbarrier.sim.publication import published_too_late
+from fsbarrier.sim.published import no_fact_is_needed_after_its_removal, published_too_late
 from fsbarrier.sim.sessions import ended_by_an_old_start, finished, nothing_was_left, start_positions
 from fsbarrier.sim.settings import i16_the_same_settings
-from fsbarrier.sim.verdicts import gave_up_for_a_reason, i15_only_for_a_reason
-
-if TYPE_CHECKING:
-    from fsbarrier.sim.world import World
+from fsbarrier.sim.verdicts import gave_up_for_a_reason, i7_no_false_death, i15_only_for_a_reason
+from fsbarrier.sim.world import World
 
 NOTHING: Payload = {}
 NOBODY: Done = {}
@@ -109,9 +105,6 @@ def _adopted(history: History, read: Mapping[Place, Payload], times: Mapping[Pla
                 # A session with other phases may begin some iterations earlier. Only the last two decisions of a row are known then.
                 continue
             entry = record.decisions.get(name)
-            if number in history.recovered:
-                # An operator's recovery decided what holds from here.
-                break
             if entry is None or (
                 (entry["iteration"], entry["value"]) != (iteration, value)
                 and not _published(history, number - 1, name, entry, iteration)
@@ -237,7 +230,7 @@ def outcomes(world: World) -> Iterator[str]:
     allowed: set[int | None] = {0}
     if struck & {"crash", "power"}:
         allowed |= {None}
-    if struck & {"outage", "unfit"}:
+    if struck & {"outage"}:
         allowed |= {3}
     if "program" in struck:
         allowed |= {4}
@@ -337,39 +330,13 @@ def i11_no_wait_on_a_missing_name(history: History) -> Iterator[str]:
             yield f"{path} was opened {count} times while it did not exist"
 
 
-def budget(nodes: int) -> float:
-    """The limit of operations of a node in a row without faults, not counting the looks of its waits."""
-    return 3.75 + 0.2 / nodes
-
-
 def i14_the_same_code(history: History) -> Iterator[str]:
     """The members of a generation run the same code."""
     for number, (_, record) in history.generations.items():
-        if number in history.recovered:
-            continue
         joins = [history.joins[member.rank, member.incarnation].record for member in record.members]
         codes = {join.digest for join in joins if isinstance(join, Join)}
         if len(codes) > 1:
             yield f"the members of generation {number} run {len(codes)} kinds of code"
-
-
-def i12_operations(history: History) -> float:
-    """The average number of operations of a node in a row, without the listings of its waits.
-
-    It writes its fact (a temporary file and a rename, or one operation if only the name matters; the leader also links and unlinks),
-    reads the leader's, and removes its old one (in the first iteration it makes the directory instead).
-    """
-    cost = {
-        "make_dir": 1,
-        "put": 2,
-        "mark": 1,
-        "read": 1,
-        "create": 3,
-        "remove": 1,
-        "remove_dir": 1,
-    }
-    passages = len(history.passed)
-    return sum(count * cost[verb] for verb, count in history.operations.items()) / max(1, passages)
 
 
 ALL: dict[str, Callable[[History], Iterator[str]]] = {
@@ -382,8 +349,7 @@ ALL: dict[str, Callable[[History], Iterator[str]]] = {
     "I7": i7_no_false_death,
     "I8": i8_only_whole_records,
     "I9": i9_nothing_needed_is_removed,
-    "I9 facts": fact_removal.no_fact_is_needed_after_its_removal,
-    "I9 few": fact_removal.facts_stay_few,
+    "I9 facts": no_fact_is_needed_after_its_removal,
     "I11": i11_no_wait_on_a_missing_name,
     "I14": i14_the_same_code,
     "I16": i16_the_same_settings,

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.state import Node
 from fsbarrier.run.worker_program import program_name
 from fsbarrier.rundir.weights_copy import WeightsCopy
-from fsbarrier.sim.artifacts import WEIGHTS, PartFile
+from fsbarrier.sim.artifacts import WEIGHTS, PartFile, SimTorchrun
 from fsbarrier.sim.history import Merged, MergedGroup, Missing, Used
-from fsbarrier.sim.mishaps import failure_of_a_program
-
-if TYPE_CHECKING:
-    from fsbarrier.sim.work import SimHost
+from fsbarrier.sim.schedule import Schedule, SimThread, Start
 
 FOREVER = float("inf")
 Waiting = Generator[float, None, JsonObject]
@@ -29,23 +24,51 @@ GROUP_BYTES = 100
 POLL_S = 2.0
 # what a process says whose partner has gone
 PARTNER_GONE = "connection closed by peer"
+# what programs say when they fail
+FAILURES = ("the program ended with exit code 1", "out of memory", "cannot read the batch")
 
 
-@dataclass
-class SimTorchrun:
-    """A torchrun's job: it continues when all its nodes are there, and no node can finish it alone."""
+class Place:
+    """What a process's job and programs share."""
 
-    size: int
-    programs: dict[int, SimProgram] = field(default_factory=dict)
-    lost: bool = False
-    #: the weights that it makes
-    weights: str = ""
+    def __init__(self, process: Start) -> None:
+        self.process, self.world, self.artifacts = process, process.schedule, process.schedule.artifacts
+        #: the policy that the engines really serve
+        self.serving = ""
+        #: the node when its job began
+        self.node: Node | None = None
+        #: of the job
+        self.thread: SimThread | None = None
+
+    def sleep(self, seconds: float) -> None:
+        """The job waits."""
+        assert self.thread is not None
+        self.thread.sleep(seconds)
+
+    def wake(self) -> None:
+        """A program has ended, for which the job may wait."""
+        if self.thread is not None:
+            self.thread.wake()
+
+
+def failure_of_a_program(world: Schedule, rank: int, phase_name: str) -> tuple[float, str] | None:
+    """The fraction of its time after which a program fails, and its message; None if it succeeds."""
+    found, key = None, (rank, phase_name)
+    if world.failures.get(key, 0) > 0:
+        world.failures[key] -= 1
+        found = 0.5, FAILURES[0]
+    elif not world.healed and rank == world.draw.broken_node:
+        found = 0.1, "a library is missing"
+    elif not world.healed and world.rng.random() < world.draw.failure_rate:
+        found = world.rng.random(), world.rng.choice(FAILURES)
+    world.history.faults |= {"program"} if found else set()
+    return found
 
 
 class SimProgram:
     """A program with the methods of Child, and if its process stays for other jobs, of KeptProgram."""
 
-    def __init__(self, host: SimHost, name: str = "", *, stays: bool = False) -> None:
+    def __init__(self, host: Place, name: str = "", *, stays: bool = False) -> None:
         self.host, self.name, self._stays = host, name, stays
         self.alive, self.log_file = True, Path()
         self.meeting: SimTorchrun | None = None
@@ -135,7 +158,7 @@ class SimProgram:
                 self.host.world.after(wait, partial(self._advance, job))
 
     def _end(self, result: Payload) -> None:
-        if self.host.process.trouble.outage is not None:
+        if self.host.process.client.outage is not None:
             # torchrun has one exit code for all failures.
             code = 1 if "--nnodes" in self._argv else StoreError.exit_code
             self._fail(code, "the shared directory fails")
@@ -175,7 +198,7 @@ class SimProgram:
     def _rollout(self, spec: Payload) -> Waiting:
         artifacts, world = self.host.artifacts, self.host.world
         self._need(spec)
-        serving = self.host.engines.serving
+        serving = self.host.serving
         fresh = PartFile(spec["generation"], spec["iteration"], spec["split"], spec["policy"], serving)
         self._only_writer(spec["part"])
         part = artifacts.parts.setdefault(spec["part"], fresh)
@@ -249,7 +272,7 @@ class SimProgram:
         for wait in self._busy():
             yield wait / 2
         key = argv["--master-addr"], argv["--master-port"], spec["out"]
-        meeting = host.world.meetings.setdefault(key, SimTorchrun(int(argv["--nnodes"])))
+        meeting = host.artifacts.meetings.setdefault(key, SimTorchrun(int(argv["--nnodes"])))
         meeting.programs[int(argv["--node-rank"])] = self
         self.meeting = meeting
         if len(meeting.programs) == meeting.size and not meeting.lost:

@@ -21,17 +21,16 @@ from typing import cast
 
 from fsbarrier.errors import UsageError
 from fsbarrier.program import PHASE_NAMES
-from fsbarrier.protocol.state import Exit
 from fsbarrier.protocol.timing import BEAT_S
 from fsbarrier.settings.value_types import RlPhase
 from fsbarrier.sim import strikes
-from fsbarrier.sim.faults import Mishap, Strike, StrikeOnEntry
 from fsbarrier.sim.history import History
 from fsbarrier.sim.invariants import Violation, check
-from fsbarrier.sim.process import Process
+from fsbarrier.sim.schedule import Mishap
 from fsbarrier.sim.setup import FailurePolicy, Setup
 from fsbarrier.sim.store import Habits
-from fsbarrier.sim.world import World
+from fsbarrier.sim.strikes import StruckWorld
+from fsbarrier.sim.world import OnEntry, World
 
 _WHEN = re.compile(
     r"when (?:node (\d+)|any) enters (\w+)(?: of iteration (\d+))?(?:, ([\d.]+) s later)?: (.+)"
@@ -86,7 +85,7 @@ def _world(settings: dict[str, str]) -> World:
         habits=Habits(stale, float(settings.get("stale-content", stale)), stale),
         clocks=False,
     )
-    return World(int(settings.get("seed", "1")), setup)
+    return StruckWorld(int(settings.get("seed", "1")), setup)
 
 
 def _plan(world: World, line: str) -> None:
@@ -99,7 +98,7 @@ def _plan(world: World, line: str) -> None:
             raise UsageError(f"no phase {match[2]!r} in {line!r}")
         action = _counted(world, _action(world, match[5]))
         place = int(match[3] or 1), PHASE_NAMES.index(match[2])
-        world.awaited.append(StrikeOnEntry(rank, *place, float(match[4] or 0.0), action))
+        world.awaited.append(OnEntry(rank, *place, float(match[4] or 0.0), action))
     else:
         raise UsageError(f"not a line of a scenario: {line!r}")
 
@@ -119,7 +118,7 @@ def _action(world: World, text: str) -> Callable[[], None]:
     if text in ("ask to stop", "ask to stop at once"):
         return partial(strikes.ask_to_stop, world, now=text.endswith("once"))
     if text == "lose power":
-        return lambda: strikes.cut_power(world, [p for p in world.processes if p.up], again=False)
+        return lambda: strikes.cut_power(world, world.of(None), again=False)
     if match := re.fullmatch(r"(kill|start|end) (?:node (\d+)|all)", text):
         ranks = range(world.setup.nodes) if match[2] is None else range(int(match[2]), int(match[2]) + 1)
         verb = match[1]
@@ -133,7 +132,7 @@ def _action(world: World, text: str) -> Callable[[], None]:
     if match := re.fullmatch(r"let node (\d+) read no generation", text):
         return partial(strikes.hide, world, int(match[1]))
     if text == "mend what cannot be read":
-        return partial(strikes.mend, world)
+        return world.mend
     if match := re.fullmatch(r"(stop|freeze|hold) node (\d+)(?: at (\w+))? for ([\d.]+) s", text):
         verb, rank, at, seconds = match[1], int(match[2]), match[3] or "", float(match[4])
         return lambda: _hold(world, verb, rank, at, seconds)
@@ -141,35 +140,29 @@ def _action(world: World, text: str) -> Callable[[], None]:
         failures = {(int(match[1]), match[2]): int(match[3] or 1)}
         return lambda: world.failures.update(failures)
     if match := re.fullmatch(r"fill the disk of node (\d+) for ([\d.]+) s", text):
-        strike = Strike("outage", int(match[1]), 0.0, seconds=float(match[2]), whole=True)
-        return lambda: strikes.fail_disk(world, strike)
+        return partial(strikes.fail_disk, world, int(match[1]), float(match[2]), full=True)
     raise UsageError(f"not an action of a scenario: {text!r}")
-
-
-def _of(world: World, rank: int) -> list[Process]:
-    return [process for process in world.processes if process.up and process.rank == rank]
 
 
 def _do(world: World, verb: str, ranks: range) -> None:
     for rank in ranks:
         if verb == "start":
-            if _of(world, rank):
+            if world.of(rank):
                 world.history.faults.add("twin")
             world.start(rank, 0.0)
             continue
         world.history.faults.add("crash" if verb == "kill" else "leave")
-        for process in _of(world, rank):
+        for process in world.of(rank):
             if verb == "kill":
-                world.kill(process, "killed")
+                process.kill("killed")
             else:
-                process.loop.exit = Exit(143, "left", "stopped by SIGTERM")
-                world.finish(process)
+                process.signal()
 
 
 def _hold(world: World, verb: str, rank: int, at: str, seconds: float) -> None:
     world.history.faults.add("pause")
-    for process in _of(world, rank):
+    for process in world.of(rank):
         if verb == "hold" or at:
-            process.mishap = Mishap("block", 1, seconds=seconds, stopped=verb != "hold" or not at, verb=at)
+            process.mishap = Mishap("block", seconds=seconds, verb=at, stopped=verb != "hold")
         else:
-            world.pause(process, seconds, frozen=verb == "freeze")
+            process.pause(seconds, frozen=verb == "freeze")

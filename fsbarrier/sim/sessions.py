@@ -8,17 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from random import Random
+from typing import NamedTuple
 
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.facts import Generation, Position
+from fsbarrier.protocol.state import Rules
 from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.value_types import RlPhase
 from fsbarrier.sim.history import History
-
-if TYPE_CHECKING:
-    from fsbarrier.protocol.state import Rules
-    from fsbarrier.sim.world import World
 
 # the first row of the slice that updates, and the first closing row
 UPDATE, CLOSING = PHASE_NAMES.index("engine_stop"), PHASE_NAMES.index("engine_start")
@@ -33,17 +31,15 @@ class Session(NamedTuple):
     until: int
 
 
-def another(world: World) -> Session:
+def another(history: History, last: Session, now: float, rng: Random) -> Session:
     """The next session: what is left of the last one, or if that is finished, perhaps other phases, and perhaps an iteration more."""
-    last, dice = world.sessions[-1], world.later
     # A copy, because a history that is asked remembers its answers.
-    if not finished(replace(world.history), last):
-        return last._replace(time=world.now)
-    phases = dice.choice(OTHERS)
+    if not finished(replace(history), last):
+        return last._replace(time=now)
+    phases = rng.choice(OTHERS)
     # An iteration that nobody rolled out cannot be learned from. A run that only updates learns from another run.
     learns = phases == "update" and last.phases != "update"
-    more = 0 if learns else dice.choice((0, 1, 1))
-    return Session(world.now, phases, last.until + more)
+    return Session(now, phases, last.until + (0 if learns else rng.choice((0, 1, 1))))
 
 
 def finished(history: History, session: Session) -> bool:
@@ -79,7 +75,7 @@ def ended_by_an_old_start(history: History, sessions: Sequence[Session], waits_s
 def start_positions(history: History, rules: Rules) -> Iterator[str]:
     """A generation resumes where the one before it was, at most one row back, and then at that row's `resume`."""
     for number, (write, record) in sorted(history.generations.items()):
-        if number == 1 or number in history.recovered:
+        if number == 1:
             continue
         previous = history.generations.get(number - 1)
         if previous is None:

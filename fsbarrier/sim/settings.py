@@ -31,27 +31,30 @@ class CommandLines:
     """The settings on command lines. Every second later start of node 0 names another value; sometimes another node's start names one,
     right or wrong. Where others are at work, such a start is refused."""
 
-    def __init__(self, seed: int, history: History, settings: Settings) -> None:
-        self._dice, self._history, self._settings = Random(f"settings {seed}"), history, settings
+    def __init__(self, seed: int | None, history: History, settings: Settings) -> None:
+        """`seed` None: no command line names a setting."""
+        self._dice = Random(f"settings {seed}") if seed is not None else None
+        self._history, self._settings = history, settings
         self._typed = [FIRST_LR]
 
     def of(self, rank: int, *, again: bool) -> Payload:
         """The settings of a node's next start."""
-        if not again or self._dice.random() >= (0.5 if rank == MASTER else 0.1):
+        dice = self._dice
+        if dice is None or not again or dice.random() >= (0.5 if rank == MASTER else 0.1):
             return {}
         self._history.faults.add("settings")
         if rank != MASTER:
-            typed = self._dice.choice(self._typed)
-            return self._dice.choice(({CHANGED: typed}, {CHANGED: typed}, *OTHERS))
-        if self._dice.random() < 0.3:
-            return self._other_size()
+            typed = dice.choice(self._typed)
+            return dice.choice(({CHANGED: typed}, {CHANGED: typed}, *OTHERS))
+        if dice.random() < 0.3:
+            return self._other_size(dice)
         self._typed.append(float(len(self._typed)))
         return {CHANGED: self._typed[-1]}
 
-    def _other_size(self) -> Payload:
+    def _other_size(self, dice: Random) -> Payload:
         """A run with one node less, or with all that it began with. The last node ends then, or may come again."""
         most = self._settings.num_nodes
-        size = max(self._settings.min_nodes, self._dice.choice((most - 1, most - 1, most)), 1)
+        size = max(self._settings.min_nodes, dice.choice((most - 1, most - 1, most)), 1)
         return {"num_nodes": size, "rank_weights": [1.0] * size}
 
 
@@ -61,7 +64,7 @@ def i16_the_same_settings(history: History) -> Iterator[str]:
     before: Generation | None = None
     for number, (_, record) in sorted(history.generations.items()):
         known = before.settings if before is not None else {}
-        if number not in history.recovered and record.reason not in STARTS and record.settings != known:
+        if record.reason not in STARTS and record.settings != known:
             yield f"generation {number} has not the settings of the one before it"
         if record.verdict is None:
             yield from _contradictions(history, record, known)

@@ -1,18 +1,20 @@
-"""The setup of a schedule: nodes, faults, settings, and foreign files in its directories."""
+"""The setup of a schedule, and what is drawn from its seed: settings, timeouts, mounts and how often what fails."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Literal, NamedTuple, cast
 
+from fsbarrier.coordination.paces import Paces, make_paces
 from fsbarrier.coordination.run_rules import make_rules
+from fsbarrier.errors import UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.program import Program
-from fsbarrier.protocol.codec import encode
-from fsbarrier.protocol.facts import Join, Payload
+from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Rules
 from fsbarrier.protocol.timing import BEAT_S
@@ -26,10 +28,31 @@ from fsbarrier.settings.sections import (
     UpdateSettings,
 )
 from fsbarrier.settings.value_types import RlPhase
-from fsbarrier.sim import faults
-from fsbarrier.sim.disk import Disk, SimPath
-from fsbarrier.sim.store import Habits
+from fsbarrier.sim.disk import SimPath
+from fsbarrier.sim.store import Habits, ReadFaults
 
+#: the kinds of faults: name -> description, for `fsbarrier simulate --help`
+KINDS = {
+    "stale": "listings, contents and absences are remembered by each host for seconds; equal modification times hide changes",
+    "lost": "an operation is done, and an error returned",
+    "errors": "an operation fails once with ESTALE or EIO",
+    "garbled": "a read gives part of a new content and part of an old one",
+    "handles": "a host cannot read a file that is there (ESTALE), for a moment or for up to 40 s",
+    "outage": "every operation of a node fails for a while (EIO), or every write (ENOSPC)",
+    "slow": "an operation of a node, or the end of its work, hangs for a while, and soon its heartbeats stop",
+    "crash": "a node's processes are killed, also between two operations; it is started again, or not",
+    "power": "a host, or all of them at once, loses power: what was not flushed may be lost or torn",
+    "pause": "a node is stopped (SIGSTOP, or its whole host) and wakes up later, maybe after it was given up",
+    "leave": "a node is ended by a signal",
+    "twin": "a node is started a second time elsewhere while the first one lives",
+    "program": "a phase's program fails",
+    "stop": "an operator asks the run to end, at the next safe point or at once",
+    "unreadable": "records are damaged, or of a foreign format, or one host can read no generation's, until that is mended",
+    "version": "a node is started again with other code than the others'",
+    "junk": "files that are not ours, and torn ones, lie in every directory of the protocol",
+    "winners": "an exclusive create that two clients win: the class that must be refused (only on demand)",
+}
+USUAL = frozenset(KINDS) - {"winners"}
 #: the setting that later starts change; its first value, and those of settings that nobody may change
 CHANGED = "optimizer.lr"
 FIRST_LR = 0.5
@@ -40,14 +63,30 @@ PATHS = RunPaths(cast(Path, ROOT))
 HASTY_S = 4.0
 
 FailurePolicy = Literal["shrink", "wait", "abort"]
+Split = Literal["train-only", "eval-only"] | None
 #: what a schedule draws its phases, its policy and its refills from
 PHASES: tuple[RlPhase, ...] = ("both", "both", "both", "rollout", "update")
 POLICIES: tuple[FailurePolicy, ...] = ("shrink", "shrink", "shrink", "shrink", "wait", "wait", "abort")
 REFILLS = (0, 0, 0, 0, 0, 1, 2)
-SPLITS: tuple[Literal["train-only", "eval-only"] | None, ...] = (None, None, "train-only", "eval-only")
+SPLITS: tuple[Split, ...] = (None, None, "train-only", "eval-only")
 ITERATIONS = (1, 1, 1, 1, 2, 3)
 #: how many iterations a generation lasts
 LONGEST = (1, 1, 2, 100)
+#: durations of programs
+LENGTHS = ((0.02, 0.05, 0.2), (0.02, 0.05, 0.2), (0.1, 0.2, 1.0), (0.02, 0.05, 0.1, 0.1, 0.1, 9.0))
+
+
+def parse_mix(text: str) -> frozenset[str]:
+    """Parse `all`, `none`, or names of KINDS separated by commas. Raises UsageError."""
+    if text in ("all", "none"):
+        return USUAL if text == "all" else frozenset()
+    names = frozenset(name.strip() for name in text.split(","))
+    unknown = sorted(names - KINDS.keys())
+    if unknown:
+        raise UsageError(
+            f"--faults {text}: unknown {', '.join(unknown)}; there are all, none, {', '.join(KINDS)}"
+        )
+    return names
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +96,7 @@ class Setup:
     nodes: int = 3
     #: 0: drawn
     iterations: int = 1
-    mix: frozenset[str] = faults.USUAL
+    mix: frozenset[str] = USUAL
     policy: FailurePolicy | None = None
     min_nodes: int | None = None
     phases: RlPhase | None = None
@@ -86,7 +125,7 @@ class Choice(NamedTuple):
     """What users choose for a run, beside its phases and nodes. The values here are those that ship."""
 
     eval_interval: int = Settings().eval_interval
-    split: Literal["train-only", "eval-only"] | None = None
+    split: Split = None
     refills: int = 0
     recency: int = UpdateSettings().recency
     trainer_kept: Literal["auto", "process", "nothing"] = "auto"
@@ -94,18 +133,18 @@ class Choice(NamedTuple):
     trajectories_kept: int = 0
 
 
-def draw_choice(dice: Random, phases: RlPhase) -> Choice:
+def draw_choice(rng: Random, phases: RlPhase) -> Choice:
     """Every fourth run has what ships."""
-    if dice.random() < 0.25:
+    if rng.random() < 0.25:
         return Choice()
     return Choice(
-        dice.choice((0, 1, 2, 5)),
-        dice.choice(SPLITS) if phases == "rollout" else None,
-        dice.choice(REFILLS),
-        dice.choice((1, 2, 2)),
-        dice.choice(("auto", "process", "nothing")),
-        dice.choice((1, 2, 3)),
-        dice.choice((0, 0, 1, 2)),
+        rng.choice((0, 1, 2, 5)),
+        rng.choice(SPLITS) if phases == "rollout" else None,
+        rng.choice(REFILLS),
+        rng.choice((1, 2, 2)),
+        rng.choice(("auto", "process", "nothing")),
+        rng.choice((1, 2, 3)),
+        rng.choice((0, 0, 1, 2)),
     )
 
 
@@ -131,39 +170,69 @@ def settings_and_rules(
     return settings, make_rules(settings, program())
 
 
-def draw_rules(seed: int, setup: Setup, rng: Random, dice: Random, beat_s: float) -> tuple[Settings, Rules]:
-    """Draw the settings and the rules of one schedule."""
-    policy = rng.choice(POLICIES) if setup.policy is None else setup.policy
-    phases = rng.choice(PHASES) if setup.phases is None else setup.phases
-    limits = _draw_limits(setup, dice, Random(f"last call {seed}"))
-    limits = replace(limits, stagger_s=limits.stagger_s * beat_s / BEAT_S)
-    min_nodes = setup.min_nodes or rng.choice((1, 1, 1, min(2, setup.nodes)))
-    chosen = (
-        draw_choice(Random(f"chosen {seed}"), phases) if setup.mix else Choice(eval_interval=2, recency=2)
-    )
-    settings, rules = settings_and_rules(setup.nodes, phases, policy, min_nodes, chosen)
-    longest = Random(f"longest {seed}").choice(LONGEST) if setup.mix else rules.longest
-    return settings, replace(rules, limits=limits, longest=longest)
+class Draw:
+    """All that is drawn for one schedule before it begins. Without faults only what no setup says is drawn."""
 
+    def __init__(self, seed: int, setup: Setup) -> None:
+        rng = self.rng = Random(seed)
+        #: of the processes' clocks, which must change nothing else
+        self.clocks = Random(f"clocks {seed}")
+        setup = self.setup = replace(setup, iterations=setup.iterations or rng.choice(ITERATIONS))
+        mix, faulty = setup.mix, bool(setup.mix)
+        self.beat_s = setup.beat_s or rng.choice((BEAT_S, 3.0, 4.0))
+        phases = rng.choice(PHASES) if setup.phases is None else setup.phases
+        chosen = draw_choice(rng, phases) if faulty else Choice(eval_interval=2, recency=2)
+        policy = setup.policy or rng.choice(POLICIES)
+        min_nodes = setup.min_nodes or rng.choice((1, 1, 1, min(2, setup.nodes)))
+        self.settings, rules = settings_and_rules(setup.nodes, phases, policy, min_nodes, chosen)
+        longest = rng.choice(LONGEST) if faulty else rules.longest
+        self.rules = replace(rules, limits=self._limits(), longest=longest)
+        usual = make_paces(self.settings.with_values({"coordination.beat_s": self.beat_s}))
+        self.paces: Paces = replace(usual, dead_s=setup.limits.dead_s, outage_s=setup.outage_s, eager=3.0)
+        self.lengths: tuple[float, ...] = setup.lengths or rng.choice(LENGTHS)
+        self._draw_mounts(mix)
+        #: of one operation of a node
+        self.error_rate = rng.choice((0.0, 0.0, 0.002, 0.01))
+        self.errors = [how for how, kind in (("lost", "lost"), ("error", "errors")) if kind in mix]
+        self.error_rate *= bool(self.errors)
+        programs = "program" in mix
+        #: of one program, and a node where none works
+        self.failure_rate = rng.choice((0.0, 0.0, 0.0, 0.01, 0.08)) * programs
+        self.broken_node = rng.randrange(setup.nodes) if programs and rng.random() < 0.1 else None
+        #: how often the nodes of a session will not fit together
+        self.refusals = int(programs and rng.random() < 0.03)
+        #: verifying a checkpoint takes as long as a program
+        self.slow_checks = faulty and rng.random() < 0.5
+        #: each node keeps a copy of the newest weights
+        self.copies_weights = rng.random() < 0.3
+        #: how often all are started again after the run has ended
+        self.sessions = int(faulty and chosen.split is None and rng.random() < 0.12)
 
-def _draw_limits(setup: Setup, dice: Random, calls: Random) -> Limits:
-    """The timeouts of one schedule. With faults, sessions sometimes begin before all nodes are there."""
-    # A session may begin while members of the last one are still suspended.
-    join_s = HASTY_S if setup.mix and dice.random() < 0.15 else setup.limits.join_timeout_s
-    # A run with a range of nodes, some of which join later.
-    last_call_s = calls.choice((0.0, 2.0, 10.0)) if setup.mix and calls.random() < 0.15 else None
-    return replace(setup.limits, join_timeout_s=join_s, last_call_s=last_call_s)
+    def _limits(self) -> Limits:
+        """With faults, sessions sometimes begin before all nodes are there."""
+        rng, limits, faulty = self.rng, self.setup.limits, bool(self.setup.mix)
+        # A session may begin while members of the last one are still suspended.
+        join_s = HASTY_S if faulty and rng.random() < 0.15 else limits.join_timeout_s
+        # A run with a range of nodes, some of which join later.
+        last_call_s = rng.choice((0.0, 2.0, 10.0)) if faulty and rng.random() < 0.15 else None
+        stagger_s = limits.stagger_s * self.beat_s / BEAT_S
+        return replace(limits, join_timeout_s=join_s, last_call_s=last_call_s, stagger_s=stagger_s)
 
-
-def litter(disk: Disk, rng: Random) -> None:
-    """Put foreign and torn files into the directories."""
-    coordination = ROOT / "coordination"
-    torn = encode(Join(0, 99, "?", 1, "?"))[:40]
-    disk.junk(coordination / "joins", "node-0000.inc-0099.json", torn)
-    disk.junk(coordination / "joins", ".nfs0000000000a1", b"")
-    disk.junk(coordination / "generations", "gen-000001.json.swp", b"\0" * 64)
-    disk.junk(coordination / "generations", "lost+found", b"")
-    disk.junk(coordination / "beats", "node-0001.inc-0001.json~", b"x")
-    disk.junk(coordination / "beats", "node-0000.inc-0099.json", rng.randbytes(32))
-    disk.junk(coordination / "stops", "000001.json", b"")
-    disk.junk(coordination / "gen-000001" / "p99-somebodys", "notes", b"x")
+    def _draw_mounts(self, mix: Collection[str]) -> None:
+        rng, self.habits, self.coarse_s = self.rng, Habits(), 0.0
+        if "stale" in mix and rng.random() < 0.6:
+            self.coarse_s = rng.choice((0.0, 0.0, 0.01, 1.0))
+            self.habits = Habits(
+                # An NFS client may cache a listing for a minute.
+                listing_s=rng.choice((0.0, 0.5, 1.0, 3.0, rng.choice((3.0, 60.0)))),
+                content_s=rng.choice((0.0, 0.5, 1.0, 2.0)),
+                absence_s=rng.choice((0.0, 3.0, 30.0)),
+                listing_frees=rng.random() < 0.7,
+            )
+        self.habits = self.setup.habits or self.habits
+        garbled = rng.choice((0.0, 0.0, 0.02, 0.2)) if "garbled" in mix else 0.0
+        handles = rng.choice((0.0, 0.0, 0.001, 0.01)) if "handles" in mix else 0.0
+        self.reads = ReadFaults(rng, garbled, handles)
+        self.order = rng.randrange(3)
+        #: records are on the disk as bytes, not as the objects that were written
+        self.in_bytes = rng.random() < 0.15

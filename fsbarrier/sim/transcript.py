@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.facts import Generation
-from fsbarrier.sim.history import History, JournalLine, Place, place_of
+from fsbarrier.sim.history import History, JournalLine, Place, Said, place_of
 from fsbarrier.sim.invariants import Violation
 
 WIDTH = 150
 
 
-class Line(NamedTuple):
-    """`mark`: "!" for the world, "-" for one node, "=" for all nodes together."""
-
-    time: float
-    mark: str
-    text: str
-
-
 def transcript(history: History, *, every_row: bool = False) -> str:
     """The whole transcript. `every_row`: one line for each row, even if nothing happens in between."""
-    lines: list[Line] = []
-    said = iter([*history.said, None])
-    following = next(said)
-    for number, line in enumerate([*_events(history.events), None]):
-        while following is not None and (line is None or following.after <= number):
-            lines.append(Line(following.time, following.mark, following.text))
-            following = next(said)
-        if line is not None and line.text:
-            lines.append(line)
+    lines = [line for line in _lines(history.told) if line.text]
     lines = [line._replace(text=line.text.replace(history.root, "/run")) for line in lines]
     return "\n".join(_rendered(lines if every_row else _joined(lines))) + "\n"
 
@@ -41,11 +24,14 @@ def violations(found: Iterable[Violation]) -> str:
     return "".join(f"{violation.number}: {violation.what}\n" for violation in found)
 
 
-def _events(events: list[JournalLine]) -> Iterator[Line]:
+def _lines(told: Iterable[JournalLine | Said]) -> Iterator[Said]:
     """One line for each event; without text if it is not interesting."""
     passed: set[Place] = set()
     begun: set[int] = set()
-    for event in events:
+    for event in told:
+        if isinstance(event, Said):
+            yield event
+            continue
         node, text, mark = event.node, "", "-"
         who = f"node {node.rank}"
         match event.event:
@@ -75,7 +61,7 @@ def _events(events: list[JournalLine]) -> Iterator[Line]:
                 text = f"{who} seals generation {number}; the run goes on at iteration {iteration}, {_row(phase)}"
             case "left_generation":
                 text = f"{who} is not in generation {event.fields['newest']}; it joins again"
-        yield Line(event.time, mark, text)
+        yield Said(event.time, mark, text)
 
 
 def _generation(generation: Generation) -> str:
@@ -88,9 +74,9 @@ def _row(phase: int) -> str:
     return f"{phase:02d} {PHASE_NAMES[phase]}"
 
 
-def _joined(lines: list[Line]) -> Iterator[Line]:
+def _joined(lines: list[Said]) -> Iterator[Said]:
     """Join consecutive rows with nothing in between into one line."""
-    held: list[Line] = []
+    held: list[Said] = []
     for line in lines:
         if line.text.startswith("passed: "):
             held.append(line)
@@ -101,16 +87,16 @@ def _joined(lines: list[Line]) -> Iterator[Line]:
     yield from _run_of_rows(held)
 
 
-def _run_of_rows(held: list[Line]) -> Iterator[Line]:
+def _run_of_rows(held: list[Said]) -> Iterator[Said]:
     if len(held) > 1:
         first, last = held[0].text.removeprefix("passed: "), held[-1].text.removeprefix("passed: ")
         same = first.partition(",")[0] == last.partition(",")[0]
-        yield Line(held[-1].time, "=", f"passed: {first} to {last.partition(', ')[2] if same else last}")
+        yield Said(held[-1].time, "=", f"passed: {first} to {last.partition(', ')[2] if same else last}")
     else:
         yield from held
 
 
-def _rendered(lines: Iterable[Line]) -> Iterator[str]:
+def _rendered(lines: Iterable[Said]) -> Iterator[str]:
     for line in lines:
         first, *rest = line.text.splitlines() or [""]
         text = first if len(first) <= WIDTH else first[: WIDTH - 3] + "..."

@@ -1,25 +1,59 @@
-"""The invariant of how a run begins and ends (I15), by the settings, the requests to stop and the failed programs."""
+"""What nodes conclude: that another is dead (I7), and how a run begins and ends (I15), by the settings, the requests to stop and the
+failed programs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from fsbarrier.protocol.facts import Fact, Generation, StopRequest
+from fsbarrier.protocol.state import Rules
 from fsbarrier.protocol.succession import STARTS
 from fsbarrier.sim.history import History, row_of
+from fsbarrier.sim.world import World
 
-if TYPE_CHECKING:
-    from fsbarrier.protocol.state import Rules
-    from fsbarrier.sim.world import World
+
+def i7_no_false_death(history: History) -> Iterator[str]:
+    """A live node is declared dead only after `dead_s` without a heartbeat that the other node could see.
+
+    The newest heartbeats do not count, since the mount may still hide them.
+    """
+    # A look that was delayed may count up to `blind_s` of silence too much.
+    held = history.faults & {"slow", "pause"}
+    least = history.dead_s - (history.blind_s if held else 0.0) - 0.1
+    for event in history.events:
+        if event.event != "node_lost":
+            continue
+        generation = event.node.generation
+        assert generation is not None
+        for lost in event.fields["lost"]:
+            incarnation = generation.incarnation_of(lost["node_rank"])
+            # Another node has found this loss, and its own event is checked.
+            found_by_another = lost["why"].startswith("found by")
+            if found_by_another or "no heartbeat" not in lost["why"] or incarnation is None:
+                continue
+            ended = history.ended.get(_process_of(lost["node_rank"], incarnation, history))
+            if ended is not None and ended.time <= event.began:
+                continue
+            beats = history.beats.get((lost["node_rank"], incarnation), ())
+            until = event.began - history.hidden_s
+            seen = [time for time in beats if time <= until]
+            silent = event.began - max(seen, default=history.starts[event.process][0])
+            if silent < least:
+                yield f"node {event.node.rank} took node {lost['node_rank']} for dead after {silent:.1f} s of silence"
+
+
+def _process_of(rank: int, incarnation: int, history: History) -> int:
+    """The last process with this rank and incarnation; -1 if there is none."""
+    for event in reversed(history.events):
+        if event.node.rank == rank and event.node.incarnation == incarnation:
+            return event.process
+    return -1
 
 
 def i15_only_for_a_reason(world: World) -> Iterator[str]:
     """A generation has as many members as the settings require, and a verdict has a recorded reason."""
     history, rules = world.history, world.rules
     for number, (made, record) in history.generations.items():
-        if number in history.recovered:
-            continue
         yield from _dismissed_wrongly(history, rules, record, made.time)
         if record.verdict is None:
             yield from _too_small(history, rules, record)
@@ -115,13 +149,9 @@ def gave_up_for_a_reason(world: World) -> Iterator[str]:
     for ended in history.ended.values():
         if ended.code != 3 or ("cannot be read" in ended.why and struck & {"unreadable", "handles"}):
             continue
-        if "temporary folder" in ended.why and "unfit" in struck:
-            continue
-        joined = (
-            "has failed for" in ended.why or "cannot begin" in ended.why or "shared directory" in ended.why
-        )
-        least = 0.98 * world.paces.outage_s if joined else 1.4
+        # A start does not wait for a disk that is full.
+        least = 0.0 if "cannot join" in ended.why else 0.98 * world.draw.paces.outage_s
         own = [(begin, end) for rank, begin, end in history.outages if rank == ended.rank]
         lasted = any(begin + least <= ended.time for begin, _ in own)
-        if not lasted or not any(ended.time <= end + 3 * world.beat_s for _, end in own):
+        if not lasted or not any(ended.time <= end + 3 * world.draw.beat_s for _, end in own):
             yield f"node {ended.rank} ended at {ended.time:.1f} s, with its filesystem's outages {own}: {ended.why}"

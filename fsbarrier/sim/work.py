@@ -9,8 +9,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
+from fsbarrier.coordination.observer import Observer
 from fsbarrier.engine.engine import EngineInfo
 from fsbarrier.engine.replicas import Replicas
 from fsbarrier.errors import ProgramFailed
@@ -26,15 +27,10 @@ from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.runrecord import RunRecord, TaskSource
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.sim.disk import SimPath
-from fsbarrier.sim.faults import Crash, Livelock
 from fsbarrier.sim.history import Published, Served
-from fsbarrier.sim.interruptible import InterruptibleCall
-from fsbarrier.sim.programs import GROUP_BYTES, SimProgram
-from fsbarrier.sim.setup import PATHS
-
-if TYPE_CHECKING:
-    from fsbarrier.sim.process import Process
-    from fsbarrier.sim.world import World
+from fsbarrier.sim.programs import GROUP_BYTES, Place, SimProgram
+from fsbarrier.sim.schedule import Crash, Start
+from fsbarrier.sim.setup import PATHS, program
 
 T = TypeVar("T")
 
@@ -46,80 +42,41 @@ TASKS: dict[str, TaskSource] = {
 LAST_WAITS = 1000
 
 
-class SimThread:
-    """A job's thread. It runs when nothing else does, and parks while it waits."""
+class JobThread:
+    """A job's thread."""
 
     def __init__(self, host: SimHost, call: Callable[[], None]) -> None:
-        self._host, self._done, self._crashed, self._waits = host, False, False, 0
-        self._call = InterruptibleCall(partial(self._guarded, call))
-        self._wake_after(host.world.short())
-
-    def _guarded(self, call: Callable[[], None]) -> str:
-        try:
-            call()
-        except Crash:
-            self._crashed = True
-        return ""
-
-    def sleep(self, seconds: float) -> None:
-        """Called by the job: wait, perhaps not so long."""
-        self._wake_after(seconds)
-        self._call.park()
-
-    def wake(self) -> None:
-        """End the wait."""
-        self._wake_after(0.0)
-
-    def _wake_after(self, seconds: float) -> None:
-        self._waits += 1
-        self._host.world.after(seconds, partial(self._woken, self._waits))
-
-    def _woken(self, wait: int) -> None:
-        process = self._host.process
-        if self._done or wait != self._waits or not process.up:
-            return
-        if process.paused:
-            process.deferred.append(partial(self._woken, wait))
-        else:
-            process.client.done = 0
-            self._run()
-
-    def _run(self) -> None:
-        self._done = self._call.go_on()
-        self._host.take_note_of_what_is_public()
+        self._host, self.thread = host, host.process.thread(call)
 
     def join(self, timeout: float) -> None:
         """Let the cancelled job run to its end."""
-        if not self._done:
-            self._host.process.trouble.cancelling()
+        thread = self.thread
+        if not thread.done:
+            self._host.process.operation("cancel", "")
         for _ in range(LAST_WAITS):
-            if self._done:
+            if thread.done:
                 break
-            self._run()
+            thread.run()
         else:
-            raise Livelock("a cancelled job does not end")
-        if self._crashed:
+            self._host.world.history.stuck.append("a cancelled job does not end")
+            raise Crash
+        if thread.crashed:
             raise Crash
 
     def is_alive(self) -> bool:
-        return not self._done
-
-    def kill(self) -> None:
-        if not self._done:
-            self._call.kill()
-            self._done = True
+        return not self.thread.done
 
 
 class SimFlag(threading.Event):
-    """A flag for which a job waits in virtual time."""
+    """A flag for which a thread waits in virtual time."""
 
-    def __init__(self, host: SimHost) -> None:
+    def __init__(self, sleep: Callable[[float], None]) -> None:
         super().__init__()
-        self._host = host
+        self._sleep = sleep
 
     def wait(self, timeout: float | None = None) -> bool:
         if not self.is_set():
-            self._host.sleep(timeout or 0.0)
+            self._sleep(timeout or 0.0)
         return self.is_set()
 
 
@@ -128,8 +85,6 @@ class SimEngines:
 
     def __init__(self, host: SimHost) -> None:
         self._host = host
-        #: the policy that they really serve
-        self.serving = ""
 
     def ensure(
         self,
@@ -144,7 +99,8 @@ class SimEngines:
         if cancel.wait(world.length() / 4):
             raise ProgramFailed("cancelled")
         wanted = self._host.artifacts.policy_in(weights) if policy_version else "start"
-        action, self.serving = "kept" if wanted == self.serving else "reloaded", wanted
+        action = "kept" if wanted == self._host.serving else "reloaded"
+        self._host.serving = wanted
         return [EngineInfo("", "", f"on node {rank}", policy_version, 0, 0.0, action)]
 
     def release(self, *, cancel: threading.Event) -> JsonObject:
@@ -155,29 +111,26 @@ class SimEngines:
         return ""
 
     def stop(self) -> None:
-        self.serving = ""
+        self._host.serving = ""
 
 
-class SimHost(Surroundings):
+class SimHost(Place, Surroundings):
     """A process's host, as its work sees it."""
-
-    def __init__(self, world: World, process: Process) -> None:
-        self.world, self.process, self.artifacts = world, process, world.artifacts
-        self.engines = SimEngines(self)
-        # the node when its job began
-        self.node: Node | None = None
-        self._thread: SimThread | None = None
-        self._programs: list[SimProgram] = []
 
     def now(self) -> float:
         return self.process.clock
 
     def flag(self) -> threading.Event:
-        return SimFlag(self)
+        return SimFlag(self.sleep)
 
-    def call_in_background(self, call: Callable[[], None]) -> SimThread:
-        self._thread = SimThread(self, call)
-        return self._thread
+    def call_in_background(self, call: Callable[[], None]) -> JobThread:
+        def run() -> None:
+            call()
+            self.take_note_of_what_is_public()
+
+        made = JobThread(self, run)
+        self.thread = made.thread
+        return made
 
     def start(
         self,
@@ -203,26 +156,13 @@ class SimHost(Surroundings):
         return list(addresses)
 
     def _program(self, name: str = "", *, stays: bool = False) -> SimProgram:
-        self._programs = [one for one in self._programs if one.alive]
-        self._programs.append(SimProgram(self, name, stays=stays))
-        return self._programs[-1]
+        program, process = SimProgram(self, name, stays=stays), self.process
+        process.programs = [*(one for one in process.programs if one.alive), program]
+        return program
 
     def sleep(self, seconds: float) -> None:
-        """The job waits."""
-        assert self._thread is not None
-        self._thread.sleep(seconds)
-
-    def wake(self) -> None:
-        """A program has ended, for which the job may wait."""
-        if self._thread is not None and self._thread.is_alive():
-            self._thread.wake()
-
-    def kill(self) -> None:
-        """The node is killed; the guards end its programs."""
-        for program in self._programs:
-            program.stop()
-        if self._thread is not None:
-            self._thread.kill()
+        self.take_note_of_what_is_public()
+        super().sleep(seconds)
 
     def take_note_of_what_is_public(self) -> None:
         """A job has run for a moment: note what it has published meanwhile."""
@@ -267,37 +207,35 @@ class SimWorkplace(Workplace):
     def patiently(self, job: RowJob, ask: Callable[[], T]) -> T:
         world = self.host.world
         if world.rng.random() < 0.3:
-            self.host.sleep(world.length() / 2 if world.slow_checks else world.short())
+            self.host.sleep(world.length() / 2 if world.draw.slow_checks else world.short())
         if job.cancel.is_set():
             raise Cancelled
         return super().patiently(job, ask)
 
 
-def make_work(world: World, process: Process) -> JobRunner:
+def make_work(process: Start, observer: Observer, wake: Callable[[], None]) -> JobRunner:
     """The real runner of a process's work."""
-    host, folder, copies = SimHost(world, process), world.artifacts.root / f"p{process.number}", None
-    if process.number == world.unfit:
-        # It cannot write where its programs are told what to do.
-        world.history.faults.add("unfit")
-        folder.write_text("")
-    elif world.copies_weights:
+    host, world = SimHost(process), process.schedule
+    draw, root, copies = world.draw, world.artifacts.root, None
+    folder = root / f"p{process.number}"
+    if draw.copies_weights:
         copies = WeightsCopy(folder / "weights")
         copies.folder.mkdir(parents=True)
     place = SimWorkplace(
-        engines=cast(Replicas, host.engines),
+        engines=cast(Replicas, SimEngines(host)),
         work_dir=folder,
         log_dir=folder / "logs",
-        log_path=world.artifacts.root,
-        stall_timeout_s=world.settings.coordination.stall_timeout_s,
-        outage_s=world.paces.outage_s,
+        log_path=root,
+        stall_timeout_s=draw.settings.coordination.stall_timeout_s,
+        outage_s=draw.paces.outage_s,
         weights=copies,
         host=host,
     )
-    record = RunRecord("sim", "", "", "", world.settings, "", TASKS, "/model", log_path=world.artifacts.root)
+    record = RunRecord("sim", "", "", "", draw.settings, "", TASKS, "/model", log_path=root)
     make = ContextMaker(
         record,
-        world.program,
-        process.observer,
+        program(),
+        observer,
         parts_of=partial(_inventory, host),
         claims_unsafe=lambda: "",
         accelerators=0,
@@ -309,7 +247,7 @@ def make_work(world: World, process: Process) -> JobRunner:
         host.node = node
         return make(node)
 
-    return JobRunner(make_context, place, lambda: process.wake(world.now + world.short()))
+    return JobRunner(make_context, place, wake)
 
 
 def _inventory(host: SimHost, split: str, iteration: int) -> tuple[PartOnDisk, ...]:

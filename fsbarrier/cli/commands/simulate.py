@@ -10,8 +10,7 @@ from fsbarrier.cli.commands import flags
 from fsbarrier.errors import EXIT_INTERNAL, UsageError
 from fsbarrier.protocol.wording import counted
 from fsbarrier.sim.campaign import SeedVerdict, campaign, make_world, violations_in
-from fsbarrier.sim.faults import KINDS, parse_mix
-from fsbarrier.sim.setup import Setup
+from fsbarrier.sim.setup import KINDS, Setup, parse_mix
 from fsbarrier.sim.transcript import transcript, violations
 
 SUMMARY = "Run the real protocol code under injected faults, in virtual time: one schedule per seed, checked against the invariants."
@@ -80,7 +79,7 @@ def _trace(seed: int, setup: Setup) -> int:
     print(
         f"seed {seed}: {counted(setup.nodes, 'node')}, --on-node-failure {rules.on_node_failure}, --min-nodes {rules.min_nodes}"
     )
-    print(f"mounts: {world.habits}; directory times in steps of {world.disk.coarse_s:g} s")
+    print(f"mounts: {world.draw.habits}; directory times in steps of {world.disk.coarse_s:g} s")
     print(transcript(history, every_row=True), end="")
     print(violations(found) or "every invariant held")
     return EXIT_INTERNAL if found else 0

@@ -1,13 +1,27 @@
-"""Invariants of the removal of old facts (I9)."""
+"""The invariants of what is published: merged files under their public names and model.pt (I4); and of the removal of old facts (I9)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from fsbarrier.program import PHASE_NAMES
 from fsbarrier.rundir.names import FACT
-from fsbarrier.sim.history import History, row_of
+from fsbarrier.sim.history import History, Merged, row_of
 from fsbarrier.sim.setup import program
+
+
+def published_too_late(history: History, stamps: Mapping[int, Merged]) -> Iterator[str]:
+    """Nobody publishes a result while its mount shows a newer generation, and model.pt never goes back."""
+    public = [(put.name, stamps[put.stamp].generation, put.shown) for put in history.published]
+    public += [("model.pt", put.generation, put.shown) for put in history.served]
+    for name, generation, shown in public:
+        newer = [n for n in history.generations if n > generation and f"gen-{n:06d}.json" in shown]
+        if newer:
+            yield f"{name} became generation {generation}'s where generation {max(newer)} was to be seen"
+    for before, after in zip(history.served[:-1], history.served[1:], strict=True):
+        # A leader of an older generation may link the same folder once more, where its mount does not show the newer one yet.
+        older = (after.version, after.generation) < (before.version, before.generation)
+        if after.folder != before.folder and older:
+            yield f"model.pt went from {before.folder} back to {after.folder}"
 
 
 def no_fact_is_needed_after_its_removal(history: History) -> Iterator[str]:
@@ -40,12 +54,3 @@ def no_fact_is_needed_after_its_removal(history: History) -> Iterator[str]:
                 time <= removed.time and there > iteration for time, there in came.get((number, rank), ())
             ):
                 yield f"{removed.path} was removed before node {rank} had left that iteration"
-
-
-def facts_stay_few(history: History) -> Iterator[str]:
-    """At the end there are at most two facts for each node and row, and the leader's of all iterations of its generation."""
-    for number, count in history.left.items():
-        members = len(history.generations[number][1].members)
-        most = len(PHASE_NAMES) * (2 * members + 1 + history.longest)
-        if count > most:
-            yield f"{count} facts of generation {number} are left; {most} are enough"
