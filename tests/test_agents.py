@@ -177,6 +177,7 @@ def test_any_client_can_be_used_and_is_recorded(fake: Fake) -> None:
 
 AGENT = """
 import asyncio
+import threading
 from fsbarrier.rollouts.agents import Trajectory
 
 class Twice:
@@ -202,6 +203,18 @@ class Stubborn:
             await client.chat(task.messages)
         except Exception:
             pass
+
+class Odd:
+    async def run(self, task, client):
+        await client.chat(task.messages)
+        word = task.prompt.partition("!")[2]
+        return client.trajectory(reward="1.0" if word == "text" else float(word))
+
+class Tool:
+    async def run(self, task, client):
+        await client.chat(task.messages)
+        hangs = "!hang" in task.prompt
+        await asyncio.to_thread(threading.Event().wait if hangs else (lambda: None))
 
 class Plain:
     def run(self, task, client): pass
@@ -288,6 +301,30 @@ def test_an_agent_that_raises_or_hangs_is_marked_counted_and_ends_the_phase_abov
     *_, last = done.stderr.splitlines()
     for part in ("the agent failed for 4 of 8 trajectories", "rollout.max_error_share=0.1", "KeyError"):
         assert part in last
+
+
+def test_an_agents_reward_is_a_finite_number_or_its_failure(tmp_path: Path, fake: Fake, file: Path) -> None:
+    prompts = ["ab!0.5", "ab!nan", "ab!inf", "ab!text"]
+    done = run(agent_spec(tmp_path, fake, prompts, f"{file}:Odd", **{"rollout.max_error_share": 0.8}))
+    assert (done.code, done.result["agent_errors"]) == (0, 3 * SAMPLES)
+    good, *bad = [rolled_out(tmp_path)[task][0] for task in range(4)]
+    assert (good["reward"], good["valid"]) == (0.5, True)
+    for item, what in zip(bad, ("nan", "inf", "'1.0'"), strict=True):
+        assert (item["reward"], item["valid"]) == (0.0, False)
+        assert f"run gave the reward {what}, not a finite number" in item["metadata"]["agent_error"]
+    (tmp_path / "more").mkdir()
+    done = run(agent_spec(tmp_path / "more", fake, ["ab!nan", "ab!0.5"], f"{file}:Odd"))
+    assert done.code == 1 and "rollout.max_error_share=0.1" in done.stderr.splitlines()[-1]
+
+
+def test_tools_that_hang_for_ever_hold_nobody_up(tmp_path: Path, fake: Fake, file: Path) -> None:
+    limits = {"rollout.task_timeout_s": 10.0, "rollout.max_error_share": 0.9}
+    prompts = [f"{letter}b!hang" for letter in "acdefghi"] + ["ab=", "cd="]
+    done = run(agent_spec(tmp_path, fake, prompts, f"{file}:Tool", **limits))
+    assert (done.code, done.result["agent_errors"]) == (0, 8 * SAMPLES)
+    groups = rolled_out(tmp_path)
+    assert all(item["valid"] for task in (8, 9) for item in groups[task])
+    assert all("not finished within 10 s" in groups[task][0]["metadata"]["agent_error"] for task in range(8))
 
 
 def test_an_engine_that_is_gone_is_no_agents_error(tmp_path: Path, fake: Fake, file: Path) -> None:

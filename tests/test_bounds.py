@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import socket
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 from other_user import needs_root, start_as_other
@@ -109,45 +106,3 @@ def test_a_connection_from_a_port_that_another_user_has_too_is_answered() -> Non
         assert asyncio.run(ask(int(other.stdout.readline()))) == b"HTTP/1.1 401 "
     finally:
         other.communicate("\n")
-
-
-def test_connections_without_a_key_are_bounded_in_number_and_time(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The oldest make room; who has shown the key stays."""
-    from fsbarrier.rollouts import agent_http
-
-    monkeypatch.setattr(agent_http, "KEYLESS_S", 3)
-    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (400, usual[1]))
-
-    async def crowd() -> list[bytes]:
-        endpoint = agent_http.Endpoint()
-        await endpoint.open()
-        head = f"GET /episode/x/v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {endpoint._key}\r\n"
-        asked = f"{head}Content-Length: 0\r\n\r\n".encode()
-        (reader, with_key), *others = [
-            await asyncio.open_connection("127.0.0.1", endpoint._port) for _ in range(2)
-        ]
-        endpoint._clients["x"] = cast(Any, SimpleNamespace(model="m"))
-        with_key.write(asked)
-        first = await reader.read(13)
-        others += [await asyncio.open_connection("127.0.0.1", endpoint._port) for _ in range(120)]
-        assert await others[0][0].read() == b"", "the oldest makes room at once"
-        assert await others[-1][0].read() == b"", "and all the others in time"
-        await reader.readuntil(b'"model"}]}')
-        with_key.write(asked)
-        again = await reader.readuntil(b'"model"}]}')
-        for _, writer in [(reader, with_key), *others]:
-            writer.close()
-        await endpoint.close()
-        return [first, again]
-
-    try:
-        first, again = asyncio.run(crowd())
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
-    assert first == b"HTTP/1.1 200 " and b" 200 " in again
-    said = capsys.readouterr().out
-    assert "without a key, because there were more than 100 of them" in said
-    assert "that has shown no key for 3 s" in said and said.count("closed a connection") == 2

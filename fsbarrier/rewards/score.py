@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeGuard, cast
+from typing import Any, Protocol, TypeGuard, cast
 
 from fsbarrier.data.tasks import Task
 
@@ -30,6 +31,15 @@ class Answer:
 
     text: str
     messages: Messages | None = None
+
+
+def finite(value: Any) -> float | None:
+    """A finite number, including numpy and torch scalars; None for anything else, including numeric text."""
+    try:
+        number = float(value) if not isinstance(value, str | bytes) else math.nan
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 class SingleReward(Protocol):

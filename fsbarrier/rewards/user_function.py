@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsbarrier.data.tasks import Task
-from fsbarrier.rewards.score import Answer, Messages, Score
+from fsbarrier.rewards.score import Answer, Messages, Score, finite
 from fsbarrier.user_code import code_file, described_failure
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class FunctionReward:
     ) -> None:
         self.name, self.function, self.judge = name, function, judge
         self.file = code_file(function)
-        self._is_async = inspect.iscoroutinefunction(function)
+        self._is_async, self._threads = inspect.iscoroutinefunction(function), DaemonThreads()
         # With a judge, calls are limited to its concurrency; waiting for a slot does not count towards the timeout.
         self.timeout_s = timeout_s + (judge.patience_s if judge else 0.0)
         self._turn: asyncio.Semaphore | nullcontext[None]
@@ -98,7 +97,8 @@ class FunctionReward:
         async with self._turn:
             if self._is_async:
                 return await asyncio.wait_for(_staying(call()), self.timeout_s)
-            value = await asyncio.wait_for(_in_thread(call), self.timeout_s)
+            calling = asyncio.get_running_loop().run_in_executor(self._threads, call)
+            value = await asyncio.wait_for(calling, self.timeout_s)
         # A plain function may return a coroutine.
         return (
             await asyncio.wait_for(_staying(value), self.timeout_s) if inspect.isawaitable(value) else value
@@ -111,11 +111,11 @@ class FunctionReward:
             name = "score" if is_verls(self.function) else "reward"
             rest = {str(key): inner for key, inner in value.items() if key != name}
             value = value.get(name)
-        reward = _number(value)
+        reward = finite(value)
         if reward is None:
             reason = f'{self.name}: gave {value!r}, not a finite number or a dict with "reward"'
             return Score(0.0, error=reason)
-        numbers = {key: number for key, inner in rest.items() if (number := _number(inner)) is not None}
+        numbers = {key: number for key, inner in rest.items() if (number := finite(inner)) is not None}
         info = {key: str(inner) for key, inner in rest.items() if key not in numbers}
         return Score(reward, {self.name: reward, **numbers}, info)
 
@@ -149,15 +149,6 @@ def _plain(messages: Messages | None) -> list[dict[str, object]] | None:
     return None if messages is None else [dict(message) for message in messages]
 
 
-def _number(value: Any) -> float | None:
-    """A finite number, including numpy and torch scalars; None for anything else, including numeric text."""
-    try:
-        number = float(value) if not isinstance(value, str | bytes) else math.nan
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
 async def _staying(call: Awaitable[T]) -> T:
     """The function's result. One that calls sys.exit has failed; it would end the event loop, and this program without a result."""
     try:
@@ -166,20 +157,26 @@ async def _staying(call: Awaitable[T]) -> T:
         raise RuntimeError(f"SystemExit: {error}") from error
 
 
-async def _in_thread(call: Callable[[], T]) -> T:
-    """Call the function in a daemon thread: unlike a pool thread, it cannot keep this program from exiting."""
-    future: Future[T] = Future()
-    # A running call cannot be cancelled, so a caller that stops waiting does not affect the thread.
-    future.set_running_or_notify_cancel()
+class DaemonThreads(ThreadPoolExecutor):
+    """An executor for users' code, each call in a daemon thread of its own: one that hangs takes no other's place, and cannot keep this
+    program from exiting."""
 
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except (StopIteration, SystemExit) as error:
-            # The first cannot be raised into a coroutine, and the second would end its event loop.
-            future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
-        except Exception as error:
-            future.set_exception(error)
+    def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        # A running call cannot be cancelled, so a caller that stops waiting does not affect the thread.
+        future.set_running_or_notify_cancel()
 
-    threading.Thread(target=run, name="reward", daemon=True).start()
-    return await asyncio.wrap_future(future)
+        def run() -> None:
+            try:
+                future.set_result(function(*args, **kwargs))
+            except (StopIteration, SystemExit) as error:
+                # The first cannot be raised into a coroutine, and the second would end its event loop.
+                future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="user's code", daemon=True).start()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Nothing is waited for."""

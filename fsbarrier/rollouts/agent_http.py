@@ -11,7 +11,6 @@ import contextlib
 import hmac
 import json
 import os
-import resource
 import secrets
 import socket
 import time
@@ -37,8 +36,6 @@ UNREAD = (401, 404, 413)
 KEEPALIVE_S = 24 * 3600
 #: timeout for connections whose client does not read its last response
 CLOSE_S = 1
-#: how long a connection may take to show the key
-KEYLESS_S = 30
 
 
 class _Error(Exception):
@@ -49,58 +46,25 @@ class _Error(Exception):
         self.status = status
 
 
-class _Door:
-    """Closes connections of other users of this machine at once, and those that show no key in time or are too many of that kind.
+class _OwnUserOnly(H11Protocol):
+    """HTTP that closes connections of other users of this machine at once; they could use up the open files of this process.
 
-    Otherwise they could use up the open files of this process. The first of each kind is named in the rollout's log.
+    The first of each user is named in the rollout's log.
     """
 
-    def __init__(self) -> None:
-        self._most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
-        # By the peer's address, the oldest first: connections without a key, with what closes them.
-        self._keyless: dict[tuple[str, int], tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
-        self._told: set[str] = set()
-
-    def came(self, transport: asyncio.Transport, peer: tuple[str, int]) -> None:
-        owner = owner_of_peer(peer, transport.get_extra_info("sockname"))
-        if owner != os.geteuid():
-            whose = "an unknown user" if owner is None else user_name(owner)
-            self._shut(transport, f"of {whose}")
-            return
-        if len(self._keyless) >= self._most:
-            oldest, _ = self._keyless[next(iter(self._keyless))]
-            self._shut(oldest, f"without a key, because there were more than {self._most} of them")
-        late = asyncio.get_running_loop().call_later(
-            KEYLESS_S, self._shut, transport, f"that has shown no key for {KEYLESS_S} s"
-        )
-        self._keyless[peer] = transport, late
-
-    def forget(self, peer: tuple[str, int]) -> None:
-        """The connection has shown the key, or is closed."""
-        if peer in self._keyless:
-            self._keyless.pop(peer)[1].cancel()
-
-    def _shut(self, transport: asyncio.Transport, why: str) -> None:
-        peer = transport.get_extra_info("peername")
-        self.forget(peer)
-        transport.abort()
-        if why not in self._told:
-            self._told.add(why)
-            print(f"agents' address: closed a connection {why} (from {peer[0]}:{peer[1]})", flush=True)
-
-
-class _Guarded(H11Protocol):
-    """HTTP behind a `_Door`."""
-
-    door: _Door
+    told: set[str]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.door.came(transport, transport.get_extra_info("peername"))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.door.forget(self.transport.get_extra_info("peername"))
-        super().connection_lost(exc)
+        peer = transport.get_extra_info("peername")
+        owner = owner_of_peer(peer, transport.get_extra_info("sockname"))
+        if owner == os.geteuid():
+            return
+        transport.abort()
+        whose = "an unknown user" if owner is None else user_name(owner)
+        if whose not in self.told:
+            self.told.add(whose)
+            print(f"agents' address: closed a connection of {whose} (from {peer[0]}:{peer[1]})", flush=True)
 
 
 class _Server(uvicorn.Server):
@@ -117,11 +81,10 @@ class Endpoint:
     def __init__(self) -> None:
         self._key = secrets.token_urlsafe(24)
         self._clients: dict[str, Client] = {}
-        self._door = _Door()
         config = uvicorn.Config(
             self._application,
             interface="asgi3",
-            http=type("Guarded", (_Guarded,), {"door": self._door}),
+            http=type("OwnUserOnly", (_OwnUserOnly,), {"told": set()}),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -172,8 +135,6 @@ class Endpoint:
         key = request.headers.get("authorization", "")
         if not hmac.compare_digest(key.encode(), f"Bearer {self._key}".encode()):
             raise _Error(401, "wrong API key; use the client's api_key")
-        if request.client is not None:
-            self._door.forget((request.client.host, request.client.port))
         parts = request.url.path.strip("/").split("/")
         client = self._clients.get(parts[1]) if len(parts) > 2 and parts[0] == "episode" else None
         if client is None:

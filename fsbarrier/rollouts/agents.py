@@ -13,10 +13,12 @@ import asyncio
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, Self, cast
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.errors import UsageError
+from fsbarrier.rewards.score import finite
 from fsbarrier.rollouts.agent_client import Client, finished
 from fsbarrier.rollouts.engine_pool import Place
 from fsbarrier.rollouts.episode import Episode, Trajectory
@@ -122,4 +124,9 @@ def _checked(returned: object) -> Trajectory:
         raise TypeError(
             f"run returned {type(returned).__name__}, expected a Trajectory (client.trajectory(...)) or None"
         )
-    return returned
+    if returned.reward is None:
+        return returned
+    reward = finite(returned.reward)
+    if reward is None:
+        raise ValueError(f"run gave the reward {returned.reward!r}, not a finite number")
+    return replace(returned, reward=reward)

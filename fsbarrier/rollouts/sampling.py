@@ -72,8 +72,9 @@ class Sampler:
         # The maximum tokens of prompt plus answer, once the server has reported it.
         self.longest: int | None = None
         self._model = server.model
-        self._chat_ids: dict[int, list[int]] = {}
-        self._put_before: str | None = None
+        self._token_ids: dict[int, list[int]] = {}
+        # The text of the token that the tokenizer puts before each text; "" if it puts none.
+        self._begin = ""
         base, socket = base_and_socket(self.url)
         limits = httpx.Limits(max_connections=connections, keepalive_expiry=KEEPALIVE_S)
         self._client = httpx.AsyncClient(
@@ -102,6 +103,7 @@ class Sampler:
             model = answer["data"][0]
             self._model = self.server.model or str(model["id"])
             longest = model.get("max_model_len")
+            self._begin = await self._retried(self._text_of_begin)
         except Again as error:
             raise self._gone(error) from None
         except (Refusal, KeyError, IndexError, TypeError) as error:
@@ -119,13 +121,16 @@ class Sampler:
 
         def done(group: SampledGroup) -> None:
             del pending[group.task.index]
-            self._chat_ids.pop(group.task.index, None)
+            self._token_ids.pop(group.task.index, None)
             emit(group)
 
         async def request() -> None:
             left = list(pending.values())
-            # Chat messages need one call per task; make them concurrently.
-            prompts = await asyncio.gather(*map(self._prompt, left))
+            if all(isinstance(task.prompt, str) and not self._begins(task.prompt) for task in left):
+                # The server tokenizes texts itself.
+                prompts: Sequence[str | list[int]] = [str(task.prompt) for task in left]
+            else:
+                prompts = await asyncio.gather(*map(self._prompt_ids, left))
             await self._complete(prompts, self._stream(left, done, sampling.samples), sampling, {})
 
         try:
@@ -133,7 +138,7 @@ class Sampler:
         except Refusal as refusal:
             reason = str(refusal)
         if len(tasks) == 1:
-            done(SampledGroup(tasks[0], self._chat_ids.get(tasks[0].index, []), (), reason))
+            done(SampledGroup(tasks[0], self._token_ids.get(tasks[0].index, []), (), reason))
             return
         # The server rejected the whole request. Send each prompt alone to find the one it rejects.
         for task in list(pending.values()):
@@ -160,14 +165,10 @@ class Sampler:
 
     async def text_of(self, token_ids: Sequence[int]) -> str:
         """Detokenize. Raises EngineGone, Refusal."""
-        body = {"model": self._model, "tokens": list(token_ids)}
         try:
-            answer = await self._retried(lambda: self._json("POST", "/detokenize", body))
-            return str(answer["prompt"])
+            return await self._retried(lambda: self._detokenized(token_ids))
         except Again as error:
             raise self._gone(error) from None
-        except (KeyError, TypeError):
-            raise EngineGone(f"the engine at {self.url}/detokenize returns no text; is it vLLM?") from None
 
     # --- patience ---
 
@@ -234,35 +235,46 @@ class Sampler:
         if not stream.complete:
             raise Again("the connection closed before the answer was complete", answered=False)
 
-    async def _prompt(self, task: Task) -> str | list[int]:
-        """Text is tokenized by the server. Chat messages are first rendered with the model's template."""
-        if isinstance(task.prompt, str):
-            opens_itself = await self._opens_itself(task.prompt)
-            return await self._tokenized({"prompt": task.prompt}) if opens_itself else task.prompt
-        if task.index not in self._chat_ids:
-            self._chat_ids[task.index] = await self._tokenized(
-                {"messages": task.messages, "add_generation_prompt": True}
+    async def _prompt_ids(self, task: Task) -> list[int]:
+        """The tokens of a text, or of chat messages as the model's template renders them."""
+        if task.index not in self._token_ids:
+            text = {"prompt": task.prompt}
+            messages = {"messages": task.messages, "add_generation_prompt": True}
+            self._token_ids[task.index] = await self._tokenized(
+                text if isinstance(task.prompt, str) else messages
             )
-        return self._chat_ids[task.index]
-
-    async def _opens_itself(self, prompt: str) -> bool:
-        """Whether a text begins with what the server puts before each text (BOS), and so must not get it again."""
-        if self._put_before is None:
-            tokens = await self._tokenized({"prompt": "", "add_special_tokens": True})
-            self._put_before = await self.text_of(tokens) if tokens else ""
-        return self._put_before != "" and prompt.startswith(self._put_before)
+        return self._token_ids[task.index]
 
     async def _tokenized(self, body: Mapping[str, object]) -> list[int]:
-        prompt = body.get("prompt")
-        if isinstance(prompt, str) and "add_special_tokens" not in body:
-            body = {**body, "add_special_tokens": not await self._opens_itself(prompt)}
         if "messages" in body and self.server.template_arguments:
             body = {**body, "chat_template_kwargs": self.server.template_arguments}
+        if self._begins(str(body.get("prompt", ""))):
+            # Rendered by a chat template, for example: a second one is not what the model was trained on.
+            body = {**body, "add_special_tokens": False}
         answer = await self._json("POST", "/tokenize", {"model": self._model, **body})
         try:
             return [int(token) for token in answer["tokens"]]
         except (KeyError, TypeError, ValueError):
             raise EngineGone(f"the engine at {self.url}/tokenize returns no tokens; is it vLLM?") from None
+
+    def _begins(self, text: str) -> bool:
+        """Whether a text already has the token with which the tokenizer begins each text."""
+        return self._begin != "" and text.startswith(self._begin)
+
+    async def _text_of_begin(self) -> str:
+        with_it, without = [
+            await self._tokenized({"prompt": "A", "add_special_tokens": special}) for special in (True, False)
+        ]
+        if with_it[:1] == without[:1]:
+            return ""
+        return await self._detokenized(with_it[:1])
+
+    async def _detokenized(self, token_ids: Sequence[int]) -> str:
+        answer = await self._json("POST", "/detokenize", {"model": self._model, "tokens": list(token_ids)})
+        try:
+            return str(answer["prompt"])
+        except (KeyError, TypeError):
+            raise EngineGone(f"the engine at {self.url}/detokenize returns no text; is it vLLM?") from None
 
     async def _json(self, method: str, path: str, body: object = None) -> Any:
         try:

@@ -26,6 +26,7 @@ from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.kinds import check_answers, open_reward
+from fsbarrier.rewards.user_function import DaemonThreads
 from fsbarrier.rollouts.agents import AgentSampler, load_agent
 from fsbarrier.rollouts.counts import Counts, CountsProgress
 from fsbarrier.rollouts.early_end import EarlyEnd
@@ -368,6 +369,8 @@ async def until_stopped(rollout: Rollout) -> JsonObject:
         caught.append(number)
         task.cancel()
 
+    # Agents' blocking tools are in its threads (asyncio.to_thread).
+    loop.set_default_executor(DaemonThreads())
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     try:
