@@ -7,10 +7,16 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fsbarrier.cli.commands import flags
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.sources import ChosenValue
+
+if TYPE_CHECKING:
+    from fsbarrier.planning.cluster_plan import Cluster
+
+GB = 10**9
 
 SUMMARY = (
     "Estimate a run's engines, shards, micro-batches, memory use and checkpoint size. Exits with code 2 if the run does not fit, and shows "
@@ -37,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from fsbarrier.cli.start import preflight
-    from fsbarrier.cli.start.machines import planned
     from fsbarrier.cli.start.model_folder import check_trainable, find_model
     from fsbarrier.planning import plan_text
     from fsbarrier.planning.cluster_plan import make_plan
@@ -54,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
     if args.nodes is not None:
         chosen.append(ChosenValue("num_nodes", args.nodes, "--nodes"))
     settings = resolve(chosen)
-    cluster = planned(settings, accelerators=args.accelerators, memory_gb=args.accelerator_memory_gb)
+    cluster = planned(settings.num_nodes, args.accelerators, args.accelerator_memory_gb)
     shape = None if preflight.absolute(args.model).is_dir() else ModelShape.of_name(args.model, settings.lora)
     if shape is None:
         folder = preflight.absolute(args.model)
@@ -71,3 +76,25 @@ def main(args: argparse.Namespace) -> int:
     if plan.problems:
         raise UsageError("; ".join(plan.problems))
     return 0
+
+
+def planned(num_nodes: int, accelerators: int | None, memory_gb: float | None) -> Cluster:
+    """`num_nodes` nodes with the given resources, or those of this machine. Raises UsageError."""
+    from fsbarrier.host import accelerators as devices
+    from fsbarrier.planning.cluster_plan import Cluster
+
+    if memory_gb is not None and not 0 < memory_gb < 1e9:
+        raise UsageError(f"--accelerator-memory-gb {memory_gb:g}: must be greater than 0, in GB")
+    here = devices.detect()
+    count = len(here) if accelerators is None else accelerators
+    if memory_gb is not None:
+        memory = int(memory_gb * GB)
+    elif not count:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        memory = min((device.memory_total_bytes for device in here), default=0)
+    if memory <= 0:
+        raise UsageError(
+            "--accelerator-memory-gb is missing: this machine has no accelerator that reports its memory"
+        )
+    return Cluster(num_nodes, count, memory)
