@@ -13,6 +13,7 @@ import pytest
 from fake_run import FakeRun, long_run
 
 from fsbarrier.cli import main
+from fsbarrier.rundir import runrecord
 
 QUICK = {"coordination.beat_s": 0.05}
 
@@ -28,12 +29,20 @@ def test_each_run_is_one_line_the_newest_first(
     (tmp_path / "no run").mkdir()
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "run.json").write_text("{")
+    # Whole, but a word in it is no text.
+    (tmp_path / "no text").mkdir()
+    body = json.loads((tmp_path / "begun" / "run.json").read_text())
+    body["settings"]["num_nodes"] = "\ud800"
+    del body["digest"]
+    body["digest"] = runrecord._digest(body)
+    (tmp_path / "no text" / "run.json").write_text(json.dumps(body))
     os.symlink("/nowhere", tmp_path / "gone")
     for beat in (tmp_path / "done").rglob("node-*.json"):
         os.utime(beat, (1.0, 1.0))
     assert main(["runs", str(tmp_path), "--json"]) == 0
     captured = capsys.readouterr()
-    assert captured.err.startswith("fsbarrier: skipped torn: ") and captured.err.count("\n") == 1
+    assert "fsbarrier: skipped torn: " in captured.err and captured.err.count("\n") == 2
+    assert "fsbarrier: skipped no text: " in captured.err and "not a run's record" in captured.err
     runs = json.loads(captured.out)
     assert [Path(run["path"]).name for run in runs] == ["begun", "done"]
     assert runs[1]["state"] == "finished" and runs[1]["iteration"] == 3 and runs[1]["nodes"] == 3

@@ -290,7 +290,8 @@ def decode(data: bytes, log_path: Path) -> RunRecord:
         raise _Torn("torn or edited: its digest does not fit (settings of a run cannot be changed by hand)")
     try:
         return replace(msgspec.convert(body, RunRecord), log_path=log_path)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeError) as error:
+        # Half of a surrogate pair is JSON, but no text.
         raise _Torn(f"not a run's record ({error})") from None
 
 
