@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Self
 
 from fsbarrier.engine import command
-from fsbarrier.engine import log as engine_log
 from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachable
 from fsbarrier.engine.model import ModelFolder
 from fsbarrier.engine.openai_http import UNIX
@@ -23,8 +22,9 @@ from fsbarrier.errors import ProgramFailed
 from fsbarrier.host import accelerators
 from fsbarrier.processes import last_words
 from fsbarrier.processes.supervisor import Child
+from fsbarrier.rundir import log_tail
 from fsbarrier.rundir.log_tail import SHOWN_LINES
-from fsbarrier.store.retry import Backoff
+from fsbarrier.store.retry import Backoff, patiently
 
 # Polling intervals while a server starts, or while its last requests finish.
 LOOKS = Backoff(0.05, 0.5)
@@ -37,6 +37,8 @@ IDLE_S = 30.0
 ASLEEP_BYTES = 2 << 30
 # vLLM only logs this as a warning, and the reload returns 200.
 NOT_LOADED = "Following weights were not loaded from checkpoint"
+# More than it writes during a reload.
+RELOAD_LINES = 1000
 
 
 @dataclass
@@ -140,7 +142,7 @@ class Server:
         if model.signature is None or model.signature != self.first_model.signature:
             return "the new weights have another configuration or other shapes"
         log_file = self.child.log_file
-        log_size = engine_log.size(log_file)
+        log_size = patiently(log_file.stat).st_size
         # During the reload, old and new weights may be mixed.
         self.serving = None
         try:
@@ -149,7 +151,7 @@ class Server:
             return str(error)
         except CalledOff:
             raise ProgramFailed("the reload of weights was cancelled") from None
-        if NOT_LOADED in engine_log.since(log_file, log_size):
+        if any(NOT_LOADED in line for line in log_tail.last_lines(log_file, RELOAD_LINES, log_size)):
             return "vLLM reports that it did not load all weights"
         return ""
 
