@@ -179,11 +179,12 @@ def command_lines(tree: Iterable[int]) -> str:
 
 def all_gone(tree: dict[int, int], deadline_s: float) -> bool:
     """Whether all these processes end within the time given."""
-    end, pause = time.monotonic() + deadline_s, threading.Event()
-    while processes.alive(tree):
+    end, pause, now = time.monotonic() + deadline_s, threading.Event(), processes.scan()
+    while any((one := now.get(pid)) and one.start == start and not one.ended for pid, start in tree.items()):
         if time.monotonic() > end:
             return False
         pause.wait(0.02)
+        now = processes.scan()
     return True
 
 

@@ -77,9 +77,7 @@ if sys.stdin.isatty():
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the suite was started in the background
 from pathlib import Path
-from fsbarrier.processes import supervisor
 from fsbarrier.processes.supervisor import Child
-supervisor.SNAPSHOT_S = float(os.environ.get("SNAPSHOT_S", supervisor.SNAPSHOT_S))
 children = []
 def start(number, command):
     children.append(Child.start(command.split("\t"), log_file=Path(sys.argv[2]) / f"{number}.log", name=f"tree{number}"))

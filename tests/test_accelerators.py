@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fsbarrier.host import accelerator_drivers, amd_devices
+from fsbarrier.host import accelerators
 from fsbarrier.host.accelerators import (
     MIB,
     Accelerator,
@@ -87,7 +87,7 @@ class Nvml:
 def no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither this machine's devices nor its settings."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(amd_devices, "KFD_DEVICE", tmp_path / "kfd_device")
+    monkeypatch.setattr(accelerators, "KFD_DEVICE", tmp_path / "kfd_device")
     for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
 
@@ -97,7 +97,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Nvml]:
     def play(*used: int, container: bool = False) -> Nvml:
         nvml = Nvml(*used)
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        monkeypatch.setattr(accelerator_drivers, "_in_the_hosts_pid_namespace", lambda: not container)
+        monkeypatch.setattr(accelerators, "_in_the_hosts_pid_namespace", lambda: not container)
         return nvml
 
     return play
@@ -119,7 +119,7 @@ def test_what_is_really_on_this_machine_is_found_without_an_error() -> None:
         "print([(d.kind, d.memory_total_bytes >= 0) for d in detect()], wait_released([], deadline_s=0));"
         "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
     )
-    root = str(Path(accelerator_drivers.__file__).parents[2])
+    root = str(Path(accelerators.__file__).parents[2])
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
     assert ran.stdout.startswith("[")
     assert not {"torch", "numpy", "vllm"} & set(ran.stdout.splitlines()[1].split())
@@ -181,10 +181,8 @@ def test_a_release_names_at_its_deadline_who_still_holds_memory(play: Play) -> N
     nvml.processes = [{os.getpid(): 10 * GIB}, {}]
     outcome = wait_released([os.getpid()], deadline_s=0.05)
     assert isinstance(outcome, StillHeld) and not outcome.cancelled
-    assert [(held.kind, held.index, held.bytes, list(held.processes)) for held in outcome.held] == [
-        ("nvidia", 0, 10 * GIB, [os.getpid()])
-    ]
-    assert "nvidia 0 (NVIDIA Play): 10240 MiB held by " in str(outcome) and str(os.getpid()) in str(outcome)
+    (held,) = outcome.held
+    assert held.startswith("nvidia 0 (NVIDIA Play): 10240 MiB held by ") and f"({os.getpid()})" in held
 
 
 def amd_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], object]:
@@ -219,7 +217,7 @@ AS_AMD_SMI_SAYS = [
 
 @pytest.mark.parametrize("said", [AMD_SMI, AMD_SMI_6], ids=["7", "6"])
 def test_what_amd_smi_says(said: str) -> None:
-    assert amd_devices.of_amd_smi(said) == AS_AMD_SMI_SAYS
+    assert accelerators.of_amd_smi(said) == AS_AMD_SMI_SAYS
 
 
 def test_amd_devices_are_those_of_its_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +228,7 @@ def test_amd_devices_are_those_of_its_tool(tmp_path: Path, monkeypatch: pytest.M
     say(AMD_SMI.replace("17153", "18153"))
     outcome = wait_released([OURS], before=before, environ={}, deadline_s=0.0)
     assert isinstance(outcome, StillHeld)
-    assert [(held.kind, held.index, held.bytes) for held in outcome.held] == [("amd", 0, 1000 * MIB)]
+    assert outcome.held == ("amd 0 (AMD 0) uses 1000 MiB more than before",)
     for said in ('{"gpu_data": [{"gpu": 0, "mem_usage": "N/A"}]}', "[]", "nothing"):
         say(said)
         assert detect({}) == []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fsbarrier import cli
-from fsbarrier.doctor import examine, mount_options, verdict
+from fsbarrier.doctor import between, examine, mount_options
 from fsbarrier.doctor.between import ROUNDS, NodeFindings
 from fsbarrier.doctor.findings import Check
 from fsbarrier.rundir import runrecord
@@ -94,27 +94,16 @@ def test_filesystems_have_their_class_by_their_type(monkeypatch: pytest.MonkeyPa
 
 def said(rank: int, **changes: Any) -> dict[str, Any]:
     """What a healthy node of two says; it won every second round."""
-    quick = {"samples": 50, "median": 0.002, "p99": 0.004, "most": 0.005, "open": False}
-    versions, mount = {"python": "3.12"}, {"mount": "nfs4 from server:/export", "fresher": "actimeo=1"}
-    about = {"host": "somewhere", "boot_id": f"host{rank}", "versions": versions, "accelerators": "", **mount}
-    measured = {
-        "lags": {kind: dict(quick) for kind in verdict.LABELS},
-        "clock_leads": {str(1 - rank): (0.001, 0.0005)},
-        "reads": 100,
-        "torn": 0,
-        "backwards": 0,
+    races = {
+        "won": list(range(rank, ROUNDS, 2)),
+        "errors": {},
+        "records": [f"node-{number % 2}" for number in range(ROUNDS)],
     }
     return {
-        "races": {
-            "won": list(range(rank, ROUNDS, 2)),
-            "errors": {},
-            "records": [f"node-{number % 2}" for number in range(ROUNDS)],
-            "links": True,
-        },
-        "measured": {**measured, **changes.pop("measured", {})},
+        **{"host": "somewhere", "boot_id": f"host{rank}", "checks": [], "races": races},
+        **{"mount": "nfs4 from server:/export", "fresher": "actimeo=1"},
+        "delays": {"samples": 50, "median": 0.002, "p99": 0.004, "most": 0.005, "open": False},
         "reached": {str(1 - rank): ["10.0.0.1"]},
-        "about": about,
-        "checks": [],
         **changes,
     }
 
@@ -124,13 +113,13 @@ def nodes(*messages: dict[str, Any]) -> dict[int, NodeFindings]:
 
 
 def concluded(*messages: dict[str, Any]) -> dict[str, Check]:
-    return {check.name: check for check in verdict.between_nodes(nodes(*messages))}
+    return {check.name: check for check in between.between_nodes(nodes(*messages))}
 
 
 def test_two_healthy_nodes_are_fit() -> None:
     checks = concluded(said(0), said(1))
     assert {check.level for check in checks.values()} == {"ok"}, checks
-    assert verdict.category_of(nodes(said(0), said(1))) == mounts.COHERENT
+    assert between.category_of(nodes(said(0), said(1))) == mounts.COHERENT
 
 
 def test_two_winners_of_one_round_are_refused() -> None:
@@ -140,56 +129,40 @@ def test_two_winners_of_one_round_are_refused() -> None:
     assert check.level == "refused" and "1 of" in check.finding
 
 
-def late(kind: str, most: float, *, unfinished: bool = False) -> dict[str, Any]:
-    lags = said(0)["measured"]["lags"]
-    lags[kind] = {"samples": 9, "median": most, "p99": most, "most": most, "open": unfinished}
-    return {"lags": lags}
+def late(most: float, *, unfinished: bool = False) -> dict[str, Any]:
+    return {"samples": 9, "median": most, "p99": most, "most": most, "open": unfinished}
 
 
 def test_what_is_shown_late_is_named_and_what_never_is_refused() -> None:
-    check = concluded(said(0, measured=late("listing", 5.0)), said(1))[verdict.LABELS["listing"]]
+    check = concluded(said(0, delays=late(5.0)), said(1))[between.LISTED]
     assert check.level == "warning" and "actimeo=1" in check.advice
-    for kind, label in verdict.LABELS.items():
-        check = concluded(said(0, measured=late(kind, 11.0, unfinished=True)), said(1))[label]
-        assert check.level == "refused" and check.advice == "actimeo=1"
-    both = nodes(said(0, measured=late("content", 3.0)), said(1))
-    assert verdict.stale_s(both) == 6.0 and verdict.category_of(both) == mounts.CLOSE_TO_OPEN
+    check = concluded(said(0, delays=late(11.0, unfinished=True)), said(1))[between.LISTED]
+    assert check.level == "refused" and check.advice == "actimeo=1"
+    assert concluded(said(0, delays=None), said(1, delays=None))[between.LISTED].level == "refused"
+    both = nodes(said(0, delays=late(3.0)), said(1))
+    assert between.stale_s(both) == 6.0 and between.category_of(both) == mounts.CLOSE_TO_OPEN
 
 
-def test_what_differs_between_nodes_is_named() -> None:
-    other = {
-        **said(1)["about"],
-        "versions": {"python": "3.12", "torch": "2.13"},
-        "accelerators": "H200 (139 GiB)",
-    }
-    checks = concluded(
-        said(0, measured={"clock_leads": {"1": (-60.0, 0.001)}}), said(1, about=other, reached={"0": []})
-    )
-    assert (
-        checks["versions"].level == "warning"
-        and "torch: none on node 0, 2.13 on node 1" in checks["versions"].finding
-    )
-    assert checks["accelerators differ"].level == "warning"
-    assert checks["ports"].level == "warning" and "node 1 cannot connect to node 0" in checks["ports"].finding
-    assert checks["clocks"].level == "note"
-    assert checks["clocks"].finding == "node 1 is 60.00 s (± 1.00 ms) behind node 0"
+def test_a_node_that_another_cannot_reach_is_named() -> None:
+    check = concluded(said(0), said(1, reached={"0": []}))["ports"]
+    assert check.level == "warning" and "node 1 cannot connect to node 0" in check.finding
 
 
 def test_what_one_node_finds_is_said_of_it_and_the_worst_counts() -> None:
     fit, unfit = Check("free space", "ok", "80 GB"), Check("free space", "refused", "1 MB", "make room")
-    (check,) = verdict.merged({0: [fit], 1: [unfit], 2: [fit]})
+    (check,) = between.merged({0: [fit], 1: [unfit], 2: [fit]})
     assert (check.level, check.advice) == ("refused", "make room")
     assert check.finding.splitlines() == ["node 0: 80 GB", "node 1: 1 MB", "node 2: 80 GB"]
-    (check,) = verdict.merged({0: [fit], 1: [fit]})
+    (check,) = between.merged({0: [fit], 1: [fit]})
     assert (check.level, check.finding) == ("ok", "80 GB")
 
 
 def test_races_with_errors_or_another_ones_record_are_told() -> None:
     races = said(1)["races"]
     checks = concluded(said(0), said(1, races={**races, "errors": {"EIO": 3}}))
-    assert checks[verdict.RACES].level == "warning" and "3 x EIO" in checks[verdict.RACES].finding
+    assert checks[between.RACES].level == "warning" and "3 x EIO" in checks[between.RACES].finding
     records = ["node-1", *races["records"][1:]]
-    check = concluded(said(0), said(1, races={**races, "records": records}))[verdict.RACES]
+    check = concluded(said(0), said(1, races={**races, "records": records}))[between.RACES]
     assert check.level == "refused" and check.finding.startswith("1 of ")
 
 
@@ -203,7 +176,7 @@ def test_one_node_finds_its_disk_fit_and_leaves_nothing(
     report = json.loads(capsys.readouterr().out)
     assert report["fit"] and "this node only" in report["proven"]
     names = {check["name"] for check in report["checks"]}
-    assert {"mount", "exclusive create", "replace", "list", "free space", "open files", "versions"} <= names
+    assert {"mount", "exclusive create", "list", "free space", "open files"} <= names
     assert os.listdir(tmp_path) == []
     assert cli.main(["doctor", str(tmp_path)]) == 0
     assert "can support a run" in capsys.readouterr().out

@@ -36,7 +36,7 @@ from fsbarrier.engine.client import EngineClient
 from fsbarrier.engine.engine import Engine
 from fsbarrier.engine.model import inspect
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.host import accelerator_drivers
+from fsbarrier.host import accelerators
 from fsbarrier.processes import processes
 from fsbarrier.settings.resolve import resolve
 
@@ -180,7 +180,7 @@ class Card(Nvml):
 def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Card:
     card = Card(tmp_path)
     monkeypatch.setitem(sys.modules, "pynvml", card)
-    monkeypatch.setattr(accelerator_drivers, "_in_the_hosts_pid_namespace", lambda: False)
+    monkeypatch.setattr(accelerators, "_in_the_hosts_pid_namespace", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return card
 

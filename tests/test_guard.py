@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from process_tree import ALL, DAEMON, DEADLINE_S, ROOT, Daemon, Fifo, Watched, kill_at_once
 
-from fsbarrier.processes import guard, processes, supervisor
+from fsbarrier.processes import guard, processes
 from fsbarrier.processes.supervisor import Child
 
 Start = Callable[[list[str]], Child]
@@ -119,24 +119,9 @@ def test_what_the_daemon_forked_does_not_keep_the_tree_alive(
         leak.close()
 
 
-def test_with_its_guard_killed_the_daemon_ends_what_it_knew(
-    monkeypatch: pytest.MonkeyPatch, fifo: Fifo, watched: Watched, start: Start
-) -> None:
+def test_with_its_guard_killed_the_daemon_ends_the_tree(fifo: Fifo, watched: Watched, start: Start) -> None:
     child = start(fifo.command(*ALL))
     watched.add(*fifo.pids(len(ALL) + 1))
-    with monkeypatch.context() as patch:
-        patch.setattr(supervisor, "SNAPSHOT_S", 0.0)
-        assert child.poll() is None
-    os.kill(child.guard_pid, signal.SIGKILL)
-    assert child.wait(DEADLINE_S) == -signal.SIGKILL
-    watched.wait_gone()
-
-
-def test_with_its_guard_killed_the_session_is_found_without_a_snapshot(
-    fifo: Fifo, watched: Watched, start: Start
-) -> None:
-    child = start(fifo.command("plain", "deaf"))
-    watched.add(*fifo.pids(3))
     os.kill(child.guard_pid, signal.SIGKILL)
     assert child.wait(DEADLINE_S) == -signal.SIGKILL
     watched.wait_gone()

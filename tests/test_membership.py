@@ -95,6 +95,7 @@ LEFT = "it was stopped by hand or ended in an error"
         (heard(seen(2, ago=14.9, state="finished")), {}, None, None),
         (heard(seen(2, ago=15.0, state="joining")), {}, "no heartbeat for 15.0 s", 15.0),
         (heard(seen(2, ago=1.0, state="left")), {}, LEFT, 1.0),
+        (heard(seen(2, ago=1.0, state="killed")), {}, "its daemon was killed", 1.0),
         (heard(seen(2, ago=1.0, state="stopped")), {}, None, None),
         (heard(seen(2, ago=1.0, state="broken")), {}, None, None),
         (heard(), started(2), None, None),

@@ -106,13 +106,16 @@ def test_a_log_that_cannot_be_written(start: Start, log: Path) -> None:
         start("true")
 
 
-def test_the_environment_is_exactly_the_one_given(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_exactly_the_one_given_and_the_guards_name(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = "import os; print(sorted(os.environb.items()))"
     env = {"A": "1", "EMPTY": "", "LINES": "a\nb=c", "BYTES": os.fsdecode(b"\xff")}
     said = output(start(*python(code), env=env))
     expected = {os.fsencode(name): os.fsencode(value) for name, value in env.items()}
     seen = dict(ast.literal_eval(said))
     seen.pop(b"LC_CTYPE", None)  # Python sets it for itself
+    assert seen.pop(b"SPT_NOENV") == b"1" and seen.pop(b"FSBARRIER_GUARD")
     assert seen == expected
     monkeypatch.setenv("OURS", "inherited")
     assert "inherited" in output(start(*python("import os; print(os.environ['OURS'])")))

@@ -15,6 +15,7 @@ from fsbarrier.coordination.observer import Unwritten
 from fsbarrier.coordination.paces import next_beat_s
 from fsbarrier.coordination.polling import Pace
 from fsbarrier.errors import Fenced, StoreError
+from fsbarrier.protocol.facts import Beat
 from fsbarrier.protocol.state import Exit, Stage
 from fsbarrier.rundir.record_store import Store
 from fsbarrier.store.retry import Backoff
@@ -35,15 +36,15 @@ class NodeLife:
         now: float,
         *,
         beats: Store | None = None,
-        note_start: Callable[[int], None] = lambda incarnation: None,
+        note_beat: Callable[[Beat], None] = lambda beat: None,
         dice: random.Random | None = None,
     ) -> None:
         """`unfit`: why no work can run on this node, if so. `pauses`: the first pauses of a wait. `beats`: what heartbeats are written
-        through, if not the loop's store. `note_start`: called with each incarnation whose heartbeats begin."""
+        through, if not the loop's store. `note_beat`: called before each heartbeat is written."""
         self.loop, self._unfit, self._beat_s, self._pauses = loop, unfit, beat_s, pauses
-        self._beats, self._note_start = beats or loop.store, note_start
+        self._beats, self._note_beat = beats or loop.store, note_beat
         self._dice = dice or random.Random()
-        self._pace, self._noted = Pace(loop), 0
+        self._pace = Pace(loop)
         #: the last look that began while nothing failed
         self.looked_at = now
         self._failing_since: float | None = None
@@ -101,9 +102,7 @@ class NodeLife:
         held_back = now - self.looked_at > loop.rules.limits.suspect_s / 2 and loop.exit is None
         if not held_back:
             beat = loop.beat()
-            if beat.incarnation != self._noted:
-                self._noted = beat.incarnation
-                self._note_start(beat.incarnation)
+            self._note_beat(beat)
             loop.write_beat(beat, self._beats, now)
         # If the loop was only paused, the others should see that at once when it looks again.
         hurries = held_back or loop.node.stage is Stage.JOINING

@@ -1,49 +1,37 @@
-"""What several nodes measure at once in one folder: how late each sees the others' changes, and who wins exclusive creates.
+"""What several nodes measure at once in one folder: how late each sees the others' names, and who wins exclusive creates.
 
-Every node replaces its own file and renames its own name, again and again. The name says up to which number it has seen the names and the
-files of the others, so each change makes a round trip on one clock. A file is replaced only after all have read it: where contents can be
-read only late, a file replaced sooner would never be read. `measure` and `race` do not use the group; the callers put a barrier between
-them.
+`measure` and `race` do not use the group; the callers put a barrier between them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from fsbarrier.doctor.findings import Check, Times
+from fsbarrier.doctor.findings import NOTE, OK, REFUSED, SEVERITY, WARNING, Check, Times, shown
+from fsbarrier.doctor.probes import NEEDED, judge_races
 from fsbarrier.store import files
+from fsbarrier.store.mounts import CLOSE_TO_OPEN, COHERENT, INSTEAD
 from fsbarrier.store.reading import RECORD_BYTES, read_bytes
 
 #: how long to measure, at most if changes do not become visible, and the pause between two looks
 MEASURE_S, LONGEST_S, PAUSE_S = 4.0, 25.0, 0.005
 ROUNDS = 100
-#: the filler makes replaced files longer than a page, and of different lengths, so that a mixture of two is detected
-FILLER = 5000
-NAME = re.compile(r"name-(\d+)\.(\d+)\.([\d-]+)\.([\d-]+)")
-
-
-@dataclass(frozen=True, slots=True)
-class About:
-    """A description of a node. `fresher`: mount options that reduce delays."""
-
-    host: str
-    boot_id: str
-    versions: Mapping[str, str]
-    accelerators: str
-    mount: str
-    fresher: str
+NAME = re.compile(r"name-(\d+)\.(\d+)\.(\d+)(\.done)?")
+#: a mount that shows changes sooner than this counts as coherent; a longer delay makes barriers slow enough for a warning
+FRESH_S, SLOW_S = 0.5, 2.0
+RACES, LISTED = "exclusive-create races", "new name listed after"
 
 
 @dataclass(slots=True)
@@ -64,25 +52,17 @@ class Races:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """`lags`: the delays by kind ("content", "listing"); `clock_leads`: by node, how far its clock is ahead, and how exactly that is
-    known; the rest: what reads of replaced files gave."""
-
-    lags: Mapping[str, Times]
-    clock_leads: Mapping[str, tuple[float, float]]
-    reads: int
-    torn: int
-    backwards: int
-
-
-@dataclass(frozen=True, slots=True)
 class NodeFindings:
-    """The findings of one node. `reached`: the addresses at which each other node answers."""
+    """The findings of one node. `delays`: after which it lists another's name; `reached`: the addresses at which each other node answers;
+    `fresher`: mount options that reduce delays."""
 
-    about: About
+    host: str
+    boot_id: str
+    mount: str
+    fresher: str
     checks: Sequence[Check]
     races: Races
-    measured: Measured
+    delays: Times | None
     reached: Mapping[str, Sequence[str]]
 
     @staticmethod
@@ -95,150 +75,48 @@ class NodeFindings:
 Findings = Mapping[int, NodeFindings]
 
 
-class _Channel:
-    """One way to tell the others: when each number was sent, what each of the others was last seen to say, and the round trips."""
+def measure(session: Path, rank: int, members: Sequence[int]) -> Times | None:
+    """How late this node's names are seen: it renames its own name again and again, and the next node answers in its own name.
 
-    def __init__(self, others: Sequence[int]) -> None:
-        #: when each of our numbers was sent; they begin with 1
-        self.sent = [0.0]
-        self.heard = dict.fromkeys(others, 0)
-        #: by other node: up to which of our numbers it has answered
-        self.answered = dict.fromkeys(others, 0)
-        self.trips: list[float] = []
-
-    @property
-    def number(self) -> int:
-        """The last number that was sent."""
-        return len(self.sent) - 1
-
-    @property
-    def all_answered(self) -> int:
-        """The last number that all others have answered."""
-        return min(self.answered.values())
-
-    def answer(self, rank: int, number: int) -> None:
-        """Node `rank` has seen our changes up to this number."""
-        if self.answered[rank] < number <= self.number:
-            self.trips.append(time.monotonic() - self.sent[self.answered[rank] + 1])
-            self.answered[rank] = number
-
-    def answers(self, ranks: Sequence[int]) -> str:
-        """In a name: up to which number this node has seen those of each rank."""
-        return "-".join(str(self.heard.get(rank, 0)) for rank in ranks)
-
-    def times(self, delay: Callable[[float], float]) -> Times | None:
-        """The delays, each of a round trip; also of one that lasts longer than all that have ended."""
-        first = self.all_answered + 1
-        waiting_s = time.monotonic() - self.sent[first] if first < len(self.sent) else 0.0
-        longest = waiting_s > max(self.trips, default=0.0)
-        return Times.of([delay(trip) for trip in self.trips], delay(waiting_s) if longest else 0.0)
-
-
-class _Watch:
-    """One node's part in `measure`."""
-
-    def __init__(self, folder: Path, rank: int, members: Sequence[int]) -> None:
-        self.folder, self.rank, self.members = folder, rank, members
-        self.others = [each for each in members if each != rank]
-        self.content, self.listing = _Channel(self.others), _Channel(self.others)
-        self.leads: dict[str, tuple[float, float]] = {}
-        self.reads = self.torn = self.backwards = 0
-        self.finished: set[int] = set()
-        self._name: Path | None = None
-
-    def tell(self, *, done: bool) -> None:
-        """Rename the own name, and replace the own file if all have read it, or if this node is done. Raises OSError."""
-        if self.content.all_answered == self.content.number or done:
-            self._replace(done)
-        self.listing.sent.append(time.monotonic())
-        answers = f"{self.listing.answers(self.members)}.{self.content.answers(self.members)}"
-        name = self.folder / f"name-{self.rank}.{self.listing.number}.{answers}"
-        if self._name is None:
-            os.close(files.open_new(name))
-        else:
-            os.rename(self._name, name)
-        self._name = name
-
-    def _replace(self, done: bool) -> None:
-        self.content.sent.append(time.monotonic())
-        number = self.content.number
-        body = {"number": number, "heard": self.content.heard, "time": time.time(), "done": done}
-        filler = str(number % 10) * (FILLER + number % 7)
-        files.write_atomic(self.folder / f"content-{self.rank}", json.dumps([body, filler]).encode())
-
-    def look(self) -> None:
-        names = os.listdir(self.folder)
-        for rank in self.others:
-            # A client may remember for half a minute that a name was not there.
-            if f"content-{rank}" in names:
-                self._read(rank)
-        mine = self.members.index(self.rank)
-        for name in names:
-            match = NAME.fullmatch(name)
-            if match and (rank := int(match[1])) in self.listing.heard:
-                self.listing.heard[rank] = max(self.listing.heard[rank], int(match[2]))
-                self.listing.answer(rank, int(match[3].split("-")[mine]))
-                self.content.answer(rank, int(match[4].split("-")[mine]))
-
-    def _read(self, rank: int) -> None:
-        try:
-            data = read_bytes(self.folder / f"content-{rank}", RECORD_BYTES)
-        except OSError:
-            return
-        self.reads += 1
-        try:
-            body, filler = json.loads(data)
-            whole = filler == str(body["number"] % 10) * (FILLER + body["number"] % 7)
-        except (ValueError, TypeError, KeyError):
-            whole = False
-        if not whole:
-            self.torn += 1
-            return
-        self.backwards += body["number"] < self.content.heard[rank]
-        if body["done"]:
-            self.finished.add(rank)
-        if body["number"] > self.content.heard[rank]:
-            self.content.heard[rank] = body["number"]
-            self._compare_clocks(rank, body["time"], body["heard"][str(self.rank)])
-
-    def _compare_clocks(self, rank: int, its_time: float, heard: int) -> None:
-        """Its clock said `its_time` between when we wrote what it had heard, and now."""
-        if not 0 < heard <= self.content.number:
-            return
-        uncertain_s = (time.monotonic() - self.content.sent[heard]) / 2
-        known = self.leads.get(str(rank))
-        if known is None or uncertain_s < known[1]:
-            self.leads[str(rank)] = (its_time - (time.time() - uncertain_s), uncertain_s)
-
-    def measured(self) -> Measured:
-        listing = self.listing.times(lambda trip: trip / 2)
-        # A file's number comes to the others as content, and their answer comes back as a name.
-        back = listing.median if listing else 0.0
-        found = {"listing": listing, "content": self.content.times(lambda trip: max(0.0, trip - back))}
-        lags = {kind: times for kind, times in found.items() if times is not None}
-        return Measured(lags, self.leads, self.reads, self.torn, self.backwards)
-
-
-def measure(session: Path, rank: int, members: Sequence[int]) -> Measured:
-    """Write and look until all nodes have measured enough, or changes do not become visible for LONGEST_S. Raises OSError."""
-    folder = session / "changes"
+    So each change makes a round trip on one clock, and each node is seen and sees. Returns when this node and the one that it answers have
+    measured enough, or changes do not become visible for LONGEST_S. Raises OSError.
+    """
+    folder, mine = session / "changes", members.index(rank)
+    before, after = members[mine - 1], members[(mine + 1) % len(members)]
     files.make_dirs(folder)
-    watch, begin, done = _Watch(folder, rank, members), time.monotonic(), False
-    result = watch.measured()
+    begin, sent, trips = time.monotonic(), [0.0], list[float]()
+    # The last number of `before` that we have seen, and the last of ours that `after` has answered.
+    heard, answered, finished, result = 0, 0, False, None
+    own = folder / f"own-{rank}"
+    os.close(files.open_new(own))
+
+    def tell(done: bool) -> None:
+        nonlocal own
+        sent.append(time.monotonic())
+        name = folder / f"name-{rank}.{len(sent) - 1}.{heard}{'.done' if done else ''}"
+        os.rename(own, name)
+        own = name
+
     try:
-        while (elapsed := time.monotonic() - begin) < LONGEST_S + MEASURE_S:
-            watch.tell(done=done)
-            watch.look()
-            everyone = min(watch.content.all_answered, watch.listing.all_answered)
-            if not done and ((elapsed > MEASURE_S and everyone > 0) or elapsed > LONGEST_S):
-                done, result = True, watch.measured()
-            if done and len(watch.finished) == len(watch.others):
-                break
+        while (elapsed := time.monotonic() - begin) < LONGEST_S + MEASURE_S and not (result and finished):
+            tell(result is not None)
+            for match in filter(None, map(NAME.fullmatch, os.listdir(folder))):
+                other, number, answer = int(match[1]), int(match[2]), int(match[3])
+                if other == before:
+                    heard, finished = max(heard, number), finished or match[4] is not None
+                if other == after and answer > answered:
+                    trips.append(time.monotonic() - sent[answered + 1])
+                    answered = answer
+            if result is None and ((elapsed > MEASURE_S and answered) or elapsed > LONGEST_S):
+                # Also a round trip that lasts longer than all that have ended.
+                waiting_s = time.monotonic() - sent[answered + 1] if answered + 1 < len(sent) else 0.0
+                longest = waiting_s > max(trips, default=0.0)
+                result = Times.of([trip / 2 for trip in trips], waiting_s / 2 if longest else 0.0)
             threading.Event().wait(PAUSE_S)
     finally:
-        # For those who have not read yet that this node is done, and so that nobody waits for one that is interrupted.
+        # For a node that has not seen yet that this one is done, and so that nobody waits for one that is interrupted.
         with contextlib.suppress(OSError):
-            watch.tell(done=True)
+            tell(True)
     return result
 
 
@@ -274,3 +152,100 @@ def _line_up(folder: Path, rank: int, num_nodes: int, end: float) -> None:
         if sum(name.startswith("here-") for name in os.listdir(folder)) >= num_nodes:
             return
         threading.Event().wait(PAUSE_S / 5)
+
+
+# --- what follows from it --------------------------------------------------------------------------------------------------
+
+
+def stale_s(findings: Findings) -> float:
+    """The maximum age of what a node sees: a whole round trip, because one direction may have taken all of it."""
+    return 2 * max((node.delays.most for node in findings.values() if node.delays), default=LONGEST_S)
+
+
+def category_of(findings: Findings) -> str:
+    """The filesystem class according to the measurements."""
+    return COHERENT if stale_s(findings) < 2 * FRESH_S else CLOSE_TO_OPEN
+
+
+def merged(checks: Mapping[int, Sequence[Check]]) -> list[Check]:
+    """Merge the nodes' checks: identical findings become one line, the others name their node."""
+    by_name: dict[str, dict[int, list[Check]]] = {}
+    for rank, own in checks.items():
+        for check in own:
+            by_name.setdefault(check.name, {}).setdefault(rank, []).append(check)
+    found = []
+    for name, by_rank in by_name.items():
+        every = [check for own in by_rank.values() for check in own]
+        level = max((check.level for check in every), key=SEVERITY.__getitem__)
+        texts = {rank: "; ".join(check.finding for check in own) for rank, own in by_rank.items()}
+        finding = "\n".join(f"node {rank}: {text}" for rank, text in texts.items())
+        if len(set(texts.values())) == 1 and len(texts) == len(checks):
+            finding = next(iter(texts.values()))
+        advice = "; ".join(dict.fromkeys(check.advice for check in every if check.advice))
+        found.append(Check(name, level, finding, advice))
+    return found
+
+
+def between_nodes(findings: Findings) -> list[Check]:
+    """The checks between nodes."""
+    checks = [_races(findings), _delays(findings), _connections(findings)]
+    if len({node.boot_id for node in findings.values()}) == 1:
+        finding = f"all {len(findings)} nodes are on one host, so visibility between hosts was not tested"
+        checks.append(Check("hosts", NOTE, finding, "run doctor on the nodes of the run"))
+    return checks
+
+
+def _races(findings: Findings) -> Check:
+    parts = {rank: node.races for rank, node in findings.items()}
+    errors = sum((Counter(part.errors) for part in parts.values()), Counter[str]())
+    winners = Counter(number for part in parts.values() for number in part.won)
+    if not winners:
+        return Check(RACES, REFUSED, f"no create succeeded ({', '.join(errors) or 'no error'})", NEEDED)
+    decided = range(max(winners) + 1)
+    check = judge_races(
+        RACES, [[int(n in part.won) for n in decided] for part in parts.values()], f"{len(parts)} nodes"
+    )
+    winner = {number: f"node-{rank}" for rank, part in parts.items() for number in part.won}
+    foreign = sum(
+        any(part.records[number] not in ("", name) for part in parts.values())
+        for number, name in winner.items()
+    )
+    if check.level == OK and foreign:
+        finding = f"{foreign} of {ROUNDS} names contain a record that is not the winner's"
+        return Check(RACES, REFUSED, finding, "nodes could read different decisions; use another filesystem")
+    if check.level == OK and errors:
+        counts = ", ".join(f"{count} x {error}" for error, count in errors.items())
+        return Check(RACES, WARNING, f"{check.finding}; errors: {counts}", "see the server's log")
+    return check
+
+
+def _delays(findings: Findings) -> Check:
+    every = [node.delays for node in findings.values() if node.delays]
+    if not every:
+        return Check(LISTED, REFUSED, "not measured: writing failed", INSTEAD)
+    fresher = "; ".join(dict.fromkeys(node.fresher for node in findings.values()))
+    worst = max(every, key=lambda times: (times.open, times.most))
+    median = sorted(times.median for times in every)[len(every) // 2]
+    most = f"{'not within' if worst.open else 'most'} {shown(worst.most)}"
+    finding = f"median {shown(median)}, {most} ({sum(times.samples for times in every)} times)"
+    if worst.open and worst.most > LONGEST_S / 3:
+        unseen = f"{finding}: other nodes' heartbeats and records would not become visible"
+        return Check(LISTED, REFUSED, unseen, fresher)
+    if worst.most >= SLOW_S:
+        return Check(LISTED, WARNING, f"{finding}: every barrier takes this long", fresher)
+    return Check(LISTED, OK, finding)
+
+
+def _connections(findings: Findings) -> Check:
+    cut = [
+        f"node {rank} cannot connect to node {other}"
+        for rank, node in findings.items()
+        for other, addresses in node.reached.items()
+        if not addresses
+    ]
+    if cut:
+        advice = "multi-node updates need connections between all nodes; check the firewall"
+        return Check("ports", WARNING, "\n".join(cut), advice)
+    used = {int(other): at[0] for node in findings.values() for other, at in node.reached.items()}
+    where = ", ".join(f"node {rank} at {address}" for rank, address in sorted(used.items()))
+    return Check("ports", OK, f"all nodes can connect to each other: {where}")

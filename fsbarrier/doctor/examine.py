@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fsbarrier.doctor import between, mount_options, probes, verdict
-from fsbarrier.doctor.findings import OK, REFUSED, Check, Report
-from fsbarrier.errors import BarrierTimeout, Fenced, PeerLost, StoreError, TooFewNodes, UsageError
+from fsbarrier.doctor import between, mount_options, probes
+from fsbarrier.doctor.findings import REFUSED, Check, Report
+from fsbarrier.errors import BarrierTimeout, Fenced, PeerLost, TooFewNodes, UsageError
 from fsbarrier.group import Group, join
 from fsbarrier.host.addresses import candidate_addresses
 from fsbarrier.host.rendezvous import listen, port_of, reachable
@@ -34,9 +34,7 @@ ALONE = "from this node only; start it on several nodes with --num-nodes to meas
 def alone(path: Path) -> Report:
     """All checks that one node can do on `path`, an existing directory. Raises OSError."""
     mount = mount_of(path)
-    checks = _own_checks(path, mount)
-    versions = ", ".join(f"{name} {version}" for name, version in probes.versions().items())
-    return _presumed(path, mount, [*checks, Check("versions", OK, versions)])
+    return _presumed(path, mount, _own_checks(path, mount))
 
 
 def short(path: Path, *, write: bool = True) -> Report:
@@ -49,8 +47,7 @@ def short(path: Path, *, write: bool = True) -> Report:
     checks = mount_options.judge(mount)
     if write and not _refused(checks):
         with _scratch(there) as scratch:
-            raced = probes.exclusive_create(scratch, racers=2, rounds=16)
-            checks += _tried(raced, scratch, replacements=8, samples=4)
+            checks += _tried(probes.exclusive_create(scratch, racers=2, rounds=16), scratch)
     return _presumed(path, mount, checks)
 
 
@@ -67,16 +64,14 @@ def _own_checks(path: Path, mount: Mount) -> list[Check]:
     if _refused(judged):
         return judged
     with _scratch(path) as scratch:
-        tried = _tried(probes.exclusive_create(scratch), scratch, probes.REPLACEMENTS, probes.SAMPLES)
+        tried = _tried(probes.exclusive_create(scratch), scratch)
+        if not _refused(tried):
+            tried += probes.latencies(scratch)
     return [*judged, *tried, *probes.space(path), *probes.this_node()]
 
 
-def _tried(raced: Check, scratch: Path, replacements: int, samples: int) -> list[Check]:
-    if raced.level == REFUSED:
-        return [raced]
-    if (linked := probes.symbolic_links(scratch)).level == REFUSED:
-        return [linked]
-    return [raced, linked, probes.replacement(scratch, replacements), *probes.latencies(scratch, samples)]
+def _tried(raced: Check, scratch: Path) -> list[Check]:
+    return [raced] if raced.level == REFUSED else [raced, probes.symbolic_links(scratch)]
 
 
 # --- several nodes --------------------------------------------------------------------------------------------------------
@@ -94,7 +89,7 @@ def together(
     if _refused(mount_options.judge(mount)):
         # Already unsuitable, whatever the other nodes find.
         return alone(path)
-    with _meeting_place(path, shared_group) as place, _in_its_words(path, place, mount):
+    with _meeting_place(path, shared_group) as place, _in_its_words(path, mount):
         own = _own_checks(path, mount)
         say(f"this is node {rank}; waiting up to {wait_s:g} s for the other nodes, of {num_nodes}")
         with join(
@@ -134,19 +129,15 @@ def _meeting_place(path: Path, shared_group: bool) -> Iterator[Path]:
 
 
 @contextmanager
-def _in_its_words(path: Path, place: Path, mount: Mount) -> Iterator[None]:
+def _in_its_words(path: Path, mount: Mount) -> Iterator[None]:
     """The errors of the group as those of the doctor."""
-
-    def told(error: Exception) -> str:
-        return f"doctor: {error}".replace(str(place), str(path / FOLDER))
-
     try:
         yield
     except (BarrierTimeout, PeerLost) as error:
         local = mount.family.category == LOCAL and isinstance(error, BarrierTimeout)
         advice = f" On this host the directory is on {mount}, which is a local filesystem." if local else ""
         raise TooFewNodes(
-            f"{told(error)}. Check that `fsbarrier doctor` runs on every node with the same --num-nodes, and that {path} is the same "
+            f"doctor: {error}. Check that `fsbarrier doctor` runs on every node with the same --num-nodes, and that {path} is the same "
             f"shared directory everywhere.{advice}"
         ) from None
     except Fenced:
@@ -154,9 +145,7 @@ def _in_its_words(path: Path, place: Path, mount: Mount) -> Iterator[None]:
             "doctor: another doctor has the same rank; give each node its own --worker R"
         ) from None
     except ValueError as error:
-        raise UsageError(f"{told(error)}; use the same --num-nodes on all nodes") from None
-    except StoreError as error:
-        raise StoreError(f"{told(error)}: the nodes cannot agree through this directory") from None
+        raise UsageError(f"doctor: {error}; use the same --num-nodes on all nodes") from None
 
 
 def _exchange(session: Path, group: Group, own: list[Check], mount: Mount) -> dict[int, between.NodeFindings]:
@@ -171,15 +160,14 @@ def _exchange(session: Path, group: Group, own: list[Check], mount: Mount) -> di
         reached = {str(rank): reachable(each["addresses"], each["port"]) for rank, each in others.items()}
         group.barrier()
     files.make_dirs(session)
-    measured = between.measure(session, group.node_rank, group.members)
+    delays = between.measure(session, group.node_rank, group.members)
     group.barrier()
     races = between.race(session, group.node_rank, len(group.members))
     group.barrier()
     races.read(session)
-    about = between.About(
-        host_name(), boot_id(), probes.versions(), probes.accelerators_here(), str(mount), mount.fresher
+    findings = between.NodeFindings(
+        host_name(), boot_id(), str(mount), mount.fresher, own, races, delays, reached
     )
-    findings = between.NodeFindings(about, own, races, measured, reached)
     messages = group.all_gather(asdict(findings))
     return {
         rank: between.NodeFindings.of(message) for rank, message in zip(group.members, messages, strict=True)
@@ -203,17 +191,15 @@ def _take_leave(place: Path, session: Path, rank: int, num_nodes: int) -> None:
                 owned.discard(place / name, place.parent)
 
 
-def _conclude(path: Path, findings: dict[int, between.NodeFindings]) -> Report:
-    checks = [
-        *verdict.merged({rank: node.checks for rank, node in findings.items()}),
-        *verdict.between_nodes(findings),
-    ]
+def _conclude(path: Path, findings: between.Findings) -> Report:
+    checks = between.merged({rank: node.checks for rank, node in findings.items()})
+    kept = ("host", "boot_id", "mount", "delays", "reached")
+    nodes = {rank: asdict(node) for rank, node in findings.items()}
     return Report(
         str(path),
-        verdict.category_of(findings),
+        between.category_of(findings),
         f"between {len(findings)} nodes, by measurement",
-        verdict.stale_s(findings),
-        tuple(checks),
-        tuple({"node_rank": rank, **asdict(node.about)} for rank, node in findings.items()),
-        {str(rank): {**asdict(node.measured), "reached": node.reached} for rank, node in findings.items()},
+        between.stale_s(findings),
+        tuple([*checks, *between.between_nodes(findings)]),
+        tuple({"node_rank": rank, **{name: node[name] for name in kept}} for rank, node in nodes.items()),
     )

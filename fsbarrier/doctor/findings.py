@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 
@@ -75,7 +75,6 @@ class Report:
     stale_s: float
     checks: tuple[Check, ...]
     nodes: tuple[Mapping[str, object], ...] = ()
-    measured: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def refused(self) -> tuple[Check, ...]:
@@ -91,5 +90,4 @@ class Report:
             "staleness_s": self.stale_s,
             "checks": [asdict(check) for check in self.checks],
             "nodes": [dict(node) for node in self.nodes],
-            "measured": dict(self.measured),
         }

@@ -1,4 +1,4 @@
-"""Tests on a single node: races between threads, replacing files, latencies, free space, limits."""
+"""Tests on a single node: races between threads, latencies, free space, limits."""
 
 from __future__ import annotations
 
@@ -6,25 +6,18 @@ import errno
 import os
 import resource
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable
-from importlib import metadata
-from itertools import chain
 from pathlib import Path
 
-import fsbarrier
-from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check, Times
-from fsbarrier.host import accelerators
+from fsbarrier.doctor.findings import NOTE, OK, REFUSED, Check, Times
 from fsbarrier.host.memory import SHARED_MEMORY
 from fsbarrier.protocol.wording import gib
-from fsbarrier.run.fingerprint import PACKAGES
 from fsbarrier.store import files
 from fsbarrier.store.retry import FAILING
 
 RACES, RACERS = 40, 4
-REPLACEMENTS = 300
 SAMPLES = 60
 #: a probe ends after this time, with fewer samples on a slow filesystem
 ENOUGH_S = 8.0
@@ -104,24 +97,7 @@ def judge_races(name: str, wins: list[list[int]], who: str) -> Check:
     return Check(name, OK, f"{len(winners)} races of {who}: one winner each ({shares})")
 
 
-def replacement(scratch: Path, times: int = REPLACEMENTS) -> Check:
-    """Replace a file and read it back immediately: the read must return the complete new content."""
-    target, wrong, done, end = scratch / "replaced", 0, 0, time.monotonic() + ENOUGH_S
-    while done < times and (not done or time.monotonic() <= end):
-        content = str(done % 10).encode() * 4096
-        files.write_atomic(target, content)
-        try:
-            wrong += target.read_bytes() != content
-        except OSError:
-            wrong += 1
-        done += 1
-    if wrong:
-        finding = f"{wrong} of {done} reads after a replacement were stale, torn or missing"
-        return Check("replace", WARNING, finding)
-    return Check("replace", OK, f"{done} replacements, each read back correctly")
-
-
-def latencies(scratch: Path, samples: int = SAMPLES) -> list[Check]:
+def latencies(scratch: Path) -> list[Check]:
     """Median and 99th percentile of the operations that a barrier uses."""
     counter = iter(range(10**6))
     files.write_atomic(scratch / "read", b"x" * 400)
@@ -135,7 +111,7 @@ def latencies(scratch: Path, samples: int = SAMPLES) -> list[Check]:
     found = []
     for name, operation in operations.items():
         seconds: list[float] = []
-        for _ in range(samples):
+        for _ in range(SAMPLES):
             if sum(seconds) > ENOUGH_S / len(operations):
                 break
             started = time.perf_counter()
@@ -160,7 +136,7 @@ def space(path: Path) -> list[Check]:
 
 
 def this_node() -> list[Check]:
-    """Resource limits of this node that matter for runs, and its accelerators."""
+    """Resource limits of this node that matter for runs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     finding = f"{soft} (at most {hard})"
     checks = [Check.enough("open files", soft >= MIN_OPEN_FILES, finding, "ulimit -n 65536")]
@@ -172,21 +148,4 @@ def this_node() -> list[Check]:
             "NCCL and vLLM need at least 1 GiB (docker: --shm-size)",
         )
         checks.append(Check.enough("shared memory", size >= MIN_SHM_BYTES, finding, advice))
-    here = accelerators_here() or "none: vLLM and torch run on the CPU"
-    return [*checks, Check("accelerators", OK, here)]
-
-
-def accelerators_here() -> str:
-    """This node's accelerators; "" if there are none."""
-    return ", ".join(f"{a.name} ({a.memory_total_bytes / 1024**3:.0f} GiB)" for a in accelerators.detect())
-
-
-def versions() -> dict[str, str]:
-    """The installed versions, which should be the same on every node. Imports nothing."""
-    found = {"python": sys.version.split()[0], "fsbarrier": fsbarrier.__version__}
-    for name in chain.from_iterable(PACKAGES.values()):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return checks

@@ -20,7 +20,7 @@ from typing import TypeVar
 from fsbarrier.engine.engine import Engine, EngineInfo, Release
 from fsbarrier.engine.placement import ANYWHERE, placements
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.host.accelerator_device import Accelerator
+from fsbarrier.host.accelerators import Accelerator
 from fsbarrier.settings.sections import EngineSettings
 
 T = TypeVar("T")

@@ -1,6 +1,6 @@
 """The guard between a daemon and a program it started: no process below it outlives the daemon, even after SIGKILL.
 
-    python -I -S fsbarrier/processes/guard.py LIFELINE_FD DAEMON_PID [FD ...]     (`fsbarrier.processes.supervisor.Child` starts it)
+    python -I -S fsbarrier/processes/guard.py LIFELINE_FD DAEMON_PID FOLDER FD,FD,... PROGRAM ARGUMENT...    (supervisor.py starts it)
 
     daemon --socket--> guard --PR_SET_PDEATHSIG--> main program --> ...
 
@@ -10,15 +10,15 @@ How the process tree is controlled:
   guard's, not init's. A program that double-forks or calls setsid is therefore still found below its guard.
 * It detects the death of the daemon in two ways: EOF on the socket, and a readable pidfd. EOF alone is not enough,
   because a process forked by the daemon may hold a copy of the other end.
-* If somebody kills the guard itself, the kernel kills the main program (PR_SET_PDEATHSIG), and the daemon what it knew
-  below it. If the daemon is killed too, orphans.py does that at the next start.
+* If somebody kills the guard itself, the kernel kills the main program (PR_SET_PDEATHSIG), and the daemon what is left of
+  the tree, which has the guard's name in its environment (orphans.py). If the daemon is killed too, its next start does.
 * To kill a tree, the guard stops every process it sees, lists the tree again, and kills only when no new process has
   appeared; otherwise a process could keep forking between listing and kill. It repeats this until `waitpid` reports
   that no child is left. As a subreaper it then knows that the tree is gone.
 
-Socket protocol: the daemon sends the program (see `encode_program`), then lines "stop GRACE_S". The guard replies with lines
-"started PID START", "failed ERRNO STAGE", "ended EXITCODE" (negative: a signal). The socket closes when the guard has
-exited. A guard writes to no file, so a hung mount cannot block them.
+Socket protocol: the daemon sends lines "stop GRACE_S". The guard sends lines "started PID", "failed ERRNO STAGE",
+"ended EXITCODE" (negative: a signal). The socket closes when the guard has exited. A guard writes to no file, so a hung
+mount cannot block it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,19 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING or __name__ != "__main__":
     import signal
-    from collections.abc import Mapping, Sequence
 
-    from fsbarrier.processes.processes import Stat, below, freeze_and_kill, open_pidfd, send
+    from fsbarrier.processes.processes import (
+        GUARD_VARIABLE,
+        below,
+        freeze_and_kill,
+        open_pidfd,
+        own_name,
+        send,
+    )
 else:
     # Started by path, without importing the package, which would take longer than the whole start of a guard.
     sys.path.append(__file__.rpartition("/")[0])
-    from processes import Stat, below, freeze_and_kill, open_pidfd, send, signal
+    from processes import GUARD_VARIABLE, below, freeze_and_kill, open_pidfd, own_name, send, signal
 
 # linux/prctl.h
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -160,34 +166,19 @@ class Guard:
             self.kill_within(LEFTOVERS_GRACE_S)
 
 
-def encode_program(cwd: str, argv: Sequence[str], env: Mapping[str, str]) -> bytes:
-    """The daemon's first message. Raises ValueError.
-
-    8 bytes of length, then, separated by NUL: the folder, the number of arguments, the arguments, and the environment as NAME=VALUE.
-    """
-    fields = [cwd, str(len(argv)), *argv, *(f"{name}={value}" for name, value in env.items())]
-    if not argv or not argv[0] or any("\0" in field for field in fields):
-        raise ValueError(f"empty command, or a NUL byte in the command or its environment: {list(argv)!r}")
-    body = b"\0".join(map(os.fsencode, fields))
-    return len(body).to_bytes(8, "little") + body
-
-
-def receive_program(fd: int) -> tuple[bytes, list[bytes], dict[bytes, bytes]]:
-    """Folder, argv and environment as written by `encode_program`. Raises EOFError if the message is incomplete."""
-    size, data = 8, b""
-    while len(data) < size:
-        piece = os.read(fd, size - len(data))
-        if not piece:
-            raise EOFError
+def program_environment() -> dict[bytes, bytes]:
+    """The environment that this process was started with (Python may have changed a variable of its own), and the guard's name in it."""
+    fd, data = os.open("/proc/self/environ", os.O_RDONLY), b""
+    while piece := os.read(fd, 1 << 16):
         data += piece
-        if len(data) == size == 8:
-            size += int.from_bytes(data, "little")
-    cwd, count, *rest = data[8:].split(b"\0")
-    pairs = (entry.partition(b"=") for entry in rest[int(count) :])
-    return cwd, rest[: int(count)], {name: value for name, _, value in pairs}
+    os.close(fd)
+    pairs = (entry.partition(b"=") for entry in data.split(b"\0") if entry)
+    env = {name: value for name, _, value in pairs}
+    # Without the second one, a process that sets its title, as vLLM's do, would overwrite its environment in /proc.
+    return {**env, GUARD_VARIABLE.encode(): own_name().encode(), b"SPT_NOENV": b"1"}
 
 
-def start_main(cwd: bytes, argv: list[bytes], env: dict[bytes, bytes]) -> tuple[int, str]:
+def start_main(cwd: str, argv: list[str], env: dict[bytes, bytes]) -> tuple[int, str]:
     """Fork the main program; returns its pid (0 on failure) and the line that reports the result to the daemon."""
     reader, writer = os.pipe()
     me, pid = os.getpid(), os.fork()
@@ -219,45 +210,36 @@ def start_main(cwd: bytes, argv: list[bytes], env: dict[bytes, bytes]) -> tuple[
     if failure:
         os.waitpid(pid, 0)
         return 0, failure
-    return pid, f"started {pid} {Stat(pid).start}"
+    return pid, f"started {pid}"
 
 
-def guard_program(lifeline: int, daemon: int, passed: list[int]) -> int:
-    """Guard the program received over `lifeline` until its process tree is gone; returns the exit code of this process.
+def main() -> int:
+    """Guard a program until its process tree is gone; returns the exit code of this process."""
+    lifeline, daemon, cwd, passed, *argv = sys.argv[1:]
 
-    `passed`: the descriptors that only the program keeps.
-    """
+    line = int(lifeline)
 
-    def report(line: str) -> None:
+    def report(text: str) -> None:
         try:
-            os.write(lifeline, line.encode() + b"\n")
+            os.write(line, text.encode() + b"\n")
         except OSError:
             # The daemon has ended.
             pass
 
-    os.set_inheritable(lifeline, False)
+    os.set_inheritable(line, False)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        program = receive_program(lifeline)
-    except (OSError, EOFError):
-        # The daemon died before it had sent the whole message.
-        return 1
-    guard = Guard(lifeline, daemon)
-    pid, line = start_main(*program)
-    for fd in passed:
-        os.close(fd)
+    guard = Guard(line, int(daemon))
+    pid, said = start_main(cwd, argv, program_environment())
+    # Only the program keeps these.
+    for text in filter(None, passed.split(",")):
+        os.close(int(text))
     for fd in (1, 2):
         # Standard output and error go to the program's log; from here on only the program writes there.
         os.dup2(0, fd)
-    report(line)
+    report(said)
     if pid:
         report(f"ended {guard.watch(pid)}")
     return 0
-
-
-def main() -> int:
-    lifeline, daemon, *passed = map(int, sys.argv[1:])
-    return guard_program(lifeline, daemon, passed)
 
 
 if __name__ == "__main__":

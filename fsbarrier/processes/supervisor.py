@@ -41,8 +41,6 @@ GUARD = Path(guard.__file__)
 START_S = 60.0
 # How long SIGKILL may take. It takes milliseconds, unless a process hangs in the kernel (NFS, a driver).
 KILL_S = 30.0
-# How old our list of the descendants may be. It serves only when the guard is killed (orphans.py).
-SNAPSHOT_S = 5.0
 
 
 class StartFailed(ProgramFailed):
@@ -86,9 +84,6 @@ class Child:
         self._start_failure: tuple[int, str] | None = None
         # The exit code once nothing of the tree is left.
         self._exit_code: int | None = None
-        # The descendants as pid -> start time, and when they were looked up.
-        self._descendants: dict[int, int] = {}
-        self._looked_up_at = time.monotonic()
 
     @classmethod
     def start(
@@ -101,15 +96,15 @@ class Child:
         name: str,
         pass_fds: Sequence[int] = (),
     ) -> Self:
-        """Start `argv` with exactly `env` (None: ours) in `cwd` (None: ours), appending its output to `log_file`.
+        """Start `argv` with `env` (None: ours) and its guard's name in `cwd` (None: ours), appending its output to `log_file`.
 
         The program inherits the descriptors `pass_fds` under their numbers, which must be above 2.
 
         Raises StartFailed (no such program or folder), StoreError (the log cannot be written), ValueError (a NUL
         byte or no argv).
         """
-        env = os.environ if env is None else env
-        program = guard.encode_program(argv=argv, env=env, cwd=os.path.abspath(cwd or "."))
+        if not argv or not argv[0]:
+            raise ValueError(f"empty command: {list(argv)!r}")
         log_fd, log_start = _open_log(log_file, name, argv)
         child = cls(name, log_file, log_start)
         child._socket, theirs = _socket_pair()
@@ -120,8 +115,11 @@ class Child:
                     "-I",
                     "-S",
                     str(GUARD),
-                    *map(str, (theirs.fileno(), os.getpid(), *pass_fds)),
+                    *map(str, (theirs.fileno(), os.getpid(), os.path.abspath(cwd or "."))),
+                    ",".join(map(str, pass_fds)),
+                    *argv,
                 ],
+                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=log_fd,
                 stderr=log_fd,
@@ -129,6 +127,9 @@ class Child:
                 pass_fds=(theirs.fileno(), *pass_fds),
                 start_new_session=True,
             )
+        except ValueError:
+            child._socket.close()
+            raise
         except OSError as error:
             child._socket.close()
             message = f"{name}: cannot start a guard with {sys.executable!r}: {error.strerror}"
@@ -137,7 +138,7 @@ class Child:
             os.close(log_fd)
             theirs.close()
         child.guard_pid = child._guard.pid
-        child._hand_over(program, argv[0])
+        child._await_start(argv[0])
         return child
 
     def poll(self) -> int | None:
@@ -145,8 +146,6 @@ class Child:
         with self._lock:
             if self._exit_code is None:
                 self._read_reports()
-            if self._exit_code is None and time.monotonic() - self._looked_up_at >= SNAPSHOT_S:
-                self._remember(processes.below(self.guard_pid))
             return self._exit_code
 
     def wait(self, timeout_s: float) -> int | None:
@@ -156,7 +155,7 @@ class Child:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return None
-            _wait_readable(self._socket, min(left_s, SNAPSHOT_S))
+            _wait_readable(self._socket, left_s)
         return code
 
     def stop(self, grace_s: float = 5.0) -> int:
@@ -206,18 +205,9 @@ class Child:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _remember(self, tree: dict[int, int]) -> None:
-        if tree != self._descendants:
-            orphans.record_tree(str(self.guard_pid), tree)
-        self._descendants, self._looked_up_at = tree, time.monotonic()
-
-    def _hand_over(self, program: bytes, argv0: str) -> None:
-        """Send the program to the guard and wait until it runs. Raises StartFailed."""
+    def _await_start(self, argv0: str) -> None:
+        """Wait until the program runs. Raises StartFailed."""
         deadline = time.monotonic() + START_S
-        self._socket.settimeout(START_S)
-        # An error means that the guard has ended or hangs. The loop below detects which.
-        with contextlib.suppress(OSError):
-            self._socket.sendall(program)
         self._socket.setblocking(False)
         while not self.pid and self._start_failure is None and self._exit_code is None:
             if time.monotonic() >= deadline:
@@ -254,9 +244,8 @@ class Child:
             *lines, self._received = (self._received + data).split(b"\n")
             for line in lines:
                 match line.decode().split():
-                    case ["started", pid, start]:
+                    case ["started", pid]:
                         self.pid = int(pid)
-                        self._remember({self.pid: int(start)})
                     case ["failed", number, stage]:
                         self._start_failure, self._reported_code = (int(number), stage), 127
                     case ["ended", code] if self._reported_code is None:
@@ -270,11 +259,8 @@ class Child:
         # It has closed its end of the socket, so it is about to exit.
         self._guard.wait()
         if self._reported_code is None:
-            # It was killed. The kernel has killed the main program with it; kill the rest here. The main program's
-            # session may be killed too, as long as its number cannot have been reused.
-            fresh = time.monotonic() - self._looked_up_at < 2 * SNAPSHOT_S
-            orphans.kill_tree(self._descendants, KILL_S, session=self.pid if fresh else 0)
-        orphans.forget_tree(str(self.guard_pid))
+            # It was killed. The kernel has killed the main program with it.
+            orphans.end_orphans()
         self._exit_code = -int(signal.SIGKILL) if self._reported_code is None else self._reported_code
         self._socket.close()
 
@@ -310,7 +296,7 @@ def _open_log(path: Path, name: str, argv: Sequence[str]) -> tuple[int, int]:
     """
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     line = f"--- {now} start {name}: {without_passwords(shlex.join(argv))}\n"
-    if ended := orphans.end_orphans():
+    if ended := orphans.end_earlier_orphans():
         line = f"--- {now} ended what a killed daemon had left: {', '.join(map(str, ended))}\n{line}"
     try:
         files.make_dirs(path.parent)

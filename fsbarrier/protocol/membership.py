@@ -1,8 +1,8 @@
 """Failure detection: who is alive, by the heartbeats that this node sees, on its own clock. Pure.
 
-A node is declared dead only on evidence: a newer incarnation of its rank has joined, it has said that it left, or its counter has not
-moved for `dead_s` of *this* node's time. Only time in which this node wrote heartbeats itself counts (invariants I7 and I10). Clocks of
-two hosts are never compared.
+A node is declared dead only on evidence: a newer incarnation of its rank has joined, its last heartbeat says that it left or was killed, or
+its counter has not moved for `dead_s` of *this* node's time. Only time in which this node wrote heartbeats itself counts (invariants I7 and
+I10). Clocks of two hosts are never compared.
 """
 
 from __future__ import annotations
@@ -10,18 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fsbarrier.protocol.facts import Generation, Join, Member, Pulse
+from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Pulse
 from fsbarrier.protocol.timing import DEAD_S, JOIN_TIMEOUT_S, REJOIN_TIMEOUT_S, STAGGER_S, SUSPECT_S
 
 #: the heartbeat's state of a node that waits to join
 JOINING = "joining"
 #: the state of a node that ended because nothing was left to do. With a generation's number: it has passed that one's last row
 FINISHED = "finished"
+#: the state that the epitaph of a killed daemon gives its last heartbeat (processes/epitaph.py)
+KILLED = "killed"
 #: the states of a node that has ended
-GONE = frozenset({"left", FINISHED, "stopped", "broken"})
+GONE = frozenset({"left", KILLED, FINISHED, "stopped", "broken"})
 #: The one after which the peers need a new generation at once. In the other states a node has left everything that its peers wait
 #: for on disk, and they have `dead_s` to find it.
-DESERTED = frozenset({"left"})
+DESERTED = frozenset({"left", KILLED})
+
+
+def epitaph(beat: Beat) -> Pulse:
+    """What this heartbeat becomes if its daemon is killed: nothing else, if that has said already how it ended."""
+    return beat.pulse if beat.state in GONE else replace(beat.pulse, counter=beat.counter + 1, state=KILLED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +156,8 @@ def _loss(member: Member, join: Join | None, ledger: Ledger, since: float, limit
         started = newest.beat.incarnation
     if started > member.incarnation:
         why = f"restarted as incarnation {started}"
+    elif state == KILLED:
+        why = "its daemon was killed"
     elif state in DESERTED:
         why = "it was stopped by hand or ended in an error"
     elif silent_s >= limits.dead_s:

@@ -35,8 +35,10 @@ from fsbarrier.errors import (
 from fsbarrier.host import accelerators
 from fsbarrier.host.addresses import candidate_addresses
 from fsbarrier.loader import load_program
+from fsbarrier.processes.epitaph import Epitaph
 from fsbarrier.processes.signals import ending_signals_handled
-from fsbarrier.protocol.facts import Join, Payload
+from fsbarrier.protocol.facts import Beat, Join, Payload
+from fsbarrier.protocol.membership import epitaph
 from fsbarrier.protocol.timing import JOIN_TIMEOUT_S
 from fsbarrier.protocol.wording import counted
 from fsbarrier.run.code_digests import code_digests, one_digest
@@ -98,6 +100,7 @@ class Daemon:
         self.record, self.settings, self._lock = record, record.settings, lock
         settings = record.settings
         self._signal: int | None = None
+        self._epitaph, self._noted = Epitaph(), 0
         self._say_awaited_at = time.monotonic() + SAY_AWAITED_S
         self._ended = threading.Event()
         self._program = program = load_program(settings.program)
@@ -125,7 +128,7 @@ class Daemon:
         self._pauses = Backoff(FIRST_PAUSE_S * crowd, POLL_MAX_S * crowd)
         beat_s, now = settings.coordination.beat_s, time.monotonic()
         self._life = NodeLife(
-            self.loop, lambda: self.jobs.unfit, beat_s, self._pauses, now, note_start=lock.note_start
+            self.loop, lambda: self.jobs.unfit, beat_s, self._pauses, now, note_beat=self._note_beat
         )
 
     def _make_workplace(
@@ -268,6 +271,14 @@ class Daemon:
             if not last:
                 self._ended.wait(pause_s)
 
+    def _note_beat(self, beat: Beat) -> None:
+        """Called before each heartbeat is written."""
+        if beat.incarnation != self._noted:
+            self._noted = beat.incarnation
+            self._lock.note_start(beat.incarnation)
+        paths = self.record.paths
+        self._epitaph.note(paths.pulse(beat.pulse), paths.pulse(epitaph(beat)))
+
     @contextmanager
     def signals(self) -> Iterator[None]:
         """In this block SIGINT, SIGTERM and SIGHUP end the node gracefully, and `fsbarrier debug` makes it write its stacks."""
@@ -283,6 +294,7 @@ class Daemon:
 
     def close(self) -> None:
         self._waiting.close()
+        self._epitaph.close()
         # This may fail too; the exit code is decided already.
         with contextlib.suppress(OSError):
             self.events.close()

@@ -1,24 +1,21 @@
 """Runs the program that sends each iteration's metrics to trackers (`tracker.names`), on the leader's node.
 
-It is a kept program (processes/kept_program.py), whose jobs are the iterations. The run never waits for it. If it fails, the journal says
-so, and the run goes on.
+It has one end of a socket: the daemon tells it the number of each finished iteration, and it answers only with what fails, for the journal.
+The run never waits for it, and goes on without it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-import queue
-import threading
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import socket
 from pathlib import Path
 
 from fsbarrier.errors import ProgramFailed, StoreError
-from fsbarrier.processes.kept_program import KeptProgram
 from fsbarrier.processes.secret_variables import without_variables
-from fsbarrier.processes.supervisor import own_program, with_this_package
-from fsbarrier.processes.worker_contract import WorkerFiles, read_result
+from fsbarrier.processes.supervisor import Child, own_program, with_this_package
+from fsbarrier.processes.worker_contract import WorkerFiles
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.runrecord import RunRecord
@@ -28,20 +25,9 @@ from fsbarrier.settings.sections import Settings
 MODULE = "fsbarrier.workers.track"
 #: a launcher's variables about training processes, which do not apply to the trackers' program
 NOT_FOR_IT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: how long the end of a node waits for the last iterations to be sent; the next start sends the rest
-LAST_S = 10.0
-FINISHED_S = 60.0
-#: how soon the end of the node is noticed while the program works
-LOOK_S = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What the trackers should have. `settings`: None if this node does not lead, or there are no trackers. `last`: this session ends."""
-
-    settings: Settings | None = None
-    iteration: int = 0
-    last: bool = False
+#: how long the end of a node, or of a finished run, waits for the last iterations to be sent; the next start sends the rest
+LAST_S, FINISHED_S = 10.0, 60.0
+MESSAGE_BYTES = 64 * 1024
 
 
 class TrackerProgram:
@@ -49,116 +35,95 @@ class TrackerProgram:
 
     def __init__(self, record: RunRecord, work_dir: Path, log_file: Path) -> None:
         self._record, self._log_file, self._files = record, log_file, WorkerFiles(work_dir / "trackers")
-        self._order = Order()
-        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._program: KeptProgram | None = None
-        # The settings of the last job.
-        self._told: Settings | None = None
-        self._last_s = LAST_S
-        # The time at which the program is ended even if it still works; None while the node goes on.
-        self._ends_at: float | None = None
-        self._troubles: queue.SimpleQueue[Payload] = queue.SimpleQueue()
+        # None: this node does not lead, or there are no trackers.
+        self._settings: Settings | None = None
+        self._iteration, self._last_s = 0, LAST_S
+        self._child: Child | None = None
+        self._socket: socket.socket
+        self._troubles: list[Payload] = []
 
     def tell(self, event: str, node: Node, fields: Payload) -> None:
         """React to an event of the journal."""
-        generation = node.generation
         if event == "node_ended" and fields.get("state") == "finished":
             self._last_s = FINISHED_S
-        if generation is None:
-            return
-        if event == "generation_started":
-            settings = in_force(self._record.settings, generation.settings)
-            leads = generation.leader == node.rank and bool(settings.tracker.names)
-            self._put(replace(self._order, settings=settings if leads else None))
+        if event == "generation_started" and node.generation is not None:
+            settings = in_force(self._record.settings, node.generation.settings)
+            wanted = settings if node.generation.leader == node.rank and settings.tracker.names else None
+            if (wanted and wanted.tracker) != (self._settings and self._settings.tracker):
+                self._end(0.0)
+            self._settings = wanted
         elif event == "iteration_finished" and node.position is not None:
-            self._put(replace(self._order, iteration=node.position.iteration))
+            self._iteration = node.position.iteration
+        else:
+            return
+        if self._settings is not None:
+            # A failure here must not end the run. The next iteration tells this one too.
+            try:
+                self._send(self._settings)
+            except (ProgramFailed, StoreError, OSError) as error:
+                self._trouble(str(error))
 
-    def troubles(self) -> Iterator[Payload]:
+    def troubles(self) -> list[Payload]:
         """The failures since the last call, for the journal."""
-        while not self._troubles.empty():
-            yield self._troubles.get()
+        self._hear()
+        told, self._troubles = self._troubles, []
+        return told
 
     def close(self) -> None:
         """Wait a while for the last iterations to be sent, and end the program."""
-        self._ends_at = time.monotonic() + self._last_s
-        self._put(replace(self._order, last=True))
-        if self._thread is not None:
-            self._thread.join(self._last_s + LAST_S)
+        self._end(self._last_s)
 
-    def _put(self, order: Order) -> None:
-        self._order = order
-        if self._thread is None and order.settings is not None and not order.last:
-            self._thread = threading.Thread(target=self._carry_out_orders, name="trackers", daemon=True)
-            self._thread.start()
-        self._orders.put(order)
+    def _send(self, settings: Settings) -> None:
+        """Tell the program the last finished iteration; start it if it does not run. Raises StartFailed, StoreError, OSError."""
+        if self._child is not None and (code := self._child.poll()) is not None:
+            said = " | ".join(self._child.last_log_lines(2))
+            self._trouble(f"the program ended with exit code {code}: {said}")
+            self._end(0.0)
+        if self._child is None:
+            self._start(settings)
+        self._socket.send(b"%d" % self._iteration)
 
-    # --- in the thread ---
-
-    def _carry_out_orders(self) -> None:
-        order = self._orders.get()
-        while True:
-            # A failure here must not end the run.
-            try:
-                self._carry_out(order)
-            except (ProgramFailed, StoreError, OSError) as error:
-                self._trouble(str(error))
-            if order.last:
-                return
-            order = self._orders.get()
-
-    def _carry_out(self, order: Order) -> None:
-        settings, told = order.settings, self._told
-        changed = told is not None and (settings is None or settings.tracker != told.tracker)
-        if told is not None and self._program is not None and (changed or order.last):
-            self._do(told, order.iteration, last=True)
-        self._told = None if order.last else settings
-        if self._told is not None:
-            self._do(self._told, order.iteration, last=False)
-
-    def _do(self, settings: Settings, iteration: int, *, last: bool) -> None:
-        """Bring the trackers up to an iteration; with `last` the program ends."""
-        program = self._give(settings, {"iteration": iteration, "last": last})
-        ended = False
-        try:
-            while (code := program.wait(LOOK_S)) is None:
-                if self._ends_at is not None and time.monotonic() >= self._ends_at:
-                    rest = "a start that goes on tells the rest"
-                    self._trouble(
-                        f"had not told everything after {self._last_s:.0f} s, and was ended; {rest}"
-                    )
-                    ended = True
-                    return
-            ended = last or code != 0
-            if code != 0:
-                said = " | ".join(program.last_log_lines(2))
-                self._trouble(f"the program ended with exit code {code}: {said}")
-                return
-            for problem in read_result(self._files.result, MODULE).get("problems", ()):
-                self._troubles.put(problem)
-        finally:
-            if ended:
-                self._program = None
-                program.stop(grace_s=1.0)
-
-    def _give(self, settings: Settings, job: Payload) -> KeptProgram:
-        """The program, with this job; a new one if there is none. Raises StartFailed, StoreError, OSError."""
-        record = str(self._record.paths.record)
-        self._files.write_spec({"settings": settings.as_json(), "run_record": record, **job})
-        if self._program is not None:
-            self._program.give(self._files.spec)
-            return self._program
-        named = (settings.judge.api_key_env, settings.engine.api_key_env, *NOT_FOR_IT)
-        env = without_variables(os.environ, named) | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-        program = KeptProgram("trackers", 1, self._files.folder / "jobs")
-        program.start(
-            own_program(MODULE, "--spec", str(self._files.spec)),
-            env=with_this_package(env),
-            log_file=self._log_file,
-            name="trackers",
+    def _start(self, settings: Settings) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        record, named = (
+            str(self._record.paths.record),
+            (settings.judge.api_key_env, settings.engine.api_key_env),
         )
-        self._program = program
-        return program
+        env = without_variables(os.environ, (*named, *NOT_FOR_IT))
+        with theirs:
+            spec = {"settings": settings.as_json(), "run_record": record, "socket": theirs.fileno()}
+            self._files.write_spec(spec)
+            self._child = Child.start(
+                own_program(MODULE, "--spec", str(self._files.spec)),
+                env=with_this_package(env | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}),
+                log_file=self._log_file,
+                name="trackers",
+                pass_fds=[theirs.fileno()],
+            )
+
+    def _end(self, wait_s: float) -> None:
+        """End the program, which may send the last iterations first."""
+        if self._child is None:
+            return
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+        try:
+            if self._child.wait(wait_s) is None and wait_s:
+                self._trouble(
+                    f"had not told everything after {wait_s:.0f} s, and was ended; a start that goes on tells the rest"
+                )
+            self._child.stop(grace_s=1.0)
+        except ProgramFailed as error:
+            self._trouble(str(error))
+        self._hear()
+        self._child = None
+        self._socket.close()
+
+    def _hear(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._child is not None and (said := self._socket.recv(MESSAGE_BYTES)):
+                self._troubles.append(json.loads(said))
 
     def _trouble(self, why: str) -> None:
-        self._troubles.put({"tracker": "", "why": why})
+        self._troubles.append({"tracker": "", "why": why})

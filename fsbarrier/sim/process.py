@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar, cast
@@ -10,10 +11,12 @@ from fsbarrier.coordination.life import NodeLife
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.errors import EXIT_SIGTERM, Fenced
-from fsbarrier.protocol.facts import Join, Payload, Pulse
+from fsbarrier.protocol.facts import Beat, Join, Payload, Pulse
+from fsbarrier.protocol.membership import epitaph
 from fsbarrier.protocol.rows import SLICE_CHOICE
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.record_store import Store
+from fsbarrier.sim.disk import SimPath
 from fsbarrier.sim.history import JournalLine, Missing
 from fsbarrier.sim.schedule import Mishap, Schedule, SimThread, Start
 from fsbarrier.sim.sessions import Session
@@ -48,8 +51,8 @@ class Process(Start):
         super().__init__(schedule, number, rank, client)
         draw, store = schedule.draw, cast(Store, client)
         self._claims, self._signalled = claims, False
-        # what its last heartbeat says
-        self._said = ""
+        # its last heartbeats, and what the last one on the disk says
+        self._noted, self._said = deque[Beat](maxlen=2), ""
         self._looked_at = schedule.now
         self.observer = Observer(store, PATHS, program(), draw.paces, partial(can_hold, draw.settings))
         self.work = make_work(self, self.observer, lambda: self.main.wake())
@@ -92,7 +95,13 @@ class Process(Start):
             return
         self.joined, draw = True, self.schedule.draw
         self.life = NodeLife(
-            self.loop, lambda: self.work.unfit, draw.beat_s, PAUSES, self.clock, dice=self.schedule.rng
+            self.loop,
+            lambda: self.work.unfit,
+            draw.beat_s,
+            PAUSES,
+            self.clock,
+            note_beat=self._noted.append,
+            dice=self.schedule.rng,
         )
         self.beats: SimThread = self.thread(self._beat)
         while self.loop.exit is None:
@@ -131,6 +140,17 @@ class Process(Start):
         """SIGTERM."""
         self._signalled = True
         self.main.wake()
+
+    def leave_epitaph(self) -> None:
+        """A killed daemon's last heartbeat mostly says so a moment later."""
+        schedule = self.schedule
+        if schedule.rng.random() < 0.7:
+            schedule.after(schedule.rng.random() * 0.3, self._put_epitaph)
+
+    def _put_epitaph(self) -> None:
+        for beat in reversed(self._noted) if self.client.outage is None else ():
+            if self.client.rename(*(cast(SimPath, PATHS.pulse(one)) for one in (beat.pulse, epitaph(beat)))):
+                return
 
     # --- heartbeats and the journal ---
 

@@ -197,11 +197,13 @@ class Start:
             for action in waiting:
                 self.schedule.after(self.schedule.short(), action)
 
-    def kill(self, why: str) -> None:
-        """Kill the process and its programs."""
+    def kill(self, why: str, *, host: bool = False) -> None:
+        """Kill the process and its programs; with `host`, everything on its host."""
         if self.up:
             self._over(None, why)
             self.schedule.say(f"node {self.rank} is dead: {why}")
+            if not host:
+                self.leave_epitaph()
 
     def end(self, code: int, why: str) -> None:
         """The process ends with this exit code; perhaps somebody starts it again."""
@@ -238,6 +240,9 @@ class Start:
 
     def signal(self) -> None:
         """SIGTERM."""
+
+    def leave_epitaph(self) -> None:
+        """Killed, it may leave a last heartbeat."""
 
     # --- what the world is told ---
 

@@ -196,7 +196,7 @@ def cut_power(world: World, struck: list[Start], *, again: bool) -> None:
     """Cut the power of these processes' hosts at once; `again`: restart most of them."""
     world.history.faults.add("power")
     for process in struck:
-        process.kill("its host lost power")
+        process.kill("its host lost power", host=True)
         process.client.drop_caches()
     hosts = {process.host for process in struck}
     if not world.of(None):

@@ -29,10 +29,12 @@ def i7_no_false_death(history: History) -> Iterator[str]:
             incarnation = generation.incarnation_of(lost["node_rank"])
             # Another node has found this loss, and its own event is checked.
             found_by_another = lost["why"].startswith("found by")
-            if found_by_another or "no heartbeat" not in lost["why"] or incarnation is None:
+            if found_by_another or incarnation is None:
                 continue
             ended = history.ended.get(_process_of(lost["node_rank"], incarnation, history))
-            if ended is not None and ended.time <= event.began:
+            if "was killed" in lost["why"] and (ended is None or ended.time > event.time):
+                yield f"node {event.node.rank} took node {lost['node_rank']} for killed, and it lives"
+            if "no heartbeat" not in lost["why"] or (ended is not None and ended.time <= event.began):
                 continue
             beats = history.beats.get((lost["node_rank"], incarnation), ())
             until = event.began - history.hidden_s

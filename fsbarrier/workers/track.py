@@ -1,8 +1,8 @@
 """Logs each iteration's metrics to trackers (W&B, TensorBoard, MLflow) through accelerate. A separate process beside the leader.
 
-Its daemon gives it each finished iteration as a job. It reads the journals, and logs every iteration that a tracker does not have yet. The
-progress is stored in the run directory, so another node's process can continue without gaps; iterations logged just before a kill are
-logged again under the same step. A failing tracker is reported and retried at the next iteration; it never delays the run.
+Its daemon tells it of each finished iteration (run/tracking.py). It reads the journals, and logs every iteration that a tracker does not
+have yet. The progress is stored in the run directory, so another node's process can continue without gaps; iterations logged just before a
+kill are logged again under the same step. A failing tracker is reported and retried at the next iteration; it never delays the run.
 
 Only this module loads accelerate and the trackers' packages.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
-from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.section import leaves
@@ -31,6 +31,7 @@ from fsbarrier.view.run_status import REPORT_BYTES, status_of
 
 #: low priority, so that training is not slowed down
 NICENESS = 10
+MESSAGE_BYTES = 64
 
 
 @dataclass
@@ -176,45 +177,32 @@ def _numbers(row: Mapping[str, object]) -> dict[str, float]:
 
 
 class Spec(TypedDict):
-    """`iteration`: the last finished one. `last`: there are no more jobs."""
+    """`socket`: the descriptor of the daemon's line. Each message to us is the number of a finished iteration, each answer a failure."""
 
     run_record: str
-    iteration: int
-    last: bool
+    socket: int
 
 
-class TrackerJobs:
-    """The jobs of one process."""
+def work(spec: Spec, settings: Settings, progress: ProgressWriter) -> None:
+    """Log what the daemon tells of, until it closes its end."""
+    os.nice(NICENESS)
+    daemon = socket.socket(fileno=spec["socket"])
 
-    def __init__(self) -> None:
-        self._trackers: Trackers | None = None
-        self._problems: list[Payload] = []
-        self.over = False
+    def say(name: str, why: str) -> None:
+        daemon.send(json.dumps({"tracker": name, "why": why[:1000]}).encode())
 
-    def do(self, spec: Spec, settings: Settings, progress: ProgressWriter) -> JsonObject:
-        self._problems = []
+    trackers: Trackers | None = None
+    while told := daemon.recv(MESSAGE_BYTES):
         # On a filesystem error, the next iteration tells this one too.
         try:
-            if self._trackers is None:
-                self._trackers = Trackers(Path(spec["run_record"]).parent, settings.tracker, self._say)
-            if spec["iteration"]:
-                self._trackers.bring(spec["iteration"])
+            trackers = trackers or Trackers(Path(spec["run_record"]).parent, settings.tracker, say)
+            if iteration := int(told):
+                trackers.bring(iteration)
         except OSError as error:
-            self._say("", f"{error.filename or 'a file'}: {error.strerror}")
-        self.over = spec["last"]
-        if self.over and self._trackers is not None:
-            self._trackers.finish()
-        return {"problems": self._problems}
-
-    def _say(self, name: str, why: str) -> None:
-        self._problems.append({"tracker": name, "why": why[:1000]})
-
-
-def main() -> int:
-    os.nice(NICENESS)
-    jobs = TrackerJobs()
-    return run_worker(jobs.do, stays=lambda: not jobs.over)
+            say("", f"{error.filename or 'a file'}: {error.strerror}")
+    if trackers is not None:
+        trackers.finish()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_worker(work))
