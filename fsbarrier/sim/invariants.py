@@ -230,7 +230,7 @@ def outcomes(world: World) -> Iterator[str]:
     allowed: set[int | None] = {0}
     if struck & {"crash", "power"}:
         allowed |= {None}
-    if struck & {"outage"}:
+    if struck & {"outage", "slow", "pause"}:
         allowed |= {3}
     if "program" in struck:
         allowed |= {4}

@@ -53,7 +53,8 @@ class Process(Start):
         self._claims, self._signalled = claims, False
         # its last heartbeats, and what the last one on the disk says
         self._noted, self._said = deque[Beat](maxlen=2), ""
-        self._looked_at = schedule.now
+        # when its last look and its last heartbeat began
+        self._looked_at = self._beat_at = schedule.now
         self.observer = Observer(store, PATHS, program(), draw.paces, partial(can_hold, draw.settings))
         self.work = make_work(self, self.observer, lambda: self.main.wake())
         join = Join(
@@ -119,6 +120,7 @@ class Process(Start):
 
     def _beat(self) -> None:
         while self.loop.exit is None:
+            self._beat_at = self.schedule.now
             self.beats.sleep(self.life.beat(self.clock) / self.rate)
 
     def _end(self) -> None:
@@ -156,7 +158,7 @@ class Process(Start):
 
     def beat_written(self, pulse: Pulse) -> None:
         schedule = self.schedule
-        hangs_s = schedule.now - self._looked_at if self.main.hangs and self.loop.exit is None else 0.0
+        hangs_s = self._beat_at - self._looked_at if self.main.hangs and self.loop.exit is None else 0.0
         if hangs_s > schedule.draw.rules.limits.suspect_s / 2 + 0.1:
             schedule.history.stuck.append(f"node {self.rank} looks alive, and has hung for {hangs_s:.1f} s")
         self._said = pulse.state

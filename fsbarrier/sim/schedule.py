@@ -162,6 +162,8 @@ class Start:
         else:
             self.schedule.say(f"node {self.rank}: an operation hangs for {mishap.seconds:g} s")
         self.hung_at = self.schedule.now + mishap.seconds
+        # If it is a heartbeat that hangs, this is as if the filesystem failed.
+        self.schedule.history.outages.append((self.rank, self.schedule.now, self.hung_at))
         thread.sleep(mishap.seconds, hangs=True)
         return None
 
