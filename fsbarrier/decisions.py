@@ -153,6 +153,8 @@ class RendezvousDecision(JsonRecord):
     #: text in a dry run
     master_port: int | str
     trainer: str = ""
+    #: which node rolls out which of the next iteration's tasks meanwhile; None: none (`rollout.ahead`)
+    ahead: RolloutDecision | None = None
 
 
 @ready
@@ -188,3 +190,5 @@ class PublishDecision(JsonRecord):
     folder: str = ""
     digest: str = ""
     best: BestPolicy | None = None
+    #: the identity of the policy version that this one was trained from (`Context.policy_identity`)
+    previous: str = ""

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from fsbarrier.decisions import BestPolicy, JsonRecord, PublishDecision
-from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.errors import ProgramFailed, TooFewNodes, UsageError
 from fsbarrier.protocol.facts import Join, Member, Payload
 from fsbarrier.protocol.rows import Row, Slice, Table
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.settings.placement import Ranges
 
 if TYPE_CHECKING:
     from fsbarrier.rundir.runrecord import TaskSource
@@ -90,6 +91,8 @@ class Command:
     listens: bool = False
     #: the processes stay afterwards; None: they end with the job
     resident: Resident | None = None
+    #: the node's accelerators that the program sees, by number; None: all
+    devices: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,7 @@ class Resident:
 class ServeWeights:
     """Make all local engines serve `folder` as `policy_version`: start them, reload them in place, or leave them as they are.
 
+    `devices`: the node's accelerators that they use, by number; None: all.
     `threads`: the number of CPU threads for all of them together, if they compute on a CPU.
     `policy`: the identity of the published policy (`Context.policy_identity`); a folder with another one is refused. "": any policy is
     served whose files match the folder's manifest.
@@ -121,6 +125,7 @@ class ServeWeights:
     policy_version: int
     threads: int = 0
     policy: str = ""
+    devices: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +168,8 @@ class PublishWeights:
     keep_every: int = 0
     #: the best version so far, which is kept too
     best: BestPolicy | None = None
+    #: the identity of the version before (`Context.policy_identity`)
+    previous: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +306,13 @@ class Context:
         return "start" if published is None else checkpoints.identity(published.folder, published.digest)
 
     @property
+    def recent_policies(self) -> tuple[str, ...]:
+        """The identities of the policies whose rollouts this iteration may train on: its own, and with `rollout.ahead` the one before."""
+        published = self.published
+        before = (published.previous,) if published is not None and published.previous else ()
+        return (self.policy_identity, *(before if self.settings.rollout.ahead else ()))
+
+    @property
     def policy(self) -> Policy:
         """The newest published policy; the run's model as version 0 before the first."""
         published = self.published
@@ -368,9 +382,21 @@ class Context:
         return tuple([m.rank for m in self.members])
 
     @property
-    def weights(self) -> tuple[float, ...]:
-        """The members' weights in the order of `members`."""
-        return tuple(self.settings.rank_weights[rank] for rank in self.ranks)
+    def samplers(self) -> dict[int, tuple[int, ...]]:
+        """The members that roll out, and their accelerators by number (`placement.rollout`)."""
+        return self._holders(self.settings.placement.rollout)
+
+    @property
+    def trainers(self) -> dict[int, tuple[int, ...]]:
+        """The members that train, and their accelerators by number (`placement.update`). The first one is where they meet."""
+        return self._holders(self.settings.placement.update)
+
+    def _holders(self, placed: str) -> dict[int, tuple[int, ...]]:
+        """Raises TooFewNodes if no member is left that holds the role."""
+        found = Ranges.parse(placed).holders(self.ranks, self.accelerators)
+        if not found:
+            raise TooFewNodes(f"no node is left that holds {placed} (docs/accelerators.md, placement)")
+        return found
 
     def identity(self) -> dict[str, object]:
         """The fields that every spec has. The node adds the run's settings."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -54,6 +54,8 @@ from fsbarrier.rundir.names import SPLITS
 from fsbarrier.settings.sections import EvalSettings, RolloutSettings
 
 NOTHING = Value({})
+#: the claims on tasks of the next iteration, while this one's update trains (`rollout.ahead`)
+AHEAD = "ahead"
 # How long the processes of an update wait for each other, in seconds.
 COLLECTIVES_TIMEOUT_S = 1800
 
@@ -62,13 +64,15 @@ COLLECTIVES_TIMEOUT_S = 1800
 
 def assign_train(ctx: Context) -> Work:
     """Leader: decide which tasks this iteration rolls out, and which node begins with which."""
-    if ctx.settings.rollout_split == "eval-only":
-        return NOTHING
+    return NOTHING if ctx.settings.rollout_split == "eval-only" else decide_rollout(assigned(ctx))
+
+
+def assigned(ctx: Context) -> RolloutDecision:
+    """Which tasks an iteration rolls out, and which node begins with which."""
     settings = ctx.settings.rollout
     there = ctx.tasks["train"]["count"]
     sampled = sample_tasks(there, settings.tasks, seed=settings.seed, iteration=ctx.iteration)
-    keep = settings.tasks if settings.max_refills else None
-    return decide_rollout(share_out_train(ctx, sampled, keep=keep))
+    return share_out_train(ctx, sampled, keep=settings.tasks if settings.max_refills else None)
 
 
 def decide_rollout(decision: RolloutDecision) -> Value:
@@ -95,10 +99,13 @@ def share_out_train(ctx: Context, sampled: list[int], keep: int | None = None) -
 
 
 def rollout_train(ctx: Context) -> Work:
-    """Every node: roll out its share of the tasks with the local vLLM, then tasks that slower nodes have not begun."""
+    """Every node that samples: roll out its share of the tasks with the local vLLM, then tasks that slower nodes have not begun."""
     decision = ctx.find_decision("train_assign", RolloutDecision)
-    if decision is None:
-        return NOTHING
+    return rollout_share(ctx, decision) if decision is not None else NOTHING
+
+
+def rollout_share(ctx: Context, decision: RolloutDecision) -> Work:
+    """One node's share of the training tasks, in rounds."""
     source, sampling = ctx.tasks["train"], sampling_of(ctx.settings.rollout)
     left = iter(decision.wanted)
     rounds: list[JsonObject] = [
@@ -134,7 +141,7 @@ def sampling_of(settings: RolloutSettings | EvalSettings) -> dict[str, object]:
 
 def rollout(ctx: Context, decision: RolloutDecision, rounds: list[JsonObject]) -> Work:
     """One node's rollouts. `rounds`: the tasks of each round and how to sample them (fsbarrier/rollouts/rounds.py)."""
-    if not decision.shares[ctx.node_rank]:
+    if not decision.shares.get(ctx.node_rank):
         return NOTHING
     policy = ctx.policy
     spec = rollout_spec(ctx, decision)
@@ -146,8 +153,14 @@ def rollout(ctx: Context, decision: RolloutDecision, rounds: list[JsonObject]) -
         model=str(policy.model),
         engine="{engine}",
     )
-    serve = ServeWeights(policy.model, policy.version, ctx.threads, ctx.policy_identity)
-    return Steps((serve, replace(command, resident=Resident("rollout"), extra=report_of(spec))))
+    return Steps((serve(ctx), replace(command, resident=Resident("rollout"), extra=report_of(spec))))
+
+
+def serve(ctx: Context) -> ServeWeights:
+    """The node's engines serve the newest published policy."""
+    policy, devices = ctx.policy, ctx.samplers[ctx.node_rank]
+    chosen = None if len(devices) == ctx.accelerators else devices
+    return ServeWeights(policy.model, policy.version, ctx.threads, ctx.policy_identity, chosen)
 
 
 def report_of(spec: Mapping[str, object]) -> dict[str, object]:
@@ -160,20 +173,26 @@ def rollout_spec(ctx: Context, decision: RolloutDecision) -> dict[str, object]:
     settings, rank, split = ctx.settings.rollout, ctx.node_rank, decision.split
     ends_early = split == "train" and settings.completion_threshold < 1
     refills = {"rounds": decision.rounds, "with_signal": decision.with_signal}
+    # What is rolled out ahead has claims of its own: what is left of it is shared out anew.
+    claims = AHEAD if ctx.phase.name == "update" else split
     return {
         "split": split,
         "tasks": decision.shares[rank],
         "shares": {str(other): share for other, share in decision.shares.items()},
         "fixed_shares": decision.fixed_shares,
-        "claims": str(ctx.paths.claims(ctx.generation, ctx.iteration, split)),
-        "old_claims": [str(ctx.paths.claims(ctx.generation, ctx.iteration - 1, name)) for name in SPLITS],
+        "claims": str(ctx.paths.claims(ctx.generation, ctx.iteration, claims)),
+        "old_claims": [
+            str(ctx.paths.claims(ctx.generation, ctx.iteration - 1, name)) for name in (*SPLITS, AHEAD)
+        ],
         "completion_threshold": settings.completion_threshold if ends_early else 1.0,
         "grace_s": settings.grace_s,
         "there": sum(len(part.tasks) for part in decision.adopted),
         "expected": decision.wanted,
         "keep": decision.keep,
         "refills": None if decision.rounds is None else refills,
-        "part": str(ctx.paths.part(split, ctx.iteration, rank, ctx.generation, ctx.incarnation)),
+        "part": str(
+            ctx.paths.part(split, ctx.iteration, rank, ctx.generation, ctx.incarnation, ctx.policy_version)
+        ),
         "checkpoint": str(ctx.paths.rank_checkpoint(split, ctx.iteration, rank)),
         "policy_version": ctx.policy_version,
         "policy": ctx.policy_identity,
@@ -337,12 +356,12 @@ def aggregate_eval(ctx: Context) -> Work:
 
 
 def stop_engine(ctx: Context) -> Work:
-    """Every node: free the accelerators' memory for the trainer."""
-    return ReleaseEngine()
+    """Every node that samples and trains: free the accelerators' memory for the trainer."""
+    return ReleaseEngine() if ctx.node_rank in ctx.samplers and ctx.node_rank in ctx.trainers else NOTHING
 
 
 def prepare_batch(ctx: Context) -> Work:
-    """Leader: prepare the training batch, and open a port on which the others test its addresses."""
+    """Leader: prepare the training batch; if it trains first, open a port on which the others test its addresses."""
     batch = ctx.paths.batch(ctx.iteration, ctx.generation)
     prepare = ctx.worker(
         "prepare",
@@ -352,12 +371,21 @@ def prepare_batch(ctx: Context) -> Work:
         model=str(ctx.policy.model),
         policy_version=ctx.policy_version,
     )
-    return Steps(
-        (
-            replace(prepare, event="batch_prepared", resident=Resident(HELPER), extra={"batch": batch.name}),
-            open_rendezvous(ctx),
-        )
-    )
+    prepare = replace(prepare, event="batch_prepared", resident=Resident(HELPER), extra={"batch": batch.name})
+    return Steps((prepare, meet(ctx)))
+
+
+def meet(ctx: Context) -> Work:
+    """Leader: the port where the update's processes meet, its own or that of the node that has opened one."""
+    if ctx.node_rank == meeting_at(ctx):
+        return open_rendezvous(ctx)
+    return Value({"port": ctx.reports("batch_prepare")[meeting_at(ctx)]["port"]})
+
+
+def open_port(ctx: Context) -> Work:
+    """The node where the update's processes meet, if it is not the leader: open a port on which the others test its addresses."""
+    meets = ctx.node_rank == meeting_at(ctx) and ctx.node_rank != ctx.leader
+    return open_rendezvous(ctx) if meets else NOTHING
 
 
 def learned_from(ctx: Context) -> list[str]:
@@ -376,47 +404,88 @@ def learned_from(ctx: Context) -> list[str]:
 
 
 def open_rendezvous(ctx: Context) -> OpenRendezvous:
-    return OpenRendezvous(leaders_addresses(ctx))
+    return OpenRendezvous(meeting_addresses(ctx))
+
+
+def meeting_at(ctx: Context) -> int:
+    """The node where the update's processes meet: the leader, or where it does not train, the first node that does."""
+    return ctx.leader if ctx.leader in ctx.trainers else min(ctx.trainers)
 
 
 def on_one_host(ctx: Context) -> bool:
-    return len({ctx.joins[rank].boot_id for rank in ctx.ranks if rank in ctx.joins}) == 1
+    return len({ctx.joins[rank].boot_id for rank in ctx.trainers if rank in ctx.joins}) == 1
 
 
-def leaders_addresses(ctx: Context) -> tuple[str, ...]:
-    return ("127.0.0.1",) if on_one_host(ctx) else ctx.joins[ctx.leader].addresses
+def meeting_addresses(ctx: Context) -> tuple[str, ...]:
+    return ("127.0.0.1",) if on_one_host(ctx) else ctx.joins[meeting_at(ctx)].addresses
 
 
-def probe_leader(ctx: Context) -> Work:
-    """Every node but the leader: test which of the leader's addresses it can reach, and report the trainer that it has kept."""
+def probe_addresses(ctx: Context) -> Work:
+    """Every node that trains: report the trainer that it has kept, and which addresses of the node where they meet it can reach."""
     prepared = ctx.find_decision("batch_prepare", BatchDecision)
-    if ctx.node_rank == ctx.leader or prepared is None:
+    if ctx.node_rank not in ctx.trainers or prepared is None:
         return NOTHING
-    return Steps((Value({"trainer": ctx.kept}), ProbeAddresses(leaders_addresses(ctx), prepared.port)))
+    kept = Value({"trainer": ctx.kept})
+    if ctx.node_rank == meeting_at(ctx):
+        return kept
+    return Steps((kept, ProbeAddresses(meeting_addresses(ctx), prepared.port)))
 
 
-def choose_address(ctx: Context) -> Work:
-    """Leader: choose the first of its addresses that all nodes have reached, and the trainer that all have kept, if any."""
+def choose_address(ctx: Context, assign: Callable[[Context], RolloutDecision] = assigned) -> Work:
+    """Leader: choose the first address that all nodes that train have reached, and the trainer that all have kept, if any; and share out
+    what the others roll out meanwhile."""
     prepared = ctx.decision("batch_prepare", BatchDecision)
-    reports = {
-        rank: ReachReport.from_json(report)
-        for rank, report in ctx.reports("update_ready").items()
-        if rank != ctx.leader
-    }
-    everywhere = all(report.trainer == ctx.kept for report in reports.values())
-    for address in leaders_addresses(ctx):
-        if all(address in report.reached for report in reports.values()):
-            return Value(RendezvousDecision(address, prepared.port, ctx.kept if everywhere else "").as_json())
-    tried = "; ".join(f"node {rank} reached {report.reached or 'none'}" for rank, report in reports.items())
+    reports = {rank: ReachReport.from_json(report) for rank, report in ctx.reports("update_ready").items()}
+    reports[ctx.leader] = ReachReport(trainer=ctx.kept)
+    trainers = {reports[rank].trainer for rank in ctx.trainers}
+    trainer = trainers.pop() if len(trainers) == 1 else ""
+    reached = {rank: reports[rank].reached for rank in ctx.trainers if rank != meeting_at(ctx)}
+    for address in meeting_addresses(ctx):
+        if all(address in of_one for of_one in reached.values()):
+            meeting = RendezvousDecision(address, prepared.port, trainer)
+            if not rolls_ahead(ctx):
+                return Value(meeting.as_json())
+            ahead = assign(of_next_iteration(ctx))
+            return Value(replace(meeting, ahead=ahead).as_json(), sharing_events(ahead))
+    tried = "; ".join(f"node {rank} reached {of_one or 'none'}" for rank, of_one in reached.items())
     raise UsageError(
-        f"no address of node {ctx.leader} ({', '.join(leaders_addresses(ctx))}) is reached by all: {tried}"
+        f"no address of node {meeting_at(ctx)} ({', '.join(meeting_addresses(ctx))}) is reached by all: {tried}"
     )
 
 
+def rolls_ahead(ctx: Context) -> bool:
+    """Whether the nodes that do not train roll out the next iteration's tasks meanwhile."""
+    settings = ctx.settings
+    last = settings.iterations is not None and ctx.iteration >= settings.iterations
+    return settings.rollout.ahead > 0 and settings.rl_phase == "both" and not last
+
+
+def of_next_iteration(ctx: Context) -> Context:
+    """The context in which the next iteration's tasks are rolled out ahead, by the policy that is served now."""
+    return replace(ctx, iteration=ctx.iteration + 1)
+
+
 def update(ctx: Context) -> Work:
-    """Every node: run one multi-node torchrun, whose processes stay for the next update, or the user's own trainer command."""
-    prepared = ctx.decision("batch_prepare", BatchDecision)
+    """Every node that trains: run one multi-node torchrun, whose processes stay for the next update, or the user's own trainer command.
+    The others roll out ahead."""
     rendezvous = ctx.decision("update_ready", RendezvousDecision)
+    if ctx.node_rank in ctx.trainers:
+        return train(ctx, rendezvous)
+    known = Value(updated(ctx).as_json())
+    if rendezvous.ahead is None:
+        return known
+    return Steps((rollout_share(of_next_iteration(ctx), rendezvous.ahead), known))
+
+
+def updated(ctx: Context) -> UpdateDecision:
+    """The policy version that this iteration's update makes."""
+    version = ctx.policy_version + 1
+    return UpdateDecision(ctx.paths.checkpoint(version, ctx.generation).name, version)
+
+
+def train(ctx: Context, rendezvous: RendezvousDecision) -> Command:
+    """This node's part of the update."""
+    prepared = ctx.decision("batch_prepare", BatchDecision)
     policy, version = ctx.policy, ctx.policy_version + 1
     out = ctx.paths.checkpoint(version, ctx.generation)
     spec: dict[str, object] = {
@@ -431,9 +500,12 @@ def update(ctx: Context) -> Work:
         "new_policy_version": version,
     }
     address, port = rendezvous.master_addr, rendezvous.master_port
-    node, nodes = ctx.ranks.index(ctx.node_rank), len(ctx.ranks)
-    known = UpdateDecision(out.name, version).as_json()
-    env = {} if ctx.accelerators else {"OMP_NUM_THREADS": str(ctx.threads)}
+    # The node where they meet is torchrun's first.
+    order = sorted(ctx.trainers, key=lambda rank: (rank != meeting_at(ctx), rank))
+    node, nodes = order.index(ctx.node_rank), len(order)
+    devices = ctx.trainers[ctx.node_rank]
+    known = updated(ctx).as_json()
+    env = {} if devices else {"OMP_NUM_THREADS": str(ctx.threads)}
     if address == "127.0.0.1":
         env["GLOO_SOCKET_IFNAME"] = "lo"
     trainer = ctx.settings.trainer
@@ -441,9 +513,15 @@ def update(ctx: Context) -> Work:
         values = {**spec, "node_rank": node, "num_nodes": nodes, "master_addr": address, "master_port": port}
         argv = tuple(fill_placeholders(word, values) for word in shlex.split(trainer.command))
         return Command(
-            argv, "update.log", spec={**ctx.identity(), **spec}, env=env, result=False, extra=known
+            argv,
+            "update.log",
+            spec={**ctx.identity(), **spec},
+            env=env,
+            result=False,
+            extra=known,
+            devices=devices,
         )
-    processes = trainer.processes_per_node or max(1, ctx.accelerators)
+    processes = trainer.processes_per_node or max(1, len(devices))
     argv = (
         *(ctx.python, "-P", "-m", "fsbarrier.workers.torchrun"),
         *("--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(processes)),
@@ -451,14 +529,23 @@ def update(ctx: Context) -> Work:
         *("--max-restarts", "0", "--rdzv-conf", f"timeout={COLLECTIVES_TIMEOUT_S}"),
         *("-m", "fsbarrier.workers.update", "--spec", "{spec}"),
     )
-    leads = ctx.node_rank == ctx.leader
+    leads = ctx.node_rank == meeting_at(ctx)
     event = "updated" if leads else ""
     # On accelerators only on request: sharing one between an engine and a kept trainer is untested.
-    keeps = trainer.keep == "process" or (trainer.keep == "auto" and not ctx.accelerators)
+    shares = bool(devices) and ctx.node_rank in ctx.samplers
+    keeps = trainer.keep == "process" or (trainer.keep == "auto" and not shares)
     resident = Resident(TRAINER, processes, rendezvous.trainer) if keeps else None
     spec = {**ctx.identity(), **spec, "weights_dir": "{weights_dir}"}
     return Command(
-        argv, "update.log", spec=spec, env=env, extra=known, event=event, listens=leads, resident=resident
+        argv,
+        "update.log",
+        spec=spec,
+        env=env,
+        extra=known,
+        event=event,
+        listens=leads,
+        resident=resident,
+        devices=devices,
     )
 
 
@@ -471,14 +558,15 @@ def publish_weights(ctx: Context) -> Work:
 def publish(ctx: Context, folder: Path, version: int) -> PublishWeights:
     kept, best = ctx.settings.checkpoint, ctx.best_evaluated
     trajectories = max(kept.keep_trajectories, ctx.settings.update.recency) if kept.keep_trajectories else 0
-    return PublishWeights(folder, version, kept.keep, ctx.iteration, trajectories, kept.keep_every, best)
+    made = folder, version, kept.keep, ctx.iteration, trajectories, kept.keep_every, best
+    return PublishWeights(*made, previous=ctx.policy_identity)
 
 
 def start_engine(ctx: Context) -> Work:
-    """Every node: vLLM serves the new weights, reloaded in place or started."""
-    if ctx.settings.rl_phase == "update":
+    """Every node that samples: vLLM serves the new weights, reloaded in place or started."""
+    if ctx.settings.rl_phase == "update" or ctx.node_rank not in ctx.samplers:
         return NOTHING
-    return ServeWeights(ctx.policy.model, ctx.policy.version, ctx.threads, ctx.policy_identity)
+    return serve(ctx)
 
 
 # --- the last policy (12-13 of a session's last iteration) ----------------------------------------------------------------
@@ -527,8 +615,8 @@ PROGRAM = Program(
         Phase(5, "eval_decide", leader=decide_eval),
         Phase(6, "eval_rollout", each=rollout_eval, leader=aggregate_eval, resume="eval_decide"),
         Phase(7, "engine_stop", each=stop_engine),
-        Phase(8, "batch_prepare", leader=prepare_batch, resume="engine_stop"),
-        Phase(9, "update_ready", each=probe_leader, leader=choose_address, resume="engine_stop"),
+        Phase(8, "batch_prepare", each=open_port, leader=prepare_batch, resume="engine_stop"),
+        Phase(9, "update_ready", each=probe_addresses, leader=choose_address, resume="engine_stop"),
         Phase(10, "update", each=update, resume="engine_stop"),
         Phase(11, "weights_publish", leader=publish_weights),
         Phase(12, "engine_start", each=start_engine),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fsbarrier.decisions import NO_EVALUATION, RolloutDecision, UpdateDecision
+from fsbarrier.decisions import NO_EVALUATION, RendezvousDecision, RolloutDecision
 from fsbarrier.loader import load_module
 from fsbarrier.program import RL_SLICES, Command, Context, Phase, Program, Steps, Value, Work
 from fsbarrier.rollouts.sharing import share_out
@@ -24,8 +24,13 @@ def all_tasks(ctx: Context) -> list[int]:
 def assign_train(ctx: Context) -> Work:
     if ctx.settings.rollout_split == "eval-only":
         return Value({})
-    work: Work = rl.decide_rollout(rl.share_out_train(ctx, all_tasks(ctx)))
+    work: Work = rl.decide_rollout(assigned(ctx))
     return work
+
+
+def assigned(ctx: Context) -> RolloutDecision:
+    decision: RolloutDecision = rl.share_out_train(ctx, all_tasks(ctx))
+    return decision
 
 
 def rollout_train(ctx: Context) -> Work:
@@ -44,7 +49,7 @@ def rollout_eval(ctx: Context) -> Work:
 
 
 def rollout(ctx: Context, decision: RolloutDecision | None) -> Work:
-    if decision is None or not decision.shares[ctx.node_rank]:
+    if decision is None or not decision.shares.get(ctx.node_rank):
         return Value({})
     speeds = ctx.settings.custom.get("speeds", ())
     speed = speeds[ctx.node_rank] if ctx.node_rank < len(speeds) else 1.0
@@ -67,16 +72,23 @@ def work_each(ctx: Context) -> Work:
 
 
 def prepare_batch(ctx: Context) -> Work:
-    return Steps((toy(ctx, "wait", "update.log"), rl.open_rendezvous(ctx)))
+    return Steps((toy(ctx, "wait", "update.log"), rl.meet(ctx)))
+
+
+def choose_address(ctx: Context) -> Work:
+    work: Work = rl.choose_address(ctx, assigned)
+    return work
 
 
 def update(ctx: Context) -> Work:
-    """Every node works; the leader writes a new policy version."""
-    version = ctx.policy_version + 1
-    out = ctx.paths.checkpoint(version, ctx.generation)
-    written = str(out) if ctx.node_rank == ctx.leader else None
-    command = toy(ctx, "update", "update.log", out=written, new_policy_version=version)
-    return replace(command, extra=UpdateDecision(out.name, version).as_json())
+    """Every node that trains works, and the first one writes a new policy version; the others roll out ahead."""
+    made, ahead = rl.updated(ctx), ctx.decision("update_ready", RendezvousDecision).ahead
+    if ctx.node_rank not in ctx.trainers:
+        return Steps((rollout(rl.of_next_iteration(ctx), ahead), Value(made.as_json())))
+    out = ctx.paths.checkpoint(made.policy_version, ctx.generation)
+    written = str(out) if ctx.node_rank == rl.meeting_at(ctx) else None
+    command = toy(ctx, "update", "update.log", out=written, new_policy_version=made.policy_version)
+    return replace(command, extra=made.as_json())
 
 
 def publish_weights(ctx: Context) -> Work:
@@ -96,6 +108,7 @@ LEADER = {
     "train_aggregate": aggregate_train,
     "eval_decide": decide_eval,
     "batch_prepare": prepare_batch,
+    "update_ready": choose_address,
     "weights_publish": publish_weights,
 }
 ROWS: tuple[Phase, ...] = tuple(

@@ -130,7 +130,6 @@ UNLINKED_BY_PATH = {
     **dict.fromkeys(
         ["cli/commands/debug.py", "data/tables.py", "store/files.py"], "their own temporary files"
     ),
-    "data/merge.py": "its own temporary files, in the run",
     **dict.fromkeys(["rundir/checkpoints.py", "rundir/record_store.py"], "names of the run"),
     "training/checkpoint_write.py": "a name of the run",
     **dict.fromkeys(["engine/server.py", "processes/kept_program.py"], "sockets in the private folder"),

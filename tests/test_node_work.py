@@ -222,7 +222,7 @@ def engine_that_serves(place: Workplace) -> list[Path]:
         served.append(folder)
         return [SimpleNamespace(url="u", api_key="k", model="m", action="reloaded", seconds=1.0, note="")]
 
-    place.engines = cast(Any, SimpleNamespace(ensure=ensure))
+    place.engines = cast(Any, SimpleNamespace(ensure=ensure, use=lambda devices: None))
     return served
 
 

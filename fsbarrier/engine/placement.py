@@ -55,14 +55,17 @@ def placements(
                 f"engine.replicas={count}: only one replica is supported on a MIG instance; set it to 1"
             )
         return [ANYWHERE]
-    kind = devices[0].kind
-    numbers = [str(device.index) for device in devices if device.kind == kind]
-    own = [",".join(numbers[size * number : size * (number + 1)]) for number in range(count)]
-    if kind == "nvidia":
+    same = [device for device in devices if device.kind == devices[0].kind]
+    return [ReplicaPlacement(visible(same[size * number : size * (number + 1)])) for number in range(count)]
+
+
+def visible(devices: Sequence[Accelerator]) -> dict[str, str]:
+    """The variables with which a program sees only these devices, of one kind."""
+    numbers = ",".join(str(device.index) for device in devices)
+    if devices and devices[0].kind == "nvidia":
         # The device numbers are in PCI order; CUDA's default order differs.
-        order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        return [ReplicaPlacement({"CUDA_VISIBLE_DEVICES": some, **order}) for some in own]
-    return [ReplicaPlacement({"HIP_VISIBLE_DEVICES": some}) for some in own]
+        return {"CUDA_VISIBLE_DEVICES": numbers, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return {"HIP_VISIBLE_DEVICES": numbers}
 
 
 def replicas(settings: EngineSettings, accelerators: int) -> int:

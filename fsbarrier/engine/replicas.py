@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fsbarrier.engine.engine import Engine, EngineInfo, Release
-from fsbarrier.engine.placement import ANYWHERE, placements
+from fsbarrier.engine.placement import ANYWHERE, ReplicaPlacement, placements
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.host.accelerators import Accelerator
 from fsbarrier.settings.sections import EngineSettings
@@ -44,10 +44,11 @@ class Replicas:
 
         Raises UsageError if there are too few accelerators.
         """
-        cpus = sorted(os.sched_getaffinity(0))
-        own = [ANYWHERE] if external else placements(settings, devices, os.environ, cpus)
-        self.engines = [
-            Engine(
+        self._settings, self._external, self._devices = settings, external, devices
+        self._chosen: Sequence[int] | None = None
+
+        def make(number: int, placement: ReplicaPlacement) -> Engine:
+            return Engine(
                 settings,
                 external=external,
                 log_file=log_dir / log_name(number),
@@ -56,8 +57,26 @@ class Replicas:
                 placement=placement,
                 secrets_named=secrets_named,
             )
-            for number, placement in enumerate(own)
-        ]
+
+        self._make = make
+        self.engines = self._placed(devices)
+
+    def _placed(self, devices: Sequence[Accelerator]) -> list[Engine]:
+        """The engines on these accelerators, not started. Raises UsageError."""
+        cpus = sorted(os.sched_getaffinity(0))
+        own = [ANYWHERE] if self._external else placements(self._settings, devices, os.environ, cpus)
+        return [self._make(number, placement) for number, placement in enumerate(own)]
+
+    def use(self, devices: Sequence[int] | None) -> None:
+        """Have the engines on these of the node's accelerators, by number; None: on all. Engines elsewhere are stopped.
+
+        Raises UsageError.
+        """
+        if devices == self._chosen:
+            return
+        self.stop()
+        self.engines = self._placed(self._devices if devices is None else [self._devices[n] for n in devices])
+        self._chosen = devices
 
     def ensure(
         self,

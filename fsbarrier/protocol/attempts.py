@@ -40,7 +40,8 @@ def after_a_failure(at: Situation) -> Generation:
     first = _first(at)
     cause, log = _described(at, first)
     if first.value.get("refused"):
-        return successor(at, members, "refused", verdict=Verdict(UsageError.exit_code, f"{cause}{log}"))
+        code = first.value.get("exit_code", UsageError.exit_code)
+        return successor(at, members, "refused", verdict=Verdict(code, f"{cause}{log}"))
     repeated = _repeated(before, failures[len(before) :])
     if attempt <= at.rules.retries and not repeated:
         return successor(at, members, f"again: {cause}", failures=failures)
@@ -106,5 +107,5 @@ def _cannot_work(at: Situation, failures: Sequence[FailedProgram], attempts: int
         if member.rank in always
         and not any(failure.rank == member.rank and failure.what in elsewhere for failure in own)
     ]
-    left = len(at.generation.members) - len(out)
-    return out if at.rules.on_node_failure == "shrink" and left >= max(1, at.rules.min_nodes) else []
+    left = [member.rank for member in at.generation.members if member not in out]
+    return out if at.rules.on_node_failure == "shrink" and left and not at.rules.lacks(left) else []

@@ -491,30 +491,33 @@ def abort_after_a_loss(at: Situation) -> Step | None:
 
 
 def wait_for_the_lost(at: Situation) -> Step | None:
-    """A member is lost, and with `--on-node-failure wait` the others wait at the barrier until it is back."""
-    if at.rules.on_node_failure != "wait" or not at.gone:
+    """A member is lost: with `--on-node-failure wait`, or where nobody else holds its role, the others wait until it is back."""
+    if not at.gone or not at.waits_for_the_lost:
         return None
     awaited = {loss.member.rank for loss in at.gone}
-    if awaited <= at.joiners.keys():
-        members = {member.rank: member for member in at.generation.members}
-        members |= {rank: at.joiners[rank] for rank in awaited}
-        return _answer_the_loss(at, [*members.values()])
+    back = {rank: at.joiners[rank] for rank in sorted(awaited & at.joiners.keys())}
+    there = {member.rank: member for member in at.living} | back
+    waits_for_all = at.rules.on_node_failure == "wait"
+    if len(back) == len(awaited) or (not waits_for_all and not at.rules.lacks_role(there.keys())):
+        return _answer_the_loss(at, [there[rank] for rank in at.generation.ranks if rank in there])
     if at.node.trouble_since is None:
         fields = {"lost": lost_as_fields(at, at.gone), "waiting": True}
         return replace(at.node, trouble_since=at.now), (Note("node_lost", fields),)
     if at.now - at.node.trouble_since < at.rules.limits.rejoin_timeout_s:
         return None
-    why = f"{lost_as_text(at, at.gone)}; not back within {at.rules.limits.rejoin_timeout_s:g} s"
+    lacking = at.rules.lacks_role([member.rank for member in at.living])
+    late = f"not back within {at.rules.limits.rejoin_timeout_s:g} s"
+    why = "; ".join(filter(None, (lost_as_text(at, at.gone), lacking, late)))
     return _answer_the_loss(at, at.living, Verdict(TooFewNodes.exit_code, why))
 
 
 def shrink_after_a_loss(at: Situation) -> Step | None:
     """A member is lost, and the run goes on with the others if at least `--min-nodes` are left."""
-    if at.rules.on_node_failure != "shrink" or not at.gone:
+    if at.rules.on_node_failure != "shrink" or not at.gone or at.waits_for_the_lost:
         return None
-    left, least = len(at.living), at.rules.min_nodes
-    why = f"{lost_as_text(at, at.gone)}; {left} left, --min-nodes is {least}"
-    return _answer_the_loss(at, at.living, Verdict(TooFewNodes.exit_code, why) if left < least else None)
+    lacking = at.rules.lacks([member.rank for member in at.living])
+    why = f"{lost_as_text(at, at.gone)}; {lacking}"
+    return _answer_the_loss(at, at.living, Verdict(TooFewNodes.exit_code, why) if lacking else None)
 
 
 def _answer_the_loss(at: Situation, members: Sequence[Member], verdict: Verdict | None = None) -> Step | None:

@@ -167,8 +167,16 @@ class Situation:
 
     @property
     def enough(self) -> bool:
-        """Whether at least `min_nodes` nodes are here."""
-        return len(self.starting) >= self.rules.min_nodes
+        """Whether the nodes that are here may begin without the others."""
+        return not self.rules.lacks(self.starting.keys())
+
+    @property
+    def waits_for_the_lost(self) -> bool:
+        """Whether the others wait until lost members are back: as they are told to, or because nobody else holds their role."""
+        policy = self.rules.on_node_failure
+        return policy == "wait" or (
+            policy == "shrink" and bool(self.rules.lacks_role([m.rank for m in self.living]))
+        )
 
     # --- how long ---
 

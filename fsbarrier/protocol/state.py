@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 
@@ -43,6 +43,8 @@ CHANGING_RULES = {
     "min_nodes": "min_nodes",
     "on_node_failure": "on_node_failure",
 }
+#: what `Rules.roles` follows from
+PLACES = ("num_nodes", "placement.rollout", "placement.update")
 #: the only one of `Limits` that a later session may change, with `--num-nodes A:B`
 LAST_CALL = "coordination.last_call_s"
 
@@ -56,6 +58,10 @@ class Rules:
     #: the slice of the rows that a session runs, unless its start chooses another
     slice: str = ""
     min_nodes: int = 1
+    #: role -> the ranks that can hold it; the run needs one of them as a member
+    roles: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    #: the roles, by the settings that have changed
+    roles_of: Callable[[Payload], Mapping[str, frozenset[int]]] | None = None
     #: "shrink", "wait" or "abort"; in groups "hold": the caller learns of a loss, and decides
     on_node_failure: str = "shrink"
     retries: int = 2
@@ -75,7 +81,21 @@ class Rules:
         changed = {rule: settings[name] for name, rule in CHANGING_RULES.items() if name in settings}
         if LAST_CALL in settings:
             changed["limits"] = replace(self.limits, last_call_s=settings[LAST_CALL])
+        if self.roles_of is not None and any(name in settings for name in PLACES):
+            changed["roles"] = self.roles_of(settings)
         return replace(self, **changed)
+
+    def lacks(self, ranks: Collection[int]) -> str:
+        """What a run with only these nodes lacks, for people; "" if it may go on with them."""
+        if len(ranks) < self.min_nodes:
+            return f"{len(ranks)} left, --min-nodes is {self.min_nodes}"
+        return self.lacks_role(ranks)
+
+    def lacks_role(self, ranks: Collection[int]) -> str:
+        """The role that none of these nodes holds, for people; "" if there is none."""
+        return next(
+            (f"nobody left holds {role}" for role, some in self.roles.items() if some.isdisjoint(ranks)), ""
+        )
 
     def span(self, choices: Payload) -> tuple[int, int]:
         """The first and the last row of an iteration, by a generation's choices."""

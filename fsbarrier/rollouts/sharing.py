@@ -12,26 +12,29 @@ from fsbarrier.protocol.facts import JsonObject
 
 
 def share_out(ctx: Context, split: str, sampled_how: str, rounds: Sequence[Sequence[int]]) -> RolloutDecision:
-    """Give the tasks of `rounds` to the nodes by their weights, each round by itself, so that no node is idle in one.
+    """Give the tasks of `rounds` to the nodes that sample by their weights, each round by itself, so that no node is idle in one.
 
     A node takes no part in a round only if all its tasks of it are on disk. Groups are adopted from disk where this very policy
-    made them, sampled as this iteration samples (`sampled_how`; "" in the parts of an older fsbarrier).
+    made them, or with `rollout.ahead` the one before, sampled as this iteration samples (`sampled_how`).
     """
     wanted = [*chain.from_iterable(rounds)]
+    policies = ctx.recent_policies if split == "train" else (ctx.policy_identity,)
     parts = [
         part
         for part in ctx.inventory(split)
-        if part.policy == ctx.policy_identity and part.sampled_how in ("", sampled_how)
+        if part.policy in policies and part.sampled_how in ("", sampled_how)
     ]
     adopted = adopt_parts(parts, wanted)
     missing = set(wanted).difference(*(part.tasks for part in adopted))
     signal_in = {part.name: part.with_signal for part in parts}
     with_signal = {task for part in adopted for task in part.tasks if task in signal_in[part.name]}
-    each = [split_by_weight([task for task in tasks if task in missing], ctx.weights) for tasks in rounds]
+    samplers = sorted(ctx.samplers)
+    weights = [ctx.settings.rank_weights[rank] for rank in samplers]
+    each = [split_by_weight([task for task in tasks if task in missing], weights) for tasks in rounds]
     shares = [[*chain.from_iterable(of_one_node)] for of_one_node in zip(*each, strict=True)]
     return RolloutDecision(
         wanted,
-        dict(zip(ctx.ranks, shares, strict=True)),
+        dict(zip(samplers, shares, strict=True)),
         adopted,
         fixed_shares="rollout.take_over is off"
         if not ctx.settings.rollout.take_over

@@ -13,8 +13,9 @@ from fsbarrier.engine.model import inspect
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.planning.cluster_plan import bytes_of_a_number, checkpoint_bytes
 from fsbarrier.program import Context
-from fsbarrier.protocol.wording import gib
+from fsbarrier.protocol.wording import counted, gib
 from fsbarrier.run.fingerprint import PACKAGES, Fingerprint
+from fsbarrier.settings.placement import ROLES, Ranges
 from fsbarrier.settings.sections import Settings
 from fsbarrier.store.reading import GIB
 
@@ -57,7 +58,7 @@ def examine(
     nodes: Nodes, hosts: Mapping[int, str], settings: Settings, parameters: int | None
 ) -> list[Objection]:
     """The objections, the worst first. `parameters`: of the run's model; None if there is none, 0 if their number is unknown."""
-    found = [*_missing_accelerators(nodes, hosts, settings)]
+    found = [*_missing_accelerators(nodes, hosts, settings), *_misplaced(nodes, settings)]
     updates = parameters is not None and settings.rl_phase != "rollout"
     used = {
         "deepspeed": settings.trainer.backend == "deepspeed",
@@ -85,6 +86,56 @@ def _missing_accelerators(nodes: Nodes, hosts: Mapping[int, str], settings: Sett
         if rank not in nodes or len(nodes[rank].accelerators) < each
     ]
     yield Objection(True, f"--expect-gpus {wanted}", f"there are {there}: {', '.join(lacking)}")
+
+
+def _misplaced(nodes: Nodes, settings: Settings) -> Iterator[Objection]:
+    """`placement.*`: ranges that the nodes' accelerators do not have, or leave over."""
+    placed = {f"placement.{role}={text}": Ranges.parse(text) for role, text in _placed(settings).items()}
+    counts = {rank: len(one.accelerators) for rank, one in nodes.items()}
+    each, most = max(counts.values(), default=0), settings.num_nodes
+    for what, ranges in placed.items():
+        if ranges.everything or ranges.nodes:
+            continue
+        beyond = ranges.beyond(each * most)
+        if len(set(counts.values())) > 1 or not each:
+            found = ", ".join(f"node {rank} has {count}" for rank, count in counts.items())
+            yield Objection(
+                True,
+                what,
+                f"numbers count accelerators of equal nodes, and {found}; name whole nodes, as node:0-1",
+            )
+        elif beyond is not None:
+            yield Objection(
+                True,
+                what,
+                f"there is no accelerator {beyond}; {counted(most, 'node')} with {each} each have 0 to {each * most - 1}",
+            )
+    holders = [ranges.holders(nodes, each) for ranges in placed.values()]
+    both = sorted(set.intersection(*map(set, holders)))
+    if settings.rollout.ahead and both:
+        what = f"rollout.ahead={settings.rollout.ahead}"
+        yield Objection(
+            True,
+            what,
+            f"node {both[0]} both trains and rolls out; give each node to one of {' and '.join(placed)}",
+        )
+    idle = [
+        f"{number} of node {rank}"
+        for rank, count in counts.items()
+        for number in range(count)
+        if not any(number in held.get(rank, ()) for held in holders)
+    ]
+    idle += [
+        f"node {rank}"
+        for rank, count in counts.items()
+        if not count and not any(rank in held for held in holders)
+    ]
+    if idle:
+        yield Objection(False, "nothing to do", ", ".join(idle))
+
+
+def _placed(settings: Settings) -> Mapping[str, str]:
+    return {role: getattr(settings.placement, role) for role in ROLES}
 
 
 def _differences(

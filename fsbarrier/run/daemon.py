@@ -150,6 +150,7 @@ class Daemon:
             stall_timeout_s=coordination.stall_timeout_s,
             outage_s=coordination.outage_s,
             weights=weights,
+            devices=devices,
         )
 
     def _context_maker(self, observer: Observer) -> ContextMaker:

@@ -25,6 +25,7 @@ from fsbarrier.store.retry import patiently
 
 if TYPE_CHECKING:
     from fsbarrier.engine.replicas import Replicas
+    from fsbarrier.host.accelerator_device import Accelerator
 
 T = TypeVar("T")
 
@@ -138,6 +139,8 @@ class Workplace:
     work_dir: Path
     log_dir: Path
     log_path: Path
+    # This node's accelerators, in the order of their numbers.
+    devices: Sequence[Accelerator] = field(default=(), kw_only=True)
     # The node ends a program that shows no sign of life for this long.
     stall_timeout_s: float
     # How long a job retries reads of the shared directory while that fails.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from fsbarrier.errors import FsbarrierError, NodesRefused, ProgramFailed, StoreError
+from fsbarrier.errors import FsbarrierError, NodesRefused, ProgramFailed, StoreError, TooFewNodes
 from fsbarrier.processes.last_words import only_noticed
 from fsbarrier.processes.worker_contract import MAX_NESTING, MAX_RESULT_BYTES, nesting
 from fsbarrier.program import Context, build_work
@@ -100,8 +100,8 @@ class JobRunner:
             self.unfit = error
             self.wake()
             return
-        except NodesRefused as error:
-            value, ok = {**failure(str(error)), "refused": True}, False
+        except (NodesRefused, TooFewNodes) as error:
+            value, ok = {**failure(str(error), code=error.exit_code), "refused": True}, False
         except (FsbarrierError, OSError) as error:
             value, ok = failure(str(error), code=_code_of(error)), False
         except (Exception, SystemExit) as error:

@@ -120,6 +120,7 @@ def _serve_weights(work: ServeWeights, context: Context, job: RowJob, workplace:
     def show(ready: int) -> None:
         job.progress = {"note": f"{serving}, {ready} ready"}
 
+    workplace.own_engines.use(work.devices)
     infos = workplace.own_engines.ensure(
         folder, work.policy_version, threads=work.threads, cancel=job.cancel, show=show
     )
@@ -228,7 +229,8 @@ def _publish_weights(work: PublishWeights, context: Context, job: RowJob, workpl
         patiently = partial(workplace.patiently, job)
         manifest = patiently(partial(checkpoints.check_sizes, work.folder))
         patiently(partial(checkpoints.publish_link, log_path, work.folder, last_look))
-        decision = PublishDecision(work.policy_version, work.folder.name, manifest.digest, work.best)
+        known = work.folder.name, manifest.digest, work.best, work.previous
+        decision = PublishDecision(work.policy_version, *known)
         value = decision.as_json()
         best = (
             {"best_policy_version": work.best.version, "best_reward": work.best.reward} if work.best else {}

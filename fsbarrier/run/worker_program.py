@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fsbarrier.engine.placement import visible
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.host.rendezvous import LISTENING
 from fsbarrier.processes import last_words
@@ -94,6 +95,8 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
     argv = [word.replace("{spec}", str(own.spec)) for word in work.argv]
     job.progress_file = own.progress
     env = with_this_package(_environment(argv, context.settings, workplace.work_dir)) | dict(work.env)
+    if work.devices is not None and len(work.devices) < len(workplace.devices):
+        env |= visible([workplace.devices[number] for number in work.devices])
     if held:
         env[LISTENING] = ",".join(map(str, held))
     log_file, name = workplace.log_dir / work.log, context.phase.name

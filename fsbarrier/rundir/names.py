@@ -148,6 +148,7 @@ class TrajectoryName:
     rank: int | None = None
     generation: int | None = None
     incarnation: int | None = None
+    policy_version: int | None = None
 
 
 def _merged_by(split: str, iteration: int, generation: int) -> TrajectoryName:
@@ -158,7 +159,8 @@ TRAJECTORIES_FOLDER = Name("{:s}_trajectories", str)
 MERGED = Name("{:s}_trajectories.pt.iteration{:d}", TrajectoryName)
 MERGED_BY = Name(f"{MERGED.template}.g{{:04d}}", _merged_by)
 RANK_CHECKPOINT = Name(f"{MERGED.template}_rank_{{:d}}.checkpoint", TrajectoryName)
-PART = Name(f"{RANK_CHECKPOINT.template}.g{{:04d}}i{{:04d}}.part", TrajectoryName)
+#: one writer, one generation, one policy version: those of the next iteration may be rolled out with the policy before
+PART = Name(f"{RANK_CHECKPOINT.template}.g{{:04d}}i{{:04d}}v{{:06d}}.part", TrajectoryName)
 
 
 def parse_trajectories(name: str) -> TrajectoryName | None:

@@ -101,9 +101,18 @@ class RunPaths:
         """The finished rollouts of one node rank."""
         return self.trajectories(split) / names.RANK_CHECKPOINT.build(split, iteration, rank)
 
-    def part(self, split: str, iteration: int, rank: int, generation: int, incarnation: int) -> Path:
-        """A growing, crash-safe file of rollouts, with one writer, in one generation."""
-        return self.trajectories(split) / names.PART.build(split, iteration, rank, generation, incarnation)
+    def part(
+        self,
+        split: str,
+        iteration: int,
+        rank: int,
+        generation: int,
+        incarnation: int,
+        policy_version: int = 0,
+    ) -> Path:
+        """A growing, crash-safe file of rollouts of one policy version, with one writer, in one generation."""
+        made_by = generation, incarnation, policy_version
+        return self.trajectories(split) / names.PART.build(split, iteration, rank, *made_by)
 
     # --- checkpoints, and what is served ---
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.wording import counted
+from fsbarrier.settings.placement import ROLES, Ranges
 from fsbarrier.settings.sources import ChosenValue
 from fsbarrier.settings.value_types import reward_kinds
 
@@ -66,8 +67,30 @@ def _run(s: Settings, named: AsChosen) -> Iterator[str]:
         yield f"{named('rollout_split')}: requires --rl-phase rollout (this run: {named('rl_phase')})"
     if s.rollout_split == "eval-only" and s.eval_interval == 0:
         yield f"{named('eval_interval')}: disables evaluation, so {named('rollout_split')} would do nothing; drop one"
+    yield from _placement(s, named)
     if c.beat_s > c.dead_s / 3:
         yield f"{named('coordination.beat_s')}: must be at most a third of {named('coordination.dead_s')}"
+
+
+def _placement(s: Settings, named: AsChosen) -> Iterator[str]:
+    """Ranges of nodes and accelerators. How many accelerators there are is only known once the nodes have joined (run/admission.py)."""
+    ranges: dict[str, Ranges] = {}
+    for role in ROLES:
+        try:
+            ranges[role] = Ranges.parse(getattr(s.placement, role))
+        except ValueError as error:
+            yield f"{named(f'placement.{role}')}: {error}"
+            return
+        beyond = ranges[role].beyond(s.num_nodes) if ranges[role].nodes else None
+        if beyond is not None:
+            yield f"{named(f'placement.{role}')}: there is no node {beyond}; nodes are 0 to {s.num_nodes - 1} ({named('num_nodes')})"
+    named_nodes = [{n for n in range(s.num_nodes) if n in one} for one in ranges.values() if one.nodes]
+    both = set.intersection(*named_nodes) if len(named_nodes) == len(ROLES) else set()
+    if s.rollout.ahead and (both or any(one.everything for one in ranges.values())):
+        yield (
+            f"{named('rollout.ahead')}: the nodes that train and those that roll out must be different ones; give each node to one of "
+            f"{named('placement.rollout')} and {named('placement.update')}"
+        )
 
 
 def _trainer(s: Settings, named: AsChosen) -> Iterator[str]:

@@ -30,6 +30,7 @@ from fsbarrier.settings.value_types import (
     Nodes,
     NotNegative,
     Numbers,
+    OneOrZero,
     Positive,
     Preset,
     RlPhase,
@@ -78,6 +79,9 @@ class RolloutSettings(Section):
     completion_threshold: EachSession[Fraction] = 1.0
     #: Seconds to wait for the remaining tasks once `completion_threshold` is reached.
     grace_s: EachSession[NotNegative] = 30.0
+    #: 1: while the update trains, the other nodes already roll out the next iteration's tasks, with the policy that they serve. Needs
+    #: `placement.rollout` and `placement.update` without a common node.
+    ahead: EachSession[OneOrZero] = 0
     #: Maximum number of extra rounds. Another round of tasks is rolled out while fewer than `rollout.tasks` groups have rewards that are
     #: not all equal.
     max_refills: EachSession[CountOrZero] = 0
@@ -307,6 +311,19 @@ class UpdateSettings(Section):
 
 
 @dataclass(frozen=True, slots=True)
+class PlacementSettings(Section):
+    """Which accelerators do what. `all`; accelerators, numbered over all nodes in rank order, such as `0-19`; or whole nodes, such as
+    `node:0-1`. Ranges are inclusive."""
+
+    FIXED_BECAUSE = "each node configures its engines when it starts"
+
+    #: Where the engines sample (phases 2, 6 and 13).
+    rollout: Name = "all"
+    #: Where the update trains (phase 10).
+    update: Name = "all"
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSettings(Section):
     """The vLLM servers on each node."""
 
@@ -461,6 +478,7 @@ class Settings(Section):
     lora: LoraSettings = LoraSettings()
     update: UpdateSettings = UpdateSettings()
     engine: EngineSettings = EngineSettings()
+    placement: PlacementSettings = PlacementSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     coordination: CoordinationSettings = CoordinationSettings()
     notify: NotifySettings = NotifySettings()

@@ -54,6 +54,7 @@ def json_or_text(word: str) -> object:
 Count = Annotated[int, Meta(ge=1)]
 Nodes = Annotated[int, Meta(ge=1, le=100_000)]
 CountOrZero = Annotated[int, Meta(ge=0)]
+OneOrZero = Annotated[int, Meta(ge=0, le=1)]
 ZeroStage = Annotated[int, Meta(ge=1, le=3)]
 TopK = Annotated[int, Meta(ge=-1)]
 Seconds = Annotated[float, Meta(gt=0)]

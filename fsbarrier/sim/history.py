@@ -161,6 +161,8 @@ class History:
     spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     # split -> number of tasks of an iteration
     tasks: Mapping[str, int] = field(default_factory=dict)
+    # `rollout.ahead`
+    ahead: int = 0
     # the lines of all journals
     events: list[JournalLine] = field(default_factory=list)
     # the same, and what else happened, in order

@@ -150,8 +150,6 @@ def i4_nothing_old_is_merged(history: History) -> Iterator[str]:
     for merged in history.merges:
         adopted = {part["path"]: part for part in merged.adopted}
         for entry in merged.entries:
-            if entry.policy != merged.policy:
-                yield f"{merged.out}: task {entry.task} was rolled out by policy {entry.policy}"
             if entry.generation == merged.generation:
                 continue
             part = adopted.get(entry.part)
@@ -168,6 +166,21 @@ def i4_nothing_old_is_merged(history: History) -> Iterator[str]:
         if used.stamp != decided:
             yield f"node {used.node.rank} made a batch of {found.out}, not of the merge that was decided"
     yield from published_too_late(history, stamps)
+
+
+def i17_young_enough(history: History) -> Iterator[str]:
+    """The groups of a merge are of the policy of its iteration; with `rollout.ahead`, of that of the iteration before at most."""
+    trained = [merged for merged in history.merges if merged.split == "train"]
+    for merged in history.merges:
+        policies = {merged.policy}
+        if history.ahead and merged.split == "train":
+            before = [
+                one for one in trained if one.iteration == merged.iteration - 1 and one.time < merged.time
+            ]
+            policies |= {one.policy for one in before}
+        for entry in merged.entries:
+            if entry.policy not in policies:
+                yield f"{merged.out}: task {entry.task} was rolled out by policy {entry.policy}"
 
 
 def _decided_merge(history: History, number: int, iteration: int) -> int | None:
@@ -236,7 +249,7 @@ def outcomes(world: World) -> Iterator[str]:
         allowed |= {4}
     hasty = rules.limits.join_timeout_s < world.setup.limits.join_timeout_s
     hasty = hasty or rules.limits.last_call_s is not None
-    if (struck or hasty) and (rules.on_node_failure != "shrink" or rules.min_nodes > 1):
+    if (struck or hasty) and (rules.on_node_failure != "shrink" or rules.min_nodes > 1 or rules.roles):
         allowed |= {5}
     if "unreadable" in struck:
         allowed |= {2, 3}
@@ -353,4 +366,5 @@ ALL: dict[str, Callable[[History], Iterator[str]]] = {
     "I11": i11_no_wait_on_a_missing_name,
     "I14": i14_the_same_code,
     "I16": i16_the_same_settings,
+    "I17": i17_young_enough,
 }

@@ -22,6 +22,7 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import (
     CheckpointSettings,
     EvalSettings,
+    PlacementSettings,
     RolloutSettings,
     Settings,
     TrainerSettings,
@@ -131,9 +132,13 @@ class Choice(NamedTuple):
     trainer_kept: Literal["auto", "process", "nothing"] = "auto"
     versions_kept: int = CheckpointSettings().keep
     trajectories_kept: int = 0
+    #: where the engines sample and where the update trains, and whether the former work ahead
+    rollout_on: str = "all"
+    update_on: str = "all"
+    ahead: int = 0
 
 
-def draw_choice(rng: Random, phases: RlPhase) -> Choice:
+def draw_choice(rng: Random, phases: RlPhase, nodes: int) -> Choice:
     """Every fourth run has what ships."""
     if rng.random() < 0.25:
         return Choice()
@@ -145,7 +150,19 @@ def draw_choice(rng: Random, phases: RlPhase) -> Choice:
         rng.choice(("auto", "process", "nothing")),
         rng.choice((1, 2, 3)),
         rng.choice((0, 0, 1, 2)),
+        *draw_placement(rng, nodes),
     )
+
+
+def draw_placement(rng: Random, nodes: int) -> tuple[str, str, int]:
+    """Most nodes do everything. In other runs some train and some roll out, mostly ahead, or a node does both."""
+    if nodes == 1 or rng.random() < 0.5:
+        return "all", "all", 0
+    first, last = rng.choice(((0, nodes - 2), (1, nodes - 1)))
+    several = f"node:{first}-{last}" if first < last else f"node:{first}"
+    one = f"node:{({*range(nodes)} - {*range(first, last + 1)}).pop()}"
+    rollout, update = rng.choice(((several, one), (one, several), (several, one), (several, "all")))
+    return rollout, update, 0 if update == "all" else rng.choice((0, 1, 1))
 
 
 @cache
@@ -161,7 +178,8 @@ def settings_and_rules(
         rl_phase=phases,
         rollout_split=chosen.split,
         eval_interval=chosen.eval_interval,
-        rollout=RolloutSettings(tasks=6, samples=1, max_refills=chosen.refills),
+        rollout=RolloutSettings(tasks=6, samples=1, max_refills=chosen.refills, ahead=chosen.ahead),
+        placement=PlacementSettings(chosen.rollout_on, chosen.update_on),
         eval=EvalSettings(tasks=3),
         trainer=TrainerSettings(processes_per_node=1, keep=chosen.trainer_kept),
         update=UpdateSettings(recency=chosen.recency),
@@ -181,7 +199,7 @@ class Draw:
         mix, faulty = setup.mix, bool(setup.mix)
         self.beat_s = setup.beat_s or rng.choice((BEAT_S, 3.0, 4.0))
         phases = rng.choice(PHASES) if setup.phases is None else setup.phases
-        chosen = draw_choice(rng, phases) if faulty else Choice(eval_interval=2, recency=2)
+        chosen = draw_choice(rng, phases, setup.nodes) if faulty else Choice(eval_interval=2, recency=2)
         policy = setup.policy or rng.choice(POLICIES)
         min_nodes = setup.min_nodes or rng.choice((1, 1, 1, min(2, setup.nodes)))
         self.settings, rules = settings_and_rules(setup.nodes, phases, policy, min_nodes, chosen)

@@ -72,6 +72,8 @@ def _too_small(history: History, rules: Rules, record: Generation) -> Iterator[s
     size = {**history.settings, **record.settings}["num_nodes"]
     begins = record.reason in STARTS
     least = rules.min_nodes if shrinks or (begins and elastic) else size if begins else 0
+    if rules.lacks_role(record.ranks) and record.reason not in STARTS:
+        yield f"generation {record.number} goes on, and {rules.lacks_role(record.ranks)}"
     if len(record.members) < least:
         yield f"generation {record.number} has {len(record.members)} members, at least {least} are asked for"
     if not begins and not shrinks:
@@ -142,7 +144,7 @@ def _too_few(history: History, rules: Rules, record: Generation, time: float) ->
     """Whether members of the last generation are lost, and the settings do not let the run go on without them."""
     before = history.generations[record.number - 1][1]
     lost = len(record.members) < len(before.members)
-    return lost and (rules.on_node_failure != "shrink" or len(record.members) < rules.min_nodes)
+    return lost and (rules.on_node_failure != "shrink" or bool(rules.lacks(record.ranks)))
 
 
 def gave_up_for_a_reason(world: World) -> Iterator[str]:

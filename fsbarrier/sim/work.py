@@ -103,6 +103,9 @@ class SimEngines:
         self._host.serving = wanted
         return [EngineInfo("", "", f"on node {rank}", policy_version, 0, 0.0, action)]
 
+    def use(self, devices: Sequence[int] | None) -> None:
+        """Simulated nodes have no accelerators."""
+
     def release(self, *, cancel: threading.Event) -> JsonObject:
         cancel.wait(self._host.world.short())
         return {"action": "keep"}

@@ -307,5 +307,6 @@ def _new_history(draw: Draw) -> History:
         phases=settings.rl_phase,
         spans={phases: program().span(phases) for phases in OTHERS},
         settings={**START_SETTINGS, "num_nodes": setup.nodes, "rank_weights": [1.0] * setup.nodes},
+        ahead=settings.rollout.ahead,
         tasks={"train": settings.rollout.tasks, "test": settings.eval.tasks},
     )

@@ -1,0 +1,63 @@
+"""Which accelerators hold which role: `placement.rollout=0-19 placement.update=24-31`, or whole nodes, `node:0-1`. Pure.
+
+Accelerators are numbered over all nodes in rank order, so each node must have as many as the others; whole nodes need not. A number
+keeps its place when a node is lost.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+#: what nodes or their accelerators can hold
+ROLES = ("rollout", "update")
+ALL, NODE = "all", "node:"
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """Inclusive ranges of accelerators, or of nodes; none: everything."""
+
+    ranges: tuple[tuple[int, int], ...] = ()
+    nodes: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Ranges:
+        """Raises ValueError, with what it must be."""
+        if text.strip() == ALL:
+            return cls()
+        nodes = text.strip().startswith(NODE)
+        found = []
+        for word in text.strip().removeprefix(NODE).split(","):
+            match = _RANGE.fullmatch(word.strip())
+            first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+            if first > last:
+                raise ValueError("must be all, accelerators such as 0-19,24, or whole nodes such as node:0-1")
+            found.append((first, last))
+        return cls(tuple(sorted(found)), nodes)
+
+    @property
+    def everything(self) -> bool:
+        return not self.ranges
+
+    def __contains__(self, number: int) -> bool:
+        return self.everything or any(first <= number <= last for first, last in self.ranges)
+
+    def beyond(self, most: int) -> int | None:
+        """The first number that these ranges name and that `most` nodes or accelerators do not have."""
+        return next((max(first, most) for first, last in self.ranges if last >= most), None)
+
+    def here(self, rank: int, each: int) -> tuple[int, ...] | None:
+        """The accelerators of node `rank` among these, by their numbers on the node, of which there are `each`; None: the node has no
+        part in them. A whole node without accelerators has a part: its CPU."""
+        if self.nodes or self.everything:
+            return tuple(range(each)) if rank in self else None
+        own = tuple(number for number in range(each) if rank * each + number in self)
+        return own or None
+
+    def holders(self, ranks: Iterable[int], each: int) -> dict[int, tuple[int, ...]]:
+        """The nodes among `ranks` that have a part, with their accelerators."""
+        found = {rank: self.here(rank, each) for rank in ranks}
+        return {rank: own for rank, own in found.items() if own is not None}
