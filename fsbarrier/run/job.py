@@ -25,7 +25,7 @@ from fsbarrier.store.retry import patiently
 
 if TYPE_CHECKING:
     from fsbarrier.engine.replicas import Replicas
-    from fsbarrier.host.accelerator_device import Accelerator
+    from fsbarrier.host.accelerators import Accelerator
 
 T = TypeVar("T")
 

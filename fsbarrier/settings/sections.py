@@ -315,12 +315,10 @@ class PlacementSettings(Section):
     """Which accelerators do what. `all`; accelerators, numbered over all nodes in rank order, such as `0-19`; or whole nodes, such as
     `node:0-1`. Ranges are inclusive."""
 
-    FIXED_BECAUSE = "each node configures its engines when it starts"
-
     #: Where the engines sample (phases 2, 6 and 13).
-    rollout: Name = "all"
+    rollout: EachSession[Name] = "all"
     #: Where the update trains (phase 10).
-    update: Name = "all"
+    update: EachSession[Name] = "all"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from fsbarrier.protocol.facts import Generation, Join, Payload
 from fsbarrier.protocol.session import MASTER
 from fsbarrier.protocol.succession import STARTS
 from fsbarrier.rundir import session_settings
-from fsbarrier.settings.sections import Settings
+from fsbarrier.settings.sections import PlacementSettings, Settings
 from fsbarrier.sim.history import History
 from fsbarrier.sim.setup import CHANGED, FIRST_LR
 
@@ -46,7 +46,8 @@ class CommandLines:
         if rank != MASTER:
             typed = dice.choice(self._typed)
             return dice.choice(({CHANGED: typed}, {CHANGED: typed}, *OTHERS))
-        if dice.random() < 0.3:
+        if dice.random() < 0.3 and self._settings.placement == PlacementSettings():
+            # Otherwise a range may name a node that the smaller run does not have, which no start accepts.
             return self._other_size(dice)
         self._typed.append(float(len(self._typed)))
         return {CHANGED: self._typed[-1]}
