@@ -333,8 +333,7 @@ def summary_of(run: FakeRun) -> str:
 def test_the_summary_has_rewards_times_events_and_files(tmp_path: Path) -> None:
     text = summary_of(long_run(tmp_path / "run"))
     for wanted in (
-        *("■ finished", "6 iterations", "0.23", "0.74", "train_rollout", "54 %", "short phases"),
-        *("0.06 % of the time", "57 ms per iteration", "wall clocks", "aborted"),
+        *("■ finished", "6 iterations", "0.23", "0.74", "train_rollout 54 %", "coordination 57 ms (0.06 %)"),
         *(
             "node 2 (gpu-c) is lost: no heartbeat for 15.4 s",
             "generation 3: nodes 0, 1, 2; leader 0 (joined: node 2 (gpu-c))",

@@ -106,7 +106,7 @@ def test_the_last_policy_and_each_set_have_figures_of_their_own(tmp_path: Path) 
     assert "fsbarrier_eval_aime_pass_at_8{" in metrics
     assert main(["report", "--log-path", str(run.log_path), "--out", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
-    assert "0.25 ± 0.12" in page and "<th>right</th>" in page and "tokens per answer, mean" in page
+    assert "0.25 ± 0.12" in page and "Reward: right" in page and "Tokens per answer" in page
     before = list(csv.DictReader(table.splitlines()))[-2]
     assert (before["rollout_reward_parts_right"], before["rollout_answer_tokens_mean"]) == ("0.75", "12.5")
     assert "rollout_agent_errors" not in before and before["rollout_reward_errors"] == "3.0"

@@ -68,9 +68,9 @@ TIMES = frozenset({"engine_s", "start_s", "load_s", "save_s"})
 class Event:
     """One line of a journal.
 
-    `at`: seconds since 1970 by the writer's wall clock, only for display. `mono_s`: the time by the monotonic clock `clock`; only times
-    of the same clock can be subtracted. `fields`: the whole line. A file may contain anything, so an event's own fields are read with
-    `number`, `integer`, `text` and `lines`.
+    `at`: seconds since 1970 by the writer's wall clock, only for display. `mono_s`: the time by its monotonic clock; only times of the same
+    journal can be subtracted. `fields`: the whole line. A file may contain anything, so an event's own fields are read with `number`,
+    `integer`, `text` and `lines`.
     """
 
     name: str
@@ -81,7 +81,6 @@ class Event:
     iteration: int
     phase: int
     phase_name: str
-    clock: str = ""
     fields: Fields = field(default_factory=dict)
 
     @property
@@ -107,7 +106,7 @@ class Event:
         return lines(self.fields, name)
 
 
-def parse(value: object, clock: str = "") -> Event | None:
+def parse(value: object) -> Event | None:
     """The event in a JSON value; None if it is not an event."""
     if not isinstance(value, dict):
         return None
@@ -123,7 +122,7 @@ def parse(value: object, clock: str = "") -> Event | None:
         if type(one) is not int or not 0 <= one < _MOST:
             return None
     phase_name = text(value, "phase_name")
-    return Event(name, at, mono_s, rank, generation, iteration, phase, phase_name, clock, value)
+    return Event(name, at, mono_s, rank, generation, iteration, phase, phase_name, value)
 
 
 def number(fields: Fields, name: str) -> float | None:
@@ -200,15 +199,12 @@ def _seconds_since_1970(time: object) -> float | None:
 class JournalReader:
     """Reads one journal as it grows.
 
-    `clock`: the name of the writer's monotonic clock. `newest_bytes`: how much of the file's end is read completely at first; None: the
-    whole file. Of what is before that, only the rare events are read, if `with_past`.
+    `newest_bytes`: how much of the file's end is read completely at first; None: the whole file. Of what is before that, only the rare
+    events are read, if `with_past`.
     """
 
-    def __init__(
-        self, path: Path, clock: str = "", newest_bytes: int | None = None, *, with_past: bool = True
-    ) -> None:
+    def __init__(self, path: Path, newest_bytes: int | None = None, *, with_past: bool = True) -> None:
         self.path = path
-        self.clock = clock
         #: why it cannot be read; "" if it can
         self.fault = ""
         self._newest_bytes, self._with_past = newest_bytes, with_past
@@ -267,7 +263,7 @@ class JournalReader:
                 self.fault = f"{self.path} has events that are too long, which are not shown"
                 return None
         try:
-            return parse(_decode(line.decode()), self.clock)
+            return parse(_decode(line.decode()))
         except (ValueError, RecursionError):
             return None
 
@@ -304,7 +300,7 @@ class Journal:
         """Write an event and return it. `place` has incarnation, generation, iteration, phase and phase_name."""
         now = datetime.now(UTC)
         standard = {
-            "time": f"{now:%Y-%m-%dT%H:%M:%S}.{now.microsecond // 1000:03d}Z",
+            "time": f"{now:%Y-%m-%dT%H:%M:%S.%f}Z",
             "mono_s": round(mono_s, 4),
             "run_id": self._run_id,
             "node_rank": self._node_rank,

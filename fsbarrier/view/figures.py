@@ -1,4 +1,4 @@
-"""Which metrics of a run the report and its tables show, and their titles. Pure."""
+"""Which metrics of a run the report and its tables show. Pure."""
 
 from __future__ import annotations
 
@@ -10,44 +10,23 @@ from fsbarrier.rundir.journal import Event
 #: names of evaluation metrics in the journal (rewards/evaluation.py), with an optional set name
 EVALUATION_FIGURE = re.compile(r"([^/]+/)?(reward_mean|reward(/.+)?|pass_at_\d+|majority_at_\d+)(_se)?")
 
-#: field of `rolled_out` -> title
-ROLLOUT = {
-    "reward_std": "std of rewards within a group",
-    "groups_without_signal": "groups without signal",
-    "rounds": "rounds",
-    "answer_tokens_mean": "tokens per answer, mean",
-    "answer_tokens_min": "least",
-    "answer_tokens_max": "most",
-    "truncated_share": "share truncated",
-    "left_out": "groups dropped",
-    "reward_errors": "reward failed",
-    "agent_errors": "agent failed",
-}
-#: field of `updated` -> title
-UPDATE = {
-    "loss": "loss",
-    "logprob_gap_mean": "log-prob gap, mean",
-    "logprob_gap_max": "log-prob gap, max",
-    "clip_fraction": "clipped",
-    "clipped_low": "clipped below",
-    "clipped_high": "clipped above",
-    "entropy": "entropy",
-    "kl": "KL to the reference policy",
-    "policy_kl": "KL to the previous policy",
-    "mismatch_kl": "KL between engine and trainer",
-    "mismatch_dropped": "share with weight 0",
-    "lr": "learning rate",
-    "grad_norm": "gradient norm",
-    "optimizer_steps": "steps",
-    "seconds": "seconds",
-}
+#: fields of `rolled_out` and of `updated` that become columns, apart from the parts of a reward
+ROLLOUT = (
+    *("reward_std", "groups_without_signal", "rounds", "left_out", "reward_errors", "agent_errors"),
+    *("answer_tokens_mean", "answer_tokens_min", "answer_tokens_max", "truncated_share"),
+)
+UPDATE = (
+    *("loss", "logprob_gap_mean", "logprob_gap_max", "clip_fraction", "clipped_low", "clipped_high"),
+    *("entropy", "kl", "policy_kl", "mismatch_kl", "mismatch_dropped"),
+    *("lr", "grad_norm", "optimizer_steps", "seconds"),
+)
 #: the curves of the report in their order: event, field, title
 CURVES = (
     ("updated", "entropy", "Entropy"),
     ("updated", "policy_kl", "KL to the previous policy"),
     ("updated", "kl", "KL to the reference policy"),
     ("updated", "clip_fraction", "Clip fraction"),
-    ("updated", "logprob_gap_mean", "Log-prob gap between engine and trainer"),
+    ("updated", "logprob_gap_mean", "Engine-trainer log-prob gap"),
     ("updated", "mismatch_kl", "KL between engine and trainer"),
     ("updated", "grad_norm", "Gradient norm"),
     ("updated", "lr", "Learning rate"),
@@ -61,20 +40,21 @@ CURVES = (
 PART = "reward_parts/"
 
 
-def rollout_columns(rollouts: Collection[Event]) -> dict[str, str]:
-    """The metrics of the training rollouts with their titles, without those that were always 0."""
-    parts = dict.fromkeys(name for event in rollouts for name in event.fields if name.startswith(PART))
-    known = {**ROLLOUT, **{name: name.removeprefix(PART) for name in sorted(parts)}}
-    return {
-        name: title
-        for name, title in known.items()
-        if any(event.number(name) for event in rollouts) or (name in parts and not name.endswith("_failed"))
-    }
+def rollout_columns(rollouts: Collection[Event]) -> list[str]:
+    """The metrics of the training rollouts, without those that were always 0."""
+    parts = sorted({name for event in rollouts for name in event.fields if name.startswith(PART)})
+    return _measured(rollouts, ROLLOUT) + [
+        name for name in parts if not name.endswith("_failed") or _measured(rollouts, [name])
+    ]
 
 
-def update_columns(updates: Collection[Event]) -> dict[str, str]:
-    """The metrics of the updates with their titles, without those that were always 0: a KL that nobody asks for is not computed."""
-    return {name: title for name, title in UPDATE.items() if any(event.number(name) for event in updates)}
+def update_columns(updates: Collection[Event]) -> list[str]:
+    """The metrics of the updates, without those that were always 0: a KL that nobody asks for is not computed."""
+    return _measured(updates, UPDATE)
+
+
+def _measured(events: Collection[Event], names: Iterable[str]) -> list[str]:
+    return [name for name in names if any(event.number(name) for event in events)]
 
 
 def evaluation_figures(evaluations: Iterable[Event]) -> list[str]:

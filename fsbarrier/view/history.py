@@ -30,34 +30,12 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True)
 class FoundLoss:
-    """A lost member. `seen_at`: when its last heartbeat was seen, by the reporting node's clock; None: unknown."""
+    """A lost member."""
 
     at: float
     generation: int
     node_rank: int
     why: str
-    seen_at: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A program that failed on a node; `log`: its log's path and last lines."""
-
-    node_rank: int
-    iteration: int
-    phase: int
-    phase_name: str
-    error: str
-    log: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """A node's report of its end."""
-
-    at: float
-    code: int | None
-    reason: str
 
 
 @dataclass
@@ -65,12 +43,12 @@ class RunHistory:
     """Collects the events of all journals. Events of different journals may arrive in any order."""
 
     losses: list[FoundLoss] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
-    endings: dict[int, Ending] = field(default_factory=dict)
+    #: `work_failed`, and the last `node_ended` of each rank
+    failures: list[Event] = field(default_factory=list)
+    endings: dict[int, Event] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     #: (iteration, event name) -> the newest report of the newest generation
     _results: dict[tuple[int, str], Event] = field(default_factory=dict)
-    _silent_since: dict[tuple[int, int], float] = field(default_factory=dict)
     _last_report: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def feed(self, event: Event) -> None:
@@ -81,17 +59,10 @@ class RunHistory:
                 self._take_result(event)
             case "node_lost":
                 self._take_loss(event)
-            case "node_suspected":
-                rank, silent_s = event.integer("suspect"), event.number("silent_s")
-                if rank is not None and silent_s is not None:
-                    self._silent_since[event.generation, rank] = event.at - silent_s
             case "work_failed":
-                where = event.node_rank, event.iteration, event.phase, event.phase_name
-                failure = Failure(*where, event.text("error") or "failed", event.lines("log"))
-                self.failures.append(failure)
+                self.failures.append(event)
             case "node_ended":
-                ending = Ending(event.at, event.integer("code"), event.text("reason"))
-                self.endings[event.node_rank] = ending
+                self.endings[event.node_rank] = event
         if self._is_news(event):
             self.events.append(event)
             del self.events[:-MAX_EVENTS]
@@ -138,8 +109,7 @@ class RunHistory:
         for node in lost_nodes(event):
             known = {(loss.generation, loss.node_rank) for loss in self.losses}
             if node.node_rank is not None and (event.generation, node.node_rank) not in known:
-                seen_at = self._silent_since.get((event.generation, node.node_rank))
-                self.losses.append(FoundLoss(event.at, event.generation, node.node_rank, node.why, seen_at))
+                self.losses.append(FoundLoss(event.at, event.generation, node.node_rank, node.why))
 
     def _is_news(self, event: Event) -> bool:
         """Whether no other node has just reported the same event."""

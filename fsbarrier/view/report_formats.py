@@ -104,9 +104,9 @@ def _trace_events(reader: RunReader) -> Iterator[Row]:
     for span in spans:
         yield _complete(span, 0, span.began_at, span.seconds)
         worked = {part: s for part, s in span.time.parts().items() if part != "wait" and s > 0}
-        if span.done_s is None or not worked:
+        if span.done_at is None or not worked:
             continue
-        at = span.wall_offset + span.done_s - sum(worked.values())
+        at = span.done_at - sum(worked.values())
         for part, seconds in worked.items():
             yield _complete(span, 1, at, seconds, part)
             at += seconds

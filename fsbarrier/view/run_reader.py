@@ -7,6 +7,7 @@ files are skipped and never an error. The first poll reads only the newest part 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,23 +64,23 @@ class RunReader:
     position: tuple[int, int, int] = (0, 0, 0)
     places: dict[int, Event] = field(default_factory=dict)
 
-    #: the members that are done with the row at `position`, and since when this process knows
+    #: the members that are done with the row at `position`
     arrived: frozenset[int] = frozenset()
-    arrived_since: dict[int, float] = field(default_factory=dict)
 
     history: RunHistory = field(default_factory=RunHistory)
     #: the last status of each rank that could be read
     _beats: dict[int, Beat] = field(default_factory=dict)
     _generations: set[int] = field(default_factory=set)
     _phase_names: dict[int, str] = field(default_factory=dict)
-    _clocks: dict[names.StartName, str] = field(default_factory=dict)
+    _starts: set[names.StartName] = field(default_factory=set)
     _journals: dict[str, tuple[JournalReader, SpanReader]] = field(default_factory=dict)
     _spans: list[Span] = field(default_factory=list)
     _times: list[IterationTime] | None = None
     #: every journal is complete from this iteration on; and the truncated journals already considered for that
     _whole_from: int = 0
     _begun: set[str] = field(default_factory=set)
-    _arrivals: dict[tuple[int, int, int], dict[int, Event]] = field(default_factory=dict)
+    #: each rank's newest event that says that it is done with its work in a row
+    _done: dict[int, Event] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.paths = RunPaths(self.log_path)
@@ -95,7 +96,7 @@ class RunReader:
         self._read_generations()
         fresh = self._read_journals()
         self._read_beats(now)
-        self._read_arrivals(now)
+        self._read_arrivals()
         return fresh
 
     @property
@@ -123,7 +124,7 @@ class RunReader:
         """The timing of the kept iterations, from the rows that nodes have passed."""
         if self._times is None:
             last = last_phase(self.record.settings.rl_phase, self._phase_names)
-            whole = (span for span in self._spans if span.iteration >= self._whole_from)
+            whole = [span for span in self._spans if span.iteration >= self._whole_from]
             self._times = iteration_times(row_times(whole), last)
         return self._times
 
@@ -162,18 +163,14 @@ class RunReader:
             return max(0.0, now - self.joined_since.get(rank, now))
         return max(0.0, now - seen.since)
 
-    def waited_s(self, now: float) -> tuple[float, bool] | None:
-        """How long members have been waiting at the row's barrier, since the first was done; None: nobody is waiting.
-
-        True: exact by this host's clock, because all waiting members are on this host. False: only since this process noticed it.
-        """
-        if not self.arrived:
-            return None
-        known = self._arrivals.get(self.position, {})
-        events = [known[rank] for rank in self.arrived if rank in known]
-        if len(events) == len(self.arrived) and all(event.clock == self._boot for event in events):
-            return max(0.0, now - min(event.mono_s for event in events)), True
-        return max(0.0, now - min(self.arrived_since.values(), default=now)), False
+    def waited_s(self) -> float | None:
+        """How long members have been waiting at the row's barrier, since the first was done, by wall clocks; None: unknown."""
+        done = [
+            event.at
+            for rank, event in self._done.items()
+            if rank in self.arrived and event.row == self.position
+        ]
+        return max(0.0, time.time() - min(done)) if done else None
 
     def unsure(self) -> list[int]:
         """The ranks whose heartbeat has not advanced yet, although they have not ended and their process may exist."""
@@ -190,12 +187,12 @@ class RunReader:
     def _read_joins(self, now: float) -> None:
         for name in self._store.names(self.paths.joins):
             start = names.START.parse(name)
-            if start is None or start in self._clocks:
+            if start is None or start in self._starts:
                 continue
             join = self._store.read(self.paths.joins / name, Join)
             if join is None:
                 continue
-            self._clocks[start] = join.boot_id
+            self._starts.add(start)
             if join.rank not in self.joins or self.joins[join.rank].incarnation < join.incarnation:
                 self.joins[join.rank] = join
                 self.joined_since[join.rank] = now
@@ -235,11 +232,9 @@ class RunReader:
         return sorted(fresh, key=lambda event: event.at)
 
     def _journal(self, name: str, start: names.StartName, journals: int) -> JournalReader:
-        # The node's join record identifies its clock. Until it is readable, do not compare this node's times with others.
-        clock = self._clocks.get(start) or f"journal {name}"
         most = None if self.newest_bytes is None else max(LEAST_BYTES, self.newest_bytes // journals)
         leads = self.newest is not None and start.rank == self.newest.leader
-        return JournalReader(self.paths.events / name, clock, most, with_past=self.all_pasts or leads)
+        return JournalReader(self.paths.events / name, most, with_past=self.all_pasts or leads)
 
     def _take(self, event: Event, spans: SpanReader) -> None:
         """Pass the event to all collectors."""
@@ -255,10 +250,9 @@ class RunReader:
             if place is None or place.row <= event.row:
                 self.places[event.node_rank] = event
         if event.waits or event.name == "work_finished":
-            self._arrivals.setdefault(event.row, {})[event.node_rank] = event
+            self._done[event.node_rank] = event
 
     def _forget(self) -> None:
-        self._arrivals = {row: events for row, events in self._arrivals.items() if row >= self.position}
         if self.keep is not None:
             oldest = self.position[1] - self.keep
             if any(span.iteration < oldest for span in self._spans[:1]):
@@ -275,18 +269,16 @@ class RunReader:
             {rank: beat.pulse for rank, beat in beats.items()}, now, now, BLIND_S
         )
 
-    def _read_arrivals(self, now: float) -> None:
+    def _read_arrivals(self) -> None:
         """The members that are done with the current row, according to the facts in the row's folder."""
         if self.newest is None or self.position[0] != self.newest.number:
-            self.arrived, self.arrived_since = frozenset(), {}
+            self.arrived = frozenset()
             return
         generation, iteration, phase = self.position
         folder = self.paths.phase(generation, phase, self.phase_name)
         facts = names.FACT.parse_all(self._store.names(folder))
         done = {fact.rank for fact in facts if (fact.iteration, fact.status) == (iteration, "done")}
-        arrived = done & set(self.newest.ranks)
-        since = {rank: self.arrived_since[rank] for rank in arrived & self.arrived}
-        self.arrived, self.arrived_since = frozenset(arrived), dict.fromkeys(arrived, now) | since
+        self.arrived = frozenset(done & set(self.newest.ranks))
 
 
 def load_record(log_path: Path) -> runrecord.RunRecord:
@@ -296,12 +288,7 @@ def load_record(log_path: Path) -> runrecord.RunRecord:
     except OSError as error:
         raise UsageError(f"no run at {log_path}: {error.strerror or error}") from None
     if not there:
-        why = (
-            "no run.json"
-            if log_path.is_dir()
-            else "not a directory"
-            if log_path.exists()
-            else "no such directory"
-        )
+        absent = "not a directory" if log_path.exists() else "no such directory"
+        why = "no run.json" if log_path.is_dir() else absent
         raise UsageError(f"no run at {log_path}: {why}; select a run directory with --log-path")
     return runrecord.load(log_path)

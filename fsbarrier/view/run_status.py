@@ -86,7 +86,6 @@ class RunStatus:
                 "seconds": round(one.seconds, 6),
                 "coordination_s": round(one.coordination_s, 6),
                 "share": round(one.share, 6),
-                "one_clock": one.exact,
             }
             for one in self.finished_times
         ]
@@ -106,7 +105,7 @@ def read_status(log_path: Path, *, watch: bool = True) -> RunStatus:
     while reader.unsure() and time.monotonic() < deadline:
         pause.wait(LOOK_S)
         reader.poll(time.monotonic())
-    return status_of(reader, time.monotonic(), one_look=True)
+    return status_of(reader, time.monotonic())
 
 
 def status_reader(log_path: Path) -> RunReader:
@@ -118,11 +117,11 @@ def look_once(log_path: Path) -> tuple[RunReader, RunStatus]:
     """A reader with the history of a run, and its status. Raises UsageError if there is no run."""
     reader = RunReader(log_path, newest_bytes=REPORT_BYTES)
     reader.poll(time.monotonic())
-    return reader, status_of(reader, time.monotonic(), one_look=True)
+    return reader, status_of(reader, time.monotonic())
 
 
-def status_of(reader: RunReader, now: float, *, one_look: bool = False) -> RunStatus:
-    """The status according to `reader`. `one_look`: it has polled only once, so the waiting times it observed are meaningless."""
+def status_of(reader: RunReader, now: float) -> RunStatus:
+    """The status according to `reader`. `now`: this process's monotonic time."""
     newest, (number, iteration, phase) = reader.newest, reader.position
     num_nodes = reader.settings.num_nodes
     ranks = sorted({*range(num_nodes), *reader.joins, *reader.ledger.seen})
@@ -141,7 +140,7 @@ def status_of(reader: RunReader, now: float, *, one_look: bool = False) -> RunSt
         leader=newest.leader if newest and newest.members else None,
         num_nodes=num_nodes,
         nodes=nodes,
-        waiting_for=_waiting(reader, nodes, state, now, one_look),
+        waiting_for=_waiting(reader, nodes, state),
         rewards=tuple(reader.history.rewards()),
         times=times,
         problems=tuple(problems(reader, nodes, state)),
@@ -181,24 +180,21 @@ def _state(reader: RunReader, nodes: tuple[NodeStatus, ...]) -> tuple[str, int |
 
 def _exit_code(reader: RunReader, rank: int) -> int:
     ending = reader.history.endings.get(rank)
-    return ending.code if ending is not None and ending.code is not None else 0
+    return (ending.integer("code") if ending is not None else None) or 0
 
 
-def _waiting(
-    reader: RunReader, nodes: tuple[NodeStatus, ...], state: str, now: float, one_look: bool
-) -> Waiting | None:
+def _waiting(reader: RunReader, nodes: tuple[NodeStatus, ...], state: str) -> Waiting | None:
     if state not in ("running", "stalled"):
         return None
     newest = reader.newest
     if newest is None or newest.verdict is not None:
         missing = tuple(node.node_rank for node in nodes if node.state in ("absent", "lost"))
         return Waiting(missing, None) if missing else None
-    waited = reader.waited_s(now)
     missing = tuple(rank for rank in newest.ranks if rank not in reader.arrived)
-    if waited is None or not missing:
+    if not missing or not reader.arrived:
         return None
-    seconds, exact = waited
-    return Waiting(missing, round(seconds, 3) if exact or not one_look else None)
+    waited_s = reader.waited_s()
+    return Waiting(missing, None if waited_s is None else round(waited_s, 3))
 
 
 # --- the training ---------------------------------------------------------------------------------------------------------
@@ -324,7 +320,7 @@ def _early_endings(reader: RunReader, nodes: Sequence[NodeStatus]) -> list[str]:
     for node in nodes:
         ending = reader.history.endings.get(node.node_rank)
         if node.state in ("left", "broken") and ending is not None:
-            reasons.setdefault(one_line(ending.reason), []).append(node.node_rank)
+            reasons.setdefault(one_line(ending.text("reason")), []).append(node.node_rank)
     return [
         f"node{'s' if len(who) > 1 else ''} {ranks(who)} ended: {reason}" for reason, who in reasons.items()
     ]
@@ -340,6 +336,7 @@ def _failures(reader: RunReader) -> list[str]:
         times = f" ({tries} times)" if tries > 1 else ""
         phase = f"{failure.phase} {failure.phase_name}"
         where = f"node {failure.node_rank}, iteration {failure.iteration}, phase {phase}"
-        found.append(f"{where} failed{times}: {one_line(failure.error)}")
-        found += [f"  | {one_line(line)}" for line in (*failure.log[:1], *failure.log[1:][-4:])]
+        found.append(f"{where} failed{times}: {one_line(failure.text('error')) or 'unknown error'}")
+        log = failure.lines("log")
+        found += [f"  | {one_line(line)}" for line in (*log[:1], *log[1:][-4:])]
     return found

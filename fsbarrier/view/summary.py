@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsbarrier.protocol.wording import counted
-from fsbarrier.view.amounts import amount, clock_time, duration, one_line, percent
+from fsbarrier.view.amounts import amount, clock_time, duration, one_line
 from fsbarrier.view.event_wording import event_text
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus, look_once
@@ -23,6 +23,7 @@ from fsbarrier.view.terminal_lines import (
     TRAIN,
     bar,
     line,
+    mean_time_lines,
     problem_lines,
     wrapped,
 )
@@ -30,8 +31,6 @@ from fsbarrier.view.timings import IterationTime, together
 
 #: number of recent iterations and events to list
 NEWEST = 12
-#: three or more phases below this share of an iteration are combined into one row
-SHORT_SHARE = 0.005
 NOTABLE = frozenset({"node_lost", "node_recovered", "work_failed", "left_generation", "generation_started"})
 FILES = {
     "run": "run directory",
@@ -68,9 +67,8 @@ def _sections(status: RunStatus, reader: RunReader, width: int) -> Iterator[Rend
         yield from _unjudged(reader, width)
     if finished:
         yield ""
-        yield line(("time per phase", "bold"), (f"  mean of {counted(len(finished), 'iteration')}", "dim"))
-        yield _phases(finished, width)
-        yield from _coordination(finished, width)
+        yield line(("time per iteration", "bold"))
+        yield from mean_time_lines(finished, width)
     happened = _happened(reader, width)
     if happened:
         yield ""
@@ -130,40 +128,6 @@ def _unjudged(reader: RunReader, width: int) -> list[Text]:
         f"the {name} failed for {count} trajectories" for name, count in counts.items() if count
     )
     return wrapped(("not judged ", ""), failures, "red", width, most=2) if failures else []
-
-
-def _phases(finished: Sequence[IterationTime], width: int) -> Table:
-    """Mean seconds per phase, with bars."""
-    totals = together(finished).phases
-    whole = sum(totals.values()) or 1.0
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
-    table.add_column(justify="right", style="dim", width=2)
-    table.add_column(no_wrap=True, min_width=18)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True, min_width=9)
-    table.add_column(justify="right", no_wrap=True, min_width=6)
-    cells = max(8, min(40, width - 2 - 18 - 9 - 6 - 10))
-    short = [key for key, seconds in totals.items() if seconds / whole < SHORT_SHARE]
-    short = short if len(short) >= 3 else []
-    rows = [
-        (str(index), name, seconds) for (index, name), seconds in totals.items() if (index, name) not in short
-    ]
-    if short:
-        rows.append(("", f"{len(short)} short phases", sum(totals[key] for key in short)))
-    for index, name, seconds in rows:
-        share = seconds / whole
-        mean = duration(seconds / len(finished))
-        table.add_row(index, one_line(name), bar(share, cells, "green"), mean, line((percent(share), "dim")))
-    return table
-
-
-def _coordination(finished: Sequence[IterationTime], width: int) -> list[Text]:
-    total = together(finished)
-    mean = duration(total.coordination_s / len(finished))
-    about = "" if total.exact else " (by wall clocks)"
-    cut = f"; {duration(total.cut_short_s)} in aborted phases" if total.cut_short_s else ""
-    text = f"{percent(total.share)} of the time: {mean} per iteration{about}{cut}"
-    return wrapped(("coordination ", ""), text, "bold", width, most=3)
 
 
 def _happened(reader: RunReader, width: int) -> list[Text]:

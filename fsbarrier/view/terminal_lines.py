@@ -19,7 +19,7 @@ from fsbarrier.view.amounts import amount, clock_time, duration, one_line, perce
 from fsbarrier.view.event_wording import event_text
 from fsbarrier.view.history import Rewards
 from fsbarrier.view.run_status import RunStatus
-from fsbarrier.view.timings import IterationTime
+from fsbarrier.view.timings import IterationTime, together
 
 STATE_STYLE = {
     "running": "green",
@@ -188,18 +188,26 @@ def reward_so_far(status: RunStatus) -> float | None:
 
 def time_line(times: Sequence[IterationTime], width: int) -> list[Text]:
     """The timing of the last complete iteration."""
-    last = next((one for one in reversed(times) if one.complete), None)
-    if last is None:
-        return []
-    parts = [f"iteration {last.iteration}: {duration(last.seconds)}"]
-    longest = sorted(last.phases.items(), key=lambda item: -item[1])
-    for (_, name), seconds in longest[:3]:
-        if last.seconds > 0 and seconds / last.seconds >= 0.05:
-            parts.append(f"{one_line(name)} {percent(seconds / last.seconds)}")
-    coordination = f"coordination {duration(last.coordination_s)} ({percent(last.share)})"
+    last = [one for one in times if one.complete][-1:]
+    return [line((_time(f"iteration {last[0].iteration}", last, width), "dim"))] if last else []
+
+
+def mean_time_lines(finished: Sequence[IterationTime], width: int) -> list[Text]:
+    """The mean timing of these iterations."""
+    return [line(_time(f"mean of {len(finished)}", finished, width))]
+
+
+def _time(name: str, iterations: Sequence[IterationTime], width: int) -> str:
+    """The duration, the longest phases and the coordination of an iteration, by the mean of these."""
+    total, count = together(iterations), len(iterations)
+    parts = [f"{name}: {duration(total.seconds / count)}"]
+    for (_, phase), seconds in sorted(total.phases.items(), key=lambda item: -item[1]):
+        if total.seconds > 0 and seconds / total.seconds >= 0.05:
+            parts.append(f"{one_line(phase)} {percent(seconds / total.seconds)}")
+    coordination = f"coordination {duration(total.coordination_s / count)} ({percent(total.share)})"
     while len(parts) > 1 and cell_len(" · ".join([*parts, coordination])) > width:
         parts.pop()
-    return [line((" · ".join([*parts, coordination]), "dim"))]
+    return " · ".join([*parts, coordination])
 
 
 def figures_line(figures: Mapping[str, float], width: int) -> list[Text]:
