@@ -219,7 +219,7 @@ def fsbarrier(nodes: int, task: Path, folder: Path, run: dict[str, Any], goal: f
     first = next(span for span in leader if span.phase_name == "train_rollout")
     startup_s = first.began_s + first.time.start_s - began
     first_end = begins[2]
-    ended = max(span.ended_s for span in leader)
+    ended = max(span.began_s + span.seconds for span in leader)
     return Race(
         f"fsbarrier, {nodes} node{'s' if nodes > 1 else ''}",
         run["rollout.seed"],

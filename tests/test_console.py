@@ -89,7 +89,7 @@ TOLD = [
     (raw("shares_fixed", 1, why="x"), "nodes do not take over each other's tasks: x"),
     (
         raw("updated", 10, loss=0.01234, optimizer_steps=12, logprob_gap_mean=2e-5),
-        "iteration 1: updated (12 optimizer steps, loss 0.01234, log-prob gap 2e-05)",
+        "iteration 1: updated (12 optimizer steps, loss 0.012, log-prob gap 2e-05)",
     ),
     (
         raw("listens", 8, port=40123),

@@ -167,7 +167,7 @@ def _updated(event: Event) -> str:
     gap, replayed = event.number("logprob_gap_mean"), event.integer("replayed")
     parts = [
         f"{steps} optimizer steps" if steps is not None else "",
-        f"loss {loss:.4g}" if loss is not None else "",
+        f"loss {loss:.2g}" if loss is not None else "",
         f"log-prob gap {gap:.1g}" if gap is not None else "",
         f"{replayed} sequences from other policy versions" if replayed else "",
     ]

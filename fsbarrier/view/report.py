@@ -98,7 +98,7 @@ def _facts(reader: RunReader, status: RunStatus) -> str:
         f"program {status.program}",
         counted(status.num_nodes, "node"),
         f"iteration {status.iteration}{of}",
-        f"started {record.created} by {record.created_by}",
+        f"started {record.created[:16].replace('T', ' ')} UTC by {record.created_by}",
         *([f"model {record.model}"] if record.model else []),
     ]
     return one_line(" · ".join(facts))
@@ -158,7 +158,8 @@ def _curves(reader: RunReader, status: RunStatus) -> list[tuple[str, str, str]]:
         ]
         if any(value for one in series for _, value in one.points):
             last = "end" if at_end and max(one.points[-1][0] for one in series) == end else ""
-            newest = ", ".join(_figure(one.points[-1][1]) for one in series)
+            several = len(series) > 1
+            newest = ", ".join(f"{one.name} " * several + _figure(one.points[-1][1]) for one in series)
             _, event, field = named[-1]
             error = list(reader.history.reports(event).values())[-1:]
             if error and (se := error[0].number(f"{field.removesuffix('_mean')}_se")) is not None:
@@ -285,7 +286,10 @@ def _settings(reader: RunReader) -> Table:
 
 
 def _figure(value: float) -> str:
-    return f"{value:.0f}" if value == int(value) and abs(value) < 1e6 else f"{value:.3g}"
+    """A metric's newest value, as `amount` writes a reward."""
+    if abs(value) >= 100 or value == int(value):
+        return f"{value:.0f}" if abs(value) < 1e6 else f"{value:.3g}"
+    return amount(value) if abs(value) >= 0.1 else f"{value:.2g}"
 
 
 def _value(value: object) -> str:

@@ -67,7 +67,7 @@ def line_chart(series: Sequence[Series], *, last: str = "", marks: Mapping[int, 
     """A line chart over iterations. `last`: the label of the last one, if not its number; `marks`: iteration -> what changed there."""
     points = [point for one in series for point in one.points]
     low, high = min(y for _, y in points), max(y for _, y in points)
-    if 0 <= low <= 0.6 * high:
+    if 0 <= low <= 0.6 * high or low == high > 0:
         low = 0.0
     y_ticks = ticks(low, high, 3)
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
 
 from rich.cells import cell_len
 from rich.text import Text
@@ -92,11 +93,14 @@ def wrapped(lead: tuple[str, str], text: str, style: str, width: int, most: int)
 
 
 def header(status: RunStatus, width: int, elapsed_s: float | None = None) -> list[Text]:
-    """Two lines: the run and its state; its position."""
+    """Two lines: the run, by its folder's name, and its state; its position."""
     mark = "●" if status.state in ("running", "stalled") else "■"
-    state = (f"{mark} {status.state}", STATE_STYLE.get(status.state, ""))
-    left = line(("fsbarrier ", "bold"), f"{one_line(status.program)}  ", state)
-    right = status.run_id + (f"  {duration(elapsed_s)}" if elapsed_s is not None else "")
+    state = f"{mark} {status.state}"
+    right = f"{one_line(status.program)}  {status.run_id}"
+    right += f"  {duration(elapsed_s)}" if elapsed_s is not None else ""
+    name = Text(one_line(PurePath(status.log_path).name), "bold")
+    name.truncate(max(12, width - cell_len(f"fsbarrier    {state}  {right}")), overflow="ellipsis")
+    left = line("fsbarrier ", name, "  ", (state, STATE_STYLE.get(status.state, "")))
     return [spread(left, line((right, "dim")), width), spread(*_place(status), width)]
 
 
