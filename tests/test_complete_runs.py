@@ -103,6 +103,34 @@ def test_a_trainer_of_the_users_own_makes_the_versions(bench: Bench, tmp_path: P
     assert (newest / "trainer" / "updates").read_text() == "xxx"
 
 
+FAILING = """
+class Fails:
+    async def run(self, task, client):
+        raise KeyError("the tool")
+
+class Answers:
+    async def run(self, task, client):
+        await client.complete(task.prompt)
+
+def reward(prompt, response, answer, metadata):
+    raise KeyError("the score")
+"""
+
+
+@pytest.mark.parametrize(("agent", "why"), [("Fails", "the tool"), ("Answers", "the score")])
+def test_an_agent_or_its_reward_that_fails_too_often_ends_the_run(
+    bench: Bench, tmp_path: Path, agent: str, why: str
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(FAILING)
+    ended = bench.run(
+        tmp_path / "run", f"rollout.agent={mine}:{agent}", f"reward.kind={mine}:reward", "rollout.tasks=4"
+    )
+    assert ended.codes == [4], ended.described()
+    assert "rollout.max_error_share=0.1 allows" in ended.said and why in ended.said
+    assert not ended.events("weights_published")
+
+
 def test_recover_finds_nothing_missing_in_a_finished_run_and_refuses_other_iterations(
     bench: Bench, tmp_path: Path
 ) -> None:

@@ -1,13 +1,15 @@
 """`reward.kind=math`: scores LaTeX answers with math-verify.
 
 math-verify uses a symbolic algebra system that may not terminate on unusual answers. Its own timeout uses signals, which only work in a
-main thread. It therefore runs in subprocesses (math_verify_process.py), one question at a time, which are killed on timeout.
+main thread. It therefore runs in subprocesses (`python -m fsbarrier.rewards.math_verify`), one question at a time, which are killed on
+timeout. They read JSON lines {"answer", "response"} and write JSON lines {"reward"} or {"error"}, until EOF.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sys
 import time
@@ -18,6 +20,8 @@ from fsbarrier.rewards.score import Messages, Score
 
 #: maximum number of processes; each is started on demand
 PROCESSES = 4
+#: timeout of one parse or comparison; math-verify's default
+STEP_S = 5
 
 
 class MathReward:
@@ -60,7 +64,7 @@ class MathReward:
 
     async def _start(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "fsbarrier.rewards.math_verify_process"),
+            *(sys.executable, "-P", "-m", "fsbarrier.rewards.math_verify"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=1 << 20,
@@ -89,3 +93,41 @@ async def _answer(process: asyncio.subprocess.Process, question: Mapping[str, st
         raise EOFError
     answer: dict[str, float | str] = json.loads(line)
     return answer
+
+
+def main() -> int:
+    """The subprocess."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    # math-verify warns about each answer it cannot parse.
+    logging.disable(logging.CRITICAL)
+    # Keep library output out of the replies; it goes to the log.
+    verdicts = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def judge(question: dict[str, str]) -> dict[str, float | str]:
+        gold_text = question["answer"]
+        if "$" not in gold_text and "\\boxed" not in gold_text:
+            gold_text = f"\\boxed{{{gold_text}}}"
+        gold = parse(gold_text, [LatexExtractionConfig(), ExprExtractionConfig()], parsing_timeout=STEP_S)
+        if not gold:
+            return {"error": f"math-verify cannot parse the answer {question['answer']!r}"}
+        found = parse(
+            question["response"],
+            [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()],
+            parsing_timeout=STEP_S,
+        )
+        return {"reward": float(verify(gold, found, timeout_seconds=STEP_S))}
+
+    for line in sys.stdin:
+        verdict: dict[str, float | str]
+        try:
+            verdict = judge(json.loads(line))
+        except Exception as error:
+            verdict = {"error": f"math-verify: {type(error).__name__}: {error}"}
+        print(json.dumps(verdict), file=verdicts, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
