@@ -85,16 +85,6 @@ def test_a_number_of_nodes_that_is_typed_wins_over_the_launcher_s() -> None:
     assert rank({"NODE_RANK": "1", "NNODES": "2"}) == (1, "NODE_RANK")
 
 
-def test_launchers_that_say_something_else_are_named() -> None:
-    chosen = ranks.Choice(1, "NODE_RANK")
-    environ = {"NODE_RANK": "1", "NNODES": "4", "SLURM_NODEID": "3", "SLURM_NNODES": "2", "RANK": "1"}
-    said = ["using rank 1 from NODE_RANK, ignoring SLURM_NODEID=3"]
-    assert ranks.contradictions(chosen, 4, environ) == said
-    said.append("this run has 3 nodes, ignoring NNODES=4")
-    assert ranks.contradictions(chosen, 3, environ) == said
-    assert ranks.contradictions(ranks.Choice(3, "--worker"), 4, {"SLURM_NODEID": "3"}) == []
-
-
 def test_the_number_of_nodes_comes_from_the_same_launcher() -> None:
     everything = {"SLURM_NNODES": "4", "WORLD_SIZE": "5", "NNODES": "6", "SKYPILOT_NUM_NODES": "7"}
 

@@ -7,8 +7,7 @@ model and data (learning rate, batch size, lengths).
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from fsbarrier.settings.value_types import Preset
+from typing import TYPE_CHECKING, Literal
 
 # Schulman's symmetric clip, without the dual-clip bound.
 _PPO_CLIP = {"loss": "grpo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
@@ -26,7 +25,7 @@ _REINFORCE_PLUS_PLUS: Mapping[str, object] = {
 }
 
 #: preset -> source, settings; names without a section are of `algorithm`
-PRESETS: Mapping[Preset, tuple[str, Mapping[str, object]]] = {
+PRESETS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "grpo": (
         "DeepSeekMath, arXiv 2402.03300",
         {
@@ -114,9 +113,13 @@ PRESETS: Mapping[Preset, tuple[str, Mapping[str, object]]] = {
 }
 
 
+if TYPE_CHECKING:
+    Preset = str
+else:
+    Preset = Literal[tuple(PRESETS)]
+
+
 def preset_values(preset: object) -> dict[str, object]:
     """The preset's values by dotted name; {} if there is no such preset."""
-    for name, (_, values) in PRESETS.items():
-        if name == preset:
-            return {key if "." in key else f"algorithm.{key}": value for key, value in values.items()}
-    return {}
+    _, values = PRESETS.get(str(preset), ("", {}))
+    return {key if "." in key else f"algorithm.{key}": value for key, value in values.items()}

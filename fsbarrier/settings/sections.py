@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, Literal, get_type_hints
 
 from fsbarrier.protocol import timing
+from fsbarrier.settings.presets import Preset
 from fsbarrier.settings.section import Changes, EachSession, EachStart, Section
 from fsbarrier.settings.sources import SET_NAME, known_as
 from fsbarrier.settings.value_types import (
@@ -32,7 +33,6 @@ from fsbarrier.settings.value_types import (
     Numbers,
     OneOrZero,
     Positive,
-    Preset,
     RlPhase,
     Seconds,
     TopK,

@@ -76,18 +76,6 @@ Trackers = Annotated[
     ShellWords(_split_names),
 ]
 RlPhase = Literal["rollout", "update", "both"]
-Preset = Literal[
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "sapo",
-    "rloo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "rft",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,10 +93,7 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
     known = asked.typed.num_nodes if "num_nodes" in chosen else None
     rank = _rank(request, known)
     record = _find_record(asked, rank)
-    start = _create(asked, rank) if record is None else _join(asked, record, rank)
-    for line in ranks.contradictions(rank, start.settings.num_nodes, request.environ) if rank else ():
-        say(line)
-    return start
+    return _create(asked, rank) if record is None else _join(asked, record, rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,10 @@ JOB_COMPLETION_INDEX, SKYPILOT_NODE_RANK, DSTACK_NODE_RANK, OMPI_COMM_WORLD_RANK
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fsbarrier.errors import UsageError
-from fsbarrier.protocol.wording import counted
 
 Environ = Mapping[str, str]
 HOW_TO_SAY = "give --master (node 0) or --worker R, or set NODE_RANK"
@@ -58,13 +57,10 @@ def _from_flags(master: bool, worker: int | None) -> Choice | None:
 
 
 def _from_environ(environ: Environ, num_nodes: int | None) -> Choice | None:
-    return next(_all_from_environ(environ, num_nodes), None)
-
-
-def _all_from_environ(environ: Environ, num_nodes: int | None) -> Iterator[Choice]:
     for launcher in LAUNCHERS:
         if _text(environ, launcher.rank) and launcher.applies(environ, num_nodes):
-            yield Choice(_number(environ, launcher.rank), launcher.rank)
+            return Choice(_number(environ, launcher.rank), launcher.rank)
+    return None
 
 
 def count_nodes(rank: Choice | None, environ: Environ) -> Choice | None:
@@ -76,19 +72,6 @@ def count_nodes(rank: Choice | None, environ: Environ) -> Choice | None:
                 raise UsageError(f"{name} {choice.value}: must be between 1 and {MAX_NODES}")
             return choice
     return None
-
-
-def contradictions(rank: Choice, num_nodes: int, environ: Environ) -> list[str]:
-    """Warnings about launcher variables that contradict the chosen rank or number of nodes, in case the choice was a mistake."""
-    found = [
-        f"using rank {rank.value} from {rank.source}, ignoring {other.source}={other.value}"
-        for other in _all_from_environ(environ, num_nodes)
-        if other.value != rank.value
-    ]
-    count = count_nodes(rank, environ)
-    if count and count.value != num_nodes:
-        found.append(f"this run has {counted(num_nodes, 'node')}, ignoring {count.source}={count.value}")
-    return found
 
 
 def which_node(num_nodes: int, environ: Environ) -> str:
