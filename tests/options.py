@@ -79,7 +79,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
         ),
         *(f"algorithm.preset={name}" for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")),
     ),
-    "loss": ("", *(f"algorithm.loss={name}" for name in ("grpo", "gspo", "cispo", "sapo", "rft"))),
+    "loss": (
+        "algorithm.truncated=keep",
+        "algorithm.truncated=mask",
+        *(f"algorithm.loss={name} algorithm.truncated=shape" for name in ("grpo", "gspo", "cispo", "sapo")),
+        *(f"algorithm.loss=rft algorithm.truncated={name}" for name in ("keep", "mask")),
+    ),
     "clip": (
         "algorithm.clip_low=0.1 algorithm.clip_high=0.5 algorithm.dual_clip=none",
         "algorithm.clip_low=1 algorithm.dual_clip=3",
@@ -98,11 +103,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "algorithm.normalize_std=true algorithm.drop_zero_signal=true",
         "algorithm.normalize_std=false algorithm.drop_zero_signal=false",
     ),
-    "truncated": (
-        "algorithm.truncated=keep",
-        "algorithm.truncated=mask",
-        "algorithm.truncated=shape",
-    ),
     "old log-probabilities": (
         "algorithm.old_logprobs=auto algorithm.mismatch=token_tis algorithm.mismatch_high=3",
         "algorithm.old_logprobs=trainer algorithm.mismatch=icepop",
@@ -111,7 +111,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "reference": (
         "algorithm.kl_coef=0",
-        "algorithm.kl_coef=0 algorithm.kl_estimator=k1",
         "algorithm.kl_coef=0.1 algorithm.kl_estimator=k2",
         "algorithm.kl_coef=0.1 algorithm.kl_estimator=k3",
     ),
@@ -201,6 +200,7 @@ ELSEWHERE = {
     "trainer.command": "test_complete_runs.py",
     "engine.api_key_env=none": "the table's server of a user has a key",
     "engine.url=none": "what all runs have that do not give one",
+    "algorithm.kl_estimator=k1": "is refused with a KL in the loss (test_settings.py), and has no other use",
     "tracker.names": "test_trackers.py: their packages are not installed",
     "toy.tasks": "test_toy_run.py",
     "toy.phase_s": "test_toy_run.py",

@@ -32,7 +32,8 @@ def weigh_group(
     """
     judged = [trajectory for trajectory in group if is_judged(trajectory)]
     cut_off = [t.get("finish_reason") == "length" for t in judged]
-    masked = {id(t) for t, cut in zip(judged, cut_off, strict=True) if cut and algorithm.truncated == "mask"}
+    masks = algorithm.truncated == "mask"
+    masked = {id(t) for t, cut in zip(judged, cut_off, strict=True) if cut and masks}
     if algorithm.loss == "rft":
         successes = [t for t in judged if t["valid"] and t["reward"] > 0]
         return [(t, float(t["reward"])) for t in successes if id(t) not in masked]

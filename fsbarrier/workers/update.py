@@ -104,9 +104,9 @@ class Updates:
         self._fit = all(gather_json(start.trainer.leaves_room(update.settings)))
         # Without a saved state nobody has it once these processes have ended.
         with_state = (
-            spec["iteration"] == settings.iterations
+            spec["new_policy_version"] % settings.checkpoint.trainer_every == 0
+            or spec["iteration"] == settings.iterations
             or not (JOBS in os.environ and self._fit)
-            or spec["new_policy_version"] % settings.checkpoint.trainer_every == 0
         )
         new = update.save(start, with_state=with_state)
         peak = update.processes.peak_memory_bytes()
