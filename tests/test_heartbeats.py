@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -290,23 +291,40 @@ def test_rule_5_looks_and_heartbeats_do_not_keep_step() -> None:
     assert len(set(pauses)) > 90 and 1.8 <= min(pauses) < 1.9 < max(pauses) <= 2.0
 
 
-def test_rule_8_a_fact_is_published_again_soon_and_then_more_rarely(tmp_path: Path) -> None:
-    """On some mounts a node sees what others have published only once it has changed the folder itself."""
-    rules, store, members = Rules(Program("one", (ENDLESS,)), 2), PosixStore(), (Member(0, 1), Member(1, 1))
+@pytest.mark.parametrize("part", [RowPart.ANNOUNCED, RowPart.GATHER])
+def test_rule_8_who_waits_refreshes_its_listing_soon_and_then_more_rarely(
+    tmp_path: Path, part: RowPart
+) -> None:
+    """On some mounts a node sees what others have published only once it has changed the folder itself; the leader too, which waits for
+    the others before its own work and has published nothing."""
+    changed_at, now = list[float](), 0.0
+
+    class Counting(PosixStore):
+        def make_dir(self, path: Path) -> None:
+            super().make_dir(path)
+            changed_at.append(now)
+
+    rules, store, members = Rules(Program("one", (ENDLESS,)), 2), Counting(), (Member(0, 1), Member(1, 1))
     observer = Observer(store, RunPaths(tmp_path), rules.table)
     here = Generation(1, members, 0, Position(1, 0), "start")
-    node = Node(1, 1, 0.0, stage=Stage.RUNNING, generation=here, position=here.start, part=RowPart.ANNOUNCED)
+    node = Node(1, 1, 0.0, stage=Stage.RUNNING, generation=here, position=here.start, part=part)
     row = observer.row_dir(1, here.start)
     store.make_dir(row)
-    writer, long_at, written_at = FactWriter(store, observer, rules), list[float](), list[float]()
-    writer.publish(node, Fact(1, 1, "done"), 0.0)
-    for step in range(200):
-        now, (path,) = step / 10, row.iterdir()
-        before = path.stat().st_ino
-        writer.repeat(node, now, lambda fact, now=now: long_at.append(now))  # type: ignore[misc]
-        if path.stat().st_ino != before:
-            written_at.append(now)
-    assert (written_at, long_at) == ([0.5, 1.5, 3.5, 7.5, 15.5], [7.5])
+    changed_at.clear()
+    writer, long_at = FactWriter(store, observer, rules), list[float]()
+
+    def note(fact: Fact) -> None:
+        long_at.append(now)
+
+    if part is RowPart.ANNOUNCED:
+        writer.publish(node, Fact(1, 1, "done"), 0.0)
+    for step in range(3000):
+        now = step / 10
+        writer.refresh(node, now, note)
+    late = [after - before - max(0.5, before / 8) for before, after in pairwise([0.0, *changed_at])]
+    assert max(late) <= 0.11 and len(changed_at) < 60 and changed_at[-1] > 265
+    assert [round(at) for at in long_at] == ([5] if part is RowPart.ANNOUNCED else [])
+    assert [path.name for path in row.iterdir()] == (["iter-000001.node-0001.done"] if long_at else [])
 
 
 # --- what follows from them --------------------------------------------------------------------------------------------------------

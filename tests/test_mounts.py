@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from typing import Any
 
 import pytest
 from cluster import FAST, REPO, Cluster
-from fuse import mounting, nfs
+from fuse import mounting, nfs, real
 from test_toy_run import assert_exactly_once
 
 INSIDE = Path(__file__).parent / "fuse" / "inside.py"
@@ -234,6 +235,30 @@ def test_kills_on_nfs_lose_and_double_nothing(tmp_path: Path, options: str) -> N
         MountedCluster(tmp_path, tmp_path / "shared", mounts, *settings) as cluster,
     ):
         kill_two_and_finish(cluster)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sshfs", "glusterfs"])
+def test_a_killed_leader_on_a_real_mount_with_the_timeouts_that_ship(tmp_path: Path, kind: str) -> None:
+    """The leader and all that it runs end at once, as with its machine: it is lost by its silence, in `dead_s` on every mount."""
+    if why := real.missing(kind):
+        pytest.skip(why)
+    settings = ("--iterations", "3", "toy.tasks=24", "toy.phase_s=0.5")
+    with (
+        real.nodes(kind, tmp_path, 3) as mounts,
+        MountedCluster(tmp_path, tmp_path / "shared", mounts, *settings) as cluster,
+    ):
+        cluster.start()
+        cluster.in_phase(0, 6, iteration=2)
+        tree = cluster.tree(0)
+        begin = time.monotonic()
+        for pid in tree:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        cluster.wait_for(lambda e: e["event"] == "generation_started" and e["members"] == [1, 2])
+        print(f"{kind}: the others go on after {time.monotonic() - begin:.1f} s")
+        assert cluster.wait(1, 2, deadline_s=200) == {1: 0, 2: 0}, "".join(map(cluster.said, range(3)))
+        assert_exactly_once(cluster.log_path, 3)
 
 
 # --- the test's own filesystem does what it says ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How a node publishes its fact about a row, and publishes it again while it waits for the others."""
+"""How a node publishes its fact about a row, and refreshes its listing of the row while it waits for the others."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from fsbarrier.protocol.state import Node, RowPart, Rules
 from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.record_store import Store
 
-#: the pause before a fact is written again; each further pause is twice as long
-REPEAT_S = 0.5
+#: A listing is refreshed after so many seconds, then whenever the wait is an eighth longer, at least so often: a row that is done is
+#: seen late by an eighth of its wait at most, where listings are late.
+REFRESH_S, LONGEST_S, LATE = 0.5, 30.0, 1 / 8
 #: a wait from which on the journal tells when this node's work was done
 LONG_S = 5.0
 
@@ -24,8 +25,8 @@ class FactWriter:
 
     Some clients cache a directory listing until the directory's modification time changes, and that time may be coarse. Example: node 0
     lists the row, and within the same second node 1's "done" appears. Node 0's client sees the same time and shows the old listing.
-    So a node that waits writes its fact again, which changes the time. On mounts that refresh a listing only when their own host changes
-    the folder, this shows the node what the others have published.
+    So a node that waits makes and removes a folder in the row's, which changes the time. On mounts that refresh a listing only when their
+    own host changes the folder, this shows the node what the others have published.
     """
 
     store: Store
@@ -34,29 +35,37 @@ class FactWriter:
     #: the fact that was published last
     _fact: Fact | None = None
     _published_at: float = 0.0
-    _repeat_at: float = float("inf")
-    _pause_s: float = REPEAT_S
+    #: the row and the part of it in which this node waits, and since when
+    _waits_in: tuple[object, ...] = ()
+    _since: float = 0.0
+    _refresh_at: float = 0.0
     _was_long: bool = False
 
     def publish(self, node: Node, fact: Fact, now: float) -> None:
         """Write this node's fact about the row that it is in. Raises OSError."""
         self._write(node, fact)
         self._fact, self._published_at, self._was_long = fact, now, False
-        self._pause_s, self._repeat_at = REPEAT_S, now + REPEAT_S
 
-    def repeat(self, node: Node, now: float, on_long_wait: Callable[[Fact], None]) -> None:
-        """Write the fact again if the others are still awaited and that is due. Once after `LONG_S`, call `on_long_wait`. Raises
-        OSError."""
-        if now < self._repeat_at or self._fact is None or node.part is not RowPart.ANNOUNCED:
+    def refresh(self, node: Node, now: float, on_long_wait: Callable[[Fact], None]) -> None:
+        """Refresh this node's listing of the row if the others are still awaited and that is due. Once after `LONG_S`, call
+        `on_long_wait`. Raises OSError."""
+        if node.part not in (RowPart.GATHER, RowPart.ANNOUNCED):
             return
-        self._write(node, self._fact, again=True)
-        if not self._was_long and now - self._published_at >= LONG_S:
+        generation, position = node.place
+        if (here := (generation.number, position, node.part)) != self._waits_in:
+            self._waits_in, self._since, self._refresh_at = here, now, now + REFRESH_S
+        if now < self._refresh_at:
+            return
+        passing = self.observer.row_dir(generation.number, position) / f".node-{node.rank:04d}"
+        self.store.make_dir(passing)
+        self.store.remove_dir(passing)
+        self._refresh_at = now + min(max(REFRESH_S, LATE * (now - self._since)), LONGEST_S)
+        told = self._fact is not None and node.part is RowPart.ANNOUNCED
+        if told and not self._was_long and now - self._published_at >= LONG_S:
             self._was_long = True
             on_long_wait(self._fact)
-        self._pause_s *= 2
-        self._repeat_at = now + self._pause_s
 
-    def _write(self, node: Node, fact: Fact, *, again: bool = False) -> None:
+    def _write(self, node: Node, fact: Fact) -> None:
         """The leader's fact is created and never replaced: a seal may lie under its name, and must stay.
 
         What others read of a fact is flushed before the fact has its name. Example: after a loss of power only the name is left. All
@@ -71,7 +80,7 @@ class FactWriter:
             if self.store.create(path, fact):
                 # The others read it as JSON, where a tuple is a list.
                 self.observer.row.created = path, decode(encode(fact), Fact)
-        elif not again and row.needs_only_a_name(fact):
+        elif row.needs_only_a_name(fact):
             self.store.mark(path, fact)
         else:
             # A group's caller goes on without a member that lost power, so a transient row needs no flush.

@@ -161,7 +161,7 @@ class NodeLoop:
         for event, fields in self._suspicions.events(self.node, self.rules.limits):
             self.write_event(event, self.node, fields)
         if self.exit is None:
-            self._fact_writer.repeat(self.node, now, self._note_long_wait)
+            self._fact_writer.refresh(self.node, now, self._note_long_wait)
         self._rows.remove_old_facts(self.node.rank, passed)
         return busy
 
