@@ -94,6 +94,8 @@ def test_the_json_has_what_scripts_rely_on(tmp_path: Path, capsys: pytest.Captur
     body = json.loads(capsys.readouterr().out)
     assert {"state", "run_id", "generation", "iteration", "phase", "leader", "nodes"} <= body.keys()
     assert body["phase"] == {"index": 13, "name": "iteration_end"}
+    (lost,) = body["interruptions"]
+    assert lost["generation"] == 2 and 30 < lost["cost_s"] < 40 and 0.9 < body["goodput"] < 1
     wanted = {"node_rank", "host", "pid", "incarnation", "state", "phase", "progress", "last_beat_age_s"}
     assert all(wanted <= one.keys() for one in body["nodes"])
     assert body["nodes"][0]["host"] == "gpu-a" and body["nodes"][0]["pid"] == 4001

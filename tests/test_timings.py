@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fsbarrier.rundir.journal import Event, parse
-from fsbarrier.view.timings import OPEN, iteration_times, read_spans, row_times, together
+from fsbarrier.view.timings import OPEN, goodput, iteration_times, read_spans, row_times, together
 
 BEGIN = datetime(2026, 3, 1, tzinfo=UTC)
 NAMES = {0: "iteration_start", 2: "train_rollout", 13: "iteration_end"}
@@ -104,3 +104,19 @@ def test_failed_work_is_known_and_an_unended_row_is_open() -> None:
     assert span.failed and span.outcome == OPEN and span.seconds == pytest.approx(3.0)
     (iteration,) = iteration_times(row_times([span]), last_phase=13)
     assert not iteration.complete and iteration.coordination_s == 0
+
+
+def test_goodput_is_the_time_of_what_counted_and_a_failure_costs_what_it_repeats() -> None:
+    journal = [
+        *passage(0, (1, 1, 0), 0.0, 0.0, 1.0),
+        *passage(0, (1, 1, 2), 1.0, 10.9, 11.0),  # repeated by generation 2
+        line(0, "phase_started", 11.0, (1, 1, 13)),
+        line(0, "left_generation", 15.0, (1, 1, 13)),
+        *passage(0, (2, 1, 2), 17.0, 26.9, 27.0),
+        *passage(0, (2, 1, 13), 27.0, 27.0, 28.0),
+    ]
+    found = goodput(row_times(read_spans([journal])))
+    assert found is not None and found.seconds == pytest.approx(28.0)
+    assert found.share == pytest.approx(11 / 28)
+    assert found.costs_s == pytest.approx({1: 0.0, 2: 10 + 4 + 2})
+    assert goodput([]) is None

@@ -33,6 +33,8 @@ from fsbarrier.view.wastes import wastes
 BARS = 30
 LANES = 64
 EVENT_ROWS = 500
+#: maximum interruptions to show, the longest first
+INTERRUPTIONS = 5
 #: Phases below this share of the time are not listed in a legend.
 LEAST_SHARE = 0.002
 #: A bar this many times as long as the middle one ends with the page, so that the others can be seen. Its value stands beside it.
@@ -71,7 +73,11 @@ def page(reader: RunReader, status: RunStatus, *, iterations: int = 3, with_samp
         phases=_legend(finished[-BARS:]),
         times=_times(finished[-BARS:]),
         all_times=len(finished),
-        wastes=wastes(spans),
+        wastes=wastes(spans)
+        + [
+            f"{duration(one.cost_s)} before generation {one.generation}: {one.reason or 'unknown reason'}"
+            for one in status.interruptions[:INTERRUPTIONS]
+        ],
         timelines=_timelines(reader, status, iterations),
         nodes=_nodes(status),
         events=_events(reader),
@@ -121,6 +127,10 @@ def _tiles(
         tiles.append(("time per iteration", duration(total.seconds / count), f"mean of {count}"))
         mean = duration(total.coordination_s / count)
         tiles.append(("coordination", percent(total.share), f"{mean} per iteration, by the nodes' clocks"))
+    if status.goodput is not None:
+        lost = duration(sum(one.cost_s for one in status.interruptions))
+        note = f"{lost} lost by {counted(len(status.interruptions), 'interruption')}"
+        tiles.append(("goodput", amount(status.goodput), note if status.interruptions else ""))
     tiles.append(("nodes lost", str(len(reader.history.losses)), ""))
     return tiles
 

@@ -26,7 +26,7 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.store.identity import boot_id, host_name
 from fsbarrier.view.history import MAX_EVENTS, RunHistory
 from fsbarrier.view.phase_names import last_phase, phase_name
-from fsbarrier.view.timings import IterationTime, Span, SpanReader, iteration_times, row_times
+from fsbarrier.view.timings import IterationTime, RowTime, Span, SpanReader, iteration_times, row_times
 
 #: A longer gap between two polls does not count as silence of the nodes, because this process was not watching.
 BLIND_S = 5.0
@@ -75,7 +75,7 @@ class RunReader:
     _starts: set[names.StartName] = field(default_factory=set)
     _journals: dict[str, tuple[JournalReader, SpanReader]] = field(default_factory=dict)
     _spans: list[Span] = field(default_factory=list)
-    _times: list[IterationTime] | None = None
+    _rows: list[RowTime] | None = None
     #: every journal is complete from this iteration on; and the truncated journals already considered for that
     _whole_from: int = 0
     _begun: set[str] = field(default_factory=set)
@@ -120,13 +120,15 @@ class RunReader:
         under_way = [spans.open for _, spans in self._journals.values()]
         return self._spans + [span for span in under_way if span is not None]
 
+    def rows(self) -> list[RowTime]:
+        """The timing of the rows of the kept iterations that nodes have left."""
+        if self._rows is None:
+            self._rows = row_times(span for span in self._spans if span.iteration >= self._whole_from)
+        return self._rows
+
     def times(self) -> list[IterationTime]:
-        """The timing of the kept iterations, from the rows that nodes have passed."""
-        if self._times is None:
-            last = last_phase(self.record.settings.rl_phase, self._phase_names)
-            whole = [span for span in self._spans if span.iteration >= self._whole_from]
-            self._times = iteration_times(row_times(whole), last)
-        return self._times
+        """The timing of the kept iterations, from the rows that nodes have left."""
+        return iteration_times(self.rows(), last_phase(self.record.settings.rl_phase, self._phase_names))
 
     # --- derived state ---
 
@@ -241,7 +243,7 @@ class RunReader:
         ended = spans.feed(event)
         if ended is not None:
             self._spans.append(ended)
-            self._times = None
+            self._rows = None
         self.history.feed(event)
         if event.name == "phase_started":
             self.position = max(self.position, event.row)
@@ -257,7 +259,7 @@ class RunReader:
             oldest = self.position[1] - self.keep
             if any(span.iteration < oldest for span in self._spans[:1]):
                 self._spans = [span for span in self._spans if span.iteration >= oldest]
-                self._times = None
+                self._rows = None
 
     def _read_beats(self, now: float) -> None:
         beats = {start.rank: beat for start, beat in self._heartbeats.read() if beat is not None}

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,13 +19,15 @@ from fsbarrier.view.history import Rewards
 from fsbarrier.view.node_status import ALIVE, WATCHED_BEATS, NodeStatus, PhaseAt, beat_s, node_status
 from fsbarrier.view.phase_names import TRAIN_ROLLOUT
 from fsbarrier.view.run_reader import RunReader
-from fsbarrier.view.timings import IterationTime, together
+from fsbarrier.view.timings import IterationTime, goodput, together
 
 #: polling interval while watching heartbeats
 LOOK_S = 0.05
 
 #: the number of complete iterations by whose mean the time that is left is estimated
 NEWEST_ITERATIONS = 5
+#: A generation that cost less than this is no interruption.
+LEAST_COST_S = 1.0
 #: a filesystem with less room than this is full
 FULL_BYTES = 1 << 20
 #: number of iterations whose timings `status` keeps
@@ -42,6 +44,15 @@ class Waiting:
 
     node_ranks: tuple[int, ...]
     for_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Interruption:
+    """A generation before which time was lost, and why it began."""
+
+    generation: int
+    reason: str
+    cost_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +78,9 @@ class RunStatus:
     files: Mapping[str, str]
     #: the latest figures of the training, by name
     figures: Mapping[str, float]
+    #: productive time over wall time, of the iterations that were read; and what was lost before a generation, the most first
+    goodput: float | None
+    interruptions: tuple[Interruption, ...]
     exit_code: int | None = None
 
     @property
@@ -128,6 +142,7 @@ def status_of(reader: RunReader, now: float) -> RunStatus:
     nodes = tuple(node_status(reader, rank, now) for rank in ranks)
     state, exit_code = _state(reader, nodes)
     times = tuple(one for one in reader.times() if one.complete or len(one.phases) > 1)
+    good = goodput(reader.rows())
     return RunStatus(
         state=state,
         run_id=reader.record.run_id,
@@ -146,6 +161,8 @@ def status_of(reader: RunReader, now: float) -> RunStatus:
         problems=tuple(problems(reader, nodes, state)),
         files=_files(reader, nodes),
         figures=_figures(reader, times) | (_time_left(reader, times) if state == "running" else {}),
+        goodput=None if good is None else round(good.share, 4),
+        interruptions=tuple(_interruptions(reader, {} if good is None else good.costs_s)),
         exit_code=exit_code,
     )
 
@@ -220,6 +237,17 @@ def _figures(reader: RunReader, times: Sequence[IterationTime]) -> dict[str, flo
         tokens = (event.number("answer_tokens_mean") or 0.0) * (event.number("trajectories") or 0.0)
         found |= {"tokens_per_s": tokens / seconds} if seconds and tokens else {}
     return found
+
+
+def _interruptions(reader: RunReader, costs_s: Mapping[int, float]) -> Iterator[Interruption]:
+    reasons = {
+        event.generation: one_line(event.text("reason"))
+        for event in reader.history.events
+        if event.name == "generation_started"
+    }
+    for generation, seconds in sorted(costs_s.items(), key=lambda item: -item[1]):
+        if seconds >= LEAST_COST_S:
+            yield Interruption(generation, reasons.get(generation, ""), round(seconds, 3))
 
 
 def _time_left(reader: RunReader, times: Sequence[IterationTime]) -> dict[str, float]:

@@ -124,13 +124,14 @@ class RowTime:
     """One phase of one iteration under one generation, over all members. In seconds.
 
     `coordination_s`: None if the row was not passed (yet); `cut_short`: the row was aborted. `last_rank`: the member that all others
-    waited for.
+    waited for. `began_at`: by the wall clock of the member that entered last.
     """
 
     generation: int
     iteration: int
     phase: int
     phase_name: str
+    began_at: float
     seconds: float
     coordination_s: float | None
     cut_short: bool
@@ -162,7 +163,7 @@ def _row(spans: Sequence[Span], following: Sequence[Span]) -> RowTime:
     last_rank = max(done, key=lambda rank: (done[rank], -rank)) if done else spans[0].node_rank
     coordination = min(max(0.0, ended - done[last_rank]), seconds) if passed and done else None
     cut_short = not passed and any(span.outcome == CUT_SHORT for span in spans)
-    return RowTime(*spans[0].row, spans[0].phase_name, seconds, coordination, cut_short, last_rank)
+    return RowTime(*spans[0].row, spans[0].phase_name, began, seconds, coordination, cut_short, last_rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +212,43 @@ def together(iterations: Sequence[IterationTime]) -> IterationTime:
         phases=_sums(item for one in iterations for item in one.phases.items()),
         complete=all(one.complete for one in iterations),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """How much of the time was of use. `share`: phases 1 to 13 of the attempts that counted, of the whole time, 0 to 1.
+
+    `costs_s`: generation -> the seconds that were lost before it began: work of the one before that had to be repeated, and the pause
+    between the two.
+    """
+
+    share: float
+    seconds: float
+    costs_s: dict[int, float]
+
+
+def goodput(rows: Sequence[RowTime]) -> Goodput | None:
+    """The goodput from the first of these rows to the last; None if they took no time. An attempt counts if its row was passed and no later
+    generation repeated it."""
+    counted = {(row.iteration, row.phase): row.generation for row in rows if row.coordination_s is not None}
+    by_generation: dict[int, list[RowTime]] = defaultdict(list)
+    for row in rows:
+        by_generation[row.generation].append(row)
+    productive_s, lost_s, costs_s = 0.0, 0.0, {}
+    ended = first = min((row.began_at for row in rows), default=0.0)
+    for generation, own in sorted(by_generation.items()):
+        pause_s = max(0.0, min(row.began_at for row in own) - ended)
+        costs_s[generation] = lost_s + pause_s
+        working_s = sum(row.seconds for row in own if row.phase > 0)
+        counted_s = sum(
+            row.seconds
+            for row in own
+            if row.phase > 0 and counted.get((row.iteration, row.phase)) == generation
+        )
+        productive_s, lost_s = productive_s + counted_s, working_s - counted_s
+        ended = max(ended, *(row.began_at + row.seconds for row in own))
+    whole_s = ended - first
+    return Goodput(min(1.0, productive_s / whole_s), whole_s, costs_s) if whole_s > 0 else None
 
 
 def _sums(items: Iterable[tuple[tuple[int, str], float]]) -> dict[tuple[int, str], float]:
