@@ -60,10 +60,10 @@ class FactWriter:
         self.store.make_dir(passing)
         self.store.remove_dir(passing)
         self._refresh_at = now + min(max(REFRESH_S, LATE * (now - self._since)), LONGEST_S)
-        told = self._fact is not None and node.part is RowPart.ANNOUNCED
-        if told and not self._was_long and now - self._published_at >= LONG_S:
+        told = self._fact if node.part is RowPart.ANNOUNCED else None
+        if told is not None and not self._was_long and now - self._published_at >= LONG_S:
             self._was_long = True
-            on_long_wait(self._fact)
+            on_long_wait(told)
 
     def _write(self, node: Node, fact: Fact) -> None:
         """The leader's fact is created and never replaced: a seal may lie under its name, and must stay.
