@@ -27,7 +27,7 @@ LAST = PHASES - 1
 #: what is read of a journal's line: journals of thousands of iterations are long
 READ = ("event", "generation", "iteration", "phase", "node_rank", "incarnation", "mono_s")
 READ_TOO = ("leader", "members", "final", "split", "parts", "iterations")
-PART = re.compile(r"_rank_(\d+)\.checkpoint\.g(\d+)i(\d+)\.part$")
+PART = re.compile(r"_rank_(\d+)\.checkpoint\.g(\d+)i(\d+)v\d+\.part$")
 Place = tuple[int, int, int]
 
 

@@ -55,10 +55,10 @@ def test_nothing_else_is_read(kind: Name[Any], data: st.DataObject) -> None:
 def test_the_names_that_scripts_rely_on() -> None:
     """As the design says, to the letter."""
     merged = "train_trajectories.pt.iteration5"
-    part = f"{merged}_rank_0.checkpoint.g0002i0001.part"
+    part = f"{merged}_rank_0.checkpoint.g0002i0001v000004.part"
     assert names.MERGED.build("train", 5) == merged
     assert names.RANK_CHECKPOINT.build("train", 5, 0) == f"{merged}_rank_0.checkpoint"
-    assert names.parse_trajectories(part) == names.TrajectoryName("train", 5, 0, 2, 1)
+    assert names.parse_trajectories(part) == names.TrajectoryName("train", 5, 0, 2, 1, 4)
     assert names.parse_trajectories(f"{merged}.g0002") == names.TrajectoryName("train", 5, None, 2)
     assert names.START.parse("node-0001.inc-0002.json") == names.StartName(1, 2)
     assert names.START.parse("node-00001.inc-0002.json") is None

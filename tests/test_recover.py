@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from cluster import FAST, REPO, Cluster, assert_exactly_once, rolled_out_twice
+from waiting import until
 
 from fsbarrier.trajectories import RankFileWriter, load, scan_rank_file
 
@@ -88,6 +89,9 @@ def halted(tmp_path: Path) -> Any:
         assert "partial" in recover(cluster.log_path, "--dry-run")
         for rank in (0, 1):
             cluster.kill(rank)
+        # The last file that changes by itself is the name that tells of a kill.
+        beats = cluster.log_path / "coordination" / "beats"
+        until(lambda: sum(".killed." in path.name for path in beats.iterdir()) == 2, cluster.said_by_all)
         yield cluster
 
 

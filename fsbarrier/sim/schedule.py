@@ -138,8 +138,9 @@ class Start:
         if self.operations > LIVELOCK:
             self.schedule.history.stuck.append(f"node {self.rank}: a livelock; the last was {verb} {path}")
             raise Crash
-        if (code := self.client.outage) is not None:
-            if code == errno.ENOSPC and verb in ("read", "names", "cancel"):
+        # To wait for the end of cancelled work is no operation of the mount.
+        if (code := self.client.outage) is not None and verb != "cancel":
+            if code == errno.ENOSPC and verb in ("read", "names"):
                 return None
             raise OSError(code, os.strerror(code), path)
         mishap = self.mishap
