@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from complete_runs import Bench
 
+from fsbarrier.view.report import page
+from fsbarrier.view.run_status import look_once
+
 pytestmark = pytest.mark.torch
 
 #: What a session runs of its iterations.
@@ -129,6 +132,16 @@ def test_an_agent_or_its_reward_that_fails_too_often_ends_the_run(
     assert ended.codes == [4], ended.described()
     assert "rollout.max_error_share=0.1 allows" in ended.said and why in ended.said
     assert not ended.events("weights_published")
+
+
+def test_a_run_with_rollouts_ahead_trains_on_samples_one_version_old_and_says_so(
+    bench: Bench, tmp_path: Path
+) -> None:
+    apart = ("placement.rollout=node:1", "placement.update=node:0", "rollout.ahead=1")
+    ran = bench.run(tmp_path / "run", "--iterations", "3", *apart, nodes=2).check()
+    assert [event["staleness"] for event in ran.events("batch_prepared")] == [0, 1, 1]
+    assert [event["policy_version"] for event in ran.events("weights_published")] == [1, 2, 3]
+    assert "Staleness in policy versions" in page(*look_once(ran.log_path))
 
 
 def test_recover_finds_nothing_missing_in_a_finished_run_and_refuses_other_iterations(

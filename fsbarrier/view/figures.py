@@ -35,6 +35,7 @@ CURVES = (
     ("rolled_out", "truncated_share", "Share of answers truncated"),
     ("rolled_out", "groups_without_signal", "Groups without signal"),
     ("rolled_out", "reward_std", "Std of rewards within a group"),
+    ("batch_prepared", "staleness", "Staleness in policy versions"),
 )
 #: the journal's prefix of the parts of a reward
 PART = "reward_parts/"

@@ -33,6 +33,8 @@ class LearnedFrom:
     groups: int = 0
     trajectories: int = 0
     reward: float = 0.0
+    #: by how many policy versions they are older than the policy to train, added up
+    versions: int = 0
 
 
 class PrepareSpec(TypedDict):
@@ -81,6 +83,8 @@ def work(spec: PrepareSpec, settings: Settings, progress: ProgressWriter) -> dic
         "trajectories": len(sequences),
         "groups": seen.groups,
         "dropped_groups": seen.groups - len(chosen),
+        # Of another run's rollouts the difference says nothing, so it is not below 0.
+        "staleness": max(0.0, seen.versions / seen.trajectories) if seen.trajectories else None,
         "replayed": sum(not sequence.current for sequence in sequences),
         "tokens": sum(int(sequence.loss_mask.sum()) for sequence in sequences),
         "steps": len(steps),
@@ -106,6 +110,7 @@ def teaching_groups(
         seen.groups += 1
         seen.trajectories += len(group)
         seen.reward += sum(counted_reward(trajectory) for trajectory in group)
+        seen.versions += sum(spec["policy_version"] - trajectory["policy_version"] for trajectory in group)
         progress.show(seen.trajectories, 0, "trajectories")
         # Whether it was sampled by the current policy, in this run.
         current = run_id in (None, spec["run_id"]) and group[0]["policy_version"] == spec["policy_version"]
