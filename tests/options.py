@@ -84,6 +84,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "algorithm.truncated=mask",
         *(f"algorithm.loss={name} algorithm.truncated=shape" for name in ("grpo", "gspo", "cispo", "sapo")),
         *(f"algorithm.loss=rft algorithm.truncated={name}" for name in ("keep", "mask")),
+        "algorithm.loss={bench}/mine.py:loss algorithm.truncated=keep",
     ),
     "clip": (
         "algorithm.clip_low=0.1 algorithm.clip_high=0.5 algorithm.dual_clip=none",

@@ -36,6 +36,7 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "empty").mkdir()
     (tmp_path / "reward.py").write_text(
         "def reward(task, text):\n    return 1.0\ndef judged(a, b, c, d, judge): pass\n"
+        "def zero(new): return 0 * new.detach()\n"
     )
     (tmp_path / "broken.py").write_text("def reward(:\n")
     agents = "class Agent:\n async def run(self, task, client): pass\nclass Empty: pass\n"
@@ -409,6 +410,11 @@ CASES = {
     "the second reward cannot use an answer": (
         "run --data-path words --model model reward.kind=exact,numeric",
         ["words/train.jsonl, task 0: reward.kind=numeric", "contains no number"],
+    ),
+    "loss file is missing": (RL + "algorithm.loss=none.py:loss", ["algorithm.loss=", "no such file"]),
+    "loss without a gradient": (
+        RL + "algorithm.loss=reward.py:zero",
+        ["reward.py:zero: its loss has no gradient"],
     ),
     "reward file is no Python": (RL + "reward.kind=broken.py:reward", ["broken.py, line 1"]),
     "engine address is none": (RL + "engine.url=ftp://x", ["engine.url=ftp://x", "http://"]),

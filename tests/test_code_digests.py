@@ -39,12 +39,13 @@ def test_the_content_of_a_named_file_counts_and_its_place_does_not(folder: Path,
 
 
 def test_programs_agents_and_trainers_count_by_the_setting_that_names_them(folder: Path) -> None:
-    for name in ("mine.py", "agent.py", "train.py"):
+    for name in ("mine.py", "agent.py", "loss.py", "train.py"):
         (folder / name).write_text("\n")
     (folder / "train.sh").write_text("#!/bin/sh\n")
     named = {
         "program": str(folder / "mine.py"),
         "rollout.agent": f"{folder / 'agent.py'}:Agent",
+        "algorithm.loss": f"{folder / 'loss.py'}:loss",
         "trainer.command": f"/bin/sh {folder}/train.sh --script={folder}/train.py --out {{out}} {folder} nothing.py",
     }
     before = of(folder, **named)
@@ -52,6 +53,7 @@ def test_programs_agents_and_trainers_count_by_the_setting_that_names_them(folde
     for file, what in {
         "mine.py": "program",
         "agent.py": "rollout.agent",
+        "loss.py": "algorithm.loss",
         "train.sh": "trainer.command",
         "train.py": "trainer.command",
     }.items():

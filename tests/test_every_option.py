@@ -42,6 +42,9 @@ async def reward(prompt, response, answer, metadata):
 
 async def judged(prompt, response, answer, metadata, judge):
     return float(await judge.ask("?")) + (response == answer)
+
+def loss(new, old, advantages):
+    return -(new - old).exp() * advantages
 """
 
 

@@ -124,6 +124,10 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
             "algorithm.mismatch=icepop: needs the trainer's log-probabilities",
         ),
         (
+            ["algorithm.loss=grop"],
+            "algorithm.loss=grop: must be grpo, gspo, cispo, sapo, rft or path/file.py:function; did you mean grpo?",
+        ),
+        (
             ["algorithm.loss=rft", "algorithm.truncated=shape"],
             "algorithm.truncated=shape: has no effect with",
         ),

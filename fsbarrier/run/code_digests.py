@@ -24,13 +24,14 @@ COMMAND_FILES = frozenset({".py", ".sh", ".json", ".yaml", ".yml", ".toml"})
 
 def code_digests(settings: Settings) -> dict[str, str]:
     """The digests by the setting that names the code; "fsbarrier" is our own code. Raises OSError."""
-    agent = settings.rollout.agent
+    agent, loss = settings.rollout.agent, settings.algorithm.loss
     command = [Path(word.rpartition("=")[2]) for word in shlex.split(settings.trainer.command or "")]
     named = {
         "fsbarrier": own_sources(),
         "program": _numbered([program_path(settings.program)]),
         "reward.kind": _code_in(reward_kinds(settings.reward.kind)),
         "rollout.agent": _code_in([agent] if agent else []),
+        "algorithm.loss": _code_in([loss]),
         "trainer.command": _numbered(p for p in command if p.suffix in COMMAND_FILES and p.is_file()),
     }
     return {name: _digest(files) for name, files in named.items() if files}

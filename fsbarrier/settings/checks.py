@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.placement import ROLES, Ranges
-from fsbarrier.settings.sources import ChosenValue
-from fsbarrier.settings.value_types import reward_kinds
+from fsbarrier.settings.sources import ChosenValue, nearest
+from fsbarrier.settings.value_types import LOSSES, reward_kinds
 
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings
@@ -180,6 +180,8 @@ def _algorithm(s: Settings, named: AsChosen) -> Iterator[str]:
         )
     if o.decay_steps is not None and o.decay_steps <= o.warmup_steps:
         yield f"{named('optimizer.decay_steps')}: must be greater than {named('optimizer.warmup_steps')}"
+    if a.loss not in LOSSES and ":" not in a.loss:
+        yield f"{named('algorithm.loss')}: must be {', '.join(LOSSES)} or path/file.py:function{nearest(a.loss, LOSSES)}"
     if a.mismatch != "none" and a.old_logprobs == "engine":
         yield (
             f"{named('algorithm.mismatch')}: needs the trainer's log-probabilities, which {named('algorithm.old_logprobs')} does not "

@@ -176,8 +176,9 @@ class AlgorithmSettings(Section):
     #: A published recipe that supplies the settings you do not set yourself; `--dry-run` shows its values.
     preset: Preset | None = None
     #: `grpo`: policy gradient with a clipped token ratio; `gspo`: one clipped ratio per sequence; `cispo`: the clipped ratio is a
-    #: detached weight; `sapo`: a soft gate instead of clipping; `rft`: fine-tuning on successful answers.
-    loss: Literal["grpo", "gspo", "cispo", "sapo", "rft"] = "grpo"
+    #: detached weight; `sapo`: a soft gate instead of clipping; `rft`: fine-tuning on successful answers; or your own
+    #: `path/file.py:function`.
+    loss: Name = "grpo"
     #: The probability ratio is clipped at 1 - clip_low.
     clip_low: EachSession[Fraction] = 0.2
     #: The probability ratio is clipped at 1 + clip_high.

@@ -75,6 +75,8 @@ Trackers = Annotated[
     tuple[Literal["wandb", "tensorboard", "mlflow"], ...],
     ShellWords(_split_names),
 ]
+#: the losses that are built in (`algorithm.loss`)
+LOSSES = ("grpo", "gspo", "cispo", "sapo", "rft")
 RlPhase = Literal["rollout", "update", "both"]
 
 

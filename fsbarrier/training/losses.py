@@ -3,7 +3,7 @@
 `minibatch_loss` combines one loss from the settings `algorithm.*`:
 
     ratio        token: new / old                        sequence (gspo): the geometric mean of its tokens' ratios
-    objective    grpo, gspo: clipped    cispo: clipped and detached    sapo: gated softly    rft: likelihood
+    objective    grpo, gspo: clipped    cispo: clipped and detached    sapo: gated softly    rft: likelihood    own_loss.py
     mismatch     importance weight for the difference between engine and trainer: none, token_tis, icepop, sequence_mask
     + kl_coef * KL divergence from a reference policy (k1, k2, k3)   - entropy_coef * entropy
     aggregation  the sum over tokens, normalised in one of four ways
@@ -27,7 +27,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fsbarrier.errors import UsageError
 from fsbarrier.settings.sections import AlgorithmSettings
+from fsbarrier.settings.value_types import LOSSES
+from fsbarrier.training.own_loss import load_loss
 
 #: the lower bound of `icepop`; the upper one is `algorithm.mismatch_high`
 ICEPOP_LOW = 0.5
@@ -89,12 +92,27 @@ def minibatch_loss(
     log_ratio = sequence_log_ratio(new - old, mask) if algorithm.loss == "gspo" else new - old
     ratio = bounded_exp(log_ratio)
     weight = advantages[:, None]
-    token_loss = policy_objective(algorithm, new, ratio, weight)
+    reference = None if values.reference is None else torch.where(mask, values.reference, 0.0)
+    if algorithm.loss in LOSSES:
+        token_loss = policy_objective(algorithm, new, ratio, weight)
+    else:
+        # Positions that are not trained on are zero in all of them.
+        given = {"new": new, "old": old, "engine": engine, "entropy": torch.where(mask, values.entropy, 0.0)}
+        spread = torch.where(mask, weight, 0.0)
+        token_loss = load_loss(algorithm.loss)(**given, reference=reference, advantages=spread, mask=mask)
+    whole = new.new_zeros(())
+    if not token_loss.dim():
+        if algorithm.mismatch != "none":
+            raise UsageError(
+                f"algorithm.mismatch={algorithm.mismatch}: weights tokens, but algorithm.loss={algorithm.loss} returns one number; return "
+                "the loss of each token"
+            )
+        whole, token_loss = token_loss / divisor.sequences, torch.zeros_like(new)
     correction = mismatch_weight(algorithm, old - engine, mask)
     token_loss = token_loss * correction
     kl = torch.zeros_like(new)
-    if values.reference is not None:
-        kl = kl_estimate(algorithm.kl_estimator, new, torch.where(mask, values.reference, 0.0))
+    if reference is not None:
+        kl = kl_estimate(algorithm.kl_estimator, new, reference)
         token_loss = token_loss + algorithm.kl_coef * kl
     if algorithm.entropy_coef:
         token_loss = token_loss - algorithm.entropy_coef * values.entropy
@@ -103,7 +121,7 @@ def minibatch_loss(
         of_old, of_engine = (kl_estimate("k3", new, old), kl_estimate("k3", old, engine))
         shown = (low, high, values.entropy, -new, kl, of_old, of_engine, correction == 0)
         sums = torch.stack([torch.where(mask, one, 0).sum().double() for one in shown])
-    return LossSums(aggregated(algorithm.aggregation, token_loss, mask, divisor), sums)
+    return LossSums(whole + aggregated(algorithm.aggregation, token_loss, mask, divisor), sums)
 
 
 # --- ratios -------------------------------------------------------------------------------------------------------------

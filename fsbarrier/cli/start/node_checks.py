@@ -25,7 +25,7 @@ from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import nearest
-from fsbarrier.settings.value_types import reward_kinds
+from fsbarrier.settings.value_types import LOSSES, reward_kinds
 
 Environ = Mapping[str, str]
 # Timeout for importing the user's code: a large library on a slow filesystem takes minutes.
@@ -194,18 +194,19 @@ def _packages(settings: Settings, needs: Collection[str]) -> Iterator[tuple[str,
 
 
 def try_user_code(settings: Settings) -> None:
-    """Open the rewards and the agent in a separate process, as a rollout will: so a failing import, a wrong signature or a judge without an
-    address is found before anything starts. Raises UsageError."""
+    """Open the rewards, the agent and the loss in a separate process, as the run will: so a failing import, a wrong signature or a judge
+    without an address is found before anything starts. Raises UsageError."""
     named = {
         "reward.kind": set(reward_kinds(settings.reward.kind)) - PLAIN_REWARDS,
         "rollout.agent": settings.rollout.agent,
+        "algorithm.loss": {settings.algorithm.loss} - {*LOSSES},
     }
     said = " and ".join(f"{name}={settings.flat()[name]}" for name, value in named.items() if value)
     if not said:
         return
     try:
         done = subprocess.run(
-            own_program("fsbarrier.rollouts.try_user_code"),
+            own_program("fsbarrier.workers.try_user_code"),
             env=with_this_package(os.environ),
             # Through a pipe: command lines are visible to other users.
             input=settings.encoded().decode(),

@@ -48,7 +48,7 @@ def with_absolute_paths(chosen: Iterable[ChosenValue]) -> list[ChosenValue]:
                 item.key == "program" and value.endswith(".py")
             ):
                 value = str(absolute(value))
-            elif item.key in ("reward.kind", "rollout.agent") and ":" in value:
+            elif item.key in ("reward.kind", "rollout.agent", "algorithm.loss") and ":" in value:
                 value = ",".join(map(_with_absolute_file, reward_kinds(value)))
         result.append(ChosenValue(item.key, value, item.source))
     return result

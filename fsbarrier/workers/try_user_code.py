@@ -1,4 +1,4 @@
-"""Checks that the rewards and the agent of a run can be opened: `python -m fsbarrier.rollouts.try_user_code < SETTINGS.json`.
+"""Checks that the rewards, the agent and the loss of a run can be used: `python -m fsbarrier.workers.try_user_code < SETTINGS.json`.
 
 Exits with code 2 and a one-line error on stderr if not; output of the code itself may precede it.
 """
@@ -12,6 +12,7 @@ from fsbarrier.errors import UsageError
 from fsbarrier.rewards.kinds import open_reward
 from fsbarrier.rollouts.agents import load_agent
 from fsbarrier.settings.sections import Settings
+from fsbarrier.settings.value_types import LOSSES
 
 
 def main() -> int:
@@ -20,6 +21,11 @@ def main() -> int:
         open_reward(settings.reward.kind, judge=settings.judge)
         if settings.rollout.agent is not None:
             load_agent(settings.rollout.agent)
+        if settings.algorithm.loss not in LOSSES:
+            # Imported late: only a loss needs torch.
+            from fsbarrier.training.try_loss import try_loss
+
+            try_loss(settings.algorithm)
     except UsageError as error:
         print(f"\n{error}", file=sys.stderr)
         return 2

@@ -1,0 +1,67 @@
+"""`algorithm.loss=path/file.py:function`: a user's own loss.
+
+It is called for each micro-batch with those of these tensors that it has as parameters, all [sequences, length]:
+
+    new         log-probabilities of the sampled tokens, by the policy that is trained; with a gradient
+    old         the same before the first step (`algorithm.old_logprobs`): the denominator of a ratio
+    engine      the same by the engine, when it sampled
+    reference   the same by the reference policy; None without one (`algorithm.kl_coef`)
+    entropy     of the distribution that each token was drawn from; with a gradient
+    advantages  the weight of each token (`algorithm.advantage`)
+    mask        bool: the tokens to train on; the other tensors are 0 elsewhere
+
+and returns the loss of each token, [sequences, length]. As with the built-in losses, `algorithm.mismatch` then weights it, the KL and the
+entropy are added, and `algorithm.aggregation` reduces it over the minibatch; what stands outside the mask does not count. Or it returns one
+number, the sum of the losses of these sequences, which is divided by the number of the minibatch's sequences. A minibatch is split into
+micro-batches, so the loss of a sequence must not depend on the other sequences: try_loss.py checks it before a run starts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fsbarrier.errors import UsageError
+from fsbarrier.user_code import code_file, described_failure, load_named
+
+PARAMETERS = ("new", "old", "engine", "reference", "entropy", "advantages", "mask")
+
+TokenLoss = Callable[..., Tensor]
+
+
+@cache
+def load_loss(value: str) -> TokenLoss:
+    """The user's function ("path/file.py:function"), to be called with all PARAMETERS. Raises UsageError; so does a call that fails."""
+    function, said = load_named("algorithm.loss", value), f"algorithm.loss={value}"
+    if not callable(function):
+        raise UsageError(f"{said}: {value.rpartition(':')[2]} is not a function")
+    parameters = inspect.signature(function).parameters
+    anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    wanted = [name for name in PARAMETERS if anything or name in parameters]
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(wanted))
+    except TypeError as error:
+        raise UsageError(f"{said}: its parameters may be {', '.join(PARAMETERS)}: {error}") from None
+
+    def call(**given: Tensor | None) -> Tensor:
+        try:
+            found = function(**{name: given[name] for name in wanted})
+        except torch.OutOfMemoryError:
+            raise
+        # The user's code may raise anything.
+        except (Exception, SystemExit) as error:
+            raise UsageError(f"{said}: {described_failure(error, code_file(function))}") from None
+        mask = given["mask"]
+        shape = [] if mask is None else list(mask.shape)
+        if not isinstance(found, Tensor) or list(found.shape) not in ([], shape):
+            gave = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else repr(found)[:80]
+            raise UsageError(
+                f"{said}: must return the loss of each token, a tensor {shape}, or the sum of the sequences' losses, but gave {gave}"
+            )
+        return found
+
+    return call
