@@ -199,9 +199,9 @@ def merge_ranks(
     allow_partial: bool = False,
     dry_run: bool = False,
 ) -> JsonObject:
-    """Merge the files from `find`; the result as JSON. Raises UsageError (missing tasks, unusable files), StoreError.
+    """Merge the files from `find`; the result as JSON. Raises UsageError (unusable files), StoreError.
 
-    `expected`: the number of assigned tasks; None if no file records it. `report`: None for a dry run.
+    `expected`: the number of assigned tasks; None if no file records it. `report`: None for a dry run. `refused`: why nothing was merged.
     """
     for item in found:
         if item.state is FileState.DAMAGED and not allow_partial:
@@ -215,23 +215,26 @@ def merge_ranks(
         tuple(Part(item.path, item.file.valid_bytes) for item in usable if item.file),
         out,
         metadata | {"allow_partial": allow_partial},
-        expected_tasks(usable),
+        _expected_tasks(usable),
         _groups_to_keep(usable),
         allow_partial,
     )
     collected = collect(request)
     expected = None if request.expected is None else len(request.expected)
     made: JsonObject = {"report": None, "expected": expected, "missing": list(collected.missing)}
-    there = _there_already(out)
-    if there and collected.groups.keys() <= set(there.get("tasks") or ()):
-        return made | {"report": {**there, "out": str(out), "damaged": [], "already_done": True}}
-    check_nothing_is_missing(collected)
+    try:
+        there = _there_already(out)
+        if there and collected.groups.keys() <= set(there.get("tasks") or ()):
+            return made | {"report": {**there, "out": str(out), "damaged": [], "already_done": True}}
+        check_nothing_is_missing(collected)
+    except UsageError as error:
+        return made | {"refused": str(error)}
     if dry_run:
         return made | {"would_merge": {"out": str(out), "groups": len(collected.groups)}}
     return made | {"report": asdict(publish(collected))}
 
 
-def expected_tasks(found: Iterable[FoundFile]) -> tuple[int, ...] | None:
+def _expected_tasks(found: Iterable[FoundFile]) -> tuple[int, ...] | None:
     """The expected tasks according to the files' headers, in order; None if no header contains them."""
     usable = [item for item in found if item.mergeable]
     there = {task for item in usable for task in item.tasks}

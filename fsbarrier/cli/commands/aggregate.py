@@ -56,6 +56,8 @@ def main(args: argparse.Namespace) -> int:
         merged = rank_files.merge_ranks(
             log_path, split, iteration, items, allow_partial=args.allow_partial, dry_run=args.dry_run
         )
+        if "refused" in merged:
+            raise UsageError(merged["refused"])
         splits[split] = {"files": [file_json(item) for item in items], **merged}
         if not args.json:
             print("\n".join(merged_lines(split, merged)))

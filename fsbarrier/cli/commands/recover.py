@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         plan = [merge(log_path, split, found, args, dry_run=True) for split in SPLITS]
         refused = [split["refused"] for split in plan if "refused" in split]
-        if refused and not args.dry_run:
+        if refused and args.aggregate and not args.dry_run:
             # Fail before changing anything.
             raise UsageError(refused[0])
         has_something = found or any(split["gone"] for split in plan)
@@ -96,29 +96,19 @@ def nothing_of(log_path: Path, iteration: int) -> str:
 def merge(
     log_path: Path, split: str, found: list[FoundFile], args: argparse.Namespace, *, dry_run: bool
 ) -> JsonObject:
-    """Merge one split, or plan the merge; "refused" in the result is the reason for not merging. Raises StoreError, OSError."""
+    """Merge one split if the user asked for it, or show what that would do (see `merge_ranks`). Raises StoreError, OSError."""
     gone = recovery.gone(log_path, split, args.iteration, found)
     outcome: JsonObject = {"split": split, "gone": [str(path) for path in gone]}
-    usable = {item.path for item in found if not item.state.in_the_way}
-    # List the files again, because quarantined ones must not be merged.
-    parts = [item for item in rank_files.find(log_path, split, args.iteration) if item.path in usable]
+    usable = [item for item in found if item.split == split and not item.state.in_the_way]
+    parts = [item for item in usable if item.node_rank is not None]
     if not parts:
         return outcome
-    expected = rank_files.expected_tasks(parts)
-    there = {task for item in parts for task in item.tasks}
-    outcome["expected"] = None if expected is None else len(expected)
-    outcome["missing"] = [task for task in expected or () if task not in there]
-    if not args.aggregate:
-        return outcome
-    partial = args.allow_partial
-    try:
-        outcome |= rank_files.merge_ranks(
-            log_path, split, args.iteration, parts, allow_partial=partial, dry_run=dry_run
-        )
-    except UsageError as error:
-        return outcome | {"refused": str(error)}
-    if not dry_run:
-        outcome["restored"] = [str(path) for path in recovery.restore(Path(outcome["report"]["out"]), gone)]
+    only_shows, partial = dry_run or not args.aggregate, args.allow_partial
+    outcome |= rank_files.merge_ranks(
+        log_path, split, args.iteration, parts, allow_partial=partial, dry_run=only_shows
+    )
+    if not only_shows and (report := outcome["report"]):
+        outcome["restored"] = [str(path) for path in recovery.restore(Path(report["out"]), gone)]
     return outcome
 
 
