@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import threading
@@ -12,23 +13,26 @@ from typing import Any
 import pytest
 from test_rollout import SAMPLES, make_spec, rolled_out, run
 
-from fsbarrier.engine.engine import Engine
+from fsbarrier.data.tasks import Task
+from fsbarrier.engine.engine import Engine, EngineInfo
 from fsbarrier.rewards.matching import numeric
+from fsbarrier.rollouts.samples import SampledGroup, Sampling
+from fsbarrier.rollouts.sampling import Sampler, SamplingServer
 from fsbarrier.settings.resolve import resolve
 
 pytestmark = [pytest.mark.engine, pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(600)]
 
 CALCULATOR = Path(__file__).parent.parent / "phases" / "agents" / "calculator.py"
-SPECIAL = ("<pad>", "<eos>", "<unk>", "<u>", "<a>", "<t>")
+SPECIAL = ("<pad>", "<eos>", "<unk>", "<u>", "<a>", "<t>", "<bos>")
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}<eos>{% endfor %}"
+    "<bos>{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<a>{% endif %}"
 )
 LONGEST = 192
 
 
 def tokenizer() -> Any:
-    """Every printable letter is a token; roles and ends are special ones."""
+    """Every printable letter is a token; roles, ends, and what is put before each text are special ones."""
     import tokenizers
     import transformers
 
@@ -36,8 +40,12 @@ def tokenizer() -> Any:
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="<unk>"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("[\\s\\S]"), "isolated")
     inner.decoder = tokenizers.decoders.Fuse()
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", letters["<bos>"])]
+    )
     made = transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner,
+        bos_token="<bos>",
         pad_token="<pad>",
         eos_token="<eos>",
         unk_token="<unk>",
@@ -71,7 +79,7 @@ def make_model(folder: Path, steps: int = 90) -> None:
         head_dim=32,
         max_position_embeddings=LONGEST,
         tie_word_embeddings=False,
-        bos_token_id=None,
+        bos_token_id=letters.bos_token_id,
         eos_token_id=letters.eos_token_id,
         pad_token_id=letters.pad_token_id,
     )
@@ -81,7 +89,7 @@ def make_model(folder: Path, steps: int = 90) -> None:
         rows = []
         for _ in range(16):
             one, other = rng.randrange(5), rng.randrange(5)
-            text = f"<u>{one}+{other}=<eos><a>{call(f'{one}+{other}')}<eos><t>{one + other}<eos><a>{one + other}<eos>"
+            text = f"<bos><u>{one}+{other}=<eos><a>{call(f'{one}+{other}')}<eos><t>{one + other}<eos><a>{one + other}<eos>"
             rows.append(letters.encode(text, add_special_tokens=False))
         tokens = torch.tensor(rows)
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -115,6 +123,7 @@ def test_what_is_recorded_is_what_the_engine_computed(tmp_path: Path) -> None:
         spec = make_spec(tmp_path, info.url, prompts, engine=served, sampling={"max_tokens": 90}, **chosen)
         (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in answers))
         done = run(spec)
+        asyncio.run(check_that_each_text_begins_once(info))
     finally:
         engine.stop()
     assert (done.code, done.stderr) == (0, "")
@@ -134,12 +143,34 @@ def test_what_is_recorded_is_what_the_engine_computed(tmp_path: Path) -> None:
     assert_it_can_be_trained_on(tmp_path)
 
 
+async def check_that_each_text_begins_once(info: EngineInfo) -> None:
+    """Texts with and without the token that the tokenizer puts before each text, some of which the server tokenizes itself."""
+    server = SamplingServer(info.url, info.api_key, info.model, timeout_s=60.0, tries=2)
+    texts = ("1+2=", "<bos>1+2=")
+    groups: list[SampledGroup] = []
+    async with Sampler(server, connections=4, on_tokens=lambda _: None) as sampler:
+        await sampler.look()
+        for text in texts:
+            task = Task(0, "", text, None, {})
+            await sampler.sample(
+                [task], groups.append, Sampling(samples=1, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=4)
+            )
+        plain, with_it = [await sampler.tokens(prompt=text) for text in texts]
+    begin = tokenizer().bos_token_id
+    for found in (plain, with_it, *(group.prompt_ids for group in groups)):
+        assert found[0] == begin and list(found).count(begin) == 1 and len(found) == 5
+
+
 def assert_the_conversation_is_in_the_tokens(folder: Path, trajectories: list[dict[str, Any]]) -> None:
     import transformers
 
     letters = transformers.AutoTokenizer.from_pretrained(folder)  # as the engine reads it: without spaces
     for trajectory in trajectories:
         ids, mask = list(trajectory["token_ids"]), list(trajectory["loss_mask"])
+        assert (
+            ids[0] == letters.bos_token_id
+            and letters.bos_token_id not in ids[1 : trajectory["prompt_tokens"]]
+        )
         assert len(ids) == len(mask) == len(trajectory["logprobs"])
         said = [message for message in trajectory["messages"] if message["role"] == "assistant"]
         assert sum(1 for i, m in enumerate(mask) if m and not mask[i - 1]) == trajectory["turns"] == len(said)

@@ -16,6 +16,11 @@ from fsbarrier.protocol.facts import Payload
 
 #: maximum number of reward parts with their own metrics
 MOST_PARTS = 20
+#: the statistics that add up over groups
+ADDED = (
+    *("trajectories", "unjudged", "invalid", "reward_sum", "truncated", "reward_errors", "agent_errors"),
+    *("answers", "tokens"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +103,17 @@ class GroupStats:
             reward_std=_deviation(rewards),
         )
 
+    @classmethod
+    def total(cls, groups: Iterable[GroupStats]) -> Self:
+        """The sums of ADDED over these groups; the other statistics stay empty."""
+        there = list(groups)
+        return cls(**{name: sum(getattr(one, name) for one in there) for name in ADDED})
+
     @property
     def reward_mean(self) -> float | None:
-        return mean_reward([self])
-
-
-def mean_reward(groups: Iterable[GroupStats]) -> float | None:
-    """The mean over all scored trajectories of the groups, or None without any."""
-    count, total = 0, 0.0
-    for group in groups:
-        count += group.trajectories - group.unjudged
-        total += group.reward_sum
-    return total / count if count else None
+        """The mean over the scored trajectories, or None without any."""
+        judged = self.trajectories - self.unjudged
+        return self.reward_sum / judged if judged else None
 
 
 def _deviation(rewards: Sequence[float]) -> float | None:
@@ -124,19 +128,18 @@ def metrics(groups: Sequence[GroupStats]) -> dict[str, float]:
     """An iteration's metrics for the journal; shares are from 0 to 1. {} if there are no groups."""
     if not groups:
         return {}
+    total = GroupStats.total(groups)
     found: dict[str, float] = {
-        "truncated": sum(one.truncated for one in groups),
-        "reward_errors": sum(one.reward_errors for one in groups),
-        "agent_errors": sum(one.agent_errors for one in groups),
+        "truncated": total.truncated,
+        "reward_errors": total.reward_errors,
+        "agent_errors": total.agent_errors,
     }
-    with_answers = [one for one in groups if one.answers]
-    if with_answers:
-        answers = sum(one.answers for one in with_answers)
+    if total.answers:
         found |= {
-            "answer_tokens_mean": sum(one.tokens for one in with_answers) / answers,
-            "answer_tokens_min": min(one.shortest for one in with_answers),
-            "answer_tokens_max": max(one.longest for one in with_answers),
-            "truncated_share": found["truncated"] / answers,
+            "answer_tokens_mean": total.tokens / total.answers,
+            "answer_tokens_min": min(one.shortest for one in groups if one.answers),
+            "answer_tokens_max": max(one.longest for one in groups),
+            "truncated_share": total.truncated / total.answers,
         }
     deviations = [one.reward_std for one in groups if one.reward_std is not None]
     if deviations:
@@ -154,6 +157,6 @@ def metrics(groups: Sequence[GroupStats]) -> dict[str, float]:
         if parts[name].count:
             found[f"reward_parts/{name}"] = parts[name].total / parts[name].count
         # A failed reward contributes only the parts that did not fail.
-        if failed := int(found["reward_errors"]) - parts[name].though_failed:
+        if failed := total.reward_errors - parts[name].though_failed:
             found[f"reward_parts/{name}_failed"] = failed
     return found

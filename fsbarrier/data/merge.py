@@ -14,7 +14,7 @@ from typing import Any
 
 from fsbarrier import __version__
 from fsbarrier.data import merged_file
-from fsbarrier.data.group_stats import GroupStats, mean_reward, metrics
+from fsbarrier.data.group_stats import GroupStats, metrics
 from fsbarrier.data.rank_file import GroupEntry, OnGroup, RankFile, check_plain, scan_rank_file
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import StoreError, UsageError
@@ -202,12 +202,12 @@ def publish(found: Collected) -> AggregateReport:
     if not found.groups:
         raise UsageError(f"{out.name}: the parts contain no groups to merge")
     all_stats = [found.stats[task] for task in sorted(found.stats)]
-    stats = [found.stats[task] for task in sorted(found.groups)]
+    stats = GroupStats.total(found.stats[task] for task in sorted(found.groups))
     merged: dict[str, Any] = {
-        "trajectories": sum(one.trajectories for one in stats),
-        "groups": len(stats),
-        "reward_mean": mean_reward(stats),
-        "unjudged": sum(one.unjudged for one in stats),
+        "trajectories": stats.trajectories,
+        "groups": len(found.groups),
+        "reward_mean": stats.reward_mean,
+        "unjudged": stats.unjudged,
     }
     metadata = {**request.metadata, **merged, **_metadata(found, all_stats)}
     # Each group is given away, so that it is not in memory twice.
@@ -227,7 +227,7 @@ def publish(found: Collected) -> AggregateReport:
         damaged=found.damaged,
         unexpected=found.unexpected,
         left_out=len(found.without_signal) + len(found.surplus),
-        rolled_out_reward_mean=mean_reward(all_stats),
+        rolled_out_reward_mean=GroupStats.total(all_stats).reward_mean,
         figures=metrics(all_stats),
     )
 
@@ -242,7 +242,7 @@ def check_nothing_is_missing(found: Collected) -> None:
 
 def _metadata(found: Collected, all_stats: Sequence[GroupStats]) -> dict[str, object]:
     """What the metadata of the merged file says of how it was made."""
-    rolled_out = sum(one.trajectories for one in all_stats)
+    rolled_out = GroupStats.total(all_stats)
     return {
         "tasks": sorted(found.groups),
         "parts": [
@@ -252,7 +252,7 @@ def _metadata(found: Collected, all_stats: Sequence[GroupStats]) -> dict[str, ob
         "missing": list(found.missing),
         "without_signal": list(found.without_signal),
         "surplus": list(found.surplus),
-        "rolled_out": {"trajectories": rolled_out, "reward_mean": mean_reward(all_stats)},
+        "rolled_out": {"trajectories": rolled_out.trajectories, "reward_mean": rolled_out.reward_mean},
         "damaged": list(found.damaged),
         "created_by": f"fsbarrier {__version__}",
     }

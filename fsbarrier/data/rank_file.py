@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from fsbarrier.data.group_stats import GroupStats, mean_reward
+from fsbarrier.data.group_stats import GroupStats
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.protocol.facts import JsonObject
@@ -85,12 +85,9 @@ class RankFile:
     damaged: tuple[str, ...] = ()
 
     @property
-    def trajectories(self) -> int:
-        return sum(group.stats.trajectories for group in self.groups)
-
-    @property
-    def reward_mean(self) -> float | None:
-        return mean_reward(group.stats for group in self.groups)
+    def stats(self) -> GroupStats:
+        """What adds up over its groups."""
+        return GroupStats.total(group.stats for group in self.groups)
 
 
 # --- frames --- ------------------------------------------------------------------------------------------------------------------

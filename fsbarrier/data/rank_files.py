@@ -86,7 +86,7 @@ class FoundFile:
         found = self.file
         return {
             "groups": len(found.groups),
-            "trajectories": found.trajectories,
+            "trajectories": found.stats.trajectories,
             "valid_bytes": found.valid_bytes,
             "torn_bytes": found.torn_bytes,
         }

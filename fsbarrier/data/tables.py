@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO
 
 from fsbarrier.data import rank_files, reader
 from fsbarrier.data.rank_file import FormatError
@@ -41,21 +40,6 @@ COLUMNS = {
 
 # A trajectory, possibly without its arrays.
 Row = Mapping[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """The result of an export, with the source files."""
-
-    path: Path
-    trajectories: int
-    files: tuple[Path, ...]
-
-
-class _Writer(Protocol):
-    def add(self, row: Row) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def sources(log_path: Path, split: str, iterations: Sequence[int] | None) -> tuple[list[Path], list[str]]:
@@ -101,8 +85,8 @@ def _iterations(log_path: Path, split: str) -> set[int]:
     }
 
 
-def export(found: Iterable[Path], out: Path, *, tokens: bool = True) -> Exported:
-    """Write the trajectories of these files to `out` (.jsonl or .parquet), atomically.
+def export(found: Sequence[Path], out: Path, *, tokens: bool = True) -> int:
+    """Write the trajectories of these files to `out` (.jsonl or .parquet), atomically; returns their number.
 
     If several files of one iteration contain a task, the first one is used. `tokens=False` omits token ids, masks and log-probabilities.
     Raises UsageError (wrong suffix, not a trajectory file, `out` exists), StoreError.
@@ -112,15 +96,12 @@ def export(found: Iterable[Path], out: Path, *, tokens: bool = True) -> Exported
     if out.exists():
         raise UsageError(f"{out}: already exists; name a new file")
     temporary = files.temporary_beside(out)
-    open_writer: Callable[[Path], _Writer] = _JsonLines if out.suffix == ".jsonl" else _Parquet
-    used, count, seen = [], 0, set[tuple[object, ...]]()
+    write = _write_json_lines if out.suffix == ".jsonl" else _write_parquet
     try:
-        with contextlib.closing(open_writer(temporary)) as writer:
-            for path in found:
-                used.append(path)
-                for row in _rows(path, seen):
-                    writer.add(row if tokens else {k: v for k, v in row.items() if k not in ARRAYS})
-                    count += 1
+        with os.fdopen(files.open_new(temporary), "wb") as stream:
+            count = write(stream, _rows(found, () if tokens else ARRAYS))
+            stream.flush()
+            os.fsync(stream.fileno())
         os.replace(temporary, out)
     except FormatError as error:
         raise UsageError(f"{error}; merge the valid groups by hand (fsbarrier aggregate)") from None
@@ -128,77 +109,63 @@ def export(found: Iterable[Path], out: Path, *, tokens: bool = True) -> Exported
         raise StoreError(f"{error.filename or out}: {error.strerror or error}") from None
     finally:
         temporary.unlink(missing_ok=True)
-    return Exported(out, count, tuple(used))
+    return count
 
 
-def _rows(path: Path, seen: set[tuple[object, ...]]) -> Iterator[Row]:
-    """The trajectories of a file whose tasks no earlier file of the same rollout contains."""
-    tasks: set[tuple[object, ...]] = set()
-    for row in reader.iter_trajectories(path):
-        key = tuple(row.get(name) for name in ("split", "iteration", "task_index"))
-        if key not in seen:
-            tasks.add(key)
-            yield row
-    seen |= tasks
+def _rows(paths: Sequence[Path], left_out: Sequence[str]) -> Iterator[Row]:
+    """The trajectories of these files without the fields `left_out`; those of a task only from the first file of the same rollout."""
+    seen = set[tuple[object, ...]]()
+    for path in paths:
+        tasks = set[tuple[object, ...]]()
+        for row in reader.iter_trajectories(path):
+            key = tuple(row.get(name) for name in ("split", "iteration", "task_index"))
+            if key not in seen:
+                tasks.add(key)
+                yield {name: value for name, value in row.items() if name not in left_out}
+        seen |= tasks
 
 
-class _JsonLines:
-    """One JSON object per line, with arrays as lists."""
-
-    def __init__(self, path: Path) -> None:
-        self._stream = os.fdopen(files.open_new(path), "w", encoding="utf-8")
-
-    def add(self, row: Row) -> None:
-        self._stream.write(json.dumps(row, ensure_ascii=False, default=_json_value) + "\n")
-
-    def close(self) -> None:
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
+def _write_json_lines(stream: BinaryIO, rows: Iterable[Row]) -> int:
+    """Write one JSON object per line, with arrays as lists; returns the number of rows."""
+    count = 0
+    for row in rows:
+        stream.write(json.dumps(row, ensure_ascii=False, default=_json_value).encode() + b"\n")
+        count += 1
+    return count
 
 
-class _Parquet:
-    """Writes COLUMNS, with a row group every ROWS rows."""
+def _write_parquet(stream: BinaryIO, rows: Iterable[Row]) -> int:
+    """Write COLUMNS, with a row group every ROWS rows; returns the number of rows."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UsageError(
+            "a .parquet file: writing it needs the package pyarrow; export .jsonl instead"
+        ) from None
+    kinds = {
+        **{name: getattr(pyarrow, name)() for name in ("string", "int64", "float64")},
+        **{"bool": pyarrow.bool_(), "json": pyarrow.string()},
+        "list<int32>": pyarrow.list_(pyarrow.int32()),
+        "list<uint8>": pyarrow.list_(pyarrow.uint8()),
+        "list<float>": pyarrow.list_(pyarrow.float32()),
+    }
+    schema = pyarrow.schema([(name, kinds[kind]) for name, kind in COLUMNS.items()])
+    cells, count = map(_cells, rows), 0
+    with parquet.ParquetWriter(stream, schema, compression="zstd") as writer:
+        for first in cells:
+            table = pyarrow.Table.from_pylist([first, *islice(cells, ROWS - 1)], schema=schema)
+            writer.write_table(table)
+            count += table.num_rows
+    return count
 
-    def __init__(self, path: Path) -> None:
-        try:
-            import pyarrow
-            from pyarrow import parquet
-        except ImportError:
-            raise UsageError(
-                f"{path.suffix}: writing parquet needs the package pyarrow; export .jsonl instead"
-            ) from None
-        kinds = {
-            **{name: getattr(pyarrow, name)() for name in ("string", "int64", "float64")},
-            **{"bool": pyarrow.bool_(), "json": pyarrow.string()},
-            "list<int32>": pyarrow.list_(pyarrow.int32()),
-            "list<uint8>": pyarrow.list_(pyarrow.uint8()),
-            "list<float>": pyarrow.list_(pyarrow.float32()),
-        }
-        self._schema = pyarrow.schema([(name, kinds[kind]) for name, kind in COLUMNS.items()])
-        self._table = pyarrow.Table
-        self._stream = os.fdopen(files.open_new(path), "wb")
-        self._writer = parquet.ParquetWriter(self._stream, self._schema, compression="zstd")
-        self._held: list[dict[str, object]] = []
 
-    def add(self, row: Row) -> None:
-        made = {name: _cell(row.get(name), kind) for name, kind in COLUMNS.items() if name != "other"}
-        other = {name: value for name, value in row.items() if name not in COLUMNS}
-        self._held.append({**made, "other": _cell(other or None, "json")})
-        if len(self._held) >= ROWS:
-            self._write()
-
-    def _write(self) -> None:
-        self._writer.write_table(self._table.from_pylist(self._held, schema=self._schema))
-        self._held.clear()
-
-    def close(self) -> None:
-        if self._held:
-            self._write()
-        self._writer.close()
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
+def _cells(row: Row) -> dict[str, object]:
+    """The row of a Parquet table."""
+    other = {name: value for name, value in row.items() if name not in COLUMNS}
+    return {name: _cell(row.get(name), kind) for name, kind in COLUMNS.items()} | {
+        "other": _cell(other or None, "json")
+    }
 
 
 def _cell(value: object, kind: str) -> object:

@@ -5,43 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 
 from fsbarrier.data.group_stats import GroupStats
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.processes.worker_contract import SHOW_S, ProgressWriter
 from fsbarrier.rollouts.samples import SampledGroup
 
-#: counts that the result omits or contains under other names
-NOT_IN_RESULT = {"groups", "trajectories", "reward_sum", "unjudged", "tokens"}
-#: counts of trajectories, which are those of their groups' statistics
-FROM_STATS = (
-    "trajectories",
-    "reward_sum",
-    "unjudged",
-    "invalid",
-    "truncated",
-    "reward_errors",
-    "agent_errors",
-)
-#: counts shown in the progress note if they are not 0
-IN_NOTE = ("truncated", "refused", "timed_out", "reward_errors", "agent_errors")
-
 
 @dataclass
 class Counts:
-    """The work done by this start of the program."""
+    """The work done by this start of the program. `stats`: of its groups."""
 
     groups: int = 0
-    trajectories: int = 0
-    reward_sum: float = 0.0
-    unjudged: int = 0
-    invalid: int = 0
-    truncated: int = 0
+    stats: GroupStats = field(default_factory=GroupStats)
     refused: int = 0
     timed_out: int = 0
-    reward_errors: int = 0
-    agent_errors: int = 0
     prompt_tokens: int = 0
     #: sampled tokens, including those of unfinished groups
     tokens: int = 0
@@ -50,29 +29,31 @@ class Counts:
 
     def add(self, group: SampledGroup, trajectories: Sequence[Trajectory], late: bool = False) -> None:
         """Count a finished group; `late`: it was ended by its timeout."""
-        stats = GroupStats.of(trajectories)
         self.groups += 1
+        self.stats = GroupStats.total((self.stats, GroupStats.of(trajectories)))
         self.timed_out += late
         self.refused += group.error is not None and not late
         # The samples of a group share one prompt.
         self.prompt_tokens += trajectories[0]["prompt_tokens"] if trajectories else 0
         self.completion_tokens += sum(sample.sampled_tokens for sample in group.samples)
-        for name in FROM_STATS:
-            setattr(self, name, getattr(self, name) + getattr(stats, name))
 
     @property
-    def reward_mean(self) -> float | None:
-        """The mean over the scored trajectories."""
-        judged = self.trajectories - self.unjudged
-        return self.reward_sum / judged if judged else None
+    def unusual(self) -> dict[str, int]:
+        """What the progress shows if it is not 0."""
+        return {
+            "truncated": self.stats.truncated,
+            "refused": self.refused,
+            "timed_out": self.timed_out,
+            "reward_errors": self.stats.reward_errors,
+            "agent_errors": self.stats.agent_errors,
+        }
 
     def for_result(self) -> dict[str, int]:
-        return {name: count for name, count in asdict(self).items() if name not in NOT_IN_RESULT}
+        tokens = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
+        return {"invalid": self.stats.invalid, **self.unusual, **tokens}
 
     def note(self) -> str:
-        return ", ".join(
-            f"{count} {name.replace('_', ' ')}" for name in IN_NOTE if (count := getattr(self, name))
-        )
+        return ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in self.unusual.items() if count)
 
 
 class CountsProgress:
@@ -108,11 +89,11 @@ class CountsProgress:
         self._written_at, counts = time.monotonic(), self.counts
         engines = self.engines()
         self.progress.show(
-            counts.trajectories,
+            counts.stats.trajectories,
             self.total,
             "trajectories",
             last=True,
-            reward_mean=counts.reward_mean,
+            reward_mean=counts.stats.reward_mean,
             tokens_per_s=round(counts.tokens / self.seconds, 1),
             note=counts.note(),
             **({"engines": engines} if engines else {}),

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from fsbarrier.data.group_stats import mean_reward
+from fsbarrier.data.group_stats import GroupStats
 from fsbarrier.data.rank_file_writer import RankFileWriter
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.protocol.assign import LOTS
@@ -175,15 +175,15 @@ class Assignment:
         self, written: RankFileWriter, claims: Sequence[Claims], *, ended_early: bool
     ) -> dict[str, object]:
         """For the node's report: the contents of the finished part, and the take-over statistics of all rounds."""
-        stats = [group.stats for group in written.groups]
+        stats = GroupStats.total(group.stats for group in written.groups)
         taking_over: Counter[str] = Counter()
         for one in claims:
             taking_over.update(one.summary())
         return {
             "bytes": written.valid_bytes,
-            "groups": len(stats),
-            "trajectories": sum(one.trajectories for one in stats),
-            "reward_mean": mean_reward(stats),
+            "groups": len(written.groups),
+            "trajectories": stats.trajectories,
+            "reward_mean": stats.reward_mean,
             "tasks": [group.task_index for group in written.groups],
             "ended_early": ended_early,
             **taking_over,

@@ -321,7 +321,7 @@ class Rollout:
         if counts.refused == counts.groups >= ALL_REFUSED:
             raise ProgramFailed(f"the engine rejects every prompt: {group.error}")
         most = self.settings.rollout.max_error_share
-        for what, count in (("reward", counts.reward_errors), ("agent", counts.agent_errors)):
+        for what, count in (("reward", counts.stats.reward_errors), ("agent", counts.stats.agent_errors)):
             count += self.unjudged_before if count else 0
             if count > most * total:
                 reasons = [item["metadata"].get(f"{what}_error", "") for item in made]

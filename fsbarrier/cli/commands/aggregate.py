@@ -78,7 +78,7 @@ def file_json(item: FoundFile) -> JsonObject:
         "state": item.state.value,
         "note": item.note,
         **item.counts(),
-        "reward_mean": item.file.reward_mean if item.file else None,
+        "reward_mean": item.file.stats.reward_mean if item.file else None,
     }
 
 

@@ -96,19 +96,14 @@ def export_table(args: argparse.Namespace, log_path: Path, target: Path) -> int:
     """Write trajectories as a table. Raises UsageError, StoreError."""
     found, aside = tables.sources(log_path, args.split, args.iteration)
     make_parents(target)
-    done = tables.export(found, target, tokens=not args.no_tokens)
+    count = tables.export(found, target, tokens=not args.no_tokens)
     if args.json:
-        sources = [str(path) for path in done.files]
-        print(
-            json.dumps(
-                {"file": str(target), "trajectories": done.trajectories, "from": sources, "aside": aside}
-            )
-        )
+        sources = [str(path) for path in found]
+        print(json.dumps({"file": str(target), "trajectories": count, "from": sources, "aside": aside}))
     else:
         for note in aside:
             print(f"skipped: {printable(note)}")
-        read = f"{done.trajectories} trajectories from {counted(len(done.files), 'file')}"
-        print(f"exported {read} to {target}")
+        print(f"exported {count} trajectories from {counted(len(found), 'file')} to {target}")
     return 0
 
 
