@@ -6,48 +6,41 @@
 
 A group stays on the engine that began it, whose prefix cache then serves all its samples and turns. An engine that does not answer gets no
 work until it answers again; the daemon restarts it at the same address.
+
+Requests are held back until the engine has capacity. In its queue one would only wait, while another node without tasks could take it over.
+vLLM reports the number of waiting sequences at /metrics, updated after each step, so it does not include very recent requests. If the
+server does not report it, the only limit is `rollout.concurrency`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Self, TypeVar
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.openai_http import asked_again
-from fsbarrier.rollouts.engine_queue import EngineMetrics
-from fsbarrier.rollouts.samples import Emit, EngineDown, Sample, SampledGroup, Sampling
+from fsbarrier.rollouts.samples import Emit, EngineDown, Sample, Sampling
 from fsbarrier.rollouts.sampling import Sampler, SamplingServer
+from fsbarrier.store.retry import Backoff
 
 # Pause before the first check of an engine that does not answer.
 FIRST_PAUSE_S = 0.5
+#: delay after a request before the engine's count of waiting sequences is trusted
+SETTLE_S = 0.2
+#: polling interval of that count
+PAUSES = Backoff(0.1, 0.5, factor=2.0)
 
 T = TypeVar("T")
 
 
-class PooledEngine:
-    """One engine, the node's replica `number`, and its load. `up`: set while it answers; `sequences`: number in flight."""
-
-    def __init__(
-        self, number: int, server: SamplingServer, *, connections: int, on_tokens: Callable[[int], None]
-    ) -> None:
-        self.number = number
-        self.up = asyncio.Event()
-        self.up.set()
-        self.sequences = self.tokens = 0
-        self._on_tokens = on_tokens
-        self.sampler = Sampler(server, connections=connections, on_tokens=self._count_tokens)
-        self.metrics = EngineMetrics(server.url, server.api_key)
-
-    def _count_tokens(self, count: int) -> None:
-        self.tokens += count
-        self._on_tokens(count)
-
-
 class EnginePool:
-    """`patience_s`: how long to wait if no engine answers. `on_tokens` receives the number of new tokens."""
+    """`patience_s`: how long to wait if no engine answers. `on_tokens` receives the number of new tokens.
+
+    Up to 2 * `step` sequences are sent to an engine without a check, and `step` more whenever hardly any are waiting in it.
+    """
 
     def __init__(
         self,
@@ -56,19 +49,21 @@ class EnginePool:
         connections: int,
         on_tokens: Callable[[int], None],
         patience_s: float,
+        step: int = 128,
     ) -> None:
         self.engines = [
-            PooledEngine(number, server, connections=connections, on_tokens=on_tokens)
+            Sampler(server, number, connections=connections, on_tokens=on_tokens)
             for number, server in enumerate(servers)
         ]
         self._on_tokens, self._patience_s = on_tokens, patience_s
-        self._watching: dict[PooledEngine, asyncio.Task[None]] = {}
+        self._watching: dict[Sampler, asyncio.Task[None]] = {}
+        self._step, self._granted, self._sent_at = step, 0, 0.0
+        self._waiting_is_known = True
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         for engine in self.engines:
-            await self._stack.enter_async_context(engine.sampler)
-            await self._stack.enter_async_context(engine.metrics)
+            await self._stack.enter_async_context(engine)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -78,20 +73,18 @@ class EnginePool:
         await self._stack.aclose()
 
     @property
-    def next(self) -> PooledEngine:
+    def next(self) -> Sampler:
         """The engine for the next piece of work: the least loaded one, preferring engines that answer."""
         return min(self.engines, key=lambda engine: (not engine.up.is_set(), engine.sequences))
 
     @property
     def longest(self) -> int | None:
         """The maximum number of tokens in prompt plus answer."""
-        return next((e.sampler.longest for e in self.engines if e.sampler.longest is not None), None)
+        return next((e.longest for e in self.engines if e.longest is not None), None)
 
     async def look(self) -> None:
         """Check that some engine answers, and query its model. Raises EngineGone if none answers or one is not a vLLM server."""
-        found = await asyncio.gather(
-            *(engine.sampler.look() for engine in self.engines), return_exceptions=True
-        )
+        found = await asyncio.gather(*(engine.look() for engine in self.engines), return_exceptions=True)
         for engine, error in zip(self.engines, found, strict=True):
             if isinstance(error, EngineDown):
                 self._set_down(engine)
@@ -101,35 +94,51 @@ class EnginePool:
             if isinstance(error, EngineDown):
                 await self._until_some_is_up(error)
 
-    async def count_waiting(self) -> int | None:
-        """The number of sequences waiting in the engine that gets the next piece of work (see engine_queue.py)."""
-        return await self.next.metrics.count_waiting()
+    async def wait_for_capacity(self) -> None:
+        """Wait until the next piece of work may be sent."""
+        pauses = iter(PAUSES)
+        while self._waiting_is_known and self.next.sequences >= 2 * self._step and self._granted <= 0:
+            if time.monotonic() - self._sent_at >= SETTLE_S:
+                waiting = await self.next.count_waiting()
+                self._waiting_is_known = waiting is not None
+                if waiting is None or waiting <= self._step // 2:
+                    self._granted = self._step
+                    return
+            await asyncio.sleep(next(pauses))
+
+    def send(self, sequences: int) -> Sampler:
+        """The engine to which so many sequences are sent now."""
+        self._granted -= sequences
+        self._sent_at = time.monotonic()
+        engine = self.next
+        engine.sequences += sequences
+        return engine
 
     def progress(self) -> list[dict[str, object]]:
         """The activity of each engine, for display; [] for a single engine."""
         engines = self.engines if len(self.engines) > 1 else []
         return [
-            {"replica": number, "up": e.up.is_set(), "sequences": e.sequences, "tokens": e.tokens}
+            {"replica": number, "up": e.up.is_set(), "sequences": e.sequences, "tokens": e.sampled_tokens}
             for number, e in enumerate(engines)
         ]
 
-    async def leave(self, engine: PooledEngine, error: EngineDown) -> None:
+    async def leave(self, engine: Sampler, error: EngineDown) -> None:
         """Mark `engine` as down and wait until some engine answers. Raises EngineDown if none does in time."""
         self._set_down(engine)
         await self._until_some_is_up(error)
 
-    def _set_down(self, engine: PooledEngine) -> None:
+    def _set_down(self, engine: Sampler) -> None:
         if engine.up.is_set():
             engine.up.clear()
             self._watching[engine] = asyncio.create_task(self._watch(engine))
 
-    async def _watch(self, engine: PooledEngine) -> None:
+    async def _watch(self, engine: Sampler) -> None:
         """Wait until it answers again."""
 
         async def look() -> None:
             # Waiting for the engine counts as progress.
             self._on_tokens(0)
-            await engine.sampler.look()
+            await engine.look()
 
         await asked_again(look, after=EngineDown, within_s=self._patience_s, first_pause_s=FIRST_PAUSE_S)
         engine.up.set()
@@ -154,8 +163,7 @@ class Place:
     def __init__(self, pool: EnginePool, sequences: int, sampling: Sampling) -> None:
         self.sequences, self.sampling = sequences, sampling
         self._pool = pool
-        self._engine = pool.next
-        self._engine.sequences += sequences
+        self._engine = pool.send(sequences)
         self.replica: int | None = self._engine.number
 
     @property
@@ -170,12 +178,7 @@ class Place:
     async def sample(self, tasks: Sequence[Task], emit: Emit) -> None:
         """Like Sampler.sample. Does not repeat samples that were already emitted before an engine died."""
         left = {task.index: task for task in tasks}
-
-        def done(group: SampledGroup) -> None:
-            del left[group.task.index]
-            emit(group)
-
-        await self._somewhere(lambda sampler: sampler.sample(list(left.values()), done, self.sampling))
+        await self._somewhere(lambda sampler: sampler.sample(left, emit, self.sampling))
 
     async def turn(self, prompt_ids: Sequence[int], *, max_tokens: int, stop: Sequence[str] = ()) -> Sample:
         """As Sampler.turn."""
@@ -196,7 +199,7 @@ class Place:
         while True:
             engine = self._engine
             try:
-                return await ask(engine.sampler)
+                return await ask(engine)
             except EngineDown as error:
                 await self._pool.leave(engine, error)
                 # Several requests of one place may fail at once; only the first one moves it.
@@ -204,8 +207,7 @@ class Place:
                     self._move()
 
     def _move(self) -> None:
-        sequences = self.sequences
-        self._engine.sequences -= sequences
+        self._engine.sequences -= self.sequences
         self._engine = self._pool.next
-        self._engine.sequences += sequences
+        self._engine.sequences += self.sequences
         self.replica = None

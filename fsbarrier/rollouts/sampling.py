@@ -40,6 +40,11 @@ TOKENS_PER_PIECE = 64
 WHOLE_TOKENS = 16
 #: below the 5 s after which vLLM's server closes idle connections, to avoid sending a request on a closing connection
 KEEPALIVE_S = 2.0
+WAITING = ("vllm:num_requests_waiting{", "vllm:num_requests_waiting ")
+#: assumed number of waiting sequences while the server does not answer
+MANY = 10**9
+#: timeout of a look at the metrics; a server that computes on the CPU answers slowly
+METRICS_S = 5.0
 
 #: neutral values for all parameters that would change the distribution beyond the run's settings
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
@@ -63,11 +68,24 @@ class SamplingServer:
 
 
 class Sampler:
-    """Samples groups from one server. `on_tokens` receives the number of new tokens."""
+    """Samples groups from one server, the node's replica `number`. `on_tokens` receives the number of new tokens.
 
-    def __init__(self, server: SamplingServer, *, connections: int, on_tokens: Callable[[int], None]) -> None:
-        self.server = server
-        self.on_tokens = on_tokens
+    `up`: set while it answers; `sequences`: number in flight; both are the pool's (engine_pool.py).
+    """
+
+    def __init__(
+        self,
+        server: SamplingServer,
+        number: int = 0,
+        *,
+        connections: int,
+        on_tokens: Callable[[int], None],
+    ) -> None:
+        self.server, self.number = server, number
+        self.up = asyncio.Event()
+        self.up.set()
+        self.sequences = self.sampled_tokens = 0
+        self._on_tokens = on_tokens
         self.url = normal_url(server.url)
         # The maximum tokens of prompt plus answer, once the server has reported it.
         self.longest: int | None = None
@@ -99,25 +117,23 @@ class Sampler:
     async def look(self) -> None:
         """Check that the server answers and accepts the key; query its model name and maximum length. Raises EngineGone."""
         try:
-            answer = await self._retried(lambda: self._json("GET", "/v1/models"))
+            answer = await self._asked(lambda: self._json("GET", "/v1/models"), refuses=False)
             model = answer["data"][0]
             self._model = self.server.model or str(model["id"])
             longest = model.get("max_model_len")
-            self._begin = await self._retried(self._text_of_begin)
-        except Again as error:
-            raise self._gone(error) from None
+            self._begin = await self._asked(self._text_of_begin, refuses=False)
         except (Refusal, KeyError, IndexError, TypeError) as error:
             raise EngineGone(f"the engine at {self.url} does not report its model: {error}") from None
         if isinstance(longest, int):
             self.longest = longest
 
-    async def sample(self, tasks: Sequence[Task], emit: Emit, sampling: Sampling) -> None:
+    async def sample(self, pending: dict[int, Task], emit: Emit, sampling: Sampling) -> None:
         """Sample a group for each task, in one request if the server accepts it; `emit` receives each finished group.
 
-        A retry requests only groups that were not emitted yet, so no task is emitted twice. A prompt that the server rejects even alone is
-        emitted as a SampledGroup with `error`. Raises EngineGone.
+        What is emitted is no longer in `pending`, so a retry requests only the other groups, and no task is emitted twice. A prompt that
+        the server rejects even alone is emitted as a SampledGroup with `error`. Raises EngineGone.
         """
-        pending = {task.index: task for task in tasks}
+        alone = len(pending) == 1
 
         def done(group: SampledGroup) -> None:
             del pending[group.task.index]
@@ -137,12 +153,12 @@ class Sampler:
             return await self._asked(request)
         except Refusal as refusal:
             reason = str(refusal)
-        if len(tasks) == 1:
-            done(SampledGroup(tasks[0], self._token_ids.get(tasks[0].index, []), (), reason))
-            return
-        # The server rejected the whole request. Send each prompt alone to find the one it rejects.
+        # If the server rejected a whole request, send each prompt alone to find the one it rejects.
         for task in list(pending.values()):
-            await self.sample([task], done, sampling)
+            if alone:
+                done(SampledGroup(task, self._token_ids.get(task.index, []), (), reason))
+            else:
+                await self.sample({task.index: task}, done, sampling)
 
     async def turn(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, max_tokens: int, stop: Sequence[str] = ()
@@ -158,40 +174,46 @@ class Sampler:
 
     async def tokens(self, **body: object) -> list[int]:
         """Tokenize `prompt`, or `messages` with the model's chat template. Raises EngineGone, Refusal."""
-        try:
-            return await self._retried(lambda: self._tokenized(body))
-        except Again as error:
-            raise self._gone(error) from None
+        return await self._asked(lambda: self._tokenized(body), refuses=False)
 
     async def text_of(self, token_ids: Sequence[int]) -> str:
         """Detokenize. Raises EngineGone, Refusal."""
+        return await self._asked(lambda: self._detokenized(token_ids), refuses=False)
+
+    async def count_waiting(self) -> int | None:
+        """The number of sequences waiting in the engine; None if the server does not report it, MANY while it does not answer."""
         try:
-            return await self._retried(lambda: self._detokenized(token_ids))
-        except Again as error:
-            raise self._gone(error) from None
+            answer = await self._client.get("/metrics", timeout=METRICS_S)
+        except httpx.HTTPError:
+            return MANY
+        if answer.status_code != 200:
+            return None
+        counts = [line.rsplit(" ", 1)[-1] for line in answer.text.splitlines() if line.startswith(WAITING)]
+        try:
+            return round(sum(float(count) for count in counts)) if counts else None
+        except ValueError:
+            return None
 
     # --- patience ---
 
-    async def _asked(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Call with retries. Raises EngineGone; Refusal if the server answers every attempt with an error."""
+    async def _asked(self, call: Callable[[], Awaitable[T]], *, refuses: bool = True) -> T:
+        """Call with a few retries. Raises EngineDown; with `refuses`, Refusal if the server answers every attempt with an error."""
         try:
-            return await self._retried(call)
+            return await asked_again(call, after=Again, tries=self.server.tries)
         except Again as error:
-            if not error.answered:
-                raise self._gone(error) from None
-            raise Refusal(f"{error} ({self.server.tries} tries)") from None
-
-    async def _retried(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Retry a few times, with back-off."""
-        return await asked_again(call, after=Again, tries=self.server.tries)
-
-    def _gone(self, error: Exception) -> EngineDown:
-        return EngineDown(f"the engine at {self.url} does not answer: {error} ({self.server.tries} tries)")
+            why = f"{error} ({self.server.tries} tries)"
+            if error.answered and refuses:
+                raise Refusal(why) from None
+            raise EngineDown(f"the engine at {self.url} does not answer: {why}") from None
 
     # --- one request ---
 
     def _stream(self, tasks: list[Task], emit: Emit, per_task: int) -> AnswerStream:
-        return AnswerStream(self.url, tasks, emit, self.on_tokens, per_task)
+        return AnswerStream(self.url, tasks, emit, self._count_tokens, per_task)
+
+    def _count_tokens(self, count: int) -> None:
+        self.sampled_tokens += count
+        self._on_tokens(count)
 
     async def _complete(
         self,

@@ -31,7 +31,6 @@ from fsbarrier.rollouts.agents import AgentSampler, load_agent
 from fsbarrier.rollouts.counts import Counts, CountsProgress
 from fsbarrier.rollouts.early_end import EarlyEnd
 from fsbarrier.rollouts.engine_pool import EnginePool, Place
-from fsbarrier.rollouts.engine_queue import EngineQueue
 from fsbarrier.rollouts.group_trajectories import failed_group, judged_group
 from fsbarrier.rollouts.refills import PAUSES, Refills
 from fsbarrier.rollouts.rollout_spec import Assignment
@@ -93,6 +92,7 @@ class Rollout:
             on_tokens=self._on_tokens,
             # The daemon ends this program if none of its own engines is left. A user's server may come back.
             patience_s=settings.engine.start_timeout_s,
+            step=max(SEQUENCES_PER_REQUEST, most_samples),
         )
         # Whether any engine has answered.
         self.engine_answered = False
@@ -105,11 +105,6 @@ class Rollout:
         self.average_share = total / max(1, len(assignment.shares))
         self.counts = Counts()
         self.progress = CountsProgress(progress, self._left_from(0), self.counts, engines=self.pool.progress)
-        self.engine_queue = EngineQueue(
-            self.pool.count_waiting,
-            free=2 * SEQUENCES_PER_REQUEST,
-            step=max(SEQUENCES_PER_REQUEST, most_samples),
-        )
         # A group takes one of `slots` while it is sampled, and one of `unwritten` until it is on disk.
         self.slots = asyncio.Semaphore(self.concurrency * len(servers))
         self.unwritten = asyncio.Semaphore(BACKLOG * self.concurrency * len(servers))
@@ -240,7 +235,7 @@ class Rollout:
         claims, one = self.claims[-1], self.rounds[number]
         per_request = self._per_request(one.samples)
         if claims.shared:
-            await self.engine_queue.wait_for_place(lambda: self.pool.next.sequences)
+            await self.pool.wait_for_capacity()
         for _ in range(per_request):
             await self.unwritten.acquire()
             await self.slots.acquire()
@@ -263,7 +258,6 @@ class Rollout:
         for _ in range(per_request - len(batch)):
             self.unwritten.release()
             self.slots.release()
-        self.engine_queue.sent(len(batch) * one.samples)
         return batch
 
     async def _sample(
