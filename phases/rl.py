@@ -83,7 +83,7 @@ def decide_rollout(decision: RolloutDecision) -> Value:
 def share_out_train(ctx: Context, sampled: list[int], keep: int | None = None) -> RolloutDecision:
     """Share out the sampled tasks. The merge keeps at most `keep` groups.
 
-    With refills there are further rounds of other tasks; fsbarrier/rollouts/refills.py decides whether each takes place.
+    With refills there are further rounds of other tasks; fsbarrier/rollouts/claims.py decides whether each takes place.
     """
     settings = ctx.settings.rollout
     there = ctx.tasks.get("train", {"count": 0})["count"]

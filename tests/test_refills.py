@@ -12,12 +12,12 @@ from test_rollout import SAMPLES, Fake, finish, make_spec, run, start
 from waiting import until
 
 from fsbarrier.protocol.assign import refill_tasks, sample_tasks
-from fsbarrier.rollouts.refills import Refills
+from fsbarrier.rollouts.claims import Refills
 from fsbarrier.trajectories import load, scan_rank_file
 
 
 def node(folder: Path, rank: int, already: tuple[int, ...] = (0, 1, 0), enough: int = 6) -> Refills:
-    return Refills(folder, rank, ranks=[0, 2], already=already, enough=enough)
+    return Refills(folder, rank, [0, 2], already, enough)
 
 
 # --- the files --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from fsbarrier.data.tasks import Task
 from fsbarrier.errors import UsageError
 from fsbarrier.rewards.kinds import open_reward
 from fsbarrier.rewards.matching import last_number
-from fsbarrier.rewards.score import Answer, Score, scores_of
+from fsbarrier.rewards.score import Answer, Score
 
 
 def task(answer: Any, **metadata: Any) -> Task:
@@ -239,7 +239,7 @@ def judged_together(kinds: str, texts: list[str], **more: Any) -> list[Score]:
         reward = open_reward(kinds, **more)
         given = {"data_source": "gsm8k", "extra_info": {"level": 3}}
         try:
-            return await scores_of(reward, task("ab", **given), [Answer(text) for text in texts])
+            return await reward.score_group(task("ab", **given), [Answer(text) for text in texts])
         finally:
             await reward.close()
 

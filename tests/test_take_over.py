@@ -17,8 +17,7 @@ from waiting import until
 
 from fsbarrier.aggregate import Part, aggregate
 from fsbarrier.protocol.assign import lots, split_by_weight
-from fsbarrier.rollouts.claims import Claims, remove_old
-from fsbarrier.rollouts.early_end import EarlyEnd
+from fsbarrier.rollouts.claims import Claims, EarlyEnd, remove_old
 from fsbarrier.rundir.names import CUT
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import load, scan_rank_file
@@ -95,7 +94,7 @@ def test_old_claims_are_removed_by_those_whose_shares_they_were(tmp_path: Path) 
     folder = tmp_path / "claims"
     node = claims(folder, [[0, 1], [2]], 0)
     assert [node.take() for _ in range(3)] == [(0,), (1,), (2,)]
-    early_end = EarlyEnd(folder, 1, wanted=3, already=3, share=0.5, grace_s=0.0)
+    early_end = EarlyEnd(folder, 1, need=0, grace_s=0.0)
     early_end.report(0)
     assert early_end.reached()
     remove_old(folder, 0)
@@ -112,9 +111,7 @@ def test_the_phase_ends_after_its_grace_and_all_see_it(tmp_path: Path) -> None:
     now = [100.0]
 
     def view(rank: int) -> EarlyEnd:
-        return EarlyEnd(
-            tmp_path, rank, wanted=100, already=10, share=0.975, grace_s=5.0, clock=lambda: now[0]
-        )  # 98 are enough, 88 of them by these nodes
+        return EarlyEnd(tmp_path, rank, need=88, grace_s=5.0, clock=lambda: now[0])
 
     first, second = view(0), view(1)
     first.report(60)

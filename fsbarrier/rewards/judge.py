@@ -24,7 +24,7 @@ from fsbarrier.engine.openai_http import (
     refusal_text,
 )
 from fsbarrier.rewards.matching import last_number
-from fsbarrier.rewards.score import Messages, Score
+from fsbarrier.rewards.score import Messages, Reward, Score
 from fsbarrier.settings.sections import JudgeSettings
 from fsbarrier.store.printable import without_passwords
 from fsbarrier.store.reading import ANSWER_BYTES
@@ -116,7 +116,7 @@ class Judge:
         await self._client.aclose()
 
 
-class JudgeReward:
+class JudgeReward(Reward):
     """The number at the end of the judge's answer as a reward; the whole answer is kept in the Score's `info`."""
 
     def __init__(self, judge: Judge) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 from fsbarrier.data.tasks import Task
-from fsbarrier.rewards.score import Messages, Score
+from fsbarrier.rewards.score import Messages, Reward, Score
 
 #: relative tolerance for equal numbers
 TOLERANCE = 1e-6
@@ -26,7 +26,7 @@ _BOXED = re.compile(r"\\boxed\s*{((?:[^{}]|{(?:[^{}]|{[^{}]*})*})*)}")
 _THIN = re.compile(r"\{,\}|\\[,!;]|(?<=\d)[\u00a0\u2009\u202f](?=\d)")
 
 
-class MatchReward:
+class MatchReward(Reward):
     """A fast pure function of response and answer as a Reward."""
 
     def __init__(self, kind: str, match: Callable[[str, object], float]) -> None:
@@ -35,9 +35,6 @@ class MatchReward:
     async def score(self, task: Task, response: str, messages: Messages | None = None) -> Score:
         reward = self.match(response, task.answer)
         return Score(reward, {self.kind: reward})
-
-    async def close(self) -> None:
-        pass
 
 
 def exact(response: str, answer: object) -> float:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 
 from fsbarrier.data.tasks import Task
-from fsbarrier.rewards.score import Messages, Score
+from fsbarrier.rewards.score import Messages, Reward, Score
 
 #: maximum number of processes; each is started on demand
 PROCESSES = 4
@@ -24,7 +24,7 @@ PROCESSES = 4
 STEP_S = 5
 
 
-class MathReward:
+class MathReward(Reward):
     """Sends each question to a free process, or waits for one."""
 
     def __init__(self, timeout_s: float) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any
 
 from fsbarrier.data.tasks import Task
 
@@ -42,45 +42,28 @@ def finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-class SingleReward(Protocol):
-    """Scores one answer at a time. `score` never raises: errors are stored in the Score. `close` releases resources."""
+class Reward:
+    """Scores one answer at a time, or all answers to a task together. It never raises: errors are stored in the Score."""
 
-    async def score(self, task: Task, response: str, messages: Messages | None = None) -> Score: ...
+    async def score(self, task: Task, response: str, messages: Messages | None = None) -> Score:
+        raise NotImplementedError
 
-    async def close(self) -> None: ...
+    async def score_group(self, task: Task, answers: Sequence[Answer]) -> list[Score]:
+        """The Scores of the answers to a task, in order."""
+        return list(await asyncio.gather(*(self.score(task, one.text, one.messages) for one in answers)))
 
-
-class GroupReward(Protocol):
-    """Scores all answers to a task together; returns a Score for each, and never raises."""
-
-    async def score_group(self, task: Task, answers: Sequence[Answer]) -> list[Score]: ...
-
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Release resources."""
 
 
-Reward = SingleReward | GroupReward
-
-
-async def scores_of(reward: Reward, task: Task, answers: Sequence[Answer]) -> list[Score]:
-    """The Scores of a task's answers, in order."""
-    if judges_groups(reward):
-        return await reward.score_group(task, answers) if answers else []
-    single = cast(SingleReward, reward)
-    return list(await asyncio.gather(*(single.score(task, one.text, one.messages) for one in answers)))
-
-
-def judges_groups(reward: Reward) -> TypeGuard[GroupReward]:
-    return hasattr(reward, "score_group")
-
-
-class AddedRewards:
+class AddedRewards(Reward):
     """The weighted sum of several named rewards. If one of them fails, the answer has no reward."""
 
     def __init__(self, rewards: Sequence[tuple[float, Reward]]) -> None:
         self.rewards = rewards
 
     async def score_group(self, task: Task, answers: Sequence[Answer]) -> list[Score]:
-        of_each = await asyncio.gather(*(scores_of(one, task, answers) for _, one in self.rewards))
+        of_each = await asyncio.gather(*(one.score_group(task, answers) for _, one in self.rewards))
         weights = [weight for weight, _ in self.rewards]
         return [_added(weights, scores) for scores in zip(*of_each, strict=True)]
 

@@ -26,7 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsbarrier.data.tasks import Task
-from fsbarrier.rewards.score import Answer, Messages, Score, finite
+from fsbarrier.rewards.score import Answer, Messages, Reward, Score, finite
 from fsbarrier.user_code import code_file, described_failure
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def takes_groups(function: Callable[..., object]) -> bool:
     return "responses" in inspect.signature(function).parameters
 
 
-class FunctionReward:
+class FunctionReward(Reward):
     """Calls the function with a timeout, and stores its errors in the Score."""
 
     def __init__(
@@ -67,15 +67,24 @@ class FunctionReward:
             self._turn = nullcontext() if self._is_async else asyncio.Semaphore(THREADS)
 
     async def score(self, task: Task, response: str, messages: Messages | None = None) -> Score:
+        async def scores() -> list[Score]:
+            return [self._read(await self._call(task, response, _plain(messages)))]
+
+        (score,) = await self._timed(scores, 1)
+        return score
+
+    async def _timed(self, scores: Callable[[], Awaitable[list[Score]]], count: int) -> list[Score]:
+        """`count` Scores with their time; with the error if the function fails."""
         started = time.monotonic()
         try:
-            score = self._read(await self._call(task, response, _plain(messages)))
+            found = await scores()
         except TimeoutError:
-            score = Score(0.0, error=f"{self.name}: no reward within {self.timeout_s:g} s (reward.timeout_s)")
+            reason = f"{self.name}: no reward within {self.timeout_s:g} s (reward.timeout_s)"
+            found = [Score(0.0, error=reason)] * count
         # The user's code may raise anything.
         except Exception as error:
-            score = Score(0.0, error=f"{self.name}: {described_failure(error, self.file)}")
-        return replace(score, seconds=time.monotonic() - started)
+            found = [Score(0.0, error=f"{self.name}: {described_failure(error, self.file)}")] * count
+        return [replace(score, seconds=time.monotonic() - started) for score in found]
 
     async def _call(self, task: Task, response: str | list[str], messages: object) -> object:
         """`messages`: the conversation, or the conversations of the whole group; None without an agent."""
@@ -125,24 +134,20 @@ class FunctionReward:
 
 
 class GroupFunctionReward(FunctionReward):
-    """A function that scores all answers to a task together, as a GroupReward."""
+    """A function that scores all answers to a task together."""
 
     async def score_group(self, task: Task, answers: Sequence[Answer]) -> list[Score]:
-        started = time.monotonic()
+        if not answers:
+            return []
         messages = [_plain(one.messages) for one in answers] if answers[0].messages is not None else None
-        try:
+
+        async def scores() -> list[Score]:
             found = await self._call(task, [one.text for one in answers], messages)
             if not isinstance(found, Sequence) or len(found) != len(answers):
                 raise ValueError(f"gave {found!r}, not a list of {len(answers)} rewards")
-            scores = [self._read(one) for one in found]
-        except TimeoutError:
-            reason = f"{self.name}: no rewards within {self.timeout_s:g} s (reward.timeout_s)"
-            scores = [Score(0.0, error=reason)] * len(answers)
-        # The user's code may raise anything.
-        except Exception as error:
-            reason = f"{self.name}: {described_failure(error, self.file)}"
-            scores = [Score(0.0, error=reason)] * len(answers)
-        return [replace(score, seconds=time.monotonic() - started) for score in scores]
+            return [self._read(one) for one in found]
+
+        return await self._timed(scores, len(answers))
 
 
 def _plain(messages: Messages | None) -> list[dict[str, object]] | None:

@@ -1,4 +1,6 @@
-"""Distributes tasks between nodes while the phase runs: shares are split into lots, and each lot is claimed by an exclusive create.
+"""The folder in which nodes agree while a rollout phase runs: who does which task, and when the phase ends.
+
+Claims distribute the tasks: shares are split into lots, and each lot is claimed by an exclusive create.
 
 A node claims the lots of its own share in order, each just before it needs it. When its share is used up, it lists the folder and claims
 the last lots of the node with the most lots left. All nodes split the shares in the same way, so the file name identifies the lot. The
@@ -14,18 +16,24 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from fsbarrier.errors import StoreError
 from fsbarrier.protocol.assign import lots
-from fsbarrier.rundir.names import CUT, DURABLE_COUNT, LOT, ROUND_DONE
+from fsbarrier.rundir.names import CUT, DURABLE_COUNT, LOT, ROUND_DONE, RoundDoneName
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.store import files, reading
-from fsbarrier.store.retry import HIDDEN_S, fails_or_hides, patiently
+from fsbarrier.store.retry import HIDDEN_S, Backoff, fails_or_hides, patiently
+
+#: polling interval of the early end; it grows with the number of nodes above FULL_RATE, to limit the total read rate
+LOOK_S = 1.0
+FULL_RATE = 50
+#: polling interval at the end of a round
+PAUSES = Backoff(0.05, 1.0)
 
 T = TypeVar("T")
 
@@ -203,3 +211,114 @@ def wait_out(operation: Callable[[], T], path: Path, done: str) -> T:
         return patiently(operation, HIDDEN_S, passes=fails_or_hides)
     except OSError as error:
         raise StoreError(f"{path}: cannot be {done}: {error.strerror or error}") from error
+
+
+# --- the end of the phase ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class EarlyEnd:
+    """Ends a phase without its slowest groups: once `need` groups are on disk across all nodes, the rest get `grace_s` more.
+
+    Each node publishes its number of finished groups in a file and reads the other nodes' files. The first node that has seen enough
+    groups for `grace_s`, on its own clock, creates the file `cut`, and every node that sees it ends the phase. Nodes may see it at
+    different times: each result records what that node did, and the leader's decision records what is missing.
+    """
+
+    folder: Path
+    rank: int
+    need: int
+    grace_s: float
+    clock: Callable[[], float] = time.monotonic
+    _enough_since: float | None = None
+    _reported: int = -1
+    _counts: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        files.make_dirs(self.folder)
+
+    @property
+    def pause_s(self) -> float:
+        """The time to wait until the next poll."""
+        return max(min(LOOK_S, self.grace_s / 4), LOOK_S * len(self._counts) / FULL_RATE, 0.1)
+
+    def report(self, durable: int) -> None:
+        """Publish the number of groups that this node has on disk."""
+        if durable != self._reported:
+            # If this fails, the next count will be published.
+            with contextlib.suppress(OSError):
+                files.write_atomic(self.folder / DURABLE_COUNT.build(self.rank), b"%d\n" % durable)
+                self._reported = durable
+
+    def reached(self) -> bool:
+        """Whether to end the phase now. If the folder is unreadable, the next poll decides."""
+        try:
+            return self._reached(os.listdir(self.folder))
+        except OSError:
+            return False
+
+    def _reached(self, names: Sequence[str]) -> bool:
+        if CUT in names:
+            return True
+        if self._durable_everywhere(names) < self.need:
+            return False
+        if self._enough_since is None:
+            self._enough_since = self.clock()
+        if self.clock() - self._enough_since < self.grace_s:
+            return False
+        files.write_atomic(self.folder / CUT, f"{DURABLE_COUNT.build(self.rank)}\n".encode())
+        return True
+
+    def _durable_everywhere(self, names: Sequence[str]) -> int:
+        for name in names:
+            if DURABLE_COUNT.parse(name) is not None:
+                # A file may be unreadable while it is replaced; keep the previous count.
+                with contextlib.suppress(OSError, ValueError):
+                    self._counts[name] = int(
+                        reading.read_bytes(self.folder / name, reading.RECORD_BYTES)[:20]
+                    )
+        return sum(self._counts.values())
+
+
+@dataclass(frozen=True)
+class Refills:
+    """Decides whether a training rollout needs another round, because too few groups have differing rewards (`rollout.max_refills`).
+
+    When one of the `ranks` has finished a round and its groups are on disk, it creates an empty file. The file name contains the number
+    of its groups with signal, i.e. with differing rewards; `already` has those from an older generation, by round. Once the files of all
+    nodes are listed, every node computes the same sum and the same decision: whether that is `enough`. If a node dies before it creates
+    its file, the generation ends, and the next one adopts the groups. The methods may block on the shared directory, and raise StoreError.
+    """
+
+    folder: Path
+    rank: int
+    ranks: Collection[int]
+    already: Sequence[int]
+    enough: int
+
+    def __post_init__(self) -> None:
+        wait_out(lambda: files.make_dirs_below(self.folder.parent, self.folder), self.folder, "made")
+
+    def report(self, number: int, with_signal: int) -> None:
+        """Report that this node has finished round `number`. An earlier report of this node takes precedence."""
+        mine = ROUND_DONE.build(self.rank, number, with_signal)
+        if all((done.rank, done.round) != (self.rank, number) for done in self._listed()):
+            path = self.folder / mine
+            wait_out(lambda: files.create_exclusive(path, b"", durable=False), path, "made")
+
+    def another_after(self, number: int) -> bool | None:
+        """Whether there is a round after round `number`; None if some node has not finished it yet."""
+        if number + 1 == len(self.already):
+            return False
+        done = {(one.rank, one.round): one.with_signal for one in self._listed() if one.round <= number}
+        if any((rank, number) not in done for rank in self.ranks):
+            return None
+        return sum(self.already[: number + 1]) + sum(done.values()) < self.enough
+
+    def rounds_done(self) -> int:
+        """The number of rounds this node has finished."""
+        return sum(done.rank == self.rank for done in self._listed())
+
+    def _listed(self) -> list[RoundDoneName]:
+        # The directory is opened anew, which makes an NFS client revalidate its cache.
+        return ROUND_DONE.parse_all(wait_out(lambda: os.listdir(self.folder), self.folder, "listed"))

@@ -6,7 +6,7 @@ from typing import cast
 
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.protocol.facts import JsonObject
-from fsbarrier.rewards.score import Answer, Reward, Score, scores_of
+from fsbarrier.rewards.score import Answer, Reward, Score
 from fsbarrier.rollouts.rollout_spec import Origin
 from fsbarrier.rollouts.samples import Sample, SampledGroup
 
@@ -31,7 +31,7 @@ async def _scores(reward: Reward, group: SampledGroup) -> list[Score]:
     known = [_known_score(sample) for sample in group.samples]
     open_ones = [sample for sample, score in zip(group.samples, known, strict=True) if score is None]
     answers = [Answer(sample.text, sample.messages) for sample in open_ones]
-    found = iter(await scores_of(reward, group.task, answers))
+    found = iter(await reward.score_group(group.task, answers))
     return [next(found) if score is None else score for score in known]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,9 +14,7 @@ from fsbarrier.data.rank_file_writer import RankFileWriter
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.protocol.assign import LOTS
 from fsbarrier.protocol.facts import Payload
-from fsbarrier.rollouts.claims import Claims, remove_old
-from fsbarrier.rollouts.early_end import EarlyEnd
-from fsbarrier.rollouts.refills import Refills
+from fsbarrier.rollouts.claims import Claims, EarlyEnd, Refills, remove_old
 from fsbarrier.rundir.names import GENERATION
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -128,27 +127,16 @@ class Assignment:
         """The early-end condition of the phase; None if it always waits for all tasks. Raises OSError."""
         if self.completion_threshold >= 1:
             return None
-        return EarlyEnd(
-            self.claims_folder,
-            self.origin.node_rank,
-            wanted=len(self.expected),
-            already=self.already,
-            share=self.completion_threshold,
-            grace_s=self.grace_s,
-        )
+        need = math.ceil(self.completion_threshold * len(self.expected)) - self.already
+        return EarlyEnd(self.claims_folder, self.origin.node_rank, need, self.grace_s)
 
     def open_refills(self) -> Refills | None:
         """The refill decision; None if all rounds take place unconditionally. Raises StoreError."""
         if self.rounds is None:
             return None
         assert self.keep is not None
-        return Refills(
-            self.claims_folder,
-            self.origin.node_rank,
-            ranks=[rank for rank, share in self.shares.items() if share],
-            already=self.with_signal,
-            enough=self.keep,
-        )
+        ranks = [rank for rank, share in self.shares.items() if share]
+        return Refills(self.claims_folder, self.origin.node_rank, ranks, self.with_signal, self.keep)
 
     def header(self) -> dict[str, object]:
         """The part file's header. `expected`: lets a merge by hand name the tasks of a node that left no file."""

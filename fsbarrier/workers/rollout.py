@@ -28,11 +28,10 @@ from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.kinds import check_answers, open_reward
 from fsbarrier.rewards.user_function import DaemonThreads
 from fsbarrier.rollouts.agents import AgentSampler, load_agent
+from fsbarrier.rollouts.claims import PAUSES, EarlyEnd, Refills
 from fsbarrier.rollouts.counts import Counts, CountsProgress
-from fsbarrier.rollouts.early_end import EarlyEnd
 from fsbarrier.rollouts.engine_pool import EnginePool, Place
 from fsbarrier.rollouts.group_trajectories import failed_group, judged_group
-from fsbarrier.rollouts.refills import PAUSES, Refills
 from fsbarrier.rollouts.rollout_spec import Assignment
 from fsbarrier.rollouts.rounds import read_rounds
 from fsbarrier.rollouts.samples import SampledGroup

@@ -16,7 +16,7 @@ from pathlib import Path
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.protocol.facts import JsonObject
-from fsbarrier.rollouts.early_end import EarlyEnd
+from fsbarrier.rollouts.claims import EarlyEnd
 from fsbarrier.rollouts.rollout_spec import Assignment, Origin
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
