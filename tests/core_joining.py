@@ -29,19 +29,14 @@ from core_builders import (
 from core_cases import ENDED, NOBODY, Case, ends, entered, goes_along, lost, over, proposes
 
 from fsbarrier.protocol import machine
-from fsbarrier.protocol.codec import Fault
 from fsbarrier.protocol.facts import Verdict
 from fsbarrier.protocol.membership import JOINING
-from fsbarrier.protocol.state import Action, Exit, FindResumePoint, Node, Note, Unreadable, View
+from fsbarrier.protocol.state import Action, Exit, FindResumePoint, Node, Note, View
 
 TWO_TO_THREE = rules(min_nodes=2, limits=replace(LIMITS, last_call_s=10.0))
 TAKEN = "node 1 was started again on host1, process 7; this older one ends"
 HOLDING_ON = at_row(1, ROLL_OUT)
 STARTED_AGAIN = started(1, incarnation=2)
-NOT_TO_BE_READ = (
-    "gen-000002.json cannot be read for 15 s: torn; if other nodes can read it, look at this host's mount; else restore the file, or "
-    "begin another run with this one's policy: init_from=THIS_LOG_PATH"
-)
 OTHER_CODE = started(1, incarnation=2, digest="b" * 64, version="0.2")
 REFUSED = (
     "node 1 on host1 runs fsbarrier 0.2 (code bbbbbbbbbbbb), node 0 on host0 runs 0.1 (code aaaaaaaaaaaa); start all nodes with the same "
@@ -52,10 +47,6 @@ REFUSED = (
 def back(rank: int = 0, *, for_s: float = 1.0, **fields: Any) -> Node:
     """The second start of a rank of generation 1."""
     return waiting(rank, for_s=for_s, **{"incarnation": 2, "baseline": 1, **fields})
-
-
-def cannot_read(*, ago: float) -> Unreadable:
-    return Unreadable("gen-000002.json", Fault("torn"), NOW - ago)
 
 
 ANY_STAGE = [
@@ -89,35 +80,6 @@ ANY_STAGE = [
         sees(over(0, "as ann asked")),
         machine.end_with_the_run,
         ends(0, "stopped", "as ann asked"),
-        ENDED,
-    ),
-    # --- what cannot be read
-    Case(
-        "a node that joins waits while a generation cannot be read, and does not ask where the one before it was left",
-        back(0),
-        sees(unreadable=cannot_read(ago=14.9), joins=started(0, 1, 2, incarnation=2)),
-        machine.wait_for_an_unreadable_record,
-    ),
-    Case(
-        "a member goes on with its work meanwhile",
-        HOLDING_ON,
-        sees(unreadable=cannot_read(ago=14.9)),
-        None,
-    ),
-    Case(
-        "and ends too; the others may be able to read it, and go on without this one",
-        HOLDING_ON,
-        sees(unreadable=cannot_read(ago=15.0)),
-        machine.wait_for_an_unreadable_record,
-        ends(3, "left", NOT_TO_BE_READ),
-        ENDED,
-    ),
-    Case(
-        "another format will not change, so that there is nothing to wait for",
-        back(0),
-        sees(unreadable=Unreadable("gen-000002.json", Fault("record format 2", foreign=True), NOW)),
-        machine.wait_for_an_unreadable_record,
-        ends(2, "left", "gen-000002.json: record format 2; start this node with the run's fsbarrier"),
         ENDED,
     ),
     # --- other code

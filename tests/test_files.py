@@ -169,7 +169,7 @@ def test_a_folder_in_the_place_of_a_record_is_an_unreadable_record(tmp_path: Pat
     store, path = PosixStore(), tmp_path / "facts" / "iter-000001.node-0000.done"
     files.make_dirs(path)
     assert store.names(path.parent) == [path.name]
-    assert store.read(path, Fact) is None and store.fault(path, Fact).why
+    assert store.read(path, Fact) is None and store.fault(path, Fact)
 
 
 def test_without_hard_links_nothing_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -341,7 +341,7 @@ def test_nothing_but_light_libraries_is_needed(tmp_path: Path) -> None:
 import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] not in sys.stdlib_module_names | {{"fsbarrier", "filelock", "watchdog", "rich"}}:
+        if name.split(".")[0] not in sys.stdlib_module_names | {{"fsbarrier", "filelock", "msgspec", "watchdog", "rich"}}:
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
 import fsbarrier

@@ -434,10 +434,10 @@ def test_only_whoever_finished_this_generation_has_passed_its_last_row(
     paths, store, members = RunPaths(tmp_path), PosixStore(), (Member(0, 1), Member(1, 1))
     observer = Observer(store, paths, Program("one", (Phase(0, "last"),)), Paces(0.0, 0.0))
     observer.prepare()
-    here = Generation(1, members, 0, Position(1, 0), "start", until=1)
+    here = Generation(1, members, 1, Position(1, 0), "start", until=1)
     node = Node(1, 1, 0.0, stage=Stage.RUNNING, generation=here, position=here.start, part=RowPart.ANNOUNCED)
     store.create(paths.generation(1), here)
     store.make_dir(observer.row_dir(1, here.start))
-    store.mark(observer.row_dir(1, here.start) / fact_name(1, 1), Fact(1, 1, "done"))
+    store.create(observer.row_dir(1, here.start) / fact_name(1, 1), Fact(1, 1, "done"))
     paths.pulse(Pulse(0, 1, 1, state, generation, 1, 0)).touch()
     assert observer.view(node, 0.0).arrived == arrived

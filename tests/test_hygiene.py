@@ -34,7 +34,7 @@ IMPURE = {
     "signal",
 }
 # Joining paths is not touching them; messages and the shape of a program are data.
-PURE_HELPERS = {"errors", "names", "paths", "program"}
+PURE_HELPERS = {"store.typed", "errors", "names", "paths", "program"}
 FORBIDDEN = {
     "pkill": "ends other people's processes",
     "killall": "ends other people's processes",

@@ -72,5 +72,5 @@ def test_the_times_of_a_node_are_those_of_its_settings() -> None:
     limits = make_rules(settings, Program("ping", (Phase(0, "only"),))).limits
     assert (limits.suspect_s, limits.dead_s, limits.stagger_s) == (12.0, 20.0, 6.0)
     paces = make_paces(settings)
-    # A longer time without a look is one and a half beats; an unreadable request waits as long as a silent node.
-    assert (paces.blind_s, paces.unreadable_s, paces.outage_s) == (4.5, 20.0, 240.0)
+    # A longer time without a look is one and a half beats.
+    assert (paces.blind_s, paces.outage_s) == (4.5, 240.0)

@@ -11,14 +11,13 @@ from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.paces import Paces
 from fsbarrier.coordination.resume import LastGeneration
-from fsbarrier.coordination.unreadable import must_read
 from fsbarrier.group.collective import CollectiveWork
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position
 from fsbarrier.protocol.state import ResumePoint, Rules
 from fsbarrier.rundir.names import FACT
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.rundir.record_store import PosixStore, must_read
 
 ROWS = tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES))
 RULES = Rules(Program("ping", ROWS), 2)

@@ -102,7 +102,7 @@ def test_what_is_damaged_is_never_taken_for_a_record(said: str) -> None:
             continue
         with pytest.raises(CorruptRecord) as caught:
             decode(DAMAGES[said](encode(write.record), rng), type(write.record))  # type: ignore[type-var]
-        assert caught.value.fault.foreign or said != "{} is written in record format 3"
+        assert "format" in str(caught.value) or said != "{} is written in record format 3"
 
 
 @pytest.mark.parametrize("said", [*WRONG_SETTINGS])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,15 +10,17 @@ from pathlib import Path
 import pytest
 from cluster import FAST, REPO, Cluster
 
+from fsbarrier.coordination.life import NodeLife
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.paces import Paces
 from fsbarrier.program import PHASE_NAMES, Phase, Program
-from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position
+from fsbarrier.protocol.facts import Fact, Generation, Join, Member, Position, Verdict
 from fsbarrier.protocol.state import Node, RowPart, Rules, Stage
 from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.store.retry import Backoff, fails
 
 ROWS = tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES))
 RULES = Rules(Program("ping", ROWS), 2)
@@ -68,32 +69,36 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "code", "says"),
+    ("spoil", "says"),
     [
-        (flip_a_bit, 3, r"cannot be read for 1\d s: torn: length or digest differs; .*init_from"),
-        (cut, 3, r"cannot be read for 1\d s: empty"),
-        (other_format, 2, r"record format 3; this fsbarrier reads format 2"),
+        (flip_a_bit, r"cannot be read: torn: length or digest differs; .*init_from"),
+        (cut, r"cannot be read: empty"),
+        (other_format, r"record format 3; this fsbarrier reads format 2"),
     ],
 )
 def test_a_generation_that_cannot_be_read_is_no_absent_one(
-    tmp_path: Path, spoil: Callable[[Path], None], code: int, says: str
+    tmp_path: Path, spoil: Callable[[Path], None], says: str
 ) -> None:
     """Its nodes are gone. Whoever starts must neither go on from the generation before it, nor seal that, nor create another."""
     paths, store = RunPaths(tmp_path), PosixStore()
     store.make_dir(paths.generations)
     for number in (1, 2):
+        loop = node_loop(tmp_path) if number == 2 else None
         generation = Generation(number, (Member(0, number),), 0, Position(number, 0), "start")
         store.create(paths.generation(number), generation)
+    assert loop is not None
     spoil(paths.generation(2))
     before = snapshot(tmp_path)
-    loop = node_loop(tmp_path)
     for second in range(40):
-        loop.tick(float(second))
-    assert loop.exit is not None
-    assert (loop.exit.code, loop.exit.state) == (code, "left")
-    assert loop.exit.reason.startswith(str(paths.generation(2)))
-    assert re.search(says, loop.exit.reason)
+        with pytest.raises(OSError, match=says) as caught:
+            loop.tick(float(second))
+        assert caught.value.filename == str(paths.generation(2))
+    assert loop.exit is None
     assert snapshot(tmp_path) == before
+    with pytest.raises(OSError, match=says) as caught:
+        loop.observer.prepare()
+    # A start tries again, as with any failing mount.
+    assert fails(caught.value)
 
 
 def test_a_generation_is_followed_once_it_can_be_read(tmp_path: Path) -> None:
@@ -104,65 +109,51 @@ def test_a_generation_is_followed_once_it_can_be_read(tmp_path: Path) -> None:
     whole = paths.generation(1).read_bytes()
     cut(paths.generation(1))
     for second in range(10):
-        loop.tick(float(second))
+        with pytest.raises(OSError, match="cannot be read"):
+            loop.tick(float(second))
     assert loop.exit is None and loop.node.stage is Stage.JOINING
     paths.generation(1).write_bytes(whole)
     loop.tick(10.0)
     assert loop.exit is not None and loop.exit.reason == "1 iteration is done"
 
 
-def test_a_leaders_fact_that_cannot_be_read_ends_the_wait_for_it(tmp_path: Path) -> None:
-    """And names the file: without that the members would wait for ever for what all of them have published."""
+@pytest.mark.parametrize("status", ["done", "failed"])
+def test_a_fact_that_cannot_be_read_is_not_passed_over(tmp_path: Path, status: str) -> None:
+    """Whoever waits for the leader's decision fails and names the file, and so does who looks at the others' failures."""
     loop = node_loop(tmp_path, rank=1)
     paths, store = loop.observer.paths, loop.store
     members = (Member(0, 1), Member(1, 1))
     store.create(paths.generation(1), Generation(1, members, 0, Position(1, 0), "start"))
-    fact = loop.observer.row_dir(1, Position(1, 0)) / fact_name(1, 0)
+    fact = loop.observer.row_dir(1, Position(1, 0)) / fact_name(1, 0, status)
     store.make_dir(fact.parent)
-    store.create(fact, Fact(0, 1, "done"))
+    store.create(fact, Fact(0, 1, status))
     flip_a_bit(fact)
     for second in range(30):
-        store.put(paths.beat(0, 1), Beat(0, 1, second, "host", 1, "running", 1, 1, 0))
-        loop.tick(float(second))
-        assert (loop.exit is not None) == (second >= loop.rules.limits.dead_s)
-    assert loop.exit is not None
-    assert loop.exit.code == 3 and loop.exit.reason.startswith(f"{fact} cannot be read")
+        with pytest.raises(OSError, match="cannot be read") as caught:
+            loop.tick(float(second))
+        assert caught.value.filename == str(fact)
+    assert loop.exit is None and loop.node.position == Position(1, 0)
+    # It does not hold up what a newer generation says.
+    over = Generation(2, members, 0, Position(1, 0), "over", verdict=Verdict(0, "stopped"))
+    store.create(paths.generation(2), over)
+    loop.tick(60.0)
+    assert loop.exit is not None and loop.exit.reason == "stopped"
 
 
-@pytest.mark.parametrize("name", ["000001.json", "notes.txt"])
-def test_a_stop_that_cannot_be_read_is_one_all_the_same(tmp_path: Path, name: str) -> None:
-    """Somebody asked for an end, if not how soon; but other people's files ask for nothing."""
-    observer = Observer(PosixStore(), RunPaths(tmp_path), RULES.table)
-    stops = tmp_path / "coordination" / "stops"
-    stops.mkdir(parents=True)
-    # It was there before this node started, so it was meant for an earlier session.
-    (stops / "000009.json").write_bytes(b"torn")
-    observer.prepare()
-    observer.registry.learn_join(Join(0, 1, "host", 1, "boot"))
-    me = Node(0, 1, 0.0, started_as=1)
-    (stops / name).write_bytes(b"torn")
-    assert observer.view(me, 0.0).stop is None
-    assert observer.view(me, 14.9).stop is None
-    stop = observer.view(me, 15.0).stop
-    assert (stop is None) == (name == "notes.txt")
-    assert stop is None or (not stop.now and "000001.json cannot be read: no record of fsbarrier" in stop.who)
-
-
-def test_a_failure_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
-    """Others who can read it go on without this node; without an end it would wait for ever."""
-    agent = node_loop(tmp_path, rank=1)
-    paths, store = agent.observer.paths, agent.store
-    members = (Member(0, 1), Member(1, 1))
-    store.create(paths.generation(1), Generation(1, members, 0, Position(1, 0), "start"))
-    fact = agent.observer.row_dir(1, Position(1, 0)) / fact_name(1, 0, "failed")
-    store.make_dir(fact.parent)
-    store.put(fact, Fact(0, 1, "failed"))
-    cut(fact)
-    for second in range(30):
-        store.put(paths.beat(0, 1), Beat(0, 1, second, "host", 1, "running", 1, 1, 0))
-        agent.tick(float(second))
-    assert agent.exit is not None
-    assert agent.exit.code == 3 and agent.exit.reason.startswith(f"{fact} cannot be read")
+def test_a_node_that_cannot_read_a_record_gives_up_in_the_end(tmp_path: Path) -> None:
+    """And holds its heartbeats back meanwhile, so that the others, who may be able to read it, go on without this node."""
+    loop = node_loop(tmp_path)
+    paths = loop.observer.paths
+    loop.store.create(paths.generation(1), Generation(1, (Member(0, 1),), 0, Position(1, 0), "start"))
+    cut(paths.generation(1))
+    life = NodeLife(loop, lambda: None, 2.0, Backoff(0.1, 0.1), 0.0)
+    for second in range(int(loop.observer.paces.outage_s) + 1):
+        assert loop.exit is None
+        life.beat(float(second))
+        life.look(float(second))
+    assert loop.exit is not None and loop.exit.code == 3
+    assert "has failed for 120 s" in loop.exit.reason and "gen-000001.json" in loop.exit.reason
+    assert loop.observer.beaten_at is not None and loop.observer.beaten_at < 10.0
 
 
 def test_after_a_flipped_bit_the_run_goes_neither_back_nor_elsewhere(tmp_path: Path) -> None:
@@ -180,7 +171,7 @@ def test_after_a_flipped_bit_the_run_goes_neither_back_nor_elsewhere(tmp_path: P
         merged = {path: path.read_bytes() for path in paths.trajectories("train").iterdir()}
         assert session(3) == 3
         said = cluster.said(0)
-        assert "gen-000002.json cannot be read for 2 s: torn" in said and "init_from" in said
+        assert "gen-000002.json" in said and "cannot be read: torn" in said and "init_from" in said
         assert {path: path.read_bytes() for path in paths.trajectories("train").iterdir()} == merged
         assert len(os.listdir(paths.generations)) == 2
         paths.generation(2).write_bytes(whole)

@@ -1,7 +1,7 @@
 """Turns the shared directory into the View that the state machine decides from. Reads only; no clock of its own.
 
 Each kind of news has its own object and its own pace: the facts about the row (coordination/row_watch.py) are listed at every look,
-generations and joins (registry.py), requests (stops_seen.py) and heartbeats when they are due (schedule.py).
+generations, joins and requests to stop (registry.py) and heartbeats when they are due (paces.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from pathlib import Path
 from fsbarrier.coordination.paces import Paces, Schedule
 from fsbarrier.coordination.registry import Registry
 from fsbarrier.coordination.row_watch import NO_ROW, RowWatch
-from fsbarrier.coordination.stops_seen import StopsSeen
-from fsbarrier.coordination.unreadable import ReadFailures
 from fsbarrier.protocol.facts import Generation, Join, Position, Pulse
 from fsbarrier.protocol.membership import FINISHED, Ledger, silent_members
 from fsbarrier.protocol.rows import Table
@@ -42,7 +40,6 @@ class Observer:
     #: see Registry
     can_hold: Callable[[Join | Generation], bool] = lambda record: True
     registry: Registry = field(init=False)
-    stops: StopsSeen = field(init=False)
     row: RowWatch = field(init=False)
     schedule: Schedule = field(init=False)
     ledger: Ledger = field(default_factory=Ledger)
@@ -58,10 +55,9 @@ class Observer:
     _unwritten_s: float = 0.0
 
     def __post_init__(self) -> None:
-        store, paths, failures = self.store, self.paths, ReadFailures(self.store, self.paces.blind_s)
-        self.registry = Registry(store, paths, self.table, failures, self.can_hold)
-        self.stops = StopsSeen(store, paths, self.paces.unreadable_s)
-        self.row = RowWatch(store, paths, self.table, failures)
+        store, paths = self.store, self.paths
+        self.registry = Registry(store, paths, self.table, self.can_hold)
+        self.row = RowWatch(store, paths, self.table)
         self.schedule = Schedule(self.paces)
 
     @property
@@ -83,7 +79,7 @@ class Observer:
         for directory in self.paths.listed:
             self.store.make_dir(directory)
         self.read_beats()
-        self._look_at_records(None)
+        self.registry.look()
 
     def hurry(self) -> None:
         """Look at everything at the next view, whatever its pace."""
@@ -96,7 +92,7 @@ class Observer:
         # A node whose own work has just ended publishes that before it looks at the others.
         watches = node.part in WATCHING and work is None
         if watches:
-            self.row.look(node, now)
+            self._look_at_the_row(node)
         if self.row.news:
             self.last_view, self.row.news = None, False
         if self.last_view is not None and self.last_view.work is work:
@@ -104,10 +100,9 @@ class Observer:
         row = self.row.listing if watches and self.row.listing is not None else NO_ROW
         self.last_view = View(
             self.newest,
-            self.registry.unreadable or row.unreadable,
             self.joins,
             self.ledger,
-            self.stops.newest(node),
+            self.registry.stop(node),
             self.resume_point,
             row.arrived,
             row.failed,
@@ -116,22 +111,26 @@ class Observer:
         )
         return self.last_view
 
+    def _look_at_the_row(self, node: Node) -> None:
+        try:
+            self.row.look(node)
+        except OSError:
+            # A newer generation's decision does not wait for a fact of this one that cannot be read.
+            if self.registry.newest_known <= node.place[0].number:
+                raise
+
     def _look_around(self, node: Node, now: float) -> None:
         """Look at what is due beside the row."""
         if self.schedule.follow(node, now):
             self.last_view = None
         if now >= self.schedule.records_due:
             self.last_view = None
-            self._look_at_records(now)
+            self.registry.look()
             self.schedule.records_seen(node, now)
         if now >= self.schedule.beats_due:
             self.last_view = None
             self._look_at_beats(node, now)
             self.schedule.beats_seen(node, now)
-
-    def _look_at_records(self, now: float | None) -> None:
-        self.registry.look(now)
-        self.stops.look(now, self.joins.values())
 
     def _look_at_beats(self, node: Node, now: float) -> None:
         """List all heartbeats. Raises OSError, also if this node cannot write its own: then it cannot take part, and the others go on."""

@@ -35,8 +35,6 @@ class Paces:
     dead_s: float = DEAD_S
     #: a joining node looks at heartbeats this many times as often
     eager: float = 10.0
-    #: a request to stop that is unreadable for this long counts as a request to stop at the next safe point
-    unreadable_s: float = 15.0
     #: how long a node retries while the shared directory fails
     outage_s: float = OUTAGE_S
 
@@ -69,7 +67,6 @@ def make_paces(settings: Settings) -> Paces:
         blind_s=1.5 * coordination.beat_s,
         dead_s=coordination.dead_s,
         eager=eager,
-        unreadable_s=coordination.dead_s,
         outage_s=coordination.outage_s,
     )
 

@@ -1,22 +1,21 @@
-"""The generations and the starts that a node knows. Their records never change, so each is read once."""
+"""The generations, the starts and the requests to stop that a node knows. Their records never change, so each is read once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from fsbarrier.coordination.unreadable import ReadFailures, must_read
-from fsbarrier.protocol.facts import Generation, Join
+from fsbarrier.protocol.facts import Generation, Join, StopRequest
 from fsbarrier.protocol.rows import Table
-from fsbarrier.protocol.state import Unreadable
-from fsbarrier.rundir.names import GENERATION, START, StartName
+from fsbarrier.protocol.state import Node
+from fsbarrier.rundir.names import GENERATION, START, STOP_REQUEST, StartName
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.record_store import Store
+from fsbarrier.rundir.record_store import Store, must_read, unreadable
 
 
 @dataclass
 class Registry:
-    """Finds generations and joins in listings, and by the names that heartbeats mention before a stale listing shows them.
+    """Finds records in listings, and generations and joins also by the names that heartbeats mention before a stale listing shows them.
 
     `can_hold`: whether the run's settings can have the values that a record asks for. One that they cannot counts as unreadable.
     """
@@ -24,18 +23,14 @@ class Registry:
     store: Store
     paths: RunPaths
     table: Table[object]
-    failures: ReadFailures
     can_hold: Callable[[Join | Generation], bool]
     newest: Generation | None = None
     #: the newest known start of each rank
     joins: Mapping[int, Join] = field(default_factory=dict)
-    #: the generation that is listed after `newest` and cannot be read
-    unreadable: Unreadable | None = None
-    #: the listings of which everything is read
-    _read_generations: list[str] = field(default_factory=list)
-    _read_joins: list[str] = field(default_factory=list)
     #: names in joins/ that are read, or that are no joins
     _done_with: set[str] = field(default_factory=set)
+    #: the requests to stop, by their names
+    _stops: dict[str, StopRequest] = field(default_factory=dict)
 
     @property
     def newest_known(self) -> int:
@@ -47,36 +42,25 @@ class Registry:
         listed = GENERATION.parse_all(self.store.names(self.paths.generations))
         return max([*listed, self.newest_known])
 
-    def look(self, now: float | None) -> None:
-        """List both directories and read what is new. `now`: None before this node has joined. Raises OSError."""
-        names = self.store.names(self.paths.generations)
-        if names != self._read_generations and self._look_at_generations(names, now):
-            self._read_generations = names
-        names = self.store.names(self.paths.joins)
-        if names != self._read_joins:
-            for name in names:
-                if name in self._done_with:
-                    continue
-                start = START.parse(name)
-                if start is None or self.read_join(start):
-                    self._done_with.add(name)
-            if self._done_with.issuperset(names):
-                self._read_joins = names
+    def look(self) -> None:
+        """List the directories and read what is new. Raises OSError, also while the newest generation cannot be read."""
+        newest = self.newest_number()
+        if newest > self.newest_known and not self.read_generation(newest):
+            raise unreadable(self.store, self.paths.generation(newest), Generation)
+        for name in self.store.names(self.paths.joins):
+            if name not in self._done_with and (
+                (start := START.parse(name)) is None or self.read_join(start)
+            ):
+                self._done_with.add(name)
+        for name in self.store.names(self.paths.stops):
+            if name not in self._stops and STOP_REQUEST.parse(name) is not None:
+                request = self.store.read(self.paths.stops / name, StopRequest)
+                self._stops |= {name: request} if request is not None else {}
 
-    def _look_at_generations(self, names: list[str], now: float | None) -> bool:
-        """Learn the newest generation that can be read; True if none is newer."""
-        newer = sorted((n for n in GENERATION.parse_all(names) if n > self.newest_known), reverse=True)
-        unread = newer[0] if newer and not self.read_generation(newer[0]) else None
-        if unread is None:
-            self.unreadable = None
-            return True
-        if now is not None:
-            path = self.paths.generation(unread)
-            self.unreadable = self.failures.note(path, Generation, now, self.unreadable)
-        for number in newer[1:]:
-            if self.read_generation(number):
-                break
-        return False
+    def stop(self, node: Node) -> StopRequest | None:
+        """The last request to stop that concerns this process."""
+        found = [name for name, stop in self._stops.items() if stop.concerns(node.rank, node.started_as)]
+        return self._stops[max(found)] if found else None
 
     def learn(self, generation: Generation | None) -> None:
         """Remember a generation if it is the newest, however its record was found."""

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsbarrier.coordination.observer import Observer
-from fsbarrier.coordination.unreadable import must_read
-from fsbarrier.protocol.facts import SEALED, Fact, Generation, Payload, Position
+from fsbarrier.protocol.facts import SEALED, Decision, Fact, Generation, Payload, Position
 from fsbarrier.protocol.rows import Row
 from fsbarrier.protocol.state import ResumePoint, Rules
 from fsbarrier.protocol.succession import with_decision
 from fsbarrier.rundir.names import FACT, PHASE_FOLDER
+from fsbarrier.rundir.record_store import must_read
 
 
 @dataclass
@@ -154,9 +154,9 @@ class _PastGeneration:
             observer.store.create(self._leaders_path(position), seal) or self.fact(position).status == SEALED
         )
 
-    def decisions(self, reached: Position) -> Mapping[str, Payload]:
+    def decisions(self, reached: Position) -> Mapping[str, Decision]:
         """All decisions before `reached`: of each row the newest, and the one before (`with_decision`)."""
-        decisions: Mapping[str, Payload] = self.generation.decisions
+        decisions: Mapping[str, Decision] = self.generation.decisions
         for index in range(self.first, self.last + 1):
             for position, value in reversed(self._last_two(index, reached)):
                 name = self.rules.table.rows[index].name

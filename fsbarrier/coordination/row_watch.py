@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fsbarrier.coordination.unreadable import ReadFailures, must_read
 from fsbarrier.protocol.facts import Fact, Generation, Payload, Position
 from fsbarrier.protocol.rows import Table
-from fsbarrier.protocol.state import Node, RowPart, Unreadable
+from fsbarrier.protocol.state import Node, RowPart
 from fsbarrier.rundir.names import FACT, fact_name
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.record_store import Store
+from fsbarrier.rundir.record_store import Store, must_read
 
 
 @dataclass
@@ -29,10 +28,8 @@ class RowListing:
     names: list[str] | None = None
     arrived: frozenset[int] = frozenset()
     failed: Mapping[int, Fact] = field(default_factory=dict)
-    #: the leader's fact, once all members are done and it can be read
+    #: the leader's fact, once all members are done
     leaders_fact: Fact | None = None
-    #: a fact in it that could not be read
-    unreadable: Unreadable | None = None
 
     @classmethod
     def of(cls, generation: Generation, position: Position, directory: Path) -> RowListing:
@@ -52,7 +49,6 @@ class RowWatch:
     store: Store
     paths: RunPaths
     table: Table[object]
-    failures: ReadFailures
     #: the row that this node looked at last
     listing: RowListing | None = None
     #: the fact that this node, as a leader, created last: where, and what it says to whoever reads it
@@ -62,7 +58,7 @@ class RowWatch:
     #: a look has shown something that the last view does not have
     news: bool = False
 
-    def look(self, node: Node, now: float) -> None:
+    def look(self, node: Node) -> None:
         """List the folder of the node's row, and read what matters in it. Raises OSError."""
         generation, position = node.place
         row = self.listing
@@ -75,8 +71,8 @@ class RowWatch:
             self.news = True
             row.arrived = frozenset([row.done[name] for name in names if name in row.done])
             failures = [name for name in names if name.endswith(".failed")]
-            if self._read_failures(generation, row, failures, now):
-                row.names = names
+            self._read_failures(generation, row, failures)
+            row.names = names
         if generation.number in self.finished and len(row.arrived) < len(generation.members):
             # A member has passed this row, the last of all: all facts exist, even if a stale listing does not show them yet.
             self.news = True
@@ -84,10 +80,10 @@ class RowWatch:
         row.leaders_fact = None
         if node.part is RowPart.ANNOUNCED and len(row.arrived) == len(generation.members):
             self.news = True
-            row.leaders_fact = self._leaders_fact(generation, row, now)
+            row.leaders_fact = self._leaders_fact(generation, row)
 
-    def _leaders_fact(self, generation: Generation, row: RowListing, now: float) -> Fact | None:
-        """The leader's fact about a row in which all members' facts are listed; None while it cannot be read.
+    def _leaders_fact(self, generation: Generation, row: RowListing) -> Fact:
+        """The leader's fact about a row in which all members' facts are listed. Raises OSError while it cannot be read.
 
         It is not read where this node has created it itself, nor in a transient row, where no seal can lie.
         """
@@ -96,23 +92,16 @@ class RowWatch:
         path = row.directory / fact_name(row.position.iteration, generation.leader)
         if self.created is not None and self.created[0] == path:
             return self.created[1]
-        fact = self.store.read(path, Fact)
-        row.unreadable = self.failures.note(path, Fact, now, row.unreadable) if fact is None else None
-        return fact
+        return must_read(self.store, path, Fact)
 
-    def _read_failures(self, generation: Generation, row: RowListing, names: list[str], now: float) -> bool:
-        """Read the members' failures in a row, `names`; False while one of them cannot be read."""
-        failed, before, row.unreadable = dict(row.failed), row.unreadable, None
+    def _read_failures(self, generation: Generation, row: RowListing, names: list[str]) -> None:
+        """Read the members' failures in a row, `names`. Raises OSError while one of them cannot be read."""
+        failed = dict(row.failed)
         for rank in (fact.rank for fact in FACT.parse_all(names) if fact.iteration == row.position.iteration):
             if rank in generation.ranks and rank not in failed:
                 path = row.directory / fact_name(row.position.iteration, rank, "failed")
-                record = self.store.read(path, Fact)
-                if record is None:
-                    row.unreadable = self.failures.note(path, Fact, now, before)
-                    return False
-                failed[rank] = record
+                failed[rank] = must_read(self.store, path, Fact)
         row.failed = failed
-        return True
 
     def row_dir(self, generation: int, position: Position) -> Path:
         """The folder of the facts about one row."""

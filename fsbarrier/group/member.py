@@ -15,7 +15,6 @@ from typing import Any
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.paces import DICE, Paces, eagerness, next_beat_s
-from fsbarrier.coordination.unreadable import must_read
 from fsbarrier.errors import Fenced, FsbarrierError, NodeError, OutOfStep, PeerLost, StoreError
 from fsbarrier.group.collective import BARRIER, TABLE, Collective, CollectiveWork
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member
@@ -23,7 +22,7 @@ from fsbarrier.protocol.membership import Limits, Loss, live_joiners, losses
 from fsbarrier.protocol.state import Exit, Rules, Stage
 from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.record_store import Store
+from fsbarrier.rundir.record_store import Store, must_read
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +295,7 @@ class GroupMember:
             return None
         if loop.exit.code == Fenced.exit_code:
             return self._fenced(loop.exit.reason)
-        # An unreadable record, or one of another format: in a group nothing else ends a member's loop.
+        # A foreign record may hold a verdict: in a group nothing else ends a member's loop.
         return StoreError(loop.exit.reason, loop.join.rank, loop.join.host, 0.0)
 
     def _fenced(self, message: str) -> Fenced:

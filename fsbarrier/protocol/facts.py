@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
+
+from msgspec import Meta
 
 #: the status of a fact that fences its generation; see Fact
 SEALED = "sealed"
@@ -18,13 +20,24 @@ Payload = Mapping[str, Any]
 #: a JSON object as `json.loads` returns it
 JsonObject = dict[str, Any]
 
+#: a rank, a counter, a number of something
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class Decision(TypedDict):
+    """What a leader decided in a row: in which iteration, and the row's result; and the one before."""
+
+    iteration: Count
+    value: Payload
+    before: NotRequired[Decision]
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
     """One node of a generation: a start of a rank (`incarnation`), and the host that it runs on."""
 
-    rank: int
-    incarnation: int
+    rank: Count
+    incarnation: Count
     host: str = ""
 
 
@@ -32,22 +45,22 @@ class Member:
 class Position:
     """A place in the run: the iteration, from 1, and the index of the program's row."""
 
-    iteration: int
-    phase: int
+    iteration: Count
+    phase: Count
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
     """A node has started: who it is, how to reach it, and what its command line asks for."""
 
-    rank: int
-    incarnation: int
+    rank: Count
+    incarnation: Count
     host: str
-    pid: int
+    pid: Count
     boot_id: str
     addresses: tuple[str, ...] = ()
     #: the last iteration; the run follows the lowest rank
-    until: int | None = None
+    until: Count | None = None
     version: str = ""
     #: of its code; all members of a generation have the same
     digest: str = ""
@@ -76,28 +89,28 @@ class Pulse:
     `state` tells how the node ended; the last three fields where it is.
     """
 
-    rank: int
-    incarnation: int
-    counter: int
+    rank: Count
+    incarnation: Count
+    counter: Count
     state: str
-    generation: int = 0
-    iteration: int = 0
-    phase: int = 0
+    generation: Count = 0
+    iteration: Count = 0
+    phase: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
     """What a node says about itself with each heartbeat: for people, and as a second witness before a node is declared dead."""
 
-    rank: int
-    incarnation: int
-    counter: int
+    rank: Count
+    incarnation: Count
+    counter: Count
     host: str
-    pid: int
+    pid: Count
     state: str
-    generation: int = 0
-    iteration: int = 0
-    phase: int = 0
+    generation: Count = 0
+    iteration: Count = 0
+    phase: Count = 0
     phase_name: str = ""
     progress: Payload = field(default_factory=dict)
 
@@ -123,9 +136,9 @@ class FailedProgram:
     Attempt 0: before a node left because of such failures, so it does not count for those that are left.
     """
 
-    attempt: int
-    rank: int
-    phase: int
+    attempt: Count
+    rank: Count
+    phase: Count
     what: str
     #: its partner on another node was gone, so the reason is there
     noticed: bool = False
@@ -138,28 +151,28 @@ class Generation:
     Similar to an epoch or a view in other protocols.
     """
 
-    number: int
+    number: Count
     members: tuple[Member, ...]
-    leader: int
+    leader: Count
     start: Position
     reason: str
     #: adopted from older generations: phase name -> {"iteration": i, "value": payload}
-    decisions: Mapping[str, Payload] = field(default_factory=dict)
+    decisions: Mapping[str, Decision] = field(default_factory=dict)
     #: the last iteration
-    until: int | None = None
+    until: Count | None = None
     choices: Payload = field(default_factory=dict)
     #: the failures of `start.iteration` so far
     failures: tuple[FailedProgram, ...] = ()
     #: left out by this generation, because their programs failed in each attempt: they end (protocol/attempts.py)
     dismissed: tuple[Member, ...] = ()
-    created_by: int = -1
+    created_by: Count = 0
     #: ends the run
     verdict: Verdict | None = None
     #: the settings of its session that differ from those that the run began with, by dotted names
     settings: Payload = field(default_factory=dict)
     #: The number of the first of the generations that follow each other only because none lasts for ever. What a node keeps between
     #: iterations, such as its trainer's processes, lasts for an era.
-    era: int = 0
+    era: Count = 0
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -184,8 +197,8 @@ class Fact:
     is fenced (coordination/resume.py).
     """
 
-    rank: int
-    incarnation: int
+    rank: Count
+    incarnation: Count
     status: str
     value: Payload = field(default_factory=dict)
     work_s: float = 0.0

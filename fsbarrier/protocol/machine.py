@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from fsbarrier.errors import EXIT_DONE, Fenced, ProgramFailed, StoreError, TooFewNodes, UsageError
+from fsbarrier.errors import EXIT_DONE, Fenced, ProgramFailed, TooFewNodes, UsageError
 from fsbarrier.protocol.attempts import after_a_failure, failures_so_far, pause_s
 from fsbarrier.protocol.facts import Fact, Generation, Member, Payload, Position, Verdict
 from fsbarrier.protocol.lost import found_by_others, last_news, lost_as_fields, lost_as_text
@@ -113,34 +113,6 @@ def enter_newer_generation(at: Situation) -> Step | None:
     lost = [Note("node_lost", {"lost": lost_as_fields(at, gone)}, at=at.node)] if gone else []
     entered, actions = _enter(at, newest)
     return entered, (*lost, *actions)
-
-
-def wait_for_an_unreadable_record(at: Situation) -> Step | None:
-    """A record that this node needs is listed but unreadable: it may become readable, and never counts as absent.
-
-    A joining node waits. A member goes on: passing a row is safe whatever a newer generation says, and nobody can create the
-    unreadable number again. After `dead_s` the node ends. If only this host cannot read the record, the others go on without it.
-    """
-    found = at.view.unreadable
-    if found is None:
-        return None
-    silent_s, foreign = at.now - found.since, found.fault.foreign
-    if silent_s < at.rules.limits.dead_s and not foreign:
-        return (at.node, NOTHING) if at.node.stage is Stage.JOINING else None
-    if foreign:
-        return _end(
-            at,
-            UsageError.exit_code,
-            "left",
-            f"{found.path}: {found.fault.why}; start this node with the run's fsbarrier",
-        )
-    return _end(
-        at,
-        StoreError.exit_code,
-        "left",
-        f"{found.path} cannot be read for {silent_s:.0f} s: {found.fault.why}; if other nodes can read it, look at this host's mount; "
-        "else restore the file, or begin another run with this one's policy: init_from=THIS_LOG_PATH",
-    )
 
 
 def _enter(at: Situation, generation: Generation) -> Step:
@@ -631,7 +603,6 @@ DECIDED_BY_OTHERS: tuple[Rule, ...] = (
     end_when_rank_is_taken,
     end_with_the_run,
     enter_newer_generation,
-    wait_for_an_unreadable_record,
 )
 
 #: the rules of each stage; the first that applies wins

@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 
-from fsbarrier.protocol.codec import Fault
-from fsbarrier.protocol.facts import Fact, Generation, Join, Payload, Position, StopRequest
+from fsbarrier.protocol.facts import Decision, Fact, Generation, Join, Payload, Position, StopRequest
 from fsbarrier.protocol.membership import JOINING, Ledger, Limits
 from fsbarrier.protocol.rows import SLICE_CHOICE, Row, Table
 
@@ -134,7 +133,7 @@ class Node:
     part: RowPart = RowPart.NONE
     result: Payload = field(default_factory=dict)
     work_s: float = 0.0
-    decisions: Mapping[str, Payload] = field(default_factory=dict)
+    decisions: Mapping[str, Decision] = field(default_factory=dict)
     #: when it noticed the loss (or seal) that it wants to answer with a new generation
     trouble_since: float | None = None
     #: when it first saw that a member's program had failed in this row
@@ -176,7 +175,7 @@ class ResumePoint:
     """Where a run resumes, according to the newest generation's facts."""
 
     position: Position
-    decisions: Mapping[str, Payload] = field(default_factory=dict)
+    decisions: Mapping[str, Decision] = field(default_factory=dict)
     #: the number of that generation; 0 before the first
     generation: int = 0
     #: the local time at which its facts were read
@@ -188,21 +187,10 @@ class ResumePoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable:
-    """A record that is listed but unreadable since the local time `since`. Its content is unknown, and it must not count as absent."""
-
-    path: str
-    fault: Fault
-    since: float
-
-
-@dataclass(frozen=True, slots=True)
 class View:
     """What one node sees."""
 
     newest: Generation | None = None
-    #: a generation after `newest`, or a fact about the node's row, that this node cannot read
-    unreadable: Unreadable | None = None
     joins: Mapping[int, Join] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     #: a request to stop this node

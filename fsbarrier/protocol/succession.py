@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from fsbarrier.protocol.facts import (
+    Decision,
     FailedProgram,
     Generation,
     Join,
@@ -145,7 +146,10 @@ def _start_by_what_was_done(found: ResumePoint, span: tuple[int, int], table: Ta
         return Position(1, span[0])
     if span == found.span:
         return found.position
-    made = [found.decisions.get(part.result, {}).get("iteration", 0) for part in table.slices]
+    made = [
+        decision["iteration"] if (decision := found.decisions.get(part.result)) is not None else 0
+        for part in table.slices
+    ]
     for i in range(len(made) - 1, 0, -1):
         first = table.index(table.slices[i].first)
         if span[0] <= first <= span[1] and (made[i - 1] > made[i] or span[0] == first):
@@ -154,22 +158,22 @@ def _start_by_what_was_done(found: ResumePoint, span: tuple[int, int], table: Ta
 
 
 def with_decision(
-    decisions: Mapping[str, Payload], name: str, iteration: int, value: Payload
-) -> dict[str, Payload]:
+    decisions: Mapping[str, Decision], name: str, iteration: int, value: Payload
+) -> dict[str, Decision]:
     """`decisions` with one more. The decision of the last iteration is kept under "before", since a later generation may resume before
     this one."""
     old = decisions.get(name)
     if old is not None and old["iteration"] >= iteration:
         old = old.get("before")
-    entry: dict[str, object] = {"iteration": iteration, "value": value}
+    entry: Decision = {"iteration": iteration, "value": value}
     if old is not None:
         entry["before"] = {"iteration": old["iteration"], "value": old["value"]}
     return {**decisions, name: entry}
 
 
 def kept_decisions(
-    decisions: Mapping[str, Payload], start: Position, table: Table[object]
-) -> dict[str, Payload]:
+    decisions: Mapping[str, Decision], start: Position, table: Table[object]
+) -> dict[str, Decision]:
     """The decisions that a generation starting at `start` adopts: all that were made before that position."""
     kept = {}
     for row in table.rows:

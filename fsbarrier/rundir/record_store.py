@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from fsbarrier.protocol.codec import CorruptRecord, Fault, decode, encode
+from fsbarrier.protocol.codec import CorruptRecord, decode, encode
 from fsbarrier.protocol.facts import R, Record
 from fsbarrier.store import files, owned, reading
 
@@ -40,7 +40,7 @@ class Store(Protocol):
         None never means that the record does not exist: its name was listed. `fault` tells why it is unreadable.
         """
 
-    def fault(self, path: Path, cls: type[R]) -> Fault:
+    def fault(self, path: Path, cls: type[R]) -> str:
         """Why a record is unreadable."""
 
     def put(self, path: Path, record: Record, *, durable: bool = False) -> None:
@@ -61,6 +61,21 @@ class Store(Protocol):
 
     def remove_dir(self, path: Path) -> None:
         """Remove a directory and its content, if it is there."""
+
+
+def must_read(store: Store, path: Path, cls: type[R]) -> R:
+    """A record that is known to be there. Raises OSError while it cannot be read: treating it as absent would lose it."""
+    record = store.read(path, cls)
+    if record is None:
+        raise unreadable(store, path, cls)
+    return record
+
+
+def unreadable(store: Store, path: Path, cls: type[R]) -> OSError:
+    """The error of a record that cannot be read: as of a failing mount (EIO), which is tried again and then given up."""
+    why = f"this record cannot be read: {store.fault(path, cls)}; if other nodes can read it, look at this host's mount; "
+    why += "else restore the file, or begin another run with this one's policy (init_from=THIS_LOG_PATH)"
+    return OSError(errno.EIO, why, str(path))
 
 
 class PosixStore:
@@ -90,20 +105,18 @@ class PosixStore:
         try:
             return decode(reading.read_bytes(path, reading.RECORD_BYTES), cls)
         except (reading.NotPlain, IsADirectoryError) as error:
-            raise CorruptRecord(Fault(str(error.strerror))) from None
+            raise CorruptRecord(str(error.strerror)) from None
 
-    def fault(self, path: Path, cls: type[R]) -> Fault:
+    def fault(self, path: Path, cls: type[R]) -> str:
         try:
             self._read(path, cls)
         except CorruptRecord as error:
-            return error.fault
+            return str(error)
         except PermissionError as error:
-            return Fault(
-                f"{error.strerror}: another user wrote it; start all nodes as one user, or with --shared-group"
-            )
+            return f"{error.strerror}: another user wrote it; start all nodes as one user, or with --shared-group"
         except OSError as error:
-            return Fault(f"{error.strerror or error}, although it is listed")
-        return Fault("it does not fit its name, or this run's program")
+            return f"{error.strerror or error}, although it is listed"
+        return "it does not fit its name, or this run's program"
 
     def put(self, path: Path, record: Record, *, durable: bool = False) -> None:
         files.write_atomic(path, encode(record), durable=durable)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from fsbarrier.protocol.codec import CorruptRecord, Fault, decode
+from fsbarrier.protocol.codec import CorruptRecord, decode
 from fsbarrier.protocol.facts import R, Record
 from fsbarrier.rundir.record_store import OF_ONE_RECORD
 from fsbarrier.sim.disk import Content, Directory, Disk, File, SimPath, as_record
@@ -84,6 +84,8 @@ class MountClient:
         self.outage: int | None = None
         # the directory whose files this host cannot read; "": none
         self.cannot_read = ""
+        # when a record that could not be read held a node up
+        self.held_up: list[float] = []
         self._reads = reads
         # reads of names that did not exist (invariant I11)
         self.misses: dict[str, int] = {}
@@ -168,12 +170,13 @@ class MountClient:
         content = self._remembered(path, file) if file is None or self._caching else file.content
         return content if content is None or isinstance(content, cls) else as_record(content, cls)
 
-    def fault(self, path: SimPath, cls: type[R]) -> Fault:
+    def fault(self, path: SimPath, cls: type[R]) -> str:
+        self.held_up.append(self.disk.now)
         try:
             decode(self.disk.spoilt.get(path, MIXED), cls)
         except CorruptRecord as error:
-            return error.fault
-        return Fault("it does not fit its name")
+            return str(error)
+        return "it does not fit its name"
 
     def _remembered(self, path: SimPath, file: File | None) -> Content | None:
         """The content of a file as this mount shows it."""

@@ -150,12 +150,14 @@ def _too_few(history: History, rules: Rules, record: Generation, time: float) ->
 def gave_up_for_a_reason(world: World) -> Iterator[str]:
     """A node ends because its filesystem fails only if that has lasted for `outage_s`, and lasts; one that has not joined, sooner."""
     history, struck = world.history, world.history.faults
-    for ended in history.ended.values():
+    for process, ended in history.ended.items():
         if ended.code != 3 or ("cannot be read" in ended.why and struck & {"unreadable", "handles"}):
             continue
         # A start does not wait for a disk that is full.
         least = 0.0 if "cannot join" in ended.why else 0.98 * world.draw.paces.outage_s
         own = [(begin, end) for rank, begin, end in history.outages if rank == ended.rank]
+        # A record that could not be read is to a node as an outage.
+        own += [(time, time) for time in world.processes[process].client.held_up]
         lasted = any(begin + least <= ended.time for begin, _ in own)
         if not lasted or not any(ended.time <= end + 3 * world.draw.beat_s for _, end in own):
             yield f"node {ended.rank} ended at {ended.time:.1f} s, with its filesystem's outages {own}: {ended.why}"
