@@ -43,4 +43,4 @@ printf '== the order of the rooms (pyproject.toml, [tool.importlinter])\n'
 printf '== size\n'
 "$python" scripts/count_code.py fsbarrier phases
 printf '== pytest\n'
-exec "$python" -m pytest "${selection[@]}" "$@"
+exec "$python" -m pytest --durations=10 "${selection[@]}" "$@"
