@@ -75,9 +75,19 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "algorithm.preset=none",
         *(
             f"algorithm.preset={name}"
-            for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "rft")
+            for name in (
+                "grpo",
+                "dr_grpo",
+                "dapo",
+                "gspo",
+                "cispo",
+                "sapo",
+                "rft",
+                "reinforce_plus_plus_baseline",
+            )
         ),
-        *(f"algorithm.preset={name}" for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")),
+        # Their KL in the reward goes with few values of other groups.
+        *(f"algorithm.preset={name} algorithm.kl_in_reward=0" for name in ("rloo", "reinforce_plus_plus")),
     ),
     "loss": (
         "algorithm.truncated=keep",

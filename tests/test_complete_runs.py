@@ -144,6 +144,29 @@ def test_a_run_with_rollouts_ahead_trains_on_samples_one_version_old_and_says_so
     assert "Staleness in policy versions" in page(*look_once(ran.log_path))
 
 
+@pytest.mark.parametrize("preset", ["rloo", "reinforce_plus_plus"])
+def test_a_recipe_with_the_kl_in_the_reward_reaches_its_end(
+    bench: Bench, tmp_path: Path, preset: str
+) -> None:
+    many = ("optimizer.lr=0.01", "optimizer.warmup_steps=0", "algorithm.max_logprob_gap=99")
+    recipe = (f"algorithm.preset={preset}", "algorithm.old_logprobs=trainer")
+    last = {}
+    for weight in (0, 20):
+        log_path = tmp_path / str(weight)
+        ran = bench.run(
+            log_path,
+            "--iterations",
+            "3",
+            *recipe,
+            f"algorithm.kl_in_reward={weight}",
+            "algorithm.kl_coef=1e-9",
+            *many,
+        ).check()
+        assert [event["policy_version"] for event in ran.events("weights_published")] == [1, 2, 3]
+        last[weight] = ran.events("updated")[-1]["kl"]
+    assert 0 < last[20] < last[0], "the policy stays nearer to the first one"
+
+
 def test_recover_finds_nothing_missing_in_a_finished_run_and_refuses_other_iterations(
     bench: Bench, tmp_path: Path
 ) -> None:

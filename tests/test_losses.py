@@ -173,6 +173,49 @@ def test_a_batch_is_normalised_over_its_tokens() -> None:
     assert torch.equal(batch_advantages(advantages, tokens, AlgorithmSettings()), advantages)
 
 
+def test_the_kl_in_the_reward_of_a_token_is_that_of_the_tokens_after_it_too() -> None:
+    """Two sequences, of three and two sampled tokens after a prompt of one, against sums written out in float64."""
+    import torch
+
+    from fsbarrier.training.batch import TrainingBatch
+    from fsbarrier.training.kl_in_reward import with_kl_in_reward
+
+    mask = torch.tensor([0, 1, 1, 1, 0, 1, 1], dtype=torch.uint8)
+    policy = torch.tensor([9.0, -1.0, -2.0, -0.5, 9.0, -0.3, -0.7])
+    reference = torch.tensor([0.0, -1.5, -1.0, -0.75, 0.0, -0.3, -1.7])
+    weights = torch.tensor([0.5, -0.25])
+    batch = TrainingBatch(
+        mask.int(), mask, policy, torch.tensor([0, 4, 7]), weights, mask, mask, (), reference=reference
+    )
+    algorithm = AlgorithmSettings(advantage="rloo", normalize_std=False, kl_in_reward=0.1)
+    # The log-ratios are 0.5, -1, 0.25 and 0, 1.
+    by_hand = [0, 0.5 + 0.025, 0.5 + 0.075, 0.5 - 0.025, 0, -0.25 - 0.1, -0.25 - 0.1]
+    found = with_kl_in_reward(batch, algorithm).token_weights
+    assert found is not None and torch.allclose(found, torch.tensor(by_hand))
+    # By the trainer's own log-probabilities, where it computes them.
+    same = with_kl_in_reward(replace(batch, old=policy, logprobs=policy - 3), algorithm).token_weights
+    assert same is not None and torch.equal(same, found)
+    whitened = with_kl_in_reward(batch, AlgorithmSettings(advantage="reinforce_plus_plus", kl_in_reward=0.1))
+    of_tokens = torch.tensor(by_hand, dtype=torch.float64)[mask.bool()]
+    expected = (of_tokens - of_tokens.mean()) / of_tokens.std()
+    assert whitened.token_weights is not None
+    assert torch.allclose(whitened.token_weights[mask.bool()].double(), expected, atol=1e-5)
+    assert with_kl_in_reward(batch, AlgorithmSettings()) is batch
+
+
+def test_a_weight_for_each_token_is_a_sum_of_losses_with_one_for_each_sequence() -> None:
+    """The gradient to a token's log-probability is that with its own weight alone."""
+    import torch
+
+    chosen = AlgorithmSettings(clip_low=0.2, clip_high=0.28, dual_clip=None, aggregation="seq-mean-token-sum")
+    by_token = [[0.5, -1.0, 0.25], [2.0, -0.5, 0.0]]
+    _, together, _ = loss_of(chosen, advantages=by_token)
+    for row in range(2):
+        for column in range(3):
+            _, alone, _ = loss_of(chosen, advantages=[by_token[one][column] for one in range(2)])
+            assert torch.allclose(together[row, column], alone[row, column])
+
+
 def test_long_answers_lose_reward_little_by_little() -> None:
     """DAPO's limits: none up to 16,384 tokens, then up to 1 at 20,480."""
     import torch

@@ -132,6 +132,14 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
             "algorithm.truncated=shape: has no effect with",
         ),
         (
+            ["algorithm.kl_in_reward=0.1"],
+            "algorithm.kl_in_reward=0.1: algorithm.normalize_std=True would divide the rewards by their standard deviation",
+        ),
+        (
+            ["algorithm.kl_in_reward=0.1", "algorithm.loss=rft"],
+            "algorithm.kl_in_reward=0.1: algorithm.loss=rft learns from successes alone",
+        ),
+        (
             ["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"],
             "algorithm.kl_estimator=k1: in the loss its gradient is zero on average",
         ),
@@ -307,8 +315,8 @@ def test_what_is_given_wins_over_a_preset() -> None:
         ),
         ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4, "kl_coef": 0}),
         ("cispo", {"loss": "cispo", "clip_high": 4.0}),
-        ("rloo", {"advantage": "rloo", "normalize_std": False, "kl_coef": 0.03, "kl_estimator": "k2"}),
-        ("reinforce_plus_plus", {"advantage": "reinforce_plus_plus", "kl_coef": 0.001, "kl_estimator": "k2"}),
+        ("rloo", {"advantage": "rloo", "normalize_std": False, "kl_coef": 0, "kl_in_reward": 0.03}),
+        ("reinforce_plus_plus", {"advantage": "reinforce_plus_plus", "kl_coef": 0, "kl_in_reward": 0.001}),
         ("rft", {"loss": "rft", "kl_coef": 0}),
     ],
 )

@@ -63,7 +63,7 @@ class UpdateLoad:
             logits=min(tokens, LOGITS_BYTES // (LOGITS_COPIES * EXACT * shape.vocabulary)),
             checkpointing=accelerated if checkpointing is None else checkpointing,
             offload=trainer.offload,
-            reference=settings.algorithm.kl_coef > 0,
+            reference=settings.algorithm.has_reference,
             zero_stage=trainer.zero_stage if trainer.backend == "deepspeed" else None,
         )
 

@@ -192,6 +192,13 @@ def _algorithm(s: Settings, named: AsChosen) -> Iterator[str]:
             f"{named('algorithm.truncated')}: has no effect with {named('algorithm.loss')}, which trains on successes whatever their "
             "length; use mask or keep"
         )
+    if a.kl_in_reward and a.loss == "rft":
+        yield f"{named('algorithm.kl_in_reward')}: {named('algorithm.loss')} learns from successes alone; drop one of the two"
+    elif a.kl_in_reward and a.advantage in ("grpo", "rloo") and a.normalize_std:
+        yield (
+            f"{named('algorithm.kl_in_reward')}: {named('algorithm.normalize_std')} would divide the rewards by their standard deviation "
+            "and not the KL divergence; set algorithm.normalize_std=false"
+        )
     if a.kl_coef and a.kl_estimator == "k1":
         yield (
             f"{named('algorithm.kl_estimator')}: in the loss its gradient is zero on average, so {named('algorithm.kl_coef')} would add "

@@ -20,8 +20,6 @@ _REINFORCE_PLUS_PLUS: Mapping[str, object] = {
     "aggregation": "token-mean",
     "advantage": "reinforce_plus_plus",
     "normalize_std": True,
-    "kl_coef": 0.001,
-    "kl_estimator": "k2",
 }
 
 #: preset -> source, settings; names without a section are of `algorithm`
@@ -90,21 +88,29 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, object]]] = {
         {**_NO_KL, "loss": "sapo", "aggregation": "seq-mean-token-mean", **_GROUPS_MEAN},
     ),
     "rloo": (
-        "Back to Basics, arXiv 2402.14740; k2 in the loss has the same gradient as the paper's KL in the reward",
+        "Back to Basics, arXiv 2402.14740",
         {
             **_PPO_CLIP,
             **_EVERY_GROUP,
             "aggregation": "seq-mean-token-sum",
             "advantage": "rloo",
             "normalize_std": False,
-            "kl_coef": 0.03,
-            "kl_estimator": "k2",
+            **_NO_KL,
+            "kl_in_reward": 0.03,
         },
     ),
-    "reinforce_plus_plus": ("REINFORCE++, arXiv 2501.03262", _REINFORCE_PLUS_PLUS),
+    "reinforce_plus_plus": (
+        "REINFORCE++, arXiv 2501.03262",
+        {**_REINFORCE_PLUS_PLUS, **_NO_KL, "kl_in_reward": 0.001},
+    ),
     "reinforce_plus_plus_baseline": (
         "REINFORCE++ with a baseline, arXiv 2501.03262",
-        {**_REINFORCE_PLUS_PLUS, "advantage": "reinforce_plus_plus_baseline"},
+        {
+            **_REINFORCE_PLUS_PLUS,
+            "advantage": "reinforce_plus_plus_baseline",
+            "kl_coef": 0.001,
+            "kl_estimator": "k2",
+        },
     ),
     "rft": (
         "Rejection-sampling fine-tuning, arXiv 2308.01825",

@@ -211,16 +211,24 @@ class AlgorithmSettings(Section):
     mismatch: Literal["none", "token_tis", "icepop", "sequence_mask"] = "none"
     #: The upper bound of the correction.
     mismatch_high: EachSession[Positive] = 2.0
-    #: Weight of the KL divergence from the reference policy in the loss; 0: no reference policy.
+    #: Weight of the KL divergence from the reference policy in the loss; 0: none.
     kl_coef: NotNegative = 0.0
-    #: Estimator of the KL divergence: `k1`: the log-ratio (not in the loss); `k2`: half its square; `k3`: low-variance and never
-    #: negative.
+    #: Weight of the KL divergence from the reference policy in the reward: each token's log-ratio is subtracted from the returns of this
+    #: token and of those before it; 0: none.
+    kl_in_reward: NotNegative = 0.0
+    #: Its estimator in the loss: `k2`: half the squared log-ratio; `k3`: low-variance and never negative. `k1`, the log-ratio, is refused
+    #: there, because its gradient is zero on average.
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     #: Weight of the entropy bonus in the loss.
     entropy_coef: EachSession[NotNegative] = 0.0
     #: The update fails if, on the first minibatch, the sampled tokens' log-probabilities from trainer and engine differ by more than
     #: this on average; none: a limit that depends on the precision.
     max_logprob_gap: EachSession[Positive | None] = None
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the update needs the log-probabilities of the reference policy, which is the run's first model."""
+        return self.kl_coef > 0 or self.kl_in_reward > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,8 @@ def write_batch(
 class TrainingBatch:
     """A batch as the update reads it; the fields are the file's, and both are described above.
 
-    `old`, `reference`: like `logprobs`, but the trainer's own before the first step, and the reference policy's; None: not computed.
+    `old`, `reference`: like `logprobs`, but the trainer's own before the first step, and the reference policy's; `token_weights`: a
+    weight for each token in place of its sequence's (kl_in_reward.py). None: not computed.
     """
 
     token_ids: Tensor
@@ -146,6 +147,7 @@ class TrainingBatch:
     steps: tuple[Tensor, ...]
     old: Tensor | None = None
     reference: Tensor | None = None
+    token_weights: Tensor | None = None
 
     @classmethod
     def load(cls, path: Path) -> Self:

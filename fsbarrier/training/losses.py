@@ -8,7 +8,7 @@
     + kl_coef * KL divergence from a reference policy (k1, k2, k3)   - entropy_coef * entropy
     aggregation  the sum over tokens, normalised in one of four ways
 
-All tensors are [sequences, length], with log-probabilities in nats, except advantages [sequences]. Sources:
+All tensors are [sequences, length], with log-probabilities in nats; advantages may also be [sequences]. Sources:
 
     clip             Schulman et al. 2017 (arXiv 1707.06347); separate upper bound: Yu et al. 2025 (DAPO, 2503.14476)
     dual clip        Ye et al. 2020 (1912.09729)             gspo    Zheng et al. 2025 (2507.18071)
@@ -91,7 +91,7 @@ def minibatch_loss(
     new, old, engine = (torch.where(mask, one, 0.0) for one in (values.new, values.old, values.engine))
     log_ratio = sequence_log_ratio(new - old, mask) if algorithm.loss == "gspo" else new - old
     ratio = bounded_exp(log_ratio)
-    weight = advantages[:, None]
+    weight = advantages[:, None] if advantages.dim() == 1 else advantages
     reference = None if values.reference is None else torch.where(mask, values.reference, 0.0)
     if algorithm.loss in LOSSES:
         token_loss = policy_objective(algorithm, new, ratio, weight)
@@ -140,7 +140,7 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 def policy_objective(algorithm: AlgorithmSettings, new: Tensor, ratio: Tensor, weight: Tensor) -> Tensor:
-    """`weight`: the advantages, [sequences, 1]; with rft the rewards."""
+    """`weight`: the advantages; with rft the rewards."""
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
     match algorithm.loss:
         case "grpo" | "gspo":

@@ -19,8 +19,8 @@ class MicroBatch:
 
     `inputs` are the model's arguments. Their input_ids hold the sequences below each other, padded on the right, or *packed*: one after
     the other in a single row, which only an attention that keeps them apart may get. `wanted` (bool, like input_ids) are the tokens that
-    the policy sampled. For the loss: mask (bool), engine, old, reference (or None) [sequences, longest], padded in either case; weights,
-    current (bool) [sequences].
+    the policy sampled. For the loss: mask (bool), engine, old, reference (or None) [sequences, longest], padded in either case; weights
+    [sequences], or [sequences, longest] where each token has its own; current (bool) [sequences].
     """
 
     inputs: dict[str, Tensor]
@@ -56,7 +56,9 @@ class MicroBatch:
             wanted = mask
         chosen = torch.tensor(indices)
         engine, old = padded(batch.logprobs), padded(batch.logprobs if batch.old is None else batch.old)
-        parts = [wanted, mask, engine, old, batch.weights[chosen], batch.current[chosen].bool()]
+        by_token = batch.token_weights
+        weights = batch.weights[chosen] if by_token is None else padded(by_token)
+        parts = [wanted, mask, engine, old, weights, batch.current[chosen].bool()]
         if batch.reference is not None:
             parts.append(padded(batch.reference))
         there = {name: value.to(device) for name, value in inputs.items()}

@@ -5,7 +5,7 @@ It is called for each micro-batch with those of these tensors that it has as par
     new         log-probabilities of the sampled tokens, by the policy that is trained; with a gradient
     old         the same before the first step (`algorithm.old_logprobs`): the denominator of a ratio
     engine      the same by the engine, when it sampled
-    reference   the same by the reference policy; None without one (`algorithm.kl_coef`)
+    reference   the same by the reference policy; None without one (`algorithm.kl_coef`, `kl_in_reward`)
     entropy     of the distribution that each token was drawn from; with a gradient
     advantages  the weight of each token (`algorithm.advantage`)
     mask        bool: the tokens to train on; the other tensors are 0 elsewhere

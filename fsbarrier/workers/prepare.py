@@ -142,7 +142,9 @@ def vocabulary_of(model: Path) -> int:
 def weighed_as_batch(
     sequences: Sequence[TrainingSequence], algorithm: AlgorithmSettings
 ) -> list[TrainingSequence]:
-    """The sequences with the batch-level part of their weights applied."""
+    """The sequences with the batch-level part of their weights applied; the update does that where the KL divergence is part of it."""
+    if algorithm.kl_in_reward:
+        return list(sequences)
     weights = torch.tensor([one.weight for one in sequences], dtype=torch.float64)
     tokens = torch.tensor([int(one.loss_mask.sum()) for one in sequences])
     weights = batch_advantages(weights, tokens, algorithm)

@@ -23,6 +23,7 @@ from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.failures import explained, tell_torchrun
+from fsbarrier.training.kl_in_reward import with_kl_in_reward
 from fsbarrier.training.log_prob_pass import with_old, with_reference
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.optimizer_step import Sums, train
@@ -46,7 +47,7 @@ class UpdateSpec(TypedDict):
     #: the folder of policy version 0: the base of adapters (lora.rank), and a fallback
     first_model: str
     policy_version: int
-    #: the folder of the reference policy (algorithm.kl_coef); None: no reference policy
+    #: the folder of the reference policy (algorithm.kl_coef, kl_in_reward); None: no reference policy
     reference: str | None
     #: identity of the policy to train
     policy: str
@@ -186,7 +187,7 @@ class Update:
             if self.spec["reference"]:
                 reference = Path(self.spec["reference"])
                 batch = with_reference(reference, trainer.layout, processes, batch, self.settings)
-            batch = with_old(trainer, batch, self.settings)
+            batch = with_kl_in_reward(with_old(trainer, batch, self.settings), self.settings.algorithm)
             totals = train(trainer, batch, self.settings, start.model, show)
         if processes.is_main:
             progress.show(steps, steps, "steps", last=True, note="saving")
