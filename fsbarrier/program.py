@@ -344,7 +344,8 @@ class Context:
     @property
     def reference(self) -> Path | None:
         """The model folder of the reference policy, the run's first model; None where no KL divergence from it is asked for."""
-        return self.model if self.settings.algorithm.has_reference else None
+        algorithm = self.settings.algorithm
+        return self.model if algorithm.kl_coef or algorithm.kl_in_reward else None
 
     def named_in(self, folder: Path, name: str) -> Path:
         """The path of a file in `folder` that a record names. Raises ProgramFailed for a name that leads out of it."""

@@ -97,16 +97,19 @@ def test_what_asks_for_values_that_no_start_could_choose_counts_as_unreadable(
     store.create(paths.join(0, 1), Join(0, 1, "host", 1, "boot", stated={"optimizer.lr": 2e-6}))
     store.create(paths.join(0, 2), Join(0, 2, "host", 1, "boot", stated=values))
     store.create(paths.join(1, 1), Join(1, 1, "host", 1, "boot", choices={"no choice": 1}))
-    record(tmp_path, 10, values)
     me = Node(2, 1, 0.0)
-    assert observer.view(me, 0.0).unreadable is not None
-    assert observer.newest is not None and observer.newest.number == 9
+    observer.view(me, 0.0)
     assert {join.rank: join.incarnation for join in observer.joins.values()} == {0: 1}
     # A setting that this version does not know, or that never changes, is nothing of that kind.
     store.create(paths.join(0, 3), Join(0, 3, "host", 1, "boot", stated={"later.name": 1, "model": 5}))
     observer.hurry()
     observer.view(me, 1.0)
     assert observer.joins[0].incarnation == 3
+    record(tmp_path, 10, values)
+    observer.hurry()
+    with pytest.raises(OSError, match="cannot be read"):
+        observer.view(me, 2.0)
+    assert observer.newest is not None and observer.newest.number == 9
 
 
 # --- what a start may say -------------------------------------------------------------------------------------------------------

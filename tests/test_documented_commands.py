@@ -284,7 +284,7 @@ def test_check_sh(line: str, scene: Scene, tmp_path: Path) -> None:
     *checks, pytest_words = (tmp_path / "said").read_text().splitlines()
     assert len(checks) == 4 and pytest_words.startswith("-m pytest ")
     flags = {word for word in pytest_words.split()[2:] if word.startswith("-")}
-    assert flags <= {"-m", "-n", "--dist", "-x"} and not missing_of(pytest_words)
+    assert flags <= {"-m", "-n", "--dist", "-x", "--durations=10"} and not missing_of(pytest_words)
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def write_in_form(folder: Path, form: str) -> None:
             path.write_text("".join(json.dumps(task) + "\n" for task in tasks))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def place(bench: Bench) -> Iterator[dict[str, str]]:
     """What the words of options.py name: data in several forms, a user's code, a run to begin with, a judge, an engine."""
     folder = bench.folder

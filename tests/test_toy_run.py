@@ -45,6 +45,7 @@ def test_a_killed_node_comes_back_at_the_next_iteration(tmp_path: Path) -> None:
         assert_exactly_once(cluster.log_path, 3)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_moved_away_is_not_begun_again_in_its_old_place(tmp_path: Path) -> None:
     """As when a disk is unmounted: nothing must be written into the mount point, and the run can be moved back."""
     with Cluster(tmp_path, 2, *FAST, "coordination.dead_s=1", "toy.phase_s=0.5") as cluster:

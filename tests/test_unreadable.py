@@ -156,6 +156,7 @@ def test_a_node_that_cannot_read_a_record_gives_up_in_the_end(tmp_path: Path) ->
     assert loop.observer.beaten_at is not None and loop.observer.beaten_at < 10.0
 
 
+@pytest.mark.slow
 def test_after_a_flipped_bit_the_run_goes_neither_back_nor_elsewhere(tmp_path: Path) -> None:
     with Cluster(tmp_path, 1, *FAST) as cluster:
         paths = RunPaths(cluster.log_path)

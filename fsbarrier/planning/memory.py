@@ -63,7 +63,7 @@ class UpdateLoad:
             logits=min(tokens, LOGITS_BYTES // (LOGITS_COPIES * EXACT * shape.vocabulary)),
             checkpointing=accelerated if checkpointing is None else checkpointing,
             offload=trainer.offload,
-            reference=settings.algorithm.has_reference,
+            reference=settings.algorithm.kl_coef > 0 or settings.algorithm.kl_in_reward > 0,
             zero_stage=trainer.zero_stage if trainer.backend == "deepspeed" else None,
         )
 

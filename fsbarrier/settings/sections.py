@@ -225,11 +225,6 @@ class AlgorithmSettings(Section):
     #: this on average; none: a limit that depends on the precision.
     max_logprob_gap: EachSession[Positive | None] = None
 
-    @property
-    def has_reference(self) -> bool:
-        """Whether the update needs the log-probabilities of the reference policy, which is the run's first model."""
-        return self.kl_coef > 0 or self.kl_in_reward > 0
-
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings(Section):

@@ -55,7 +55,9 @@ def measured(algorithm: AlgorithmSettings, rows: list[int], *, counts: bool = Tr
     )
     learned = new.requires_grad_(), entropy.requires_grad_()
     mask = torch.arange(longest) < torch.tensor([LENGTHS[row] * counts for row in rows])[:, None]
-    values = TokenValues(new, old, engine, entropy, reference if algorithm.has_reference else None)
+    values = TokenValues(
+        new, old, engine, entropy, reference if algorithm.kl_coef or algorithm.kl_in_reward else None
+    )
     # Only the user's own part: the KL and the entropy have gradients in any case.
     alone = replace(algorithm, kl_coef=0.0, entropy_coef=0.0)
     weights = torch.tensor([ADVANTAGES[row] for row in rows])
