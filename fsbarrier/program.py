@@ -389,7 +389,7 @@ class Context:
 
     @property
     def trainers(self) -> dict[int, tuple[int, ...]]:
-        """The members that train, and their accelerators by number (`placement.update`). The first one is where they meet."""
+        """The members that train, and their accelerators by number (`placement.update`)."""
         return self._holders(self.settings.placement.update)
 
     def _holders(self, placed: str) -> dict[int, tuple[int, ...]]:
