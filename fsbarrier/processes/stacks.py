@@ -21,11 +21,15 @@ def write_stacks(tree: Mapping[int, int]) -> dict[int, bool]:
 
     Returns for each of these whether it has accepted the signal, and so writes: not if it is stopped or hangs in the kernel.
     """
-    # Other code may have reset the handler, and then the signal would kill the process.
-    asked = {pid for pid, start in tree.items() if _has(pid, "SigCgt") and processes.send(pid, start, SIGNAL)}
-    deadline, pause, waiting = time.monotonic() + ACCEPT_S, threading.Event(), set(asked)
+    asked, pause = set[int](), threading.Event()
+    for pid, start in tree.items():
+        # Other code may have reset the handler, and then the signal would kill the process.
+        if _has(pid, "SigCgt") and processes.send(pid, start, SIGNAL):
+            asked.add(pid)
+            # A stack is written letter by letter, and processes that share a log would mix theirs. So each has a moment of its own.
+            pause.wait(LOOK_S)
+    deadline, waiting = time.monotonic() + ACCEPT_S, {pid for pid in asked if _has(pid, "ShdPnd")}
     while waiting and time.monotonic() < deadline:
-        # Also once after all have accepted it, which is when they begin to write.
         pause.wait(LOOK_S)
         waiting = {pid for pid in waiting if _has(pid, "ShdPnd")}
     return {pid: pid not in waiting for pid in sorted(asked)}
