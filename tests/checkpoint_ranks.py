@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
-from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.training import checkpoint_write, safetensors_file, trainer_state
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.slices import local_part
+from fsbarrier.training.weights_copy import WeightsCopy
 
 STEPS = 2
 # So that this small model has several files of weights and many blocks.

@@ -28,7 +28,6 @@ from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes.worker_contract import ProgressWriter
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.names import POLICY_FOLDER
-from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.training import checkpoint_write
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.deepspeed_backend import DeepSpeedBackend
@@ -37,6 +36,7 @@ from fsbarrier.training.policy_model import PolicyModel
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.torch_backend import TorchBackend
 from fsbarrier.training.trainer import Trainer
+from fsbarrier.training.weights_copy import WeightsCopy
 from fsbarrier.workers.update import Updates
 
 DIES_AT = "FSBARRIER_TEST_DIES_AT"

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from fsbarrier.host import accelerators
-from fsbarrier.host.accelerators import (
+from fsbarrier.engine import accelerators
+from fsbarrier.engine.accelerators import (
     MIB,
     Accelerator,
     Released,
@@ -115,7 +115,7 @@ def test_without_a_device_there_is_nothing_to_wait_for() -> None:
 def test_what_is_really_on_this_machine_is_found_without_an_error() -> None:
     """In a process of its own, with NVML as installed; neither torch nor any other heavy module is loaded for it."""
     code = (
-        "import sys; from fsbarrier.host.accelerators import detect, wait_released; before = set(sys.modules);"
+        "import sys; from fsbarrier.engine.accelerators import detect, wait_released; before = set(sys.modules);"
         "print([(d.kind, d.memory_total_bytes >= 0) for d in detect()], wait_released([], deadline_s=0));"
         "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
     )

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 from cluster import Cluster
 
+from fsbarrier.engine.accelerators import Accelerator, detect
 from fsbarrier.errors import NodesRefused
-from fsbarrier.host.accelerators import Accelerator, detect
 from fsbarrier.run import job_runner
 from fsbarrier.run.admission import GIB, Objection, examine
 from fsbarrier.run.fingerprint import Fingerprint

@@ -32,11 +32,11 @@ from engine_bench import (
 )
 from test_accelerators import GIB, Nvml
 
+from fsbarrier.engine import accelerators
 from fsbarrier.engine.client import EngineClient
 from fsbarrier.engine.engine import Engine
 from fsbarrier.engine.model import inspect
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.host import accelerators
 from fsbarrier.processes import processes
 from fsbarrier.settings.resolve import resolve
 

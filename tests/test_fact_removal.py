@@ -10,12 +10,12 @@ import pytest
 from core_builders import ASSIGN, MERGE, OPEN, PROBE, PUBLISH, RULES, decided, generation
 
 from fsbarrier.coordination.fact_removal import AT_ONCE, FactRemoval
+from fsbarrier.coordination.group.collective import Collective, CollectiveWork
+from fsbarrier.coordination.group.member import make_member
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.paces import Paces
 from fsbarrier.coordination.resume import LastGeneration
-from fsbarrier.group.collective import Collective, CollectiveWork
-from fsbarrier.group.member import make_member
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import SEALED, Fact, Join, Position, Record
 from fsbarrier.protocol.membership import Limits

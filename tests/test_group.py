@@ -19,11 +19,11 @@ import pytest
 from group_members import FAST, REPO, Failed, Members
 
 import fsbarrier
+from fsbarrier.coordination.group.collective import Collective, CollectiveWork
+from fsbarrier.coordination.group.group import Group
+from fsbarrier.coordination.group.json_objects import MAX_OBJECT_BYTES
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
-from fsbarrier.group.collective import Collective, CollectiveWork
-from fsbarrier.group.group import Group
-from fsbarrier.group.json_objects import MAX_OBJECT_BYTES
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import Generation, Join, Member, Position
 from fsbarrier.protocol.state import Node, RowPart, Rules

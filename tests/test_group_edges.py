@@ -16,9 +16,9 @@ import pytest
 from group_members import Failed, Members
 
 import fsbarrier
-from fsbarrier.group import group as group_module
-from fsbarrier.group.collective import Collective
-from fsbarrier.group.member import GroupMember, make_member
+from fsbarrier.coordination.group import group as group_module
+from fsbarrier.coordination.group.collective import Collective
+from fsbarrier.coordination.group.member import GroupMember, make_member
 from fsbarrier.protocol.facts import Join, Position
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Exit

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from fsbarrier.coordination.fact_writer import FactWriter
+from fsbarrier.coordination.group.collective import CollectiveWork
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.paces import Paces, next_beat_s
-from fsbarrier.group.collective import CollectiveWork
 from fsbarrier.program import Phase, Program, Value
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, Pulse, Record

@@ -20,8 +20,8 @@ from other_user import needs_root, start_as_other
 from waiting import until
 
 from fsbarrier.errors import ProgramFailed, StoreError
-from fsbarrier.host.addresses import candidate_addresses
-from fsbarrier.host.rendezvous import LOOPBACK
+from fsbarrier.processes.addresses import candidate_addresses
+from fsbarrier.processes.rendezvous import LOOPBACK
 from fsbarrier.processes.worker_contract import WorkerFiles
 from fsbarrier.program import (
     Command,

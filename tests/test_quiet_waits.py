@@ -12,11 +12,11 @@ from test_fact_removal import PING
 
 from fsbarrier.cli.start import filesystem
 from fsbarrier.coordination import directory_watch
+from fsbarrier.coordination.group.collective import CollectiveWork
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.paces import crowding, make_paces
 from fsbarrier.coordination.polling import FIRST_PAUSE_S, POLL_MAX_S, LookWaits, Pace
-from fsbarrier.group.collective import CollectiveWork
 from fsbarrier.protocol.facts import Beat, Fact, Join, Position, Pulse, R, Record
 from fsbarrier.protocol.state import RowPart, Rules
 from fsbarrier.rundir.names import fact_name

@@ -6,7 +6,7 @@ import pytest
 
 from fsbarrier.cli.start import ranks
 from fsbarrier.errors import UsageError
-from fsbarrier.host import addresses
+from fsbarrier.processes import addresses
 
 
 def rank(

@@ -13,10 +13,10 @@ import pytest
 from engine_bench import NEVER, behaviour, served, stand_in, write_model
 from waiting import until
 
+from fsbarrier.engine.accelerators import Accelerator
 from fsbarrier.engine.placement import check_arguments, placements
 from fsbarrier.engine.replicas import Replicas
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.host.accelerators import Accelerator
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sections import EngineSettings
 

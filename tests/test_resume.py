@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from fsbarrier.coordination.group.collective import CollectiveWork
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.paces import Paces
 from fsbarrier.coordination.resume import LastGeneration
-from fsbarrier.group.collective import CollectiveWork
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position
 from fsbarrier.protocol.state import ResumePoint, Rules

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fsbarrier.host.addresses import candidate_addresses
-from fsbarrier.host.rendezvous import LISTENING, LOOPBACK, listen, port_of
+from fsbarrier.processes.addresses import candidate_addresses
+from fsbarrier.processes.rendezvous import LISTENING, LOOPBACK, listen, port_of
 from fsbarrier.processes.supervisor import own_program
 
 HERE = Path(__file__).resolve().parent

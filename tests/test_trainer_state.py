@@ -14,7 +14,7 @@ from fsbarrier.processes.kept_program import JOBS
 from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.rundir.names import POLICY_FOLDER
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.weights_copy import WeightsCopy
+from fsbarrier.training.weights_copy import WeightsCopy
 
 pytestmark = pytest.mark.torch
 

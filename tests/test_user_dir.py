@@ -11,7 +11,7 @@ import pytest
 from cluster import Cluster
 from other_user import UID, needs_root
 
-from fsbarrier.host.memory import SHARED_MEMORY
+from fsbarrier.processes.memory import SHARED_MEMORY
 from fsbarrier.store.scratch_dir import PREFIX, SHORT_PLACE
 from fsbarrier.store.user_dir import user_dir
 

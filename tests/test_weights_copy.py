@@ -14,9 +14,10 @@ from fsbarrier.program import PublishWeights
 from fsbarrier.run import work_kinds
 from fsbarrier.run.job import RowJob, Workplace
 from fsbarrier.run.weights import checked_weights
-from fsbarrier.rundir import checkpoints, weights_copy
-from fsbarrier.rundir.weights_copy import WeightsCopy
+from fsbarrier.rundir import checkpoints
 from fsbarrier.store import reading
+from fsbarrier.training import weights_copy
+from fsbarrier.training.weights_copy import WeightsCopy
 
 VERSION = "policy-000006.g0004"
 WEIGHTS = {"model-00001-of-00002.safetensors": b"w" * 1000, "model-00002-of-00002.safetensors": b"v" * 500}

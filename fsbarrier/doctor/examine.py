@@ -11,12 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from fsbarrier.coordination.group import Group, join
 from fsbarrier.doctor import between, mount_options, probes
 from fsbarrier.doctor.findings import REFUSED, Check, Report
 from fsbarrier.errors import BarrierTimeout, Fenced, PeerLost, TooFewNodes, UsageError
-from fsbarrier.group import Group, join
-from fsbarrier.host.addresses import candidate_addresses
-from fsbarrier.host.rendezvous import listen, port_of, reachable
+from fsbarrier.processes.addresses import candidate_addresses
+from fsbarrier.processes.rendezvous import listen, port_of, reachable
 from fsbarrier.store import files, owned, trusted_folder
 from fsbarrier.store.identity import boot_id, host_name
 from fsbarrier.store.mounts import LOCAL, Mount, mount_of

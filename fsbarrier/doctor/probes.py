@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, Check, Times
-from fsbarrier.host.memory import SHARED_MEMORY
+from fsbarrier.processes.memory import SHARED_MEMORY
 from fsbarrier.protocol.wording import gib
 from fsbarrier.store import files
 from fsbarrier.store.retry import FAILING

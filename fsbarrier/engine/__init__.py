@@ -1,1 +1,1 @@
-"""A node's vLLM servers: start, reload weights, release memory, stop."""
+"""A node's accelerators and the vLLM servers on them: start, reload weights, release memory, stop."""

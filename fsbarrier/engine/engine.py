@@ -20,13 +20,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fsbarrier.engine import command, external
+from fsbarrier.engine import accelerators, command, external
 from fsbarrier.engine.model import ModelFolder, inspect
 from fsbarrier.engine.own_head import with_own_head
 from fsbarrier.engine.placement import ANYWHERE, ReplicaPlacement
 from fsbarrier.engine.server import Server
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.host import accelerators
 from fsbarrier.processes.secret_variables import without_secrets
 from fsbarrier.settings.sections import EngineSettings
 from fsbarrier.store import files

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fsbarrier.engine.accelerators import Accelerator
 from fsbarrier.errors import UsageError
-from fsbarrier.host.accelerators import Accelerator
 from fsbarrier.settings.sections import EngineSettings
 
 # Variable with the cores that workers/vllm_server.py pins itself to, such as "0,1".

@@ -17,10 +17,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from fsbarrier.engine.accelerators import Accelerator
 from fsbarrier.engine.engine import Engine, EngineInfo, Release
 from fsbarrier.engine.placement import ANYWHERE, ReplicaPlacement, placements
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.host.accelerators import Accelerator
 from fsbarrier.settings.sections import EngineSettings
 
 T = TypeVar("T")

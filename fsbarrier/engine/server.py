@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from fsbarrier.engine import command
+from fsbarrier.engine import accelerators, command
 from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachable
 from fsbarrier.engine.model import ModelFolder
 from fsbarrier.engine.openai_http import UNIX
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.host import accelerators
 from fsbarrier.processes import last_words
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.rundir import log_tail

@@ -1,1 +1,1 @@
-"""Starts programs, monitors them and kills their process trees, so that none outlives its daemon; defines the daemon-worker files."""
+"""Starts programs, monitors them and kills their process trees, so that none outlives its daemon; the daemon-worker files; this machine's addresses."""

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fsbarrier.host.addresses import owner_of_peer
+from fsbarrier.processes.addresses import owner_of_peer
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.agent_client import Client, Reply, TurnFailed
 from fsbarrier.rollouts.samples import EngineGone, Refusal

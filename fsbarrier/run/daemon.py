@@ -26,15 +26,15 @@ from fsbarrier.coordination.paces import crowding, make_paces
 from fsbarrier.coordination.polling import FIRST_PAUSE_S, POLL_MAX_S, LookWaits
 from fsbarrier.coordination.rank_lock import RankLock
 from fsbarrier.coordination.run_rules import make_rules
+from fsbarrier.engine import accelerators
 from fsbarrier.errors import (
     EXIT_INTERNAL,
     EXIT_SIGINT,
     EXIT_SIGTERM,
     StoreError,
 )
-from fsbarrier.host import accelerators
-from fsbarrier.host.addresses import candidate_addresses
 from fsbarrier.loader import load_program
+from fsbarrier.processes.addresses import candidate_addresses
 from fsbarrier.processes.epitaph import Epitaph
 from fsbarrier.processes.signals import ending_signals_handled
 from fsbarrier.protocol.facts import Beat, Join, Payload
@@ -51,12 +51,12 @@ from fsbarrier.rundir.heartbeats import iteration_of_others
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.rundir.session_settings import can_hold
-from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
 from fsbarrier.store import files
 from fsbarrier.store.identity import boot_id, host_name, user_at_host
 from fsbarrier.store.mounts import claims_unsafe
 from fsbarrier.store.retry import HIDDEN_S, Backoff, fails_or_hides, patiently
+from fsbarrier.training.weights_copy import WeightsCopy
 from fsbarrier.view.amounts import ranks
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Self
 
-from fsbarrier.host.accelerators import Accelerator, driver_version
+from fsbarrier.engine.accelerators import Accelerator, driver_version
 from fsbarrier.protocol.facts import JsonObject, Payload
 
 # The packages that should agree between the nodes of an update, and their distribution names.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from fsbarrier.errors import StoreError
-from fsbarrier.host import rendezvous
+from fsbarrier.processes import rendezvous
 from fsbarrier.processes.kept_program import KeptProgram
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.processes.worker_contract import read_progress
@@ -20,12 +20,12 @@ from fsbarrier.program import TRAINER
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.timing import OUTAGE_S
 from fsbarrier.rundir.checkpoints import PolicyUnreadable
-from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.store.retry import patiently
+from fsbarrier.training.weights_copy import WeightsCopy
 
 if TYPE_CHECKING:
+    from fsbarrier.engine.accelerators import Accelerator
     from fsbarrier.engine.replicas import Replicas
-    from fsbarrier.host.accelerators import Accelerator
 
 T = TypeVar("T")
 

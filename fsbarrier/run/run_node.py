@@ -11,16 +11,16 @@ from pathlib import Path
 from fsbarrier.coordination.free_ranks import free_ranks
 from fsbarrier.coordination.rank_lock import RankTaken, hold_rank
 from fsbarrier.errors import Fenced, UsageError
-from fsbarrier.host.memory import SHARED_MEMORY
+from fsbarrier.processes.memory import SHARED_MEMORY
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.run.daemon import Daemon, starting
 from fsbarrier.rundir.runrecord import RunRecord
-from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
 from fsbarrier.store import files
 from fsbarrier.store.mounts import LOCAL, mount_of
 from fsbarrier.store.scratch_dir import SHORT_PLACE, remove_abandoned, scratch_dir
 from fsbarrier.store.user_dir import user_dir
+from fsbarrier.training.weights_copy import WeightsCopy
 
 
 def run_node(

@@ -14,11 +14,10 @@ from functools import partial
 from typing import Any
 
 from fsbarrier.decisions import PublishDecision
-from fsbarrier.engine import command, model
+from fsbarrier.engine import accelerators, command, model
 from fsbarrier.engine.placement import replicas
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.host import accelerators
-from fsbarrier.host.rendezvous import LOOPBACK, port_of
+from fsbarrier.processes.rendezvous import LOOPBACK, port_of
 from fsbarrier.program import (
     Command,
     Context,

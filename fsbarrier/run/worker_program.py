@@ -8,9 +8,9 @@ from pathlib import Path
 
 from fsbarrier.engine.placement import visible
 from fsbarrier.errors import ProgramFailed, StoreError
-from fsbarrier.host.rendezvous import LISTENING
 from fsbarrier.processes import last_words
 from fsbarrier.processes.kept_program import KeptProgram
+from fsbarrier.processes.rendezvous import LISTENING
 from fsbarrier.processes.secret_variables import without_secrets, without_trackers_keys
 from fsbarrier.processes.stacks import write_stacks
 from fsbarrier.processes.supervisor import Child, own_program, with_this_package

@@ -11,10 +11,10 @@ from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.state import Node
 from fsbarrier.run.worker_program import program_name
-from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.sim.artifacts import WEIGHTS, PartFile, SimTorchrun
 from fsbarrier.sim.history import Merged, MergedGroup, Missing, Used
 from fsbarrier.sim.schedule import Schedule, SimThread, Start
+from fsbarrier.training.weights_copy import WeightsCopy
 
 FOREVER = float("inf")
 Waiting = Generator[float, None, JsonObject]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.training import safetensors_file
+from fsbarrier.training.weights_copy import WeightsCopy
 
 
 @dataclass(frozen=True, slots=True)

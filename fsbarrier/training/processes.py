@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.host.addresses import name_interface
+from fsbarrier.processes.addresses import name_interface
 from fsbarrier.settings.sections import TrainerSettings
 
 # Until a collective operation fails that not all processes join.

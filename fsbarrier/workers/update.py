@@ -19,7 +19,6 @@ import torch
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.processes.kept_program import JOBS
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
-from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.failures import explained, tell_torchrun
@@ -30,6 +29,7 @@ from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.training.resume import Beginning, KeptTrainer, begin, go_on
 from fsbarrier.training.trainer import Trainer, update_load
+from fsbarrier.training.weights_copy import WeightsCopy
 
 NO_SIGNAL = "no group had a training signal, so the weights are unchanged"
 

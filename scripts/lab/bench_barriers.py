@@ -37,7 +37,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.host.rendezvous import LOOPBACK, listen, port_of
+from fsbarrier.processes.rendezvous import LOOPBACK, listen, port_of
 from fsbarrier.run import benchmark
 from fsbarrier.run.benchmark import START_S, Latency
 from fsbarrier.store import files

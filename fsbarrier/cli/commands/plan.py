@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
 
 def planned(num_nodes: int, accelerators: int | None, memory_gb: float | None) -> Cluster:
     """`num_nodes` nodes with the given resources, or those of this machine. Raises UsageError."""
-    from fsbarrier.host import accelerators as devices
+    from fsbarrier.engine import accelerators as devices
     from fsbarrier.planning.cluster_plan import Cluster
 
     if memory_gb is not None and not 0 < memory_gb < 1e9:

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from fsbarrier.cli.start.node_checks import only_shows_runs
+from fsbarrier.engine import accelerators
 from fsbarrier.errors import FsbarrierError, UsageError
-from fsbarrier.host import accelerators
 from fsbarrier.loader import load_program
 from fsbarrier.program import Builder, Context, Work, build_work
 from fsbarrier.protocol.facts import Join, Member, Payload

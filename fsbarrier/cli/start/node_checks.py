@@ -16,8 +16,8 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
+from fsbarrier.engine import accelerators
 from fsbarrier.errors import UsageError
-from fsbarrier.host import accelerators
 from fsbarrier.processes.supervisor import own_program, with_this_package
 from fsbarrier.program import Program
 from fsbarrier.protocol.wording import counted

@@ -12,11 +12,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from fsbarrier.coordination.group.collective import BARRIER, TABLE, Collective, CollectiveWork
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.paces import DICE, Paces, eagerness, next_beat_s
 from fsbarrier.errors import Fenced, FsbarrierError, NodeError, OutOfStep, PeerLost, StoreError
-from fsbarrier.group.collective import BARRIER, TABLE, Collective, CollectiveWork
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member
 from fsbarrier.protocol.membership import Limits, Loss, live_joiners, losses
 from fsbarrier.protocol.state import Exit, Rules, Stage

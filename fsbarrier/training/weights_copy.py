@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.host.memory import free_bytes
+from fsbarrier.processes.memory import free_bytes
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.hashed_file import copy_hashed
 from fsbarrier.store import files, owned

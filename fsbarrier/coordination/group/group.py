@@ -24,12 +24,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from fsbarrier.coordination.group.collective import BARRIER, Collective
+from fsbarrier.coordination.group.heartbeat_thread import HeartbeatThread
+from fsbarrier.coordination.group.json_objects import to_json
+from fsbarrier.coordination.group.member import Awaited, GroupMember, make_member
 from fsbarrier.coordination.polling import LookWaits, Pace
 from fsbarrier.errors import BarrierTimeout, NodeError, StoreError
-from fsbarrier.group.collective import BARRIER, Collective
-from fsbarrier.group.heartbeat_thread import HeartbeatThread
-from fsbarrier.group.json_objects import to_json
-from fsbarrier.group.member import Awaited, GroupMember, make_member
 from fsbarrier.protocol.facts import Generation, Join, Position
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.timing import BEAT_S, DEAD_S, SUSPECT_S

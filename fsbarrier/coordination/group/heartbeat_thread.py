@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+from fsbarrier.coordination.group.member import GroupMember
 from fsbarrier.errors import Fenced
-from fsbarrier.group.member import GroupMember
 from fsbarrier.rundir.record_store import PosixStore
 
 

@@ -1,1 +1,0 @@
-"""Information about this host: identity, addresses, network interfaces, accelerators, mounts."""
