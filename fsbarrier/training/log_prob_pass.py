@@ -13,7 +13,7 @@ from fsbarrier.training import policy, sharding
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.logprob_gap import both_exact
 from fsbarrier.training.micro_batch import MicroBatch, plan
-from fsbarrier.training.policy_model import PolicyModel, packs
+from fsbarrier.training.policy_model import PolicyModel, TokenModel, packs
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout
 from fsbarrier.training.trainer import Trainer
@@ -63,7 +63,7 @@ def loaded_for_reading(folder: Path, layout: Layout, processes: Processes, setti
 
 
 @torch.no_grad()
-def log_probs(model: PolicyModel, batch: TrainingBatch, settings: Settings, processes: Processes) -> Tensor:
+def log_probs(model: TokenModel, batch: TrainingBatch, settings: Settings, processes: Processes) -> Tensor:
     """The log-probabilities of all sampled tokens, float32 like `batch.logprobs`, the same on every process."""
     packed = packs(model.causal)
     indices = list(range(len(batch.weights)))

@@ -16,11 +16,24 @@ from fsbarrier.training.log_prob_head import LogitScaling, LogProbHead
 from fsbarrier.training.losses import token_log_probs
 
 
-class PolicyModel(nn.Module):
+class TokenModel(nn.Module):
+    """A model of transformers that finds numbers for tokens. `causal`: the unchanged model, for loading, naming and saving; `head`: the
+    part of it that is a unit of its own when it is sharded."""
+
+    causal: PreTrainedModel
+    head: nn.Module | None
+
+    def forward(self, inputs: Mapping[str, Tensor], wanted: Tensor, temperature: float) -> tuple[Tensor, ...]:
+        """float32 [wanted tokens], in order, for each number. `inputs`: what the model takes, among it input_ids [rows, length].
+        `wanted`: bool [rows, length], never a row's first token."""
+        raise NotImplementedError
+
+
+class PolicyModel(TokenModel):
     """A causal language model of transformers that does not materialize all logits.
 
-    `causal`: the unchanged model, for loading, naming and saving; `head`: computes with its output head, or None if this architecture
-    processes its logits in an unknown way: then the model's own forward computes all logits at once.
+    `head`: computes with its output head, or None if this architecture processes its logits in an unknown way: then the model's own
+    forward computes all logits at once.
     """
 
     def __init__(self, causal: PreTrainedModel, max_logits_bytes: int = LOGITS_BYTES) -> None:
@@ -47,11 +60,8 @@ class PolicyModel(nn.Module):
     def forward(
         self, inputs: Mapping[str, Tensor], wanted: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """float32 [wanted tokens], in order, twice: the log-probability of each given those before it, at the sampling temperature,
-        and the entropy of the distribution that it was drawn from.
-
-        `inputs`: what the model takes, among it input_ids [rows, length]. `wanted`: bool [rows, length], never a row's first token.
-        """
+        """The log-probability of each token given those before it, at the sampling temperature, and the entropy of the distribution
+        that it was drawn from."""
         tokens = inputs["input_ids"]
         temperature = temperature if temperature > 0 else 1.0
         if self.head is None:

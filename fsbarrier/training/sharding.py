@@ -18,7 +18,7 @@ from torch.nn import Module
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.planning.memory import Offload, Sharding, UpdateLoad, choose_sharding
 from fsbarrier.settings.sections import TrainerSettings
-from fsbarrier.training.policy_model import PolicyModel
+from fsbarrier.training.policy_model import TokenModel
 from fsbarrier.training.processes import Processes
 
 
@@ -77,7 +77,7 @@ def _fitting(processes: Processes, load: Callable[[], UpdateLoad]) -> Sharding:
     return choose_sharding(load(), nodes=len(by_node), per_node=by_node[0], available=available)
 
 
-def shard(model: PolicyModel, layout: Layout, processes: Processes) -> None:
+def shard(model: TokenModel, layout: Layout, processes: Processes) -> None:
     """Shard `model` in place. Parameters on the "meta" device get uninitialised memory for their shards."""
     options: dict[str, Any] = {"mesh": mesh_of(layout, processes)}
     if processes.dtype is not torch.float32:
@@ -101,7 +101,7 @@ def shard(model: PolicyModel, layout: Layout, processes: Processes) -> None:
     _materialise(model, torch.device("cpu") if layout.offload == "all" else processes.device)
 
 
-def _materialise(model: PolicyModel, device: torch.device) -> None:
+def _materialise(model: TokenModel, device: torch.device) -> None:
     if not any(parameter.is_meta for parameter in model.parameters()):
         return
     embedding, head = model.causal.get_input_embeddings(), model.causal.get_output_embeddings()
@@ -123,7 +123,7 @@ def mesh_of(layout: Layout, processes: Processes) -> DeviceMesh:
     return init_device_mesh(processes.device.type, (copies, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def inner_units(model: PolicyModel) -> list[Module]:
+def inner_units(model: TokenModel) -> list[Module]:
     """The inner units, innermost first. A tied head and its embedding stay together in the outermost unit."""
     causal = model.causal
     names = set(causal._no_split_modules or ())

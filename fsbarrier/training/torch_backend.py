@@ -1,6 +1,6 @@
-"""A policy with AdamW using only PyTorch: gradients are all-reduced, clipped and applied.
+"""A model with AdamW using only PyTorch: gradients are all-reduced, clipped and applied.
 
-An unsharded float32 policy is not wrapped, and its gradients are all-reduced here once per step. Otherwise fully_shard is used
+An unsharded float32 model is not wrapped, and its gradients are all-reduced here once per step. Otherwise fully_shard is used
 (sharding.py), even on a single process if only mixed precision is needed.
 """
 
@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from fsbarrier.settings.sections import OptimizerSettings
 from fsbarrier.training import optimizer, sharding, trainer_state
-from fsbarrier.training.policy_model import PolicyModel
+from fsbarrier.training.policy_model import TokenModel
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout
 from fsbarrier.training.slices import distinct
@@ -33,7 +33,7 @@ class TorchBackend:
     """
 
     def __init__(
-        self, model: PolicyModel, settings: OptimizerSettings, layout: Layout, processes: Processes
+        self, model: TokenModel, settings: OptimizerSettings, layout: Layout, processes: Processes
     ) -> None:
         self.model, self._processes, self._layout = model, processes, layout
         whole = layout.shards == 1 and processes.dtype is torch.float32 and layout.offload != "all"

@@ -1,4 +1,4 @@
-"""The policy and its optimizer in one process: loading, resuming, and saving as a new policy version.
+"""What an update trains, in one process: loading, resuming, and saving as a new policy version.
 
 A Trainer is independent of batches, so it can be kept between updates; optimizer_step.py trains it.
 """
@@ -25,23 +25,29 @@ from fsbarrier.training.deepspeed_backend import (
 )
 from fsbarrier.training.lora import Adapters
 from fsbarrier.training.node_copy import NodeCopy
-from fsbarrier.training.policy_model import PolicyModel, packs
+from fsbarrier.training.policy_model import PolicyModel, TokenModel, packs
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout, choose_layout
 from fsbarrier.training.torch_backend import TorchBackend
 
 
 @dataclass
-class Trainer:
-    """`optimizer_steps` counts from the run's first update."""
+class Trained:
+    """A model with its optimizer. `optimizer_steps` counts from the run's first update."""
 
     processes: Processes
     layout: Layout
-    model: PolicyModel
+    model: TokenModel
     backend: TorchBackend | DeepSpeedBackend
     optimizer_steps: int
     # Whether micro-batches may be packed: policy_model.packs.
     packs: bool
+
+
+@dataclass
+class Trainer(Trained):
+    """The policy with its optimizer."""
+
     # The adapters that are trained instead of the policy; None: the full policy is trained.
     adapters: Adapters | None
 

@@ -209,7 +209,6 @@ class Update:
         return {
             "policy_version": self.spec["new_policy_version"],
             **metrics(totals, self.batch),
-            **({"optimizer_steps": 0} if start.went_back else {}),
             "max_tokens_per_micro_batch": self.settings.trainer.max_tokens_per_micro_batch,
             "device": str(self.processes.device),
             # Of one process, as fsbarrier/planning/ has it; `memory_peak_gb` is what it was: the host's memory on a CPU.
@@ -252,9 +251,9 @@ def estimated_memory_gb(model_folder: Path, settings: Settings, trainer: Trainer
 
 def metrics(totals: Sums, batch: TrainingBatch) -> dict[str, object]:
     """The displayed metrics of the update: means over tokens and over steps."""
-    tokens, steps = max(1, totals.tokens), max(1, len(batch.steps))
+    tokens, steps = max(1, totals.tokens), max(1, totals.steps)
     return {
-        "optimizer_steps": len(batch.steps),
+        "optimizer_steps": totals.steps,
         "loss": totals.loss / steps,
         "clip_fraction": (totals.of_tokens["clipped_low"] + totals.of_tokens["clipped_high"]) / tokens,
         **{name: value / tokens for name, value in totals.of_tokens.items()},
