@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from forks import Daemon
-from waiting import until
+from waiting import DEADLINE_S, until
 
 from fsbarrier.processes import processes
 from fsbarrier.protocol.facts import Beat
@@ -27,9 +27,10 @@ from fsbarrier.trajectories import load, scan_rank_file
 
 REPO = Path(__file__).resolve().parent.parent
 Event = dict[str, Any]
+#: A killed daemon is named at once. Its silence would not be, so that a busy machine makes nobody look dead.
 FAST = (
     "coordination.beat_s=0.2",
-    "coordination.dead_s=2",
+    "coordination.dead_s=10",
     "toy.phase_s=0.1",
     "toy.tasks=24",
 )
@@ -95,7 +96,7 @@ class Cluster:
         self.signal(rank, signal.SIGKILL)
         self.processes[rank].wait()
 
-    def wait(self, *ranks: int, deadline_s: float = 120.0) -> dict[int, int]:
+    def wait(self, *ranks: int, deadline_s: float = DEADLINE_S) -> dict[int, int]:
         """The exit codes of these nodes (all that were started), once they have ended."""
         end = time.monotonic() + deadline_s
         codes = {}
@@ -117,7 +118,7 @@ class Cluster:
     def events(self) -> list[Event]:
         return [dict(event.fields) for event in read_events(self.log_path)]
 
-    def wait_for(self, what: Callable[[Event], bool], deadline_s: float = 60.0) -> Event:
+    def wait_for(self, what: Callable[[Event], bool], deadline_s: float = DEADLINE_S) -> Event:
         """The first event that `what` accepts, waiting for it."""
         return until(lambda: next(filter(what, self.events()), None), self.said_by_all, deadline_s=deadline_s)
 
@@ -126,7 +127,7 @@ class Cluster:
         place = ("phase_started", rank, iteration, phase)
         return self.wait_for(lambda e: (e["event"], e["node_rank"], e["iteration"], e["phase"]) == place)
 
-    def beating(self, rank: int, what: Callable[[Beat], bool], deadline_s: float = 60.0) -> Beat:
+    def beating(self, rank: int, what: Callable[[Beat], bool], deadline_s: float = DEADLINE_S) -> Beat:
         """The first heartbeat of a node that `what` accepts, waiting for it."""
 
         def beat() -> Beat | None:
@@ -177,7 +178,7 @@ def command_lines(tree: Iterable[int]) -> str:
     return "\n".join(lines)
 
 
-def all_gone(tree: dict[int, int], deadline_s: float) -> bool:
+def all_gone(tree: dict[int, int], deadline_s: float = DEADLINE_S) -> bool:
     """Whether all these processes end within the time given."""
     end, pause, now = time.monotonic() + deadline_s, threading.Event(), processes.scan()
     while any((one := now.get(pid)) and one.start == start and not one.ended for pid, start in tree.items()):

@@ -11,10 +11,11 @@ import sys
 import time
 from pathlib import Path
 
+from waiting import DEADLINE_S
+
 from fsbarrier.processes import supervisor
 
 ROOT = Path(supervisor.__file__).parents[2]
-DEADLINE_S = 60.0  # for a machine under any load; what is waited for takes milliseconds
 ALL = ("plain", "session", "daemonised", "deaf", "stopped")
 
 # A program that makes a tree. Every process of it writes its pid to a FIFO once it is in place, and its pid again on SIGUSR1.

@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from test_rollout import KEY, SAMPLES, Fake, assert_one_line, make_spec, rolled_out, run
+from test_rollout import KEY, SAMPLES, Fake, assert_one_line, finish, make_spec, rolled_out, run, start
+from waiting import until
 
 from fsbarrier.errors import UsageError
 from fsbarrier.rollouts.agent_client import Client, finished
@@ -275,7 +276,7 @@ def test_an_agent_that_raises_or_hangs_is_marked_counted_and_ends_the_phase_abov
     tmp_path: Path, fake: Fake, file: Path
 ) -> None:
     # The others finish in time on a busy machine too.
-    limits = {"rollout.task_timeout_s": 10.0, "rollout.max_error_share": 0.5}
+    limits = {"rollout.task_timeout_s": 6.0, "rollout.max_error_share": 0.5}
     prompts = ["ab=", "ab!raise", "ab!hang", "dc=", "ab!leave", "cd="]
     done = run(agent_spec(tmp_path, fake, prompts, f"{file}:Twice", **limits))
     assert (
@@ -286,7 +287,7 @@ def test_an_agent_that_raises_or_hangs_is_marked_counted_and_ends_the_phase_abov
     groups = rolled_out(tmp_path)
     for item, said in (
         (groups[1][0], "KeyError: 'no\\nsuch thing'"),
-        (groups[2][0], "not finished within 10 s"),
+        (groups[2][0], "not finished within 6 s"),
         (groups[4][0], "SystemExit: 0"),
     ):
         assert (item["valid"], item["reward"], item["finish_reason"]) == (False, 0.0, "error")
@@ -318,23 +319,20 @@ def test_an_agents_reward_is_a_finite_number_or_its_failure(tmp_path: Path, fake
 
 
 def test_tools_that_hang_for_ever_hold_nobody_up(tmp_path: Path, fake: Fake, file: Path) -> None:
-    limits = {"rollout.task_timeout_s": 10.0, "rollout.max_error_share": 0.9}
+    limits = {"rollout.task_timeout_s": 6.0, "rollout.max_error_share": 0.9}
     prompts = [f"{letter}b!hang" for letter in "acdefghi"] + ["ab=", "cd="]
     done = run(agent_spec(tmp_path, fake, prompts, f"{file}:Tool", **limits))
     assert (done.code, done.result["agent_errors"]) == (0, 8 * SAMPLES)
     groups = rolled_out(tmp_path)
     assert all(item["valid"] for task in (8, 9) for item in groups[task])
-    assert all("not finished within 10 s" in groups[task][0]["metadata"]["agent_error"] for task in range(8))
+    assert all("not finished within 6 s" in groups[task][0]["metadata"]["agent_error"] for task in range(8))
 
 
 def test_an_engine_that_is_gone_is_no_agents_error(tmp_path: Path, fake: Fake, file: Path) -> None:
     hasty = {"engine.start_timeout_s": 0.1}
     spec = agent_spec(tmp_path, fake, ["ab!gate"], f"{file}:Stubborn", **hasty)
-    from test_rollout import finish, start
-
     process = start(spec)
-    while process.poll() is None and not (fake.folder / "at-gate").exists():
-        pass
+    until((fake.folder / "at-gate").exists, lives=lambda: process.poll() is None)
     fake.process.kill()
     done = finish(process, spec)
     assert done.code == 1

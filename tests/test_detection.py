@@ -40,9 +40,7 @@ def assert_found(
 ) -> None:
     """Both others go on without it in time, and say who is lost, where it was, since when, and its last log lines."""
     for other in (0, 2):
-        went_on = cluster.wait_for(
-            lambda e, other=other: without_the_victim(e) and e["node_rank"] == other, deadline_s=60
-        )
+        went_on = cluster.wait_for(lambda e, other=other: without_the_victim(e) and e["node_rank"] == other)
         assert went_on["mono_s"] - struck_at < within_s
         lost = cluster.wait_for(lambda e, other=other: e["event"] == "node_lost" and e["node_rank"] == other)
         (item,) = lost["lost"]
@@ -64,12 +62,12 @@ def rolling_out(folder: Path, prepare: Callable[[Cluster], None] = lambda _: Non
 
 
 def test_a_killed_daemon(tmp_path: Path) -> None:
-    """Its epitaph names it at once. The others look once a beat (2 s) while they work."""
+    """Its epitaph names it at once, long before its silence would (15 s). The others look once a beat (2 s) while they work."""
     with rolling_out(tmp_path) as cluster:
         tree, struck_at = cluster.tree(VICTIM), time.monotonic()
         cluster.kill(VICTIM)
-        assert all_gone(tree, 5.0)
-        assert_found(cluster, struck_at, "its daemon was killed", within_s=5.0)
+        assert all_gone(tree)
+        assert_found(cluster, struck_at, "its daemon was killed", within_s=12.0)
 
 
 @pytest.mark.slow

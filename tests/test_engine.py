@@ -263,7 +263,7 @@ def test_a_start_ends_at_its_deadline(tmp_path: Path, make: Make) -> None:
     begin = time.monotonic()
     with pytest.raises(ProgramFailed, match=r"vLLM did not answer within 0\.5 s \(engine\.start_timeout_s\)"):
         engine.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 60
 
 
 @pytest.mark.parametrize("how", ["cancel", "stop"])

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_rollout import SAMPLES, Fake, finish, make_spec, rolled_out, run, start, start_fake
-
-from fsbarrier.trajectories import scan_rank_file
+from test_rollout import SAMPLES, Fake, finish, groups_in, make_spec, rolled_out, run, start, start_fake
+from waiting import until
 
 
 def restarted(fake: Fake, folder: Path, **mode: Any) -> Fake:
@@ -33,9 +32,8 @@ def test_a_server_of_others_that_is_started_again_costs_only_what_was_in_flight(
         changes |= {"rollout.agent": f"{tmp_path}/mine.py:Twice", "rollout.max_tokens": 8}
     spec = make_spec(tmp_path, fake.url, ["ba=", "dc!gate=", "fe!gate="], **changes)
     process, part = start(spec), tmp_path / "trajectories" / "part"
-    while process.poll() is None:
-        if part.exists() and len(scan_rank_file(part).groups) == 1 and (fake.folder / "at-gate").exists():
-            break
+    at_gate = fake.folder / "at-gate"
+    until(lambda: at_gate.exists() and groups_in(part) == 1, lives=lambda: process.poll() is None)
     end(fake)
     again = restarted(fake, tmp_path / "again")
     (again.folder / "gate").touch()

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 from test_engine_gone import AGENT, end
-from test_rollout import KEY, SAMPLES, Fake, finish, make_spec, rolled_out, start, start_fake
-
-from fsbarrier.trajectories import scan_rank_file
+from test_rollout import KEY, SAMPLES, Fake, finish, groups_in, make_spec, rolled_out, start, start_fake
+from waiting import until
 
 
 @pytest.fixture
@@ -42,8 +41,7 @@ def test_work_is_spread_and_a_group_stays_where_it_is(tmp_path: Path, fakes: lis
         begun = all((fake.folder / "at-gate").exists() for fake in fakes)
         return begun and sum(len(prompts_at(fake)) for fake in fakes) == len(prompts)
 
-    while process.poll() is None and not all_is_sent():
-        pass
+    until(all_is_sent, lives=lambda: process.poll() is None)
     shown = json.loads((tmp_path / "progress.json").read_text())
     for fake in fakes:
         (fake.folder / "gate").touch()
@@ -70,9 +68,8 @@ def test_the_other_engines_finish_what_a_dead_one_had_begun(
     (stays.folder / "gate").touch()
     spec = spec_for(tmp_path, fakes, ["ba!gate=", "dc!gate=", "fe!gate=", "hg!gate="], **changes)
     process, part = start(spec), tmp_path / "trajectories" / "part"
-    while process.poll() is None:
-        if part.exists() and len(scan_rank_file(part).groups) == 2 and (gone.folder / "at-gate").exists():
-            break
+    at_gate = gone.folder / "at-gate"
+    until(lambda: at_gate.exists() and groups_in(part) == 2, lives=lambda: process.poll() is None)
     end(gone)
     done = finish(process, spec)
     assert (done.code, done.stderr) == (0, "")

@@ -32,7 +32,7 @@ def test_the_final_evaluation_is_done_although_the_leader_dies_in_it(tmp_path: P
     with Cluster(tmp_path, 2, *flags, program=str(PROGRAM)) as cluster:
         cluster.start()
         closing = ("phase_started", 0, 13)
-        cluster.wait_for(lambda e: (e["event"], e["node_rank"], e["phase"]) == closing, deadline_s=240)
+        cluster.wait_for(lambda e: (e["event"], e["node_rank"], e["phase"]) == closing)
         cluster.kill(0)
         assert cluster.wait(1) == {1: 0}, cluster.said(1)
         assert_evaluated(cluster, 1)

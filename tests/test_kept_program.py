@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 from cluster import all_gone
+from waiting import DEADLINE_S
 
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.errors import ProgramFailed
@@ -59,7 +60,6 @@ def main(spec, settings, progress):
 NUMBER = int(os.environ["NUMBER"])
 sys.exit(run_worker(main, lambda: done[-1] != "the last"))
 """
-DEADLINE_S = 60.0
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_a_job_that_fails_ends_every_process(place: Workplace, do: Do, only: int
     old = tree(place)
     with pytest.raises(ProgramFailed, match=r"(?s)ended with exit code [37].*the reason"):
         do(2, do="print('the reason', flush=True); os._exit(7 if NUMBER else 3)", only=only)
-    assert all_gone(old, DEADLINE_S) and place.kept_in(1) == ""
+    assert all_gone(old) and place.kept_in(1) == ""
     assert do(3)["done"] == [3]
 
 
@@ -166,7 +166,7 @@ def test_a_job_that_hangs_ends_every_process(place: Workplace, do: Do) -> None:
     place.stall_timeout_s = 0.3
     with pytest.raises(ProgramFailed, match=r"no progress for 0\.3 s"):
         do(2, do="signal.pause()", only=1)
-    assert all_gone(old, DEADLINE_S) and place.kept_in(1) == ""
+    assert all_gone(old) and place.kept_in(1) == ""
 
 
 def test_what_is_killed_while_it_waits_is_not_kept(place: Workplace, do: Do) -> None:
@@ -180,7 +180,7 @@ def test_what_is_killed_while_it_waits_is_not_kept(place: Workplace, do: Do) -> 
         assert TRAINER in place.residents
         os.kill(sorted(old)[victim], signal.SIGKILL)
         assert place.residents[TRAINER].child.wait(DEADLINE_S) is not None
-        assert place.kept_in(1) == "" and all_gone(old, DEADLINE_S)
+        assert place.kept_in(1) == "" and all_gone(old)
     assert do(3)["done"] == [3]
 
 
@@ -218,4 +218,4 @@ def test_helper_programs_share_a_process_until_a_job_fails(
     second = job("merging", 1)["pid"]
     assert second != first
     place.end_residents()
-    assert all_gone({second: 0}, DEADLINE_S)
+    assert all_gone({second: 0})

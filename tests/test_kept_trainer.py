@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ import pytest
 from cluster import all_gone
 from forks import run_script
 from trainer_bench import Bench, bench
+from waiting import free_port
 
 from fsbarrier.processes import processes
 from fsbarrier.program import TRAINER, Command, Context, Resident
@@ -53,11 +53,9 @@ class Trainer:
             before=f"v{before}" if before else "",
             policy=checkpoints.identity(f"v{before}", known),
         )
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
         argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1"]
         argv += ["--nproc-per-node", str(processes), "--master-addr", "127.0.0.1"]
-        argv += ["--master-port", str(port), "--max-restarts", "0"]
+        argv += ["--master-port", str(free_port()), "--max-restarts", "0"]
         argv += ["-m", "fsbarrier.workers.update", "--spec", "{spec}"]
         env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         resident = Resident(TRAINER, processes, self.place.kept_in(generation))
@@ -132,7 +130,7 @@ def test_whichever_of_its_processes_is_killed_the_next_update_begins_where_the_r
             assert TRAINER in trainer.place.residents
             os.kill(sorted(tree)[which], signal.SIGKILL)
             # Whoever looks before the guard has told of it gives it an update, which then fails.
-            assert trainer.place.residents[TRAINER].child.wait(60.0) is not None and all_gone(tree, 60.0)
+            assert trainer.place.residents[TRAINER].child.wait(60.0) is not None and all_gone(tree)
         assert trainer.update()["policy_version"] == 7
     finally:
         trainer.place.end_resident(TRAINER)

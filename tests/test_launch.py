@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from cluster import leftovers
 from fake_run import FakeRun
-from waiting import until
+from waiting import DEADLINE_S, until
 
 from fsbarrier.cli import main
 from fsbarrier.cli.commands.run import demo_path, is_finished
@@ -24,7 +24,6 @@ from fsbarrier.rundir.paths import RunPaths
 
 REPO = Path(__file__).resolve().parent.parent
 FAST = ("coordination.beat_s=0.2", "coordination.dead_s=2")
-DEADLINE_S = 60.0
 
 
 def command(*words: str) -> list[str]:

@@ -6,7 +6,6 @@ The slow ones use a real sshd and a real Slurm where they are installed.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import shlex
@@ -21,7 +20,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cluster import leftovers
-from waiting import until
+from waiting import DEADLINE_S, free_port, until
 
 from fsbarrier.cli import main
 from fsbarrier.rundir.journal import read_events
@@ -29,7 +28,6 @@ from fsbarrier.rundir.journal import read_events
 REPO = Path(__file__).resolve().parent.parent
 FSBARRIER = f"env PYTHONPATH={REPO} {sys.executable} -m fsbarrier"
 FAST = ("coordination.beat_s=0.2", "coordination.dead_s=5")
-DEADLINE_S = 240.0
 IN_CONTAINERS = ("--nodes", "2", "--image", "ghcr.io/me/fsbarrier:1", "--volume", "claim")
 
 
@@ -378,8 +376,7 @@ def sshd(tmp_path: Path) -> Iterator[str]:
     folder.mkdir(mode=0o700)
     for name in ("host", "id"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     if os.getuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)
     (folder / "sshd_config").write_text(
@@ -429,9 +426,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folder, host = tmp_path / "slurm", socket.gethostname()
     for name in ("state", "spool"):
         (folder / name).mkdir(parents=True)
-    with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
-        ports = [server.getsockname()[1] for server in servers]
+    ports = [free_port() for _ in range(4)]
     (folder / "slurm.conf").write_text(
         f"ClusterName=here\nSlurmctldHost={host}(127.0.0.1)\nSlurmUser=root\nAuthType=auth/none\nCredType=cred/none\n"
         f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool/%n\nSlurmctldPidFile={folder}/ctld.pid\n"

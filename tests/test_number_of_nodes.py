@@ -148,4 +148,4 @@ def test_a_worker_that_waits_for_what_may_never_come_says_so(tmp_path: Path) -> 
         done = "the run has done its 1 iteration, so start node 0 (--master) with a larger --iterations"
         until(lambda: done in cluster.said(1), cluster.said_by_all)
         few = "node 7: this run has 2 nodes; waiting up to 1800 s for node 0 (--master) to be started with --num-nodes 8 "
-        assert few in cluster.said(7)
+        until(lambda: few in cluster.said(7), cluster.said_by_all)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import until
+from waiting import DEADLINE_S, free_port, until
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rollouts.rollout_spec import Assignment
@@ -24,7 +24,6 @@ from fsbarrier.trajectories import iter_trajectories, scan_rank_file
 HERE = Path(__file__).parent
 KEY = "the key"
 SAMPLES = 4
-DEADLINE_S = 120.0
 
 
 @dataclass
@@ -49,8 +48,10 @@ class Run:
     result: dict[str, Any] = field(default_factory=dict)
 
 
-def start_fake(folder: Path, *, port: int = 0, **mode: Any) -> Fake:
+def start_fake(folder: Path, *, port: int | None = None, **mode: Any) -> Fake:
     folder.mkdir()
+    # When it ends, nobody else has its port.
+    port = port or free_port()
     environ = {**os.environ, "VLLM_API_KEY": KEY, "FAKE_VLLM": json.dumps({"dir": str(folder), **mode})}
     command = [sys.executable, str(HERE / "fake_vllm.py"), "--model", "/models/m", "--port", str(port)]
     process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
@@ -128,6 +129,11 @@ def finish(process: subprocess.Popen[str], spec: Path) -> Run:
 
 def run(spec: Path) -> Run:
     return finish(start(spec), spec)
+
+
+def groups_in(part: Path) -> int:
+    """How many groups lie durably in a part file."""
+    return len(scan_rank_file(part).groups) if part.exists() else 0
 
 
 def rolled_out(folder: Path) -> dict[int, list[dict[str, Any]]]:
@@ -316,9 +322,9 @@ def test_an_end_in_the_middle_leaves_whole_groups_and_a_second_start_does_the_re
     spec = make_spec(tmp_path, fake.url, prompts)
     process = start(spec)
     part = tmp_path / "trajectories" / "part"
-    while process.poll() is None:  # the two others are on disk, and one is at the gate
-        if part.exists() and len(scan_rank_file(part).groups) == 2 and (fake.folder / "at-gate").exists():
-            break
+    # The two others are on disk, and one is at the gate.
+    at_gate = fake.folder / "at-gate"
+    until(lambda: at_gate.exists() and groups_in(part) == 2, lives=lambda: process.poll() is None)
     process.send_signal(number)
     done = finish(process, spec)
     assert done.code == (-9 if number == signal.SIGKILL else 128 + number)
@@ -378,10 +384,10 @@ def test_the_phase_ends_without_its_last_tasks(tmp_path: Path, fake: Fake) -> No
 
 
 def test_a_task_that_takes_too_long_is_accounted_for(tmp_path: Path, fake: Fake) -> None:
-    limit = {"rollout.task_timeout_s": 1.5}
+    limit = {"rollout.task_timeout_s": 4.0}
     done = run(make_spec(tmp_path, fake.url, ["ba=", "dc=", "fe!gate="], **limit))
     assert done.code == 0
-    assert_one_line(done.stderr, "task 2: not finished within rollout.task_timeout_s=1.5")
+    assert_one_line(done.stderr, "task 2: not finished within rollout.task_timeout_s=4")
     assert (done.result["timed_out"], done.result["refused"], done.result["invalid"]) == (1, 0, SAMPLES)
     groups = rolled_out(tmp_path)
     assert [item["reward"] for item in groups[0] + groups[1]] == [1.0] * 2 * SAMPLES

@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "scripts" / "requirements"
 TOOLS = ["bash", "dirname", "env", "readlink", "sha256sum", "sh", "uname"]
-DEADLINE_S = 120
 MAIN = "import os, sys; print('STARTED', os.getpid(), sys.argv[1:], flush=True)\n"
 
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -12,8 +12,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cluster import FAST, REPO, Cluster
-from waiting import until
+from waiting import DEADLINE_S, until
 
 from fsbarrier.aggregate import Part, aggregate
 from fsbarrier.protocol.assign import lots, split_by_weight
@@ -22,8 +23,6 @@ from fsbarrier.rundir.names import CUT
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import load, scan_rank_file
 from scripts.lab.bench_take_over import roll_out, toy_spec
-
-DEADLINE_S = 60.0
 
 
 def claims(folder: Path, shares: list[list[int]], rank: int, incarnation: int = 1) -> Claims:
@@ -130,8 +129,9 @@ def test_the_phase_ends_after_its_grace_and_all_see_it(tmp_path: Path) -> None:
 # --- real rollouts ----------------------------------------------------------------------------------------------------
 
 
-def test_a_node_three_times_slower_costs_little(tmp_path: Path) -> None:
-    """Within a tenth of what these nodes could do at best; the same with fixed shares, to see that this could fail."""
+@pytest.mark.parametrize("at_most", [1.3, pytest.param(1.1, marks=pytest.mark.slow)])
+def test_a_node_three_times_slower_costs_little(tmp_path: Path, at_most: float) -> None:
+    """At most so many times what these nodes could do at best; the same with fixed shares, to see that this could fail."""
     speeds, weights = (1.0, 1.0, 1 / 3), (1.0, 1.0, 1.0)
     over_ideal = []
     for number in range(
@@ -142,7 +142,7 @@ def test_a_node_three_times_slower_costs_little(tmp_path: Path) -> None:
         assert sorted(outcome.tasks) == list(range(150))
         first, second, slow = (result["groups"] for result in outcome.results)
         over_ideal.append(outcome.over_ideal)
-        if outcome.over_ideal <= 1.1 and slow < min(first, second):
+        if outcome.over_ideal <= at_most and slow < min(first, second):
             break
     else:
         raise AssertionError(f"times the ideal: {over_ideal}")

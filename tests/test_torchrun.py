@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import DEADLINE_S, free_port
 
 from fsbarrier.processes.addresses import candidate_addresses
-from fsbarrier.processes.rendezvous import LISTENING, LOOPBACK, listen, port_of
+from fsbarrier.processes.rendezvous import LISTENING, listen, port_of
 from fsbarrier.processes.supervisor import own_program
 
 HERE = Path(__file__).resolve().parent
@@ -40,7 +41,7 @@ def test_the_store_listens_on_the_chosen_address_alone(tmp_path: Path) -> None:
         )
     for one in held:
         one.close()
-    said = [node.communicate(timeout=240)[0] for node in nodes]
+    said = [node.communicate(timeout=DEADLINE_S)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0]
     (line,) = [line for text in said for line in text.splitlines() if line.startswith("{")]
     assert json.loads(line) == {"sum": 2, "listens": ["127.0.0.1"]}
@@ -67,8 +68,7 @@ else:
 @pytest.mark.torch
 def test_whoever_reaches_an_update_can_end_it_and_runs_no_code(tmp_path: Path) -> None:
     """The second process is another user's, and sends a pickle into the exchange of the first."""
-    with listen(LOOPBACK)[0] as held:
-        address = f"tcp://127.0.0.1:{port_of(held)}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(HERE.parent)}
     words = [sys.executable, "-c", EXCHANGE]
     victim, peer = (
@@ -77,7 +77,7 @@ def test_whoever_reaches_an_update_can_end_it_and_runs_no_code(tmp_path: Path) -
         )
         for rank in "01"
     )
-    said = victim.communicate(timeout=120)[1]
-    peer.communicate(timeout=120)
+    said = victim.communicate(timeout=DEADLINE_S)[1]
+    peer.communicate(timeout=DEADLINE_S)
     assert not (tmp_path / "ran").exists(), "code of the other user ran"
     assert victim.returncode != 0 and "process 1 of this update sent something that is not JSON" in said

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from array import array
 from pathlib import Path
 from typing import Any
+
+from waiting import free_port
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
@@ -197,9 +198,7 @@ class Bench:
         self, *specs: dict[str, Any], processes: int = 1, program: str = "fsbarrier.workers.update"
     ) -> list[tuple[subprocess.Popen[str], str]]:
         """One update under real torchrun, one node a spec, `processes` each; gives the ended torchruns and what they said."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        started = []
+        port, started = free_port(), []
         for node, spec in enumerate(specs):
             path = self.folder / f"node{node}.json"
             path.write_text(json.dumps(spec))

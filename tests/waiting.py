@@ -1,7 +1,11 @@
-"""Waiting for a state: the one loop for it in the tests."""
+"""Waiting for a state: the one loop for it in the tests; and ports that stay free until they are used."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +15,8 @@ T = TypeVar("T")
 
 # For a machine under any load; most of what is waited for takes milliseconds.
 DEADLINE_S = 240.0
+# Each process of the tests begins somewhere else.
+_ports = itertools.count(131 * os.getpid())
 
 
 def until(
@@ -26,3 +32,13 @@ def until(
         assert time.monotonic() < end and lives(), f"what was waited for does not come\n{said()}"
         pause.wait(0.01)
     return found
+
+
+def free_port() -> int:
+    """A port of this host that nobody else takes before it is used."""
+    while True:
+        # Below those that the kernel gives to connections and to whoever asks for any port.
+        port = 20_000 + next(_ports) % 12_000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
