@@ -1,4 +1,5 @@
-"""Loads a program by name (rl, toy, ping) or by path (./mine.py). They are files, not packages, so that users can copy and edit them."""
+"""Loads a program by name (rl, sft, toy, ping) or by path (./mine.py). They are files, not packages, so that users can copy and edit
+them."""
 
 from __future__ import annotations
 

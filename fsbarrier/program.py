@@ -446,5 +446,13 @@ class Phase(Row[Builder]):
 class Program(Table[Builder]):
     """A program: its phases in order, and its slices."""
 
-    #: what a run must have ("model", "data")
+    #: what a run must have: a "model"; files in the data path, of tasks ("data") or of "examples" for supervised fine-tuning
     needs: frozenset[str] = frozenset()
+    #: by dotted name: settings where the user chooses none, and those that cannot be chosen
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    fixed: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether a run must have a data path."""
+        return not self.needs.isdisjoint({"data", "examples"})

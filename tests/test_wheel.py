@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-PROGRAMS = {"rl.py", "toy.py", "ping.py"}
+PROGRAMS = {"rl.py", "sft.py", "toy.py", "ping.py"}
 SHOW = """
 import json, pathlib, fsbarrier
 from fsbarrier.loader import load_program, program_folder
-names = ["rl", "toy", "ping"]
+names = ["rl", "sft", "toy", "ping"]
 rows = {name: len(load_program(name).rows) for name in names}
 print(json.dumps([str(pathlib.Path(fsbarrier.__file__).resolve().parent), str(program_folder()), rows]))
 """
@@ -86,7 +86,7 @@ def test_from_a_wheel(wheel: Path, tmp_path: Path) -> None:
     subprocess.run(pip, check=True, capture_output=True)
     package, folder, rows = loaded(site, tmp_path)
     assert (package, folder) == (str(site / "fsbarrier"), str(site / "fsbarrier" / "phases"))
-    assert rows == {"rl": 14, "toy": 14, "ping": 14}
+    assert rows == {"rl": 14, "sft": 14, "toy": 14, "ping": 14}
 
 
 def test_from_an_editable_install(checkout: Path, tmp_path: Path) -> None:
@@ -108,4 +108,4 @@ def test_from_an_editable_install(checkout: Path, tmp_path: Path) -> None:
 def test_from_a_bare_checkout(checkout: Path, tmp_path: Path) -> None:
     package, folder, rows = loaded(checkout, tmp_path)
     assert (package, folder) == (str(checkout / "fsbarrier"), str(checkout / "phases"))
-    assert rows == {"rl": 14, "toy": 14, "ping": 14}
+    assert rows == {"rl": 14, "sft": 14, "toy": 14, "ping": 14}

@@ -13,6 +13,7 @@ import fsbarrier.aggregate
 import fsbarrier.cli
 import fsbarrier.cli.start.begin
 import fsbarrier.run.run_node
+import fsbarrier.workers.examples
 import fsbarrier.workers.helper
 import fsbarrier.workers.prepare
 import fsbarrier.workers.rollout

@@ -1,4 +1,4 @@
-"""Reads and validates task files.
+"""Reads and validates task files, and files of examples for supervised fine-tuning (`Example`).
 
 A task file is JSON lines (`.jsonl`), or Parquet with verl's columns. Each line (row) is one task. Its number, counted from 0, is the task's
 index throughout a run, so a file must not change while a run uses it. Fields:
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ SHOWN = 60
 MAX_NESTING = 100
 #: rows of a Parquet file in memory at a time
 BATCH_ROWS = 1024
+
+#: the role whose messages are trained on
+ASSISTANT = "assistant"
 
 _MISSING = object()
 
@@ -57,6 +60,40 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
+class Example:
+    """A conversation to learn from: what the assistant says from message number `first` on. `plain`: a text and its continuation, which
+    no chat template renders."""
+
+    index: int
+    messages: tuple[Message, ...]
+    first: int = 0
+    plain: bool = False
+
+    def pieces(self, render: Callable[..., str]) -> list[tuple[str, bool]]:
+        """Its text in pieces, each with whether it is trained on. `render`: the chat template. Raises ValueError if that renders the
+        conversation up to an answer differently once more follows; and whatever the template raises."""
+        if self.plain:
+            return [(message["content"], bool(number)) for number, message in enumerate(self.messages)]
+        messages = [dict(message) for message in self.messages]
+        whole = render(messages=messages, add_generation_prompt=False)
+        found: list[tuple[str, bool]] = []
+        done = ""
+        for number, message in enumerate(messages):
+            if message["role"] != ASSISTANT or number < self.first:
+                continue
+            before = render(messages=messages[:number], add_generation_prompt=True)
+            after = render(messages=messages[: number + 1], add_generation_prompt=False)
+            if not (before.startswith(done) and after.startswith(before) and whole.startswith(after)):
+                raise ValueError(
+                    f"it renders message {number + 1} differently once others follow, so what the assistant says cannot be marked; make "
+                    "an example of each answer (prompt: the messages before it, completion: the answer)"
+                )
+            found += [(before[len(done) :], False), (after[len(before) :], True)]
+            done = after
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class TaskFile:
     """The tasks read from `path`, by index; `count`: number of tasks in the whole file."""
 
@@ -82,6 +119,22 @@ def read_tasks(path: Path, indices: Collection[int] | None = None) -> TaskFile:
     return TaskFile(path, count, tasks)
 
 
+def read_examples(path: Path, indices: Collection[int] | None = None) -> tuple[int, dict[int, Example]]:
+    """The number of examples in a file, and all of them or only those with `indices`. Each row has `messages`, or `prompt` and
+    `completion` (or a text `answer`). Raises UsageError naming the file and line."""
+    count, found = 0, {}
+    for index, row in _rows(path, None if indices is None else frozenset(indices)):
+        count = index + 1
+        if row is None:
+            continue
+        found[index] = example = _example(path, index, row)
+        try:
+            "".join(message["content"] for message in example.messages).encode()
+        except UnicodeEncodeError:
+            raise _task_error(path, index, "contains an unpaired surrogate (\\ud800 to \\udfff)") from None
+    return count, found
+
+
 def _checked_tasks(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, Task | None]]:
     seen: dict[str, int] = {}
     for index, row in _rows(path, wanted):
@@ -97,7 +150,7 @@ def _checked_tasks(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[
             raise _task_error(path, index, "contains an unpaired surrogate (\\ud800 to \\udfff)") from None
         first = seen.setdefault(task.task_id, index)
         if first != index:
-            already = f"task_id {_shown(task.task_id)} is already used by {_place(path, first)}"
+            already = f"task_id {_shown(task.task_id)} is already used by {place(path, first)}"
             raise _task_error(path, index, already)
         yield index, task
 
@@ -201,34 +254,56 @@ def _task(path: Path, index: int, row: Mapping[str, object]) -> Task:
     return Task(index, str(task_id), prompt, plain(answer), metadata)
 
 
-def _prompt(path: Path, index: int, value: object) -> str | tuple[Message, ...]:
+def _prompt(path: Path, index: int, value: object, name: str = "prompt") -> str | tuple[Message, ...]:
+    """A text, or the messages of a conversation, in the field `name`."""
     if isinstance(value, str):
         if not value.strip():
-            raise _task_error(path, index, "prompt is blank" if value else "prompt is empty")
+            raise _task_error(path, index, f"{name} is blank" if value else f"{name} is empty")
         return value
     if not isinstance(value, list):
-        raise _task_error(path, index, f"prompt must be text or a list of chat messages, got {_shown(value)}")
+        raise _task_error(path, index, f"{name} must be text or a list of chat messages, got {_shown(value)}")
     if not value:
-        raise _task_error(path, index, "prompt is an empty list")
+        raise _task_error(path, index, f"{name} is an empty list")
     messages = []
     for number, message in enumerate(value, start=1):
         if not isinstance(message, Mapping):
             raise _task_error(
-                path, index, f"prompt: message {number} must be an object, got {_shown(message)}"
+                path, index, f"{name}: message {number} must be an object, got {_shown(message)}"
             )
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not role:
             raise _task_error(
-                path, index, f"prompt: message {number} needs a role (text), got {_shown(role)}"
+                path, index, f"{name}: message {number} needs a role (text), got {_shown(role)}"
             )
         if not isinstance(content, str):
             raise _task_error(
-                path, index, f"prompt: message {number} needs a content (text), got {_shown(content)}"
+                path, index, f"{name}: message {number} needs a content (text), got {_shown(content)}"
             )
         messages.append({"role": role, "content": content})
     if not any(message["content"].strip() for message in messages):
-        raise _task_error(path, index, "prompt: all messages are blank")
+        raise _task_error(path, index, f"{name}: all messages are blank")
     return tuple(messages)
+
+
+def _example(path: Path, index: int, row: Mapping[str, object]) -> Example:
+    completion = row.get("completion", row.get("answer"))
+    if row.get("messages") is not None:
+        said = _prompt(path, index, row["messages"], "messages")
+        if isinstance(said, str):
+            raise _task_error(path, index, f"messages must be a list of chat messages, got {_shown(said)}")
+        example = Example(index, said)
+    elif row.get("prompt") is None or completion is None:
+        known = ", ".join(map(str, row)) or "none"
+        raise _task_error(path, index, f"needs messages, or prompt and completion (its fields: {known})")
+    else:
+        before, after = (_prompt(path, index, row["prompt"]), _prompt(path, index, completion, "completion"))
+        plain = isinstance(before, str) and isinstance(after, str)
+        prompt = ({"role": "user", "content": before},) if isinstance(before, str) else before
+        answer = ({"role": ASSISTANT, "content": after},) if isinstance(after, str) else after
+        example = Example(index, prompt + answer, len(prompt), plain)
+    if all(message["role"] != ASSISTANT for message in example.messages[example.first :]):
+        raise _task_error(path, index, f"has no message of the role {ASSISTANT}, so nothing to train on")
+    return example
 
 
 def _answer(path: Path, index: int, rest: dict[str, object]) -> object:
@@ -264,7 +339,7 @@ def plain(value: object, depth: int = 0) -> object:
 
 
 def _task_error(path: Path, index: int, what: str) -> UsageError:
-    return UsageError(f"{_place(path, index)}: {_printable(what)}")
+    return UsageError(f"{place(path, index)}: {_printable(what)}")
 
 
 def _printable(text: str) -> str:
@@ -272,7 +347,7 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _place(path: Path, index: int) -> str:
+def place(path: Path, index: int) -> str:
     """A task's position: line numbers start at 1, as in editors; Parquet rows at 0, as in its readers."""
     return f"{path}, row {index}" if path.suffix == ".parquet" else f"{path}, line {index + 1}"
 

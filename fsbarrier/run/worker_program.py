@@ -25,7 +25,7 @@ from fsbarrier.store.retry import patiently
 # How often to check for cancellation and for a sign of life.
 WATCH_S = 0.25
 UPDATE = "fsbarrier.workers.update"
-NO_SECRETS = ("fsbarrier.aggregate", "fsbarrier.workers.prepare", UPDATE)
+NO_SECRETS = ("fsbarrier.aggregate", "fsbarrier.workers.prepare", "fsbarrier.workers.examples", UPDATE)
 
 
 class DirectoryFailed(ProgramFailed):

@@ -446,7 +446,7 @@ class Settings(Section):
     #: Start from a policy of another run instead of `model`: `RUN_DIRECTORY@VERSION`, or `RUN_DIRECTORY` for the version it currently
     #: serves.
     init_from: Name | None = None
-    #: `rl`, `toy`, `ping`, or your own FILE.py.
+    #: `rl`, `sft`, `toy`, `ping`, or your own FILE.py.
     program: Name = "rl"
     #: `rollout`: phases 0-6; `update`: phases 7-13; `both`: all phases.
     rl_phase: EachStart[RlPhase] = "both"

@@ -8,7 +8,8 @@ The tokens of all sequences are concatenated; sequence i is [offsets[i], offsets
     offsets    int64                            steps    for each optimizer step the indices of its sequences, int64
     engines    int32, two a sequence: the node and its replica that sampled it; -1 where that is not known
 
-A sequence that is not `current` was sampled by an older policy or in another run, so its log-probabilities are not this policy's.
+A sequence that is not `current` was sampled by an older policy or in another run, so its log-probabilities are not this policy's. Those of
+examples, which nobody sampled, are NaN. A sequence that is in no step is held out: the new policy is tried on it.
 """
 
 from __future__ import annotations
@@ -167,6 +168,11 @@ class TrainingBatch:
         """The number of tokens of each sequence."""
         lengths: list[int] = self.offsets.diff().tolist()
         return lengths
+
+    def held_out(self) -> list[int]:
+        """The sequences that no step trains on."""
+        trained = {index for step in self.steps for index in step.tolist()}
+        return [index for index in range(len(self.weights)) if index not in trained]
 
     def sampled_tokens(self, indices: Tensor) -> Tensor:
         """The number of sampled tokens of each of these sequences."""

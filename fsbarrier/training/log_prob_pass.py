@@ -62,11 +62,28 @@ def loaded_for_reading(folder: Path, layout: Layout, processes: Processes, setti
     return model
 
 
+def held_out_loss(trainer: Trainer, batch: TrainingBatch, settings: Settings) -> float | None:
+    """The cross-entropy of the sequences that are held out, a mean over tokens; None: there are none. Every process must call this."""
+    indices = batch.held_out()
+    if not indices:
+        return None
+    tokens = int(batch.sampled_tokens(torch.tensor(indices)).sum())
+    found = log_probs(trainer.backend.model, batch, settings, trainer.processes, indices)
+    return -float(found.double().sum()) / tokens
+
+
 @torch.no_grad()
-def log_probs(model: TokenModel, batch: TrainingBatch, settings: Settings, processes: Processes) -> Tensor:
-    """The log-probabilities of all sampled tokens, float32 like `batch.logprobs`, the same on every process."""
+def log_probs(
+    model: TokenModel,
+    batch: TrainingBatch,
+    settings: Settings,
+    processes: Processes,
+    indices: list[int] | None = None,
+) -> Tensor:
+    """The log-probabilities of all sampled tokens of these sequences (None: of all), float32 like `batch.logprobs`, the same on every
+    process."""
     packed = packs(model.causal)
-    indices = list(range(len(batch.weights)))
+    indices = list(range(len(batch.weights))) if indices is None else indices
     mine = plan(
         indices,
         batch.lengths(),

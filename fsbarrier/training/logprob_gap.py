@@ -58,7 +58,7 @@ class GapSums:
 
     def add(self, new: Tensor, micro: MicroBatch, mask: Tensor, chosen: list[int]) -> None:
         """`new`: the trainer's log-probabilities of the sequences `chosen`. What older policies sampled says nothing of these engines."""
-        own = mask & micro.current[:, None]
+        own = mask & micro.current[:, None] & ~micro.engine.isnan()
         if not bool(own.any()):
             return
         gap = torch.where(own, (new.detach() - micro.engine).abs(), 0).double()

@@ -37,6 +37,8 @@ class Sums:
     gap: LogprobGap = field(default_factory=LogprobGap)
     # In the last step; None if there was no step.
     learning_rate: float | None = None
+    # The new policy's loss on the sequences that are held out; None: there are none.
+    held_out: float | None = None
 
 
 class Objective(Protocol):
@@ -81,7 +83,9 @@ class PolicyObjective:
         new, entropy = found
         if self._gap is not None:
             self._gap.add(new, micro, mask, chosen)
-        values = TokenValues(new, micro.old, micro.engine, entropy, micro.reference)
+        # What nobody has sampled has the ratio 1.
+        old, engine = (torch.where(one.isnan(), new.detach(), one) for one in (micro.old, micro.engine))
+        values = TokenValues(new, old, engine, entropy, micro.reference)
         return minibatch_loss(self.settings.algorithm, values, micro.weights, mask, divisor)
 
     def computed(self, totals: Sums) -> None:

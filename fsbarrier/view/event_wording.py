@@ -164,10 +164,12 @@ def _unjudged(event: Event) -> str:
 
 def _updated(event: Event) -> str:
     steps, loss = event.integer("optimizer_steps"), event.number("loss")
+    held_out = event.number("held_out_loss")
     gap, replayed = event.number("logprob_gap_mean"), event.integer("replayed")
     parts = [
         f"{steps} optimizer steps" if steps is not None else "",
         f"loss {loss:.2g}" if loss is not None else "",
+        f"held-out loss {held_out:.2g}" if held_out is not None else "",
         f"log-prob gap {gap:.1g}" if gap is not None else "",
         f"{replayed} sequences from other policy versions" if replayed else "",
     ]

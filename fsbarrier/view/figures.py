@@ -16,7 +16,15 @@ ROLLOUT = (
     *("answer_tokens_mean", "answer_tokens_min", "answer_tokens_max", "truncated_share"),
 )
 UPDATE = (
-    *("loss", "logprob_gap_mean", "logprob_gap_max", "clip_fraction", "clipped_low", "clipped_high"),
+    *(
+        "loss",
+        "held_out_loss",
+        "logprob_gap_mean",
+        "logprob_gap_max",
+        "clip_fraction",
+        "clipped_low",
+        "clipped_high",
+    ),
     *("entropy", "kl", "policy_kl", "mismatch_kl", "mismatch_dropped"),
     *("lr", "grad_norm", "optimizer_steps", "seconds"),
 )
@@ -31,6 +39,7 @@ CURVES = (
     ("updated", "grad_norm", "Gradient norm"),
     ("updated", "lr", "Learning rate"),
     ("updated", "loss", "Loss"),
+    ("updated", "held_out_loss", "Held-out loss"),
     ("rolled_out", "answer_tokens_mean", "Tokens per answer"),
     ("rolled_out", "truncated_share", "Share of answers truncated"),
     ("rolled_out", "groups_without_signal", "Groups without signal"),

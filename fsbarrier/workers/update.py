@@ -23,7 +23,7 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.failures import explained, tell_torchrun
 from fsbarrier.training.kl_in_reward import with_kl_in_reward
-from fsbarrier.training.log_prob_pass import with_old, with_reference
+from fsbarrier.training.log_prob_pass import held_out_loss, with_old, with_reference
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes, gather_json
@@ -189,6 +189,7 @@ class Update:
                 batch = with_reference(reference, trainer.layout, processes, batch, self.settings)
             batch = with_kl_in_reward(with_old(trainer, batch, self.settings), self.settings.algorithm)
             totals = train(trainer, batch, self.settings, start.model, show)
+            totals.held_out = held_out_loss(trainer, batch, self.settings)
         if processes.is_main:
             progress.show(steps, steps, "steps", last=True, note="saving")
         return totals
@@ -259,7 +260,8 @@ def metrics(totals: Sums, batch: TrainingBatch) -> dict[str, object]:
         **{name: value / tokens for name, value in totals.of_tokens.items()},
         "grad_norm": totals.grad_norm / steps,
         "tokens": totals.tokens,
-        "trajectories": len(batch.weights),
+        "trajectories": len(batch.weights) - len(batch.held_out()),
+        **({} if totals.held_out is None else {"held_out_loss": totals.held_out}),
         "replayed": int((batch.current == 0).sum()),
         "logprob_gap_mean": totals.gap.mean,
         "logprob_gap_max": totals.gap.maximum,

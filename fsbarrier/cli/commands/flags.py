@@ -26,7 +26,10 @@ _HELP = {
         "M",
         "Hugging Face model: a folder, or a name in the data path or the local cache; nothing is downloaded",
     ),
-    "--program": ("NAME|FILE.py", "the program of an iteration: rl (default), toy, ping, or your own file"),
+    "--program": (
+        "NAME|FILE.py",
+        "the program of an iteration: rl (default), sft, toy, ping, or your own file",
+    ),
     "--rl-phase": ("rollout|update|both", "run phases 0-6, 7-13, or all (default)"),
     "--rollout-split": (
         "train-only|eval-only",

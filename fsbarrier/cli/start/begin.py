@@ -185,7 +185,8 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     given = {name: value.value for name, value in chosen.items()}
     nodes = given.get("num_nodes", 1)
     limits = filesystem.limits(given, nodes if isinstance(nodes, int) else 1)
-    settings = resolve(chosen.values(), {**limits, **defaults, **fixed})
+    below = {**limits, **program.defaults, **defaults, **program.fixed, **fixed}
+    settings = resolve(chosen.values(), below)
     asked.check_rank(rank, settings.num_nodes)
     check_node(settings, program, request.environ, dry_run=request.dry_run)
     tasks, model = _inputs(settings, program, asked, demo_tasks.FOLDER if is_demo else None)
@@ -229,7 +230,7 @@ def _defaults(request: Request, typed: Settings, program: Program) -> tuple[Mapp
     """The defaults of this request, and whether it uses the built-in task, i.e. has neither data nor a model."""
     has_data = typed.data_path is not None
     has_model = typed.model is not None or typed.init_from is not None
-    needs_data = "data" in program.needs and typed.rl_phase != "update"
+    needs_data = program.reads_data and typed.rl_phase != "update"
     needs_model = "model" in program.needs
     if has_data or has_model or not (needs_data or needs_model):
         if needs_data and not has_data:
@@ -246,7 +247,7 @@ def _inputs(
     settings: Settings, program: Program, asked: _Asked, built_in: Path | None
 ) -> tuple[dict[str, TaskSource], str | None]:
     """The validated task files and model folder: the user's, or those in the folder `built_in`."""
-    named = task_files.needed_files(settings) if "data" in program.needs else {}
+    named = task_files.needed_files(settings) if program.reads_data else {}
     data_path = built_in or (Path(settings.data_path) if settings.data_path else None)
     model_named = str(built_in / "model") if built_in else settings.model
     if data_path and named:
@@ -259,7 +260,9 @@ def _inputs(
         model_folder.check_lengths(model, settings)
         model_folder.check_adapters(model, settings, asked.say)
     tasks: dict[str, TaskSource] = {}
-    if data_path and named:
+    if data_path and named and "examples" in program.needs:
+        tasks = task_files.read_examples(data_path, named, settings, model=model)
+    elif data_path and named:
         tasks = task_files.read_tasks(data_path, named, settings, model=model)
         _say_who_idles(tasks, settings, asked.say)
     return tasks, str(model) if model else None
@@ -299,7 +302,7 @@ def _join(asked: _Asked, record: RunRecord, rank: ranks.Choice | None) -> Start:
     # Environment variables, packages and the places of files may differ between nodes.
     check_node(settings, program, request.environ, dry_run=request.dry_run)
     runrecord.check_tasks(record)
-    if "data" in program.needs:
+    if program.reads_data:
         task_files.check_recorded(settings, record.tasks)
     number = rank.value if rank else 0
     return Start(record, settings, number, until, created=False, stated=stated)

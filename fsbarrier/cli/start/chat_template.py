@@ -6,13 +6,15 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fsbarrier.errors import UsageError
+from fsbarrier.data.tasks import place
+from fsbarrier.errors import UsageError, first_line
 
 if TYPE_CHECKING:
-    from fsbarrier.data.tasks import Task
+    from fsbarrier.data.tasks import Example, Task
 
 _FILES = ("chat_template.jinja", "chat_template.json")
 #: marks what the model has said, for a training that masks the rest; the engine ignores it
@@ -37,7 +39,7 @@ def check(folder: Path, tasks: Iterable[Task], path: Path, arguments: Mapping[st
         if isinstance(task.prompt, str):
             continue
         if not seen:
-            render = _renderer(folder, path, task)
+            render = _renderer(folder, f"{path}, task {task.index}: the prompt")
         roles = tuple(message["role"] for message in task.prompt)
         if render is None or roles in seen:
             seen.add(roles)
@@ -62,14 +64,31 @@ def check(folder: Path, tasks: Iterable[Task], path: Path, arguments: Mapping[st
                 )
 
 
-def _renderer(folder: Path, path: Path, task: Task) -> Callable[..., str] | None:
+def check_examples(
+    folder: Path, examples: Iterable[Example], path: Path, arguments: Mapping[str, object]
+) -> None:
+    """Check that the template tells what the assistant says in each example from the rest. Raises UsageError naming the line."""
+    conversations = [one for one in examples if not one.plain]
+    for number, example in enumerate(conversations):
+        where = place(path, example.index)
+        if not number:
+            render = _renderer(folder, f"{where}: the example")
+        if render is None:
+            return
+        try:
+            example.pieces(partial(render, **arguments))
+        except Exception as error:
+            raise UsageError(f"{where}: the chat template of {folder}: {first_line(error)}") from None
+
+
+def _renderer(folder: Path, what: str) -> Callable[..., str] | None:
     """The function that renders the folder's template; None if it has several, or the package jinja2 is missing. Raises UsageError."""
     source = _source(folder)
     if source is None:
         if (folder / "additional_chat_templates").is_dir():
             return None
         raise UsageError(
-            f"{path}, task {task.index}: the prompt consists of chat messages, but {folder} has no chat template "
+            f"{what} consists of chat messages, but {folder} has no chat template "
             "(chat_template.jinja, or chat_template in tokenizer_config.json); use a text prompt, or add the chat template "
             "of an instruct model"
         )

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 
 from fsbarrier.engine import accelerators
@@ -23,6 +24,7 @@ from fsbarrier.program import Program
 from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.settings.checks import shown
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import nearest
 from fsbarrier.settings.value_types import LOSSES, reward_kinds
@@ -48,6 +50,7 @@ USED_WITH = {
 def check_node(settings: Settings, program: Program, environ: Environ, *, dry_run: bool) -> None:
     """Check whether this node can do its part of the run. Raises UsageError."""
     _check_slice(settings, program)
+    _check_fixed(settings, program)
     if not dry_run:
         _check_accelerators(settings)
     for needed, check in CHECKS:
@@ -79,6 +82,15 @@ def _check_slice(settings: Settings, program: Program) -> None:
     chosen = settings.rl_phase
     if chosen != "both" and all(part.name != chosen for part in program.slices):
         raise UsageError(f"--rl-phase {chosen}: not supported by program {program.name}; drop it")
+
+
+def _check_fixed(settings: Settings, program: Program) -> None:
+    """The settings that the program does not leave to the user have its values."""
+    for name, needed in program.fixed.items():
+        if (value := attrgetter(name)(settings)) != needed:
+            raise UsageError(
+                f"{name}={shown(value)}: program {program.name} needs {name}={shown(needed)}; drop it"
+            )
 
 
 def _check_accelerators(settings: Settings) -> None:

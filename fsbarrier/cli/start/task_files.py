@@ -66,6 +66,24 @@ def read_tasks(
     return found
 
 
+def read_examples(
+    data_path: Path, named: Mapping[str, str | None], settings: Settings, *, model: Path | None = None
+) -> dict[str, TaskSource]:
+    """The same for files of examples: checks that what is trained on can be told from the rest, with the chat template of `model`."""
+    from fsbarrier.data import tasks
+
+    found: dict[str, TaskSource] = {}
+    for split in named:
+        path = _task_file(data_path, split)
+        count, examples = tasks.read_examples(path)
+        if count == 0:
+            raise UsageError(f"{path}: contains no examples")
+        if model is not None:
+            chat_template.check_examples(model, examples.values(), path, settings.rollout.template_arguments)
+        found[split] = {"path": str(path), "count": count, "sha256": files.sha256_file(path)}
+    return found
+
+
 def _check_lengths(tasks: Iterable[Task], path: Path, max_model_len: int) -> None:
     """Refuse a prompt that cannot fit however it is cut into tokens; whether one of about the right size does, the engine knows."""
     for task in tasks:

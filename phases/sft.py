@@ -1,0 +1,91 @@
+"""Supervised fine-tuning: the default program's rows without rollouts. An iteration trains on the next examples of `train`.
+
+`./run.sh --program sft --model M --data-path D ...`. The loss is the cross-entropy of what the assistant says (docs/fine_tuning.md).
+`rollout.tasks` is the number of examples of an iteration, `rollout.seed` decides their order, and `--eval-interval` in which iterations
+the new policy is tried on the examples of `test`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fsbarrier.loader import load_module
+from fsbarrier.program import HELPER, Context, Phase, Program, Resident, Steps, Value, Work
+from fsbarrier.protocol.assign import sample_tasks
+
+# What this program does not define, it takes from the default one.
+rl = load_module("rl")
+
+
+def assign_train(ctx: Context) -> Work:
+    """Leader: decide which examples this iteration trains on. Each pass over the file has an order of its own."""
+    settings, there = ctx.settings.rollout, ctx.tasks["train"]["count"]
+    return Value(
+        {"examples": sample_tasks(there, settings.tasks, seed=settings.seed, iteration=ctx.iteration)}
+    )
+
+
+def decide_eval(ctx: Context) -> Work:
+    """Leader: decide on which held-out examples the update tries its new policy; a session's last policy is always tried."""
+    settings = ctx.settings
+    last = settings.eval_interval > 0 and ctx.iteration == settings.iterations
+    if not (last or rl.evaluates(ctx)):
+        return Value({"examples": []})
+    there = ctx.tasks["test"]["count"]
+    return Value({"examples": sample_tasks(there, settings.eval.tasks, seed=0, iteration=1)})
+
+
+def prepare_batch(ctx: Context) -> Work:
+    """Leader: cut the examples into tokens, and mark what is trained on."""
+    batch = ctx.paths.batch(ctx.iteration, ctx.generation)
+    examples = {"train": ctx.decided("train_assign"), "test": ctx.decided("eval_decide")}
+    prepare = ctx.worker(
+        "examples",
+        "helper.log",
+        files={split: source["path"] for split, source in ctx.tasks.items()},
+        examples={split: decided["examples"] if decided else [] for split, decided in examples.items()},
+        batch=str(batch),
+        model=str(ctx.policy.model),
+        policy_version=ctx.policy_version,
+    )
+    prepare = replace(prepare, event="batch_prepared", resident=Resident(HELPER), extra={"batch": batch.name})
+    return Steps((prepare, rl.meet(ctx)))
+
+
+#: what each row does; the others are barriers
+EACH = {"batch_prepare": rl.open_port, "update_ready": rl.probe_addresses, "update": rl.update}
+LEADER = {
+    "train_assign": assign_train,
+    "eval_decide": decide_eval,
+    "batch_prepare": prepare_batch,
+    "update_ready": rl.choose_address,
+    "weights_publish": rl.publish_weights,
+}
+ROWS: tuple[Phase, ...] = tuple(
+    replace(row, each=EACH.get(row.name), leader=LEADER.get(row.name)) for row in rl.PROGRAM.rows
+)
+PROGRAM = Program(
+    "sft",
+    ROWS,
+    needs=frozenset({"model", "examples"}),
+    defaults={
+        "rollout.tasks": 1024,
+        "trainer.minibatch": 128,
+        "trainer.epochs": 1,
+        "trainer.keep": "process",
+        "optimizer.lr": 1e-5,
+    },
+    fixed={
+        # The likelihood of an answer, whose weight is 1.
+        "algorithm.loss": "rft",
+        "algorithm.kl_coef": 0.0,
+        "algorithm.kl_in_reward": 0.0,
+        "algorithm.mismatch": "none",
+        "rollout.temperature": 1.0,
+        "rollout.ahead": 0,
+        # There is no engine.
+        "debug_mode": True,
+        "engine.url": None,
+        "eval.sets": {},
+    },
+)
