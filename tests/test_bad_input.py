@@ -59,10 +59,11 @@ def place(tmp_path: Path) -> Path:
     shutil.copytree(model, tmp_path / "tied")
     (tmp_path / "tied" / "config.json").write_text('{"model_type": "qwen2", "tie_word_embeddings": true}')
     (tmp_path / "tied" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    shutil.copytree(model, tmp_path / "sees")
-    (tmp_path / "sees" / "config.json").write_text(
-        '{"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}, "vision_config": {"depth": 12}}'
-    )
+    for name, part in (("sees", "vision"), ("hears", "audio")):
+        shutil.copytree(model, tmp_path / name)
+        (tmp_path / name / "config.json").write_text(
+            f'{{"model_type": "qwen3_5", "text_config": {{"model_type": "qwen3_5_text"}}, "{part}_config": {{"depth": 12}}}}'
+        )
     (tmp_path / "raises.py").write_text("raise RuntimeError('no')\n")
     (tmp_path / "nothing.py").write_text("x = 1\n")
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
@@ -348,13 +349,17 @@ CASES = {
         "run --data-path data --model short rollout.max_tokens=64",
         ["rollout.max_tokens=64", "the model supports only 64 positions"],
     ),
-    "a model that sees, of which the trainer would lose the eyes": (
-        RL.replace("--model model", "--model sees") + "--dry-run",
-        ["sees is a qwen3_5 model with vision beside its text decoder", "or --rl-phase rollout"],
+    "a model that hears, of which the trainer would lose the ears": (
+        RL.replace("--model model", "--model hears") + "--dry-run",
+        ["hears is a qwen3_5 model with audio beside text and images", "or --rl-phase rollout"],
     ),
-    "a plan for a model that sees": (
-        "plan --model sees --accelerators 0",
-        ["sees is a qwen3_5 model with vision beside its text decoder"],
+    "a plan for a model that hears": (
+        "plan --model hears --accelerators 0",
+        ["hears is a qwen3_5 model with audio beside text and images"],
+    ),
+    "a model that sees, and DeepSpeed": (
+        RL.replace("--model model", "--model sees") + "trainer.backend=deepspeed",
+        ["sees is a qwen3_5 model, which takes images and is only trained with trainer.backend=torch"],
     ),
     "adapters in a head that is the embedding": (
         RL.replace("--model model", "--model tied") + "lora.rank=4 lora.targets=q_proj,lm_head",

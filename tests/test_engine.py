@@ -149,14 +149,6 @@ def test_where_a_reload_is_not_known_to_be_right_the_server_is_restarted(
     assert served(second) == str(tmp_path / "b")
 
 
-def test_a_prefix_cache_that_is_still_in_use_is_waited_for(tmp_path: Path, make: Make) -> None:
-    engine = make(busy=True)
-    engine.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
-    assert engine.ensure(write_model(tmp_path / "b"), 1, cancel=NEVER).action == "reloaded"
-    lines = (tmp_path / "fake" / "requests.jsonl").read_text().splitlines()
-    assert sum("reset_prefix_cache" in line for line in lines) == 2
-
-
 class Card(Nvml):
     """An accelerator on which a server holds 30 GiB until it sleeps or ends."""
 
@@ -191,7 +183,10 @@ def test_a_server_sleeps_while_the_trainer_has_the_accelerator(
     """Its weights are discarded: those it had are loaded again too."""
     engine, first = make(), write_model(tmp_path / "a")
     started = engine.ensure(first, 0, cancel=NEVER)
-    woken = ["/wake_up?tags=weights", "/collective_rpc", "/wake_up?tags=kv_cache", "/reset_prefix_cache"]
+    woken = [
+        *("/wake_up?tags=weights", "/pause?mode=abort", "/collective_rpc"),
+        *("/wake_up?tags=kv_cache", "/resume"),
+    ]
     for folder in (first, write_model(tmp_path / "b")):
         before = len(card.posts())
         released = engine.release(cancel=NEVER)

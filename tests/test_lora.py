@@ -141,7 +141,7 @@ def test_a_mixture_of_experts_needs_the_names_of_its_layers(tmp_path: Path, kind
 def test_what_cannot_have_adapters_is_refused_at_the_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fsbarrier.cli.start.model_folder import check_adapters
+    from fsbarrier.cli.start.model_folder import try_model
     from fsbarrier.settings.resolve import resolve
     from fsbarrier.training import architecture
 
@@ -152,7 +152,7 @@ def test_what_cannot_have_adapters_is_refused_at_the_start(
 
     said: list[str] = []
     with pytest.raises(UsageError, match="gate is not a linear layer"):
-        check_adapters(tmp_path, chosen("q_proj", "gate"), said.append)
+        try_model(tmp_path, chosen("q_proj", "gate"), said.append)
     # A start is not silent meanwhile.
     assert len(said) == 1 and said[0].startswith("trying adapters of rank 4 on the model")
     # A start does that in a process of its own. This one has loaded torch already.

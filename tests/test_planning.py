@@ -70,6 +70,28 @@ LLAMA_8B = QWEN_7B | {
     "intermediate_size": 14336,
     "vocab_size": 128256,
 }
+QWEN3_VL_4B = {
+    "model_type": "qwen3_vl",
+    "tie_word_embeddings": True,
+    "text_config": {
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 9728,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "vision_config": {
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_heads": 16,
+        "out_hidden_size": 2560,
+        "deepstack_visual_indexes": [5, 11, 17],
+    },
+}
 GEMMA3_1B = {
     "model_type": "gemma3_text",
     "hidden_size": 1152,
@@ -109,6 +131,7 @@ def shape_of(config: dict[str, Any], lora: LoraSettings = WHOLE) -> ModelShape:
         (QWEN3_30B, 30_532_122_624),
         (LLAMA_8B, 8_030_261_248),
         (GEMMA3_1B, 999_885_952),
+        (QWEN3_VL_4B, 4_437_815_808),
     ],
 )
 def test_parameters_are_counted_from_the_configuration(config: dict[str, Any], parameters: int) -> None:
@@ -134,6 +157,16 @@ def test_an_update_takes_what_training_in_mixed_precision_takes() -> None:
     # 64 of the 80 GB that one answer of 16,384 tokens would take without it.
     whole = load(QWEN_7B, checkpointing=False).parts["activations"]
     assert parts["activations"] * 10 < whole
+
+
+def test_eyes_that_are_not_trained_have_neither_gradients_nor_moments() -> None:
+    """The language model of Qwen3-VL 4B is Qwen3 4B."""
+    language = 4_022_468_096
+    shape = shape_of(QWEN3_VL_4B)
+    assert shape.vision == 4_437_815_808 - language
+    parts = load(QWEN3_VL_4B, frozen=shape.vision).parts
+    assert (parts["weights"], parts["gradients"]) == (4 * shape.parameters, 4 * language)
+    assert load(QWEN3_VL_4B).parts["moments"] - parts["moments"] == 8 * shape.vision
 
 
 # --- a run on a cluster -----------------------------------------------------------------------------------------------------

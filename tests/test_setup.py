@@ -458,3 +458,18 @@ def test_this_environment_is_complete() -> None:
             if not needed.specifier.contains(there, prereleases=True):
                 missing.append(f"{name} needs {needed}, there is {there}")
     assert not missing
+
+
+@pytest.mark.torch
+def test_a_cuda_build_of_torchvision_can_be_imported_beside_a_cpu_build_of_torch(tmp_path: Path) -> None:
+    """What that needs of its own library, which is not loaded there: that the operator exists."""
+    import torchvision_on_cpu
+
+    torchvision_on_cpu.put_into(tmp_path)
+    (tmp_path / "torchvision.py").write_text(
+        "import torch\n@torch.library.register_fake('torchvision::nms')\ndef nms(dets, scores, iou): ...\n"
+    )
+    code = f"import site; site.addsitedir({str(tmp_path)!r}); import torchvision"
+    subprocess.run([sys.executable, "-I", "-c", code], check=True)
+    without = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import torchvision"
+    assert subprocess.run([sys.executable, "-I", "-c", without], capture_output=True).returncode == 1

@@ -20,9 +20,8 @@ Config = Mapping[str, object]
 # The shape of each tensor in the weight files.
 Shapes = dict[str, list[int]]
 
-# The parts of a multimodal model that are not its text decoder, as transformers' configurations call them (`vision_config` …).
+# The parts of a multimodal model that can be neither trained nor kept here, as transformers' configurations call them (`audio_config` …).
 _OTHER_PARTS = (
-    "vision",
     "audio",
     "video",
     "speech",
@@ -148,13 +147,29 @@ def _signature(config: Config, shapes: Shapes | None) -> str | None:
     """A digest of configuration and shapes, without dtypes: vLLM converts each weight to the dtype it serves."""
     if shapes is None:
         return None
-    relevant = {name: value for name, value in config.items() if name not in _INCIDENTAL}
-    return hashlib.sha256(json.dumps([relevant, shapes], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([_essential(config), shapes], sort_keys=True).encode()).hexdigest()
+
+
+def _essential(config: Config) -> Config:
+    """A configuration, and those of its parts, without incidental keys."""
+    kept = {name: value for name, value in config.items() if name not in _INCIDENTAL}
+    return {name: _essential(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
+
+
+def sees(config: Config) -> bool:
+    """Whether a model takes images, by its configuration."""
+    return isinstance(config.get("vision_config"), Mapping)
+
+
+def placeholder_ids(config: Config) -> list[int]:
+    """The tokens in whose places a model's images and videos stand. In an answer one would be taken for an image, so they are banned when
+    sampling, and in the trainer's distribution too."""
+    names = (f"{what}_token_{how}" for what in ("image", "video") for how in ("id", "index"))
+    return [one for name in names if sees(config) and isinstance(one := config.get(name), int)]
 
 
 def untrainable_parts(config: Config) -> list[str]:
-    """What a model has beside its text decoder, by its configuration: "vision", "audio". Only the decoder can be trained and published
-    here, so such a model would lose them."""
+    """What a model has beside its text decoder and its eyes, by its configuration, such as "audio". The trainer would lose these."""
     parts = (name.removesuffix("_config") for name, value in config.items() if isinstance(value, Mapping))
     return [part for part in parts if part in _OTHER_PARTS]
 

@@ -25,13 +25,11 @@ from fsbarrier.rundir import log_tail
 from fsbarrier.rundir.log_tail import SHOWN_LINES
 from fsbarrier.store.retry import Backoff, patiently
 
-# Polling intervals while a server starts, or while its last requests finish.
+# Polling intervals while a server starts.
 LOOKS = Backoff(0.05, 0.5)
 # vLLM exits within 2 s after SIGTERM.
 STOP_GRACE_S = 5.0
 SLEEP_TIMEOUT_S = 120.0
-# Timeout for the remaining requests of a killed rollout before a reload.
-IDLE_S = 30.0
 # Memory that a sleeping server may keep on a device, for its context and graphs.
 ASLEEP_BYTES = 2 << 30
 # vLLM only logs this as a warning, and the reload returns 200.
@@ -164,23 +162,14 @@ class Server:
             # Memory that kept trainers hold by now will still be in use when this server sleeps the next time.
             self.accelerators_before = accelerators.detect(self.environ)
             post("/wake_up?tags=weights")
+        # Ends what a killed rollout has left, and empties the caches of prefixes and of images. A server that went on counting on an image
+        # that it saw before the reload would end with the next request that has it.
+        post("/pause?mode=abort")
         post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(model.path)}})
         if self.asleep:
             post("/wake_up?tags=kv_cache")
             self.asleep = False
-        self._forget_prefixes(cancel)
-
-    def _forget_prefixes(self, cancel: threading.Event) -> None:
-        """Reset the prefix cache, which is impossible while requests of a killed rollout are still in progress."""
-        deadline = time.monotonic() + IDLE_S
-        for pause_s in LOOKS:
-            answer = self.client.call("POST", "/reset_prefix_cache", timeout_s=60.0, cancel=cancel)
-            if not isinstance(answer, dict) or answer.get("success", True):
-                return
-            if time.monotonic() >= deadline:
-                raise Unreachable(f"requests are still running {IDLE_S:.0f} s after the end of their rollout")
-            if cancel.wait(pause_s) or self.stopping.is_set():
-                raise CalledOff("cancelled")
+        post("/resume")
 
     def fall_asleep(self, cancel: threading.Event) -> accelerators.Released | str:
         """Put the server to sleep to free accelerator memory; returns the problem if that is not sufficient."""

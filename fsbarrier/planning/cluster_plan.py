@@ -59,6 +59,9 @@ class ClusterPlan:
     # What is offloaded to each node's own memory.
     host: int
     problems: tuple[str, ...]
+    # The parameters that make tokens of images; and how many are not trained.
+    vision: int = 0
+    frozen: int = 0
 
     @property
     def copies(self) -> int:
@@ -101,6 +104,8 @@ def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Cluste
         kept_bytes=checkpoint.kept,
         host=load.on_host * per_node,
         problems=tuple(problems),
+        vision=shape.vision,
+        frozen=load.frozen,
     )
 
 

@@ -47,6 +47,8 @@ class UpdateLoad:
     offload: Offload = "none"
     reference: bool = False
     zero_stage: int | None = None
+    # The part of the model that is not trained although there are no adapters (`trainer.freeze`).
+    frozen: int = 0
 
     @classmethod
     def whole(cls, shape: ModelShape, settings: Settings, *, element: int, accelerated: bool) -> Self:
@@ -65,11 +67,12 @@ class UpdateLoad:
             offload=trainer.offload,
             reference=settings.algorithm.kl_coef > 0 or settings.algorithm.kl_in_reward > 0,
             zero_stage=trainer.zero_stage if trainer.backend == "deepspeed" else None,
+            frozen=shape.vision if trainer.freeze == "vision" and not settings.lora.rank else 0,
         )
 
     @property
     def trained(self) -> int:
-        return self.shape.trained
+        return self.shape.trained - self.frozen
 
     @property
     def parts(self) -> Mapping[str, int]:
@@ -104,7 +107,7 @@ class UpdateLoad:
     def _held(self) -> dict[str, int]:
         """What one process has of the policy and its optimizer while it computes; a copy that is whole in the type that it computes
         in is not gathered. DeepSpeed's stage 3 shards as `trainer.shard=all` does; its own buffers are not counted."""
-        shape, shards, everything = self.shape, self.shards, self.trained == self.shape.parameters
+        shape, shards, everything = self.shape, self.shards, self.shape.trained == self.shape.parameters
         # With adapters the base has no master weights of its own.
         base = EXACT if everything else self.element
         sharded = (shape.parameters * base + (not everything) * self.trained * EXACT) // shards
@@ -118,6 +121,8 @@ class UpdateLoad:
         gathered = 0
         if shards > 1 or self.element < base or away:
             gathered = shape.largest_unit * (UNITS_AHEAD * self.element + everything * (self.element + EXACT))
+            # It belongs to the outermost unit, which stays while the others come and go.
+            gathered += shape.vision * self.element
         return {
             "weights": 0 if away else sharded,
             "gathered": gathered,

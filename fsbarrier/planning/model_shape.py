@@ -34,7 +34,8 @@ class ModelShape:
     """A decoder's sizes. `attention`: the width of all `heads`; `width`: the numbers that a layer makes of one token in a forward pass.
 
     `cached`: the numbers that the engine keeps of a token and layer, over at most `key_value_heads` of its accelerators.
-    `block`: the parameters of the largest layer. `trained`: the parameters that have gradients: all, or those of adapters.
+    `block`: the parameters of the largest layer. `trained`: the parameters that have gradients if none are frozen: all, or those of
+    adapters. `vision`: those of what makes tokens of images.
     """
 
     layers: int
@@ -48,6 +49,7 @@ class ModelShape:
     block: int
     parameters: int
     trained: int
+    vision: int = 0
 
     @property
     def embedding(self) -> int:

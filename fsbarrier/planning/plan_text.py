@@ -13,9 +13,10 @@ from fsbarrier.store.reading import GIB, MIB
 def lines(plan: ClusterPlan) -> list[str]:
     """The figures by topic."""
     cluster = plan.cluster
-    billions = plan.parameters >= 10**8
-    size = f"{plan.parameters / 1e9:.2f} billion" if billions else f"{plan.parameters / 1e6:.2f} million"
-    machines = f"{size} parameters on {_count(cluster.nodes, 'node')}"
+    size = f"{_number(plan.parameters)} parameters"
+    if plan.vision:
+        size += f", {_number(plan.vision)} of them for images{' and not trained' if plan.frozen else ''},"
+    machines = f"{size} on {_count(cluster.nodes, 'node')}"
     if cluster.accelerators:
         machines += f" of {_count(cluster.accelerators, 'accelerator')} with {_size(cluster.memory_bytes)}"
     each = "each accelerator" if cluster.accelerators else "each process"
@@ -56,6 +57,12 @@ def as_json(plan: ClusterPlan) -> dict[str, object]:
 
 def _parts(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {_size(amount)}" for name, amount in parts.items() if amount)
+
+
+def _number(parameters: int) -> str:
+    if parameters >= 10**8:
+        return f"{parameters / 1e9:.2f} billion"
+    return f"{parameters / 1e6:.2f} million"
 
 
 def _size(amount: int) -> str:

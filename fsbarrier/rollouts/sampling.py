@@ -56,7 +56,7 @@ T = TypeVar("T")
 class SamplingServer:
     """A server and its timeouts. `timeout_s`: without output from a request; `tries`: attempts per request.
 
-    `template_arguments`: extra arguments for the chat template.
+    `template_arguments`: extra arguments for the chat template. `banned`: tokens that are never sampled.
     """
 
     url: str
@@ -65,6 +65,15 @@ class SamplingServer:
     timeout_s: float
     tries: int
     template_arguments: Mapping[str, object] = field(default_factory=dict)
+    banned: Sequence[int] = ()
+
+    @property
+    def distribution(self) -> dict[str, object]:
+        """The parameters that a request needs for the distribution to be the run's. The bias is what vLLM allows at most."""
+        return {
+            **NEUTRAL,
+            **({"logit_bias": dict.fromkeys(map(str, self.banned), -100)} if self.banned else {}),
+        }
 
 
 class Sampler:
@@ -233,7 +242,7 @@ class Sampler:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "max_tokens": min(sampling.max_tokens, most),
-            **NEUTRAL,
+            **self.server.distribution,
             "logprobs": 0,
             "return_token_ids": True,
             **own,

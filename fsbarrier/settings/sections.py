@@ -273,6 +273,8 @@ class TrainerSettings(Section):
     #: Shard the policy, its gradients and the optimizer state: `none`: not at all; `node`: across the processes of each node; `all`:
     #: across all processes; auto: the first of these that fits into memory.
     shard: Literal["auto", "none", "node", "all"] = "auto"
+    #: Of a model that takes images, what is not trained: `vision`: everything but the language model; `none`: all is trained.
+    freeze: Literal["vision", "none"] = "vision"
     #: Keep in host memory instead of accelerator memory: `optimizer`: the optimizer state between steps; `all`: everything that is
     #: sharded. No effect on a CPU.
     offload: Literal["none", "optimizer", "all"] = "none"

@@ -21,13 +21,13 @@ from fsbarrier.errors import UsageError
 from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.settings.sections import LoraSettings
 from fsbarrier.training.lora import Adapters
-from fsbarrier.training.policy import architecture
+from fsbarrier.training.policy import architecture, decoder_of, eyes_of
 
 
 def measure(model: PreTrainedModel) -> ModelShape:
-    """The shape of a causal language model; its weights may be on the device "meta"."""
+    """The shape of a model; its weights may be on the device "meta"."""
     config = model.config.get_text_config()
-    layers = _layers(model, config.num_hidden_layers)
+    layers = _layers(decoder_of(model), config.num_hidden_layers)
     heads, hidden = config.num_attention_heads, config.hidden_size
     key_value_heads = _number(config, "num_key_value_heads") or heads
     if latent := _number(config, "kv_lora_rank"):
@@ -52,6 +52,7 @@ def measure(model: PreTrainedModel) -> ModelShape:
         block=max(_parameters(layer) for layer in layers),
         parameters=_parameters(model),
         trained=_parameters(model),
+        vision=sum(one.numel() for one in eyes_of(model)),
     )
 
 
@@ -86,7 +87,7 @@ def _experts(config: Any) -> int:
     return max(_number(config, name) for name in names)
 
 
-def _layers(model: PreTrainedModel, count: int) -> torch.nn.ModuleList:
+def _layers(model: torch.nn.Module, count: int) -> torch.nn.ModuleList:
     """The decoder's blocks. Raises UsageError for a model that has none."""
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:

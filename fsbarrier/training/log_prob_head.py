@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 # What a logit takes while its slice is worked on: itself in float32, and two more like it (what the product was or the cap's slope, and
 # its probability, for the entropy).
 BYTES_PER_LOGIT = 12
+# The logit of a token that is never sampled. Minus infinity times its probability would be no number.
+NEVER = -1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,15 @@ class LogitScaling:
 class LogProbHead(nn.Module):
     """A model's output head. A module of its own, so that its weights can be sharded as one unit.
 
-    `linear`: the model's own head, which stays the model's too. `max_bytes`: what the logits may take at once.
+    `linear`: the model's own head, which stays the model's too. `max_bytes`: what the logits may take at once. `banned`: the
+    tokens that are never sampled.
     """
 
-    def __init__(self, linear: nn.Linear, scaling: LogitScaling, max_bytes: int) -> None:
+    def __init__(
+        self, linear: nn.Linear, scaling: LogitScaling, max_bytes: int, banned: tuple[int, ...] = ()
+    ) -> None:
         super().__init__()
+        self.banned = banned
         self.linear = linear
         self.scaling = scaling
         self.max_bytes = max_bytes
@@ -57,7 +63,7 @@ class LogProbHead(nn.Module):
         weight = self.linear.weight
         # A slice's gradient is there twice until it has its place.
         entry = BYTES_PER_LOGIT * len(hidden) + weight.shape[1] * weight.element_size()
-        plan = _Plan(self.scaling, temperature, max(1, self.max_bytes // entry))
+        plan = _Plan(self.scaling, temperature, max(1, self.max_bytes // entry), self.banned)
         hidden = hidden.to(weight.dtype)
         found: tuple[Tensor, Tensor] = _HeadLogProbs.apply(hidden, weight, self.linear.bias, targets, plan)
         return found
@@ -70,17 +76,21 @@ class _Plan:
     scaling: LogitScaling
     temperature: float
     width: int
+    banned: tuple[int, ...]
 
     def slices(self, vocabulary: int) -> Iterator[slice]:
         for start in range(0, vocabulary, self.width):
             yield slice(start, min(start + self.width, vocabulary))
 
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, entries: slice) -> Tensor:
         """The logits of a slice of the vocabulary, before the temperature: float32 [n, slice]. The caller may change them in place."""
-        found = torch.mm(hidden, weight.T)
+        found = torch.mm(hidden, weight[entries].T)
         if bias is not None:
-            found += bias
-        return self.scaling.apply_(found.float())
+            found += bias[entries]
+        scaled = self.scaling.apply_(found.float())
+        if banned := [one - entries.start for one in self.banned if entries.start <= one < entries.stop]:
+            scaled[:, banned] = NEVER
+        return scaled
 
     def inside(self, targets: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
         """Which targets lie in a slice, and at which index of it; the indices of the others are valid and mean nothing."""
@@ -98,7 +108,7 @@ class _HeadLogProbs(torch.autograd.Function):
         largest = torch.full_like(targets, -torch.inf, dtype=torch.float32)
         total, weighted, chosen = (torch.zeros_like(largest) for _ in range(3))
         for entries in plan.slices(len(weight)):
-            logits = plan.logits(hidden, weight[entries], None if bias is None else bias[entries])
+            logits = plan.logits(hidden, weight, bias, entries)
             logits.div_(plan.temperature)
             here, at = plan.inside(targets, entries)
             chosen = torch.where(here, logits.gather(1, at).squeeze(1), chosen)
@@ -130,7 +140,7 @@ class _HeadLogProbs(torch.autograd.Function):
         grad = torch.zeros_like(largest) if grad is None else grad
         grad = (grad / plan.temperature)[:, None]
         for entries in plan.slices(len(weight)):
-            logits = plan.logits(hidden, weight[entries], None if bias is None else bias[entries])
+            logits = plan.logits(hidden, weight, bias, entries)
             slope = plan.scaling.slope(logits)
             here, at = plan.inside(targets, entries)
             logits.div_(plan.temperature).sub_(largest[:, None])

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.checks import tied_head
 from fsbarrier.settings.sections import LoraSettings
+from fsbarrier.training.policy import decoder_of
 from fsbarrier.training.slices import distinct, whole_tensor
 
 # peft's name of the only adapter, which is part of its parameters' names in the model and not in files.
@@ -47,6 +48,7 @@ class Adapters:
             r=settings.rank,
             lora_alpha=settings.alpha,
             target_modules=list(settings.targets) or "all-linear",
+            exclude_modules=_beside_the_decoder(causal) or None,
             task_type="CAUSAL_LM",
             base_model_name_or_path=str(folder),
             inference_mode=False,
@@ -101,6 +103,13 @@ class Adapters:
             for name, value in causal.state_dict().items()
             if ".lora_" in name
         }
+
+
+def _beside_the_decoder(causal: PreTrainedModel) -> list[str]:
+    """The linear layers of a model's eyes, which get no adapters."""
+    inside = {*decoder_of(causal).modules(), causal.get_output_embeddings()}
+    linear = ((name, one) for name, one in causal.named_modules() if isinstance(one, torch.nn.Linear))
+    return [name for name, one in linear if one not in inside]
 
 
 def _nameable(causal: PreTrainedModel) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import transformers
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
 from fsbarrier.errors import UsageError
@@ -27,13 +28,13 @@ _UNLOADABLE = (
 def load(
     folder: Path, settings: TrainerSettings, dtype: torch.dtype | Literal["auto"] = torch.float32
 ) -> PreTrainedModel:
-    """Load the causal model in `folder`, in `dtype` ("auto": its own) and without dropout. Raises UsageError if it is incomplete."""
+    """Load the model in `folder`, in `dtype` ("auto": its own) and without dropout. Raises UsageError if it is incomplete."""
     # Its progress bar would fill the log.
     transformers.utils.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         attention = attention_for(config, settings)
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        model, found = _kind(config).from_pretrained(
             folder,
             config=config,
             attn_implementation=attention,
@@ -78,9 +79,7 @@ def from_config(folder: Path, settings: TrainerSettings) -> PreTrainedModel:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         attention = attention_for(config, settings)
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, dtype=torch.float32
-        )
+        model = _kind(config).from_config(config, attn_implementation=attention, dtype=torch.float32)
     except _UNLOADABLE as error:
         raise UsageError(f"the model in {folder} cannot be loaded: {_first_sentence(error)}") from None
     return _for_training(model, settings)
@@ -91,10 +90,35 @@ def architecture(folder: Path) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-            found: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
+            found: PreTrainedModel = _kind(config).from_config(config)
     except _UNLOADABLE as error:
         raise UsageError(f"the model in {folder} cannot be made: {_first_sentence(error)}") from None
     return found
+
+
+def _kind(config: transformers.PretrainedConfig) -> Any:
+    """The transformers class that makes all of a model. For some families the one for text makes the decoder alone."""
+    return transformers.AutoModelForImageTextToText if sees(config) else transformers.AutoModelForCausalLM
+
+
+def sees(config: transformers.PretrainedConfig) -> bool:
+    """Whether the model takes images."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def decoder_of(model: PreTrainedModel) -> Module:
+    """The part of a model that reads and writes text, without its output head if it has eyes."""
+    found: Module = model.get_decoder() if sees(model.config) else model
+    return found
+
+
+def eyes_of(model: PreTrainedModel) -> list[Parameter]:
+    """The parameters of a model beside its decoder and its output head."""
+    if not sees(model.config):
+        return []
+    head = model.get_output_embeddings()
+    language = {*decoder_of(model).parameters(), *(head.parameters() if head is not None else ())}
+    return [one for one in model.parameters() if one not in language]
 
 
 def _first_sentence(error: Exception) -> str:
@@ -115,6 +139,8 @@ def _move_out_of_files(model: PreTrainedModel) -> None:
 
 def _for_training(model: PreTrainedModel, settings: TrainerSettings) -> PreTrainedModel:
     disable_dropout(model)
+    for one in eyes_of(model) if settings.freeze == "vision" else ():
+        one.requires_grad_(False)
     checkpointing = settings.gradient_checkpointing
     if torch.cuda.is_available() if checkpointing is None else checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from fsbarrier.engine.model import placeholder_ids
 from fsbarrier.planning.memory import LOGITS_BYTES
-from fsbarrier.training.log_prob_head import LogitScaling, LogProbHead
+from fsbarrier.training.log_prob_head import NEVER, LogitScaling, LogProbHead
 from fsbarrier.training.losses import token_log_probs
+from fsbarrier.training.policy import sees
 
 
 class TokenModel(nn.Module):
@@ -30,7 +32,7 @@ class TokenModel(nn.Module):
 
 
 class PolicyModel(TokenModel):
-    """A causal language model of transformers that does not materialize all logits.
+    """A language model of transformers, which may take images too, that does not materialize all logits.
 
     `head`: computes with its output head, or None if this architecture processes its logits in an unknown way: then the model's own
     forward computes all logits at once.
@@ -39,11 +41,12 @@ class PolicyModel(TokenModel):
     def __init__(self, causal: PreTrainedModel, max_logits_bytes: int = LOGITS_BYTES) -> None:
         super().__init__()
         self.causal = causal
+        self.banned = tuple(placeholder_ids(causal.config.to_dict()))
         scaling = scaling_of(causal)
         self.head = (
             None
             if scaling is None
-            else LogProbHead(causal.get_output_embeddings(), scaling, max_logits_bytes)
+            else LogProbHead(causal.get_output_embeddings(), scaling, max_logits_bytes, self.banned)
         )
         if self.head is None:
             print(
@@ -66,6 +69,7 @@ class PolicyModel(TokenModel):
         temperature = temperature if temperature > 0 else 1.0
         if self.head is None:
             logits = self.causal(**inputs, use_cache=False).logits
+            logits[..., self.banned] = NEVER
             log_probs, entropies = token_log_probs(logits, tokens, temperature)
             return log_probs[wanted], entropies[wanted]
         hidden = self.causal.base_model(**inputs, use_cache=False)[0]
@@ -77,9 +81,10 @@ class PolicyModel(TokenModel):
 
 
 def packs(causal: PreTrainedModel) -> bool:
-    """Whether several sequences can be packed into one row. Other attention implementations would compute the masked part too, and
-    recurrent architectures would carry their state into the next sequence."""
-    return causal.config._attn_implementation == "flash_attention_2" and not causal._is_stateful
+    """Whether several sequences can be packed into one row. Other attention implementations would compute the masked part too,
+    recurrent architectures would carry their state into the next sequence, and models with eyes have positions of their own."""
+    flash = causal.config._attn_implementation == "flash_attention_2"
+    return flash and not causal._is_stateful and not sees(causal.config)
 
 
 def scaling_of(causal: PreTrainedModel) -> LogitScaling | None:

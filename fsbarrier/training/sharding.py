@@ -18,6 +18,7 @@ from torch.nn import Module
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.planning.memory import Offload, Sharding, UpdateLoad, choose_sharding
 from fsbarrier.settings.sections import TrainerSettings
+from fsbarrier.training.policy import decoder_of
 from fsbarrier.training.policy_model import TokenModel
 from fsbarrier.training.processes import Processes
 
@@ -124,10 +125,16 @@ def mesh_of(layout: Layout, processes: Processes) -> DeviceMesh:
 
 
 def inner_units(model: TokenModel) -> list[Module]:
-    """The inner units, innermost first. A tied head and its embedding stay together in the outermost unit."""
+    """The inner units, innermost first. A tied head and its embedding stay together in the outermost unit, and so does what is frozen
+    beside the decoder: a micro-batch without images does not run it, and other processes must not wait for that."""
     causal = model.causal
-    names = set(causal._no_split_modules or ())
-    blocks = [module for module in causal.modules() if type(module).__name__ in names]
+    names, decoder = set(causal._no_split_modules or ()), set(decoder_of(causal).modules())
+    blocks = [
+        module
+        for module in causal.modules()
+        if type(module).__name__ in names
+        and (module in decoder or any(one.requires_grad for one in module.parameters()))
+    ]
     if not blocks:
         raise ProgramFailed(
             f"{type(causal).__name__} does not declare its transformer blocks (_no_split_modules), so it cannot be sharded; "

@@ -18,11 +18,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 from fsbarrier import user_code
 from fsbarrier.data.tasks import Task
 from fsbarrier.data.trajectory import Trajectory
-from fsbarrier.errors import FsbarrierError, ProgramFailed
+from fsbarrier.engine.model import placeholder_ids
+from fsbarrier.errors import FsbarrierError, ProgramFailed, UsageError
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.kinds import check_answers, open_reward
@@ -38,7 +40,7 @@ from fsbarrier.rollouts.samples import SampledGroup
 from fsbarrier.rollouts.sampling import SamplingServer
 from fsbarrier.rollouts.shared_flush import SharedFlush
 from fsbarrier.settings.sections import Settings
-from fsbarrier.store import files
+from fsbarrier.store import files, reading
 from fsbarrier.trajectories import RankFileWriter
 
 #: prompts times samples; see sampling.py
@@ -331,6 +333,9 @@ class Rollout:
 
 def servers_of(spec: JsonObject, settings: Settings) -> list[SamplingServer]:
     """The engines to sample from, with timeouts and retries."""
+    model = spec.get("model")
+    config = reading.json_object(Path(model) / "config.json", UsageError) if model else {}
+    banned = placeholder_ids(config)
     return [
         SamplingServer(
             url=engine["url"],
@@ -339,6 +344,7 @@ def servers_of(spec: JsonObject, settings: Settings) -> list[SamplingServer]:
             timeout_s=REQUEST_TIMEOUT_S,
             tries=TRIES,
             template_arguments=settings.rollout.template_arguments,
+            banned=banned,
         )
         for engine in spec["engine"]
     ]

@@ -258,7 +258,7 @@ def _inputs(
     if model is not None:
         model_folder.check_trainable(model, settings)
         model_folder.check_lengths(model, settings)
-        model_folder.check_adapters(model, settings, asked.say)
+        model_folder.try_model(model, settings, asked.say)
     tasks: dict[str, TaskSource] = {}
     if data_path and named and "examples" in program.needs:
         tasks = task_files.read_examples(data_path, named, settings, model=model)

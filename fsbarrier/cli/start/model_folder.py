@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsbarrier.cli.start.preflight import absolute
-from fsbarrier.engine.model import inspect, max_positions, untrainable_parts
+from fsbarrier.engine.model import inspect, max_positions, sees, untrainable_parts
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.planning.model_shape import examine
 from fsbarrier.settings.checks import answer_lengths, tied_head
@@ -82,8 +82,13 @@ def check_trainable(folder: Path, settings: Settings) -> None:
     config = reading.json_object(folder / "config.json", UsageError)
     if parts := untrainable_parts(config):
         raise UsageError(
-            f"{folder} is a {config.get('model_type')} model with {' and '.join(parts)} beside its text decoder, which the trainer would "
-            "lose: use a text model, your own trainer (trainer.command), or --rl-phase rollout"
+            f"{folder} is a {config.get('model_type')} model with {' and '.join(parts)} beside text and images, which the trainer would "
+            "lose: use another model, your own trainer (trainer.command), or --rl-phase rollout"
+        )
+    if sees(config) and settings.trainer.backend == "deepspeed":
+        raise UsageError(
+            f"trainer.backend=deepspeed: {folder} is a {config.get('model_type')} model, which takes images and is only trained with "
+            "trainer.backend=torch"
         )
 
 
@@ -98,8 +103,9 @@ def check_lengths(folder: Path, settings: Settings) -> None:
             )
 
 
-def check_adapters(folder: Path, settings: Settings, say: Callable[[str], None]) -> None:
-    """Check that the adapters that are asked for can be put into the model. Raises UsageError."""
+def try_model(folder: Path, settings: Settings, say: Callable[[str], None]) -> None:
+    """Check that the adapters that are asked for can be put into the model, and that the trainer knows a model with eyes. Raises
+    UsageError."""
     lora = settings.lora
     if lora.rank and any(one.rpartition(".")[2] == "lm_head" for one in lora.targets):
         try:
@@ -108,8 +114,13 @@ def check_adapters(folder: Path, settings: Settings, say: Callable[[str], None])
             raise UsageError(str(error)) from None
         if tied:
             raise UsageError(tied_head(lora.targets))
-    if lora.rank and settings.trainer.command is None and importlib.util.find_spec("torch") is not None:
-        say(
-            f"trying adapters of rank {lora.rank} on the model (this loads PyTorch and takes up to half a minute)"
+    looks = sees(json.loads((folder / "config.json").read_bytes())) and settings.rl_phase != "rollout"
+    has_torch = importlib.util.find_spec("torch") is not None
+    if (lora.rank or looks) and settings.trainer.command is None and has_torch:
+        what = (
+            f"adapters of rank {lora.rank} on the model"
+            if lora.rank
+            else "to make this model that takes images"
         )
+        say(f"trying {what} (this loads PyTorch and takes up to half a minute)")
         examine(folder, lora)

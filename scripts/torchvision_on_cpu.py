@@ -1,0 +1,46 @@
+"""Lets torchvision be imported beside a CPU build of torch: `python scripts/torchvision_on_cpu.py` puts it into that environment.
+
+vLLM needs torchvision to serve models that take images, and ordinary package indexes have only its CUDA builds. Beside a CPU build of
+torch these lack nothing that is used here but two operators, which they expect their own library to have registered: importing them,
+and with them transformers, fails. A `.pth` file imports this module in every process of the environment, and it declares the two when
+torchvision is about to be imported. scripts/setup_packages.py puts both into each CPU environment.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class Declares:
+    """A finder that finds nothing: it only sees that torchvision is asked for."""
+
+    library: Any = None
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if name != "torchvision":
+            return
+        sys.meta_path.remove(self)
+        import torch
+
+        # What is declared lasts as long as this object.
+        Declares.library = torch.library.Library("torchvision", "DEF")
+        for operator in ("nms", "qnms"):
+            self.library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def put_into(packages: Path) -> None:
+    """Into an environment's folder of packages."""
+    shutil.copyfile(__file__, packages / "torchvision_on_cpu.py")
+    (packages / "torchvision-on-cpu.pth").write_text("import torchvision_on_cpu\n")
+
+
+if __name__ == "__main__":
+    put_into(Path(sysconfig.get_path("purelib")))
+else:
+    sys.meta_path.insert(0, Declares())
