@@ -24,6 +24,7 @@ from core_builders import (
     failures,
     generation,
     heard,
+    member,
     rules,
     seen,
     sees,
@@ -51,6 +52,7 @@ from fsbarrier.protocol.state import (
 )
 
 SEAL = Fact(2, 1, SEALED)
+SUSPECTED = frozenset({member(2)})
 LEFT_BEHIND = Note("left_generation", {"newest": 2, "reason": "start"})
 ALL = frozenset({0, 1, 2})
 # The generation after node 1's program failed: for the first time, and for the second in the same way.
@@ -410,15 +412,43 @@ RUNNING_ROWS = [
         becomes={"trouble_since": None},
     ),
     Case(
-        "nor is anybody with `abort`",
+        "the journal tells of a member that has been silent for suspect_s",
         at_row(0, ROLL_OUT),
+        sees(ledger=heard(seen(2, ago=6.0))),
+        machine.tell_of_the_silent,
+        (Note("node_suspected", {"suspect": 2, "host": "host2", "silent_s": 6.0}),),
+        {"suspected": SUSPECTED},
+    ),
+    Case(
+        "once",
+        at_row(0, ROLL_OUT, suspected=SUSPECTED),
+        sees(ledger=heard(seen(2, ago=9.0))),
+        None,
+    ),
+    Case(
+        "and of one that is heard again",
+        at_row(0, ROLL_OUT, suspected=SUSPECTED),
+        sees(),
+        machine.tell_of_the_silent,
+        (Note("node_recovered", {"suspect": 2, "host": "host2"}),),
+        {"suspected": frozenset()},
+    ),
+    Case(
+        "nobody is suspected who has said that nothing is left to do",
+        at_row(0, ROLL_OUT),
+        sees(ledger=heard(seen(2, ago=9.0, state="finished"))),
+        None,
+    ),
+    Case(
+        "nor is anybody with `abort`",
+        at_row(0, ROLL_OUT, suspected=SUSPECTED),
         sees(ledger=heard(seen(2, ago=14.0))),
         None,
         rules=rules(on_node_failure="abort"),
     ),
     Case(
         "nor with `wait`",
-        at_row(0, ROLL_OUT),
+        at_row(0, ROLL_OUT, suspected=SUSPECTED),
         sees(ledger=heard(seen(2, ago=14.0))),
         None,
         rules=rules(on_node_failure="wait"),
@@ -504,7 +534,7 @@ RUNNING_ROWS = [
     ),
     Case(
         "it holds until rejoin_timeout_s is over",
-        at_row(0, ROLL_OUT, trouble_since=NOW - 89.9),
+        at_row(0, ROLL_OUT, trouble_since=NOW - 89.9, suspected=SUSPECTED),
         sees(ledger=heard(seen(2, ago=99.0))),
         None,
         rules=rules(on_node_failure="wait"),

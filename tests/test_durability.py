@@ -89,6 +89,7 @@ class DoneAtOnce:
 
     def cancel(self) -> None: ...
 
+    @property
     def report(self) -> WorkReport:
         return WorkReport(self._part, self._ok, {"groups": 3} if self._ok else {"error": "no"}, 0.1)
 

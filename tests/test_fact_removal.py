@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from core_builders import ASSIGN, MERGE, OPEN, PROBE, PUBLISH, RULES, decided, generation
+from core_builders import ASSIGN, CLOSE, MERGE, OPEN, PROBE, PUBLISH, RULES, decided, generation
 
-from fsbarrier.coordination.fact_removal import AT_ONCE, FactRemoval
 from fsbarrier.coordination.group.collective import Collective, CollectiveWork
 from fsbarrier.coordination.group.member import make_member
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
+from fsbarrier.coordination.own_facts import AT_ONCE, OwnFacts
 from fsbarrier.coordination.paces import Paces
 from fsbarrier.coordination.resume import LastGeneration
+from fsbarrier.coordination.row_watch import RowWatch
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import SEALED, Fact, Join, Position, Record
 from fsbarrier.protocol.membership import Limits
-from fsbarrier.protocol.state import Rules
+from fsbarrier.protocol.state import Entered, Rules
 from fsbarrier.rundir.names import FACT
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -183,14 +183,6 @@ def test_a_seal_that_comes_iterations_too_late_ends_nothing(row: str) -> None:
     assert max(record.start for _, record in history.generations.values()).iteration > 4
 
 
-def removal(folder: Path, number: int, **more: Any) -> tuple[FactRemoval, Any]:
-    """What node 0, the leader, removes in generation `number` of three nodes, which begins in iteration 1."""
-    made = FactRemoval(PosixStore(), RunPaths(folder), RULES)
-    record = generation(number, **more)
-    made.begin(record)
-    return made, record
-
-
 def publish(folder: Path, number: int, iteration: int, phase: int, *ranks: int) -> list[str]:
     row = RULES.table.rows[phase]
     directory = RunPaths(folder).phase(number, row.index, row.name)
@@ -207,10 +199,18 @@ def test_what_older_generations_left_goes_too(tmp_path: Path) -> None:
         PosixStore().make_dir(lots)
         for lot in range(2 * AT_ONCE):
             (lots / f"lot-0000-{lot:06d}").touch()
-    leader, record = removal(tmp_path, 4)
-    leader.remove_old(0, record, Position(1, OPEN), [])
+    leader, record = (
+        OwnFacts(PosixStore(), RowWatch(PosixStore(), RunPaths(tmp_path), RULES.table), RULES),
+        generation(4),
+    )
+
+    def pass_rows(iteration: int, *phases: int) -> None:
+        for phase in phases:
+            leader.enter(Entered(Position(iteration, phase), record))
+            leader.clean_up(0)
+
+    pass_rows(1, *range(CLOSE + 1))
     assert RunPaths(tmp_path).facts_of(1).is_dir(), "a generation that has done no iteration removes nothing"
-    for phase in range(5):
-        leader.remove_old(0, record, Position(2, phase), [])
+    pass_rows(2, *range(CLOSE))
     folders = {path.name for path in RunPaths(tmp_path).coordination.iterdir()}
-    assert folders == {"gen-000003"}
+    assert folders == {"gen-000003", "gen-000004"}

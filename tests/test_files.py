@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsbarrier.protocol.facts import Fact
-from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.rundir.record_store import PosixStore, UnreadableRecord
 from fsbarrier.store import files
 
 PROCESSES, NAMES = 4, 50
@@ -169,7 +169,9 @@ def test_a_folder_in_the_place_of_a_record_is_an_unreadable_record(tmp_path: Pat
     store, path = PosixStore(), tmp_path / "facts" / "iter-000001.node-0000.done"
     files.make_dirs(path)
     assert store.names(path.parent) == [path.name]
-    assert store.read(path, Fact) is None and store.fault(path, Fact)
+    assert store.read(path, Fact) is None
+    with pytest.raises(UnreadableRecord, match="cannot be read"):
+        store.must_read(path, Fact)
 
 
 def test_without_hard_links_nothing_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

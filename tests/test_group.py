@@ -387,7 +387,7 @@ def test_what_was_offered_to_a_generation_is_not_given_to_the_next() -> None:
     first = replace(second, number=1)
     work.asked = Collective(first, at, "broadcast(src=1)", None, (1,))
     work.launch(node, RowPart.EACH)
-    assert work.report() is None
+    assert work.report is None
     work.asked = Collective(second, at, "all_gather()", "1", (0, 1))
-    report = work.report()
+    report = work.report
     assert report is not None and report.value == {"call": "all_gather()", "json": "1"}

@@ -107,7 +107,7 @@ def do(place: Workplace) -> Do:
             "node_rank": 0,
             "settings": Settings(),
         }
-        return work_kinds.carry_out(command, cast(Context, SimpleNamespace(**fields)), job or RowJob(), place)
+        return work_kinds.execute(command, cast(Context, SimpleNamespace(**fields)), job or RowJob(), place)
 
     return do
 
@@ -207,7 +207,7 @@ def test_helper_programs_share_a_process_until_a_job_fails(
             "node_rank": 0,
             "settings": Settings(),
         }
-        return work_kinds.carry_out(command, cast(Context, SimpleNamespace(**fields)), RowJob(), place)
+        return work_kinds.execute(command, cast(Context, SimpleNamespace(**fields)), RowJob(), place)
 
     first = job("merging", 1)["pid"]
     assert job("preparing", 1)["pid"] == first

@@ -67,7 +67,7 @@ class Trainer:
             "node_rank": 0,
             "settings": self.work.settings,
         }
-        done = work_kinds.carry_out(command, cast(Context, SimpleNamespace(**fields)), RowJob(), self.place)
+        done = work_kinds.execute(command, cast(Context, SimpleNamespace(**fields)), RowJob(), self.place)
         if before:
             shutil.rmtree(self.work.folder / f"v{before}")
         return done

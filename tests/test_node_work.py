@@ -81,9 +81,9 @@ def test_a_program_that_fails_is_quoted_with_the_end_of_its_log(place: Workplace
     with pytest.raises(
         ProgramFailed, match=r"(?s)ended with exit code 7\n\(from .*update\.log\)\nthe reason"
     ):
-        work_kinds.carry_out(python("print('the reason'); raise SystemExit(7)"), context(), RowJob(), place)
+        work_kinds.execute(python("print('the reason'); raise SystemExit(7)"), context(), RowJob(), place)
     with pytest.raises(ProgramFailed, match="ended well but left no result"):
-        work_kinds.carry_out(python("pass"), context(), RowJob(), place)
+        work_kinds.execute(python("pass"), context(), RowJob(), place)
 
 
 def test_a_program_without_a_sign_of_life_is_ended(place: Workplace) -> None:
@@ -91,22 +91,22 @@ def test_a_program_without_a_sign_of_life_is_ended(place: Workplace) -> None:
     with pytest.raises(
         ProgramFailed, match=r"no progress for 0\.3 s \(coordination\.stall_timeout_s\); update was ended"
     ):
-        work_kinds.carry_out(python("import threading; threading.Event().wait()"), context(), RowJob(), place)
+        work_kinds.execute(python("import threading; threading.Event().wait()"), context(), RowJob(), place)
 
 
 def test_where_no_spec_can_be_written_it_is_the_node_that_fails(place: Workplace) -> None:
     place.work_dir.write_text("no folder")
     with pytest.raises(NodeUnfit, match=r"node 3: its temporary folder .* cannot be written to"):
-        work_kinds.carry_out(python("pass"), context(), RowJob(), place)
+        work_kinds.execute(python("pass"), context(), RowJob(), place)
 
 
 def test_an_older_generation_publishes_nothing(place: Workplace, tmp_path: Path) -> None:
     (tmp_path / "made").write_text("new")
     publish = PublishFile(tmp_path / "made", tmp_path / "public")
     with pytest.raises(ProgramFailed, match="generation 1 has ended"):
-        work_kinds.carry_out(publish, context(newest=2), RowJob(), place)
+        work_kinds.execute(publish, context(newest=2), RowJob(), place)
     assert not (tmp_path / "public").exists()
-    assert work_kinds.carry_out(publish, context(), RowJob(), place) == {}
+    assert work_kinds.execute(publish, context(), RowJob(), place) == {}
     assert (tmp_path / "public").read_text() == "new"
 
 
@@ -125,11 +125,12 @@ def test_a_directory_that_hangs_makes_the_node_unfit(
     place.stall_timeout_s = 0.2
     runner, woken = jobs(place, lambda context: publish)
     runner.launch(NODE, RowPart.EACH)
-    until(lambda: runner.unfit is not None, lives=lambda: runner.report() is None)
-    assert runner.unfit is not None and runner.unfit.exit_code == 3
-    assert re.search(r"publishing policy-000001.g0001: no progress for 0.2 s .* hang\?", str(runner.unfit))
+    until(lambda: runner.unfit() is not None, lives=lambda: runner.report is None)
+    unfit = runner.unfit()
+    assert unfit is not None and unfit.exit_code == 3
+    assert re.search(r"publishing policy-000001.g0001: no progress for 0.2 s .* hang\?", str(unfit))
     goes_on.set()
-    assert woken.wait(60) and runner.report() is not None, "what goes on after all is reported as ever"
+    assert woken.wait(60) and runner.report is not None, "what goes on after all is reported as ever"
 
 
 def policy(tmp_path: Path) -> PublishWeights:
@@ -152,9 +153,9 @@ def test_a_leader_that_wakes_late_does_not_move_the_model_back(
 
     monkeypatch.setattr(checkpoints, "check_sizes", check)
     with pytest.raises(ProgramFailed, match="generation 1 has ended"):
-        work_kinds.carry_out(publish, woken, RowJob(), place)
+        work_kinds.execute(publish, woken, RowJob(), place)
     assert not (tmp_path / "model.pt").is_symlink()
-    assert work_kinds.carry_out(publish, context(newest=1), RowJob(), place)["policy_version"] == 1
+    assert work_kinds.execute(publish, context(newest=1), RowJob(), place)["policy_version"] == 1
 
 
 def made(log_path: Path, version: int, generation: int) -> Path:
@@ -169,10 +170,10 @@ def test_the_model_never_goes_back_to_an_older_version(place: Workplace, tmp_pat
     six, seven, again = made(tmp_path, 6, 2), made(tmp_path, 7, 2), made(tmp_path, 7, 3)
     for folder, version in ((seven, 7), (again, 7)):
         publish = PublishWeights(folder, version, keep=0)
-        assert work_kinds.carry_out(publish, context(), RowJob(), place)["folder"] == folder.name
+        assert work_kinds.execute(publish, context(), RowJob(), place)["folder"] == folder.name
     for folder, version in ((seven, 7), (six, 6)):
         with pytest.raises(ProgramFailed, match=r"names policy-000007.g0003 already"):
-            work_kinds.carry_out(PublishWeights(folder, version, keep=0), context(), RowJob(), place)
+            work_kinds.execute(PublishWeights(folder, version, keep=0), context(), RowJob(), place)
     assert (tmp_path / "model.pt" / "weights").read_bytes() == b"7"
     # what was not published is not left lying either
     assert sorted(os.listdir(tmp_path)) == ["checkpoints", "model.pt"]
@@ -209,7 +210,7 @@ def test_the_last_look_is_directly_before_each_public_step(
         goes_on_without_us(retention, "remove_old_versions")
         monkeypatch.setattr(work_kinds.retention, "remove_old", lambda *_, **__: pytest.fail("deleted"))
     with pytest.raises(ProgramFailed, match="generation 1 has ended"):
-        work_kinds.carry_out(work, woken, RowJob(), place)
+        work_kinds.execute(work, woken, RowJob(), place)
     assert not (tmp_path / "public").exists()
     assert (tmp_path / "model.pt").exists() == (step in ("retain", "old trajectories"))
 
@@ -236,13 +237,13 @@ def test_a_damaged_policy_version_is_never_served(
     checkpoints.write_manifest(folder, 1)
     path.write_bytes(b"w" * 99 + b"v")
     with pytest.raises(ProgramFailed, match=rf"{name} differs from what MANIFEST\.json says"):
-        work_kinds.carry_out(serve, context(), RowJob(), place)
+        work_kinds.execute(serve, context(), RowJob(), place)
     assert not served
     path.write_bytes(b"w" * 100)
-    work_kinds.carry_out(serve, context(), RowJob(), place)
+    work_kinds.execute(serve, context(), RowJob(), place)
     # Read once, and not before every rollout.
     monkeypatch.setattr(checkpoints, "verify", None)
-    work_kinds.carry_out(serve, context(), RowJob(), place)
+    work_kinds.execute(serve, context(), RowJob(), place)
     assert served == [folder / "model"] * 2
 
 
@@ -250,14 +251,14 @@ def test_no_engine_loads_another_policy_than_the_one_that_was_published(
     place: Workplace, tmp_path: Path
 ) -> None:
     publish = policy(tmp_path)
-    published = work_kinds.carry_out(publish, context(), RowJob(), place)["digest"]
+    published = work_kinds.execute(publish, context(), RowJob(), place)["digest"]
     served, folder = engine_that_serves(place), publish.folder
     serve = ServeWeights(folder / "model", 1, policy=checkpoints.identity(folder.name, published))
-    work_kinds.carry_out(serve, context(), RowJob(), place)
+    work_kinds.execute(serve, context(), RowJob(), place)
     (folder / "model" / "weights").write_bytes(b"v" * 100)
     checkpoints.write_manifest(folder, 1)
     with pytest.raises(ProgramFailed, match="holds another policy than was published"):
-        work_kinds.carry_out(serve, context(), RowJob(), place)
+        work_kinds.execute(serve, context(), RowJob(), place)
     assert served == [folder / "model"]
 
 
@@ -268,7 +269,7 @@ def test_a_policy_version_of_another_size_is_not_published(
     publish = policy(tmp_path)
     (publish.folder / "model" / "weights").write_bytes(b"w" * size)
     with pytest.raises(ProgramFailed, match=rf"weights has {size} bytes; MANIFEST\.json says 100"):
-        work_kinds.carry_out(publish, context(), RowJob(), place)
+        work_kinds.execute(publish, context(), RowJob(), place)
     assert not (tmp_path / "model.pt").is_symlink()
 
 
@@ -303,7 +304,7 @@ def test_nobody_can_take_the_port_of_an_update_before_its_program(
     place: Workplace, addresses: tuple[str, ...]
 ) -> None:
     """Another user tries all the time. Who connected before the program ran is answered by it, on each address."""
-    port = work_kinds.carry_out(OpenRendezvous(addresses), context(), RowJob(), place)["port"]
+    port = work_kinds.execute(OpenRendezvous(addresses), context(), RowJob(), place)["port"]
     with start_as_other(SQUATS, str(port)) as other, ExitStack() as peers:
         assert other.stdout is not None and other.stdout.readline() == "trying\n"
         # Of what this host does not know to be its own the last socket hears.
@@ -312,16 +313,16 @@ def test_nobody_can_take_the_port_of_an_update_before_its_program(
             peers.enter_context(socket.create_connection((host, port))) for host in (*addresses, *others)
         ]
         answers = python(ANSWERS % other.pid, result=False, listens=True)
-        work_kinds.carry_out(answers, context(), RowJob(), place)
+        work_kinds.execute(answers, context(), RowJob(), place)
         assert [peer.recv(99) for peer in connected] == [b"the update"] * len(connected)
         other.wait(60)
     assert not place.rendezvous
 
 
 def test_a_program_that_does_not_take_the_port_over_finds_it_free(place: Workplace) -> None:
-    port = work_kinds.carry_out(OpenRendezvous(LOOPBACK), context(), RowJob(), place)["port"]
+    port = work_kinds.execute(OpenRendezvous(LOOPBACK), context(), RowJob(), place)["port"]
     listens = f"import socket; socket.create_server(('127.0.0.1', {port}))"
-    work_kinds.carry_out(python(listens, result=False), context(), RowJob(), place)
+    work_kinds.execute(python(listens, result=False), context(), RowJob(), place)
 
 
 def jobs(place: Workplace, each: Callable[[Context], Work]) -> tuple[JobRunner, threading.Event]:
@@ -345,7 +346,7 @@ def test_a_cancelled_job_leaves_nothing_and_reports_nothing(place: Workplace) ->
     running.launch(NODE, RowPart.EACH)
     assert begun.wait(30)
     running.cancel()
-    assert running.report() is None and not woken.is_set() and running.progress() == {}
+    assert running.report is None and not woken.is_set() and running.progress() == {}
 
 
 def test_a_job_that_cannot_be_ended_ends_the_node(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +391,7 @@ def test_a_mount_that_fails_while_something_is_made_public_costs_no_attempt(
         "model.pt": PublishWeights(made(tmp_path, 6, 1), 6, keep=0),
         "public": PublishFile(tmp_path / "merged", tmp_path / "public"),
     }
-    work_kinds.carry_out(of_name[name], context(), RowJob(), place)
+    work_kinds.execute(of_name[name], context(), RowJob(), place)
     assert len(tries) == 4 and (tmp_path / name).exists()
     assert not [left for left in os.listdir(tmp_path) if left.startswith(".")]
 
@@ -416,7 +417,7 @@ def test_a_program_is_started_again_while_the_shared_directory_fails(
 ) -> None:
     """No program has failed, so no attempt is used up."""
     job = RowJob()
-    done = work_kinds.carry_out(of_ours(place, monkeypatch, 2), context(), job, place)
+    done = work_kinds.execute(of_ours(place, monkeypatch, 2), context(), job, place)
     assert done["got"] == 1
     ended = "fsbarrier.workers.some ended with exit code 3: part: No space left on device"
     why = f"{ended}; {place.log_path} fails or is full"
@@ -428,7 +429,7 @@ def test_where_the_shared_directory_goes_on_failing_the_node_is_unfit_and_not_th
 ) -> None:
     place.outage_s = 0.2
     with pytest.raises(NodeUnfit, match=r"(?s)node 3: update: .* exit code 3.*No space left on device"):
-        work_kinds.carry_out(of_ours(place, monkeypatch, 10**6), context(), RowJob(), place)
+        work_kinds.execute(of_ours(place, monkeypatch, 10**6), context(), RowJob(), place)
 
 
 def test_a_node_that_may_not_use_a_file_ends_with_the_code_of_a_failed_filesystem(
@@ -440,7 +441,7 @@ def test_a_node_that_may_not_use_a_file_ends_with_the_code_of_a_failed_filesyste
     with pytest.raises(
         StoreError, match="ended with exit code 77: /shared/part: Permission denied"
     ) as caught:
-        work_kinds.carry_out(denied, context(), RowJob(), place)
+        work_kinds.execute(denied, context(), RowJob(), place)
     assert not isinstance(caught.value, NodeUnfit)
     assert failure(str(caught.value), code=caught.value.exit_code)["exit_code"] == 3
 
@@ -496,7 +497,7 @@ def test_a_job_that_ends_while_it_is_cancelled_reports_nothing(place: Workplace)
     running.launch(NODE, RowPart.EACH)
     assert begun.wait(30)
     running.cancel()
-    assert running.report() is None and not woken.is_set()
+    assert running.report is None and not woken.is_set()
 
 
 @pytest.mark.parametrize("error", [OSError("stale"), StoreError("p.part: cannot read it: stale")], ids=repr)
@@ -511,7 +512,7 @@ def test_a_directory_that_goes_on_failing_is_the_nodes_fault_and_no_programs(
     running, woken = jobs(place, each)
     running.launch(NODE, RowPart.EACH)
     assert woken.wait(30)
-    assert "cannot begin its work" in str(running.unfit) and running.report() is None
+    assert "cannot begin its work" in str(running.unfit()) and running.report is None
 
 
 def test_an_unfit_node_says_so(place: Workplace) -> None:
@@ -519,7 +520,7 @@ def test_an_unfit_node_says_so(place: Workplace) -> None:
     running, woken = jobs(place, lambda context: python("pass"))
     running.launch(NODE, RowPart.EACH)
     assert woken.wait(30)
-    assert isinstance(running.unfit, StoreError) and running.report() is None
+    assert isinstance(running.unfit(), StoreError) and running.report is None
 
 
 def test_a_job_ends_before_the_next_one_begins_and_its_report_goes(place: Workplace) -> None:
@@ -546,5 +547,5 @@ def test_a_job_ends_before_the_next_one_begins_and_its_report_goes(place: Workpl
     assert order[0] == "the first ended"
     # What the second row asks for is built by `leader`, which is missing here: its report is a failure, and not the first one's value.
     assert woken.wait(30)
-    report = running.report()
+    report = running.report
     assert report is not None and report.part is RowPart.LEADER and report.value.get("of") != "the first"

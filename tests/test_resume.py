@@ -17,7 +17,7 @@ from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Pos
 from fsbarrier.protocol.state import ResumePoint, Rules
 from fsbarrier.rundir.names import FACT
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.record_store import PosixStore, must_read
+from fsbarrier.rundir.record_store import PosixStore
 
 ROWS = tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES))
 RULES = Rules(Program("ping", ROWS), 2)
@@ -61,7 +61,7 @@ class Left:
 
     def leaders(self, phase: int) -> str:
         path = self.observer.row_dir(1, Position(1, phase)) / FACT.build(1, 0, "done")
-        return must_read(PosixStore(), path, Fact).status
+        return PosixStore().must_read(path, Fact).status
 
 
 def test_what_old_listings_hide_is_found(tmp_path: Path) -> None:

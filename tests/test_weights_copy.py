@@ -157,7 +157,7 @@ def test_a_mount_that_fails_for_a_while_is_waited_for(
     if fails == "what is published":
         work = PublishWeights(model.parent, 6, keep=0, trained_on=1)
         context = cast(Any, SimpleNamespace(newest=lambda: 1, generation=1))
-        assert work_kinds.carry_out(work, context, RowJob(), place)["policy_version"] == 6
+        assert work_kinds.execute(work, context, RowJob(), place)["policy_version"] == 6
     else:
         assert checked_weights(model, RowJob(), place, published)[0] == model
     assert next(failures, None) is None

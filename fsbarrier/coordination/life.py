@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable
 
 from fsbarrier.coordination.loop import NodeLoop
-from fsbarrier.coordination.observer import Unwritten
 from fsbarrier.coordination.paces import next_beat_s
 from fsbarrier.coordination.polling import Pace
 from fsbarrier.errors import Fenced, StoreError
@@ -45,8 +44,7 @@ class NodeLife:
         self._beats, self._note_beat = beats or loop.store, note_beat
         self._dice = dice or random.Random()
         self._pace = Pace(loop)
-        #: the last look that began while nothing failed
-        self.looked_at = now
+        self._began = now
         self._failing_since: float | None = None
 
     @property
@@ -61,17 +59,12 @@ class NodeLife:
         them, they go on together afterwards.
         """
         busy = False
-        if not self.failing:
-            self.looked_at = now
         try:
             busy = self.loop.tick(now)
             if (unfit := self._unfit()) is not None:
                 raise unfit
             self._failing_since = None
         except OSError as error:
-            if isinstance(error, Unwritten):
-                # Held back, no heartbeat would be tried again, although the filesystem is well by now.
-                self.looked_at = now
             self._hold_out(error, now)
         except (Fenced, StoreError) as error:
             self.leave(error.exit_code, str(error))
@@ -99,7 +92,8 @@ class NodeLife:
         has not looked, or only in vain, for `suspect_s` / 2. Half, because the others count its silence only from the last heartbeat.
         """
         loop = self.loop
-        held_back = now - self.looked_at > loop.rules.limits.suspect_s / 2 and loop.exit is None
+        looked_at = self._began if loop.observer.looked_at is None else loop.observer.looked_at
+        held_back = now - looked_at > loop.rules.limits.suspect_s / 2 and loop.exit is None
         if not held_back:
             beat = loop.beat()
             self._note_beat(beat)

@@ -14,13 +14,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
-from fsbarrier.coordination.fact_removal import FactRemoval, PassedRows
-from fsbarrier.coordination.fact_writer import FactWriter
-from fsbarrier.coordination.join_writer import JoinWriter
 from fsbarrier.coordination.observer import Observer
+from fsbarrier.coordination.own_facts import OwnFacts
 from fsbarrier.coordination.resume import LastGeneration
-from fsbarrier.coordination.suspicion_events import SuspicionEvents
 from fsbarrier.errors import Fenced
+from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Payload, Position
 from fsbarrier.protocol.machine import awaited, step
 from fsbarrier.protocol.membership import JOINING
@@ -49,6 +47,8 @@ from fsbarrier.rundir.record_store import Store
 #: repeated blindly. Example: node 2 is silent, and an outage keeps node 0 from creating a generation without it. After the outage
 #: node 2 is heard again.
 ASKED_AGAIN = (Propose, FindResumePoint)
+#: a wait from which on the journal tells when this node's work was done
+LONG_S = 5.0
 
 #: writes an event, the node as it is then, and the event's fields to the journal
 WriteEvent = Callable[[str, Node, Payload], None]
@@ -62,8 +62,9 @@ class WorkRunner(Protocol):
     def cancel(self) -> None:
         """End the running work completely and discard its report."""
 
+    @property
     def report(self) -> WorkReport | None:
-        """How the last launched work ended; None while it runs. The answer stays the same until the next launch."""
+        """How the last launched work ended; None while it runs. It stays the same until the next launch."""
 
     def progress(self) -> Payload: ...
 
@@ -96,10 +97,14 @@ class NodeLoop:
     #: of the heartbeats
     counter: int = 0
     last_generation: LastGeneration = field(init=False)
-    _suspicions: SuspicionEvents = field(init=False)
-    _join_writer: JoinWriter = field(init=False)
-    _fact_writer: FactWriter = field(init=False)
-    _rows: PassedRows = field(init=False)
+    #: The incarnation that heartbeats may name: the last one whose record surely is this process's. While this node tries to join
+    #: as the next one, another process of its rank may take that number.
+    announced: int = 0
+    #: the incarnation whose join ended in an error
+    _perhaps_announced: int = 0
+    _facts: OwnFacts = field(init=False)
+    #: this node's work in its row, and when it was published, until the journal has told of it
+    _work_done: tuple[PhaseTime, float] | None = None
     #: the actions that are still to be performed
     _pending: deque[Action] = field(default_factory=deque)
     #: the view in which there was nothing to do
@@ -111,12 +116,8 @@ class NodeLoop:
     _told: WorkReport | None = None
 
     def __post_init__(self) -> None:
-        paths, fact_removal = self.observer.paths, FactRemoval(self.store, self.observer.paths, self.rules)
         self.last_generation = LastGeneration(self.observer)
-        self._suspicions = SuspicionEvents(self.observer)
-        self._join_writer = JoinWriter(self.store, paths)
-        self._fact_writer = FactWriter(self.store, self.observer, self.rules)
-        self._rows = PassedRows(self.store, self.observer, fact_removal)
+        self._facts = OwnFacts(self.store, self.observer.row, self.rules)
 
     def start(self, now: float, claimed: int | None = None) -> None:
         """Join the run as the next incarnation of this rank; the observer must be prepared. Raises OSError.
@@ -143,7 +144,6 @@ class NodeLoop:
         If an action fails, the next tick begins with it and those after it, since the state machine will not ask for them again.
         Actions that it does ask for again (`ASKED_AGAIN`) are dropped, and so are facts in a generation that is over.
         """
-        passed = self._rows.take_passed()
         busy = bool(self._pending)
         self._act(now)
         while self.exit is None:
@@ -153,29 +153,32 @@ class NodeLoop:
             if actions:
                 self._pending.extend(actions)
                 look_again = self._act(now)
-                # Not in the tick that passed a row, nor before this node has published: no member should wait for the clean-up.
-                self._rows.remove_old_facts(self.node.rank, passed)
                 busy = look_again is not LookAgain.STALE_LISTING
                 if look_again is not LookAgain.NOW:
                     break
-        for event, fields in self._suspicions.events(self.node, self.rules.limits):
-            self.write_event(event, self.node, fields)
         if self.exit is None:
-            self._fact_writer.refresh(self.node, now, self._note_long_wait)
-        self._rows.remove_old_facts(self.node.rank, passed)
+            self._facts.refresh(self.node, now)
+            if self._work_done is not None and now - self._work_done[1] >= LONG_S:
+                # The others take long: the journal tells now when this node's work was done.
+                work, self._work_done = self._work_done[0], None
+                self.write_event("work_finished", self.node, work.fields())
+        self._facts.clean_up(self.node.rank)
         return busy
 
     def _decide(self, now: float) -> Sequence[Action] | None:
         """Look, and let the state machine decide: the actions to perform; None if there is nothing to do."""
         before = self.node
         # How this node's own work ended, if any was under way.
-        work = self.work.report() if before.part in (RowPart.EACH, RowPart.LEADER) else None
+        work = self.work.report if before.part in (RowPart.EACH, RowPart.LEADER) else None
         if work is not None and work is not self._told:
             for line in work.events:
                 self.write_event(line["event"], before, {k: v for k, v in line.items() if k != "event"})
             self._told = work
-        view = self.observer.view(before, now, work)
-        if view is self._idle_view:
+        # A node whose own work has just ended publishes that before it looks at the others.
+        view = self.observer.view(before, now, at_the_row=work is None)
+        if work is not None:
+            view = replace(view, work=work)
+        elif view is self._idle_view:
             # Most looks of a wait end here: only the row was due, and it showed nothing new.
             return None
         self.node, actions = step(before, view, now, self.rules)
@@ -224,11 +227,11 @@ class NodeLoop:
         ended = self.exit
         node = self.node
         state = ended.state if ended is not None else node.stage
-        if self._join_writer.announced != node.incarnation and state == JOINING:
+        if self.announced != node.incarnation and state == JOINING:
             # It is about to rejoin. Nobody may admit the incarnation that was in the old generation.
             state = "leaving"
         here, where = self.join, _place_values(node, node.position, self.rules)
-        about = self._join_writer.announced, self.counter, here.host, here.pid, state
+        about = self.announced, self.counter, here.host, here.pid, state
         return Beat(node.rank, *about, *where, self.work.progress())
 
     def write_beat(self, beat: Beat, store: Store, now: float) -> None:
@@ -247,9 +250,23 @@ class NodeLoop:
             self._beat_names, observer.beaten_at = [new], now
 
     def _announce(self, incarnation: int) -> bool:
-        join = replace(self.join, incarnation=incarnation)
-        mine = self._join_writer.create(join)
+        """Join as this incarnation; False where another process has that. Raises OSError.
+
+        A create may be ambiguous. Example: the server creates the record, its answer is lost, and the client reports EIO. The next try
+        finds the name taken, so it reads the record. Otherwise this node would believe that another process has its rank, and end.
+        """
+        join, path = (
+            replace(self.join, incarnation=incarnation),
+            self.observer.paths.join(self.join.rank, incarnation),
+        )
+        before, self._perhaps_announced = self._perhaps_announced, incarnation
+        mine = self.store.create(path, join)
+        self._perhaps_announced = 0
+        if not mine and before == incarnation:
+            there = self.store.read(path, Join)
+            mine = there is not None and encode(there) == encode(join)
         if mine:
+            self.announced = incarnation
             self.observer.registry.learn_join(join)
         return mine
 
@@ -257,7 +274,8 @@ class NodeLoop:
         """Perform one action. None: another look may show something new."""
         match action:
             case Publish(fact):
-                self._publish(fact, now)
+                self._facts.publish(self.node, fact)
+                self._tell_of(fact, now)
             case Entered():
                 self._enter(action)
             case Launch(part):
@@ -302,21 +320,18 @@ class NodeLoop:
             )
         return LookAgain.NOW
 
-    def _publish(self, fact: Fact, now: float) -> None:
+    def _tell_of(self, fact: Fact, now: float) -> None:
+        """This node has published a fact: tell the journal."""
         node, events = self.node, self._told.events if self._told is not None else ()
-        self._fact_writer.publish(node, fact, now)
+        work = PhaseTime.of_work(fact.work_s, fact.value)
         if fact.status != "done":
             details = {key: fact.value[key] for key in ("error", "exit_code", "log") if key in fact.value}
-            self.write_event("work_failed", node, {**_time_of(fact).fields(), **details})
+            self.write_event("work_failed", node, {**work.fields(), **details})
         elif self._has_work(*node.place):
-            self.note_work(_time_of(fact))
+            self._work_done = work, now
+            self.note_work(work)
         if fact.value and fact.status == "done" and node.place[0].leader == node.rank:
             self.write_event("decision", node, {"value": summary(fact.value, events)})
-
-    def _note_long_wait(self, fact: Fact) -> None:
-        """The others take long: tell the journal now when this node's work was done, if it had any."""
-        if fact.status == "done" and self._has_work(*self.node.place):
-            self.write_event("work_finished", self.node, _time_of(fact).fields())
 
     def _propose(self, generation: Generation) -> LookAgain:
         path = self.observer.paths.generation(generation.number)
@@ -335,9 +350,9 @@ class NodeLoop:
 
     def _enter(self, row: Entered) -> None:
         if row.begins:
-            self._suspicions.begin()
             self.observer.hurry()
-        self._rows.enter(row)
+        self._work_done = None
+        self._facts.enter(row)
         # Without work, `phase_started` also tells that this node is done with the row.
         works = self._has_work(row.generation, row.position)
         self.write_event("phase_started", self.node, {} if works else {"waits": True})
@@ -346,10 +361,6 @@ class NodeLoop:
         """Whether this node has work of its own in a row."""
         row = self.rules.row(position, generation)
         return row.each is not None or (row.leader is not None and generation.leader == self.node.rank)
-
-
-def _time_of(fact: Fact) -> PhaseTime:
-    return PhaseTime.of_work(fact.work_s, fact.value)
 
 
 def place(node: Node, position: Position | None, rules: Rules) -> dict[str, object]:

@@ -18,15 +18,11 @@ from fsbarrier.coordination.row_watch import NO_ROW, RowWatch
 from fsbarrier.protocol.facts import Generation, Join, Position, Pulse
 from fsbarrier.protocol.membership import FINISHED, Ledger, silent_members
 from fsbarrier.protocol.rows import Table
-from fsbarrier.protocol.state import WATCHING, Node, ResumePoint, View, WorkReport
+from fsbarrier.protocol.state import WATCHING, Node, ResumePoint, View
 from fsbarrier.rundir.heartbeats import HeartbeatReader
 from fsbarrier.rundir.names import PULSE, StartName
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import Store
-
-
-class Unwritten(OSError):
-    """This node cannot write its own heartbeat."""
 
 
 @dataclass
@@ -46,11 +42,12 @@ class Observer:
     resume_point: ResumePoint | None = None
     #: the view of the last look; None once anything may be new
     last_view: View | None = None
-    #: when this node wrote its last heartbeat; None: not yet
+    #: when this node wrote its last heartbeat, and when its last look that saw everything began; None: not yet
     beaten_at: float | None = None
+    looked_at: float | None = None
     #: the time of the last look at the heartbeats, which of its own was written before it, and how long it has written none, as far as
     #: it looked meanwhile
-    looked_at: float | None = None
+    _saw_beats_at: float | None = None
     _beaten_before: float | None = None
     _unwritten_s: float = 0.0
 
@@ -85,17 +82,26 @@ class Observer:
         """Look at everything at the next view, whatever its pace."""
         self.schedule.hurry()
 
-    def view(self, node: Node, now: float, work: WorkReport | None = None) -> View:
-        """What the node sees at `now`; `work`: how its own work ended. The same object as last time if nothing is new and only the
-        row was due. Raises OSError when the filesystem fails."""
+    def view(self, node: Node, now: float, *, at_the_row: bool = True) -> View:
+        """What the node sees at `now`, perhaps without a look `at_the_row`. The same object as last time if nothing is new and only the
+        row was due. Raises OSError when the filesystem fails, also if this node cannot write its heartbeats: then it cannot take part,
+        and the others go on."""
         self._look_around(node, now)
-        # A node whose own work has just ended publishes that before it looks at the others.
-        watches = node.part in WATCHING and work is None
-        if watches:
-            self._look_at_the_row(node)
+        watches = at_the_row and node.part in WATCHING
+        try:
+            if watches:
+                self.row.look(node)
+        except OSError:
+            # A newer generation's decision does not wait for a fact of this one that cannot be read.
+            if self.registry.newest_known <= node.place[0].number:
+                raise
+        self.looked_at = now
+        if self._unwritten_s >= self.paces.dead_s:
+            why = f"this node could not write its heartbeat for {self._unwritten_s:.0f} s"
+            raise OSError(errno.EIO, why, str(self.paths.beats))
         if self.row.news:
             self.last_view, self.row.news = None, False
-        if self.last_view is not None and self.last_view.work is work:
+        if self.last_view is not None:
             return self.last_view
         row = self.row.listing if watches and self.row.listing is not None else NO_ROW
         self.last_view = View(
@@ -107,17 +113,8 @@ class Observer:
             row.arrived,
             row.failed,
             row.leaders_fact,
-            work,
         )
         return self.last_view
-
-    def _look_at_the_row(self, node: Node) -> None:
-        try:
-            self.row.look(node)
-        except OSError:
-            # A newer generation's decision does not wait for a fact of this one that cannot be read.
-            if self.registry.newest_known <= node.place[0].number:
-                raise
 
     def _look_around(self, node: Node, now: float) -> None:
         """Look at what is due beside the row."""
@@ -133,10 +130,10 @@ class Observer:
             self.schedule.beats_seen(node, now)
 
     def _look_at_beats(self, node: Node, now: float) -> None:
-        """List all heartbeats. Raises OSError, also if this node cannot write its own: then it cannot take part, and the others go on."""
+        """List all heartbeats. Raises OSError."""
         # Before the listing, which is only sure to be as new as that.
         beaten_at, blind_s = self.beaten_at, self.paces.blind_s
-        self._check_own_beats(beaten_at, now)
+        self._note_own_beats(beaten_at, now)
         beats = self.read_beats()
         beats.pop(node.rank, None)
         self.ledger = self.ledger.observe(beats, now, beaten_at, blind_s)
@@ -144,14 +141,11 @@ class Observer:
             self.ledger = self.ledger.observe(self._look_again(silent), now, beaten_at, blind_s)
         self.row.finished.update(beat.generation for beat in beats.values() if beat.state == FINISHED)
 
-    def _check_own_beats(self, beaten_at: float | None, now: float) -> None:
-        gap_s = 0.0 if self.looked_at is None else min(now - self.looked_at, self.paces.blind_s)
+    def _note_own_beats(self, beaten_at: float | None, now: float) -> None:
+        gap_s = 0.0 if self._saw_beats_at is None else min(now - self._saw_beats_at, self.paces.blind_s)
         written = beaten_at is None or beaten_at != self._beaten_before
         self._unwritten_s = 0.0 if written else self._unwritten_s + gap_s
-        self.looked_at, self._beaten_before = now, beaten_at
-        if self._unwritten_s >= self.paces.dead_s:
-            why = f"this node could not write its heartbeat for {self._unwritten_s:.0f} s"
-            raise Unwritten(errno.EIO, why, str(self.paths.beats))
+        self._saw_beats_at, self._beaten_before = now, beaten_at
 
     def _silent(self, node: Node) -> set[int]:
         """The members that this node would declare dead by their heartbeats' names."""

@@ -80,8 +80,6 @@ class Schedule:
     """
 
     paces: Paces
-    #: a member is suspected
-    suspecting: bool = False
     records_due: float = AT_ONCE
     beats_due: float = AT_ONCE
     #: the node as it was at the last look, and since when it is so
@@ -116,4 +114,4 @@ class Schedule:
         self.beats_due = now + self.paces.beats_s / hurried
 
     def _in_trouble(self, node: Node) -> bool:
-        return self.suspecting or node.failed_since is not None or node.trouble_since is not None
+        return bool(node.suspected) or node.failed_since is not None or node.trouble_since is not None

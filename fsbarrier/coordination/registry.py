@@ -10,7 +10,7 @@ from fsbarrier.protocol.rows import Table
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.names import GENERATION, START, STOP_REQUEST, StartName
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.record_store import Store, must_read, unreadable
+from fsbarrier.rundir.record_store import Store, UnreadableRecord
 
 
 @dataclass
@@ -46,7 +46,9 @@ class Registry:
         """List the directories and read what is new. Raises OSError, also while the newest generation cannot be read."""
         newest = self.newest_number()
         if newest > self.newest_known and not self.read_generation(newest):
-            raise unreadable(self.store, self.paths.generation(newest), Generation)
+            path = self.paths.generation(newest)
+            self.store.must_read(path, Generation)
+            raise UnreadableRecord(path, "it does not fit its name, or this run's program")
         for name in self.store.names(self.paths.joins):
             if name not in self._done_with and (
                 (start := START.parse(name)) is None or self.read_join(start)
@@ -104,5 +106,5 @@ class Registry:
             known = found.get(member.rank)
             if known is None or known.incarnation < member.incarnation:
                 path = self.paths.join(member.rank, member.incarnation)
-                found[member.rank] = must_read(self.store, path, Join)
+                found[member.rank] = self.store.must_read(path, Join)
         return found

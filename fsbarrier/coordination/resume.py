@@ -23,7 +23,6 @@ from fsbarrier.protocol.rows import Row
 from fsbarrier.protocol.state import ResumePoint, Rules
 from fsbarrier.protocol.succession import with_decision
 from fsbarrier.rundir.names import FACT, PHASE_FOLDER
-from fsbarrier.rundir.record_store import must_read
 
 
 @dataclass
@@ -183,7 +182,7 @@ class _PastGeneration:
         """The leader's fact about a row in which it has published. Raises OSError."""
         key = self.generation.number, position
         if key not in self.known:
-            self.known[key] = must_read(self.observer.store, self._leaders_path(position), Fact)
+            self.known[key] = self.observer.store.must_read(self._leaders_path(position), Fact)
         return self.known[key]
 
     def all_done(self, position: Position) -> bool:

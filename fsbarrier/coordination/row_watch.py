@@ -11,7 +11,7 @@ from fsbarrier.protocol.rows import Table
 from fsbarrier.protocol.state import Node, RowPart
 from fsbarrier.rundir.names import FACT, fact_name
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.record_store import Store, must_read
+from fsbarrier.rundir.record_store import Store
 
 
 @dataclass
@@ -80,19 +80,14 @@ class RowWatch:
         row.leaders_fact = None
         if node.part is RowPart.ANNOUNCED and len(row.arrived) == len(generation.members):
             self.news = True
-            row.leaders_fact = self._leaders_fact(generation, row)
-
-    def _leaders_fact(self, generation: Generation, row: RowListing) -> Fact:
-        """The leader's fact about a row in which all members' facts are listed. Raises OSError while it cannot be read.
-
-        It is not read where this node has created it itself, nor in a transient row, where no seal can lie.
-        """
-        if self.table.rows[row.position.phase].transient:
-            return Fact(generation.leader, generation.incarnation_of(generation.leader) or 0, "done")
-        path = row.directory / fact_name(row.position.iteration, generation.leader)
-        if self.created is not None and self.created[0] == path:
-            return self.created[1]
-        return must_read(self.store, path, Fact)
+            leader, path = generation.leader, row.directory / fact_name(position.iteration, generation.leader)
+            # It is not read in a transient row, where no seal can lie, nor where this node has created it itself.
+            if self.table.rows[position.phase].transient:
+                row.leaders_fact = Fact(leader, generation.incarnation_of(leader) or 0, "done")
+            elif self.created is not None and self.created[0] == path:
+                row.leaders_fact = self.created[1]
+            else:
+                row.leaders_fact = self.store.must_read(path, Fact)
 
     def _read_failures(self, generation: Generation, row: RowListing, names: list[str]) -> None:
         """Read the members' failures in a row, `names`. Raises OSError while one of them cannot be read."""
@@ -100,20 +95,13 @@ class RowWatch:
         for rank in (fact.rank for fact in FACT.parse_all(names) if fact.iteration == row.position.iteration):
             if rank in generation.ranks and rank not in failed:
                 path = row.directory / fact_name(row.position.iteration, rank, "failed")
-                failed[rank] = must_read(self.store, path, Fact)
+                failed[rank] = self.store.must_read(path, Fact)
         row.failed = failed
 
     def row_dir(self, generation: int, position: Position) -> Path:
         """The folder of the facts about one row."""
         row = self.table.rows[position.phase]
         return self.paths.phase(generation, row.index, row.name)
-
-    def names_in(self, generation: Generation, position: Position) -> list[str]:
-        """The last listing of a row; nothing if this node has looked at another row since."""
-        row = self.listing
-        if row is None or (row.generation, row.position) != (generation.number, position):
-            return []
-        return row.names or []
 
     def reports(self, node: Node, phase_name: str) -> Mapping[int, Payload]:
         """What each member published about a row of this iteration that `node` has passed, or in which it leads.
@@ -127,6 +115,6 @@ class RowWatch:
         directory = self.row_dir(generation.number, at)
         others = [rank for rank in generation.ranks if rank not in own]
         return own | {
-            rank: must_read(self.store, directory / fact_name(at.iteration, rank), Fact).value
+            rank: self.store.must_read(directory / fact_name(at.iteration, rank), Fact).value
             for rank in others
         }

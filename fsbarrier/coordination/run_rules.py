@@ -14,15 +14,14 @@ from fsbarrier.settings.sections import Settings, changes_of
 
 
 def make_rules(settings: Settings, program: Program, accelerators: int = 0) -> Rules:
-    """The rules for a program and the settings that the run began with. `accelerators`: how many each node has."""
+    """The rules for a program and the settings that the run began with. `accelerators`: of each node; a range may number them."""
     coordination = settings.coordination
     return Rules(
         table=program,
         num_nodes=settings.num_nodes,
         slice=settings.rl_phase,
         min_nodes=settings.min_nodes,
-        roles=roles(settings, accelerators, {}),
-        roles_of=partial(roles, settings, accelerators),
+        roles_of=partial(roles, accelerators),
         on_node_failure=settings.on_node_failure,
         limits=Limits(
             suspect_s=coordination.suspect_s,
@@ -34,14 +33,13 @@ def make_rules(settings: Settings, program: Program, accelerators: int = 0) -> R
     )
 
 
-def roles(settings: Settings, accelerators: int, changed: Payload) -> dict[str, frozenset[int]]:
+def roles(accelerators: int, settings: Payload) -> dict[str, frozenset[int]]:
     """The ranks that can hold each role that not all nodes have (`placement.*`)."""
-    nodes = range(int(changed.get("num_nodes", settings.num_nodes)))
-    found = {}
-    for role in ROLES:
-        name = f"placement.{role}"
-        text = str(changed.get(name, getattr(settings.placement, role)))
-        ranges = Ranges.parse(text)
-        if not ranges.everything:
-            found[f"{name}={text}"] = frozenset(ranges.holders(nodes, accelerators))
-    return found
+    placed = {f"placement.{role}": settings[f"placement.{role}"] for role in ROLES}
+    ranges = {f"{name}={text}": Ranges.parse(text) for name, text in placed.items()}
+    nodes = range(settings["num_nodes"])
+    return {
+        what: frozenset(one.holders(nodes, accelerators))
+        for what, one in ranges.items()
+        if not one.everything
+    }

@@ -27,9 +27,9 @@ from dataclasses import replace
 
 from fsbarrier.errors import EXIT_DONE, Fenced, ProgramFailed, TooFewNodes, UsageError
 from fsbarrier.protocol.attempts import after_a_failure, failures_so_far, pause_s
-from fsbarrier.protocol.facts import Fact, Generation, Member, Payload, Position, Verdict
+from fsbarrier.protocol.facts import Fact, Generation, Member, Position, Verdict
 from fsbarrier.protocol.lost import found_by_others, last_news, lost_as_fields, lost_as_text
-from fsbarrier.protocol.membership import FINISHED, GONE, occupied
+from fsbarrier.protocol.membership import FINISHED, GONE, occupied, silent_members
 from fsbarrier.protocol.rows import Row
 from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.state import (
@@ -64,7 +64,6 @@ from fsbarrier.protocol.wording import counted
 
 Rule = Callable[[Situation], Step | None]
 NOTHING: Sequence[Action] = ()
-NO_RESULT: Payload = {}
 
 
 def step(node: Node, view: View, now: float, rules: Rules) -> Step:
@@ -580,8 +579,8 @@ def finish_the_work(at: Situation) -> Step | None:
     result, work_s = {**at.node.result, **report.value}, at.node.work_s + report.seconds
     if report.part is RowPart.EACH and at.row.leader is not None and at.leads:
         return replace(at.node, part=RowPart.GATHER, result=result, work_s=work_s), NOTHING
-    announced = replace(at.node, part=RowPart.ANNOUNCED, result=result, work_s=work_s)
-    return announced, (_publish_done(at, result, work_s),)
+    fact = Fact(at.node.rank, at.node.incarnation, "done", result, work_s)
+    return replace(at.node, part=RowPart.ANNOUNCED, result=result, work_s=work_s), (Publish(fact),)
 
 
 def _begin(at: Situation, row: Row[object]) -> tuple[RowPart, Sequence[Action]]:
@@ -590,11 +589,33 @@ def _begin(at: Situation, row: Row[object]) -> tuple[RowPart, Sequence[Action]]:
         return RowPart.EACH, (Launch(RowPart.EACH),)
     if row.leader is not None and at.leads:
         return RowPart.GATHER, NOTHING
-    return RowPart.ANNOUNCED, (_publish_done(at),)
+    return RowPart.ANNOUNCED, (Publish(Fact(at.node.rank, at.node.incarnation, "done")),)
 
 
-def _publish_done(at: Situation, result: Payload = NO_RESULT, work_s: float = 0.0) -> Publish:
-    return Publish(Fact(at.node.rank, at.node.incarnation, "done", result, work_s))
+# --- RUNNING: what the journal tells besides -----------------------------------------------------------------------------------
+
+
+def tell_of_the_silent(at: Situation) -> Step | None:
+    """Members have been silent for `suspect_s`, or are heard again: the journal tells. Other rules decide whether one is lost."""
+    node, ledger, known = at.node, at.view.ledger, at.node.suspected
+    since, suspect_s = node.watches_since(ledger), at.rules.limits.suspect_s
+    silent = silent_members(at.generation.members, node.rank, ledger, since, suspect_s)
+    ended = {member for member in silent if ledger.state(member) in (FINISHED, "stopped")}
+    suspected = frozenset(silent) - (ended - known)
+    if suspected == known:
+        return None
+    told = [
+        Note("node_suspected", {**_named(member), "silent_s": round(silent[member], 3)})
+        if member in suspected
+        else Note("node_recovered", _named(member))
+        for member in at.generation.members
+        if member in suspected ^ known
+    ]
+    return replace(node, suspected=suspected), told
+
+
+def _named(suspect: Member) -> dict[str, object]:
+    return {"suspect": suspect.rank, "host": suspect.host}
 
 
 # --- the table -------------------------------------------------------------------------------------------------------------
@@ -645,6 +666,7 @@ RULES: dict[Stage, tuple[Rule, ...]] = {
         begin_the_leaders_work,
         tell_of_a_failure,
         finish_the_work,
+        tell_of_the_silent,
     ),
     Stage.ENDED: (),
 }

@@ -6,7 +6,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 
-from fsbarrier.protocol.facts import Decision, Fact, Generation, Join, Payload, Position, StopRequest
+from fsbarrier.protocol.facts import (
+    Decision,
+    Fact,
+    Generation,
+    Join,
+    Member,
+    Payload,
+    Position,
+    StopRequest,
+)
 from fsbarrier.protocol.membership import JOINING, Ledger, Limits
 from fsbarrier.protocol.rows import SLICE_CHOICE, Row, Table
 
@@ -42,8 +51,6 @@ CHANGING_RULES = {
     "min_nodes": "min_nodes",
     "on_node_failure": "on_node_failure",
 }
-#: what `Rules.roles` follows from
-PLACES = ("num_nodes", "placement.rollout", "placement.update")
 #: the only one of `Limits` that a later session may change, with `--num-nodes A:B`
 LAST_CALL = "coordination.last_call_s"
 
@@ -57,10 +64,8 @@ class Rules:
     #: the slice of the rows that a session runs, unless its start chooses another
     slice: str = ""
     min_nodes: int = 1
-    #: role -> the ranks that can hold it; the run needs one of them as a member
-    roles: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    #: the roles, by the settings that have changed
-    roles_of: Callable[[Payload], Mapping[str, frozenset[int]]] | None = None
+    #: By `settings`: role -> the ranks that can hold it; the run needs one of them as a member.
+    roles_of: Callable[[Payload], Mapping[str, frozenset[int]]] = lambda settings: {}
     #: "shrink", "wait" or "abort"; in groups "hold": the caller learns of a loss, and decides
     on_node_failure: str = "shrink"
     retries: int = 2
@@ -70,7 +75,8 @@ class Rules:
     limits: Limits = field(default_factory=Limits)
     #: a group's caller wants a new generation after the one with this number
     regroup: int = 0
-    #: the settings that may change from session to session, by their dotted names, with the values that the run began with
+    #: the settings that may change from session to session, by their dotted names; before `under` with the values that the run began
+    #: with
     settings: Payload = field(default_factory=dict)
 
     def under(self, settings: Payload) -> Rules:
@@ -80,9 +86,7 @@ class Rules:
         changed = {rule: settings[name] for name, rule in CHANGING_RULES.items() if name in settings}
         if LAST_CALL in settings:
             changed["limits"] = replace(self.limits, last_call_s=settings[LAST_CALL])
-        if self.roles_of is not None and any(name in settings for name in PLACES):
-            changed["roles"] = self.roles_of(settings)
-        return replace(self, **changed)
+        return replace(self, settings={**self.settings, **settings}, **changed)
 
     def lacks(self, ranks: Collection[int]) -> str:
         """What a run with only these nodes lacks, for people; "" if it may go on with them."""
@@ -92,8 +96,9 @@ class Rules:
 
     def lacks_role(self, ranks: Collection[int]) -> str:
         """The role that none of these nodes holds, for people; "" if there is none."""
+        roles = self.roles_of(self.settings)
         return next(
-            (f"nobody left holds {role}" for role, some in self.roles.items() if some.isdisjoint(ranks)), ""
+            (f"nobody left holds {role}" for role, some in roles.items() if some.isdisjoint(ranks)), ""
         )
 
     def span(self, choices: Payload) -> tuple[int, int]:
@@ -136,6 +141,8 @@ class Node:
     decisions: Mapping[str, Decision] = field(default_factory=dict)
     #: when it noticed the loss (or seal) that it wants to answer with a new generation
     trouble_since: float | None = None
+    #: the members that were silent for `suspect_s` at the last look, and of which the journal tells
+    suspected: frozenset[Member] = frozenset()
     #: when it first saw that a member's program had failed in this row
     failed_since: float | None = None
     #: while joining: how many nodes were present at the last look, and since when

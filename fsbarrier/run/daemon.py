@@ -104,7 +104,9 @@ class Daemon:
         self._say_awaited_at = time.monotonic() + SAY_AWAITED_S
         self._ended = threading.Event()
         self._program = program = load_program(settings.program)
-        rules, wake = make_rules(settings, program), threading.Event()
+        devices = accelerators.detect()
+        self._accelerators = len(devices)
+        rules, wake = make_rules(settings, program, len(devices)), threading.Event()
         valid = partial(can_hold, settings)
         observer = Observer(PosixStore(), record.paths, program, make_paces(settings), valid)
         patiently(observer.prepare, HIDDEN_S, passes=fails_or_hides)
@@ -114,8 +116,6 @@ class Daemon:
         self.events = patiently(
             lambda: EventLog(record, rules, log_dir / "daemon.log", work_dir), HIDDEN_S, passes=fails_or_hides
         )
-        devices = accelerators.detect()
-        self._accelerators = len(devices)
         self.workplace = self._make_workplace(log_dir, work_dir, weights, devices)
         self.jobs = JobRunner(self._context_maker(observer), self.workplace, wake.set)
         code = code_digests(settings)
@@ -128,7 +128,7 @@ class Daemon:
         self._pauses = Backoff(FIRST_PAUSE_S * crowd, POLL_MAX_S * crowd)
         beat_s, now = settings.coordination.beat_s, time.monotonic()
         self._life = NodeLife(
-            self.loop, lambda: self.jobs.unfit, beat_s, self._pauses, now, note_beat=self._note_beat
+            self.loop, self.jobs.unfit, beat_s, self._pauses, now, note_beat=self._note_beat
         )
 
     def _make_workplace(

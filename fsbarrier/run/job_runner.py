@@ -13,13 +13,13 @@ from functools import partial
 from fsbarrier.errors import FsbarrierError, NodesRefused, ProgramFailed, StoreError, TooFewNodes
 from fsbarrier.processes.last_words import only_noticed
 from fsbarrier.processes.worker_contract import MAX_NESTING, MAX_RESULT_BYTES, nesting
-from fsbarrier.program import Context, build_work
+from fsbarrier.program import Context, Work, build_work
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.state import Node, RowPart, WorkReport
 from fsbarrier.protocol.succession import STARTS
 from fsbarrier.run.admission import objections
 from fsbarrier.run.job import Cancelled, InBackground, NodeUnfit, RowJob, Workplace
-from fsbarrier.run.work_kinds import carry_out
+from fsbarrier.run.work_kinds import execute
 from fsbarrier.rundir.log_tail import SHOWN_LINES
 
 # How long `cancel` waits: longer than supervisor.KILL_S, the limit for ending a program that hangs in the kernel.
@@ -35,11 +35,11 @@ class JobRunner:
     make_context: Callable[[Node], Context]
     workplace: Workplace
     wake: Callable[[], None]
-    # Why no job can run on this node, whatever its program. The node then ends, since a "failed" fact would blame the program.
-    unfit: StoreError | None = None
+    # How the last launched job ended; None while it runs.
+    report: WorkReport | None = None
+    _unfit: StoreError | None = None
     _job: RowJob | None = None
     _thread: InBackground | None = None
-    _report: WorkReport | None = None
     # The last era (`Generation.era`) whose nodes were checked.
     _admitted: int = 0
 
@@ -49,7 +49,7 @@ class JobRunner:
         """Start `part` of the work in the node's row."""
         self.cancel()
         host = self.workplace.host
-        self._report, self._job = None, RowJob(host.flag(), host.now)
+        self.report, self._job = None, RowJob(host.flag(), host.now)
         self._thread = host.call_in_background(partial(self._run, node, part, self._job))
 
     def cancel(self) -> None:
@@ -61,61 +61,62 @@ class JobRunner:
         self._thread = None
         thread.join(CANCEL_S)
         # After the join, since the thread may have been about to report.
-        self._report = None
+        self.report = None
         if thread.is_alive():
             where = self.workplace.log_path
             raise StoreError(f"the work of this node does not end within {CANCEL_S:g} s; does {where} hang?")
 
-    def report(self) -> WorkReport | None:
-        self._notice_a_stall()
-        return self._report
+    def unfit(self) -> StoreError | None:
+        """Why no job can run on this node, whatever its program. The node then ends, since a "failed" fact would blame the program.
 
-    def _notice_a_stall(self) -> None:
-        """If the job's thread hangs in the shared directory, the node is unfit: nothing can end a call that hangs in the kernel."""
+        Also if the job's thread hangs in the shared directory: nothing can end a call that hangs in the kernel.
+        """
         job, stall_s = self._job, self.workplace.stall_timeout_s
         if job is not None and job.doing and job.clock() - job.alive_at > stall_s:
             where = self.workplace.log_path
-            self.unfit = StoreError(
+            self._unfit = StoreError(
                 f"{job.doing}: no progress for {stall_s:g} s (coordination.stall_timeout_s); does {where} hang?"
             )
+        return self._unfit
 
     def progress(self) -> Payload:
         """The progress of the last launched job, even after its end; {} if there is none."""
         job = self._job
         if job is None:
             return {}
-        if self._report is None:
+        if self.report is None:
             job.read_progress()
         return job.progress
 
     # --- the job's thread ---
 
     def _run(self, node: Node, part: RowPart, job: RowJob) -> None:
-        started = job.clock()
+        started, value, ok = job.clock(), dict[str, object](), False
         try:
-            value, ok = self._carry_out(node, part, job), True
+            context, work = self._begin(node, part, job)
+            value, ok = _checked(execute(work, context, job, self.workplace)), True
         except Cancelled:
             return
         except NodeUnfit as error:
-            self.unfit = error
+            self._unfit = error
             self.wake()
             return
         except (NodesRefused, TooFewNodes) as error:
-            value, ok = {**failure(str(error), code=error.exit_code), "refused": True}, False
+            value = {**failure(str(error), code=error.exit_code), "refused": True}
         except (FsbarrierError, OSError) as error:
-            value, ok = failure(str(error), code=_code_of(error)), False
+            value = failure(str(error), code=_code_of(error))
         except (Exception, SystemExit) as error:
             # A bug in a user's program file, or in ours, is a failure like any other: the others learn of it and may retry.
-            value, ok = failure(f"{type(error).__name__}: {error}"), False
+            value = failure(f"{type(error).__name__}: {error}")
         if not job.cancel.is_set():
             events = tuple(job.events)
-            self._report = WorkReport(part, ok, value, job.clock() - started, events)
+            self.report = WorkReport(part, ok, value, job.clock() - started, events)
             self.wake()
 
-    def _carry_out(self, node: Node, part: RowPart, job: RowJob) -> Payload:
-        """Build the context, ask the row's function for the work, and do it.
+    def _begin(self, node: Node, part: RowPart, job: RowJob) -> tuple[Context, Work]:
+        """Build the context, and ask the row's function for the work.
 
-        The first two read the shared directory and are retried while that fails, since no program has failed.
+        They read the shared directory, and are retried while that fails, since no program has failed.
         """
         try:
             with job.using_directory("reading what the phase needs"):
@@ -123,13 +124,10 @@ class JobRunner:
                 build = context.phase.each if part is RowPart.EACH else context.phase.leader
                 assert build is not None
                 job.events += self._admit(context, node)
-                work = self.workplace.patiently(job, partial(build_work, build, context))
+                return context, self.workplace.patiently(job, partial(build_work, build, context))
         except (OSError, StoreError) as error:
             # Another host may be able to read it, and no program has failed.
             raise NodeUnfit(f"node {node.rank}: this node cannot begin its work: {error}") from None
-        value = carry_out(work, context, job, self.workplace)
-        _check_result(value)
-        return value
 
     def _admit(self, context: Context, node: Node) -> list[Payload]:
         """Once in each era, check whether its nodes are fit for the run; returns lines for the journal.
@@ -153,13 +151,15 @@ class JobRunner:
         return [{"event": "nodes_differ", "what": one.what, "found": one.found} for one in found]
 
 
-def _check_result(value: Payload) -> None:
-    """Raises TypeError for a result of the user's that no fact can hold."""
-    size = len(json.dumps(value))
-    if size > MAX_RESULT_BYTES:
-        raise TypeError(f"a result of {size} bytes; write it to a file, and return the file's path")
+def _checked(value: Payload) -> JsonObject:
+    """A result as the others read it: a tuple is a list there. Raises TypeError for one of the user's that no fact can hold."""
+    written = json.dumps(value)
+    if len(written) > MAX_RESULT_BYTES:
+        raise TypeError(f"a result of {len(written)} bytes; write it to a file, and return the file's path")
     if nesting(value) > MAX_NESTING:
         raise TypeError(f"a result that is nested more than {MAX_NESTING} deep")
+    read: JsonObject = json.loads(written)
+    return read
 
 
 def _code_of(error: Exception) -> int:
@@ -167,7 +167,7 @@ def _code_of(error: Exception) -> int:
     return StoreError.exit_code if isinstance(error, OSError | StoreError) else ProgramFailed.exit_code
 
 
-def failure(message: str, code: int = ProgramFailed.exit_code) -> Payload:
+def failure(message: str, code: int = ProgramFailed.exit_code) -> JsonObject:
     """The value of a "failed" fact: the first line as the error, the log's path and last lines, each cut to `SHOWN_CHARACTERS`.
 
     `code`: the exit code of a node that ends because of it.

@@ -52,7 +52,7 @@ class Kind:
     expected: Callable[[Any], Mapping[str, object]] = lambda work: {}
 
 
-def carry_out(work: Work, context: Context, job: RowJob, workplace: Workplace) -> Result:
+def execute(work: Work, context: Context, job: RowJob, workplace: Workplace) -> Result:
     """Do `work`; returns its result. Raises Cancelled, NodeUnfit, FsbarrierError, and any other exception of the work."""
     job.stop_if_cancelled()
     return KINDS[type(work)].run(work, context, job, workplace)
@@ -103,7 +103,7 @@ def _run_steps(work: Steps, context: Context, job: RowJob, workplace: Workplace)
     """The merged results."""
     merged: Result = {}
     for one in work.works:
-        merged |= carry_out(one, context, job, workplace)
+        merged |= execute(one, context, job, workplace)
     return merged
 
 

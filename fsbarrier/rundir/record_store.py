@@ -37,11 +37,12 @@ class Store(Protocol):
     def read(self, path: Path, cls: type[R]) -> R | None:
         """The record in a file, freshly opened; None while the file is not a whole record of this kind.
 
-        None never means that the record does not exist: its name was listed. `fault` tells why it is unreadable.
+        None never means that the record does not exist: its name was listed.
         """
 
-    def fault(self, path: Path, cls: type[R]) -> str:
-        """Why a record is unreadable."""
+    def must_read(self, path: Path, cls: type[R]) -> R:
+        """`read` of a record that is known to be there. While it cannot be read, that is an error (`unreadable`): treating it as absent
+        would lose it."""
 
     def put(self, path: Path, record: Record, *, durable: bool = False) -> None:
         """Create or replace a file of this node atomically. `durable`: also with respect to power failures."""
@@ -63,19 +64,13 @@ class Store(Protocol):
         """Remove a directory and its content, if it is there."""
 
 
-def must_read(store: Store, path: Path, cls: type[R]) -> R:
-    """A record that is known to be there. Raises OSError while it cannot be read: treating it as absent would lose it."""
-    record = store.read(path, cls)
-    if record is None:
-        raise unreadable(store, path, cls)
-    return record
+class UnreadableRecord(OSError):
+    """A record cannot be read: as of a failing mount (EIO), this is tried again and then given up."""
 
-
-def unreadable(store: Store, path: Path, cls: type[R]) -> OSError:
-    """The error of a record that cannot be read: as of a failing mount (EIO), which is tried again and then given up."""
-    why = f"this record cannot be read: {store.fault(path, cls)}; if other nodes can read it, look at this host's mount; "
-    why += "else restore the file, or begin another run with this one's policy (init_from=THIS_LOG_PATH)"
-    return OSError(errno.EIO, why, str(path))
+    def __init__(self, path: Path, why: str) -> None:
+        advice = "if other nodes can read it, look at this host's mount; else restore the file, or begin another run with this one's "
+        advice += "policy (init_from=THIS_LOG_PATH)"
+        super().__init__(errno.EIO, f"this record cannot be read: {why}; {advice}", str(path))
 
 
 class PosixStore:
@@ -93,30 +88,24 @@ class PosixStore:
 
     def read(self, path: Path, cls: type[R]) -> R | None:
         try:
-            return self._read(path, cls)
-        except CorruptRecord:
+            return self.must_read(path, cls)
+        except UnreadableRecord:
             return None
-        except OSError as error:
-            if error.errno in OF_ONE_RECORD:
-                return None
-            raise
 
-    def _read(self, path: Path, cls: type[R]) -> R:
+    def must_read(self, path: Path, cls: type[R]) -> R:
         try:
             return decode(reading.read_bytes(path, reading.RECORD_BYTES), cls)
-        except (reading.NotPlain, IsADirectoryError) as error:
-            raise CorruptRecord(str(error.strerror)) from None
-
-    def fault(self, path: Path, cls: type[R]) -> str:
-        try:
-            self._read(path, cls)
         except CorruptRecord as error:
-            return str(error)
+            why = str(error)
+        except (reading.NotPlain, IsADirectoryError) as error:
+            why = str(error.strerror)
         except PermissionError as error:
-            return f"{error.strerror}: another user wrote it; start all nodes as one user, or with --shared-group"
+            why = f"{error.strerror}: another user wrote it; start all nodes as one user, or with --shared-group"
         except OSError as error:
-            return f"{error.strerror or error}, although it is listed"
-        return "it does not fit its name, or this run's program"
+            if error.errno not in OF_ONE_RECORD:
+                raise
+            why = f"{error.strerror or error}, although it is listed"
+        raise UnreadableRecord(path, why)
 
     def put(self, path: Path, record: Record, *, durable: bool = False) -> None:
         files.write_atomic(path, encode(record), durable=durable)

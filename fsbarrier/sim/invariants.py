@@ -249,7 +249,9 @@ def outcomes(world: World) -> Iterator[str]:
         allowed |= {4}
     hasty = rules.limits.join_timeout_s < world.setup.limits.join_timeout_s
     hasty = hasty or rules.limits.last_call_s is not None
-    if (struck or hasty) and (rules.on_node_failure != "shrink" or rules.min_nodes > 1 or rules.roles):
+    if (struck or hasty) and (
+        rules.on_node_failure != "shrink" or rules.min_nodes > 1 or rules.lacks_role(())
+    ):
         allowed |= {5}
     if "unreadable" in struck:
         allowed |= {2, 3}

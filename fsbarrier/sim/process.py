@@ -97,7 +97,7 @@ class Process(Start):
         self.joined, draw = True, self.schedule.draw
         self.life = NodeLife(
             self.loop,
-            lambda: self.work.unfit,
+            self.work.unfit,
             draw.beat_s,
             PAUSES,
             self.clock,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 from fsbarrier.protocol.codec import CorruptRecord, decode
 from fsbarrier.protocol.facts import R, Record
-from fsbarrier.rundir.record_store import OF_ONE_RECORD
+from fsbarrier.rundir.record_store import OF_ONE_RECORD, UnreadableRecord
 from fsbarrier.sim.disk import Content, Directory, Disk, File, SimPath, as_record
 
 # the result of a garbled read, which races with a replacement
@@ -170,13 +171,16 @@ class MountClient:
         content = self._remembered(path, file) if file is None or self._caching else file.content
         return content if content is None or isinstance(content, cls) else as_record(content, cls)
 
-    def fault(self, path: SimPath, cls: type[R]) -> str:
+    def must_read(self, path: SimPath, cls: type[R]) -> R:
+        if (record := self.read(path, cls)) is not None:
+            return record
         self.held_up.append(self.disk.now)
         try:
             decode(self.disk.spoilt.get(path, MIXED), cls)
+            why = "it cannot be opened"
         except CorruptRecord as error:
-            return str(error)
-        return "it does not fit its name"
+            why = str(error)
+        raise UnreadableRecord(Path(path), why)
 
     def _remembered(self, path: SimPath, file: File | None) -> Content | None:
         """The content of a file as this mount shows it."""

@@ -57,6 +57,7 @@ class CollectiveWork:
     def cancel(self) -> None:
         self._row = None
 
+    @property
     def report(self) -> WorkReport | None:
         asked = self.asked
         # The rows of the next generation, which this node may have entered meanwhile, have the same numbers.

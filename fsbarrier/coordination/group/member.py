@@ -22,7 +22,7 @@ from fsbarrier.protocol.membership import Limits, Loss, live_joiners, losses
 from fsbarrier.protocol.state import Exit, Rules, Stage
 from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.record_store import Store, must_read
+from fsbarrier.rundir.record_store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class GroupMember:
             if member.rank in given or member.rank not in (following, *asked.objects_of):
                 continue
             try:
-                given[member.rank] = must_read(store, self._fact(asked, member.rank), Fact).value
+                given[member.rank] = store.must_read(self._fact(asked, member.rank), Fact).value
             except OSError as error:
                 self._raise_if_silent(asked, member, error)
                 raise
