@@ -29,7 +29,7 @@ from fsbarrier.protocol.facts import Generation, Join, Member, Position
 from fsbarrier.protocol.state import Node, RowPart, Rules
 from fsbarrier.rundir.heartbeats import read_beats
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.rundir.record_store import PosixStore, UnreadableRecord
 
 HERE = socket.gethostname()
 
@@ -256,17 +256,18 @@ def test_a_directory_that_fails_is_a_store_error(tmp_path: Path) -> None:
 def test_the_same_call_after_a_failed_read_is_the_same_collective(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, failing = PosixStore.read, threading.Event()
+    read, failing = PosixStore.must_read, threading.Event()
 
     def unreadable(store: PosixStore, path: Path, cls: type[Any]) -> Any:
-        theirs = path.name == "iter-000001.node-0001.done"
-        return None if theirs and failing.is_set() else read(store, path, cls)
+        if path.name == "iter-000001.node-0001.done" and failing.is_set():
+            raise UnreadableRecord(path, "torn")
+        return read(store, path, cls)
 
     def other() -> list[list[str]]:
         with fsbarrier.join(tmp_path, node_rank=1, num_nodes=2, **FAST) as group:
             return [group.all_gather("first of 1"), group.all_gather("second of 1")]
 
-    monkeypatch.setattr(PosixStore, "read", unreadable)
+    monkeypatch.setattr(PosixStore, "must_read", unreadable)
     with ThreadPoolExecutor(1) as pool:
         gathered = pool.submit(other)
         with fsbarrier.join(tmp_path, node_rank=0, num_nodes=2, **FAST) as group:
