@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +38,14 @@ _NAMES = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite", action="store_true", help="write the golden files of tests/scenarios anew")
+
+
+@pytest.fixture
+def warm_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command of this process runs as a program is a fork of a process that has imported what it needs (forks.py)."""
+    import forks
+
+    monkeypatch.setattr(subprocess, "run", forks.run_warm)
 
 
 @pytest.fixture

@@ -256,6 +256,32 @@ def warm_server() -> Any:
     return _server
 
 
+def run_warm(argv: Sequence[str], **rest: Any) -> Any:
+    """`subprocess.run` that captures the output, with a program of ours as a fork of the warm process."""
+    if "-m" not in argv or not argv[argv.index("-m") + 1].startswith("fsbarrier."):
+        return _real_run(argv, **rest)
+    module, words = argv[argv.index("-m") + 1], list(argv[argv.index("-m") + 2 :])
+    env, given = dict(rest.get("env") or os.environ), rest.get("input") or ""
+    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
+        about = module, words, os.getcwd(), env, given, out.name, err.name
+        process = warm_server().Process(target=be_program_here, args=about, daemon=True)
+        process.start()
+        process.join()
+        return subprocess.CompletedProcess(argv, process.exitcode, out.read(), err.read())
+
+
+def be_program_here(
+    module: str, words: list[str], cwd: str, env: dict[str, str], given: str, out: str, err: str
+) -> NoReturn:
+    def do() -> int:
+        os.chdir(cwd)
+        os.dup2(os.open(err, os.O_WRONLY | os.O_APPEND), 2)
+        sys.stdin = io.StringIO(given)
+        return be_program(module, words)
+
+    in_its_own_session(env, out, do)
+
+
 def in_its_own_session(env: Mapping[str, str], out: str, do: Callable[[], int]) -> NoReturn:
     """In a fork: do something in this environment, with its output to a file."""
     os.setsid()

@@ -115,7 +115,9 @@ def real(place: Path) -> Call:
 
 
 @pytest.fixture
-def quick(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+def quick(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], warm_programs: None
+) -> Call:
     """Runs a command line in this process, in `place`."""
 
     def call(words: Sequence[str], **environ: str) -> Outcome:

@@ -146,17 +146,16 @@ def test_a_full_disk_of_its_own_makes_a_node_leave(tmp_path: Path) -> None:
         pytest.skip("cannot mount here")
     try:
         flags = ("--iterations", "1", *FAST, "custom.hold=2")
-        with Cluster(tmp_path, 3, *flags, program=HELD, real=True) as cluster:
+        with Cluster(tmp_path, 2, *flags, program=HELD, real=True) as cluster:
             cluster.env[VICTIM] = {"TMPDIR": str(disk)}
             cluster.start()
             cluster.beating(VICTIM, lambda beat: beat.phase == 2 and beat.progress.get("done", 0) >= 2)
             with contextlib.suppress(OSError):
                 (disk / "full").write_bytes(b"x" * (1 << 20))
-            assert cluster.wait() == {0: 0, VICTIM: 3, 2: 0}, cluster.said(VICTIM)
+            assert cluster.wait() == {0: 0, VICTIM: 3}, cluster.said(VICTIM)
             assert f"temporary folder {disk}" in cluster.said(VICTIM)
-            for other in (0, 2):
-                assert f"| node {VICTIM}: daemon.log: " in cluster.said(other)
-                assert "cannot be written to: No space left on device" in cluster.said(other)
+            assert f"| node {VICTIM}: daemon.log: " in cluster.said(0)
+            assert "cannot be written to: No space left on device" in cluster.said(0)
             assert_exactly_once(cluster.log_path, 1)
             assert leftovers(cluster.log_path) == {}
     finally:
@@ -166,8 +165,8 @@ def test_a_full_disk_of_its_own_makes_a_node_leave(tmp_path: Path) -> None:
 def test_a_program_without_progress_is_a_failed_attempt(tmp_path: Path) -> None:
     # The rollout takes a minute, of which the test sees the first seconds: the program still runs when a busy machine gets to stop it.
     hold = ("custom.hold=2", "custom.hold_s=60", "toy.tasks=96")
-    flags = ("--iterations", "1", *FAST, *hold, "coordination.stall_timeout_s=10")
-    with Cluster(tmp_path, 3, *flags, program=HELD, real=True) as cluster:
+    flags = ("--iterations", "1", *FAST, *hold, "coordination.stall_timeout_s=6")
+    with Cluster(tmp_path, 2, *flags, program=HELD, real=True) as cluster:
         cluster.start()
         cluster.beating(VICTIM, lambda beat: beat.phase == 2 and beat.progress.get("done", 0) >= 1)
         (worker,) = [
@@ -176,14 +175,11 @@ def test_a_program_without_progress_is_a_failed_attempt(tmp_path: Path) -> None:
             if b"-m\0fsbarrier.workers.toy\0" in (line := command_line(pid)) and b"guard.py" not in line
         ]
         os.kill(worker, signal.SIGSTOP)
-        assert cluster.wait() == {0: 0, 1: 0, 2: 0}, cluster.said(VICTIM)
+        assert cluster.wait() == {0: 0, VICTIM: 0}, cluster.said(VICTIM)
         failed = cluster.wait_for(lambda e: e["event"] == "work_failed")
         assert (failed["node_rank"], failed["phase"]) == (VICTIM, 2)
-        assert "no progress for 10 s (coordination.stall_timeout_s)" in failed["error"]
-        for other in (0, 2):
-            assert f"| node {VICTIM} (" in cluster.said(other) and "no progress for 10 s" in cluster.said(
-                other
-            )
+        assert "no progress for 6 s (coordination.stall_timeout_s)" in failed["error"]
+        assert f"| node {VICTIM} (" in cluster.said(0) and "no progress for 6 s" in cluster.said(0)
         assert not [e for e in cluster.events() if e["event"] == "node_lost"]
         assert_exactly_once(cluster.log_path, 1, tasks=96)
         assert leftovers(cluster.log_path) == {}

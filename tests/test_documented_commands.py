@@ -256,6 +256,7 @@ def test_dry_run(
 # --- as they stand ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("warm_programs")
 @pytest.mark.parametrize("line", lines_of("itself", "test_plan"))
 def test_plan(
     line: str, scene: Scene, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -138,6 +138,7 @@ def test_a_mixture_of_experts_needs_the_names_of_its_layers(tmp_path: Path, kind
 
 
 @pytest.mark.filterwarnings("ignore:The following")
+@pytest.mark.usefixtures("warm_programs")
 def test_what_cannot_have_adapters_is_refused_at_the_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

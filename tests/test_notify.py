@@ -10,13 +10,13 @@ import threading
 from pathlib import Path
 
 import pytest
+from cluster import FAST, Cluster
 
 from fsbarrier.cli import main
 from fsbarrier.protocol.facts import Generation, Member, Position
 from fsbarrier.protocol.state import Node
 from fsbarrier.run.notifier import Notifier
 
-REPO = Path(__file__).resolve().parent.parent
 ABOUT = {"run_id": "r", "log_path": "/r"}
 
 
@@ -38,20 +38,10 @@ def heard(folder: Path) -> list[dict[str, object]]:
 
 
 def test_a_run_tells_how_it_goes_once(tmp_path: Path) -> None:
-    words = ["launch", "local", "--nodes", "2", "--program", "toy", "toy.tasks=4", "toy.phase_s=0"]
-    words += [
-        "--iterations",
-        "2",
-        "--log-path",
-        str(tmp_path / "run"),
-        f"notify.command={listener(tmp_path)}",
-    ]
-    clean = {name: value for name, value in os.environ.items() if "RANK" not in name}
-    argv = [sys.executable, "-m", "fsbarrier", *words]
-    done = subprocess.run(
-        argv, env={**clean, "PYTHONPATH": str(REPO)}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    small = (*FAST, "toy.tasks=4", "toy.phase_s=0", "--iterations", "2")
+    with Cluster(tmp_path, 2, *small, f"notify.command={listener(tmp_path)}") as cluster:
+        cluster.start()
+        assert cluster.wait() == {0: 0, 1: 0}, cluster.said_by_all()
     events = heard(tmp_path)
     assert [event["event"] for event in events] == ["started", "evaluated", "evaluated", "finished"]
     assert {event["node_rank"] for event in events} == {0}

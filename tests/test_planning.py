@@ -282,6 +282,7 @@ def test_accelerators_in_odd_numbers(config: dict[str, Any], accelerators: int, 
         assert not [one for one in works.problems if "tensor_parallel" in one] and works.replicas
 
 
+@pytest.mark.usefixtures("warm_programs")
 def test_the_command_plans_for_a_cluster_that_is_not_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -329,6 +330,7 @@ def test_what_is_offloaded_held_beside_or_not_trained_changes_the_memory() -> No
     assert "trainer.offload=all (1083.4 GiB of each node's memory)" in problem
 
 
+@pytest.mark.usefixtures("warm_programs")
 def test_a_size_stands_for_a_published_model(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "plan",
@@ -345,6 +347,7 @@ def test_a_size_stands_for_a_published_model(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.startswith("7.62 billion parameters on 3 nodes of 8 accelerators")
 
 
+@pytest.mark.usefixtures("warm_programs")
 def test_a_model_that_transformers_cannot_make_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

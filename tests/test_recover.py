@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import FAST, REPO, Cluster, assert_exactly_once, rolled_out_twice
+from cluster import FAST, Cluster, assert_exactly_once, rolled_out_twice
 from waiting import until
 
+from fsbarrier.cli import main
 from fsbarrier.trajectories import RankFileWriter, load, scan_rank_file
 
 
 def recover(log_path: Path, *flags: str, code: int = 0) -> str:
-    argv = [
-        sys.executable,
-        "-m",
-        "fsbarrier",
-        "recover",
-        "--log-path",
-        str(log_path),
-        "--iteration",
-        "1",
-        *flags,
-    ]
-    result = subprocess.run(argv, cwd=REPO, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert result.returncode == code, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    return result.stdout if code == 0 else result.stderr
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        ended = main(["recover", "--log-path", str(log_path), "--iteration", "1", *flags])
+    assert ended == code, out.getvalue() + errors.getvalue()
+    return out.getvalue() if code == 0 else errors.getvalue()
 
 
 def everything(folder: Path) -> dict[str, tuple[int, int]]:

@@ -13,6 +13,7 @@ from fake_run import FakeRun
 from waiting import until
 
 from fsbarrier.cli import main
+from fsbarrier.cli.commands import stop
 from fsbarrier.program import PHASE_NAMES
 
 
@@ -59,10 +60,10 @@ def test_a_run_that_is_moved_away_is_not_begun_again_in_its_old_place(tmp_path: 
 
 def test_two_runs_on_the_same_nodes_do_not_disturb_each_other(tmp_path: Path) -> None:
     """Each has its own accelerators. One of them is killed as a whole and started again meanwhile."""
-    flags, patient = ("--iterations", "3", *FAST), ("coordination.dead_s=40",)
+    flags = ("--iterations", "2", *FAST, "coordination.dead_s=40")
     with (
         Cluster(tmp_path / "a", 2, *flags, real=True) as killed,
-        Cluster(tmp_path / "b", 2, *flags, *patient, real=True) as other,
+        Cluster(tmp_path / "b", 2, *flags, real=True) as other,
     ):
         for cluster, devices in ((killed, "0,1"), (other, "2,3")):
             cluster.env = {rank: {"CUDA_VISIBLE_DEVICES": devices} for rank in range(2)}
@@ -84,7 +85,7 @@ def test_two_runs_on_the_same_nodes_do_not_disturb_each_other(tmp_path: Path) ->
         assert (killed.wait(), other.wait()) == ({0: 0, 1: 0}, {0: 0, 1: 0}), other.said(0)
         assert {event["generation"] for event in other.events()} <= {0, 1}
         for cluster in (killed, other):
-            assert_exactly_once(cluster.log_path, 3)
+            assert_exactly_once(cluster.log_path, 2)
             assert leftovers(cluster.log_path) == {}
 
 
@@ -208,7 +209,10 @@ def test_stop_names_all_nodes_that_it_ends(
         assert cluster.wait() == dict.fromkeys(range(nodes), 0)
 
 
-def test_stop_says_that_nobody_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_says_that_nobody_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop, "LEAST_S", 0.2)
     run = FakeRun(tmp_path / "run", nodes=1)
     run.join(0)
     run.beat(0, 5, state="finished")
