@@ -70,6 +70,8 @@ PROGRAM = Program(
     needs=frozenset({"model", "examples"}),
     defaults={
         "rollout.tasks": 1024,
+        # An answer is as long as it is: it needs no room in engine.max_model_len.
+        "rollout.max_tokens": 1,
         "trainer.minibatch": 128,
         "trainer.epochs": 1,
         "trainer.keep": "process",

@@ -155,6 +155,8 @@ def random_batch(vocabulary: int, options: argparse.Namespace) -> TrainingBatch:
         # No engine sampled them, so there is nothing to compare the trainer's log-probabilities with.
         current=torch.zeros(count, dtype=torch.uint8),
         engines=torch.full((count, 2), -1, dtype=torch.int32),
+        continues=torch.zeros(count, dtype=torch.uint8),
+        groups=torch.zeros(count, dtype=torch.int32),
         steps=tuple(torch.arange(count).chunk(options.steps)),
     )
 

@@ -185,7 +185,7 @@ def test_the_kl_in_the_reward_of_a_token_is_that_of_the_tokens_after_it_too() ->
     reference = torch.tensor([0.0, -1.5, -1.0, -0.75, 0.0, -0.3, -1.7])
     weights = torch.tensor([0.5, -0.25])
     batch = TrainingBatch(
-        mask.int(), mask, policy, torch.tensor([0, 4, 7]), weights, mask, mask, (), reference=reference
+        mask.int(), mask, policy, torch.tensor([0, 4, 7]), weights, *[mask] * 4, (), reference=reference
     )
     algorithm = AlgorithmSettings(advantage="rloo", normalize_std=False, kl_in_reward=0.1)
     # The log-ratios are 0.5, -1, 0.25 and 0, 1.

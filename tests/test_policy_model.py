@@ -52,10 +52,10 @@ def inputs() -> tuple[dict[str, Any], Any]:
 
 
 def reference(model: Any, inputs: dict[str, Any], wanted: Any, temperature: float) -> Any:
-    return log_probs_and_entropies(model, inputs, wanted, temperature)[0]
+    return numbers(model, inputs, wanted, temperature)[0]
 
 
-def log_probs_and_entropies(model: Any, inputs: dict[str, Any], wanted: Any, temperature: float) -> Any:
+def numbers(model: Any, inputs: dict[str, Any], wanted: Any, temperature: float) -> Any:
     from fsbarrier.training.losses import token_log_probs
 
     logits = model(**inputs, use_cache=False).logits
@@ -91,12 +91,13 @@ def test_log_probs_and_gradients_are_those_of_whole_logits(architecture: str) ->
 
     model = model_of(architecture, **ARCHITECTURES[architecture])
     given, wanted = inputs()
-    expected, expected_entropies = log_probs_and_entropies(model, given, wanted, 0.7)
+    expected, expected_entropies, expected_certainties = numbers(model, given, wanted, 0.7)
     expected_gradients = gradients(model, expected + 0.3 * expected_entropies)
     # So little that the vocabulary is cut into slices of a few entries, the last one smaller.
     policy = PolicyModel(model, 8 * int(wanted.sum()) * 10)
     assert policy.head is not None
-    found, entropies = policy(given, wanted, 0.7)
+    found, entropies, certainties = policy(given, wanted, 0.7)
+    torch.testing.assert_close(certainties, expected_certainties, rtol=1e-5, atol=2e-6)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(entropies, expected_entropies, rtol=1e-6, atol=2e-6)
     for name, gradient in gradients(model, found + 0.3 * entropies).items():
@@ -135,8 +136,8 @@ def three_sequences() -> Any:
     total = int(lengths.sum())
     mask = (torch.rand(total) < 0.5).to(torch.uint8)
     tokens, old = torch.randint(2, 97, (total,), dtype=torch.int32), -torch.rand(total)
-    engines = torch.full((3, 2), -1, dtype=torch.int32)
-    return TrainingBatch(tokens, mask, old, lengths.cumsum(0), torch.ones(3), torch.ones(3), engines, ())
+    engines, ones = torch.full((3, 2), -1, dtype=torch.int32), torch.ones(3)
+    return TrainingBatch(tokens, mask, old, lengths.cumsum(0), ones, ones, engines, ones, ones, ())
 
 
 @pytest.mark.parametrize("architecture", ["Llama", "Gemma2"])
@@ -184,7 +185,7 @@ def test_a_policy_computes_the_same_bits_wherever_in_its_file_the_weights_lie(
         # Of a single token: the head's product is one of a matrix and a vector.
         wanted[1] = False
         wanted[0] = torch.arange(wanted.shape[1]) == 5
-        log_probs, _ = PolicyModel(model, 1 << 20)(given, wanted, 1.0)
+        log_probs, *_ = PolicyModel(model, 1 << 20)(given, wanted, 1.0)
         found.append(gradients(model, log_probs))
     assert all(torch.equal(found[0][name], one[name]) for one in found for name in one)
 
@@ -205,7 +206,7 @@ def test_checkpointed_activations_give_the_same_gradients(tmp_path: Path) -> Non
         with torch.autograd.graph.saved_tensors_hooks(
             lambda one, saved=saved: saved.append(one) or one, lambda one: one
         ):
-            log_probs, _ = PolicyModel(model, 1 << 20)(given, wanted, 1.0)
+            log_probs, *_ = PolicyModel(model, 1 << 20)(given, wanted, 1.0)
         found.append(gradients(model, log_probs))
         kept.append(len(saved))
     assert kept[1] < kept[0] / 2

@@ -192,6 +192,18 @@ def _algorithm(s: Settings, named: AsChosen) -> Iterator[str]:
             f"{named('algorithm.truncated')}: has no effect with {named('algorithm.loss')}, which trains on successes whatever their "
             "length; use mask or keep"
         )
+    if a.self_certainty and a.loss == "rft":
+        yield f"{named('algorithm.self_certainty')}: {named('algorithm.loss')} learns from successes alone; drop one of the two"
+    elif a.self_certainty and a.truncated == "mask":
+        yield (
+            f"{named('algorithm.self_certainty')}: its baseline needs all answers, and {named('algorithm.truncated')} leaves some out; "
+            "use keep or shape"
+        )
+    elif a.self_certainty and s.rollout.max_refills:
+        yield (
+            f"{named('algorithm.self_certainty')}: no group is without signal, and {named('rollout.max_refills')} would replace those with "
+            "equal rewards; set rollout.max_refills=0"
+        )
     if a.kl_in_reward and a.loss == "rft":
         yield f"{named('algorithm.kl_in_reward')}: {named('algorithm.loss')} learns from successes alone; drop one of the two"
     elif a.kl_in_reward and a.advantage in ("grpo", "rloo") and a.normalize_std:

@@ -211,6 +211,9 @@ class AlgorithmSettings(Section):
     mismatch: Literal["none", "token_tis", "icepop", "sequence_mask"] = "none"
     #: The upper bound of the correction.
     mismatch_high: EachSession[Positive] = 2.0
+    #: Share of the self-certainty in the reward that advantages are made of (Intuitor): 1: nothing else, 0: none. The trainer computes it
+    #: from all logits; what rollouts and evaluations report is the reward without it.
+    self_certainty: FractionOrZero = 0.0
     #: Weight of the KL divergence from the reference policy in the loss; 0: none.
     kl_coef: NotNegative = 0.0
     #: Weight of the KL divergence from the reference policy in the reward: each token's log-ratio is subtracted from the returns of this

@@ -44,9 +44,11 @@ def weigh_group(
         lengths = torch.tensor([longest_answer(t) for t in judged], dtype=torch.float64)
         # The engine's own limit, engine.max_model_len, may cut an answer off earlier.
         rewards -= torch.where(torch.tensor(cut_off), 1.0, overlong_penalty(lengths, max_tokens))
-    if algorithm.drop_zero_signal and bool((rewards == rewards[0]).all()):
+    if algorithm.drop_zero_signal and not algorithm.self_certainty and bool((rewards == rewards[0]).all()):
         return []
-    weighed = zip(judged, group_advantages(rewards, algorithm).tolist(), strict=True)
+    # With self-certainty they are made by the update.
+    weights = rewards if algorithm.self_certainty else group_advantages(rewards, algorithm)
+    weighed = zip(judged, weights.tolist(), strict=True)
     return [(t, weight) for t, weight in weighed if id(t) not in masked]
 
 

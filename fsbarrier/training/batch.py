@@ -7,6 +7,8 @@ The tokens of all sequences are concatenated; sequence i is [offsets[i], offsets
     logprobs   float32, when it was sampled     current  uint8, one a sequence: sampled by the policy to be trained
     offsets    int64                            steps    for each optimizer step the indices of its sequences, int64
     engines    int32, two a sequence: the node and its replica that sampled it; -1 where that is not known
+    continues  uint8, one a sequence: a further segment of the trajectory of the sequence before it
+    groups     int32, one a sequence: the number of its trajectory's group
 
 A sequence that is not `current` was sampled by an older policy or in another run, so its log-probabilities are not this policy's. Those of
 examples, which nobody sampled, are NaN. A sequence that is in no step is held out: the new policy is tried on it.
@@ -41,6 +43,8 @@ class TrainingSequence:
     reward: float
     current: bool
     engine: tuple[int, int] = (-1, -1)
+    continues: bool = False
+    group: int = 0
 
 
 def engine_of(trajectory: Trajectory) -> tuple[int, int]:
@@ -79,7 +83,7 @@ def sequences_of(
     if beyond := tokens[(tokens < 0) | (tokens >= vocabulary)].tolist():
         raise ValueError(f"token {beyond[0]} is not one of the model's {vocabulary}")
     reward = float(trajectory["reward"])
-    found = []
+    found: list[TrainingSequence] = []
     for begin, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
         if not 0 <= begin <= end:
             raise ValueError(f"its segments do not begin one after the other ({starts})")
@@ -88,7 +92,8 @@ def sequences_of(
         sampled[:1] = 0
         if int(sampled.sum()):
             parts = (tokens[begin:end], sampled, logprobs[begin:end])
-            found.append(TrainingSequence(*parts, weight, reward, current, engine_of(trajectory)))
+            from_engine = engine_of(trajectory)
+            found.append(TrainingSequence(*parts, weight, reward, current, from_engine, bool(found)))
     return found
 
 
@@ -121,6 +126,8 @@ def write_batch(
         "rewards": torch.tensor([one.reward for one in sequences], dtype=torch.float32),
         "current": torch.tensor([one.current for one in sequences], dtype=torch.uint8),
         "engines": torch.tensor([one.engine for one in sequences], dtype=torch.int32).reshape(-1, 2),
+        "continues": torch.tensor([one.continues for one in sequences], dtype=torch.uint8),
+        "groups": torch.tensor([one.group for one in sequences], dtype=torch.int32),
         "steps": steps,
         "metadata": dict(metadata),
     }
@@ -134,8 +141,8 @@ def write_batch(
 class TrainingBatch:
     """A batch as the update reads it; the fields are the file's, and both are described above.
 
-    `old`, `reference`: like `logprobs`, but the trainer's own before the first step, and the reference policy's; `token_weights`: a
-    weight for each token in place of its sequence's (kl_in_reward.py). None: not computed.
+    `old`, `reference`: like `logprobs`, but the trainer's own before the first step, and the reference policy's; `certainty`: the
+    self-certainty of each token; `token_weights`: a weight for each token in place of its sequence's (kl_in_reward.py). None: not computed.
     """
 
     token_ids: Tensor
@@ -145,9 +152,12 @@ class TrainingBatch:
     weights: Tensor
     current: Tensor
     engines: Tensor
+    continues: Tensor
+    groups: Tensor
     steps: tuple[Tensor, ...]
     old: Tensor | None = None
     reference: Tensor | None = None
+    certainty: Tensor | None = None
     token_weights: Tensor | None = None
 
     @classmethod
@@ -158,7 +168,8 @@ class TrainingBatch:
         except Exception as error:
             # On damaged data the unpickler may raise anything.
             raise ProgramFailed(f"{path} is not a training batch: {first_line(error)}") from None
-        names = ("token_ids", "loss_mask", "logprobs", "offsets", "weights", "current", "engines", "steps")
+        of_sequences = ("weights", "current", "engines", "continues", "groups")
+        names = ("token_ids", "loss_mask", "logprobs", "offsets", *of_sequences, "steps")
         if not isinstance(content, dict) or not content.keys() >= {*names}:
             raise ProgramFailed(f"{path} is not a training batch: it lacks some of {', '.join(names)}")
         tensors = {name: content[name] for name in names[:-1]}

@@ -6,6 +6,7 @@ and its complete gradient. Only tensors of the size of the hidden states are acc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from torch.autograd.function import once_differentiable
 BYTES_PER_LOGIT = 12
 # The logit of a token that is never sampled. Minus infinity times its probability would be no number.
 NEVER = -1e9
+# What is below this at any temperature is one of those.
+LEAST = -1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +60,17 @@ class LogProbHead(nn.Module):
         self.scaling = scaling
         self.max_bytes = max_bytes
 
-    def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """float32 [n], twice: the log-probability of each target after its hidden state, and the entropy of what it was drawn from.
-        hidden: [n, width]; targets: int64 [n]."""
+    def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """float32 [n], three times: the log-probability of each target after its hidden state; and of the distribution that it was drawn
+        from the entropy, and the self-certainty (without gradient). hidden: [n, width]; targets: int64 [n]."""
         weight = self.linear.weight
         # A slice's gradient is there twice until it has its place.
         entry = BYTES_PER_LOGIT * len(hidden) + weight.shape[1] * weight.element_size()
         plan = _Plan(self.scaling, temperature, max(1, self.max_bytes // entry), self.banned)
         hidden = hidden.to(weight.dtype)
-        found: tuple[Tensor, Tensor] = _HeadLogProbs.apply(hidden, weight, self.linear.bias, targets, plan)
+        found: tuple[Tensor, Tensor, Tensor] = _HeadLogProbs.apply(
+            hidden, weight, self.linear.bias, targets, plan
+        )
         return found
 
 
@@ -103,13 +108,15 @@ class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan
-    ) -> tuple[Tensor, Tensor]:
-        # For each row: the largest logit so far, the sum of all e ** (logit - largest), and the sum of these times (logit - largest).
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # For each row: the largest logit so far, the sum of all e ** (logit - largest), the sum of these times (logit - largest), and the
+        # sum of all logits.
         largest = torch.full_like(targets, -torch.inf, dtype=torch.float32)
-        total, weighted, chosen = (torch.zeros_like(largest) for _ in range(3))
+        total, weighted, summed, chosen = (torch.zeros_like(largest) for _ in range(4))
         for entries in plan.slices(len(weight)):
             logits = plan.logits(hidden, weight, bias, entries)
             logits.div_(plan.temperature)
+            summed += (logits.where(logits > LEAST, 0.0) if plan.banned else logits).sum(1)
             here, at = plan.inside(targets, entries)
             chosen = torch.where(here, logits.gather(1, at).squeeze(1), chosen)
             before, largest = largest, torch.maximum(largest, logits.amax(1))
@@ -123,14 +130,20 @@ class _HeadLogProbs(torch.autograd.Function):
             # Their memory must be free before the next slice is computed.
             del logits, exponentials
         entropy = total.log() - weighted / total
+        # The KL divergence of the uniform distribution from this one, over the entries that can be sampled.
+        count = len(weight) - sum(one < len(weight) for one in plan.banned)
+        certainty = largest + total.log() - summed / count - math.log(count)
+        ctx.mark_non_differentiable(certainty)
         ctx.save_for_backward(hidden, weight, bias, targets, largest, total, entropy)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        return chosen - largest - total.log(), entropy
+        return chosen - largest - total.log(), entropy, certainty
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, largest, total, entropy = ctx.saved_tensors
         plan: _Plan = ctx.plan
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]

@@ -20,15 +20,21 @@ from fsbarrier.training.trainer import Trainer
 
 
 def with_old(trainer: Trainer, batch: TrainingBatch, settings: Settings) -> TrainingBatch:
-    """Add the denominator of the ratio to the batch (`algorithm.old_logprobs`). Every process must call this.
+    """Add the denominator of the ratio to the batch (`algorithm.old_logprobs`), and the self-certainty if it is wanted. Every process
+    must call this.
 
     Sequences sampled by another policy keep the engine's log-probabilities, because their ratio refers to that policy.
     """
-    if not batch.steps or not recomputes(settings, trainer.processes):
+    wanted, certainty = recomputes(settings, trainer.processes), settings.algorithm.self_certainty > 0
+    if not batch.steps or not (wanted or certainty):
         return batch
-    own = log_probs(trainer.backend.model, batch, settings, trainer.processes)
+    found = numbers_of_tokens(trainer.backend.model, batch, settings, trainer.processes)
+    if certainty:
+        batch = replace(batch, certainty=found[2])
+    if not wanted:
+        return batch
     current = batch.current.bool().repeat_interleave(batch.offsets.diff())
-    return replace(batch, old=torch.where(current, own, batch.logprobs))
+    return replace(batch, old=torch.where(current, found[0], batch.logprobs))
 
 
 def recomputes(settings: Settings, processes: Processes) -> bool:
@@ -72,7 +78,6 @@ def held_out_loss(trainer: Trainer, batch: TrainingBatch, settings: Settings) ->
     return -float(found.double().sum()) / tokens
 
 
-@torch.no_grad()
 def log_probs(
     model: TokenModel,
     batch: TrainingBatch,
@@ -80,8 +85,20 @@ def log_probs(
     processes: Processes,
     indices: list[int] | None = None,
 ) -> Tensor:
-    """The log-probabilities of all sampled tokens of these sequences (None: of all), float32 like `batch.logprobs`, the same on every
-    process."""
+    """The first of the numbers below."""
+    return numbers_of_tokens(model, batch, settings, processes, indices)[0]
+
+
+@torch.no_grad()
+def numbers_of_tokens(
+    model: TokenModel,
+    batch: TrainingBatch,
+    settings: Settings,
+    processes: Processes,
+    indices: list[int] | None = None,
+) -> Tensor:
+    """What the model finds for all sampled tokens of these sequences (None: of all): a row like `batch.logprobs` for each of its numbers,
+    float32, the same on every process."""
     packed = packs(model.causal)
     indices = list(range(len(batch.weights))) if indices is None else indices
     mine = plan(
@@ -91,12 +108,15 @@ def log_probs(
         most_tokens=settings.trainer.max_tokens_per_micro_batch,
         packed=packed,
     )[processes.rank]
-    found = torch.zeros(len(batch.token_ids), device=processes.device)
+    found = torch.zeros(0)
     for chosen in mine:
         # A process without sequences must still take part in the all-gathers of a sharded policy.
         micro = MicroBatch.of(batch, chosen or indices[:1], processes.device, packed=packed)
-        placed = micro.placed(model(micro.inputs, micro.wanted, settings.rollout.temperature)[0])
+        numbers = model(micro.inputs, micro.wanted, settings.rollout.temperature)
+        placed = torch.stack([micro.placed(one) for one in numbers])
+        if not len(found):
+            found = torch.zeros(len(placed), len(batch.token_ids), device=processes.device)
         for row, index in enumerate(chosen):
             begin, end = batch.offsets[index : index + 2].tolist()
-            found[begin:end] = placed[row, : end - begin]
+            found[:, begin:end] = placed[:, row, : end - begin]
     return processes.sum(found).cpu()

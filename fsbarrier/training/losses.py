@@ -30,6 +30,7 @@ from torch import Tensor
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.sections import AlgorithmSettings
 from fsbarrier.settings.value_types import LOSSES
+from fsbarrier.training.log_prob_head import LEAST
 from fsbarrier.training.own_loss import load_loss
 
 #: the lower bound of `icepop`; the upper one is `algorithm.mismatch_high`
@@ -220,12 +221,19 @@ def aggregated(aggregation: str, token_loss: Tensor, mask: Tensor, divisor: Divi
 # --- from full logits ---------------------------------------------------------------------------------------------------
 
 
-def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Of each token given those before it, at the sampling temperature: its log-probability, and the entropy of what it was drawn from.
+def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each token given those before it, at the sampling temperature: its log-probability, and the entropy and the self-certainty (the
+    KL divergence of the uniform distribution) of what it was drawn from.
 
-    logits [batch, length, vocabulary], tokens [batch, length] -> twice [batch, length]; position 0, which nothing predicts, is 0.
+    logits [batch, length, vocabulary], tokens [batch, length] -> three times [batch, length]; position 0, which nothing predicts, is 0.
     """
     all_log_probs = (logits[:, :-1].float() / (temperature if temperature > 0 else 1.0)).log_softmax(2)
     chosen = all_log_probs.gather(2, tokens[:, 1:, None]).squeeze(2)
     entropy = -(all_log_probs.exp() * all_log_probs).sum(2)
-    return torch.nn.functional.pad(chosen, (1, 0)), torch.nn.functional.pad(entropy, (1, 0))
+    there = all_log_probs > LEAST
+    counts = there.sum(2)
+    certainty = -all_log_probs.detach().where(there, 0.0).sum(2) / counts - counts.log()
+    chosen, entropy, certainty = (
+        torch.nn.functional.pad(one, (1, 0)) for one in (chosen, entropy, certainty)
+    )
+    return chosen, entropy, certainty

@@ -37,8 +37,8 @@ class Sums:
     gap: LogprobGap = field(default_factory=LogprobGap)
     # In the last step; None if there was no step.
     learning_rate: float | None = None
-    # The new policy's loss on the sequences that are held out; None: there are none.
-    held_out: float | None = None
+    # Further figures of the update, by name.
+    more: dict[str, float] = field(default_factory=dict)
 
 
 class Objective(Protocol):
@@ -80,7 +80,7 @@ class PolicyObjective:
         self, found: tuple[Tensor, ...], micro: MicroBatch, mask: Tensor, chosen: list[int], divisor: Divisor
     ) -> LossSums:
         """See Objective."""
-        new, entropy = found
+        new, entropy, _ = found
         if self._gap is not None:
             self._gap.add(new, micro, mask, chosen)
         # What nobody has sampled has the ratio 1.

@@ -1,4 +1,4 @@
-"""The policy during an update: computes log-probabilities and entropies of the requested tokens."""
+"""The policy during an update: computes log-probabilities, entropies and self-certainties of the requested tokens."""
 
 from __future__ import annotations
 
@@ -62,19 +62,19 @@ class PolicyModel(TokenModel):
 
     def forward(
         self, inputs: Mapping[str, Tensor], wanted: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """The log-probability of each token given those before it, at the sampling temperature, and the entropy of the distribution
-        that it was drawn from."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The log-probability of each token given those before it, at the sampling temperature, and the entropy and the self-certainty of
+        the distribution that it was drawn from."""
         tokens = inputs["input_ids"]
         temperature = temperature if temperature > 0 else 1.0
         if self.head is None:
             logits = self.causal(**inputs, use_cache=False).logits
             logits[..., self.banned] = NEVER
-            log_probs, entropies = token_log_probs(logits, tokens, temperature)
-            return log_probs[wanted], entropies[wanted]
+            log_probs, entropies, certainties = token_log_probs(logits, tokens, temperature)
+            return log_probs[wanted], entropies[wanted], certainties[wanted]
         hidden = self.causal.base_model(**inputs, use_cache=False)[0]
         at = wanted.flatten().nonzero().squeeze(1)
-        found: tuple[Tensor, Tensor] = self.head(
+        found: tuple[Tensor, Tensor, Tensor] = self.head(
             hidden.flatten(0, 1)[at - 1], tokens.flatten()[at], temperature
         )
         return found

@@ -25,12 +25,13 @@ UPDATE = (
         "clipped_low",
         "clipped_high",
     ),
-    *("entropy", "kl", "policy_kl", "mismatch_kl", "mismatch_dropped"),
+    *("entropy", "self_certainty", "kl", "policy_kl", "mismatch_kl", "mismatch_dropped"),
     *("lr", "grad_norm", "optimizer_steps", "seconds"),
 )
 #: the curves of the report in their order: event, field, title
 CURVES = (
     ("updated", "entropy", "Entropy"),
+    ("updated", "self_certainty", "Self-certainty"),
     ("updated", "policy_kl", "KL to the previous policy"),
     ("updated", "kl", "KL to the reference policy"),
     ("updated", "clip_fraction", "Clip fraction"),

@@ -69,7 +69,8 @@ def work(spec: PrepareSpec, settings: Settings, progress: ProgressWriter) -> dic
         else:
             chosen.extend(groups)
     chosen.extend(draw.chosen())
-    sequences = weighed_as_batch([sequence for group in chosen for sequence in group], settings.algorithm)
+    numbered = [replace(one, group=number) for number, group in enumerate(chosen) for one in group]
+    sequences = weighed_as_batch(numbered, settings.algorithm)
     steps = minibatches(len(sequences), settings.trainer.minibatch, settings.trainer.epochs, seed=seed)
     out = Path(spec["batch"])
     metadata = {
@@ -142,8 +143,8 @@ def vocabulary_of(model: Path) -> int:
 def weighed_as_batch(
     sequences: Sequence[TrainingSequence], algorithm: AlgorithmSettings
 ) -> list[TrainingSequence]:
-    """The sequences with the batch-level part of their weights applied; the update does that where the KL divergence is part of it."""
-    if algorithm.kl_in_reward:
+    """The sequences with the batch-level part of their weights applied; the update does that where a model's numbers are part of it."""
+    if algorithm.kl_in_reward or algorithm.self_certainty:
         return list(sequences)
     weights = torch.tensor([one.weight for one in sequences], dtype=torch.float64)
     tokens = torch.tensor([int(one.loss_mask.sum()) for one in sequences])

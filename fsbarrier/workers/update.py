@@ -28,6 +28,7 @@ from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.training.resume import Beginning, KeptTrainer, begin, go_on
+from fsbarrier.training.self_certainty import with_self_certainty
 from fsbarrier.training.trainer import Trainer, update_load
 from fsbarrier.training.weights_copy import WeightsCopy
 
@@ -187,9 +188,13 @@ class Update:
             if self.spec["reference"]:
                 reference = Path(self.spec["reference"])
                 batch = with_reference(reference, trainer.layout, processes, batch, self.settings)
-            batch = with_kl_in_reward(with_old(trainer, batch, self.settings), self.settings.algorithm)
+            batch = with_self_certainty(with_old(trainer, batch, self.settings), self.settings.algorithm)
+            batch = with_kl_in_reward(batch, self.settings.algorithm)
             totals = train(trainer, batch, self.settings, start.model, show)
-            totals.held_out = held_out_loss(trainer, batch, self.settings)
+            if batch.certainty is not None:
+                totals.more["self_certainty"] = float(batch.certainty[batch.loss_mask.bool()].mean())
+            if (held_out := held_out_loss(trainer, batch, self.settings)) is not None:
+                totals.more["held_out_loss"] = held_out
         if processes.is_main:
             progress.show(steps, steps, "steps", last=True, note="saving")
         return totals
@@ -261,7 +266,7 @@ def metrics(totals: Sums, batch: TrainingBatch) -> dict[str, object]:
         "grad_norm": totals.grad_norm / steps,
         "tokens": totals.tokens,
         "trajectories": len(batch.weights) - len(batch.held_out()),
-        **({} if totals.held_out is None else {"held_out_loss": totals.held_out}),
+        **totals.more,
         "replayed": int((batch.current == 0).sum()),
         "logprob_gap_mean": totals.gap.mean,
         "logprob_gap_max": totals.gap.maximum,
