@@ -71,8 +71,8 @@ class Command:
     """Launch a program.
 
     `spec` is written to a private file, whose path replaces `{spec}` in argv and env. In the spec's values, the node replaces
-    `{engine}` with a list of the local engines' addresses and keys, and `{weights_dir}` with the folder on this node for a copy of the
-    new weights, or null.
+    `{engine}` with a list of the local engines' addresses and keys, `{engines}` with those of the frozen engines by name, and
+    `{weights_dir}` with the folder on this node for a copy of the new weights, or null.
     """
 
     argv: tuple[str, ...]
@@ -129,8 +129,20 @@ class ServeWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class ServeFrozen:
+    """Make this node's servers of the frozen engine `engines.NAME` serve its model. `devices`, `threads`: as in ServeWeights."""
+
+    name: str
+    threads: int = 0
+    devices: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseEngine:
-    """Make the local engines free the accelerators' memory: they stop or sleep; without accelerators they stay."""
+    """Make the local engines free the accelerators' memory: they stop or sleep; without accelerators they stay. `frozen`: the names of
+    the frozen engines that do so too."""
+
+    frozen: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +203,7 @@ Work = (
     Value
     | Command
     | ServeWeights
+    | ServeFrozen
     | ReleaseEngine
     | OpenRendezvous
     | ProbeAddresses
@@ -391,6 +404,16 @@ class Context:
     def trainers(self) -> dict[int, tuple[int, ...]]:
         """The members that train, and their accelerators by number (`placement.update`)."""
         return self._holders(self.settings.placement.update)
+
+    @property
+    def frozen(self) -> dict[str, tuple[int, ...]]:
+        """The frozen engines that have servers on this node, with their accelerators by number (`engines.NAME.placement`)."""
+        settings = self.settings
+        found = {
+            name: self._holders(one.placement or settings.placement.rollout)
+            for name, one in sorted(settings.engines.items())
+        }
+        return {name: held[self.node_rank] for name, held in found.items() if self.node_rank in held}
 
     def _holders(self, placed: str) -> dict[int, tuple[int, ...]]:
         """Raises TooFewNodes if no member is left that holds the role."""

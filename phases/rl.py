@@ -41,6 +41,7 @@ from fsbarrier.program import (
     PublishWeights,
     ReleaseEngine,
     Resident,
+    ServeFrozen,
     ServeWeights,
     Steps,
     Value,
@@ -141,8 +142,9 @@ def sampling_of(settings: RolloutSettings | EvalSettings) -> dict[str, object]:
 
 def rollout(ctx: Context, decision: RolloutDecision, rounds: list[JsonObject]) -> Work:
     """One node's rollouts. `rounds`: the tasks of each round and how to sample them (fsbarrier/rollouts/rounds.py)."""
+    frozen = serve_frozen(ctx)
     if not decision.shares.get(ctx.node_rank):
-        return NOTHING
+        return Steps(frozen)
     policy = ctx.policy
     spec = rollout_spec(ctx, decision)
     command = ctx.worker(
@@ -152,15 +154,25 @@ def rollout(ctx: Context, decision: RolloutDecision, rounds: list[JsonObject]) -
         rounds=rounds,
         model=str(policy.model),
         engine="{engine}",
+        engines="{engines}",
     )
-    return Steps((serve(ctx), replace(command, resident=Resident("rollout"), extra=report_of(spec))))
+    return Steps((serve(ctx), *frozen, replace(command, resident=Resident("rollout"), extra=report_of(spec))))
 
 
 def serve(ctx: Context) -> ServeWeights:
     """The node's engines serve the newest published policy."""
-    policy, devices = ctx.policy, ctx.samplers[ctx.node_rank]
-    chosen = None if len(devices) == ctx.accelerators else devices
-    return ServeWeights(policy.model, policy.version, ctx.threads, ctx.policy_identity, chosen)
+    policy, devices = ctx.policy, chosen(ctx, ctx.samplers[ctx.node_rank])
+    return ServeWeights(policy.model, policy.version, ctx.threads, ctx.policy_identity, devices)
+
+
+def serve_frozen(ctx: Context) -> tuple[ServeFrozen, ...]:
+    """The node's servers of the models that judge and teach."""
+    return tuple(ServeFrozen(name, ctx.threads, chosen(ctx, devices)) for name, devices in ctx.frozen.items())
+
+
+def chosen(ctx: Context, devices: tuple[int, ...]) -> tuple[int, ...] | None:
+    """These accelerators of the node; None: all."""
+    return None if len(devices) == ctx.accelerators else devices
 
 
 def report_of(spec: Mapping[str, object]) -> dict[str, object]:
@@ -356,8 +368,12 @@ def aggregate_eval(ctx: Context) -> Work:
 
 
 def stop_engine(ctx: Context) -> Work:
-    """Every node that samples and trains: free the accelerators' memory for the trainer."""
-    return ReleaseEngine() if ctx.node_rank in ctx.samplers and ctx.node_rank in ctx.trainers else NOTHING
+    """Every node that samples and trains: free the accelerators' memory for the trainer. A frozen engine on other accelerators stays."""
+    if ctx.node_rank not in ctx.trainers:
+        return NOTHING
+    trains_on = set(ctx.trainers[ctx.node_rank])
+    frozen = tuple(name for name, devices in ctx.frozen.items() if trains_on.intersection(devices))
+    return ReleaseEngine(frozen) if frozen or ctx.node_rank in ctx.samplers else NOTHING
 
 
 def prepare_batch(ctx: Context) -> Work:

@@ -15,9 +15,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from generated_page import write_or_check  # noqa: E402
 
-from fsbarrier.settings.section import EACH_SESSION, Changes  # noqa: E402
-from fsbarrier.settings.sections import EvalSet, Settings, known_names, sections  # noqa: E402
-from fsbarrier.settings.sources import FLAGS, SET_NAME  # noqa: E402
+from fsbarrier.settings.section import EACH_SESSION, Changes, Section  # noqa: E402
+from fsbarrier.settings.sections import NAMED, Settings, known_names, sections  # noqa: E402
+from fsbarrier.settings.sources import FLAGS  # noqa: E402
 from fsbarrier.settings.value_types import Kind, described  # noqa: E402
 
 HEAD = """# Settings
@@ -75,8 +75,7 @@ def page() -> str:
     """The whole document."""
     rows = {key: row(key, kind) for key, kind in known_names().items()}
     texts = {"": "", **{name: (section.__doc__ or "").strip() for name, section in sections().items()}}
-    # The table of evaluation sets has settings of its own.
-    texts[SET_NAME] = inspect.cleandoc(EvalSet.__doc__ or "")
+    texts |= {name: inspect.cleandoc(section.__doc__ or "") for name, section in named().items()}
     parts = [HEAD, table("The ten to begin with", "", [rows[key] for key in FIRST])]
     for name in dict.fromkeys(key.rpartition(".")[0] for key in rows):
         own = [row for key, row in rows.items() if key.rpartition(".")[0] == name]
@@ -90,12 +89,18 @@ def table(title: str, text: str, rows: Iterable[str]) -> str:
     return "\n".join([f"## {title}", "", *([text, ""] if text else []), *head, *rows]) + "\n"
 
 
+def named() -> dict[str, type[Section]]:
+    """The settings of tables whose names the user chooses, by the beginning of their names."""
+    return {name.rstrip("."): section for own in NAMED.values() for name, section in own.items()}
+
+
 def descriptions() -> Iterator[tuple[str, str]]:
     """Each setting's name, and the comment above its declaration."""
-    owners: dict[str, type] = {"": Settings, **sections(), SET_NAME: EvalSet}
+    owners: dict[str, type] = {"": Settings, **sections(), **named()}
     for owner, section in owners.items():
         text: list[str] = []
-        for line in inspect.getsource(section).splitlines():
+        inherited = (inspect.getsource(one) for one in section.__mro__ if issubclass(one, Section))
+        for line in "\n".join(inherited).splitlines():
             if line.startswith("    #: "):
                 text.append(line.removeprefix("    #: "))
             elif text:

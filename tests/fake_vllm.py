@@ -11,9 +11,10 @@ Run as a script with vLLM's flags; other flags are ignored. FAKE_VLLM is a JSON 
     logprob   the log-probability of each token (otherwise a thousandth of its id, negative)
     crash     "head_dim" | "segfault" by the first prompt, "import" | "port" in the start; as vLLM's own processes tell of it
 
-What a prompt contains decides too: `!400` refused · `!500` an error in the stream · `!cut` the first time the connection breaks when
-the other prompts are done · `!abort` aborted the first time · `!long` cut off by the limit · `!gate` waits for the file `gate` ·
-`!wrong` a wrong answer, `!mixed` every other · `!say ...!!` answered with what stands between, the last one in a prompt counts.
+What a prompt contains decides too: `!400` refused · `!500` an error in the stream · `!cut` the first time the connection breaks
+when the other prompts are done · `!abort` aborted the first time · `!long` cut off by the limit · `!gate` waits for the file
+`gate` · `!die` it is killed the first time · `!wrong` a wrong answer, `!mixed` every other · `!say ...!!` answered with what
+stands between, the last one in a prompt counts.
 """
 
 from __future__ import annotations
@@ -102,8 +103,14 @@ class Handler(BaseHTTPRequestHandler):
                 self.answer(200, None)
             case "/detokenize":
                 self.answer(200, {"prompt": "".join(map(chr, body["tokens"]))})
+            case "/v1/completions" if "prompt_logprobs" in body:
+                self.teach(body)
             case "/v1/completions":
                 self.complete(body)
+            case "/v1/chat/completions":
+                self.answer(200, {"choices": [{"message": {"role": "assistant", "content": "Well.\n0.5"}}]})
+            case "/classify":
+                self.classify(body)
             case _:
                 self.answer(404, {"error": {"message": f"no {self.path}", "code": 404}})
 
@@ -147,6 +154,20 @@ class Handler(BaseHTTPRequestHandler):
                 os.kill(os.getpid(), signal.SIGKILL)
         serving["model"] = body["kwargs"]["weights_path"]
         self.answer(200, {"results": [None]})
+
+    # --- what frozen engines are asked ---
+
+    def classify(self, body: dict[str, Any]) -> None:
+        """The score of a text is how many tokens it has, in tenths."""
+        if any("!die" in "".join(map(chr, ids)) for ids in body["input"]) and first_time("die"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        scores = [len(ids) / 10 for ids in body["input"]]
+        self.answer(200, {"data": [{"probs": [one], "num_classes": 1} for one in scores]})
+
+    def teach(self, body: dict[str, Any]) -> None:
+        """The log-probability of a token is a hundredth of its id, negative."""
+        found = [[None, *({str(t): {"logprob": -t / 100}} for t in ids[1:])] for ids in body["prompt"]]
+        self.answer(200, {"choices": [{"index": n, "prompt_logprobs": one} for n, one in enumerate(found)]})
 
     # --- completions ---
 

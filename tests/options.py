@@ -70,6 +70,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "reward.kind=math,exact",
         "reward.kind=judge,exact judge.url={judge} judge.model=m judge.api_key_env=JUDGE_KEY judge.concurrency=1",
         "reward.kind={bench}/mine.py:judged judge.url={judge} judge.model=m judge.api_key_env=none",
+        "reward.kind=engines.rm,judge judge.engine=wise engines.rm.model={bench}/rm engines.rm.placement=all engines.rm.replicas=2"
+        " engines.rm.max_model_len=64 engines.rm.start_timeout_s=30 engines.rm.tensor_parallel_size=1 engines.wise.model={bench}/model"
+        " engines.wise.extra_args='--max-num-seqs 4' engines.wise.gpu_memory_utilization=0.5",
     ),
     "preset": (
         "algorithm.preset=none",
@@ -220,6 +223,11 @@ ELSEWHERE = {
     "model=none": "the demo (test_real_run.py)",
     "init_from=none": "what all runs have that do not give one",
     "debug_mode=false": "what all runs have that do not give it",
+    "engines": "each engine has settings of its own",
+    "engines.NAME.dtype": "as engine.dtype",
+    "engines.NAME.model=none": "is refused (test_frozen.py)",
+    "engines.NAME.placement=none": "what engines have that do not give one",
+    "judge.engine=none": "what all runs have that do not give one",
     "judge.url=none": "what all runs have that do not give one",
     "judge.model=none": "what all runs have that do not give one",
 }
@@ -233,6 +241,7 @@ NOT_ALWAYS_ACTED_ON = {
     "rollout.chat_template_kwargs": "a table of the user's own (test_chat_templates.py)",
     "tracker.project": "only with tracker.names (test_trackers.py)",
     "engine.gpu_memory_utilization": "only on accelerators (test_engine.py)",
+    "engines.NAME.gpu_memory_utilization": "only on accelerators (test_engine.py)",
     "optimizer.decay_steps": "only where the learning rate falls (test_losses.py)",
     **dict.fromkeys(
         (

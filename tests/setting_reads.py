@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier.settings.section import Section
-from fsbarrier.settings.sections import EvalSet, Settings, sections
-from fsbarrier.settings.sources import SET_NAME
+from fsbarrier.settings.sections import NAMED, Settings, sections
 
 #: the environment variable with the path of the notes
 NOTES = "FSBARRIER_TEST_READS"
@@ -21,7 +20,8 @@ NOT_ACTING = ("fsbarrier.settings.", "fsbarrier.cli.", "fsbarrier.rundir.", "dat
 
 def owners() -> dict[str, type]:
     """The classes of the settings, by the beginning of their names."""
-    return {"": Settings, **sections(), SET_NAME.rstrip("."): EvalSet}
+    named = {name.rstrip("."): section for own in NAMED.values() for name, section in own.items()}
+    return {"": Settings, **sections(), **named}
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import pytest
 import setting_reads
 from complete_runs import Bench, be_program, in_a_fork, wait_for, write_tasks
+from engine_bench import write_model
 from options import ELSEWHERE, GROUPS, NOT_ALWAYS_ACTED_ON, covering_rows
 from waiting import until
 
@@ -140,6 +141,8 @@ def place(bench: Bench) -> Iterator[dict[str, str]]:
         (folder / form / "model").symlink_to(bench.model)
         for name in ("easy", "mine"):
             shutil.copy(bench.data / "test.jsonl", folder / form / f"{name}.jsonl")
+    write_model(folder / "rm", architectures=["Qwen2ForSequenceClassification"])
+    (folder / "rm" / "tokenizer.json").write_text("{}")
     bench.run(folder / "first", "--iterations", "1", "checkpoint.trainer_every=1").check()
     judge = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
     threading.Thread(target=judge.serve_forever, daemon=True).start()

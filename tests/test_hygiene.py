@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 #: only the programs that phases launch load these rooms, and this module
-LAUNCHED = {"workers", "rollouts", "training", "judge.py"}
+LAUNCHED = {"workers", "rollouts", "training", "judge.py", "model_server.py"}
 HEAVY = {"torch", "vllm", "transformers", "accelerate", "deepspeed", "numpy", "pyarrow", "httpx"}
 # No I/O, no clock, no randomness but a seeded one: what they answer depends on what they are handed alone.
 IMPURE = {

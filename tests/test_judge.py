@@ -137,7 +137,9 @@ def test_a_function_of_ones_own_may_ask_it(judge: StandIn, tmp_path: Path) -> No
     assert [score.reward for score in found] == [0.5] * 6 and judge.most == 2
     assert scores(f"{tmp_path}/mine.py:plain", JudgeSettings(), "x")[0].reward == 1.0
     for kind in ("judge", f"{tmp_path}/mine.py:asks"):
-        with pytest.raises(UsageError, match=r"uses a judge, which needs judge.url and judge.model"):
+        with pytest.raises(
+            UsageError, match=r"uses a judge, which needs judge.engine, or judge.url and judge.model"
+        ):
             open_reward(kind, judge=JudgeSettings())
 
 

@@ -147,7 +147,7 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
         (["eval.sets.aime.samples=0"], "eval.sets.aime.samples: must be a whole number ≥ 1, or none, got 0"),
         (["eval.sets.aime.samlpes=3"], "unknown setting; did you mean eval.sets.NAME.samples?"),
         (["eval.sets.aime=3"], "eval.sets.aime: must be a table, got 3"),
-        (["eval.sets.a b.samples=3"], "the name of a set may have letters, digits, _ and -"),
+        (["eval.sets.a b.samples=3"], "the name of a set or an engine may have letters, digits, _ and -"),
         (["eval.sets.train.samples=3"], 'eval.sets.train: the name "train" is reserved'),
         (
             ["eval.samples=4", "eval.sets.a.temperature=0"],
@@ -165,7 +165,7 @@ def test_what_is_wrong_is_one_line_with_its_name(words: list[str], message: str)
 
 
 def test_every_number_and_path_has_a_flag_of_its_setting() -> None:
-    plain = {name for name in KNOWN if "." not in name} - {"custom", "init_from"}
+    plain = {name for name in KNOWN if "." not in name} - {"custom", "init_from", "engines"}
     assert set(FLAGS.values()) == plain
 
 

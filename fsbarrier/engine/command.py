@@ -11,11 +11,11 @@ from pathlib import Path
 
 from fsbarrier.engine.model import ModelFolder
 from fsbarrier.processes.supervisor import with_this_package
-from fsbarrier.settings.sections import EngineSettings
+from fsbarrier.settings.sections import ServerSettings
 from fsbarrier.store.reading import MIB
 
 HOST = "127.0.0.1"
-# The served model name, constant across policy versions.
+# The policy's served name, constant across policy versions.
 SERVED_NAME = "policy"
 # On a CPU, use one more thread per this many parameters.
 PARAMETERS_PER_THREAD = 10_000_000
@@ -38,7 +38,7 @@ class ServerPlan:
 
     python: str
     model: ModelFolder
-    settings: EngineSettings
+    settings: ServerSettings
     # The socket it listens on. The sockets between its processes are in the same folder.
     socket: str
     seed: int
@@ -48,6 +48,12 @@ class ServerPlan:
     memory_bytes: int = 0
     # Maximum number of compute threads on a CPU.
     threads: int = 1
+    served_name: str = SERVED_NAME
+
+    @property
+    def group(self) -> str:
+        """How the names of its settings begin."""
+        return "engine" if self.served_name == SERVED_NAME else f"engines.{self.served_name}"
 
 
 def max_model_len(plan: ServerPlan) -> int:
@@ -81,7 +87,7 @@ def argv(plan: ServerPlan) -> list[str]:
     dtype = automatic if settings.dtype == "auto" else settings.dtype
     words = [
         *(plan.python, "-m", "fsbarrier.workers.vllm_server"),
-        *("--model", str(plan.model.path), "--served-model-name", SERVED_NAME),
+        *("--model", str(plan.model.path), "--served-model-name", plan.served_name),
         # In a private folder, so that other users can neither impersonate the server nor connect to it.
         *("--uds", plan.socket),
         *("--middleware", "fsbarrier.workers.vllm_server.KeyGuard"),

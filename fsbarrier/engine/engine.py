@@ -1,4 +1,4 @@
-"""One replica of what serves the policy on this node, from the daemon's side: brought to the right weights, released, stopped.
+"""One replica of what serves a model on this node, from the daemon's side: brought to the right weights, released, stopped.
 
     engine = Engine(settings.engine, log_file=..., work_dir=...)
     info = engine.ensure(folder, policy_version, cancel=event)     # it serves exactly these weights now
@@ -21,13 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsbarrier.engine import accelerators, command, external
+from fsbarrier.engine.client import EngineClient
 from fsbarrier.engine.model import ModelFolder, inspect
 from fsbarrier.engine.own_head import with_own_head
 from fsbarrier.engine.placement import ANYWHERE, ReplicaPlacement
 from fsbarrier.engine.server import Server
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes.secret_variables import without_secrets
-from fsbarrier.settings.sections import EngineSettings
+from fsbarrier.settings.sections import EngineSettings, FrozenEngineSettings, ServerSettings
 from fsbarrier.store import files
 from fsbarrier.store.scratch_dir import SHORT_PLACE, scratch_dir
 
@@ -45,7 +46,7 @@ Release = dict[str, str | float]
 class EngineInfo:
     """What serves the policy now. `seconds`: duration of `ensure`. `note`: a message for the user.
 
-    `action`: started, reloaded (new weights in place), kept (it served these weights already) or external (debug mode).
+    `action`: started, reloaded (new weights in place), woken, kept (it served these weights already) or external (debug mode).
     """
 
     url: str
@@ -70,12 +71,13 @@ class Engine:
     folder. `threads`: maximum compute threads on a CPU; 0: all available cores but one; OMP_NUM_THREADS takes precedence. It may be changed
     before a start.
 
-    Address and key do not change when the server is restarted, so that clients can reconnect.
+    Address and key do not change when the server is restarted, so that clients can reconnect. `served_name`, `api_key`: of a frozen engine,
+    whose replicas have the same.
     """
 
     def __init__(
         self,
-        settings: EngineSettings,
+        settings: ServerSettings,
         *,
         external: bool = False,
         log_file: Path,
@@ -84,13 +86,16 @@ class Engine:
         threads: int = 0,
         placement: ReplicaPlacement = ANYWHERE,
         secrets_named: Collection[str | None] = (),
+        served_name: str = command.SERVED_NAME,
+        api_key: str = "",
     ) -> None:
         self.settings, self.external = settings, external
+        self._served_name, self._frozen = served_name, isinstance(settings, FrozenEngineSettings)
         self.log_file, self.work_dir, self.python, self.threads = log_file, work_dir, python, threads
         # The server does not need any of the user's secrets.
         self._environ = placement.environment(without_secrets(os.environ, secrets_named))
         self._server: Server | None = None
-        self._api_key = secrets.token_urlsafe(24)
+        self._api_key = api_key or secrets.token_urlsafe(24)
         self._socket = work_dir / f"{log_file.stem}.sock"
         self._short_folder = ExitStack()
         self._lock = threading.RLock()
@@ -106,12 +111,12 @@ class Engine:
         with self._lock:
             self._stopping.clear()
             if self.external:
-                client, pid, action = external.connect(self.settings), 0, "external"
+                client, pid, action = self._external_client(), 0, "external"
                 name, note = external.what_it_serves(client, weights, policy_version, cancel)
             else:
                 deadline = begin + self.settings.start_timeout_s
                 server, action, note = self._bring_to(inspect(weights), policy_version, deadline, cancel)
-                client, pid, name = server.client, server.child.pid, command.SERVED_NAME
+                client, pid, name = server.client, server.child.pid, self._served_name
             seconds = time.monotonic() - begin
             return EngineInfo(client.url, client.api_key, name, policy_version, pid, seconds, action, note)
 
@@ -132,7 +137,8 @@ class Engine:
             if not server.can_sleep:
                 return self._stop_and_verify(server, "this server cannot sleep", cancel)
             begin = time.monotonic()
-            outcome = server.fall_asleep(cancel)
+            # Other weights are loaded from disk anyway, and the same ones wait in the host's memory.
+            outcome = server.fall_asleep(cancel, keep_weights=self._frozen)
             if isinstance(outcome, str):
                 return self._stop_and_verify(server, outcome, cancel)
             return _released("sleep", "", begin, outcome)
@@ -160,9 +166,13 @@ class Engine:
     def alive(self) -> bool:
         """Whether the server answers."""
         if self.external:
-            return external.connect(self.settings).healthy()
+            return self._external_client().healthy()
         server = self._server
         return server is not None and server.child.poll() is None and server.client.healthy()
+
+    def _external_client(self) -> EngineClient:
+        assert isinstance(self.settings, EngineSettings)
+        return external.connect(self.settings)
 
     def _bring_to(
         self, model: ModelFolder, policy_version: int, deadline: float, cancel: threading.Event
@@ -172,8 +182,12 @@ class Engine:
         if server is not None:
             if not server.healthy(cancel):
                 reason = server.how_it_ended().splitlines()[0]
-            elif server.serving == (model.path, policy_version) and not server.asleep:
-                return server, "kept", ""
+            elif server.serving == (model.path, policy_version):
+                if not server.asleep:
+                    return server, "kept", ""
+                reason = server.wake(cancel)
+                if not reason:
+                    return server, "woken", ""
             else:
                 reason = server.reload(self._as_served(model, policy_version), cancel)
                 if not reason:
@@ -184,6 +198,8 @@ class Engine:
         return self._start(model, policy_version, deadline, cancel), "started", note
 
     def _as_served(self, model: ModelFolder, policy_version: int) -> ModelFolder:
+        if self._frozen:
+            return model
         return with_own_head(model, policy_version, self.work_dir / "served")
 
     def _start(
@@ -211,7 +227,7 @@ class Engine:
         return server
 
     def _plan(self, model: ModelFolder, devices: list[accelerators.Accelerator]) -> command.ServerPlan:
-        # vLLM's sleep mode needs CUDA. A model with a tied head is restarted anyway, so it need not sleep.
+        # vLLM's sleep mode needs CUDA. A policy with a tied head is restarted anyway, so it need not sleep.
         nvidia = any(device.kind == "nvidia" for device in devices)
         return command.ServerPlan(
             python=self.python,
@@ -220,10 +236,11 @@ class Engine:
             socket=str(self._short_socket()),
             seed=secrets.randbits(31),
             accelerated=bool(devices),
-            sleeps=nvidia and not model.tied,
+            sleeps=nvidia and (self._frozen or not model.tied),
             memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             # Leave one core for the API server.
             threads=self.threads or max(1, len(os.sched_getaffinity(0)) - 1),
+            served_name=self._served_name,
         )
 
     def _short_socket(self) -> Path:

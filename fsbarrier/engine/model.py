@@ -83,6 +83,12 @@ def inspect(path: Path) -> ModelFolder:
     return ModelFolder(folder, config, _tied(config, shapes), _signature(config, shapes), parameters, shapes)
 
 
+def classifies(model: ModelFolder) -> bool:
+    """Whether it has a classifier head, so that vLLM serves it with the pooling runner."""
+    names = model.config.get("architectures")
+    return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The weight files of a folder, according to its index if there is one. Raises ProgramFailed if one is missing."""
     index = folder / INDEX

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fsbarrier.engine.accelerators import Accelerator
 from fsbarrier.errors import UsageError
-from fsbarrier.settings.sections import EngineSettings
+from fsbarrier.settings.sections import ServerSettings
 
 # Variable with the cores that workers/vllm_server.py pins itself to, such as "0,1".
 CPUS = "FSBARRIER_CPUS"
@@ -38,13 +38,16 @@ ANYWHERE = ReplicaPlacement()
 
 
 def placements(
-    settings: EngineSettings,
+    settings: ServerSettings,
     devices: Sequence[Accelerator],
     environ: Mapping[str, str],
     cpus: Sequence[int],
+    group: str = "engine",
 ) -> list[ReplicaPlacement]:
-    """A placement per replica. `devices`, `cpus`: those that this node may use. Raises UsageError if they are insufficient."""
-    count = replicas(settings, len(devices))
+    """A placement per replica. `devices`, `cpus`: those that this node may use. Raises UsageError if they are insufficient.
+
+    `group`: how the names of the settings begin."""
+    count = replicas(settings, len(devices), group)
     size = settings.tensor_parallel_size
     if not devices:
         return _on_cpus(count, cpus)
@@ -52,7 +55,7 @@ def placements(
     if "MIG-" in environ.get("CUDA_VISIBLE_DEVICES", ""):
         if count > 1 and settings.replicas:
             raise UsageError(
-                f"engine.replicas={count}: only one replica is supported on a MIG instance; set it to 1"
+                f"{group}.replicas={count}: only one replica is supported on a MIG instance; set it to 1"
             )
         return [ANYWHERE]
     same = [device for device in devices if device.kind == devices[0].kind]
@@ -68,7 +71,7 @@ def visible(devices: Sequence[Accelerator]) -> dict[str, str]:
     return {"HIP_VISIBLE_DEVICES": numbers}
 
 
-def replicas(settings: EngineSettings, accelerators: int) -> int:
+def replicas(settings: ServerSettings, accelerators: int, group: str = "engine") -> int:
     """The number of servers on a node with this many accelerators. Raises UsageError if more are requested than fit."""
     size = settings.tensor_parallel_size
     if not accelerators:
@@ -76,24 +79,24 @@ def replicas(settings: EngineSettings, accelerators: int) -> int:
     most = accelerators // size
     if most == 0:
         raise UsageError(
-            f"engine.tensor_parallel_size={size}: exceeds this node's {accelerators} accelerators, and a replica cannot span several "
+            f"{group}.tensor_parallel_size={size}: exceeds this node's {accelerators} accelerators, and a replica cannot span several "
             f"nodes; use {accelerators} or fewer"
         )
     if settings.replicas > most:
         raise UsageError(
-            f"engine.replicas={settings.replicas}: with engine.tensor_parallel_size={size} they need {settings.replicas * size} "
+            f"{group}.replicas={settings.replicas}: with {group}.tensor_parallel_size={size} they need {settings.replicas * size} "
             f"accelerators, but this node has {accelerators}; use {most} or fewer"
         )
     return settings.replicas or most
 
 
-def check_arguments(settings: EngineSettings) -> None:
+def check_arguments(settings: ServerSettings, group: str = "engine") -> None:
     """Raises UsageError for a vLLM argument that conflicts with the placement."""
     for word in settings.extra_args:
         if (name := word.partition("=")[0]) in _NOT_OURS:
             raise UsageError(
-                f"engine.extra_args: {name}: not supported; use engine.tensor_parallel_size for the accelerators of a server and "
-                "engine.replicas for the number of servers"
+                f"{group}.extra_args: {name}: not supported; use {group}.tensor_parallel_size for the accelerators of a server and "
+                f"{group}.replicas for the number of servers"
             )
 
 

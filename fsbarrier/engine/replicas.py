@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from fsbarrier.engine.accelerators import Accelerator
+from fsbarrier.engine.command import SERVED_NAME
 from fsbarrier.engine.engine import Engine, EngineInfo, Release
 from fsbarrier.engine.placement import ANYWHERE, ReplicaPlacement, placements
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.settings.sections import EngineSettings
+from fsbarrier.settings.sections import ServerSettings
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ class Replicas:
 
     def __init__(
         self,
-        settings: EngineSettings,
+        settings: ServerSettings,
         *,
         external: bool = False,
         log_dir: Path,
@@ -39,23 +40,29 @@ class Replicas:
         devices: Sequence[Accelerator] = (),
         python: str = sys.executable,
         secrets_named: Collection[str | None] = (),
+        frozen: str = "",
+        api_key: str = "",
     ) -> None:
         """`devices`: the accelerators that this node may use. `secrets_named`: variables with secrets, which the servers do not get.
+        `frozen`: the name of a frozen engine, "": of the policy's; `api_key`: of all replicas, "": each has its own.
 
         Raises UsageError if there are too few accelerators.
         """
-        self._settings, self._external, self._devices = settings, external, devices
+        self.settings, self._external, self._devices = settings, external, devices
+        self._group = f"engines.{frozen}" if frozen else "engine"
         self._chosen: Sequence[int] | None = None
 
         def make(number: int, placement: ReplicaPlacement) -> Engine:
             return Engine(
                 settings,
                 external=external,
-                log_file=log_dir / log_name(number),
+                log_file=log_dir / log_name(number, frozen),
                 work_dir=work_dir,
                 python=python,
                 placement=placement,
                 secrets_named=secrets_named,
+                served_name=frozen or SERVED_NAME,
+                api_key=api_key,
             )
 
         self._make = make
@@ -64,7 +71,11 @@ class Replicas:
     def _placed(self, devices: Sequence[Accelerator]) -> list[Engine]:
         """The engines on these accelerators, not started. Raises UsageError."""
         cpus = sorted(os.sched_getaffinity(0))
-        own = [ANYWHERE] if self._external else placements(self._settings, devices, os.environ, cpus)
+        own = (
+            [ANYWHERE]
+            if self._external
+            else placements(self.settings, devices, os.environ, cpus, self._group)
+        )
         return [self._make(number, placement) for number, placement in enumerate(own)]
 
     def use(self, devices: Sequence[int] | None) -> None:
@@ -136,9 +147,10 @@ class Replicas:
         return [_result(number, future) for number, future in enumerate(futures)]
 
 
-def log_name(number: int) -> str:
+def log_name(number: int, frozen: str = "") -> str:
     """The log file name of replica `number`, in the node's log folder."""
-    return f"vllm-{number}.log" if number else "vllm.log"
+    name = f"vllm-{frozen}" if frozen else "vllm"
+    return f"{name}-{number}.log" if number else f"{name}.log"
 
 
 def _result(number: int, future: Future[T]) -> T:

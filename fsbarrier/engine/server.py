@@ -47,6 +47,8 @@ class Server:
     client: EngineClient
     first_model: ModelFolder
     start_timeout_s: float
+    # How the names of its settings begin.
+    group: str
     environ: Mapping[str, str]
     # The state of the accelerators before the server was started.
     accelerators_before: list[accelerators.Accelerator]
@@ -85,6 +87,7 @@ class Server:
             client=EngineClient(url, api_key, ended=lambda: child.poll() is not None),
             first_model=plan.model,
             start_timeout_s=plan.settings.start_timeout_s,
+            group=plan.group,
             environ=environ,
             accelerators_before=accelerators_before,
             can_sleep=plan.sleeps,
@@ -102,7 +105,7 @@ class Server:
                 return "was stopped during its start"
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                return f"did not answer within {self.start_timeout_s:g} s (engine.start_timeout_s)"
+                return f"did not answer within {self.start_timeout_s:g} s ({self.group}.start_timeout_s)"
             cancel.wait(min(next(pauses), left_s))
         try:
             self.client.model(cancel=cancel)
@@ -171,12 +174,28 @@ class Server:
             self.asleep = False
         post("/resume")
 
-    def fall_asleep(self, cancel: threading.Event) -> accelerators.Released | str:
-        """Put the server to sleep to free accelerator memory; returns the problem if that is not sufficient."""
-        # Level 2 discards the weights, because new ones are loaded from disk anyway.
-        self.serving = None
+    def wake(self, cancel: threading.Event) -> str:
+        """Wake with the weights that it kept; returns "" or the reason why a restart is needed."""
+        self.accelerators_before = accelerators.detect(self.environ)
         try:
-            self.client.call("POST", "/sleep?level=2", timeout_s=SLEEP_TIMEOUT_S, cancel=cancel)
+            self.client.call("POST", "/wake_up", timeout_s=self.start_timeout_s, cancel=cancel)
+        except (Refused, Unreachable) as error:
+            return f"waking failed: {error}"
+        except CalledOff:
+            raise ProgramFailed("vLLM's waking was cancelled") from None
+        self.asleep = False
+        return ""
+
+    def fall_asleep(
+        self, cancel: threading.Event, *, keep_weights: bool = False
+    ) -> accelerators.Released | str:
+        """Put the server to sleep to free accelerator memory; returns the problem if that is not sufficient."""
+        # Level 2 discards the weights.
+        if not keep_weights:
+            self.serving = None
+        level = 1 if keep_weights else 2
+        try:
+            self.client.call("POST", f"/sleep?level={level}", timeout_s=SLEEP_TIMEOUT_S, cancel=cancel)
         except (Refused, Unreachable) as error:
             return f"sleep failed: {error}"
         except CalledOff:

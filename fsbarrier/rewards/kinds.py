@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,10 +27,11 @@ from fsbarrier.rewards.user_function import (
 )
 from fsbarrier.settings.sections import RewardSettings
 from fsbarrier.settings.sources import nearest
-from fsbarrier.settings.value_types import reward_kinds
+from fsbarrier.settings.value_types import ENGINE, reward_kinds
 from fsbarrier.user_code import load_named
 
 if TYPE_CHECKING:
+    from fsbarrier.engine.openai_http import EngineAddress
     from fsbarrier.rewards.judge import Judge
     from fsbarrier.settings.sections import JudgeSettings
 
@@ -44,20 +45,23 @@ def open_reward(
     weights: Sequence[float] = (),
     timeout_s: float | None = None,
     judge: JudgeSettings | None = None,
+    engines: Mapping[str, EngineAddress] | None = None,
 ) -> Reward:
-    """The reward for `reward.kind` and `reward.weights`. `timeout_s=None`: the setting's default.
+    """The reward for `reward.kind` and `reward.weights`. `timeout_s=None`: the setting's default. `engines`: the frozen ones.
 
     Raises UsageError if its file or function is missing or broken, or if it needs a judge and none is configured.
     """
     if timeout_s is None:
         timeout_s = RewardSettings().timeout_s
-    opened = [_open_one(kind, timeout_s, judge) for kind in reward_kinds(kinds)]
+    opened = [_open_one(kind, timeout_s, judge, engines or {}) for kind in reward_kinds(kinds)]
     if len(opened) == 1 and not weights:
         return opened[0]
     return AddedRewards([*zip(weights or [1.0] * len(opened), opened, strict=True)])
 
 
-def _open_one(kind: str, timeout_s: float, judge: JudgeSettings | None) -> Reward:
+def _open_one(
+    kind: str, timeout_s: float, judge: JudgeSettings | None, engines: Mapping[str, EngineAddress]
+) -> Reward:
     match kind:
         case "exact":
             return MatchReward(kind, exact)
@@ -69,16 +73,20 @@ def _open_one(kind: str, timeout_s: float, judge: JudgeSettings | None) -> Rewar
             # Imported late: only a judge needs httpx, which the checks before a run do not load.
             from fsbarrier.rewards.judge import JudgeReward
 
-            return JudgeReward(_open_judge(kind, judge, timeout_s))
+            return JudgeReward(_open_judge(kind, judge, timeout_s, engines))
+    if kind.startswith(ENGINE):
+        from fsbarrier.rewards.model_server import ClassifierReward
+
+        return ClassifierReward(engines[kind.removeprefix(ENGINE)], timeout_s)
     if ":" not in kind:
         known = (*KINDS, "judge")
         raise UsageError(
-            f"reward.kind={kind}: must be {', '.join(known)} or path/file.py:function{nearest(kind, known)}"
+            f"reward.kind={kind}: must be {', '.join(known)}, engines.NAME or path/file.py:function{nearest(kind, known)}"
         )
     name, function = kind.rpartition(":")[2], load_function(kind)
-    asked = _open_judge(kind, judge, timeout_s) if asks_judge(function) else None
+    asked = _open_judge(kind, judge, timeout_s, engines) if asks(function, "judge") else None
     return (GroupFunctionReward if takes_groups(function) else FunctionReward)(
-        name, function, timeout_s, asked
+        name, function, timeout_s, asked, engines if asks(function, "engines") else None
     )
 
 
@@ -87,28 +95,34 @@ def load_function(kind: str) -> Callable[..., object]:
     function = load_named("reward.kind", kind)
     if not callable(function):
         raise UsageError(f"reward.kind={kind}: {kind.rpartition(':')[2]} is not a function")
-    judge = {"judge": None} if asks_judge(function) else {}
+    more = {name: None for name in ("judge", "engines") if asks(function, name)}
     try:
         if is_verls(function):
-            inspect.signature(function).bind(**dict.fromkeys(VERLS_PARAMETERS), **judge)
+            inspect.signature(function).bind(**dict.fromkeys(VERLS_PARAMETERS), **more)
         else:
-            inspect.signature(function).bind("prompt", "response", "answer", {}, **judge)
+            inspect.signature(function).bind("prompt", "response", "answer", {}, **more)
     except TypeError as error:
         called = ", ".join(VERLS_PARAMETERS) if is_verls(function) else "prompt, response, answer, metadata"
         raise UsageError(f"reward.kind={kind}: must accept a call reward({called}): {error}") from None
     return function
 
 
-def asks_judge(function: Callable[..., object]) -> bool:
-    """Whether the function has a `judge` parameter."""
-    return "judge" in inspect.signature(function).parameters
+def asks(function: Callable[..., object], name: str) -> bool:
+    """Whether the function has a parameter of this name."""
+    return name in inspect.signature(function).parameters
 
 
-def _open_judge(kind: str, settings: JudgeSettings | None, timeout_s: float) -> Judge:
+def _open_judge(
+    kind: str, settings: JudgeSettings | None, timeout_s: float, engines: Mapping[str, EngineAddress]
+) -> Judge:
     from fsbarrier.rewards.judge import Judge
 
+    if settings is not None and settings.engine is not None:
+        return Judge(settings, timeout_s, engines[settings.engine])
     if settings is None or not settings.url or not settings.model:
-        raise UsageError(f"reward.kind={kind}: uses a judge, which needs judge.url and judge.model")
+        raise UsageError(
+            f"reward.kind={kind}: uses a judge, which needs judge.engine, or judge.url and judge.model"
+        )
     if not settings.url.startswith(("http://", "https://")):
         raise UsageError(f"judge.url={settings.url}: must be a URL such as https://host/v1")
     if settings.api_key_env is not None and not os.environ.get(settings.api_key_env):

@@ -27,10 +27,12 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer to score. `messages`: the whole conversation of an agent's episode."""
+    """An answer to score. `messages`: the whole conversation of an agent's episode. `token_ids`: the policy's tokens of prompt and
+    answer, of an episode the last segment's."""
 
     text: str
     messages: Messages | None = None
+    token_ids: Sequence[int] = ()
 
 
 def finite(value: Any) -> float | None:

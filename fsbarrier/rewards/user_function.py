@@ -9,7 +9,7 @@ and may be `async`. `prompt` has the form of the task file (text or chat message
 a parameter `responses` instead of `response` scores all answers to a task together and returns a list; `metadata["messages"]` is then a
 list too. Other numbers in a returned dict become the trajectory's `reward_parts`, other values its metadata. Up to THREADS calls of a plain
 function run in parallel threads, so it may block and must be thread-safe. A parameter `judge` receives the model of the settings `judge.*`
-(judge.py).
+(judge.py), a parameter `engines` the addresses of the frozen engines by name, for any client.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from fsbarrier.rewards.score import Answer, Messages, Reward, Score, finite
 from fsbarrier.user_code import code_file, described_failure
 
 if TYPE_CHECKING:
+    from fsbarrier.engine.openai_http import EngineAddress
     from fsbarrier.rewards.judge import Judge
 
 T = TypeVar("T")
@@ -53,13 +54,20 @@ class FunctionReward(Reward):
     """Calls the function with a timeout, and stores its errors in the Score."""
 
     def __init__(
-        self, name: str, function: Callable[..., Any], timeout_s: float, judge: Judge | None = None
+        self,
+        name: str,
+        function: Callable[..., Any],
+        timeout_s: float,
+        judge: Judge | None = None,
+        engines: Mapping[str, EngineAddress] | None = None,
     ) -> None:
         self.name, self.function, self.judge = name, function, judge
+        self._more = {key: one for key, one in (("judge", judge), ("engines", engines)) if one is not None}
         self.file = code_file(function)
         self._is_async, self._threads = inspect.iscoroutinefunction(function), DaemonThreads()
         # With a judge, calls are limited to its concurrency; waiting for a slot does not count towards the timeout.
-        self.timeout_s = timeout_s + (judge.patience_s if judge else 0.0)
+        patience_s = [one.patience_s for one in (judge, *(engines or {}).values()) if one is not None]
+        self.timeout_s = timeout_s + max(patience_s, default=0.0)
         self._turn: asyncio.Semaphore | nullcontext[None]
         if judge is not None:
             self._turn = asyncio.Semaphore(judge.settings.concurrency)
@@ -92,7 +100,6 @@ class FunctionReward(Reward):
         metadata: dict[str, object] = {"task_id": task.task_id, **task.metadata}
         if messages is not None:
             metadata["messages"] = messages
-        more = {} if self.judge is None else {"judge": self.judge}
         if is_verls(self.function):
             arguments = (
                 metadata.get("data_source"),
@@ -100,9 +107,9 @@ class FunctionReward(Reward):
                 task.answer,
                 metadata.get("extra_info", metadata),
             )
-            call = partial(self.function, **dict(zip(VERLS_PARAMETERS, arguments, strict=True)), **more)
+            call = partial(self.function, **dict(zip(VERLS_PARAMETERS, arguments, strict=True)), **self._more)
         else:
-            call = partial(self.function, prompt, response, task.answer, metadata, **more)
+            call = partial(self.function, prompt, response, task.answer, metadata, **self._more)
         async with self._turn:
             if self._is_async:
                 return await asyncio.wait_for(_staying(call()), self.timeout_s)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsbarrier.data.tasks import plain
+from fsbarrier.engine.openai_http import EngineAddress
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.engine_pool import Place
 from fsbarrier.rollouts.episode import Episode, Segment, Trajectory
@@ -53,7 +54,8 @@ class Client:
     """Sends turns to the policy on the local engine and records them. One per episode.
 
     Use `chat` and `complete` directly, or any OpenAI-compatible client with `base_url`, `api_key` and `model`, whose requests are recorded
-    in the same way (agent_http.py). `custom`: the run's settings `custom.*`.
+    in the same way (agent_http.py). `custom`: the run's settings `custom.*`. `engines`: the frozen engines by name, each with a `base_url`,
+    `api_key` and `model` for any client; what they answer is not recorded.
     """
 
     def __init__(
@@ -61,10 +63,12 @@ class Client:
         sampler: Place,
         *,
         custom: Mapping[str, Any] | None = None,
+        engines: Mapping[str, EngineAddress] | None = None,
     ) -> None:
         # Valid while agent_http.py serves this episode.
         self.base_url, self.api_key, self.model = "", "", "policy"
         self.custom: Mapping[str, Any] = custom or {}
+        self.engines: Mapping[str, EngineAddress] = engines or {}
         self.segments: list[Segment] = []
         self.turns = 0
         self.generate_s = 0.0

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, Protocol, Self, cast
 
 from fsbarrier.data.tasks import Task
+from fsbarrier.engine.openai_http import EngineAddress
 from fsbarrier.errors import UsageError
 from fsbarrier.rewards.score import finite
 from fsbarrier.rollouts.agent_client import Client, finished
@@ -68,11 +69,17 @@ def load_agent(value: str) -> MakeAgent:
 class AgentSampler:
     """Runs a group of episodes per task, all on one engine (engine_pool.py). Raises EngineGone."""
 
-    def __init__(self, make: MakeAgent, settings: RolloutSettings, custom: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        make: MakeAgent,
+        settings: RolloutSettings,
+        custom: Mapping[str, Any],
+        engines: Mapping[str, EngineAddress],
+    ) -> None:
         # Imported late: only rollouts with an agent need an HTTP server.
         from fsbarrier.rollouts.agent_http import Endpoint
 
-        self.make, self.custom = make, custom
+        self.make, self.custom, self.engines = make, custom, engines
         self.file = code_file(getattr(make, "run", make))
         self.task_timeout_s = settings.task_timeout_s or EPISODE_TIMEOUT_S
         self._endpoint = Endpoint()
@@ -98,7 +105,7 @@ class AgentSampler:
         emit(SampledGroup(task, [], tuple(episode.result() for episode in episodes)))
 
     async def _episode(self, place: Place, task: Task) -> Episode:
-        client = Client(place, custom=self.custom)
+        client = Client(place, custom=self.custom, engines=self.engines)
         returned, error, begin = Trajectory(), None, time.monotonic()
         limit = asyncio.timeout(self.task_timeout_s)
         with self._endpoint.serving(client):

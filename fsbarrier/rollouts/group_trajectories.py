@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 from fsbarrier.data.trajectory import Trajectory
@@ -30,9 +31,14 @@ async def _scores(reward: Reward, group: SampledGroup) -> list[Score]:
     """The samples' scores, or the agent's own rewards. Never raises."""
     known = [_known_score(sample) for sample in group.samples]
     open_ones = [sample for sample, score in zip(group.samples, known, strict=True) if score is None]
-    answers = [Answer(sample.text, sample.messages) for sample in open_ones]
+    answers = [Answer(sample.text, sample.messages, _tokens(sample, group)) for sample in open_ones]
     found = iter(await reward.score_group(group.task, answers))
     return [next(found) if score is None else score for score in known]
+
+
+def _tokens(sample: Sample, group: SampledGroup) -> Sequence[int]:
+    record = sample.record(group)
+    return record["token_ids"][record.get("segments", [0])[-1] :]
 
 
 def _known_score(sample: Sample) -> Score | None:

@@ -59,6 +59,7 @@ def examine(
 ) -> list[Objection]:
     """The objections, the worst first. `parameters`: of the run's model; None if there is none, 0 if their number is unknown."""
     found = [*_missing_accelerators(nodes, hosts, settings), *_misplaced(nodes, settings)]
+    found += _crowded(nodes, settings) if settings.engines else ()
     updates = parameters is not None and settings.rl_phase != "rollout"
     used = {
         "deepspeed": settings.trainer.backend == "deepspeed",
@@ -90,7 +91,7 @@ def _missing_accelerators(nodes: Nodes, hosts: Mapping[int, str], settings: Sett
 
 def _misplaced(nodes: Nodes, settings: Settings) -> Iterator[Objection]:
     """`placement.*`: ranges that the nodes' accelerators do not have, or leave over."""
-    placed = {f"placement.{role}={text}": Ranges.parse(text) for role, text in _placed(settings).items()}
+    placed = {f"{name}={text}": Ranges.parse(text) for name, text in settings.placed.items()}
     counts = {rank: len(one.accelerators) for rank, one in nodes.items()}
     each, most = max(counts.values(), default=0), settings.num_nodes
     for what, ranges in placed.items():
@@ -111,13 +112,14 @@ def _misplaced(nodes: Nodes, settings: Settings) -> Iterator[Objection]:
                 f"there is no accelerator {beyond}; {counted(most, 'node')} with {each} each have 0 to {each * most - 1}",
             )
     holders = [ranges.holders(nodes, each) for ranges in placed.values()]
-    both = sorted(set.intersection(*map(set, holders)))
+    rollout, update = holders[: len(ROLES)]
+    both = sorted({*rollout} & {*update})
     if settings.rollout.ahead and both:
         what = f"rollout.ahead={settings.rollout.ahead}"
         yield Objection(
             True,
             what,
-            f"node {both[0]} both trains and rolls out; give each node to one of {' and '.join(placed)}",
+            f"node {both[0]} both trains and rolls out; give each node to one of {' and '.join([*placed][: len(ROLES)])}",
         )
     idle = [
         f"{number} of node {rank}"
@@ -134,8 +136,34 @@ def _misplaced(nodes: Nodes, settings: Settings) -> Iterator[Objection]:
         yield Objection(False, "nothing to do", ", ".join(idle))
 
 
-def _placed(settings: Settings) -> Mapping[str, str]:
-    return {role: getattr(settings.placement, role) for role in ROLES}
+def _crowded(nodes: Nodes, settings: Settings) -> Iterator[Objection]:
+    """Frozen engines: nodes that roll out without one, and accelerators on which too many are."""
+    each = max((len(one.accelerators) for one in nodes.values()), default=0)
+    shares: dict[tuple[int, int], dict[str, float]] = {}
+    own = {f"engines.{name}": (one, one.placement) for name, one in settings.engines.items()}
+    rollout = settings.placement.rollout
+    for name, (one, placement) in {"engine": (settings.engine, rollout), **own}.items():
+        for rank, devices in Ranges.parse(placement or rollout).holders(nodes, each).items():
+            for number in devices:
+                shares.setdefault((rank, number), {})[name] = one.gpu_memory_utilization
+    for name, (_, placement) in own.items():
+        holders = Ranges.parse(placement or rollout).holders(nodes, each)
+        without = [rank for rank in Ranges.parse(rollout).holders(nodes, each) if rank not in holders]
+        if without:
+            yield Objection(
+                True,
+                name,
+                f"node {without[0]} rolls out and has no server of it; let its placement include each such node",
+            )
+    full = next((item for item in shares.items() if len(item[1]) > 1 and sum(item[1].values()) > 1), None)
+    if full is not None:
+        (rank, number), together = full
+        what = " and ".join(f"{name}.gpu_memory_utilization={share:g}" for name, share in together.items())
+        yield Objection(
+            True,
+            "engines",
+            f"{what} are more than accelerator {number} of node {rank} has; lower them, or place the engines apart",
+        )
 
 
 def _differences(

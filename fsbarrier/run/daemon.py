@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import threading
 import time
@@ -36,6 +37,7 @@ from fsbarrier.errors import (
 from fsbarrier.loader import load_program
 from fsbarrier.processes.addresses import candidate_addresses
 from fsbarrier.processes.epitaph import Epitaph
+from fsbarrier.processes.rendezvous import LOOPBACK
 from fsbarrier.processes.signals import ending_signals_handled
 from fsbarrier.protocol.facts import Beat, Join, Payload
 from fsbarrier.protocol.membership import epitaph
@@ -51,6 +53,7 @@ from fsbarrier.rundir.heartbeats import iteration_of_others
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.rundir.session_settings import can_hold
+from fsbarrier.settings.placement import ALL, Ranges
 from fsbarrier.settings.sections import Settings
 from fsbarrier.store import files
 from fsbarrier.store.identity import boot_id, host_name, user_at_host
@@ -60,6 +63,7 @@ from fsbarrier.training.weights_copy import WeightsCopy
 from fsbarrier.view.amounts import ranks
 
 if TYPE_CHECKING:
+    from fsbarrier.engine.frozen import FrozenEngine
     from fsbarrier.engine.replicas import Replicas
 
 # How long the last heartbeat and the last console lines may take if a filesystem or a terminal hangs.
@@ -116,7 +120,7 @@ class Daemon:
         self.events = patiently(
             lambda: EventLog(record, rules, log_dir / "daemon.log", work_dir), HIDDEN_S, passes=fails_or_hides
         )
-        self.workplace = self._make_workplace(log_dir, work_dir, weights, devices)
+        self.workplace = self._make_workplace(rank, log_dir, work_dir, weights, devices)
         self.jobs = JobRunner(self._context_maker(observer), self.workplace, wake.set)
         code = code_digests(settings)
         fingerprint = Fingerprint.collect(devices, code, log_dir=log_dir)
@@ -133,6 +137,7 @@ class Daemon:
 
     def _make_workplace(
         self,
+        rank: int,
         log_dir: Path,
         work_dir: Path,
         weights: WeightsCopy | None,
@@ -140,10 +145,10 @@ class Daemon:
     ) -> Workplace:
         """Raises UsageError if there are too few accelerators."""
         settings, coordination = self.settings, self.settings.coordination
+        has_model = "model" in self._program.needs
         return Workplace(
-            engines=make_engines(settings, log_dir, work_dir, devices)
-            if "model" in self._program.needs
-            else None,
+            engines=make_engines(settings, log_dir, work_dir, devices) if has_model else None,
+            frozen=make_frozen(settings, rank, log_dir, work_dir, devices) if has_model else {},
             work_dir=work_dir,
             log_dir=log_dir,
             log_path=self.record.log_path,
@@ -260,8 +265,9 @@ class Daemon:
         with contextlib.suppress(StoreError):
             self.jobs.cancel()
             self.workplace.end_residents()
-        if self.workplace.engines is not None:
-            self.workplace.engines.stop()
+        for engine in (self.workplace.engines, *self.workplace.frozen.values()):
+            if engine is not None:
+                engine.stop()
 
     def _write_heartbeats(self) -> None:
         """Write heartbeats, in a thread, until this node has ended, and one last time then."""
@@ -338,3 +344,30 @@ def make_engines(
         devices=devices,
         secrets_named=(settings.judge.api_key_env,),
     )
+
+
+def make_frozen(
+    settings: Settings, rank: int, log_dir: Path, work_dir: Path, devices: Sequence[accelerators.Accelerator]
+) -> dict[str, FrozenEngine]:
+    """The frozen engines that may have servers on this node. Raises UsageError, OSError."""
+    if not settings.engines:
+        return {}
+    from fsbarrier.engine.frozen import FrozenEngine
+    from fsbarrier.engine.replicas import Replicas
+
+    found = {}
+    for name, own in settings.engines.items():
+        if Ranges.parse(own.placement or ALL).here(rank, len(devices)) is None:
+            continue
+        api_key = secrets.token_urlsafe(24)
+        replicas = Replicas(
+            own,
+            log_dir=log_dir,
+            work_dir=work_dir,
+            devices=devices,
+            secrets_named=(settings.judge.api_key_env,),
+            frozen=name,
+            api_key=api_key,
+        )
+        found[name] = FrozenEngine(name, replicas, api_key, LOOPBACK)
+    return found

@@ -25,6 +25,7 @@ from fsbarrier.training.weights_copy import WeightsCopy
 
 if TYPE_CHECKING:
     from fsbarrier.engine.accelerators import Accelerator
+    from fsbarrier.engine.frozen import FrozenEngine
     from fsbarrier.engine.replicas import Replicas
 
 T = TypeVar("T")
@@ -143,6 +144,8 @@ class Workplace:
     devices: Sequence[Accelerator] = field(default=(), kw_only=True)
     # The node ends a program that shows no sign of life for this long.
     stall_timeout_s: float
+    # The frozen engines that may have servers here, by name.
+    frozen: Mapping[str, FrozenEngine] = field(default_factory=dict)
     # How long a job retries reads of the shared directory while that fails.
     outage_s: float = OUTAGE_S
     # How long a program may take to end after SIGTERM, before it is killed.
@@ -168,6 +171,11 @@ class Workplace:
         if self.engines is None:
             raise StoreError("this program has no engine")
         return self.engines
+
+    def engines_gone(self) -> str:
+        """Why programs that call the engines cannot go on; "" if they can."""
+        failures = (one.failure for one in self.frozen.values() if one.failure)
+        return self.own_engines.none_left() or next(failures, "")
 
     def patiently(self, job: RowJob, ask: Callable[[], T]) -> T:
         """The result of `ask`, which reads the shared directory, retried for `outage_s` while that fails.

@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fsbarrier.decisions import PublishDecision
 from fsbarrier.engine import accelerators, command, model
+from fsbarrier.engine.engine import EngineInfo
 from fsbarrier.engine.placement import replicas
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes.rendezvous import LOOPBACK, port_of
@@ -26,6 +28,7 @@ from fsbarrier.program import (
     PublishFile,
     PublishWeights,
     ReleaseEngine,
+    ServeFrozen,
     ServeWeights,
     Steps,
     Value,
@@ -36,7 +39,7 @@ from fsbarrier.run.job import Result, RowJob, Workplace, journal_line
 from fsbarrier.run.weights import checked_weights
 from fsbarrier.run.worker_program import run_program
 from fsbarrier.rundir import checkpoints, journal, retention
-from fsbarrier.settings.sections import Settings
+from fsbarrier.settings.sections import ServerSettings, Settings
 from fsbarrier.store import files
 
 # What a dry run shows in place of values that are only known in a run, and how much of a value.
@@ -126,24 +129,45 @@ def _serve_weights(work: ServeWeights, context: Context, job: RowJob, workplace:
     workplace.engine_access = [{"url": i.url, "api_key": i.api_key, "model": i.model} for i in infos]
     # Known only if the weights have just been verified: once after each update.
     source = {"weights_from": lines[-1]["weights_from"]} if lines else {}
-    ready = [
-        {
-            "event": "engine_ready",
-            "replica": number,
-            "serving": work.policy_version,
-            "engine_action": info.action,
-            "engine_s": round(info.seconds, 3),
-            **source,
-            **({"engine_note": info.note} if info.note else {}),
-        }
-        for number, info in enumerate(infos)
-        if info.note or info.action != "kept"
-    ]
+    ready = _ready_lines(infos, serving=work.policy_version, **source)
     job.events += [*(line for line in lines if line["note"]), *ready]
     return {
         "engines": len(infos),
         "engine_s": round(max(info.seconds for info in infos), 3),
     }
+
+
+def _ready_lines(infos: Sequence[EngineInfo], **more: object) -> list[Payload]:
+    """Lines for the journal about the replicas that were changed."""
+    return [
+        {
+            "event": "engine_ready",
+            "replica": number,
+            **more,
+            "engine_action": info.action,
+            "engine_s": round(info.seconds, 3),
+            **({"engine_note": info.note} if info.note else {}),
+        }
+        for number, info in enumerate(infos)
+        if info.note or info.action != "kept"
+    ]
+
+
+def _serve_frozen(work: ServeFrozen, context: Context, job: RowJob, workplace: Workplace) -> Result:
+    """Make this node's servers of a frozen engine answer; returns when they do."""
+    engine, folder = workplace.frozen[work.name], context.settings.engines[work.name].model
+    job.progress = {"note": f"engines.{work.name}: starting"}
+    infos = engine.ensure(Path(str(folder)), work.devices, threads=work.threads, cancel=job.cancel)
+    job.events += _ready_lines(infos, engine=work.name)
+    return {}
+
+
+def _describe_frozen(work: ServeFrozen, settings: Settings) -> list[str]:
+    own = settings.engines[work.name]
+    return [
+        f"engines.{work.name}: serve {own.model}",
+        *_servers(Path(str(own.model)), own, work.threads, work.name),
+    ]
 
 
 def _describe_serving(work: ServeWeights, settings: Settings) -> list[str]:
@@ -155,25 +179,37 @@ def _describe_serving(work: ServeWeights, settings: Settings) -> list[str]:
         return [serve, "engine: use your own server (--debug-mode)"]
     if not work.folder.is_dir():
         return [serve, "engine: start vLLM on the model, once the run has created it"]
+    return [serve, *_servers(work.folder, settings.engine, work.threads)]
+
+
+def _servers(
+    folder: Path, settings: ServerSettings, threads: int, name: str = command.SERVED_NAME
+) -> list[str]:
+    """The command line of a server on this machine, and how many there are."""
     devices = accelerators.detect()
-    count = replicas(settings.engine, len(devices))
+    count = replicas(settings, len(devices))
     plan = command.ServerPlan(
         python=sys.executable,
-        model=model.inspect(work.folder),
-        settings=settings.engine,
+        model=model.inspect(folder),
+        settings=settings,
         socket=SOCKET,
         seed=0,
         accelerated=bool(devices),
         sleeps=False,
-        threads=max(1, work.threads // count),
+        threads=max(1, threads // count),
+        served_name=name,
     )
     words = command.argv(plan)
     words[words.index("--seed") + 1] = "SEED"
     own = [f"engine: {count} servers like this, each on its own accelerators or cores"] if count > 1 else []
-    return [serve, *own, shlex.join(words)]
+    return [*own, shlex.join(words)]
 
 
 def _release_engine(work: ReleaseEngine, context: Context, job: RowJob, workplace: Workplace) -> Result:
+    for name in work.frozen:
+        job.events.append(
+            {"event": "engine_released", "engine": name, **workplace.frozen[name].release(cancel=job.cancel)}
+        )
     return workplace.engines.release(cancel=job.cancel) if workplace.engines else {}
 
 
@@ -276,6 +312,7 @@ KINDS: Mapping[type[Any], Kind] = {
     ),
     Command: Kind(run_program, _describe_command, lambda work: work.extra),
     ServeWeights: Kind(_serve_weights, _describe_serving),
+    ServeFrozen: Kind(_serve_frozen, _describe_frozen),
     ReleaseEngine: Kind(_release_engine, lambda work, settings: ["engine: free the accelerator's memory"]),
     OpenRendezvous: Kind(_open_rendezvous, _describe_rendezvous, lambda work: {"port": PORT}),
     ProbeAddresses: Kind(

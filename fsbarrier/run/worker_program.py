@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from fsbarrier.engine.placement import visible
@@ -77,6 +78,7 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
     # Placeholders in the spec that this node fills in.
     known = {
         "{engine}": workplace.engine_access,
+        "{engines}": {name: asdict(one.address) for name, one in workplace.frozen.items()},
         "{weights_dir}": None if copy is None else str(copy.folder),
     }
     try:
@@ -192,7 +194,7 @@ def _watch(
         if job.cancel.is_set():
             child.stop(workplace.grace_s)
             raise Cancelled
-        if uses_engines and (how := workplace.own_engines.none_left()):
+        if uses_engines and (how := workplace.engines_gone()):
             child.stop(workplace.grace_s)
             raise ProgramFailed(how)
         stamp = _modified_ns(job.progress_file) + _modified_ns(child.log_file)

@@ -9,7 +9,7 @@ from fsbarrier.protocol.session import shown
 from fsbarrier.rundir.runrecord import RunRecord, shown_path
 from fsbarrier.settings.section import EACH_SESSION, EACH_START
 from fsbarrier.settings.sections import Settings, changes_of, fixed_because
-from fsbarrier.settings.sources import SETS, ChosenValue, set_in
+from fsbarrier.settings.sources import SETS, ChosenValue, name_in
 
 
 def stated_changes(
@@ -24,7 +24,7 @@ def stated_changes(
     sets = record.settings.eval.sets
     for key, item in chosen.items():
         kind, value, recorded = changes_of(key), ours.get(key), theirs.get(key)
-        own_set = set_in(key)
+        own_set = name_in(key) if key.startswith(f"{SETS}.") else ""
         if own_set and own_set not in sets:
             there = f"its sets are {', '.join(sorted(sets))}" if sets else "it has none, only eval.*"
             raise UsageError(

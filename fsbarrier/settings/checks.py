@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.placement import ROLES, Ranges
-from fsbarrier.settings.sources import ChosenValue, nearest
-from fsbarrier.settings.value_types import LOSSES, reward_kinds
+from fsbarrier.settings.sources import ChosenValue, nearest, stored_as
+from fsbarrier.settings.value_types import ENGINE, LOSSES, reward_kinds
 
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings
@@ -32,7 +32,7 @@ def shown(value: object) -> str:
 
 def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
     """Checks the rules between settings. Raises UsageError for the first broken one, quoting the settings as the user wrote them."""
-    for rules in (_run, _trainer, _rollouts, _rewards_and_evaluations, _algorithm):
+    for rules in (_run, _engines, _trainer, _rollouts, _rewards_and_evaluations, _algorithm):
         for broken in rules(settings, partial(_as_chosen, settings, chosen)):
             raise UsageError(broken)
 
@@ -75,22 +75,41 @@ def _run(s: Settings, named: AsChosen) -> Iterator[str]:
 def _placement(s: Settings, named: AsChosen) -> Iterator[str]:
     """Ranges of nodes and accelerators. How many accelerators there are is only known once the nodes have joined (run/admission.py)."""
     ranges: dict[str, Ranges] = {}
-    for role in ROLES:
+    for name, text in s.placed.items():
         try:
-            ranges[role] = Ranges.parse(getattr(s.placement, role))
+            ranges[name] = Ranges.parse(text)
         except ValueError as error:
-            yield f"{named(f'placement.{role}')}: {error}"
+            yield f"{named(stored_as(name))}: {error}"
             return
-        beyond = ranges[role].beyond(s.num_nodes) if ranges[role].nodes else None
+        beyond = ranges[name].beyond(s.num_nodes) if ranges[name].nodes else None
         if beyond is not None:
-            yield f"{named(f'placement.{role}')}: there is no node {beyond}; nodes are 0 to {s.num_nodes - 1} ({named('num_nodes')})"
-    named_nodes = [{n for n in range(s.num_nodes) if n in one} for one in ranges.values() if one.nodes]
+            yield f"{named(stored_as(name))}: there is no node {beyond}; nodes are 0 to {s.num_nodes - 1} ({named('num_nodes')})"
+    roles = [ranges[f"placement.{role}"] for role in ROLES]
+    named_nodes = [{n for n in range(s.num_nodes) if n in one} for one in roles if one.nodes]
     both = set.intersection(*named_nodes) if len(named_nodes) == len(ROLES) else set()
-    if s.rollout.ahead and (both or any(one.everything for one in ranges.values())):
+    if s.rollout.ahead and (both or any(one.everything for one in roles)):
         yield (
             f"{named('rollout.ahead')}: the nodes that train and those that roll out must be different ones; give each node to one of "
             f"{named('placement.rollout')} and {named('placement.update')}"
         )
+
+
+def _engines(s: Settings, named: AsChosen) -> Iterator[str]:
+    """Frozen engines: that those exist which something asks for, and have a model."""
+    for name, one in s.engines.items():
+        if one.model is None:
+            placed = f"engines.{name}.placement"
+            where = f"{named(placed)}: there" if one.placement is not None else f"engines.{name}: there"
+            yield f"{where} is no engine {name}; give engines.{name}.model, or name a role ({', '.join(ROLES)})"
+    scores = [kind.removeprefix(ENGINE) for kind in reward_kinds(s.reward.kind) if kind.startswith(ENGINE)]
+    judges = [s.judge.engine] if s.judge.engine is not None else []
+    asked = [*(("reward.kind", name) for name in scores), *(("judge.engine", name) for name in judges)]
+    for setting, name in asked:
+        if name not in s.engines:
+            there = f"; there is {', '.join(s.engines)}" if s.engines else ""
+            yield f"{named(setting)}: there is no engine {name}; give engines.{name}.model{there}"
+    if s.judge.engine is not None and s.judge.url is not None:
+        yield f"{named('judge.engine')}: contradicts {named('judge.url')}; drop one of the two"
 
 
 def _trainer(s: Settings, named: AsChosen) -> Iterator[str]:

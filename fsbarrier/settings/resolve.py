@@ -15,7 +15,7 @@ from fsbarrier.settings.checks import check, shown
 from fsbarrier.settings.presets import preset_values
 from fsbarrier.settings.section import nest
 from fsbarrier.settings.sections import Settings, known_names, sections
-from fsbarrier.settings.sources import ChosenValue, known_as, nearest, set_in
+from fsbarrier.settings.sources import ChosenValue, known_as, name_in, nearest
 from fsbarrier.settings.value_types import Kind
 
 #: of the settings `custom.*`
@@ -55,9 +55,9 @@ def _converted(item: ChosenValue) -> object:
         raise UsageError(f"{item.source}: {item.key} is a group of settings: {inside}")
     if kind is None:
         raise UsageError(f"{item.source}: unknown setting{nearest(item.key, known)}")
-    # The name of an evaluation set becomes part of dotted names and of metric names.
-    if not re.fullmatch("[A-Za-z0-9_-]*", set_in(item.key)):
-        raise UsageError(f"{item.source}: the name of a set may have letters, digits, _ and -")
+    # The name of an evaluation set becomes part of dotted names and of metric names, that of an engine of file names.
+    if not re.fullmatch("[A-Za-z0-9_-]*", name_in(item.key)):
+        raise UsageError(f"{item.source}: the name of a set or an engine may have letters, digits, _ and -")
     try:
         return kind.converted(item.value)
     except ValueError as error:

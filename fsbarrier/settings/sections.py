@@ -14,9 +14,10 @@ from functools import cache
 from typing import Any, Literal, get_type_hints
 
 from fsbarrier.protocol import timing
+from fsbarrier.settings.placement import ROLES
 from fsbarrier.settings.presets import Preset
 from fsbarrier.settings.section import Changes, EachSession, EachStart, Section
-from fsbarrier.settings.sources import SET_NAME, known_as
+from fsbarrier.settings.sources import ENGINE_NAME, SET_NAME, known_as
 from fsbarrier.settings.value_types import (
     AboveOne,
     Betas,
@@ -142,8 +143,8 @@ class RewardSettings(Section):
 
     FIXED_BECAUSE = "rewards from before and after the change would not be comparable"
 
-    #: `exact` match, `numeric` match, `math` (math-verify, LaTeX), `judge` (a language model), or your own `path/file.py:function`. A
-    #: comma-separated list adds several rewards up.
+    #: `exact` match, `numeric` match, `math` (math-verify, LaTeX), `judge` (a language model), `engines.NAME` (a reward model with a
+    #: classifier head), or your own `path/file.py:function`. A comma-separated list adds several rewards up.
     kind: Name = "exact"
     #: One weight for each reward in `reward.kind`; may be negative. Default: 1 each.
     weights: Numbers = ()
@@ -153,13 +154,16 @@ class RewardSettings(Section):
 
 @dataclass(frozen=True, slots=True)
 class JudgeSettings(Section):
-    """A language model that scores answers through an OpenAI-compatible API, for `reward.kind=judge` or your own reward function."""
+    """A language model that scores answers through an OpenAI-compatible API, for `reward.kind=judge` or your own reward function: one
+    of `engines`, or one elsewhere."""
 
     FIXED_BECAUSE = "rewards from before and after the change would not be comparable"
 
+    #: NAME of the engine in `engines.NAME`; none: `judge.url` and `judge.model` say where the judge is.
+    engine: Name | None = None
     #: Base URL of the API, for example https://host/v1.
     url: EachSession[Name | None] = None
-    #: Model name to request.
+    #: Model name to request at `judge.url`.
     model: Name | None = None
     #: Environment variable that contains the API key; none: send no key.
     api_key_env: Name | None = None
@@ -331,8 +335,8 @@ class PlacementSettings(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSettings(Section):
-    """The vLLM servers on each node."""
+class ServerSettings(Section):
+    """What the servers of the policy and those of other models have in common."""
 
     FIXED_BECAUSE = "each node configures its engines when it starts"
 
@@ -350,11 +354,28 @@ class EngineSettings(Section):
     extra_args: Words = ()
     #: Timeout for a started server to become ready, in seconds.
     start_timeout_s: Seconds = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings(ServerSettings):
+    """The vLLM servers on each node that serve the policy."""
+
     #: URL, as seen from each node, of an existing server that fsbarrier uses but does not start or stop; none: fsbarrier starts its own,
     #: or uses http://127.0.0.1:8000 with `--debug-mode`.
     url: str | None = None
     #: Environment variable that contains the API key of the server at `engine.url`.
     api_key_env: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenEngineSettings(ServerSettings):
+    """A model beside the policy that is served and never trained: a judge, a reward model, a teacher. You choose NAME. Its servers are
+    started with the first rollout."""
+
+    #: Hugging Face model: a folder, a folder inside the data path, or the name of a model in the local cache.
+    model: Name | None = None
+    #: Where its servers are, as in `placement`; may be written `placement.NAME`. none: as `placement.rollout`.
+    placement: Name | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,6 +506,8 @@ class Settings(Section):
     lora: LoraSettings = LoraSettings()
     update: UpdateSettings = UpdateSettings()
     engine: EngineSettings = EngineSettings()
+    #: Models beside the policy, by names that you choose, each with its own settings (below).
+    engines: Mapping[str, FrozenEngineSettings] = field(default_factory=dict)
     placement: PlacementSettings = PlacementSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     coordination: CoordinationSettings = CoordinationSettings()
@@ -511,6 +534,13 @@ class Settings(Section):
         }
 
     @property
+    def placed(self) -> dict[str, str]:
+        """All placements by the names of their settings."""
+        own = {f"placement.{name}": one.placement for name, one in sorted(self.engines.items())}
+        roles = {f"placement.{role}": getattr(self.placement, role) for role in ROLES}
+        return roles | {name: text for name, text in own.items() if text is not None}
+
+    @property
     def manages_engine(self) -> bool:
         """Whether the daemon starts and stops the vLLM server; if not, it uses an existing one."""
         return not self.debug_mode and self.engine.url is None
@@ -527,13 +557,20 @@ class Settings(Section):
         return hashlib.sha256(json.dumps(shared, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+#: the tables of tables, each after the group that it is described with
+NAMED: Mapping[type[Section], dict[str, type[Section]]] = {
+    EvalSettings: {f"{SET_NAME}.": EvalSet},
+    EngineSettings: {f"{ENGINE_NAME}.": FrozenEngineSettings},
+}
+
+
 @cache
 def known_names() -> Mapping[str, Kind]:
     """Every setting by its dotted name. "custom" covers all names below it, and NAME any name (see `known_as`)."""
     groups = sections()
     tables: dict[str, type[Section]] = {"": Settings}
     for name, group in groups.items():
-        tables |= {f"{name}.": group} | ({f"{SET_NAME}.": EvalSet} if group is EvalSettings else {})
+        tables |= {f"{name}.": group} | NAMED.get(group, {})
     found: dict[str, Kind] = {}
     for prefix, group in tables.items():
         hints = get_type_hints(group, include_extras=True)

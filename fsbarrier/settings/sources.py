@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsbarrier.errors import UsageError
+from fsbarrier.settings.placement import ROLES
 from fsbarrier.settings.section import leaves
 from fsbarrier.settings.value_types import Kind
 
@@ -35,23 +36,31 @@ FLAGS = {
 }
 
 
-#: a table of tables, keyed by names that the user chooses
-SETS = "eval.sets"
-SET_NAME = f"{SETS}.NAME"
+#: tables of tables, keyed by names that the user chooses
+SETS, ENGINES = "eval.sets", "engines"
+SET_NAME, ENGINE_NAME = f"{SETS}.NAME", f"{ENGINES}.NAME"
 
 
 def known_as(key: str) -> str:
     """The canonical name of a setting: `eval.sets.NAME.samples` for `eval.sets.aime.samples`, `eval.sets` for `eval.sets.aime`."""
-    below = key.removeprefix(f"{SETS}.")
-    if below == key:
-        return key
-    _, dot, leaf = below.partition(".")
-    return f"{SET_NAME}.{leaf}" if dot else SETS
+    for table in (SETS, ENGINES):
+        if key.startswith(f"{table}."):
+            _, dot, leaf = key.removeprefix(f"{table}.").partition(".")
+            return f"{table}.NAME.{leaf}" if dot else table
+    return key
 
 
-def set_in(key: str) -> str:
-    """The name of the evaluation set that a setting belongs to; "" for any other setting."""
-    return key.removeprefix(f"{SETS}.").partition(".")[0] if key.startswith(f"{SETS}.") else ""
+def name_in(key: str) -> str:
+    """The name of the evaluation set or engine that a setting belongs to; "" for any other setting."""
+    table = next((table for table in (SETS, ENGINES) if key.startswith(f"{table}.")), None)
+    return key.removeprefix(f"{table}.").partition(".")[0] if table else ""
+
+
+def stored_as(key: str) -> str:
+    """The name under which a setting is stored: `engines.judge.placement` for `placement.judge`."""
+    group, dot, name = key.partition(".")
+    engine = group == "placement" and dot and "." not in name and name not in ROLES
+    return f"{ENGINES}.{name}.placement" if engine else key
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +106,17 @@ def from_words(words: Iterable[str], known: Mapping[str, Kind]) -> list[ChosenVa
     found: list[ChosenValue] = []
     for word in words:
         key, equals, text = word.partition("=")
-        key = key.strip()
+        written, key = key.strip(), stored_as(key.strip())
         if not equals or not key:
             near = "" if known_as(key) in known else nearest(f"--{word.lstrip('-')}", FLAGS)
             hint = near or "; settings are written key=value"
             raise UsageError(f"unexpected argument {word!r}{hint}")
         value = parse_text(text, known.get(known_as(key)))
         try:
-            found += [ChosenValue(name, leaf, name) for name, leaf in leaves({key: value})]
+            found += [
+                ChosenValue(name, leaf, written if name == key else name)
+                for name, leaf in leaves({key: value})
+            ]
         except ValueError as error:
             raise UsageError(str(error)) from None
     return found
@@ -126,7 +138,7 @@ def from_file(path: Path) -> list[ChosenValue]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
         # An empty table says nothing, unless it is of an evaluation set.
-        found = [(key, value) for key, value in leaves(content) if value != {} or set_in(key)]
+        found = [(key, value) for key, value in leaves(content) if value != {} or name_in(key)]
     except OSError as error:
         raise UsageError(f"--config {path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -135,7 +147,7 @@ def from_file(path: Path) -> list[ChosenValue]:
         raise UsageError(f"--config {path}: not TOML: nested too deeply") from None
     except ValueError as error:
         raise UsageError(f"--config {path}: not TOML: {error}") from None
-    return [ChosenValue(key, value, f"{path}: {key}") for key, value in found]
+    return [ChosenValue(stored_as(key), value, f"{path}: {key}") for key, value in found]
 
 
 #: `coordination.last_call_s` for a run with `--num-nodes A:B`
@@ -169,7 +181,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     lowered = name.lower() if name.startswith("-") else name.lower().replace("-", "_")
     leaf = lowered.rpartition(".")[2]
     # The right name, perhaps in the wrong section.
-    alike = [each for each in candidates if each.rpartition(".")[2] == leaf and SET_NAME not in each][:3]
+    alike = [each for each in candidates if each.rpartition(".")[2] == leaf and ".NAME." not in each][:3]
     alike = alike or difflib.get_close_matches(lowered, candidates, n=1, cutoff=0.6)
     if not alike:
         leaves = {candidate.rpartition(".")[2]: candidate for candidate in reversed(candidates)}

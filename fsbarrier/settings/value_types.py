@@ -43,6 +43,10 @@ def reward_kinds(kind: str) -> list[str]:
     return [one.strip() for one in kind.split(",")]
 
 
+#: how the reward of a frozen engine begins in `reward.kind`
+ENGINE = "engines."
+
+
 def json_or_text(word: str) -> object:
     try:
         value: object = json.loads(word)

@@ -24,6 +24,7 @@ from fsbarrier import user_code
 from fsbarrier.data.tasks import Task
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.engine.model import placeholder_ids
+from fsbarrier.engine.openai_http import EngineAddress
 from fsbarrier.errors import FsbarrierError, ProgramFailed, UsageError
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.protocol.facts import JsonObject
@@ -65,7 +66,8 @@ class Rollout:
         most_samples = max(one.samples for one in self.rounds)
         servers = servers_of(spec, settings)
         agent = load_agent(settings.rollout.agent) if settings.rollout.agent else None
-        self.agents = AgentSampler(agent, settings.rollout, settings.custom) if agent else None
+        engines = {name: EngineAddress(**one) for name, one in spec.get("engines", {}).items()}
+        self.agents = AgentSampler(agent, settings.rollout, settings.custom, engines) if agent else None
         # With an agent, this timeout applies to each episode.
         self.task_timeout_s = None if agent else settings.rollout.task_timeout_s
         # Groups in flight per engine. Proportionally more if groups are smaller than in training rollouts, so that an evaluation with one
@@ -80,6 +82,7 @@ class Rollout:
             weights=settings.reward.weights,
             timeout_s=settings.reward.timeout_s,
             judge=settings.judge,
+            engines=engines,
         )
         # The claims of each round that was started; the last one belongs to the current round.
         self.claims = [assignment.open_claims(self.rounds[0].tasks)]

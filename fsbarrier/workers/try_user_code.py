@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 
+from fsbarrier.engine.openai_http import EngineAddress
 from fsbarrier.errors import UsageError
 from fsbarrier.rewards.kinds import open_reward
 from fsbarrier.rollouts.agents import load_agent
@@ -18,7 +19,8 @@ from fsbarrier.settings.value_types import LOSSES
 def main() -> int:
     settings = Settings.from_json(json.load(sys.stdin))
     try:
-        open_reward(settings.reward.kind, judge=settings.judge)
+        engines = {name: EngineAddress("http://127.0.0.1/v1", "", name, 1.0) for name in settings.engines}
+        open_reward(settings.reward.kind, judge=settings.judge, engines=engines)
         if settings.rollout.agent is not None:
             load_agent(settings.rollout.agent)
         if settings.algorithm.loss not in LOSSES:

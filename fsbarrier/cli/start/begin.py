@@ -187,6 +187,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     limits = filesystem.limits(given, nodes if isinstance(nodes, int) else 1)
     below = {**limits, **program.defaults, **defaults, **program.fixed, **fixed}
     settings = resolve(chosen.values(), below)
+    settings = _with_engines_folders(settings, settings.data_path, request.environ)
     asked.check_rank(rank, settings.num_nodes)
     check_node(settings, program, request.environ, dry_run=request.dry_run)
     tasks, model = _inputs(settings, program, asked, demo_tasks.FOLDER if is_demo else None)
@@ -259,6 +260,7 @@ def _inputs(
         model_folder.check_trainable(model, settings)
         model_folder.check_lengths(model, settings)
         model_folder.try_model(model, settings, asked.say)
+        model_folder.check_engines(settings, model)
     tasks: dict[str, TaskSource] = {}
     if data_path and named and "examples" in program.needs:
         tasks = task_files.read_examples(data_path, named, settings, model=model)
@@ -348,8 +350,13 @@ def _with_choices(asked: _Asked, recorded: Settings) -> Settings:
 def _with_models_folder(
     typed: Settings, record: RunRecord, data_path: str | None, environ: Mapping[str, str]
 ) -> Settings:
-    """The user's settings, with a model name resolved to its folder as in the record."""
+    """The user's settings, with the names of models resolved to their folders as in the record."""
+    typed = _with_engines_folders(typed, data_path, environ)
     if typed.model is None or typed.model == record.model:
         return typed
     folder = model_folder.find_model(typed.model, Path(data_path) if data_path else None, environ)
     return replace(typed, model=str(folder))
+
+
+def _with_engines_folders(settings: Settings, data_path: str | None, environ: Mapping[str, str]) -> Settings:
+    return model_folder.with_engines_folders(settings, Path(data_path) if data_path else None, environ)

@@ -18,10 +18,10 @@ from fsbarrier.protocol.facts import Join, Member, Payload
 from fsbarrier.run import work_kinds
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.hidden import shown
-from fsbarrier.settings.placement import ROLES, Ranges
+from fsbarrier.settings.placement import ALL, Ranges
 from fsbarrier.settings.presets import PRESETS, preset_values
 from fsbarrier.settings.section import leaves
-from fsbarrier.settings.sections import PlacementSettings, Settings
+from fsbarrier.settings.sections import Settings
 from fsbarrier.store.printable import printable, without_passwords
 
 
@@ -82,11 +82,11 @@ def describe(record: RunRecord, settings: Settings) -> Iterator[tuple[int, int, 
     first, last = program.span(settings.rl_phase)
     ranks = range(settings.num_nodes)
     each = (settings.expect_gpus or 0) // settings.num_nodes or len(accelerators.detect())
-    for role in ROLES:
-        ranges = Ranges.parse(text := getattr(settings.placement, role))
+    for name, text in settings.placed.items():
+        ranges = Ranges.parse(text)
         if not each and not (ranges.everything or ranges.nodes):
             raise UsageError(
-                f"placement.{role}={text} counts accelerators, and this machine has none: for a dry run add --expect-gpus N, the number "
+                f"{name}={text} counts accelerators, and this machine has none: for a dry run add --expect-gpus N, the number "
                 "of all nodes together"
             )
     context = Context(
@@ -105,7 +105,7 @@ def describe(record: RunRecord, settings: Settings) -> Iterator[tuple[int, int, 
         phase=program.rows[first],
         decisions={},
         python=sys.executable,
-        accelerators=each if settings.placement != PlacementSettings() else 0,
+        accelerators=each if {*settings.placed.values()} != {ALL} else 0,
         joins={r: Join(r, 1, f"node-{r}", 0, f"host-{r}", (f"ADDRESS-OF-NODE-{r}",)) for r in ranks},
     )
     for row in program.rows[first : last + 1]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsbarrier.cli.start.preflight import absolute
-from fsbarrier.engine.model import inspect, max_positions, sees, untrainable_parts
+from fsbarrier.engine.model import classifies, inspect, max_positions, sees, untrainable_parts
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.planning.model_shape import examine
 from fsbarrier.settings.checks import answer_lengths, tied_head
+from fsbarrier.settings.value_types import ENGINE, reward_kinds
 from fsbarrier.store import reading
 
 if TYPE_CHECKING:
@@ -22,25 +24,26 @@ Environ = Mapping[str, str]
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
-def find_model(name: str, data_path: Path | None, environ: Environ) -> Path:
+def find_model(name: str, data_path: Path | None, environ: Environ, setting: str = "--model") -> Path:
     """The folder of a Hugging Face model: a path, a folder below the data path, or a name in a local Hugging Face cache."""
+    said = f"{setting} {name}" if setting.startswith("--") else f"{setting}={name}"
     candidates = [absolute(name)]
     if data_path is not None:
         candidates.append(data_path / name)
     for candidate in candidates:
         if candidate.is_dir():
-            _check_model(name, candidate)
+            _check_model(said, candidate)
             return candidate
         if candidate.is_file():
-            raise UsageError(f"--model {name}: {candidate} is a file; give the folder with config.json")
+            raise UsageError(f"{said}: {candidate} is a file; give the folder with config.json")
     for cache in _caches(data_path, environ):
         snapshot = _cached(cache, name)
         if snapshot is not None:
-            _check_model(name, snapshot)
+            _check_model(said, snapshot)
             return snapshot
     looked = ", ".join(str(candidate) for candidate in candidates)
     raise UsageError(
-        f"--model {name}: no such folder (looked at {looked}, and in the local Hugging Face cache); nothing is "
+        f"{said}: no such folder (looked at {looked}, and in the local Hugging Face cache); nothing is "
         "downloaded: give a folder with config.json, weights and tokenizer"
     )
 
@@ -61,18 +64,72 @@ def _cached(cache: Path, name: str) -> Path | None:
     return snapshot if revision and snapshot.is_dir() else None
 
 
-def _check_model(name: str, folder: Path) -> None:
+def _check_model(said: str, folder: Path) -> None:
     try:
         # Also that each weight file is there, and as long as its header says.
         config = inspect(folder).config
     except ProgramFailed as error:
-        raise UsageError(f"--model {name}: {error}; give a Hugging Face model folder") from None
+        raise UsageError(f"{said}: {error}; give a Hugging Face model folder") from None
     for holds, what in (
         ("model_type" in config, "has a config.json without a model_type"),
         (any((folder / file).is_file() for file in _TOKENIZERS), "has no tokenizer"),
     ):
         if not holds:
-            raise UsageError(f"--model {name}: {folder} {what}; give a Hugging Face model folder")
+            raise UsageError(f"{said}: {folder} {what}; give a Hugging Face model folder")
+
+
+def with_engines_folders(settings: Settings, data_path: Path | None, environ: Environ) -> Settings:
+    """The settings with the folders of the frozen engines' models. Raises UsageError."""
+    found = {
+        name: one
+        if one.model is None
+        else replace(one, model=str(find_model(one.model, data_path, environ, f"engines.{name}.model")))
+        for name, one in settings.engines.items()
+    }
+    return replace(settings, engines=found)
+
+
+def check_engines(settings: Settings, policy: Path | None) -> None:
+    """Check that the frozen engines can do what they are asked for. Raises UsageError."""
+    scoring = [
+        kind.removeprefix(ENGINE) for kind in reward_kinds(settings.reward.kind) if kind.startswith(ENGINE)
+    ]
+    judge = settings.judge.engine
+    if judge is not None and classifies(inspect(Path(str(settings.engines[judge].model)))):
+        raise UsageError(
+            f"judge.engine={judge}: its model has a classifier head and writes nothing; use it as a reward (reward.kind={ENGINE}{judge})"
+        )
+    for name in scoring:
+        folder = Path(str(settings.engines[name].model))
+        if not classifies(inspect(folder)):
+            raise UsageError(
+                f"reward.kind={ENGINE}{name}: {folder} has no classifier head (architectures in its config.json); use it as a judge "
+                f"(judge.engine={name})"
+            )
+        _check_vocabulary(f"reward.kind={ENGINE}{name}", folder, policy)
+
+
+def _check_vocabulary(said: str, folder: Path, policy: Path | None) -> None:
+    """An engine that is sent the policy's tokens must have the same. Raises UsageError."""
+    ours, theirs = (_vocabulary(one) if one is not None else {} for one in (policy, folder))
+    other = next((token for token, number in ours.items() if theirs.get(token) != number), None)
+    if theirs and other is not None:
+        raise UsageError(
+            f"{said}: is sent the policy's tokens, but the tokenizer of {folder} has another number for {other!r} than that of {policy}; "
+            "use a model with the policy's tokenizer"
+        )
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    """The tokens of a model by their text; {} if it has no tokenizer.json."""
+    if not (folder / "tokenizer.json").is_file():
+        return {}
+    content = reading.json_object(folder / "tokenizer.json", UsageError)
+    listed = content.get("model", {}).get("vocab", {})
+    pieces = (
+        listed if isinstance(listed, dict) else {piece: number for number, (piece, _) in enumerate(listed)}
+    )
+    return {**pieces, **{one["content"]: one["id"] for one in content.get("added_tokens", ())}}
 
 
 def check_trainable(folder: Path, settings: Settings) -> None:

@@ -112,6 +112,10 @@ def _engine(settings: Settings, environ: Environ) -> None:
     from fsbarrier.engine.placement import check_arguments, placements
 
     engine = settings.engine
+    for name, own in settings.engines.items():
+        check_arguments(own, f"engines.{name}")
+        if not (Path(str(own.model)) / "config.json").is_file():
+            raise UsageError(f"engines.{name}.model={own.model}: no such model folder on this node")
     if settings.manages_engine:
         check_arguments(engine)
         placements(engine, accelerators.detect(environ), environ, sorted(os.sched_getaffinity(0)))

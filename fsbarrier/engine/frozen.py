@@ -1,0 +1,151 @@
+"""A frozen engine of this node (`engines.NAME`): a model that is served beside the policy, on its own servers, behind one address.
+
+    frozen = FrozenEngine("judge", replicas, api_key, LOOPBACK)
+    frozen.ensure(folder, devices, cancel=event)     # all its servers answer now
+    frozen.address                                   # for the rollout program
+
+Its servers listen on private sockets like the policy's. A gateway in this process connects a TCP port with the least loaded of them, so
+that any OpenAI client can reach it; the servers check the key. A request that finds none waits until one is back: the first one that
+meets a dead server has it started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsbarrier.engine.engine import EngineInfo, Release
+from fsbarrier.engine.openai_http import UNIX, EngineAddress
+from fsbarrier.engine.replicas import Replicas
+from fsbarrier.errors import FsbarrierError, ProgramFailed
+from fsbarrier.processes import rendezvous
+from fsbarrier.store.retry import Backoff
+
+# How often a waiting request looks for a server.
+PAUSES = Backoff(0.1, 1.0)
+BLOCK_BYTES = 1 << 16
+# A server that dies so often between two rollouts is given up.
+MOST_DEATHS = 3
+STOP_S = 5.0
+
+
+class FrozenEngine:
+    """Thread-safe."""
+
+    def __init__(self, name: str, replicas: Replicas, api_key: str, addresses: Sequence[str]) -> None:
+        """`addresses`: of this host, where it listens. Raises OSError."""
+        self.name, self.replicas, self.api_key = name, replicas, api_key
+        self._folder, self._threads = Path(), 0
+        self._listening = rendezvous.listen(addresses)
+        self.port = rendezvous.port_of(self._listening[0])
+        # Why it cannot be started again; "" if it need not be, or could.
+        self.failure = ""
+        self._deaths, self._closing = 0, threading.Event()
+        # The sockets of the servers, and the connections to each.
+        self._sockets: tuple[str, ...] = ()
+        self._open = Counter[str]()
+        self._reviving: asyncio.Task[None] | None = None
+        self._gateway = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self._gateway.start()
+
+    @property
+    def address(self) -> EngineAddress:
+        """For programs on this node."""
+        url, patience_s = f"http://127.0.0.1:{self.port}/v1", self.replicas.settings.start_timeout_s
+        return EngineAddress(url, self.api_key, self.name, patience_s)
+
+    def ensure(
+        self, folder: Path, devices: Sequence[int] | None, *, threads: int, cancel: threading.Event
+    ) -> list[EngineInfo]:
+        """Have all servers serve the model in `folder`, on these of the node's accelerators. Raises ProgramFailed, UsageError."""
+        self.failure, self._deaths = "", 0
+        self._folder, self._threads = folder, threads
+        self.replicas.use(devices)
+        return self._bring(cancel)
+
+    def release(self, *, cancel: threading.Event) -> Release:
+        """Free the accelerators' memory for the trainer. Raises ProgramFailed."""
+        return self.replicas.release(cancel=cancel)
+
+    def stop(self) -> None:
+        """Returns when all its servers are gone."""
+        self._closing.set()
+        self.replicas.stop()
+        self._gateway.join(STOP_S)
+
+    def _bring(self, cancel: threading.Event) -> list[EngineInfo]:
+        try:
+            infos = self.replicas.ensure(self._folder, 0, threads=self._threads, cancel=cancel)
+        except ProgramFailed as error:
+            raise ProgramFailed(f"engines.{self.name}: {error}") from None
+        self._sockets = tuple(info.url.removeprefix(UNIX) for info in infos)
+        return infos
+
+    # --- the gateway, in its own thread ---
+
+    async def _serve(self) -> None:
+        servers = [await asyncio.start_server(self._connect, sock=one) for one in self._listening]
+        await asyncio.to_thread(self._closing.wait)
+        for server in servers:
+            server.close()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Connect a client with a server, until either ends the connection."""
+        with contextlib.closing(writer):
+            for pause_s in PAUSES:
+                for path in sorted(self._sockets, key=lambda one: self._open[one]):
+                    with contextlib.suppress(OSError):
+                        server = await asyncio.open_unix_connection(path)
+                        self._open[path] += 1
+                        try:
+                            await _between((reader, writer), server)
+                        finally:
+                            self._open[path] -= 1
+                        return
+                self._revive()
+                if self.failure or reader.at_eof():
+                    return
+                await asyncio.sleep(pause_s)
+
+    def _revive(self) -> None:
+        """Start dead servers again, in a thread, if nothing does that yet."""
+        ended = [one.how_it_ended() for one in self.replicas.engines if one.ended]
+        if not ended or self._closing.is_set() or (self._reviving and not self._reviving.done()):
+            return
+        self._deaths += 1
+        if self._deaths > MOST_DEATHS:
+            self.failure = f"engines.{self.name} died {self._deaths} times: {ended[0]}"
+            return
+
+        async def bring() -> None:
+            try:
+                await asyncio.to_thread(self._bring, self._closing)
+            except FsbarrierError as error:
+                self.failure = str(error)
+
+        self._reviving = asyncio.create_task(bring())
+
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def _between(client: Streams, server: Streams) -> None:
+    """Pass on what both say. The connection ends with either side, so that an end is never taken for an answer."""
+    one_way = [asyncio.create_task(_pass_on(a[0], b[1])) for a, b in ((client, server), (server, client))]
+    try:
+        await asyncio.wait(one_way, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in one_way:
+            task.cancel()
+        server[1].close()
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while block := await reader.read(BLOCK_BYTES):
+            writer.write(block)
+            await writer.drain()

@@ -1,0 +1,164 @@
+"""Requests of rewards to a model: a frozen engine of this run, or a server elsewhere.
+
+At most `concurrency` requests are in flight, no matter how many trajectories wait. What may pass is tried again: a frozen engine that has
+died is back within its own `start_timeout_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from fsbarrier.data.tasks import Task
+from fsbarrier.engine.openai_http import (
+    LONGEST_PAUSE_S,
+    EngineAddress,
+    asked_again,
+    bearer,
+    described,
+    may_pass,
+    refusal_text,
+)
+from fsbarrier.rewards.score import Answer, Reward, Score, finite
+from fsbarrier.store.printable import without_passwords
+from fsbarrier.store.reading import ANSWER_BYTES
+
+#: requests of groups to a reward model at once
+CONCURRENCY = 16
+#: how often a server elsewhere is asked, with pauses
+TRIES = 4
+
+
+class ModelServerError(Exception):
+    """The model gave no answer; the message is the reason."""
+
+
+class _Again(ModelServerError):
+    """A failure that a retry may fix."""
+
+
+class ModelServer:
+    """`said`: what messages call it. Each request gets `timeout_s`."""
+
+    def __init__(
+        self,
+        said: str,
+        url: str,
+        api_key: str,
+        concurrency: int,
+        timeout_s: float,
+        patience_s: float | None = None,
+    ) -> None:
+        """`patience_s`: how long to try; None: `TRIES` times."""
+        self.said, self.timeout_s, self._patience_s = said, timeout_s, patience_s
+        self._free = asyncio.Semaphore(concurrency)
+        self._client = httpx.AsyncClient(
+            base_url=url.rstrip("/"),
+            headers={**bearer(api_key), "Accept-Encoding": "identity"},
+            timeout=httpx.Timeout(timeout_s, pool=None),
+            limits=httpx.Limits(max_connections=concurrency),
+            # A frozen engine is in this cluster.
+            trust_env=patience_s is None,
+        )
+
+    @classmethod
+    def of_engine(cls, address: EngineAddress, concurrency: int, timeout_s: float) -> ModelServer:
+        said, access = f"engines.{address.model}", (address.base_url, address.api_key)
+        return cls(said, *access, concurrency, timeout_s, address.patience_s)
+
+    @property
+    def patience_s(self) -> float:
+        """The maximum duration of one question, including retries."""
+        if self._patience_s is not None:
+            return self._patience_s + self.timeout_s
+        return TRIES * self.timeout_s + (TRIES - 1) * LONGEST_PAUSE_S
+
+    async def post(self, path: str, body: Mapping[str, object]) -> Any:
+        """The answer, as JSON. Raises ModelServerError."""
+        tries = TRIES if self._patience_s is None else None
+        async with self._free:
+            return await asked_again(
+                lambda: self._post_once(path, body), after=_Again, tries=tries, within_s=self._patience_s
+            )
+
+    async def _post_once(self, path: str, body: Mapping[str, object]) -> Any:
+        try:
+            # httpx limits the time between chunks of a response; this limits the whole request.
+            async with asyncio.timeout(self.timeout_s):
+                status, answer = await self._answer(path, body)
+        except (httpx.TransportError, TimeoutError) as error:
+            # Stored with the trajectory, so without the password of its address.
+            raise _Again(
+                without_passwords(
+                    f"{self.said} at {self._client.base_url} does not answer: {described(error)}"
+                )
+            ) from None
+        if status != 200:
+            refusal = without_passwords(f"{self.said} refuses: HTTP {status}: {refusal_text(answer)}")
+            raise (_Again if may_pass(status) else ModelServerError)(refusal)
+        try:
+            return json.loads(answer)
+        except (ValueError, RecursionError):
+            raise ModelServerError(f"the answer of {self.said} is not JSON") from None
+
+    async def _answer(self, path: str, body: Mapping[str, object]) -> tuple[int, bytes]:
+        """Status and content. Raises ModelServerError for one that is too long or compressed, httpx.TransportError."""
+        async with self._client.stream("POST", path, json=body) as response:
+            if response.headers.get("content-encoding", "identity").lower() != "identity":
+                # A few bytes of gzip may stand for gigabytes, and none was asked for.
+                raise ModelServerError(
+                    f"the answer of {self.said} is compressed, although that was not asked for"
+                )
+            answer = bytearray()
+            async for piece in response.aiter_raw():
+                answer += piece
+                if len(answer) > ANSWER_BYTES:
+                    raise ModelServerError(
+                        f"the answer of {self.said} is longer than {ANSWER_BYTES >> 20} MiB"
+                    )
+        return response.status_code, bytes(answer)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+class ClassifierReward(Reward):
+    """`reward.kind=engines.NAME`: the raw score of a reward model with a classifier head for the tokens of prompt and answer."""
+
+    def __init__(self, engine: EngineAddress, timeout_s: float) -> None:
+        self.engine = engine
+        self.server = ModelServer.of_engine(engine, CONCURRENCY, timeout_s)
+
+    async def score_group(self, task: Task, answers: Sequence[Answer]) -> list[Score]:
+        if not answers:
+            return []
+        started, name = time.monotonic(), self.engine.model
+        tokens = [list(one.token_ids) for one in answers]
+        # Without the activation, which would be a sigmoid.
+        body = {"model": name, "input": tokens, "use_activation": False}
+        try:
+            found = await self.server.post(f"{self.engine.root}/classify", body)
+            scores = [_single(one["probs"]) for one in found["data"]]
+            if len(scores) != len(answers):
+                raise ValueError(f"{len(scores)} scores for {len(answers)} answers")
+        except (ModelServerError, KeyError, TypeError, ValueError) as error:
+            ours = isinstance(error, ModelServerError)
+            problem = str(error) if ours else f"engines.{name} gave no score for each answer: {error}"
+            return [Score(0.0, error=problem, seconds=time.monotonic() - started)] * len(answers)
+        return [Score(one, {name: one}, seconds=time.monotonic() - started) for one in scores]
+
+    async def close(self) -> None:
+        await self.server.close()
+
+
+def _single(values: Sequence[object]) -> float:
+    """The score of a model with one label. Raises ValueError."""
+    score = finite(values[0]) if len(values) == 1 else None
+    if score is None:
+        raise ValueError(f"{str(values)[:80]}, not a single number")
+    return score
