@@ -14,7 +14,7 @@ from trajectory_files import write_part
 
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
-from fsbarrier.coordination.paces import Paces
+from fsbarrier.coordination.poll_intervals import PollIntervals
 from fsbarrier.data.merge import MergeRequest, Part, merge
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Payload, Position, Record
 from fsbarrier.protocol.state import Node, RowPart, WorkReport
@@ -101,7 +101,7 @@ class DoneAtOnce:
 def test_what_a_member_says_of_its_work_is_whole_after_a_loss_of_power(tmp_path: Path, status: str) -> None:
     """Were only the name of its fact left, nobody would wait for it any more, and the leader could not read it."""
     store, paths = PosixStore(), RunPaths(tmp_path)
-    observer = Observer(store, paths, RULES.table, Paces(0.0, 0.0))
+    observer = Observer(store, paths, RULES.table, PollIntervals(0.0, 0.0))
     observer.prepare()
     join = Join(1, 0, "host1", 1, "boot", time="1")
     loop = NodeLoop(store, observer, RULES, DoneAtOnce(status == "done"), join, lambda *_: None)

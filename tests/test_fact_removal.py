@@ -13,7 +13,7 @@ from fsbarrier.coordination.group.member import make_member
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.own_facts import AT_ONCE, OwnFacts
-from fsbarrier.coordination.paces import Paces
+from fsbarrier.coordination.poll_intervals import PollIntervals
 from fsbarrier.coordination.resume import LastGeneration
 from fsbarrier.coordination.row_watch import RowWatch
 from fsbarrier.program import PHASE_NAMES, Phase, Program
@@ -33,7 +33,7 @@ def run_two_nodes(folder: Path, iterations: int, rules: Rules = PING) -> list[st
     paths, store = RunPaths(folder), PosixStore()
 
     def start(rank: int) -> NodeLoop:
-        observer = Observer(store, paths, rules.table, Paces(0.0, 0.0))
+        observer = Observer(store, paths, rules.table, PollIntervals(0.0, 0.0))
         join = Join(rank, 0, f"host{rank}", rank, "boot", until=iterations, time=str(rank))
         loop = NodeLoop(store, observer, rules, CollectiveWork(), join, lambda event, node, fields: None)
         observer.prepare()

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 
-from fsbarrier.coordination.free_ranks import free_ranks
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
-from fsbarrier.coordination.paces import make_paces
+from fsbarrier.coordination.ranks import free_ranks
+from fsbarrier.coordination.run_rules import poll_intervals
 from fsbarrier.protocol.facts import Beat, Join
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.record_store import PosixStore
@@ -40,9 +40,11 @@ def started(record: RunRecord, rank: int, host: str, *, incarnation: int = 1) ->
     assert STORE.create(record.paths.join(rank, incarnation), Join(rank, incarnation, host, 1, "boot"))
 
 
-def beat(record: RunRecord, rank: int, state: str = "running", counter: int = 1) -> None:
+def beat(
+    record: RunRecord, rank: int, state: str = "running", counter: int = 1, host: str = "elsewhere"
+) -> None:
     STORE.make_dir(record.paths.status)
-    STORE.put(record.paths.beat(rank, 1), Beat(rank, 1, counter, "host", 1, state))
+    STORE.put(record.paths.beat(rank, 1), Beat(rank, 1, counter, host, 1, state))
 
 
 def order(record: RunRecord) -> list[tuple[int, int]]:
@@ -57,7 +59,7 @@ def test_one_s_own_rank_first_then_free_ones_then_those_that_ended_then_silent_o
     started(record, 1, "b")
     beat(record, 1, "left")
     started(record, 2, host_name())
-    beat(record, 2)
+    beat(record, 2, host=host_name())
     # It has joined and is about to write its first heartbeat.
     started(record, 4, host_name())
     assert order(record) == [(2, 2), (3, 1), (1, 2), (0, 2), (2, 2), (4, 2)]
@@ -86,7 +88,7 @@ def test_a_rank_of_which_something_is_heard_is_not_free(record: RunRecord) -> No
 
 
 def loop(record: RunRecord, pid: int) -> NodeLoop:
-    observer = Observer(STORE, record.paths, None, make_paces(record.settings))  # type: ignore[arg-type]
+    observer = Observer(STORE, record.paths, None, poll_intervals(record.settings))  # type: ignore[arg-type]
     observer.prepare()
     join = Join(1, 0, "h", pid, "boot")
     return NodeLoop(STORE, observer, None, None, join, lambda *_: None)  # type: ignore[arg-type]

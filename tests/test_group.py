@@ -19,9 +19,8 @@ import pytest
 from group_members import FAST, REPO, Failed, Members
 
 import fsbarrier
-from fsbarrier.coordination.group.collective import Collective, CollectiveWork
+from fsbarrier.coordination.group.collective import MAX_OBJECT_BYTES, Collective, CollectiveWork
 from fsbarrier.coordination.group.group import Group
-from fsbarrier.coordination.group.json_objects import MAX_OBJECT_BYTES
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.program import PHASE_NAMES, Phase, Program
@@ -374,7 +373,7 @@ def test_no_heartbeat_bears_another_process_s_incarnation(tmp_path: Path) -> Non
             store.create(paths.join(0, 2), replace(here, incarnation=2, host="new", pid=2))
         record = Generation(number, members, members[0].rank, Position(1, 0), "")
         store.create(paths.generation(number), record)
-        loop.observer.hurry()
+        loop.observer.poll_now()
         with contextlib.suppress(fsbarrier.Fenced):
             loop.tick(float(number))
     assert loop.node.incarnation == 2 and loop.beat().incarnation == 1

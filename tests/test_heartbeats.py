@@ -15,7 +15,7 @@ from fsbarrier.coordination.group.collective import CollectiveWork
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.own_facts import OwnFacts
-from fsbarrier.coordination.paces import Paces, next_beat_s
+from fsbarrier.coordination.poll_intervals import PollIntervals, next_beat_s
 from fsbarrier.program import Phase, Program, Value
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, Pulse, Record
@@ -124,7 +124,7 @@ def started(
     rules = Rules(Program("one", (row,)), nodes)
 
     def start(rank: int) -> NodeLoop:
-        observer = Observer(store, paths, rules.table, Paces(0.0, 0.0))
+        observer = Observer(store, paths, rules.table, PollIntervals(0.0, 0.0))
         join = Join(rank, 0, f"host{rank}", rank, "boot", until=1)
         loop = NodeLoop(
             store, observer, rules, CollectiveWork(), join, lambda event, node, fields: events.append(event)
@@ -426,7 +426,7 @@ def test_only_whoever_finished_this_generation_has_passed_its_last_row(
     tmp_path: Path, state: str, generation: int, arrived: set[int]
 ) -> None:
     paths, store, members = RunPaths(tmp_path), PosixStore(), (Member(0, 1), Member(1, 1))
-    observer = Observer(store, paths, Program("one", (Phase(0, "last"),)), Paces(0.0, 0.0))
+    observer = Observer(store, paths, Program("one", (Phase(0, "last"),)), PollIntervals(0.0, 0.0))
     observer.prepare()
     here = Generation(1, members, 1, Position(1, 0), "start", until=1)
     node = Node(1, 1, 0.0, stage=Stage.RUNNING, generation=here, position=here.start, part=RowPart.ANNOUNCED)

@@ -121,12 +121,12 @@ ENTERS_2 = step(waiting(0), sees(generation(2), ledger=Ledger(heard_until=NOW, m
 LEAVES_1 = step(at_row(0, MERGE), sees(generation(2, (1, 2)), ledger=heard(missed_s=7.0)), NOW, rules())[0]
 
 
-@pytest.mark.parametrize(("blind_s", "lost"), [(1.5, []), (18.0, [1, 2])])
+@pytest.mark.parametrize(("poll_gap_s", "lost"), [(1.5, []), (18.0, [1, 2])])
 def test_time_in_which_this_node_was_stopped_is_no_silence_of_members_that_it_never_heard(
-    blind_s: float, lost: list[int]
+    poll_gap_s: float, lost: list[int]
 ) -> None:
     """I7: it entered its generation, was stopped before its next look, and then could not read their heartbeats."""
-    ledger = Ledger(heard_until=NOW, missed_s=7.0).observe({}, NOW + 18.0, NOW + 18.0, blind_s)
+    ledger = Ledger(heard_until=NOW, missed_s=7.0).observe({}, NOW + 18.0, NOW + 18.0, poll_gap_s)
     at = Situation(ENTERS_2, sees(ENTERS_2.generation, ledger=ledger), NOW + 18.0, rules())
     assert [loss.member.rank for loss in at.gone] == lost
     left_out = found_by_others(at, generation(3, (0,), created_by=3))

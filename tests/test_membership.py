@@ -67,7 +67,7 @@ def test_a_counter_that_moves_is_a_sign_of_life(
         ([(0.0, 0.0, {0: beat(5)}), (2.9, 2.0, {})], 2.0),  # up to its own last one, and not up to now
         ([(0.0, 0.0, {0: beat(5)}), (50.0, 0.0, {})], 0.0),
         ([(1.5, 1.0, {0: beat(5)}), (3.1, 3.0, {})], 1.5),  # from the look that showed it on
-        ([(0.0, 0.0, {0: beat(5)}), (3.0, 3.0, {})], 3.0),  # blind_s is not longer than blind_s
+        ([(0.0, 0.0, {0: beat(5)}), (3.0, 3.0, {})], 3.0),  # poll_gap_s is not longer than poll_gap_s
         ([(0.0, 0.0, {0: beat(5)}), (9.0, 9.0, {})], 3.0),  # of a longer gap so much counts
         ([(0.0, 0.0, {0: beat(5)}), (9.0, 9.0, {}), (18.0, 18.0, {})], 6.0),  # where all is slow, too
         ([(0.0, 0.0, {0: beat(5)}), (2.0, 2.0, {}), (22.0, 2.0, {}), (22.5, 22.1, {})], 5.0),
@@ -204,7 +204,7 @@ def test_a_stop_holds_for_the_starts_that_were_there(tmp_path: Path) -> None:
         request = StopRequest(True, f"ann {number}", starts=starts)
         store.put(paths.stop(number), request)
         for observer in runs.values():
-            observer.hurry()
+            observer.poll_now()
         return request
 
     def seen(rank: int) -> StopRequest | None:

@@ -10,8 +10,7 @@ from typing import Any, cast
 import pytest
 
 from fsbarrier.coordination.life import NodeLife
-from fsbarrier.coordination.paces import make_paces
-from fsbarrier.coordination.run_rules import make_rules
+from fsbarrier.coordination.run_rules import make_rules, poll_intervals
 from fsbarrier.program import Phase, Program
 from fsbarrier.settings.sections import CoordinationSettings, Settings
 from fsbarrier.store.retry import Backoff
@@ -26,7 +25,7 @@ class Mount:
         self.fails = False
         self.observer = SimpleNamespace(
             paths=SimpleNamespace(root=root),
-            paces=SimpleNamespace(outage_s=OUTAGE_S),
+            intervals=SimpleNamespace(outage_s=OUTAGE_S),
             schedule=SimpleNamespace(beats_due=0.0),
         )
         self.node, self.store = SimpleNamespace(rank=2), None
@@ -71,6 +70,6 @@ def test_the_times_of_a_node_are_those_of_its_settings() -> None:
     settings = Settings(coordination=coordination, num_nodes=2)
     limits = make_rules(settings, Program("ping", (Phase(0, "only"),))).limits
     assert (limits.suspect_s, limits.dead_s, limits.stagger_s) == (12.0, 20.0, 6.0)
-    paces = make_paces(settings)
+    intervals = poll_intervals(settings)
     # A longer time without a look is one and a half beats.
-    assert (paces.blind_s, paces.outage_s) == (4.5, 240.0)
+    assert (intervals.poll_gap_s, intervals.outage_s) == (4.5, 240.0)

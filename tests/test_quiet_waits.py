@@ -11,12 +11,13 @@ from core_builders import generation
 from test_fact_removal import PING
 
 from fsbarrier.cli.start import filesystem
-from fsbarrier.coordination import directory_watch
+from fsbarrier.coordination import polling
 from fsbarrier.coordination.group.collective import CollectiveWork
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
-from fsbarrier.coordination.paces import crowding, make_paces
+from fsbarrier.coordination.poll_intervals import size_factor
 from fsbarrier.coordination.polling import FIRST_PAUSE_S, POLL_MAX_S, LookWaits, Pace
+from fsbarrier.coordination.run_rules import poll_intervals
 from fsbarrier.protocol.facts import Beat, Fact, Join, Position, Pulse, R, Record
 from fsbarrier.protocol.state import RowPart, Rules
 from fsbarrier.rundir.names import fact_name
@@ -88,7 +89,7 @@ class CountingClient(MountClient):
 @pytest.fixture(autouse=True)
 def no_hints(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a network mount, where polling is all there is."""
-    monkeypatch.setattr(directory_watch, "_is_local", lambda path: False)
+    monkeypatch.setattr(polling, "_is_local", lambda path: False)
 
 
 class WaitingNode:
@@ -103,7 +104,7 @@ class WaitingNode:
         self.settings = resolve(typed, filesystem.limits({}, nodes), cross_checks=False)
         self.beat_s = self.settings.coordination.beat_s
         store = cast(Store, self.client)
-        observer = Observer(store, PATHS, PING.table, make_paces(self.settings))
+        observer = Observer(store, PATHS, PING.table, poll_intervals(self.settings))
         join = Join(rank, 0, f"host{rank}", rank, "boot")
         rules = Rules(PING.table, nodes)
         self.loop = NodeLoop(store, observer, rules, CollectiveWork(), join, lambda event, node, fields: None)
@@ -115,8 +116,8 @@ class WaitingNode:
         self.loop.start(0.0)
         self.others.create(cast(SimPath, PATHS.generation(1)), generation(1, tuple(range(nodes)), (1, 0)))
         self.pace = Pace(self.loop)
-        crowd = crowding(nodes)
-        self.pauses = Backoff(FIRST_PAUSE_S * crowd, POLL_MAX_S * crowd)
+        factor = size_factor(nodes)
+        self.pauses = Backoff(FIRST_PAUSE_S * factor, POLL_MAX_S * factor)
         #: the times of the looks
         self.looks: list[float] = []
 

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 
-from fsbarrier.coordination.rank_lock import hold_rank
+from fsbarrier.coordination.ranks import hold_rank
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.facts import Beat
+from fsbarrier.protocol.membership import GONE, epitaph
 from fsbarrier.rundir import runrecord
+from fsbarrier.rundir.heartbeats import beats_of_newest_starts
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.resolve import resolve
@@ -44,8 +46,7 @@ def beat(record: RunRecord, incarnation: int, counter: int, state: str = "runnin
 def test_a_daemon_in_another_container_of_this_host_is_left_alone(
     record: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with hold_rank(record.log_path, record.run_id, 2, FOREVER_S) as lock:
-        lock.note_start(1)
+    with hold_rank(record.log_path, 2, FOREVER_S):
         ended = threading.Event()
 
         def beating() -> None:
@@ -59,7 +60,7 @@ def test_a_daemon_in_another_container_of_this_host_is_left_alone(
         in_container(monkeypatch, tmp_path / "two")
         try:
             with pytest.raises(UsageError, match=rf"already running on {host_name()}, process 1"):
-                hold_rank(record.log_path, record.run_id, 2, FOREVER_S).__enter__()
+                hold_rank(record.log_path, 2, FOREVER_S).__enter__()
         finally:
             ended.set()
             thread.join()
@@ -89,14 +90,14 @@ def test_a_heartbeat_that_is_met_in_its_replacement_is_watched(
     thread.start()
     try:
         with pytest.raises(UsageError, match="already running on"):
-            hold_rank(record.log_path, record.run_id, 2, FOREVER_S).__enter__()
+            hold_rank(record.log_path, 2, FOREVER_S).__enter__()
     finally:
         ended.set()
         thread.join()
 
 
 def test_a_killed_node_starts_again_at_once(tmp_path: Path) -> None:
-    """Its lock proves that it is dead: it waits for no time-out, however long that is."""
+    """Its epitaph says that it is dead: it waits for no time-out, however long that is."""
     flags = ("coordination.dead_s=251",)
     with Cluster(tmp_path, 1, *flags, program="ping") as cluster:
         cluster.start()
@@ -106,9 +107,12 @@ def test_a_killed_node_starts_again_at_once(tmp_path: Path) -> None:
         cluster.wait_for(lambda e: e["event"] == "node_joined" and e["incarnation"] == 2)
 
 
-def test_another_start_or_one_of_another_run_in_the_same_directory_proves_nothing(record: RunRecord) -> None:
-    with hold_rank(record.log_path, record.run_id, 2, FOREVER_S) as lock:
-        lock.note_start(3)
-        assert lock.last_start_was(3) and not lock.last_start_was(4)
-    with hold_rank(record.log_path, "another", 2, FOREVER_S) as lock:
-        assert not lock.last_start_was(3)
+def test_the_epitaph_of_an_earlier_start_proves_nothing(record: RunRecord) -> None:
+    for incarnation in (3, 4):
+        beat(record, incarnation, 9)
+    PosixStore().make_dir(record.paths.beats)
+    for incarnation, proven in ((3, False), (4, True)):
+        last = Beat(2, incarnation, 9, host_name(), 1, "running")
+        PosixStore().mark(record.paths.pulse(epitaph(last)), last)
+        watched = beats_of_newest_starts(record.log_path, 2)[2]
+        assert watched is not None and (watched.state in GONE) == proven

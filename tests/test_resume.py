@@ -10,7 +10,7 @@ import pytest
 from fsbarrier.coordination.group.collective import CollectiveWork
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
-from fsbarrier.coordination.paces import Paces
+from fsbarrier.coordination.poll_intervals import PollIntervals
 from fsbarrier.coordination.resume import LastGeneration
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position
@@ -113,7 +113,7 @@ def test_members_that_live_do_not_pass_a_seal_and_go_on_behind_it(tmp_path: Path
             passed.append((node.generation.number, node.position))
 
     def start(rank: int) -> NodeLoop:
-        observer = Observer(store, paths, RULES.table, Paces(0.0, 0.0))
+        observer = Observer(store, paths, RULES.table, PollIntervals(0.0, 0.0))
         join = Join(rank, 0, f"host{rank}", rank, "boot", until=1, time=str(rank))
         loop = NodeLoop(store, observer, RULES, CollectiveWork(), join, record)
         observer.prepare()

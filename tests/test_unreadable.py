@@ -13,7 +13,7 @@ from cluster import FAST, REPO, Cluster
 from fsbarrier.coordination.life import NodeLife
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
-from fsbarrier.coordination.paces import Paces
+from fsbarrier.coordination.poll_intervals import PollIntervals
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import Fact, Generation, Join, Member, Position, Verdict
 from fsbarrier.protocol.state import Node, RowPart, Rules, Stage
@@ -52,7 +52,7 @@ def cut(path: Path) -> None:
 
 def node_loop(folder: Path, rank: int = 0) -> NodeLoop:
     store = PosixStore()
-    observer = Observer(store, RunPaths(folder), RULES.table, Paces())
+    observer = Observer(store, RunPaths(folder), RULES.table, PollIntervals())
     observer.prepare()
     join = Join(rank, 0, "host", 1, "boot")
     loop = NodeLoop(store, observer, RULES, NoWork(), join, lambda event, node, fields: None)
@@ -149,7 +149,7 @@ def test_a_node_that_cannot_read_a_record_gives_up_in_the_end(tmp_path: Path) ->
     loop.store.create(paths.generation(1), Generation(1, (Member(0, 1),), 0, Position(1, 0), "start"))
     cut(paths.generation(1))
     life = NodeLife(loop, lambda: None, 2.0, Backoff(0.1, 0.1), 0.0)
-    for second in range(int(loop.observer.paces.outage_s) + 1):
+    for second in range(int(loop.observer.intervals.outage_s) + 1):
         assert loop.exit is None
         life.beat(float(second))
         life.look(float(second))

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 
 from fsbarrier.coordination.loop import NodeLoop
-from fsbarrier.coordination.paces import next_beat_s
+from fsbarrier.coordination.poll_intervals import next_beat_s
 from fsbarrier.coordination.polling import Pace
 from fsbarrier.errors import Fenced, StoreError
 from fsbarrier.protocol.facts import Beat
@@ -72,7 +72,7 @@ class NodeLife:
 
     def _hold_out(self, error: OSError, now: float) -> None:
         self._failing_since = now if self._failing_since is None else self._failing_since
-        outage_s, where = self.loop.observer.paces.outage_s, self.loop.observer.paths.root
+        outage_s, where = self.loop.observer.intervals.outage_s, self.loop.observer.paths.root
         if now - self._failing_since >= outage_s:
             why = f"node {self.loop.node.rank}: {where} has failed for {outage_s:g} s: {error}"
             self.leave(StoreError.exit_code, why)

@@ -298,7 +298,7 @@ class NodeLoop:
     def _announce_again(self, incarnation: int) -> None:
         if not self._announce(incarnation):
             raise Fenced(f"node {self.node.rank}: another process took this rank (incarnation {incarnation})")
-        self.observer.hurry()
+        self.observer.poll_now()
 
     def _end(self, ended: Exit) -> None:
         self.exit = ended
@@ -311,7 +311,7 @@ class NodeLoop:
         found = self.last_generation.resume_point(self.rules, now, fact)
         self.observer.resume_point = found
         if found is None:
-            self.observer.hurry()
+            self.observer.poll_now()
             return LookAgain.STALE_LISTING
         if seal and found.generation:
             place = [found.position.iteration, found.position.phase]
@@ -345,12 +345,12 @@ class NodeLoop:
             # Another node was first, and all follow its record.
             read = self.observer.registry.read_generation(generation.number)
             look_again = look_again if read else LookAgain.LATER
-        self.observer.hurry()
+        self.observer.poll_now()
         return look_again
 
     def _enter(self, row: Entered) -> None:
         if row.begins:
-            self.observer.hurry()
+            self.observer.poll_now()
         self._work_done = None
         self._facts.enter(row)
         # Without work, `phase_started` also tells that this node is done with the row.

@@ -1,7 +1,7 @@
 """Turns the shared directory into the View that the state machine decides from. Reads only; no clock of its own.
 
 Each kind of news has its own object and its own pace: the facts about the row (coordination/row_watch.py) are listed at every look,
-generations, joins and requests to stop (registry.py) and heartbeats when they are due (paces.py).
+generations, joins and requests to stop (registry.py) and heartbeats when they are due (poll_intervals.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 
-from fsbarrier.coordination.paces import Paces, Schedule
+from fsbarrier.coordination.poll_intervals import PollIntervals, Schedule
 from fsbarrier.coordination.registry import Registry
 from fsbarrier.coordination.row_watch import NO_ROW, RowWatch
 from fsbarrier.protocol.facts import Generation, Join, Position, Pulse
@@ -32,7 +32,7 @@ class Observer:
     store: Store
     paths: RunPaths
     table: Table[object]
-    paces: Paces = field(default_factory=Paces)
+    intervals: PollIntervals = field(default_factory=PollIntervals)
     #: see Registry
     can_hold: Callable[[Join | Generation], bool] = lambda record: True
     registry: Registry = field(init=False)
@@ -55,7 +55,7 @@ class Observer:
         store, paths = self.store, self.paths
         self.registry = Registry(store, paths, self.table, self.can_hold)
         self.row = RowWatch(store, paths, self.table)
-        self.schedule = Schedule(self.paces)
+        self.schedule = Schedule(self.intervals)
 
     @property
     def newest(self) -> Generation | None:
@@ -78,9 +78,9 @@ class Observer:
         self.read_beats()
         self.registry.look()
 
-    def hurry(self) -> None:
+    def poll_now(self) -> None:
         """Look at everything at the next view, whatever its pace."""
-        self.schedule.hurry()
+        self.schedule.poll_now()
 
     def view(self, node: Node, now: float, *, at_the_row: bool = True) -> View:
         """What the node sees at `now`, perhaps without a look `at_the_row`. The same object as last time if nothing is new and only the
@@ -96,7 +96,7 @@ class Observer:
             if self.registry.newest_known <= node.place[0].number:
                 raise
         self.looked_at = now
-        if self._unwritten_s >= self.paces.dead_s:
+        if self._unwritten_s >= self.intervals.dead_s:
             why = f"this node could not write its heartbeat for {self._unwritten_s:.0f} s"
             raise OSError(errno.EIO, why, str(self.paths.beats))
         if self.row.news:
@@ -132,17 +132,19 @@ class Observer:
     def _look_at_beats(self, node: Node, now: float) -> None:
         """List all heartbeats. Raises OSError."""
         # Before the listing, which is only sure to be as new as that.
-        beaten_at, blind_s = self.beaten_at, self.paces.blind_s
+        beaten_at, poll_gap_s = self.beaten_at, self.intervals.poll_gap_s
         self._note_own_beats(beaten_at, now)
         beats = self.read_beats()
         beats.pop(node.rank, None)
-        self.ledger = self.ledger.observe(beats, now, beaten_at, blind_s)
+        self.ledger = self.ledger.observe(beats, now, beaten_at, poll_gap_s)
         if silent := self._silent(node):
-            self.ledger = self.ledger.observe(self._look_again(silent), now, beaten_at, blind_s)
+            self.ledger = self.ledger.observe(self._look_again(silent), now, beaten_at, poll_gap_s)
         self.row.finished.update(beat.generation for beat in beats.values() if beat.state == FINISHED)
 
     def _note_own_beats(self, beaten_at: float | None, now: float) -> None:
-        gap_s = 0.0 if self._saw_beats_at is None else min(now - self._saw_beats_at, self.paces.blind_s)
+        gap_s = (
+            0.0 if self._saw_beats_at is None else min(now - self._saw_beats_at, self.intervals.poll_gap_s)
+        )
         written = beaten_at is None or beaten_at != self._beaten_before
         self._unwritten_s = 0.0 if written else self._unwritten_s + gap_s
         self._saw_beats_at, self._beaten_before = now, beaten_at
@@ -152,7 +154,7 @@ class Observer:
         generation = node.generation or self.newest
         if generation is None:
             return set()
-        since, dead_s = node.watches_since(self.ledger), self.paces.dead_s
+        since, dead_s = node.watches_since(self.ledger), self.intervals.dead_s
         return {
             member.rank
             for member in silent_members(generation.members, node.rank, self.ledger, since, dead_s)

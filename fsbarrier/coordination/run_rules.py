@@ -1,9 +1,10 @@
-"""The state machine's rules for one run."""
+"""What follows from a run's settings: the state machine's rules, and how often a node looks."""
 
 from __future__ import annotations
 
 from functools import partial
 
+from fsbarrier.coordination.poll_intervals import PollIntervals, join_factor, size_factor
 from fsbarrier.program import Program
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.membership import Limits
@@ -43,3 +44,17 @@ def roles(accelerators: int, settings: Payload) -> dict[str, frozenset[int]]:
         for what, one in ranges.items()
         if not one.everything
     }
+
+
+def poll_intervals(settings: Settings) -> PollIntervals:
+    """The pauses that follow from the run's settings."""
+    coordination = settings.coordination
+    return PollIntervals(
+        members_s=0.1 * size_factor(settings.num_nodes),
+        # Well below half of `suspect_s`, after which a node stops its own heartbeats because its loop seems to hang.
+        beats_s=min(coordination.beat_s, coordination.suspect_s / 3),
+        poll_gap_s=1.5 * coordination.beat_s,
+        dead_s=coordination.dead_s,
+        join_factor=join_factor(settings.num_nodes),
+        outage_s=coordination.outage_s,
+    )

@@ -54,7 +54,7 @@ class Ledger:
     missed_s: float = 0.0
 
     def observe(
-        self, beats: Mapping[int, Pulse], now: float, beaten_at: float | None, blind_s: float
+        self, beats: Mapping[int, Pulse], now: float, beaten_at: float | None, poll_gap_s: float
     ) -> Ledger:
         """The ledger after a look at `now` that showed `beats`. `beaten_at`: when this node wrote its own last heartbeat before the look.
 
@@ -62,12 +62,12 @@ class Ledger:
         declares nobody dead. Example: the shared disk fails for a minute. The first node that can write again would declare all others
         dead. So silence counts up to `beaten_at`.
 
-        Of a gap between two own heartbeats at most `blind_s` counts. Example: the file server hangs for 20 s, or this process is stopped.
-        Afterwards every heartbeat is 20 s old, and with `dead_s` = 15 this node would declare all others dead.
+        Of a gap between two own heartbeats at most `poll_gap_s` counts. Example: the file server hangs for 20 s, or this process is
+        stopped. Afterwards every heartbeat is 20 s old, and with `dead_s` = 15 this node would declare all others dead.
         """
         seen, until, pause = {**self.seen}, self.heard_until, 0.0
         if beaten_at is not None and (until is None or beaten_at > until):
-            pause = max(0.0, beaten_at - until - blind_s) if until is not None else 0.0
+            pause = max(0.0, beaten_at - until - poll_gap_s) if until is not None else 0.0
             until = beaten_at
         if pause:
             seen = {rank: replace(item, since=min(item.since + pause, now)) for rank, item in seen.items()}

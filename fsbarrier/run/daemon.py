@@ -23,10 +23,9 @@ import fsbarrier
 from fsbarrier.coordination.life import NodeLife
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
-from fsbarrier.coordination.paces import crowding, make_paces
+from fsbarrier.coordination.poll_intervals import size_factor
 from fsbarrier.coordination.polling import FIRST_PAUSE_S, POLL_MAX_S, LookWaits
-from fsbarrier.coordination.rank_lock import RankLock
-from fsbarrier.coordination.run_rules import make_rules
+from fsbarrier.coordination.run_rules import make_rules, poll_intervals
 from fsbarrier.engine import accelerators
 from fsbarrier.errors import (
     EXIT_INTERNAL,
@@ -95,16 +94,15 @@ class Daemon:
         until: int | None,
         work_dir: Path,
         weights: WeightsCopy | None,
-        lock: RankLock,
     ) -> None:
         """Read the run directory and create everything that this node needs. Raises OSError.
 
         What this process reads of the run's settings never changes. Work has those of its generation (`ContextMaker`).
         """
-        self.record, self.settings, self._lock = record, record.settings, lock
+        self.record, self.settings = record, record.settings
         settings = record.settings
         self._signal: int | None = None
-        self._epitaph, self._noted = Epitaph(), 0
+        self._epitaph = Epitaph()
         self._say_awaited_at = time.monotonic() + SAY_AWAITED_S
         self._ended = threading.Event()
         self._program = program = load_program(settings.program)
@@ -112,7 +110,7 @@ class Daemon:
         self._accelerators = len(devices)
         rules, wake = make_rules(settings, program, len(devices)), threading.Event()
         valid = partial(can_hold, settings)
-        observer = Observer(PosixStore(), record.paths, program, make_paces(settings), valid)
+        observer = Observer(PosixStore(), record.paths, program, poll_intervals(settings), valid)
         patiently(observer.prepare, HIDDEN_S, passes=fails_or_hides)
         last = observer.joins.get(rank)
         log_dir = record.paths.node_logs(1 + (last.incarnation if last else 0), rank)
@@ -128,8 +126,8 @@ class Daemon:
         self._changed_code = last.other_code(join) if last else []
         events = self.events
         self.loop = NodeLoop(observer.store, observer, rules, self.jobs, join, events.write, events.note_work)
-        self._waiting, crowd = LookWaits(self.loop, wake), crowding(settings.num_nodes)
-        self._pauses = Backoff(FIRST_PAUSE_S * crowd, POLL_MAX_S * crowd)
+        self._waiting, factor = LookWaits(self.loop, wake), size_factor(settings.num_nodes)
+        self._pauses = Backoff(FIRST_PAUSE_S * factor, POLL_MAX_S * factor)
         beat_s, now = settings.coordination.beat_s, time.monotonic()
         self._life = NodeLife(
             self.loop, self.jobs.unfit, beat_s, self._pauses, now, note_beat=self._note_beat
@@ -280,9 +278,6 @@ class Daemon:
 
     def _note_beat(self, beat: Beat) -> None:
         """Called before each heartbeat is written."""
-        if beat.incarnation != self._noted:
-            self._noted = beat.incarnation
-            self._lock.note_start(beat.incarnation)
         paths = self.record.paths
         self._epitaph.note(paths.pulse(beat.pulse), paths.pulse(epitaph(beat)))
 

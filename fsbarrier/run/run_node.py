@@ -8,8 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from fsbarrier.coordination.free_ranks import free_ranks
-from fsbarrier.coordination.rank_lock import RankTaken, hold_rank
+from fsbarrier.coordination.ranks import RankTaken, free_ranks, hold_rank
 from fsbarrier.errors import Fenced, UsageError
 from fsbarrier.processes.memory import SHARED_MEMORY
 from fsbarrier.protocol.facts import Payload
@@ -63,9 +62,7 @@ def _run_as(
 ) -> int:
     with ExitStack() as stack:
         with starting(record):
-            lock = stack.enter_context(
-                hold_rank(record.log_path, record.run_id, rank, settings.coordination.suspect_s)
-            )
+            stack.enter_context(hold_rank(record.log_path, rank, settings.coordination.suspect_s))
             # Copies of weights and sockets that killed daemons left.
             for shared_place in (SHARED_MEMORY, SHORT_PLACE):
                 remove_abandoned(shared_place)
@@ -73,7 +70,7 @@ def _run_as(
             work_dir = stack.enter_context(scratch_dir(user_dir(), name))
             place = place_for_weights(settings, record.log_path)
             weights = WeightsCopy(stack.enter_context(scratch_dir(place, name))) if place else None
-            daemon = Daemon(record, settings.choices, stated, rank, until, work_dir, weights, lock)
+            daemon = Daemon(record, settings.choices, stated, rank, until, work_dir, weights)
         stack.callback(daemon.close)
         with daemon.signals():
             try:

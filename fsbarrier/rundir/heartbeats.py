@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsbarrier.protocol.facts import Beat
-from fsbarrier.protocol.membership import GONE
-from fsbarrier.rundir.names import START, StartName
+from fsbarrier.protocol.membership import GONE, KILLED
+from fsbarrier.rundir.names import PULSE, START, StartName
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore, Store
 from fsbarrier.store.retry import patiently
@@ -61,10 +61,17 @@ def read_beats(log_path: Path, rank: int | None = None) -> dict[int, Beat]:
 def read_newest_starts(log_path: Path, rank: int | None = None) -> list[tuple[StartName, Beat | None]]:
     """The newest start of each rank (or only of `rank`) with a heartbeat, and the newest readable heartbeat, maybe of an older start.
 
-    Raises OSError.
+    Of a killed daemon only the heartbeat's name says so (processes/epitaph.py). Raises OSError.
     """
-    reader = HeartbeatReader(PosixStore(), RunPaths(log_path).status)
-    return patiently(lambda: [*reader.read(lambda newest: rank is None or newest.rank == rank)])
+    store, paths = PosixStore(), RunPaths(log_path)
+    reader = HeartbeatReader(store, paths.status)
+    found = patiently(lambda: [*reader.read(lambda newest: rank is None or newest.rank == rank)])
+    names = PULSE.parse_all(patiently(lambda: store.names(paths.beats)))
+    killed = {(pulse.rank, pulse.incarnation) for pulse in names if pulse.state == KILLED}
+    return [
+        (start, replace(beat, state=KILLED) if beat and (beat.rank, beat.incarnation) in killed else beat)
+        for start, beat in found
+    ]
 
 
 def iteration_of_others(log_path: Path, rank: int) -> int:

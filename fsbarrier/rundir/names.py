@@ -91,8 +91,6 @@ GENERATION = Name("gen-{:06d}.json", int)
 GENERATION_FOLDER = Name("gen-{:06d}", int)
 PHASE_FOLDER = Name("p{:02d}-{:s}", PhaseName)
 FACT = Name("iter-{:06d}.node-{:04d}.{:s}", FactName)
-#: what the names of a node's facts have in common
-NODES_FACTS = Name(".node-{:04d}.", int)
 STOP_REQUEST = Name("{:06d}.json", int)
 
 

@@ -13,8 +13,7 @@ from random import Random
 from typing import cast
 
 from fsbarrier.coordination.group.collective import BARRIER
-from fsbarrier.coordination.group.group import Group
-from fsbarrier.coordination.group.heartbeat_thread import HeartbeatThread
+from fsbarrier.coordination.group.group import Group, HeartbeatThread
 from fsbarrier.coordination.group.member import make_member
 from fsbarrier.coordination.polling import LookWaits
 from fsbarrier.errors import EXIT_SIGTERM, BarrierTimeout, Fenced, NodeError, OutOfStep, PeerLost, StoreError

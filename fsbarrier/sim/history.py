@@ -147,7 +147,7 @@ class History:
     last: int
     dead_s: float = DEAD_S
     # a longer gap between two looks does not count as silence
-    blind_s: float = 3.0
+    poll_gap_s: float = 3.0
     # the longest time that this schedule's mounts may hide a heartbeat
     hidden_s: float = 0.0
     # whether this schedule's mounts cache anything

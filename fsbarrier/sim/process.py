@@ -55,7 +55,7 @@ class Process(Start):
         self._noted, self._said = deque[Beat](maxlen=2), ""
         # when its last look and its last heartbeat began
         self._looked_at = self._beat_at = schedule.now
-        self.observer = Observer(store, PATHS, program(), draw.paces, partial(can_hold, draw.settings))
+        self.observer = Observer(store, PATHS, program(), draw.intervals, partial(can_hold, draw.settings))
         self.work = make_work(self, self.observer, lambda: self.main.wake())
         join = Join(
             rank,

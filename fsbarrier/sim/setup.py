@@ -9,8 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import Literal, NamedTuple, cast
 
-from fsbarrier.coordination.paces import Paces, make_paces
-from fsbarrier.coordination.run_rules import make_rules
+from fsbarrier.coordination.poll_intervals import PollIntervals
+from fsbarrier.coordination.run_rules import make_rules, poll_intervals
 from fsbarrier.errors import UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.program import Program
@@ -205,8 +205,10 @@ class Draw:
         self.settings, rules = settings_and_rules(setup.nodes, phases, policy, min_nodes, chosen)
         longest = rng.choice(LONGEST) if faulty else rules.longest
         self.rules = replace(rules, limits=self._limits(), longest=longest)
-        usual = make_paces(self.settings.with_values({"coordination.beat_s": self.beat_s}))
-        self.paces: Paces = replace(usual, dead_s=setup.limits.dead_s, outage_s=setup.outage_s, eager=3.0)
+        usual = poll_intervals(self.settings.with_values({"coordination.beat_s": self.beat_s}))
+        self.intervals: PollIntervals = replace(
+            usual, dead_s=setup.limits.dead_s, outage_s=setup.outage_s, join_factor=3.0
+        )
         self.lengths: tuple[float, ...] = setup.lengths or rng.choice(LENGTHS)
         self._draw_mounts(mix)
         #: of one operation of a node

@@ -186,7 +186,7 @@ def _end_outage(world: World, process: Start, seconds: float) -> None:
         and not world.setup.groups
     )
     began_before = process.woke_at < since and process.started < since
-    longest_s = world.draw.paces.outage_s + HIDDEN_LOOKS * world.draw.beat_s
+    longest_s = world.draw.intervals.outage_s + HIDDEN_LOOKS * world.draw.beat_s
     if looked and began_before and code == errno.EIO and seconds > longest_s:
         world.history.stuck.append(f"node {process.rank} goes on after an outage of {seconds:g} s")
     process.client.outage = None

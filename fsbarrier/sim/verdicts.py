@@ -17,9 +17,9 @@ def i7_no_false_death(history: History) -> Iterator[str]:
 
     The newest heartbeats do not count, since the mount may still hide them.
     """
-    # A look that was delayed may count up to `blind_s` of silence too much.
+    # A look that was delayed may count up to `poll_gap_s` of silence too much.
     held = history.faults & {"slow", "pause"}
-    least = history.dead_s - (history.blind_s if held else 0.0) - 0.1
+    least = history.dead_s - (history.poll_gap_s if held else 0.0) - 0.1
     for event in history.events:
         if event.event != "node_lost":
             continue
@@ -154,7 +154,7 @@ def gave_up_for_a_reason(world: World) -> Iterator[str]:
         if ended.code != 3 or ("cannot be read" in ended.why and struck & {"unreadable", "handles"}):
             continue
         # A start does not wait for a disk that is full.
-        least = 0.0 if "cannot join" in ended.why else 0.98 * world.draw.paces.outage_s
+        least = 0.0 if "cannot join" in ended.why else 0.98 * world.draw.intervals.outage_s
         own = [(begin, end) for rank, begin, end in history.outages if rank == ended.rank]
         # A record that could not be read is to a node as an outage.
         own += [(time, time) for time in world.processes[process].client.held_up]

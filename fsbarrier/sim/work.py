@@ -230,7 +230,7 @@ def make_work(process: Start, observer: Observer, wake: Callable[[], None]) -> J
         log_dir=folder / "logs",
         log_path=root,
         stall_timeout_s=draw.settings.coordination.stall_timeout_s,
-        outage_s=draw.paces.outage_s,
+        outage_s=draw.intervals.outage_s,
         weights=copies,
         host=host,
     )

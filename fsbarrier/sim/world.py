@@ -294,14 +294,14 @@ class World(Schedule):
 
 
 def _new_history(draw: Draw) -> History:
-    setup, settings, habits, blind_s = draw.setup, draw.settings, draw.habits, draw.paces.blind_s
+    setup, settings, habits, poll_gap_s = draw.setup, draw.settings, draw.habits, draw.intervals.poll_gap_s
     first, last = program().span(draw.rules.slice)
     return History(
         first,
         last,
         dead_s=setup.limits.dead_s,
-        blind_s=blind_s,
-        hidden_s=habits.oldest_s + habits.absence_s + blind_s,
+        poll_gap_s=poll_gap_s,
+        hidden_s=habits.oldest_s + habits.absence_s + poll_gap_s,
         caches=habits != Habits() or bool(draw.coarse_s),
         longest=draw.rules.longest,
         phases=settings.rl_phase,

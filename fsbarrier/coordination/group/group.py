@@ -24,12 +24,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from fsbarrier.coordination.group.collective import BARRIER, Collective
-from fsbarrier.coordination.group.heartbeat_thread import HeartbeatThread
-from fsbarrier.coordination.group.json_objects import to_json
+from fsbarrier.coordination.group.collective import BARRIER, Collective, to_json
 from fsbarrier.coordination.group.member import Awaited, GroupMember, make_member
 from fsbarrier.coordination.polling import LookWaits, Pace
-from fsbarrier.errors import BarrierTimeout, NodeError, StoreError
+from fsbarrier.errors import BarrierTimeout, Fenced, NodeError, StoreError
 from fsbarrier.protocol.facts import Generation, Join, Position
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.timing import BEAT_S, DEAD_S, SUSPECT_S
@@ -47,6 +45,35 @@ PAUSE_FOR_EACH_S = 0.0003
 LONGEST_PAUSE_S = 0.05
 #: the largest number of nodes that use hints: members on one host wake each other, N x N times a barrier
 HINTED_NODES = 16
+
+
+class HeartbeatThread:
+    """The thread that writes heartbeats, also while the caller computes. A daemon thread: it keeps no interpreter alive.
+
+    It writes one every `beat_s` seconds from `start` to `end`, but not while a look hangs: the others should not wait for ever."""
+
+    def __init__(self, member: GroupMember, beat_s: float) -> None:
+        self._member, self._beat_s, self._ending = member, beat_s, threading.Event()
+        self._thread = threading.Thread(target=self._write_heartbeats, name="fsbarrier-beat", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self, why: str, within_s: float) -> None:
+        """Tell the others that this member leaves, and why; give up after `within_s`, as on a filesystem that hangs. Never raises."""
+        self._member.work.leaving = why
+        self._ending.set()
+        if self._thread.ident is not None:
+            self._thread.join(within_s)
+
+    def _write_heartbeats(self) -> None:
+        member, store, last = self._member, PosixStore(), False
+        # A newer start has this rank, or the others went on: nobody reads this heartbeat any more.
+        while not last and not isinstance(member.failure, Fenced):
+            last = self._ending.is_set()
+            pause_s = member.beat(store, time.monotonic(), self._beat_s, last=last)
+            if not last:
+                self._ending.wait(pause_s)
 
 
 class Group:

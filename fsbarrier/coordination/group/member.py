@@ -15,7 +15,7 @@ from typing import Any
 from fsbarrier.coordination.group.collective import BARRIER, TABLE, Collective, CollectiveWork
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
-from fsbarrier.coordination.paces import DICE, Paces, eagerness, next_beat_s
+from fsbarrier.coordination.poll_intervals import DICE, PollIntervals, join_factor, next_beat_s
 from fsbarrier.errors import Fenced, FsbarrierError, NodeError, OutOfStep, PeerLost, StoreError
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member
 from fsbarrier.protocol.membership import Limits, Loss, live_joiners, losses
@@ -61,7 +61,7 @@ class GroupMember:
         observer.prepare()
         # Whatever moves from here on belongs to this session.
         beats = observer.read_beats()
-        observer.ledger = observer.ledger.observe(beats, now, None, observer.paces.blind_s)
+        observer.ledger = observer.ledger.observe(beats, now, None, observer.intervals.poll_gap_s)
         self._earlier_joins = dict(observer.joins)
         self.loop.start(now)
 
@@ -93,12 +93,12 @@ class GroupMember:
         if last or since is None or now - since <= loop.rules.limits.suspect_s / 2:
             loop.write_beat(loop.beat(), store, now)
         joining = loop.node.stage is Stage.JOINING
-        return next_beat_s(beat_s / loop.observer.paces.eager if joining else beat_s, dice)
+        return next_beat_s(beat_s / loop.observer.intervals.join_factor if joining else beat_s, dice)
 
     def regroup(self, after: Generation) -> None:
         """Ask for a generation after this one, of the living members and the nodes that wait to join."""
         self.loop.rules = replace(self.loop.rules, regroup=after.number)
-        self.loop.observer.hurry()
+        self.loop.observer.poll_now()
 
     @property
     def joiners(self) -> tuple[int, ...]:
@@ -319,6 +319,6 @@ def make_member(
     rules = Rules(TABLE, num_nodes, on_node_failure="hold", limits=limits)
     members_s = min(0.05 * max(1.0, num_nodes / 16), beat_s / 2)
     beats_s = min(beat_s, limits.suspect_s / 3)
-    paces = Paces(members_s, beats_s, 1.5 * beat_s, limits.dead_s, eagerness(num_nodes))
-    work, observer = CollectiveWork(), Observer(store, paths, TABLE, paces)
+    intervals = PollIntervals(members_s, beats_s, 1.5 * beat_s, limits.dead_s, join_factor(num_nodes))
+    work, observer = CollectiveWork(), Observer(store, paths, TABLE, intervals)
     return GroupMember(NodeLoop(store, observer, rules, work, here, lambda *_: None), work)

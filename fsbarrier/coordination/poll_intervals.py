@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fsbarrier.protocol.state import Node, Stage
 from fsbarrier.protocol.timing import DEAD_S, OUTAGE_S
-
-if TYPE_CHECKING:
-    # Groups need no settings, and nothing of what reads them.
-    from fsbarrier.settings.sections import Settings
 
 DICE = random.Random()
 AT_ONCE = float("-inf")
@@ -22,7 +17,7 @@ ALERT = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Paces:
+class PollIntervals:
     """Pauses between two looks, in seconds, and how long a node puts up with failures."""
 
     #: for generations, joins and stop requests while something happens; up to twice `beats_s` in a long wait
@@ -30,11 +25,11 @@ class Paces:
     #: for heartbeats
     beats_s: float = 1.0
     #: of a gap between two of this node's own heartbeats, at most so much counts as silence of others (`Ledger.observe`)
-    blind_s: float = 3.0
+    poll_gap_s: float = 3.0
     #: before a member that is silent for so long is declared dead, the node looks for it once more
     dead_s: float = DEAD_S
     #: a joining node looks at heartbeats this many times as often
-    eager: float = 10.0
+    join_factor: float = 10.0
     #: how long a node retries while the shared directory fails
     outage_s: float = OUTAGE_S
 
@@ -45,30 +40,15 @@ def next_beat_s(beat_s: float, dice: random.Random = DICE) -> float:
     return beat_s * dice.uniform(0.9, 1.0)
 
 
-def eagerness(num_nodes: int) -> float:
-    """`Paces.eager` for a run of this size. All starting nodes list all heartbeats, so in a large run each must look less often."""
+def join_factor(num_nodes: int) -> float:
+    """`PollIntervals.join_factor` for a run of this size: all starting nodes list all heartbeats, so in a large run each looks less
+    often."""
     return min(10.0, max(1.0, 80.0 / num_nodes))
 
 
-def crowding(num_nodes: int) -> float:
+def size_factor(num_nodes: int) -> float:
     """The factor by which each node of a large run looks less often, to spare the one metadata server."""
     return max(1.0, num_nodes / 32)
-
-
-def make_paces(settings: Settings) -> Paces:
-    """The pauses that follow from the run's settings."""
-    coordination = settings.coordination
-    crowd = crowding(settings.num_nodes)
-    eager = eagerness(settings.num_nodes)
-    return Paces(
-        members_s=0.1 * crowd,
-        # Well below half of `suspect_s`, after which a node stops its own heartbeats because its loop seems to hang.
-        beats_s=min(coordination.beat_s, coordination.suspect_s / 3),
-        blind_s=1.5 * coordination.beat_s,
-        dead_s=coordination.dead_s,
-        eager=eager,
-        outage_s=coordination.outage_s,
-    )
 
 
 @dataclass
@@ -79,39 +59,39 @@ class Schedule:
     trouble reads heartbeats more often, since the answer depends on them.
     """
 
-    paces: Paces
+    intervals: PollIntervals
     records_due: float = AT_ONCE
     beats_due: float = AT_ONCE
     #: the node as it was at the last look, and since when it is so
     _node: Node | None = None
     _unchanged_since: float = AT_ONCE
 
-    def hurry(self) -> None:
+    def poll_now(self) -> None:
         """Make everything due at the next look."""
         self.records_due = self.beats_due = AT_ONCE
 
     def follow(self, node: Node, now: float) -> bool:
-        """Take in the node as it is now; True if it has changed. Its stage changes the pace, so the loop then calls `hurry`."""
+        """Take in the node as it is now; True if it has changed. Its stage changes the pace, so the loop then calls `poll_now`."""
         changed = node is not self._node
         if changed:
             self._node, self._unchanged_since = node, now
         if self._in_trouble(node):
-            self.beats_due = min(self.beats_due, now + self.paces.beats_s / ALERT)
+            self.beats_due = min(self.beats_due, now + self.intervals.beats_s / ALERT)
         return changed
 
     def records_seen(self, node: Node, now: float) -> None:
         """The node has just looked at generations, joins and requests."""
         joining = node.stage is Stage.JOINING
         quiet_s = 0.0 if joining or self._in_trouble(node) else now - self._unchanged_since
-        pause_s = max(self.paces.members_s, min(LATENESS * quiet_s, 2 * self.paces.beats_s))
+        pause_s = max(self.intervals.members_s, min(LATENESS * quiet_s, 2 * self.intervals.beats_s))
         self.records_due = now + pause_s / (4 if joining else 1)
 
     def beats_seen(self, node: Node, now: float) -> None:
         """The node has just read heartbeats."""
-        hurried = (
-            self.paces.eager if node.stage is Stage.JOINING else ALERT if self._in_trouble(node) else 1.0
-        )
-        self.beats_due = now + self.paces.beats_s / hurried
+        often = ALERT if self._in_trouble(node) else 1.0
+        if node.stage is Stage.JOINING:
+            often = self.intervals.join_factor
+        self.beats_due = now + self.intervals.beats_s / often
 
     def _in_trouble(self, node: Node) -> bool:
         return bool(node.suspected) or node.failed_since is not None or node.trouble_since is not None
