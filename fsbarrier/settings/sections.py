@@ -291,6 +291,11 @@ class TrainerSettings(Section):
     #: processes are started anew for each update; auto: `process` on CPUs, otherwise `nothing`. On an accelerator without room for both
     #: trainer and engine, the processes end after each update in any case.
     keep: Literal["auto", "process", "nothing"] = "auto"
+    #: Run PyTorch's profiler in the update of this iteration; on an accelerator also record its memory. The files are beside the update's
+    #: log (docs/training.md). none: no iteration.
+    profile: EachSession[Count | None] = None
+    #: The training process that is profiled; they are numbered over all nodes.
+    profile_rank: EachSession[CountOrZero] = 0
     #: Your own trainer: a command line, or a list of words, with the placeholders {node_rank} {num_nodes} {master_addr} {master_port}
     #: {batch} {out} {model} {trainer_state} {spec}; none: the built-in one.
     command: CommandLine | None = None

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, TypedDict
@@ -19,6 +20,7 @@ import torch
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.processes.kept_program import JOBS
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.failures import explained, tell_torchrun
@@ -27,6 +29,7 @@ from fsbarrier.training.log_prob_pass import held_out_loss, with_old, with_refer
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes, gather_json
+from fsbarrier.training.profiling import profiled
 from fsbarrier.training.resume import Beginning, KeptTrainer, begin, go_on
 from fsbarrier.training.self_certainty import with_self_certainty
 from fsbarrier.training.trainer import Trainer, update_load
@@ -38,6 +41,9 @@ NO_SIGNAL = "no group had a training signal, so the weights are unchanged"
 class UpdateSpec(TypedDict):
     """The fields of the spec that this program uses."""
 
+    log_path: str
+    node_rank: int
+    incarnation: int
     iteration: int
     #: number of earlier failures of this iteration, the same on all nodes
     attempt: int
@@ -101,7 +107,8 @@ class Updates:
         self._held = None
         start = start or update.begin()
         loaded = time.monotonic()
-        totals = update.train(start, progress)
+        with update.profiled():
+            totals = update.train(start, progress)
         trained = time.monotonic()
         self._fit = all(gather_json(start.trainer.leaves_room(update.settings)))
         # Without a saved state nobody has it once these processes have ended.
@@ -198,6 +205,15 @@ class Update:
         if processes.is_main:
             progress.show(steps, steps, "steps", last=True, note="saving")
         return totals
+
+    def profiled(self) -> AbstractContextManager[None]:
+        """The profiler, if this process of this update is to be profiled."""
+        trainer, iteration, rank = self.settings.trainer, self.spec["iteration"], self.processes.rank
+        if (trainer.profile, trainer.profile_rank) != (iteration, rank):
+            return nullcontext()
+        logs = RunPaths(Path(self.spec["log_path"]))
+        folder = logs.node_logs(self.spec["incarnation"], self.spec["node_rank"])
+        return profiled(folder, f"profile.iteration{iteration}.rank{rank}")
 
     def save(self, start: Beginning, *, with_state: bool) -> str:
         """Save this process's part of the new version; returns the new policy's identity."""
