@@ -112,11 +112,12 @@ class Scene:
             self.data / "math",
             self.data / "shared",
             self.data / "smol",
+            self.data / "talks",
             self.clone / "D",
             self.clone / "data",
         ):
             self.write_data(path)
-        for name in ("M", "model", "Qwen2.5-7B-Instruct"):
+        for name in ("M", "model", "Qwen2.5-7B-Instruct", "Qwen2.5-14B"):
             self.write_model(self.clone / name, QWEN_7B)
         self.write_model(self.clone / "Qwen2.5-72B-Instruct", QWEN_72B)
         (self.clone / "style.py").write_text(
