@@ -214,6 +214,7 @@ ELSEWHERE = {
     "trainer.command": "test_complete_runs.py",
     "engine.api_key_env=none": "the table's server of a user has a key",
     "engine.url=none": "what all runs have that do not give one",
+    "algorithm.distil_reward": "only with a teacher (test_distillation.py)",
     "algorithm.kl_estimator=k1": "is refused with a KL in the loss (test_settings.py), and has no other use",
     **dict.fromkeys(("trainer.profile", "trainer.profile=none", "trainer.profile_rank"), "test_profiling.py"),
     "algorithm.self_certainty": "test_self_certainty.py: it goes with few values of other groups",

@@ -194,9 +194,15 @@ def test_a_plan_deals_out_every_trajectory_once(
         ({"valid": None}, "it has no valid"),
         ({"policy_version": None}, "it has no policy_version"),
         ({"logprobs": None}, "it has no logprobs"),
-        ({"token_ids": ["a", "b", "c", "d"]}, "token_ids, loss_mask, logprobs and segments must be numbers"),
+        (
+            {"token_ids": ["a", "b", "c", "d"]},
+            "token_ids, loss_mask, logprobs, teacher_logprobs and segments must be numbers",
+        ),
         ({"token_ids": [2, 3, 99, 4]}, "token 99 is not one of the model's 64"),
-        ({"segments": ["x"]}, "token_ids, loss_mask, logprobs and segments must be numbers"),
+        (
+            {"segments": ["x"]},
+            "token_ids, loss_mask, logprobs, teacher_logprobs and segments must be numbers",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_trained_on_is_one_line_with_the_task(

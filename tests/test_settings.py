@@ -125,7 +125,7 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
         ),
         (
             ["algorithm.loss=grop"],
-            "algorithm.loss=grop: must be grpo, gspo, cispo, sapo, rft or path/file.py:function; did you mean grpo?",
+            "algorithm.loss=grop: must be grpo, gspo, cispo, sapo, rft, distil or path/file.py:function; did you mean grpo?",
         ),
         (
             ["algorithm.loss=rft", "algorithm.truncated=shape"],

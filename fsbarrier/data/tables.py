@@ -19,7 +19,7 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.store import files
 
 SUFFIXES = (".jsonl", ".parquet")
-ARRAYS = ("token_ids", "loss_mask", "logprobs")
+ARRAYS = ("token_ids", "loss_mask", "logprobs", "teacher_logprobs")
 #: rows per Parquet row group
 ROWS = 512
 #: Parquet columns (the fields of data/trajectory.py) and their types; fields without a fixed shape are stored as JSON
@@ -35,6 +35,7 @@ COLUMNS = {
     "token_ids": "list<int32>",
     "loss_mask": "list<uint8>",
     "logprobs": "list<float>",
+    "teacher_logprobs": "list<float>",
     "other": "json",
 }
 

@@ -33,6 +33,8 @@ class Sampled(TypedDict, total=False):
     loss_mask: array[int]
     #: float32[N]: log-probability (nats) of each sampled token when it was sampled; 0.0 for the others
     logprobs: array[float]
+    #: float32[N]: log-probability of each sampled token under a teacher (`algorithm.loss=distil`); absent without one
+    teacher_logprobs: array[float]
     #: number of tokens of the first prompt
     prompt_tokens: int
 

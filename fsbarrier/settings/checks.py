@@ -12,7 +12,7 @@ from fsbarrier.errors import UsageError
 from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.placement import ROLES, Ranges
 from fsbarrier.settings.sources import ChosenValue, nearest, stored_as
-from fsbarrier.settings.value_types import ENGINE, LOSSES, reward_kinds
+from fsbarrier.settings.value_types import ENGINE, LOSSES, TEACHER, reward_kinds
 
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings
@@ -164,7 +164,8 @@ def _rollouts(s: Settings, named: AsChosen) -> Iterator[str]:
         yield (
             f"{named('rollout.temperature')}: all samples of a task would be identical; training needs a temperature above 0"
         )
-    compares = s.algorithm.loss != "rft" and s.algorithm.advantage != "reinforce_plus_plus"
+    alone = s.algorithm.loss == "distil" and not s.algorithm.distil_reward
+    compares = s.algorithm.loss != "rft" and not alone and s.algorithm.advantage != "reinforce_plus_plus"
     if _learns(s) and compares and s.rollout.samples == 1:
         yield f"{named('rollout.samples')}: {named('algorithm.loss')} compares the samples of a task; give 2 or more"
     for word in s.rollout.chat_template_kwargs:
@@ -201,6 +202,7 @@ def _algorithm(s: Settings, named: AsChosen) -> Iterator[str]:
         yield f"{named('optimizer.decay_steps')}: must be greater than {named('optimizer.warmup_steps')}"
     if a.loss not in LOSSES and ":" not in a.loss:
         yield f"{named('algorithm.loss')}: must be {', '.join(LOSSES)} or path/file.py:function{nearest(a.loss, LOSSES)}"
+    yield from _distillation(s, named)
     if a.mismatch != "none" and a.old_logprobs == "engine":
         yield (
             f"{named('algorithm.mismatch')}: needs the trainer's log-probabilities, which {named('algorithm.old_logprobs')} does not "
@@ -240,6 +242,24 @@ def _algorithm(s: Settings, named: AsChosen) -> Iterator[str]:
             f"{named('rollout.completion_threshold')}: not supported with {named('rollout.max_refills')}, because a round must be "
             "complete before the next one can be decided; set rollout.max_refills=0 or drop rollout.completion_threshold"
         )
+
+
+def _distillation(s: Settings, named: AsChosen) -> Iterator[str]:
+    """What a teacher needs."""
+    loss, teacher = named("algorithm.loss"), s.engines.get(TEACHER)
+    if s.algorithm.loss != "distil":
+        if s.algorithm.distil_reward:
+            yield f"{named('algorithm.distil_reward')}: requires algorithm.loss=distil (this run: {loss})"
+        return
+    if teacher is None:
+        yield f"{loss}: requires a teacher; give engines.{TEACHER}.model"
+    elif teacher.max_model_len <= s.engine.max_model_len:
+        length = f"engines.{TEACHER}.max_model_len"
+        yield f"{named(length)}: must be greater than {named('engine.max_model_len')}: the teacher reads a whole answer, and says one token"
+    if s.rollout.temperature != 1:
+        yield f"{named('rollout.temperature')}: must be 1 with {loss}, because the teacher's log-probabilities have no temperature"
+    if s.rollout.max_refills:
+        yield f"{named('rollout.max_refills')}: no group is without signal with {loss}; set it to 0"
 
 
 def check_change(settings: Settings, values: Mapping[str, object]) -> None:

@@ -180,8 +180,8 @@ class AlgorithmSettings(Section):
     #: A published recipe that supplies the settings you do not set yourself; `--dry-run` shows its values.
     preset: Preset | None = None
     #: `grpo`: policy gradient with a clipped token ratio; `gspo`: one clipped ratio per sequence; `cispo`: the clipped ratio is a
-    #: detached weight; `sapo`: a soft gate instead of clipping; `rft`: fine-tuning on successful answers; or your own
-    #: `path/file.py:function`.
+    #: detached weight; `sapo`: a soft gate instead of clipping; `rft`: fine-tuning on successful answers; `distil`: as `grpo`,
+    #: with the advantages of a teacher (`engines.teacher`); or your own `path/file.py:function`.
     loss: Name = "grpo"
     #: The probability ratio is clipped at 1 - clip_low.
     clip_low: EachSession[Fraction] = 0.2
@@ -226,6 +226,8 @@ class AlgorithmSettings(Section):
     #: Its estimator in the loss: `k2`: half the squared log-ratio; `k3`: low-variance and never negative. `k1`, the log-ratio, is refused
     #: there, because its gradient is zero on average.
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    #: With `algorithm.loss=distil`: the weight of the reward's advantages beside the teacher's; 0: the teacher alone.
+    distil_reward: NotNegative = 0.0
     #: Weight of the entropy bonus in the loss.
     entropy_coef: EachSession[NotNegative] = 0.0
     #: The update fails if, on the first minibatch, the sampled tokens' log-probabilities from trainer and engine differ by more than

@@ -45,6 +45,8 @@ def reward_kinds(kind: str) -> list[str]:
 
 #: how the reward of a frozen engine begins in `reward.kind`
 ENGINE = "engines."
+#: the frozen engine that teaches (`algorithm.loss=distil`)
+TEACHER = "teacher"
 
 
 def json_or_text(word: str) -> object:
@@ -80,7 +82,7 @@ Trackers = Annotated[
     ShellWords(_split_names),
 ]
 #: the losses that are built in (`algorithm.loss`)
-LOSSES = ("grpo", "gspo", "cispo", "sapo", "rft")
+LOSSES = ("grpo", "gspo", "cispo", "sapo", "rft", "distil")
 RlPhase = Literal["rollout", "update", "both"]
 
 

@@ -44,7 +44,8 @@ def weigh_group(
         lengths = torch.tensor([longest_answer(t) for t in judged], dtype=torch.float64)
         # The engine's own limit, engine.max_model_len, may cut an answer off earlier.
         rewards -= torch.where(torch.tensor(cut_off), 1.0, overlong_penalty(lengths, max_tokens))
-    if algorithm.drop_zero_signal and not algorithm.self_certainty and bool((rewards == rewards[0]).all()):
+    by_reward_alone = not algorithm.self_certainty and algorithm.loss != "distil"
+    if algorithm.drop_zero_signal and by_reward_alone and bool((rewards == rewards[0]).all()):
         return []
     # With self-certainty they are made by the update.
     weights = rewards if algorithm.self_certainty else group_advantages(rewards, algorithm)

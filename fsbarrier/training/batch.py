@@ -7,6 +7,7 @@ The tokens of all sequences are concatenated; sequence i is [offsets[i], offsets
     logprobs   float32, when it was sampled     current  uint8, one a sequence: sampled by the policy to be trained
     offsets    int64                            steps    for each optimizer step the indices of its sequences, int64
     engines    int32, two a sequence: the node and its replica that sampled it; -1 where that is not known
+    teacher    float32, like logprobs, of a teacher; only with `algorithm.loss=distil`
     continues  uint8, one a sequence: a further segment of the trajectory of the sequence before it
     groups     int32, one a sequence: the number of its trajectory's group
 
@@ -20,7 +21,7 @@ import io
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -45,6 +46,7 @@ class TrainingSequence:
     engine: tuple[int, int] = (-1, -1)
     continues: bool = False
     group: int = 0
+    teacher: Tensor | None = None
 
 
 def engine_of(trajectory: Trajectory) -> tuple[int, int]:
@@ -71,14 +73,17 @@ def sequences_of(
         tokens = torch.as_tensor(trajectory["token_ids"], dtype=torch.int32)
         mask = torch.as_tensor(trajectory["loss_mask"], dtype=torch.uint8)
         logprobs = torch.as_tensor(trajectory["logprobs"], dtype=torch.float32)
+        taught = trajectory.get("teacher_logprobs", ())
+        teacher = torch.as_tensor(taught, dtype=torch.float32) if len(taught) else None
         starts = [int(start) for start in trajectory.get("segments", (0,))]
     except (TypeError, RuntimeError, ValueError) as error:
         raise ValueError(
-            f"token_ids, loss_mask, logprobs and segments must be numbers: {first_line(error)}"
+            f"token_ids, loss_mask, logprobs, teacher_logprobs and segments must be numbers: {first_line(error)}"
         ) from None
-    if not len(tokens) == len(mask) == len(logprobs):
+    given = [logprobs] if teacher is None else [logprobs, teacher]
+    if {len(tokens)} != {len(mask), *map(len, given)}:
         raise ValueError("token_ids, loss_mask and logprobs have different lengths")
-    if not bool(torch.isfinite(logprobs[mask.bool()]).all()):
+    if not all(bool(torch.isfinite(one[mask.bool()]).all()) for one in given):
         raise ValueError("a log-probability is not a finite number")
     if beyond := tokens[(tokens < 0) | (tokens >= vocabulary)].tolist():
         raise ValueError(f"token {beyond[0]} is not one of the model's {vocabulary}")
@@ -93,7 +98,8 @@ def sequences_of(
         if int(sampled.sum()):
             parts = (tokens[begin:end], sampled, logprobs[begin:end])
             from_engine = engine_of(trajectory)
-            found.append(TrainingSequence(*parts, weight, reward, current, from_engine, bool(found)))
+            one = TrainingSequence(*parts, weight, reward, current, from_engine, bool(found))
+            found.append(one if teacher is None else replace(one, teacher=teacher[begin:end]))
     return found
 
 
@@ -131,6 +137,9 @@ def write_batch(
         "steps": steps,
         "metadata": dict(metadata),
     }
+    teachers = [one.teacher for one in sequences if one.teacher is not None]
+    if sequences and len(teachers) == len(sequences):
+        content["teacher"] = torch.cat(teachers)
     buffer = io.BytesIO()
     torch.save(content, buffer)
     files.make_dirs(path.parent)
@@ -155,6 +164,7 @@ class TrainingBatch:
     continues: Tensor
     groups: Tensor
     steps: tuple[Tensor, ...]
+    teacher: Tensor | None = None
     old: Tensor | None = None
     reference: Tensor | None = None
     certainty: Tensor | None = None
@@ -173,7 +183,7 @@ class TrainingBatch:
         if not isinstance(content, dict) or not content.keys() >= {*names}:
             raise ProgramFailed(f"{path} is not a training batch: it lacks some of {', '.join(names)}")
         tensors = {name: content[name] for name in names[:-1]}
-        return cls(**tensors, steps=tuple(content["steps"]))
+        return cls(**tensors, steps=tuple(content["steps"]), teacher=content.get("teacher"))
 
     def lengths(self) -> list[int]:
         """The number of tokens of each sequence."""

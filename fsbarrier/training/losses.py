@@ -3,7 +3,7 @@
 `minibatch_loss` combines one loss from the settings `algorithm.*`:
 
     ratio        token: new / old                        sequence (gspo): the geometric mean of its tokens' ratios
-    objective    grpo, gspo: clipped    cispo: clipped and detached    sapo: gated softly    rft: likelihood    own_loss.py
+    objective    grpo, gspo, distil: clipped    cispo: clipped and detached    sapo: gated softly    rft: likelihood    own_loss.py
     mismatch     importance weight for the difference between engine and trainer: none, token_tis, icepop, sequence_mask
     + kl_coef * KL divergence from a reference policy (k1, k2, k3)   - entropy_coef * entropy
     aggregation  the sum over tokens, normalised in one of four ways
@@ -144,7 +144,7 @@ def policy_objective(algorithm: AlgorithmSettings, new: Tensor, ratio: Tensor, w
     """`weight`: the advantages; with rft the rewards."""
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
     match algorithm.loss:
-        case "grpo" | "gspo":
+        case "grpo" | "gspo" | "distil":
             # Dual clip: a negative advantage with a large ratio would otherwise be unbounded.
             bounded = ratio if algorithm.dual_clip is None else ratio.clamp(max=algorithm.dual_clip)
             return (-torch.minimum(bounded * weight, ratio.clamp(low, high) * weight)).expand_as(new)
@@ -161,7 +161,7 @@ def clipped(algorithm: AlgorithmSettings, ratio: Tensor, weight: Tensor) -> tupl
     """The tokens whose ratio is clipped, at the lower and upper bound."""
     below, above = ratio < 1 - algorithm.clip_low, ratio > 1 + algorithm.clip_high
     match algorithm.loss:
-        case "grpo" | "gspo":
+        case "grpo" | "gspo" | "distil":
             return below & (weight < 0), above & (weight > 0)
         case "cispo":
             return below, above

@@ -25,13 +25,14 @@ UPDATE = (
         "clipped_low",
         "clipped_high",
     ),
-    *("entropy", "self_certainty", "kl", "policy_kl", "mismatch_kl", "mismatch_dropped"),
+    *("entropy", "self_certainty", "teacher_kl", "kl", "policy_kl", "mismatch_kl", "mismatch_dropped"),
     *("lr", "grad_norm", "optimizer_steps", "seconds"),
 )
 #: the curves of the report in their order: event, field, title
 CURVES = (
     ("updated", "entropy", "Entropy"),
     ("updated", "self_certainty", "Self-certainty"),
+    ("updated", "teacher_kl", "KL to the teacher"),
     ("updated", "policy_kl", "KL to the previous policy"),
     ("updated", "kl", "KL to the reference policy"),
     ("updated", "clip_fraction", "Clip fraction"),

@@ -119,6 +119,10 @@ def teaching_groups(
         sequences: list[TrainingSequence] = []
         for trajectory, weight in weighed:
             with naming(trajectory, merged):
+                if settings.algorithm.loss == "distil" and "teacher_logprobs" not in trajectory:
+                    raise ValueError(
+                        "it has no teacher_logprobs, which rollouts have with algorithm.loss=distil"
+                    )
                 sequences += sequences_of(trajectory, weight, current, vocabulary)
         if sequences:
             yield sequences

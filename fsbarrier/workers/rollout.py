@@ -40,7 +40,9 @@ from fsbarrier.rollouts.rounds import read_rounds
 from fsbarrier.rollouts.samples import SampledGroup
 from fsbarrier.rollouts.sampling import SamplingServer
 from fsbarrier.rollouts.shared_flush import SharedFlush
+from fsbarrier.rollouts.teacher import Teacher
 from fsbarrier.settings.sections import Settings
+from fsbarrier.settings.value_types import TEACHER
 from fsbarrier.store import files, reading
 from fsbarrier.trajectories import RankFileWriter
 
@@ -84,6 +86,8 @@ class Rollout:
             judge=settings.judge,
             engines=engines,
         )
+        teaches = settings.algorithm.loss == "distil" and assignment.origin.split == "train"
+        self.teacher = Teacher(engines[TEACHER]) if teaches else None
         # The claims of each round that was started; the last one belongs to the current round.
         self.claims = [assignment.open_claims(self.rounds[0].tasks)]
         self.early_end, self.ended_early = assignment.open_early_end(), False
@@ -129,6 +133,8 @@ class Rollout:
                     await appending.rest()
                 self.progress.close()
                 await self.reward.close()
+                if self.teacher is not None:
+                    await self.teacher.close()
             writer.finish()
         assignment.publish_part()
         await removing
@@ -306,6 +312,8 @@ class Rollout:
             made = failed_group(origin, group, samples)
         else:
             made = await judged_group(origin, group, self.reward)
+            if self.teacher is not None:
+                await self.teacher.mark(made)
         await appending.append(group.task.index, made)
         self.unwritten.release()
         self.counts.add(group, made, late)

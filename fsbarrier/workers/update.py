@@ -23,6 +23,7 @@ from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training.batch import TrainingBatch
+from fsbarrier.training.distillation import behind_teacher, with_distillation
 from fsbarrier.training.failures import explained, tell_torchrun
 from fsbarrier.training.kl_in_reward import with_kl_in_reward
 from fsbarrier.training.log_prob_pass import held_out_loss, with_old, with_reference
@@ -196,10 +197,15 @@ class Update:
                 reference = Path(self.spec["reference"])
                 batch = with_reference(reference, trainer.layout, processes, batch, self.settings)
             batch = with_self_certainty(with_old(trainer, batch, self.settings), self.settings.algorithm)
-            batch = with_kl_in_reward(batch, self.settings.algorithm)
+            batch = with_distillation(
+                with_kl_in_reward(batch, self.settings.algorithm), self.settings.algorithm
+            )
             totals = train(trainer, batch, self.settings, start.model, show)
             if batch.certainty is not None:
                 totals.more["self_certainty"] = float(batch.certainty[batch.loss_mask.bool()].mean())
+            if batch.teacher is not None:
+                apart = behind_teacher(batch, batch.teacher)[batch.loss_mask.bool()]
+                totals.more["teacher_kl"] = -float(apart.mean())
             if (held_out := held_out_loss(trainer, batch, self.settings)) is not None:
                 totals.more["held_out_loss"] = held_out
         if processes.is_main:

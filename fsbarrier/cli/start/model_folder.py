@@ -14,7 +14,7 @@ from fsbarrier.engine.model import classifies, inspect, max_positions, sees, unt
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.planning.model_shape import examine
 from fsbarrier.settings.checks import answer_lengths, tied_head
-from fsbarrier.settings.value_types import ENGINE, reward_kinds
+from fsbarrier.settings.value_types import ENGINE, TEACHER, reward_kinds
 from fsbarrier.store import reading
 
 if TYPE_CHECKING:
@@ -107,6 +107,18 @@ def check_engines(settings: Settings, policy: Path | None) -> None:
                 f"(judge.engine={name})"
             )
         _check_vocabulary(f"reward.kind={ENGINE}{name}", folder, policy)
+    if settings.algorithm.loss == "distil":
+        folder = Path(str(settings.engines[TEACHER].model))
+        most, longest = max_positions(inspect(folder).config), settings.engine.max_model_len
+        if classifies(inspect(folder)):
+            raise UsageError(
+                f"engines.{TEACHER}.model={folder}: has a classifier head; a teacher must be a language model"
+            )
+        if most is not None and most <= longest:
+            raise UsageError(
+                f"engine.max_model_len={longest}: must be less than the {most} positions of engines.{TEACHER}.model={folder}"
+            )
+        _check_vocabulary("algorithm.loss=distil: its teacher", folder, policy)
 
 
 def _check_vocabulary(said: str, folder: Path, policy: Path | None) -> None:

@@ -1,0 +1,59 @@
+"""The log-probabilities of sampled tokens under the frozen engine `engines.teacher`, for `algorithm.loss=distil`.
+
+They are taken when a group is done and stored with it. vLLM gives them without a temperature, so rollouts must have temperature 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from fsbarrier.data.trajectory import Trajectory
+from fsbarrier.engine.openai_http import EngineAddress
+from fsbarrier.errors import ProgramFailed
+from fsbarrier.rewards.model_server import ModelServer, ModelServerError
+
+#: requests at once, and how long each may take
+CONCURRENCY, TIMEOUT_S = 64, 600.0
+
+
+class Teacher:
+    def __init__(self, engine: EngineAddress) -> None:
+        self._model, self._server = engine.model, ModelServer.of_engine(engine, CONCURRENCY, TIMEOUT_S)
+
+    async def mark(self, trajectories: Sequence[Trajectory]) -> None:
+        """Add `teacher_logprobs` to these trajectories. Raises ProgramFailed if the teacher does not give them."""
+        try:
+            await asyncio.gather(*(self._mark(one) for one in trajectories))
+        except ModelServerError as error:
+            raise ProgramFailed(str(error)) from None
+
+    async def _mark(self, trajectory: Trajectory) -> None:
+        tokens, mask = trajectory["token_ids"].tolist(), trajectory["loss_mask"]
+        starts = trajectory.get("segments", [0])
+        ends = [*starts[1:], len(tokens)]
+        parts = await asyncio.gather(*(self._ask(tokens[a:b]) for a, b in zip(starts, ends, strict=True)))
+        found = [value for part in parts for value in part]
+        trajectory["teacher_logprobs"] = array(
+            "f", [p if m else 0.0 for p, m in zip(found, mask, strict=True)]
+        )
+
+    async def _ask(self, tokens: list[int]) -> list[float]:
+        """The log-probability of each token given those before it; 0 of the first one."""
+        if len(tokens) < 2:
+            return [0.0] * len(tokens)
+        body = {"model": self._model, "prompt": [tokens], "max_tokens": 1, "prompt_logprobs": 0}
+        answer: Any = await self._server.post("/completions", body)
+        try:
+            entries = answer["choices"][0]["prompt_logprobs"][1:]
+            found = [float(one[str(t)]["logprob"]) for one, t in zip(entries, tokens[1:], strict=True)]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ModelServerError(
+                f"engines.{self._model} gave no log-probability of each token: {type(error).__name__}: {error}"
+            ) from None
+        return [0.0, *found]
+
+    async def close(self) -> None:
+        await self._server.close()
