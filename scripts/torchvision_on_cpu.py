@@ -8,13 +8,15 @@ torchvision is about to be imported. scripts/setup_packages.py puts both into ea
 
 from __future__ import annotations
 
-import shutil
 import sys
-import sysconfig
-from collections.abc import Sequence
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+
+# Each interpreter of the environment runs this when it starts, so it imports nothing else, not even `typing`.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+    from types import ModuleType
+    from typing import Any
 
 
 class Declares:
@@ -36,11 +38,16 @@ class Declares:
 
 def put_into(packages: Path) -> None:
     """Into an environment's folder of packages."""
+    import shutil
+
     shutil.copyfile(__file__, packages / "torchvision_on_cpu.py")
     (packages / "torchvision-on-cpu.pth").write_text("import torchvision_on_cpu\n")
 
 
 if __name__ == "__main__":
+    import sysconfig
+    from pathlib import Path
+
     put_into(Path(sysconfig.get_path("purelib")))
 else:
     sys.meta_path.insert(0, Declares())
