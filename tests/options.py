@@ -49,7 +49,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "rollout.concurrency=1",
         "rollout.concurrency=64",
     ),
-    "seed": ("rollout.seed=0", "rollout.seed=7"),
+    "seed": ("rollout.seed=0 rollout.reproducible=false", "rollout.seed=7"),
     "take over": ("rollout.take_over=true", "rollout.take_over=false"),
     "early end": (
         "rollout.completion_threshold=1 rollout.max_refills=1",
@@ -217,6 +217,7 @@ ELSEWHERE = {
     "algorithm.distil_reward": "only with a teacher (test_distillation.py)",
     "algorithm.kl_estimator=k1": "is refused with a KL in the loss (test_settings.py), and has no other use",
     **dict.fromkeys(("trainer.profile", "trainer.profile=none", "trainer.profile_rank"), "test_profiling.py"),
+    "rollout.reproducible=true": "test_reproducible.py: an agent has no seeds",
     "algorithm.self_certainty": "test_self_certainty.py: it goes with few values of other groups",
     "tracker.names": "test_trackers.py: their packages are not installed",
     "toy.tasks": "test_toy_run.py",

@@ -5,14 +5,15 @@ prompts per request; 256 prompts with one sample: 0.4 s at 64 per request, 3 to 
 not wait for the others in its request, and to detect stalled requests. Short answers are not streamed: each would take two chunks, which
 cost both sides more than the tokens.
 
-Requests carry no seed. vLLM would use the same noise for all prompts of a request, and one request per prompt was a third slower; on an
-accelerator, seeded rows are sampled one by one. Results would not be reproducible anyway, because floating-point sums depend on the rest of
-the batch.
+Requests carry a seed only with `rollout.reproducible`. vLLM would use the same noise for all prompts of a request, and one request per
+prompt was a third slower; on an accelerator, seeded rows are sampled one by one. Even then floating-point sums depend on the rest of the
+batch, unless the engine computes each row by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
@@ -56,7 +57,8 @@ T = TypeVar("T")
 class SamplingServer:
     """A server and its timeouts. `timeout_s`: without output from a request; `tries`: attempts per request.
 
-    `template_arguments`: extra arguments for the chat template. `banned`: tokens that are never sampled.
+    `template_arguments`: extra arguments for the chat template. `banned`: tokens that are never sampled. `seed`: what the seeds of answers
+    are made of; "": they have none.
     """
 
     url: str
@@ -66,6 +68,12 @@ class SamplingServer:
     tries: int
     template_arguments: Mapping[str, object] = field(default_factory=dict)
     banned: Sequence[int] = ()
+    seed: str = ""
+
+    def seed_of(self, task: Task) -> dict[str, object]:
+        """The parameter of a task's request, if it has one. To it vLLM adds the number of a sample."""
+        digest = hashlib.sha256(f"{self.seed}:{task.index}".encode()).digest()
+        return {"seed": int.from_bytes(digest[:6])} if self.seed else {}
 
     @property
     def distribution(self) -> dict[str, object]:
@@ -156,8 +164,16 @@ class Sampler:
                 prompts: Sequence[str | list[int]] = [str(task.prompt) for task in left]
             else:
                 prompts = await asyncio.gather(*map(self._prompt_ids, left))
-            await self._complete(prompts, self._stream(left, done, sampling.samples), sampling, {})
+            seed = self.server.seed_of(left[0])
+            await self._complete(prompts, self._stream(left, done, sampling.samples), sampling, seed)
 
+        if self.server.seed and not alone:
+            # vLLM would use the same noise for all prompts of a request.
+            each = [self.sample({task.index: task}, done, sampling) for task in pending.values()]
+            for error in await asyncio.gather(*each, return_exceptions=True):
+                if isinstance(error, BaseException):
+                    raise error
+            return
         try:
             return await self._asked(request)
         except Refusal as refusal:

@@ -67,6 +67,9 @@ class RolloutSettings(Section):
     concurrency: EachSession[Count] = 64
     #: Seed for the order in which tasks are drawn.
     seed: CountOrZero = 0
+    #: Answers get seeds of their own, by `rollout.seed`, so that a second run samples the same where the engine computes the same
+    #: (docs/rollouts.md). Each task is then a request of its own, which is slower.
+    reproducible: EachSession[bool] = False
     #: A node that has finished its tasks takes over tasks that the slowest node has not started.
     take_over: EachSession[bool] = True
     #: A task fails this many seconds after it was started; with an agent the limit applies to each episode. none: no limit, or one hour

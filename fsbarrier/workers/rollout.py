@@ -347,6 +347,7 @@ def servers_of(spec: JsonObject, settings: Settings) -> list[SamplingServer]:
     model = spec.get("model")
     config = reading.json_object(Path(model) / "config.json", UsageError) if model else {}
     banned = placeholder_ids(config)
+    seed = ":".join(str(one) for one in (settings.rollout.seed, spec["iteration"], spec["split"]))
     return [
         SamplingServer(
             url=engine["url"],
@@ -356,6 +357,7 @@ def servers_of(spec: JsonObject, settings: Settings) -> list[SamplingServer]:
             tries=TRIES,
             template_arguments=settings.rollout.template_arguments,
             banned=banned,
+            seed=seed if settings.rollout.reproducible else "",
         )
         for engine in spec["engine"]
     ]
