@@ -217,6 +217,7 @@ ELSEWHERE = {
     "algorithm.distil_reward": "only with a teacher (test_distillation.py)",
     "algorithm.kl_estimator=k1": "is refused with a KL in the loss (test_settings.py), and has no other use",
     **dict.fromkeys(("trainer.profile", "trainer.profile=none", "trainer.profile_rank"), "test_profiling.py"),
+    "rollout.stop": "test_rollout.py: an agent names its own",
     "rollout.reproducible=true": "test_reproducible.py: an agent has no seeds",
     "algorithm.self_certainty": "test_self_certainty.py: it goes with few values of other groups",
     "tracker.names": "test_trackers.py: their packages are not installed",

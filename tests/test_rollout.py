@@ -200,6 +200,16 @@ def test_each_trajectory_carries_exactly_what_was_sampled(tmp_path: Path, fake: 
     ]
 
 
+def test_a_text_that_ends_an_answer_is_trained_on_and_not_scored(tmp_path: Path, fake: Fake) -> None:
+    """Sorted letters up to `c`; the server keeps one token more, as vLLM keeps the token that completes a text."""
+    spec = make_spec(tmp_path, fake.url, ["dcba="], **{"rollout.stop": "c"})
+    assert run(spec).code == 0
+    for item in rolled_out(tmp_path)[0]:
+        assert (item["text"], item["finish_reason"], item["reward"]) == ("ab", "stop", 0.0)
+        assert "".join(map(chr, item["token_ids"])) == "dcba=abcd"
+    assert {tuple(request["stop"]) for request in fake.requests()} == {("c",)}
+
+
 def test_the_result_the_progress_and_the_checkpoint(tmp_path: Path, fake: Fake) -> None:
     spec = make_spec(tmp_path, fake.url, ["dcba=", "zyx!wrong=", "ba!long="])
     done = run(spec)

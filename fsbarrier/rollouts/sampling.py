@@ -57,8 +57,8 @@ T = TypeVar("T")
 class SamplingServer:
     """A server and its timeouts. `timeout_s`: without output from a request; `tries`: attempts per request.
 
-    `template_arguments`: extra arguments for the chat template. `banned`: tokens that are never sampled. `seed`: what the seeds of answers
-    are made of; "": they have none.
+    `template_arguments`: extra arguments for the chat template. `banned`: tokens that are never sampled. `stop`: texts that end an
+    answer. `seed`: what the seeds of answers are made of; "": they have none.
     """
 
     url: str
@@ -68,6 +68,7 @@ class SamplingServer:
     tries: int
     template_arguments: Mapping[str, object] = field(default_factory=dict)
     banned: Sequence[int] = ()
+    stop: Sequence[str] = ()
     seed: str = ""
 
     def seed_of(self, task: Task) -> dict[str, object]:
@@ -80,6 +81,7 @@ class SamplingServer:
         """The parameters that a request needs for the distribution to be the run's. The bias is what vLLM allows at most."""
         return {
             **NEUTRAL,
+            **({"stop": [*self.stop]} if self.stop else {}),
             **({"logit_bias": dict.fromkeys(map(str, self.banned), -100)} if self.banned else {}),
         }
 

@@ -170,6 +170,8 @@ def _rollouts(s: Settings, named: AsChosen) -> Iterator[str]:
         yield f"{named('rollout.samples')}: {named('algorithm.loss')} compares the samples of a task; give 2 or more"
     if s.rollout.reproducible and s.rollout.agent is not None:
         yield f"{named('rollout.reproducible')}: the turns of {named('rollout.agent')} have no seeds; drop one of the two"
+    if s.rollout.stop and s.rollout.agent is not None:
+        yield f"{named('rollout.stop')}: {named('rollout.agent')} names its own stop texts in each request; drop one of the two"
     for word in s.rollout.chat_template_kwargs:
         if "=" not in word or not word.partition("=")[0].isidentifier():
             yield f"{named('rollout.chat_template_kwargs')}: {word!r} must have the form name=value"

@@ -60,6 +60,9 @@ class RolloutSettings(Section):
     temperature: EachSession[NotNegative] = 1.0
     #: Maximum number of tokens the policy may generate in one turn.
     max_tokens: EachSession[Count] = 512
+    #: Texts that end an answer, such as `</answer>`, here and in evaluations. The tokens of such a text are trained on; what is scored
+    #: ends before it.
+    stop: Words = ()
     #: Extra arguments for the model's chat template, for example `enable_thinking=false`.
     chat_template_kwargs: Words = ()
     #: Maximum number of groups in flight on each engine replica, counted in groups of `rollout.samples` (smaller groups count for less).

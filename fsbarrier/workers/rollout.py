@@ -357,6 +357,7 @@ def servers_of(spec: JsonObject, settings: Settings) -> list[SamplingServer]:
             tries=TRIES,
             template_arguments=settings.rollout.template_arguments,
             banned=banned,
+            stop=settings.rollout.stop,
             seed=seed if settings.rollout.reproducible else "",
         )
         for engine in spec["engine"]
