@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from random import Random
 
@@ -36,11 +37,15 @@ RACING = Limits(stagger_s=0.0, join_timeout_s=60.0, rejoin_timeout_s=40.0)
 @pytest.mark.parametrize(
     ("setup", "seeds"),
     [
-        pytest.param(Setup(mix=frozenset()), range(100), id="no-faults"),
-        pytest.param(ALL, range(1000, 1250), id="one-iteration"),
-        pytest.param(replace(ALL, iterations=3), range(2000, 2050), id="three-iterations"),
-        pytest.param(replace(ALL, nodes=8), range(3000, 3040), id="eight-nodes"),
-        pytest.param(replace(ALL, nodes=1), range(4000, 4100), id="one-node"),
+        pytest.param(Setup(mix=frozenset()), range(40), id="no-faults"),
+        pytest.param(ALL, range(1000, 1150), id="one-iteration"),
+        pytest.param(replace(ALL, iterations=3), range(2000, 2030), id="three-iterations"),
+        pytest.param(replace(ALL, nodes=8), range(3000, 3020), id="eight-nodes"),
+        pytest.param(replace(ALL, nodes=1), range(4000, 4060), id="one-node"),
+        pytest.param(ALL, range(5000, 7000), id="many", marks=pytest.mark.slow),
+        pytest.param(
+            replace(ALL, nodes=5), range(7000, 7400), id="many of five nodes", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_every_invariant_holds(setup: Setup, seeds: range) -> None:
@@ -52,13 +57,12 @@ def test_every_invariant_holds(setup: Setup, seeds: range) -> None:
 
 @pytest.mark.parametrize("kind", sorted(USUAL))
 def test_each_kind_of_fault_alone(kind: str) -> None:
-    broken = [verdict for verdict in campaign(range(30), Setup(mix=parse_mix(kind))) if verdict.violations]
+    broken = [verdict for verdict in campaign(range(15), Setup(mix=parse_mix(kind))) if verdict.violations]
     assert broken == []
 
 
 def test_faults_really_strike() -> None:
-    struck = set().union(*(verdict.struck for verdict in campaign(range(150), ALL)))
-    assert struck >= {
+    awaited = {
         "crash",
         "power",
         "pause",
@@ -71,6 +75,11 @@ def test_faults_really_strike() -> None:
         "error",
         "garbled",
     }
+    for verdict in campaign(range(150), ALL):
+        awaited -= verdict.struck
+        if not awaited:
+            break
+    assert not awaited
 
 
 def test_a_seed_replays_identically_also_in_another_process() -> None:
@@ -155,35 +164,36 @@ def test_a_later_start_asks_for_other_settings(
 
 
 def test_two_starts_claim_one_rank_and_one_of_them_gets_it() -> None:
-    ends = [
-        end
+    assert any(
+        "was taken by another process" in end.why
         for seed in range(60)
         for end in make_world(seed, Setup(mix=parse_mix("twin"))).run().ended.values()
-    ]
-    assert any("was taken by another process" in end.why for end in ends)
+    )
 
 
 def test_refills_are_rolled_out_adopted_and_merged() -> None:
-    merged = [
-        one for seed in range(100) for one in make_world(seed, ALL).run().merges if one.split == "train"
-    ]
-    assert {one.rounds for one in merged} == {1, 2, 3}
-    assert any(one.rounds > 1 and one.adopted for one in merged)
+    awaited: set[object] = {1, 2, 3, "adopted"}
+    for world in (make_world(seed, ALL) for seed in range(300)):
+        if awaited and world.settings.rollout.max_refills:
+            merged = [one for one in world.run().merges if one.split == "train"]
+            awaited -= {one.rounds for one in merged}
+            awaited -= {"adopted" for one in merged if one.rounds > 1 and one.adopted}
+    assert not awaited
 
 
 def test_a_run_is_started_again_for_other_phases_or_more_iterations() -> None:
-    found = set[tuple[str, str, int]]()
-    for seed in range(75):
+    awaited: set[object] = {2, 3, *product(KINDS_OF_RUN, repeat=2)}
+    for seed in range(150):
         world = make_world(seed, replace(ALL, iterations=2, phases=KINDS_OF_RUN[seed % 3]))
         world.sessions_left = int(world.settings.rollout_split is None)
         world.run()
         assert check(world) == [], seed
-        last = world.sessions[-1]
-        if len(world.sessions) > 1:
-            found.add((world.sessions[0].phases, last.phases, last.until))
-    for phases in ("both", "rollout", "update"):
-        assert {one[1] for one in found if one[0] == phases} == {"both", "rollout", "update"}
-    assert {until for *_, until in found} == {2, 3}
+        first, last = world.sessions[0], world.sessions[-1]
+        if first is not last:
+            awaited -= {last.until, (first.phases, last.phases)}
+        if not awaited:
+            break
+    assert not awaited
 
 
 def test_a_node_whose_work_does_not_end_is_given_up() -> None:
@@ -202,7 +212,7 @@ def test_a_node_whose_work_does_not_end_is_given_up() -> None:
 
 def test_i10_clocks_decide_nothing() -> None:
     """With every process on a clock of its own, which drifts, and with all on one, each passes the same rows."""
-    for seed in range(25):
+    for seed in range(10):
         happened = []
         for clocks in (True, False):
             did: dict[int, list[Position | None]] = {}
@@ -237,5 +247,6 @@ def test_i7_an_hour_under_load_without_a_false_death() -> None:
 def test_a_create_that_two_clients_win_breaks_the_protocol() -> None:
     """Why `doctor` refuses such filesystems: one number, two generations."""
     setup = Setup(mix=parse_mix("crash,stale,winners"), policy="shrink", limits=RACING)
-    found = {violation.number for verdict in campaign(range(100), setup) for violation in verdict.violations}
-    assert "I3" in found
+    assert any(
+        found.number == "I3" for verdict in campaign(range(100), setup) for found in verdict.violations
+    )
