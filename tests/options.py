@@ -41,7 +41,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         " eval.sets.hard.file={bench}/data/test.jsonl",
         "eval.sets.mine.file=none eval.sets.mine.tasks=none eval.sets.mine.samples=none eval.sets.mine.temperature=none",
     ),
-    "how many": ("rollout.tasks=1", "rollout.tasks=3", "rollout.tasks=99"),
+    "how many": ("rollout.tasks=1", "rollout.tasks=3", "rollout.tasks=9"),
     "samples": ("rollout.samples=2", "rollout.samples=3"),
     "temperature": ("rollout.temperature=1.0", "rollout.temperature=0.7"),
     "length": ("rollout.max_tokens=16", "rollout.max_tokens=40"),
