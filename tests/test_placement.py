@@ -162,7 +162,9 @@ def test_the_next_iteration_is_rolled_out_while_the_update_trains(tmp_path: Path
 @pytest.mark.parametrize(("victim", "back"), [(1, False), (0, True)], ids=["a sampler", "the only trainer"])
 def test_a_node_lost_in_the_update(tmp_path: Path, victim: int, back: bool) -> None:
     """Nothing that was rolled out ahead is lost or doubled. Without the only node that trains, the others wait for it."""
-    with Cluster(tmp_path, 3, *FAST, "toy.phase_s=0.2", *APART, "rollout.ahead=1", "--iterations", "3") as cluster:
+    with Cluster(
+        tmp_path, 3, *FAST, "toy.phase_s=0.2", *APART, "rollout.ahead=1", "--iterations", "3"
+    ) as cluster:
         cluster.start()
         cluster.in_phase(victim, 10, iteration=2)
         cluster.kill(victim)
@@ -177,7 +179,9 @@ def test_a_node_lost_in_the_update(tmp_path: Path, victim: int, back: bool) -> N
 
 
 def test_everything_killed_goes_on_with_what_was_rolled_out_ahead(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3, *FAST, "toy.phase_s=0.3", *APART, "rollout.ahead=1", "--iterations", "3") as cluster:
+    with Cluster(
+        tmp_path, 3, *FAST, "toy.phase_s=0.3", *APART, "rollout.ahead=1", "--iterations", "3"
+    ) as cluster:
         cluster.start()
         cluster.in_phase(1, 10, iteration=1)
         ahead = RunPaths(cluster.log_path).part("train", 2, 1, 1, 1)
