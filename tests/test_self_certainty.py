@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from complete_runs import VOCABULARY, Bench
+from trainer_bench import bench as bench_of_updates
 
 from fsbarrier.settings.sections import AlgorithmSettings
+from fsbarrier.trajectories import iter_trajectories
 
 pytestmark = pytest.mark.torch
 
@@ -106,6 +108,32 @@ def test_a_batch_level_baseline_is_over_tokens(advantage: str) -> None:
     of_tokens = rewards[[0, 1, 1, 1, 2, 3]]
     expected = (rewards - of_tokens.mean()) / of_tokens.std()
     assert weights(batch, advantage=advantage) == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_an_update_makes_its_advantages_of_it(tmp_path: Path) -> None:
+    """One step: the ratio is 1, so the loss is the negative mean of the tokens' advantages, here from transformers' logits in float64."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    chosen = {"algorithm__self_certainty": 0.75, "trainer__epochs": 1, "trainer__minibatch": 99}
+    work = bench_of_updates(tmp_path, rollout__temperature=1.0, **chosen)
+    assert work.prepare()["dropped_groups"] == 0
+    found = work.update("out")
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    certainties, rewards, counts = [], [], []
+    for item in iter_trajectories(tmp_path / "merged"):
+        tokens, mask = torch.tensor([[*item["token_ids"]]]), torch.tensor([*item["loss_mask"]]).bool()
+        with torch.no_grad():
+            logits = policy(tokens).logits[0, :-1][mask[1:]]
+        divergence = logits.logsumexp(1) - logits.mean(1) - log(logits.shape[1])
+        certainties.append(divergence)
+        rewards.append(0.25 * item["reward"] + 0.75 * float(divergence.mean()))
+        counts.append(len(divergence))
+    groups = torch.tensor(rewards).view(-1, 4)
+    advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
+    of_tokens = advantages.flatten().repeat_interleave(torch.tensor(counts))
+    assert found["loss"] == pytest.approx(-float(of_tokens.mean()), abs=1e-6) and abs(found["loss"]) > 1e-4
+    assert found["self_certainty"] == pytest.approx(float(torch.cat(certainties).mean()), abs=1e-6)
 
 
 def test_a_run_is_trained_on_it_alone_and_tells_of_its_rewards(bench: Bench, tmp_path: Path) -> None:
