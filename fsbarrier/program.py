@@ -408,12 +408,12 @@ class Context:
     @property
     def frozen(self) -> dict[str, tuple[int, ...]]:
         """The frozen engines that have servers on this node, with their accelerators by number (`engines.NAME.placement`)."""
-        settings = self.settings
-        found = {
-            name: self._holders(one.placement or settings.placement.rollout)
-            for name, one in sorted(settings.engines.items())
-        }
+        found = {name: self.holders_of(name) for name in sorted(self.settings.engines)}
         return {name: held[self.node_rank] for name, held in found.items() if self.node_rank in held}
+
+    def holders_of(self, engine: str) -> dict[int, tuple[int, ...]]:
+        """The members that have servers of a frozen engine, and their accelerators by number."""
+        return self._holders(self.settings.engines[engine].placement or self.settings.placement.rollout)
 
     def _holders(self, placed: str) -> dict[int, tuple[int, ...]]:
         """Raises TooFewNodes if no member is left that holds the role."""

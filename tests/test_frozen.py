@@ -18,15 +18,18 @@ from engine_bench import NEVER, behaviour, make_model, stand_in, write_model
 from waiting import until
 
 from fsbarrier.cli import main
+from fsbarrier.coordination.run_rules import roles
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.frozen import MOST_DEATHS, FrozenEngine
 from fsbarrier.engine.replicas import Replicas
 from fsbarrier.processes.rendezvous import LOOPBACK
+from fsbarrier.protocol.facts import Join
 from fsbarrier.rewards.kinds import open_reward
 from fsbarrier.rewards.score import Answer, Score
 from fsbarrier.run.admission import examine
 from fsbarrier.run.fingerprint import Fingerprint
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.settings.sections import FrozenEngineSettings, JudgeSettings, Settings
 from fsbarrier.trajectories import load
 
@@ -107,7 +110,7 @@ def test_an_engine_that_always_dies_is_given_up(engine: FrozenEngine) -> None:
         kill_all(engine)
         if death < MOST_DEATHS:
             assert httpx.get(url, trust_env=False, timeout=30.0).status_code == 200
-    with pytest.raises(httpx.RemoteProtocolError):
+    with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
         httpx.get(url, trust_env=False, timeout=30.0)
     assert engine.failure.startswith("engines.rm died 4 times: vLLM was ended by signal 9")
 
@@ -143,6 +146,38 @@ def test_rewards_of_frozen_engines_and_one_that_dies(bench: Bench, tmp_path: Pat
         "(None, 'started')",
     ]
     assert not ended.events("work_failed")
+
+
+def test_a_node_that_rolls_out_reaches_the_engine_of_another(bench: Bench, tmp_path: Path) -> None:
+    """It is offered in the node's join, with its key; an engine that is everywhere is offered to nobody."""
+    words = (
+        "placement.rollout=node:0",
+        "placement.update=node:0",
+        "placement.wise=node:1",
+        "reward.kind=judge",
+    )
+    words += ("judge.engine=wise", f"engines.wise.model={bench.model}", f"engines.own.model={bench.model}")
+    log_path = tmp_path / "run"
+    bench.run(log_path, "--iterations", "2", *words, "algorithm.drop_zero_signal=false", nodes=2).check()
+    paths = RunPaths(log_path)
+    trajectories = load(paths.merged("train", 2))["trajectories"]
+    assert {(one["node_rank"], one["reward"]) for one in trajectories} == {(0, 0.5)}
+    logs = {rank: sorted(one.name for one in paths.node_logs(1, rank).glob("vllm*")) for rank in (0, 1)}
+    assert logs == {0: ["vllm-own.log", "vllm.log"], 1: ["vllm-wise.log"]}
+    joins = [PosixStore().read(paths.join(rank, 1), Join) for rank in (0, 1)]
+    assert [join and [*join.engines] for join in joins] == [[], ["wise"]]
+
+
+def test_a_lost_node_takes_its_engines_along() -> None:
+    engines = {
+        "wise": FrozenEngineSettings(model="M", placement="node:1"),
+        "own": FrozenEngineSettings(model="M"),
+    }
+    placed = {"placement.rollout": "node:0", "placement.update": "all", "num_nodes": 3}
+    assert roles(0, engines, placed) == {
+        "placement.rollout=node:0": frozenset({0}),
+        "placement.wise=node:1": frozenset({1}),
+    }
 
 
 @pytest.mark.parametrize(
@@ -189,22 +224,20 @@ def test_engines_on_one_accelerator_must_fit_together() -> None:
     def refused(**changes: object) -> list[str]:
         values = {f"engines.judge.{name}": value for name, value in {"model": "M", **changes}.items()}
         settings = Settings(num_nodes=4, rank_weights=(1.0,) * 4).with_values(
-            {"placement.rollout": "0-3,8-11,16-19", "placement.update": "24-31", **values}
+            {"placement.rollout": "0-19", "placement.update": "24-31", **values}
         )
         node = replace(Fingerprint(), accelerators=[("nvidia X", 80 * 2**30, 0)] * 8)
         found = examine(dict.fromkeys(range(4), node), {}, settings, 0)
         return [one.found for one in found if one.refused]
 
-    assert refused(placement="4-7,12-15,20-23", tensor_parallel_size=4) == []
+    assert refused(placement="20-23", tensor_parallel_size=4) == []
     (said,) = refused()
     assert said == (
         "engine.gpu_memory_utilization=0.85 and engines.judge.gpu_memory_utilization=0.85 are more than accelerator 0 of node 0 has; "
         "lower them, or place the engines apart"
     )
     assert refused(gpu_memory_utilization=0.15) == []
-    beyond, without = refused(placement="30-33")
-    assert beyond == "there is no accelerator 32; 4 nodes with 8 each have 0 to 31"
-    assert without.startswith("node 0 rolls out and has no server of it")
+    assert refused(placement="30-33") == ["there is no accelerator 32; 4 nodes with 8 each have 0 to 31"]
 
 
 # --- the real vLLM ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from fsbarrier.coordination.poll_intervals import PollIntervals, join_factor, size_factor
@@ -11,7 +12,7 @@ from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Rules
 from fsbarrier.settings.placement import ROLES, Ranges
 from fsbarrier.settings.section import EACH_SESSION
-from fsbarrier.settings.sections import Settings, changes_of
+from fsbarrier.settings.sections import FrozenEngineSettings, Settings, changes_of
 
 
 def make_rules(settings: Settings, program: Program, accelerators: int = 0) -> Rules:
@@ -22,7 +23,7 @@ def make_rules(settings: Settings, program: Program, accelerators: int = 0) -> R
         num_nodes=settings.num_nodes,
         slice=settings.rl_phase,
         min_nodes=settings.min_nodes,
-        roles_of=partial(roles, accelerators),
+        roles_of=partial(roles, accelerators, settings.engines),
         on_node_failure=settings.on_node_failure,
         limits=Limits(
             suspect_s=coordination.suspect_s,
@@ -34,9 +35,12 @@ def make_rules(settings: Settings, program: Program, accelerators: int = 0) -> R
     )
 
 
-def roles(accelerators: int, settings: Payload) -> dict[str, frozenset[int]]:
+def roles(
+    accelerators: int, engines: Mapping[str, FrozenEngineSettings], settings: Payload
+) -> dict[str, frozenset[int]]:
     """The ranks that can hold each role that not all nodes have (`placement.*`)."""
     placed = {f"placement.{role}": settings[f"placement.{role}"] for role in ROLES}
+    placed |= {f"placement.{name}": one.placement for name, one in engines.items() if one.placement}
     ranges = {f"{name}={text}": Ranges.parse(text) for name, text in placed.items()}
     nodes = range(settings["num_nodes"])
     return {

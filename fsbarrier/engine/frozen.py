@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fsbarrier.engine.engine import EngineInfo, Release
@@ -41,6 +41,8 @@ class FrozenEngine:
         self.name, self.replicas, self.api_key = name, replicas, api_key
         self._folder, self._threads = Path(), 0
         self._listening = rendezvous.listen(addresses)
+        #: whether other nodes can reach it
+        self.offered = tuple(addresses) != rendezvous.LOOPBACK
         self.port = rendezvous.port_of(self._listening[0])
         # Why it cannot be started again; "" if it need not be, or could.
         self.failure = ""
@@ -55,8 +57,12 @@ class FrozenEngine:
     @property
     def address(self) -> EngineAddress:
         """For programs on this node."""
-        url, patience_s = f"http://127.0.0.1:{self.port}/v1", self.replicas.settings.start_timeout_s
-        return EngineAddress(url, self.api_key, self.name, patience_s)
+        return address("127.0.0.1", self.offer, self.name, self.replicas.settings.start_timeout_s)
+
+    @property
+    def offer(self) -> dict[str, object]:
+        """What a join tells the other nodes."""
+        return {"port": self.port, "key": self.api_key}
 
     def ensure(
         self, folder: Path, devices: Sequence[int] | None, *, threads: int, cancel: threading.Event
@@ -128,6 +134,12 @@ class FrozenEngine:
                 self.failure = str(error)
 
         self._reviving = asyncio.create_task(bring())
+
+
+def address(host: str, offer: Mapping[str, object], name: str, patience_s: float) -> EngineAddress:
+    """Where programs find the engine `name` that the node at `host` offers."""
+    host = f"[{host}]" if ":" in host else host
+    return EngineAddress(f"http://{host}:{offer['port']}/v1", str(offer["key"]), name, patience_s)
 
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]

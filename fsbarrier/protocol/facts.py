@@ -73,6 +73,8 @@ class Join:
     by: str = ""
     #: the node's packages, devices and disk space, and the digests of its code by name (run/fingerprint.py)
     fingerprint: Payload = field(default_factory=dict)
+    #: the frozen engines that it offers to other nodes: the port and the key of each, by name
+    engines: Payload = field(default_factory=dict)
 
     def other_code(self, other: Join) -> list[str]:
         """The names of the code that differs between two starts, if both have listed their digests."""

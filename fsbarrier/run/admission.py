@@ -137,7 +137,7 @@ def _misplaced(nodes: Nodes, settings: Settings) -> Iterator[Objection]:
 
 
 def _crowded(nodes: Nodes, settings: Settings) -> Iterator[Objection]:
-    """Frozen engines: nodes that roll out without one, and accelerators on which too many are."""
+    """Frozen engines: accelerators on which too many are, and those that sleep when they are needed."""
     each = max((len(one.accelerators) for one in nodes.values()), default=0)
     shares: dict[tuple[int, int], dict[str, float]] = {}
     own = {f"engines.{name}": (one, one.placement) for name, one in settings.engines.items()}
@@ -146,15 +146,12 @@ def _crowded(nodes: Nodes, settings: Settings) -> Iterator[Objection]:
         for rank, devices in Ranges.parse(placement or rollout).holders(nodes, each).items():
             for number in devices:
                 shares.setdefault((rank, number), {})[name] = one.gpu_memory_utilization
-    for name, (_, placement) in own.items():
-        holders = Ranges.parse(placement or rollout).holders(nodes, each)
-        without = [rank for rank in Ranges.parse(rollout).holders(nodes, each) if rank not in holders]
-        if without:
-            yield Objection(
-                True,
-                name,
-                f"node {without[0]} rolls out and has no server of it; let its placement include each such node",
-            )
+    update = Ranges.parse(settings.placement.update).holders(nodes, each)
+    for name, (_, placement) in own.items() if settings.rollout.ahead else ():
+        for rank, devices in Ranges.parse(placement or rollout).holders(nodes, each).items():
+            if both := sorted({*devices} & {*update.get(rank, ())}):
+                what = f"accelerator {both[0]} of node {rank} trains, while rollouts go on that need the engine there; place them apart"
+                yield Objection(True, f"{name} with rollout.ahead=1", what)
     full = next((item for item in shares.items() if len(item[1]) > 1 and sum(item[1].values()) > 1), None)
     if full is not None:
         (rank, number), together = full

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -123,6 +124,8 @@ class Daemon:
         code = code_digests(settings)
         fingerprint = Fingerprint.collect(devices, code, log_dir=log_dir)
         join = describe_start(rank, until, choices, stated, digest=one_digest(code), fingerprint=fingerprint)
+        offered = {name: one.offer for name, one in self.workplace.frozen.items() if one.offered}
+        join = replace(join, engines=offered)
         self._changed_code = last.other_code(join) if last else []
         events = self.events
         self.loop = NodeLoop(observer.store, observer, rules, self.jobs, join, events.write, events.note_work)
@@ -350,11 +353,15 @@ def make_frozen(
     from fsbarrier.engine.frozen import FrozenEngine
     from fsbarrier.engine.replicas import Replicas
 
-    found = {}
+    found, nodes = {}, range(settings.num_nodes)
+    samplers = Ranges.parse(settings.placement.rollout).holders(nodes, len(devices))
     for name, own in settings.engines.items():
-        if Ranges.parse(own.placement or ALL).here(rank, len(devices)) is None:
+        holders = Ranges.parse(own.placement or ALL).holders(nodes, len(devices))
+        if rank not in holders and rank < settings.num_nodes:
             continue
         api_key = secrets.token_urlsafe(24)
+        # Beyond this machine only where a node that rolls out has no server of its own.
+        addresses = LOOPBACK if samplers.keys() <= holders.keys() else candidate_addresses()
         replicas = Replicas(
             own,
             log_dir=log_dir,
@@ -364,5 +371,5 @@ def make_frozen(
             frozen=name,
             api_key=api_key,
         )
-        found[name] = FrozenEngine(name, replicas, api_key, LOOPBACK)
+        found[name] = FrozenEngine(name, replicas, api_key, addresses)
     return found

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from fsbarrier.engine.frozen import address
+from fsbarrier.engine.openai_http import EngineAddress
 from fsbarrier.engine.placement import visible
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.processes import last_words
@@ -17,6 +19,7 @@ from fsbarrier.processes.stacks import write_stacks
 from fsbarrier.processes.supervisor import Child, own_program, with_this_package
 from fsbarrier.processes.worker_contract import NOT_PERMITTED, WorkerFiles, read_result
 from fsbarrier.program import HELPER, Command, Context, Resident
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.run.job import Cancelled, NodeUnfit, Result, RowJob, Workplace, journal_line
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
@@ -78,7 +81,7 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
     # Placeholders in the spec that this node fills in.
     known = {
         "{engine}": workplace.engine_access,
-        "{engines}": {name: asdict(one.address) for name, one in workplace.frozen.items()},
+        "{engines}": _engines(context, workplace) if "{engines}" in work.spec.values() else {},
         "{weights_dir}": None if copy is None else str(copy.folder),
     }
     try:
@@ -131,6 +134,30 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
     if work.event:
         job.events.append(journal_line(work.event, value))
     return value
+
+
+def _engines(context: Context, workplace: Workplace) -> dict[str, JsonObject]:
+    """Where this node's programs find the frozen engines: here, or else on one of the nodes that offer them."""
+    own = {name: workplace.frozen[name].address for name in context.frozen}
+    elsewhere = [name for name in context.settings.engines if name not in own]
+    found = own | {name: _offered(name, context, workplace) for name in elsewhere}
+    return {name: asdict(one) for name, one in found.items()}
+
+
+def _offered(name: str, context: Context, workplace: Workplace) -> EngineAddress:
+    """The address of an engine on another node; which one, depends on this node's rank. Raises ProgramFailed if none can be reached."""
+    holders, patience_s = [*context.holders_of(name)], context.settings.engines[name].start_timeout_s
+    tried = []
+    for turn in range(len(holders)):
+        join = context.joins[holders[(context.node_rank + turn) % len(holders)]]
+        offer = join.engines.get(name)
+        if offer is None:
+            continue
+        reached = workplace.host.reachable(join.addresses, int(offer["port"]))
+        if reached:
+            return address(reached[0], offer, name, patience_s)
+        tried.append(f"node {join.rank} ({join.host}) at {', '.join(join.addresses)} port {offer['port']}")
+    raise ProgramFailed(f"engines.{name} is not reached: {'; '.join(tried) or 'no node offers it to others'}")
 
 
 def _environment(argv: Sequence[str], settings: Settings, work_dir: Path) -> Mapping[str, str]:

@@ -87,7 +87,7 @@ class Rollout:
             engines=engines,
         )
         teaches = settings.algorithm.loss == "distil" and assignment.origin.split == "train"
-        self.teacher = Teacher(engines[TEACHER]) if teaches else None
+        self.teachers = [Teacher(engines[TEACHER])] if teaches else []
         # The claims of each round that was started; the last one belongs to the current round.
         self.claims = [assignment.open_claims(self.rounds[0].tasks)]
         self.early_end, self.ended_early = assignment.open_early_end(), False
@@ -132,9 +132,7 @@ class Rollout:
                 with suppress(FsbarrierError):
                     await appending.rest()
                 self.progress.close()
-                await self.reward.close()
-                if self.teacher is not None:
-                    await self.teacher.close()
+                await asyncio.gather(self.reward.close(), *(teacher.close() for teacher in self.teachers))
             writer.finish()
         assignment.publish_part()
         await removing
@@ -312,8 +310,8 @@ class Rollout:
             made = failed_group(origin, group, samples)
         else:
             made = await judged_group(origin, group, self.reward)
-            if self.teacher is not None:
-                await self.teacher.mark(made)
+            for teacher in self.teachers:
+                await teacher.mark(made)
         await appending.append(group.task.index, made)
         self.unwritten.release()
         self.counts.add(group, made, late)
