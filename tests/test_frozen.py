@@ -115,6 +115,25 @@ def test_an_engine_that_always_dies_is_given_up(engine: FrozenEngine) -> None:
     assert engine.failure.startswith("engines.rm died 4 times: vLLM was ended by signal 9")
 
 
+MINE = """
+import httpx
+
+async def ask(engine):
+    async with httpx.AsyncClient(trust_env=False, headers={"Authorization": f"Bearer {engine.api_key}"}) as client:
+        body = {"model": engine.model, "messages": [{"role": "user", "content": "?"}]}
+        answer = await client.post(f"{engine.base_url}/chat/completions", json=body)
+    return answer.json()["choices"][0]["message"]["content"]
+
+async def asks(prompt, response, answer, metadata, engines):
+    return float((await ask(engines["wise"])).split()[-1]) / 2
+
+class Asks:
+    async def run(self, task, client):
+        await client.complete(task.prompt)
+        return client.trajectory(said=await ask(client.engines["wise"]))
+"""
+
+
 # --- whole runs ---------------------------------------------------------------------------------------------------------------
 
 
@@ -125,19 +144,24 @@ def test_rewards_of_frozen_engines_and_one_that_dies(bench: Bench, tmp_path: Pat
     tasks = [{"prompt": f"{'21' * (n + 1)}!mixed{'!die' * n}=", "answer": "x"} for n in range(2)]
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    (tmp_path / "mine.py").write_text(MINE)
     words = (
-        "reward.kind=engines.rm,judge",
-        "judge.engine=wise",
-        f"engines.rm.model={rm}",
-        "placement.rm=all",
+        f"reward.kind=engines.rm,judge,{tmp_path}/mine.py:asks",
+        f"rollout.agent={tmp_path}/mine.py:Asks",
     )
+    words += ("judge.engine=wise", f"engines.rm.model={rm}", "placement.rm=all")
     words += (f"engines.wise.model={bench.model}", f"data_path={tmp_path}", f"model={bench.model}")
     ended = bench.run(tmp_path / "run", "--iterations", "1", *words).check()
     trajectories = load(RunPaths(tmp_path / "run").merged("train", 1))["trajectories"]
     assert len(trajectories) == 4
     for one in trajectories:
-        assert one["valid"] and one["reward"] == pytest.approx(len(one["token_ids"]) / 10 + 0.5)
-        assert one["reward_parts"] == {"rm": pytest.approx(len(one["token_ids"]) / 10), "judge": 0.5}
+        assert one["valid"] and one["reward"] == pytest.approx(len(one["token_ids"]) / 10 + 0.75)
+        assert one["reward_parts"] == {
+            "rm": pytest.approx(len(one["token_ids"]) / 10),
+            "judge": 0.5,
+            "asks": 0.25,
+        }
+        assert one["metadata"]["said"] == "Well.\n0.5"
     ready = [(event.get("engine"), event["engine_action"]) for event in ended.events("engine_ready")]
     assert sorted(map(str, ready)) == [
         "('rm', 'started')",

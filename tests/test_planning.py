@@ -183,11 +183,11 @@ def plan(
 def test_seven_billion_on_three_nodes() -> None:
     made = plan(QWEN_7B, 3)
     assert made.problems == ()
-    assert (made.replicas, made.world, made.shard, made.shards, made.copies) == (8, 24, "node", 8, 3)
+    assert (made.rollout.replicas, made.world, made.shard, made.shards, made.copies) == (8, 24, "node", 8, 3)
     assert (made.optimizer_steps, made.micro_batch_tokens) == (12, 8192)
     assert made.model_bytes == 2 * 7_615_616_512 and made.trainer_state_bytes == 12 * 7_615_616_512
     # 28 layers, 4 heads of 128 for keys and for values, in bfloat16: 57,344 bytes a token.
-    assert made.cache_tokens == made.engine["key-value cache"] // 57_344
+    assert made.rollout.cache_tokens == made.rollout.parts["key-value cache"] // 57_344
     assert made.update_bytes <= made.available < 80 * GIB
 
 
@@ -279,7 +279,7 @@ def test_accelerators_in_odd_numbers(config: dict[str, Any], accelerators: int, 
     assert re.search(said, problem), problem
     if (nearest := problem.rpartition("engine.tensor_parallel_size=")[2]).isdecimal():
         works = plan(config, 64, accelerators=accelerators, **{"engine.tensor_parallel_size": int(nearest)})
-        assert not [one for one in works.problems if "tensor_parallel" in one] and works.replicas
+        assert not [one for one in works.problems if "tensor_parallel" in one] and works.rollout.replicas
 
 
 @pytest.mark.usefixtures("warm_programs")
@@ -290,12 +290,12 @@ def test_the_command_plans_for_a_cluster_that_is_not_there(
     there = ["plan", "--model", str(tmp_path), "--accelerators", "8", "--accelerator-memory-gb", "80"]
     assert main([*there, "--nodes", "3", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["parameters"], told["world"], told["replicas"]) == (4_022_468_096, 24, 8)
+    assert (told["parameters"], told["world"], told["rollout"]["replicas"]) == (4_022_468_096, 24, 8)
     assert told["cluster"] == {"nodes": 3, "accelerators": 8, "memory_bytes": 80_000_000_000}
     (tmp_path / "run.toml").write_text("num_nodes = 2\n[engine]\ntensor_parallel_size = 2\n")
     assert main([*there, "--config", str(tmp_path / "run.toml"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["world"], told["replicas"]) == (16, 4)
+    assert (told["world"], told["rollout"]["replicas"]) == (16, 4)
     assert (
         main([*there, "--nodes", "1", "trainer.shard=none", "trainer.max_tokens_per_micro_batch=65536"]) == 2
     )
@@ -328,6 +328,37 @@ def test_what_is_offloaded_held_beside_or_not_trained_changes_the_memory() -> No
     # Of all processes of a node together: weights, gradients and moments, 16 bytes a parameter.
     (problem,) = planned(QWEN_72B, engine__tensor_parallel_size=4).problems
     assert "trainer.offload=all (1083.4 GiB of each node's memory)" in problem
+
+
+@pytest.mark.usefixtures("warm_programs")
+def test_each_role_is_planned_on_the_accelerators_that_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    there = [
+        "plan",
+        "--model",
+        "qwen-7b",
+        "--nodes",
+        "4",
+        "--accelerators",
+        "8",
+        "--accelerator-memory-gb",
+        "80",
+    ]
+    placed = [
+        "placement.rollout=0-15",
+        "placement.update=24-31",
+        "placement.judge=20-23",
+        "engines.judge.model=qwen-32b",
+    ]
+    assert main([*there, *placed, "engines.judge.tensor_parallel_size=4"]) == 0
+    told = capsys.readouterr().out
+    assert "rollouts      8 engines a node on 2 nodes" in told and "update        8 processes" in told
+    assert "judge         1 engine a node on 1 node\n  each accelerator: weights 15.3 GiB" in told
+    assert main([*there, *placed, "engines.judge.gpu_memory_utilization=0.5"]) == 2
+    said = capsys.readouterr().err
+    assert "engines.judge.tensor_parallel_size=1: there is room for 0 tokens" in said
+    assert "the nearest that works: engines.judge.tensor_parallel_size=2" in said
+    assert main([*there, "placement.update=32"]) == 2
+    assert "placement.update=32: there is no accelerator 32" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("warm_programs")

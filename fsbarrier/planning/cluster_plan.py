@@ -6,7 +6,7 @@ If it does not fit, each problem is one line with the required and available amo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsbarrier.engine.placement import check_arguments, replicas
@@ -15,7 +15,8 @@ from fsbarrier.errors import UsageError
 from fsbarrier.planning.memory import EXACT, Sharding, UpdateLoad, choose_sharding, shards_of
 from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.protocol.wording import gib
-from fsbarrier.settings.sections import Settings, TrainerSettings
+from fsbarrier.settings.placement import Ranges
+from fsbarrier.settings.sections import ServerSettings, Settings, TrainerSettings
 from fsbarrier.store.reading import GIB
 
 # Memory of an engine other than weights and cache: activations of one step, graphs, context.
@@ -32,16 +33,27 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """The engines of one model: the nodes and how many each has; bytes per accelerator by part, and tokens in the cache of each."""
+
+    nodes: int
+    accelerators: int
+    replicas: int = 0
+    tensor_parallel_size: int = 1
+    parts: Mapping[str, int] = field(default_factory=dict)
+    cache_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterPlan:
     """The numbers of one run. Bytes are per accelerator unless noted otherwise."""
 
     cluster: Cluster
     parameters: int
     # --- rollouts ---
-    replicas: int
-    tensor_parallel_size: int
-    engine: Mapping[str, int]
-    cache_tokens: int
+    rollout: EnginePlan
+    # Of the frozen engines, by name.
+    engines: Mapping[str, EnginePlan]
     # --- the update ---
     world: int
     shard: Sharding
@@ -73,10 +85,26 @@ class ClusterPlan:
         return sum(self.update.values())
 
 
-def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> ClusterPlan:
-    """Compute the plan. If the run does not fit, the plan's `problems` say why."""
+def make_plan(
+    shape: ModelShape,
+    settings: Settings,
+    machines: Cluster,
+    frozen: Mapping[str, ModelShape] | None = None,
+) -> ClusterPlan:
+    """Compute the plan, each role by itself on the machines that hold it. If the run does not fit, the plan's `problems` say why.
+
+    `frozen`: the shapes of the frozen engines' models. Raises UsageError for a placement that no machine has.
+    """
     trainer, rollout = settings.trainer, settings.rollout
-    engine, cache_tokens, count, problems = _engine(shape, settings, cluster)
+    sampling = _held(machines, f"placement.rollout={settings.placement.rollout}")
+    engine, problems = _engine(shape, settings.engine, "engine", sampling)
+    engines = {}
+    for name, own in (frozen or {}).items():
+        placed = settings.engines[name].placement
+        held = sampling if placed is None else _held(machines, f"placement.{name}={placed}")
+        engines[name], more = _engine(own, settings.engines[name], f"engines.{name}", held)
+        problems += more
+    cluster = _held(machines, f"placement.update={settings.placement.update}")
     per_node = processes_per_node(trainer, cluster)
     world = cluster.nodes * per_node
     shard, load = update_load(shape, settings, cluster)
@@ -85,12 +113,10 @@ def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Cluste
     steps = trainer.epochs * max(1, round(rollout.tasks * rollout.samples / trainer.minibatch))
     checkpoint = checkpoint_bytes(shape.parameters, load.trained, load.element, settings)
     return ClusterPlan(
-        cluster=cluster,
+        cluster=machines,
         parameters=shape.parameters,
-        replicas=count,
-        tensor_parallel_size=settings.engine.tensor_parallel_size,
-        engine=engine,
-        cache_tokens=cache_tokens,
+        rollout=engine,
+        engines=engines,
         world=world,
         shard=shard,
         shards=load.shards,
@@ -173,33 +199,51 @@ def _available(cluster: Cluster, per_node: int) -> int:
 # --- the engine ---------------------------------------------------------------------------------------------------------------
 
 
+def _held(machines: Cluster, placed: str) -> Cluster:
+    """The part of the machines that holds a role, with the fewest accelerators that a node has of it. Raises UsageError."""
+    ranges = Ranges.parse(placed.partition("=")[2])
+    held = ranges.holders(range(machines.nodes), machines.accelerators)
+    beyond = None if ranges.nodes else ranges.beyond(machines.nodes * machines.accelerators)
+    if not held or beyond is not None:
+        there = (
+            f"there are {machines.nodes * machines.accelerators}"
+            if beyond is None
+            else f"there is no accelerator {beyond}"
+        )
+        raise UsageError(
+            f"{placed}: {there} on {machines.nodes} nodes with {machines.accelerators} accelerators each"
+        )
+    return replace(machines, nodes=len(held), accelerators=min(map(len, held.values())))
+
+
 def _engine(
-    shape: ModelShape, settings: Settings, cluster: Cluster
-) -> tuple[dict[str, int], int, int, list[str]]:
-    """(bytes per accelerator by part, tokens in the cache, replicas per node, problems)."""
-    engine = settings.engine
+    shape: ModelShape, engine: ServerSettings, group: str, cluster: Cluster
+) -> tuple[EnginePlan, list[str]]:
+    """The engines of one model, and problems. `group`: how the names of their settings begin."""
+    plan = EnginePlan(cluster.nodes, cluster.accelerators, tensor_parallel_size=engine.tensor_parallel_size)
     try:
-        check_arguments(engine)
-        count = replicas(engine, cluster.accelerators)
+        check_arguments(engine, group)
+        plan = replace(plan, replicas=replicas(engine, cluster.accelerators, group))
     except UsageError as error:
-        return {}, 0, 0, [str(error)]
+        return plan, [str(error)]
     if not cluster.accelerators:
-        return {}, 0, count, []
+        return plan, []
     size, longest, most = engine.tensor_parallel_size, engine.max_model_len, cluster.accelerators
-    parts, tokens = _engine_parts(shape, settings, cluster, size)
+    parts, tokens = _engine_parts(shape, engine, cluster, size)
+    plan = replace(plan, parts=parts, cache_tokens=tokens)
     if tokens >= longest:
-        return parts, tokens, count, []
+        return plan, []
     # Prefer sizes that leave no accelerator idle.
     sizes = sorted(range(1, most + 1), key=lambda one: most % one > 0)
-    fits = [one for one in sizes if _engine_parts(shape, settings, cluster, one)[1] >= longest]
-    nearest = f"engine.tensor_parallel_size={fits[0]}" if fits else "more memory, or a smaller model"
+    fits = [one for one in sizes if _engine_parts(shape, engine, cluster, one)[1] >= longest]
+    nearest = f"{group}.tensor_parallel_size={fits[0]}" if fits else "more memory, or a smaller model"
     why = (
-        f"there is room for {tokens:,} tokens beside the weights, but one sequence may have {longest:,} (engine.max_model_len)"
+        f"there is room for {tokens:,} tokens beside the weights, but one sequence may have {longest:,} ({group}.max_model_len)"
         if parts
         else f"{shape.heads} attention heads and {shape.key_value_heads} KV heads cannot be split so"
     )
-    said = f"engine.tensor_parallel_size={size}: {why}; the nearest that works: {nearest}"
-    return parts, tokens, count, [said]
+    said = f"{group}.tensor_parallel_size={size}: {why}; the nearest that works: {nearest}"
+    return plan, [said]
 
 
 def _splits(shape: ModelShape, size: int) -> bool:
@@ -209,10 +253,9 @@ def _splits(shape: ModelShape, size: int) -> bool:
 
 
 def _engine_parts(
-    shape: ModelShape, settings: Settings, cluster: Cluster, size: int
+    shape: ModelShape, engine: ServerSettings, cluster: Cluster, size: int
 ) -> tuple[dict[str, int], int]:
     """The memory per accelerator of an engine over `size` accelerators, and the tokens in its cache; ({}, 0) if impossible."""
-    engine = settings.engine
     if not _splits(shape, size):
         return {}, 0
     element = EXACT if engine.dtype == "float32" else 2

@@ -20,18 +20,16 @@ def lines(plan: ClusterPlan) -> list[str]:
     if cluster.accelerators:
         machines += f" of {_count(cluster.accelerators, 'accelerator')} with {_size(cluster.memory_bytes)}"
     each = "each accelerator" if cluster.accelerators else "each process"
-    used = plan.replicas * plan.tensor_parallel_size
-    idle = ""
-    if 0 < used < cluster.accelerators:
-        idle = f" over {_count(used, 'accelerator')}, {cluster.accelerators - used} idle"
-    said = [
-        machines,
-        f"rollouts      {_count(plan.replicas, 'engine')} a node{idle}",
-    ]
-    if plan.engine:
-        said.append(
-            f"  {each}: {_parts(plan.engine)}; the cache holds {plan.cache_tokens:,} tokens an engine"
-        )
+    said = [machines]
+    for what, engine in {"rollouts": plan.rollout, **plan.engines}.items():
+        used, there = engine.replicas * engine.tensor_parallel_size, engine.accelerators
+        idle = f" over {_count(used, 'accelerator')}, {there - used} idle" if 0 < used < there else ""
+        some = f" on {_count(engine.nodes, 'node')}" if engine.nodes < cluster.nodes else ""
+        said.append(f"{what:<13} {_count(engine.replicas, 'engine')} a node{some}{idle}")
+        if engine.parts:
+            said.append(
+                f"  {each}: {_parts(engine.parts)}; the cache holds {engine.cache_tokens:,} tokens an engine"
+            )
     if plan.copies == plan.world:
         sharded = f"shard={plan.shard}: a copy on each"
     else:

@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     from fsbarrier.planning.cluster_plan import make_plan
     from fsbarrier.planning.model_shape import ModelShape
     from fsbarrier.settings.resolve import resolve
-    from fsbarrier.settings.sections import known_names
+    from fsbarrier.settings.sections import LoraSettings, known_names
     from fsbarrier.settings.sources import from_file, from_words
 
     known = known_names()
@@ -60,14 +60,22 @@ def main(args: argparse.Namespace) -> int:
         chosen.append(ChosenValue("num_nodes", args.nodes, "--nodes"))
     settings = resolve(chosen)
     cluster = planned(settings.num_nodes, args.accelerators, args.accelerator_memory_gb)
-    shape = None if preflight.absolute(args.model).is_dir() else ModelShape.of_name(args.model, settings.lora)
-    if shape is None:
-        folder = preflight.absolute(args.model)
+
+    def shape_of(model: str, setting: str) -> ModelShape:
+        folder, lora = preflight.absolute(model), settings.lora if setting == "--model" else LoraSettings()
+        shape = None if folder.is_dir() else ModelShape.of_name(model, lora)
+        if shape is not None:
+            return shape
         if not folder.is_dir():
-            folder = find_model(args.model, None, os.environ)
-        check_trainable(folder, settings)
-        shape = ModelShape.of_folder(folder, settings.lora)
-    plan = make_plan(shape, settings, cluster)
+            folder = find_model(model, None, os.environ, setting)
+        if setting == "--model":
+            check_trainable(folder, settings)
+        return ModelShape.of_folder(folder, lora)
+
+    frozen = {
+        name: shape_of(str(one.model), f"engines.{name}.model") for name, one in settings.engines.items()
+    }
+    plan = make_plan(shape_of(args.model, "--model"), settings, cluster, frozen)
     if args.json:
         print(json.dumps(plan_text.as_json(plan)))
     else:
