@@ -14,7 +14,7 @@ from cluster import Cluster
 from fsbarrier.engine.accelerators import Accelerator, detect
 from fsbarrier.errors import NodesRefused
 from fsbarrier.run import job_runner
-from fsbarrier.run.admission import GIB, Objection, examine
+from fsbarrier.run.admission import GIB, Problem, check_nodes
 from fsbarrier.run.fingerprint import Fingerprint
 from fsbarrier.settings.resolve import resolve
 
@@ -30,12 +30,12 @@ NODE = Fingerprint(
 PARAMETERS = 7_615_616_512
 
 
-def found(*nodes: Fingerprint, parameters: int | None = PARAMETERS, **chosen: Any) -> list[Objection]:
+def found(*nodes: Fingerprint, parameters: int | None = PARAMETERS, **chosen: Any) -> list[Problem]:
     settings = resolve([], {"num_nodes": len(nodes), **chosen}, cross_checks=False)
-    return examine(dict(enumerate(nodes)), {rank: "abc"[rank] for rank in range(3)}, settings, parameters)
+    return check_nodes(dict(enumerate(nodes)), {rank: "abc"[rank] for rank in range(3)}, settings, parameters)
 
 
-def only(*nodes: Fingerprint, **more: Any) -> Objection:
+def only(*nodes: Fingerprint, **more: Any) -> Problem:
     (one,) = found(*nodes, **more)
     return one
 
@@ -88,8 +88,8 @@ def test_what_differs_or_is_too_little_is_told_by_its_weight(
 
 
 def test_only_a_session_that_starts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = [Objection(True, "torch differs", "who: what"), Objection(False, "driver differs", "who: when")]
-    monkeypatch.setattr(job_runner, "objections", lambda context: wrong)
+    wrong = [Problem(True, "torch differs", "who: what"), Problem(False, "driver differs", "who: when")]
+    monkeypatch.setattr(job_runner, "problems", lambda context: wrong)
 
     def admit(reason: str, rank: int = 0) -> Any:
         context = SimpleNamespace(generation=4, node_rank=rank, leader=0)

@@ -19,6 +19,7 @@ from fsbarrier.loader import load_program
 from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.state import Announce, Node, Propose, Rules
 from fsbarrier.run.context_maker import ContextMaker
+from fsbarrier.run.job import Workplace
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -53,11 +54,10 @@ def record(log_path: Path, number: int, settings: Payload) -> Path:
 def test_work_has_the_settings_and_the_choices_of_its_own_generation(tmp_path: Path) -> None:
     """Not of the newest one, which this node may have read while its work began."""
     made = RunRecord("run", "", "", "", Settings(program="ping"), "")
-    program, nothing = load_program("ping"), lambda *_: ""
+    program, here = load_program("ping"), Path()
     observer = Observer(PosixStore(), made.paths, program)
-    context = ContextMaker(
-        made, program, observer, lambda *_: (), nothing, accelerators=0, cpus=1, kept_in=nothing
-    )
+    place = Workplace(None, here, here, here, stall_timeout_s=60.0)
+    context = ContextMaker(made, program, observer, place)
     observer.registry.learn_join(Join(0, 1, "host", 1, "boot"))
     old = Generation(
         1, (Member(0, 1),), 0, Position(3, 0), "start", settings=LOWER, choices={"rl_phase": "update"}

@@ -26,7 +26,7 @@ from fsbarrier.processes.rendezvous import LOOPBACK
 from fsbarrier.protocol.facts import Join
 from fsbarrier.rewards.kinds import open_reward
 from fsbarrier.rewards.score import Answer, Score
-from fsbarrier.run.admission import examine
+from fsbarrier.run.admission import check_nodes
 from fsbarrier.run.fingerprint import Fingerprint
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -251,7 +251,7 @@ def test_engines_on_one_accelerator_must_fit_together() -> None:
             {"placement.rollout": "0-19", "placement.update": "24-31", **values}
         )
         node = replace(Fingerprint(), accelerators=[("nvidia X", 80 * 2**30, 0)] * 8)
-        found = examine(dict.fromkeys(range(4), node), {}, settings, 0)
+        found = check_nodes(dict.fromkeys(range(4), node), {}, settings, 0)
         return [one.found for one in found if one.refused]
 
     assert refused(placement="20-23", tensor_parallel_size=4) == []

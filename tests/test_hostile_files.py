@@ -22,7 +22,7 @@ from trajectory_files import write_part
 from fsbarrier import cli
 from fsbarrier.cli.commands import stop
 from fsbarrier.errors import EXIT_INTERNAL, ProgramFailed
-from fsbarrier.run.context_maker import parts_on_disk
+from fsbarrier.run.job import Surroundings
 from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.rundir.log_tail import last_lines_of_node
 from fsbarrier.rundir.paths import RunPaths
@@ -246,7 +246,7 @@ def test_what_is_no_plain_file_holds_no_trajectories_and_stops_nobody(kind: str,
         }
         writer.append_group(3, [known])
     KINDS[kind](theirs)
-    assert [part.tasks for part in parts_on_disk(paths, "train", 1)] == [(3,)]
+    assert [part.tasks for part in Surroundings().parts_on_disk(paths, "train", 1)] == [(3,)]
 
 
 def test_logs_behind_a_link_are_not_this_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

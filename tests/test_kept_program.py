@@ -93,7 +93,7 @@ def do(place: Workplace) -> Do:
         job: RowJob | None = None,
         **spec: object,
     ) -> dict[str, Any]:
-        name = place.kept_in(generation) if formed is None else formed
+        name = place.resident_name(generation) if formed is None else formed
         command = Command(
             (sys.executable, str(place.log_path / "program.py"), "--spec", "{spec}"),
             "update.log",
@@ -128,20 +128,15 @@ def test_the_same_processes_do_one_job_after_the_other(place: Workplace, do: Do)
     assert [path.name for path in place.work_dir.iterdir()] == ["trainer-jobs"]
 
 
-def test_a_generation_that_only_continues_another_keeps_its_processes(tmp_path: Path) -> None:
+def test_a_generation_that_only_continues_another_keeps_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record = RunRecord("run", "", "", "", Settings(), "", TASKS, "")
     program, asked = load_program("ping"), list[int]()
     observer = Observer(PosixStore(), RunPaths(tmp_path), program)
-    make = ContextMaker(
-        record,
-        program,
-        observer,
-        parts_of=lambda split, iteration: (),
-        claims_unsafe=lambda: "",
-        accelerators=0,
-        cpus=1,
-        kept_in=lambda era: str(asked.append(era) or ""),
-    )
+    place = Workplace(None, tmp_path, tmp_path, tmp_path, stall_timeout_s=60.0)
+    monkeypatch.setattr(Workplace, "resident_name", lambda self, era: str(asked.append(era) or ""))
+    make = ContextMaker(record, program, observer, place)
     members = (Member(0, 1),)
     observer.registry.learn_join(Join(0, 1, "host", 1, "boot"))
     for number, era in ((3, 3), (4, 3), (5, 5)):
@@ -156,7 +151,7 @@ def test_a_job_that_fails_ends_every_process(place: Workplace, do: Do, only: int
     old = tree(place)
     with pytest.raises(ProgramFailed, match=r"(?s)ended with exit code [37].*the reason"):
         do(2, do="print('the reason', flush=True); os._exit(7 if NUMBER else 3)", only=only)
-    assert all_gone(old) and place.kept_in(1) == ""
+    assert all_gone(old) and place.resident_name(1) == ""
     assert do(3)["done"] == [3]
 
 
@@ -166,7 +161,7 @@ def test_a_job_that_hangs_ends_every_process(place: Workplace, do: Do) -> None:
     place.stall_timeout_s = 0.3
     with pytest.raises(ProgramFailed, match=r"no progress for 0\.3 s"):
         do(2, do="signal.pause()", only=1)
-    assert all_gone(old) and place.kept_in(1) == ""
+    assert all_gone(old) and place.resident_name(1) == ""
 
 
 def test_what_is_killed_while_it_waits_is_not_kept(place: Workplace, do: Do) -> None:
@@ -180,7 +175,7 @@ def test_what_is_killed_while_it_waits_is_not_kept(place: Workplace, do: Do) -> 
         assert TRAINER in place.residents
         os.kill(sorted(old)[victim], signal.SIGKILL)
         assert place.residents[TRAINER].child.wait(DEADLINE_S) is not None
-        assert place.kept_in(1) == "" and all_gone(old)
+        assert place.resident_name(1) == "" and all_gone(old)
     assert do(3)["done"] == [3]
 
 

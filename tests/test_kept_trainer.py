@@ -58,7 +58,7 @@ class Trainer:
         argv += ["--master-port", str(free_port()), "--max-restarts", "0"]
         argv += ["-m", "fsbarrier.workers.update", "--spec", "{spec}"]
         env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        resident = Resident(TRAINER, processes, self.place.kept_in(generation))
+        resident = Resident(TRAINER, processes, self.place.resident_name(generation))
         command = Command(tuple(argv), "update.log", spec=spec, env=env, resident=resident)
         fields = {
             "phase": SimpleNamespace(name="update"),

@@ -14,7 +14,7 @@ from cluster import FAST, Cluster
 from waiting import until
 
 from fsbarrier.cli import main
-from fsbarrier.run.admission import examine
+from fsbarrier.run.admission import check_nodes
 from fsbarrier.run.fingerprint import Fingerprint
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.placement import Ranges
@@ -97,7 +97,7 @@ def placed(rollout: str, update: str, counts: Sequence[int], ahead: int = 0) -> 
     hosts = {rank: f"host{rank}" for rank in nodes}
     return [
         re.sub(" +", " ", str(one))
-        for one in examine(nodes, hosts, settings, 0)
+        for one in check_nodes(nodes, hosts, settings, 0)
         if "placement" in one.what + one.found or one.what in ("nothing to do", "rollout.ahead=1")
     ]
 

@@ -68,7 +68,7 @@ def test_errors_with_good_looks_between_them_are_no_outage(mount: Mount) -> None
 def test_the_times_of_a_node_are_those_of_its_settings() -> None:
     coordination = CoordinationSettings(beat_s=3.0, dead_s=20.0)
     settings = Settings(coordination=coordination, num_nodes=2)
-    limits = make_rules(settings, Program("ping", (Phase(0, "only"),))).limits
+    limits = make_rules(settings, Program("ping", (Phase(0, "only"),)), 0).limits
     assert (limits.suspect_s, limits.dead_s, limits.stagger_s) == (12.0, 20.0, 6.0)
     intervals = poll_intervals(settings)
     # A longer time without a look is one and a half beats.

@@ -15,7 +15,7 @@ from fsbarrier.settings.section import EACH_SESSION
 from fsbarrier.settings.sections import FrozenEngineSettings, Settings, changes_of
 
 
-def make_rules(settings: Settings, program: Program, accelerators: int = 0) -> Rules:
+def make_rules(settings: Settings, program: Program, accelerators: int) -> Rules:
     """The rules for a program and the settings that the run began with. `accelerators`: of each node; a range may number them."""
     coordination = settings.coordination
     return Rules(

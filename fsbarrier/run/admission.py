@@ -26,7 +26,7 @@ Nodes = Mapping[int, Fingerprint]
 
 
 @dataclass(frozen=True, slots=True)
-class Objection:
+class Problem:
     """What is wrong, and the values on the nodes (`found`)."""
 
     refused: bool
@@ -37,8 +37,8 @@ class Objection:
         return f"{'refused' if self.refused else 'warning'}  {self.what:<22} {self.found}"
 
 
-def objections(context: Context) -> list[Objection]:
-    """The objections to the nodes of a generation."""
+def problems(context: Context) -> list[Problem]:
+    """What is wrong with the nodes of a generation."""
     nodes = {
         member.rank: Fingerprint.of(join.fingerprint)
         for member in context.members
@@ -51,13 +51,13 @@ def objections(context: Context) -> list[Objection]:
         parameters = 0
         with contextlib.suppress(ProgramFailed, OSError):
             parameters = inspect(context.model).parameters
-    return examine(nodes, hosts, context.settings, parameters)
+    return check_nodes(nodes, hosts, context.settings, parameters)
 
 
-def examine(
+def check_nodes(
     nodes: Nodes, hosts: Mapping[int, str], settings: Settings, parameters: int | None
-) -> list[Objection]:
-    """The objections, the worst first. `parameters`: of the run's model; None if there is none, 0 if their number is unknown."""
+) -> list[Problem]:
+    """The problems, the worst first. `parameters`: of the run's model; None if there is none, 0 if their number is unknown."""
     found = [*_missing_accelerators(nodes, hosts, settings), *_misplaced(nodes, settings)]
     found += _crowded(nodes, settings) if settings.engines else ()
     updates = parameters is not None and settings.rl_phase != "rollout"
@@ -73,7 +73,7 @@ def examine(
     return sorted(found, key=lambda one: not one.refused)
 
 
-def _missing_accelerators(nodes: Nodes, hosts: Mapping[int, str], settings: Settings) -> Iterator[Objection]:
+def _missing_accelerators(nodes: Nodes, hosts: Mapping[int, str], settings: Settings) -> Iterator[Problem]:
     """`--expect-gpus`: the nodes that lack some, if all should have equally many."""
     wanted, there = settings.expect_gpus, sum(len(one.accelerators) for one in nodes.values())
     if wanted is None or there >= wanted:
@@ -86,10 +86,10 @@ def _missing_accelerators(nodes: Nodes, hosts: Mapping[int, str], settings: Sett
         for rank in range(settings.num_nodes)
         if rank not in nodes or len(nodes[rank].accelerators) < each
     ]
-    yield Objection(True, f"--expect-gpus {wanted}", f"there are {there}: {', '.join(lacking)}")
+    yield Problem(True, f"--expect-gpus {wanted}", f"there are {there}: {', '.join(lacking)}")
 
 
-def _misplaced(nodes: Nodes, settings: Settings) -> Iterator[Objection]:
+def _misplaced(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
     """`placement.*`: ranges that the nodes' accelerators do not have, or leave over."""
     placed = {f"{name}={text}": Ranges.parse(text) for name, text in settings.placed.items()}
     counts = {rank: len(one.accelerators) for rank, one in nodes.items()}
@@ -100,13 +100,13 @@ def _misplaced(nodes: Nodes, settings: Settings) -> Iterator[Objection]:
         beyond = ranges.beyond(each * most)
         if len(set(counts.values())) > 1 or not each:
             found = ", ".join(f"node {rank} has {count}" for rank, count in counts.items())
-            yield Objection(
+            yield Problem(
                 True,
                 what,
                 f"numbers count accelerators of equal nodes, and {found}; name whole nodes, as node:0-1",
             )
         elif beyond is not None:
-            yield Objection(
+            yield Problem(
                 True,
                 what,
                 f"there is no accelerator {beyond}; {counted(most, 'node')} with {each} each have 0 to {each * most - 1}",
@@ -116,7 +116,7 @@ def _misplaced(nodes: Nodes, settings: Settings) -> Iterator[Objection]:
     both = sorted({*rollout} & {*update})
     if settings.rollout.ahead and both:
         what = f"rollout.ahead={settings.rollout.ahead}"
-        yield Objection(
+        yield Problem(
             True,
             what,
             f"node {both[0]} both trains and rolls out; give each node to one of {' and '.join([*placed][: len(ROLES)])}",
@@ -133,10 +133,10 @@ def _misplaced(nodes: Nodes, settings: Settings) -> Iterator[Objection]:
         if not count and not any(rank in held for held in holders)
     ]
     if idle:
-        yield Objection(False, "nothing to do", ", ".join(idle))
+        yield Problem(False, "nothing to do", ", ".join(idle))
 
 
-def _crowded(nodes: Nodes, settings: Settings) -> Iterator[Objection]:
+def _crowded(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
     """Frozen engines: accelerators on which too many are, and those that sleep when they are needed."""
     each = max((len(one.accelerators) for one in nodes.values()), default=0)
     shares: dict[tuple[int, int], dict[str, float]] = {}
@@ -151,12 +151,12 @@ def _crowded(nodes: Nodes, settings: Settings) -> Iterator[Objection]:
         for rank, devices in Ranges.parse(placement or rollout).holders(nodes, each).items():
             if both := sorted({*devices} & {*update.get(rank, ())}):
                 what = f"accelerator {both[0]} of node {rank} trains, while rollouts go on that need the engine there; place them apart"
-                yield Objection(True, f"{name} with rollout.ahead=1", what)
+                yield Problem(True, f"{name} with rollout.ahead=1", what)
     full = next((item for item in shares.items() if len(item[1]) > 1 and sum(item[1].values()) > 1), None)
     if full is not None:
         (rank, number), together = full
         what = " and ".join(f"{name}.gpu_memory_utilization={share:g}" for name, share in together.items())
-        yield Objection(
+        yield Problem(
             True,
             "engines",
             f"{what} are more than accelerator {number} of node {rank} has; lower them, or place the engines apart",
@@ -165,10 +165,10 @@ def _crowded(nodes: Nodes, settings: Settings) -> Iterator[Objection]:
 
 def _differences(
     nodes: Nodes, hosts: Mapping[int, str], packages: Sequence[str], *, updates: bool
-) -> Iterator[Objection]:
-    def differ(what: str, values: Mapping[int, str], refused: bool = False) -> Iterator[Objection]:
+) -> Iterator[Problem]:
+    def differ(what: str, values: Mapping[int, str], refused: bool = False) -> Iterator[Problem]:
         if len(set(values.values())) > 1:
-            yield Objection(refused, f"{what} differs", _by_value(values, hosts))
+            yield Problem(refused, f"{what} differs", _by_value(values, hosts))
 
     kinds = {rank: "accelerators" if one.accelerators else "a CPU" for rank, one in nodes.items()}
     yield from differ("what computes", kinds, updates)
@@ -183,7 +183,7 @@ def _differences(
         yield from differ("accelerators", {rank: _accelerators_as_text(one) for rank, one in nodes.items()})
 
 
-def _in_use(nodes: Nodes, hosts: Mapping[int, str]) -> Iterator[Objection]:
+def _in_use(nodes: Nodes, hosts: Mapping[int, str]) -> Iterator[Problem]:
     used = [
         f"{_node_and_host(rank, hosts)}: {gib(int(taken))} of accelerator {number}"
         for rank, node in nodes.items()
@@ -191,12 +191,12 @@ def _in_use(nodes: Nodes, hosts: Mapping[int, str]) -> Iterator[Objection]:
         if int(taken) > IN_USE_BY_NOBODY
     ]
     if used:
-        yield Objection(False, "in use by others", ", ".join(used))
+        yield Problem(False, "in use by others", ", ".join(used))
 
 
 def _checkpoint_room(
     nodes: Nodes, hosts: Mapping[int, str], settings: Settings, parameters: int
-) -> Iterator[Objection]:
+) -> Iterator[Problem]:
     free = {rank: one.run_disk_free for rank, one in nodes.items() if one.run_disk_free}
     if not free:
         return
@@ -208,7 +208,7 @@ def _checkpoint_room(
     one = needed.model + needed.trainer_state
     if least < needed.kept:
         text = f"{gib(least)} free as {_node_and_host(rank, hosts)} sees it; a checkpoint is {gib(one)}, those kept {gib(needed.kept)}"
-        yield Objection(least < one, "room for checkpoints", text)
+        yield Problem(least < one, "room for checkpoints", text)
 
 
 def _by_value(values: Mapping[int, str], hosts: Mapping[int, str]) -> str:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from fsbarrier import trajectories
 from fsbarrier.coordination.observer import Observer
-from fsbarrier.program import Context, PartOnDisk, Program
+from fsbarrier.program import Context, Program
 from fsbarrier.protocol.state import Node
-from fsbarrier.rundir.names import PART
-from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.run.job import Workplace
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.rundir.session_settings import in_force
-from fsbarrier.store.reading import NotPlain, check_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +22,10 @@ class ContextMaker:
     record: RunRecord
     program: Program
     observer: Observer
-    parts_of: Callable[[str, int], tuple[PartOnDisk, ...]]
-    claims_unsafe: Callable[[], str]
-    accelerators: int
-    cpus: int
-    # The name of the program that this node has kept in an era (Workplace.kept_in).
-    kept_in: Callable[[int], str]
+    workplace: Workplace
 
     def __call__(self, node: Node) -> Context:
-        generation, position = node.place
+        host, (generation, position) = self.workplace.host, node.place
         # Not those that the run was made with: a session may go on to a later iteration.
         choices = {**generation.choices, "iterations": generation.until}
         settings = replace(in_force(self.record.settings, generation.settings), **choices)
@@ -57,32 +48,9 @@ class ContextMaker:
             joins=self.observer.registry.joins_of(generation),
             reports=partial(self.observer.row.reports, node),
             newest=self.observer.registry.newest_number,
-            parts_of=self.parts_of,
-            claims_unsafe=self.claims_unsafe,
-            accelerators=self.accelerators,
-            cpus=self.cpus,
-            kept=self.kept_in(generation.era),
+            parts_of=partial(host.parts_on_disk, self.record.paths),
+            claims_unsafe=partial(host.claims_unsafe, self.record.log_path),
+            accelerators=len(self.workplace.devices),
+            cpus=host.cpus(),
+            kept=self.workplace.resident_name(generation.era),
         )
-
-
-def parts_on_disk(paths: RunPaths, split: str, iteration: int) -> tuple[PartOnDisk, ...]:
-    """The part files of one iteration and their durable groups, by name (oldest generation first within a rank)."""
-    found, folder = [], paths.trajectories(split)
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        part = PART.parse(path.name)
-        if part is None or (part.split, part.iteration) != (split, iteration):
-            continue
-        try:
-            check_plain(path.lstat(), path)
-        except (NotPlain, IsADirectoryError):
-            # No node made this, so it is ignored.
-            continue
-        there = trajectories.scan_rank_file(path)
-        if there.groups:
-            policy = str(there.header.get("policy", ""))
-            tasks = tuple(group.task_index for group in there.groups)
-            unjudged = frozenset(group.task_index for group in there.groups if group.stats.unjudged)
-            signal = frozenset(group.task_index for group in there.groups if group.stats.signal)
-            how = str(there.header.get("sampled_how", ""))
-            found.append(PartOnDisk(path.name, policy, there.valid_bytes, tasks, unjudged, signal, how))
-    return tuple(found)

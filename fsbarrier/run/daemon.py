@@ -44,7 +44,7 @@ from fsbarrier.protocol.membership import epitaph
 from fsbarrier.protocol.timing import JOIN_TIMEOUT_S
 from fsbarrier.protocol.wording import counted
 from fsbarrier.run.code_digests import code_digests, one_digest
-from fsbarrier.run.context_maker import ContextMaker, parts_on_disk
+from fsbarrier.run.context_maker import ContextMaker
 from fsbarrier.run.event_log import EventLog
 from fsbarrier.run.fingerprint import Fingerprint
 from fsbarrier.run.job import Workplace
@@ -57,7 +57,6 @@ from fsbarrier.settings.placement import ALL, Ranges
 from fsbarrier.settings.sections import Settings
 from fsbarrier.store import files
 from fsbarrier.store.identity import boot_id, host_name, user_at_host
-from fsbarrier.store.mounts import claims_unsafe
 from fsbarrier.store.retry import HIDDEN_S, Backoff, fails_or_hides, patiently
 from fsbarrier.training.weights_copy import WeightsCopy
 from fsbarrier.view.amounts import ranks
@@ -108,7 +107,6 @@ class Daemon:
         self._ended = threading.Event()
         self._program = program = load_program(settings.program)
         devices = accelerators.detect()
-        self._accelerators = len(devices)
         rules, wake = make_rules(settings, program, len(devices)), threading.Event()
         valid = partial(can_hold, settings)
         observer = Observer(PosixStore(), record.paths, program, poll_intervals(settings), valid)
@@ -120,7 +118,8 @@ class Daemon:
             lambda: EventLog(record, rules, log_dir / "daemon.log", work_dir), HIDDEN_S, passes=fails_or_hides
         )
         self.workplace = self._make_workplace(rank, log_dir, work_dir, weights, devices)
-        self.jobs = JobRunner(self._context_maker(observer), self.workplace, wake.set)
+        make_context = ContextMaker(record, program, observer, self.workplace)
+        self.jobs = JobRunner(make_context, self.workplace, wake.set)
         code = code_digests(settings)
         fingerprint = Fingerprint.collect(devices, code, log_dir=log_dir)
         join = describe_start(rank, until, choices, stated, digest=one_digest(code), fingerprint=fingerprint)
@@ -157,19 +156,6 @@ class Daemon:
             outage_s=coordination.outage_s,
             weights=weights,
             devices=devices,
-        )
-
-    def _context_maker(self, observer: Observer) -> ContextMaker:
-        record = self.record
-        return ContextMaker(
-            record,
-            self._program,
-            observer,
-            parts_of=partial(parts_on_disk, record.paths),
-            claims_unsafe=partial(claims_unsafe, record.log_path),
-            accelerators=self._accelerators,
-            cpus=len(os.sched_getaffinity(0)),
-            kept_in=self.workplace.kept_in,
         )
 
     def join(self, incarnation: int | None) -> None:

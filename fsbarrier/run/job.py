@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -11,15 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from fsbarrier import trajectories
 from fsbarrier.errors import StoreError
 from fsbarrier.processes import rendezvous
 from fsbarrier.processes.kept_program import KeptProgram
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.processes.worker_contract import read_progress
-from fsbarrier.program import TRAINER
+from fsbarrier.program import TRAINER, PartOnDisk
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.timing import OUTAGE_S
 from fsbarrier.rundir.checkpoints import PolicyUnreadable
+from fsbarrier.rundir.names import PART
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.store.mounts import claims_unsafe
+from fsbarrier.store.reading import NotPlain, check_plain
 from fsbarrier.store.retry import patiently
 from fsbarrier.training.weights_copy import WeightsCopy
 
@@ -51,7 +57,8 @@ class InBackground(Protocol):
 
 
 class Surroundings:
-    """What a node's work uses of its host: the clock, threads, processes and the network. The simulator has others."""
+    """What a node's work uses of its host: the clock, threads, processes, the network, and what this host's mount shows. The simulator has
+    others."""
 
     def now(self) -> float:
         """The monotonic clock."""
@@ -89,6 +96,36 @@ class Surroundings:
     def reachable(self, addresses: Sequence[str], port: int) -> list[str]:
         """The addresses that answer on `port`."""
         return rendezvous.reachable(addresses, port)
+
+    def cpus(self) -> int:
+        """The cores that this process may use."""
+        return len(os.sched_getaffinity(0))
+
+    def claims_unsafe(self, log_path: Path) -> str:
+        """Why claims are not safe in the run's directory; "" if they are."""
+        return claims_unsafe(log_path)
+
+    def parts_on_disk(self, paths: RunPaths, split: str, iteration: int) -> tuple[PartOnDisk, ...]:
+        """The part files of one iteration and their durable groups, by name (oldest generation first within a rank)."""
+        found, folder = [], paths.trajectories(split)
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            part = PART.parse(path.name)
+            if part is None or (part.split, part.iteration) != (split, iteration):
+                continue
+            try:
+                check_plain(path.lstat(), path)
+            except (NotPlain, IsADirectoryError):
+                # No node made this, so it is ignored.
+                continue
+            there = trajectories.scan_rank_file(path)
+            if there.groups:
+                policy = str(there.header.get("policy", ""))
+                tasks = tuple(group.task_index for group in there.groups)
+                unjudged = frozenset(group.task_index for group in there.groups if group.stats.unjudged)
+                signal = frozenset(group.task_index for group in there.groups if group.stats.signal)
+                how = str(there.header.get("sampled_how", ""))
+                found.append(PartOnDisk(path.name, policy, there.valid_bytes, tasks, unjudged, signal, how))
+        return tuple(found)
 
 
 @dataclass
@@ -195,7 +232,7 @@ class Workplace:
             job.stop_if_cancelled()
             raise
 
-    def kept_in(self, era: int) -> str:
+    def resident_name(self, era: int) -> str:
         """The name of the trainer that stays, if it is of this era and alive. Any other is ended. Raises StillRunning."""
         trainer = self.residents.get(TRAINER)
         if trainer is not None and (era != self.era or not trainer.alive):

@@ -17,7 +17,7 @@ from fsbarrier.program import Context, Work, build_work
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.state import Node, RowPart, WorkReport
 from fsbarrier.protocol.succession import STARTS
-from fsbarrier.run.admission import objections
+from fsbarrier.run.admission import problems
 from fsbarrier.run.job import Cancelled, InBackground, NodeUnfit, RowJob, Workplace
 from fsbarrier.run.work_kinds import execute
 from fsbarrier.rundir.log_tail import SHOWN_LINES
@@ -49,7 +49,7 @@ class JobRunner:
         """Start `part` of the work in the node's row."""
         self.cancel()
         host = self.workplace.host
-        self.report, self._job = None, RowJob(host.flag(), host.now)
+        self._job = RowJob(host.flag(), host.now)
         self._thread = host.call_in_background(partial(self._run, node, part, self._job))
 
     def cancel(self) -> None:
@@ -138,7 +138,7 @@ class JobRunner:
         if generation.era == self._admitted:
             return []
         self._admitted = generation.era
-        found = objections(context)
+        found = problems(context)
         refused = [one for one in found if one.refused]
         if refused and generation.reason in STARTS:
             what = "; ".join(f"{one.what}: {one.found}" for one in refused)

@@ -185,7 +185,7 @@ def settings_and_rules(
         update=UpdateSettings(recency=chosen.recency),
         checkpoint=CheckpointSettings(keep=chosen.versions_kept, keep_trajectories=chosen.trajectories_kept),
     ).with_values(START_SETTINGS)
-    return settings, make_rules(settings, program())
+    return settings, make_rules(settings, program(), accelerators=0)
 
 
 class Draw:

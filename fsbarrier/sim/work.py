@@ -7,7 +7,6 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -24,6 +23,7 @@ from fsbarrier.run.context_maker import ContextMaker
 from fsbarrier.run.job import Cancelled, RowJob, Surroundings, Workplace
 from fsbarrier.run.job_runner import JobRunner
 from fsbarrier.rundir.names import SPLITS
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord, TaskSource
 from fsbarrier.sim.disk import SimPath
 from fsbarrier.sim.history import Published, Served
@@ -158,6 +158,23 @@ class SimHost(Place, Surroundings):
         self.sleep(self.world.short())
         return list(addresses)
 
+    def cpus(self) -> int:
+        return 1
+
+    def claims_unsafe(self, log_path: Path) -> str:
+        return ""
+
+    def parts_on_disk(self, paths: RunPaths, split: str, iteration: int) -> tuple[PartOnDisk, ...]:
+        """The parts as this host sees them, perhaps not up to their ends."""
+        until = self.world.now - self.world.rng.random() * self.process.client.habits.oldest_s
+        found = []
+        for path, part in sorted(self.artifacts.parts.items()):
+            if (part.split, part.iteration) == (split, iteration):
+                tasks = tuple(task for task, when in part.groups if when <= until)
+                if tasks:
+                    found.append(PartOnDisk(Path(path).name, part.policy, len(tasks) * GROUP_BYTES, tasks))
+        return tuple(found)
+
     def _program(self, name: str = "", *, stays: bool = False) -> SimProgram:
         program, process = SimProgram(self, name, stays=stays), self.process
         process.programs = [*(one for one in process.programs if one.alive), program]
@@ -235,32 +252,10 @@ def make_work(process: Start, observer: Observer, wake: Callable[[], None]) -> J
         host=host,
     )
     record = RunRecord("sim", "", "", "", draw.settings, "", TASKS, "/model", log_path=root)
-    make = ContextMaker(
-        record,
-        program(),
-        observer,
-        parts_of=partial(_inventory, host),
-        claims_unsafe=lambda: "",
-        accelerators=0,
-        cpus=1,
-        kept_in=place.kept_in,
-    )
+    make = ContextMaker(record, program(), observer, place)
 
     def make_context(node: Node) -> Context:
         host.node = node
         return make(node)
 
     return JobRunner(make_context, place, wake)
-
-
-def _inventory(host: SimHost, split: str, iteration: int) -> tuple[PartOnDisk, ...]:
-    """The parts as this host sees them, perhaps not up to their ends."""
-    world = host.world
-    until = world.now - world.rng.random() * host.process.client.habits.oldest_s
-    found = []
-    for path, part in sorted(host.artifacts.parts.items()):
-        if (part.split, part.iteration) == (split, iteration):
-            tasks = tuple(task for task, when in part.groups if when <= until)
-            if tasks:
-                found.append(PartOnDisk(Path(path).name, part.policy, len(tasks) * GROUP_BYTES, tasks))
-    return tuple(found)

@@ -34,7 +34,6 @@ SIMULATED = (
     "protocol",
     "coordination",
     "run",
-    "group",
     "sim",
     "rundir",
     "phases",
