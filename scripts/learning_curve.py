@@ -1,4 +1,4 @@
-"""Shows that the built-in task is really learned: `python scripts/learning_curve.py [--seeds 0,1,2] [--nodes 3] [--out DIR]`.
+"""Shows that the built-in task is learned: `python scripts/learning_curve.py [--seeds 0,1,2] [--nodes 3] [--out DIR] [key=value ...]`.
 
 For each seed a tiny model is made and warmed up, and the whole product runs on it: real vLLM servers, rollouts, torchrun updates.
 Prints the held-out reward of each policy version and says whether it rose from about 0.25 to above 0.75 (exit code 1 if not).
@@ -26,8 +26,8 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def run(seed: int, nodes: int, folder: Path) -> list[float]:
-    """The held-out reward of policy version 0, 1, ... of one run."""
+def run(seed: int, nodes: int, folder: Path, further: list[str]) -> list[float]:
+    """With these further settings, the held-out reward of policy version 0, 1, ... of one run."""
     task, log_path = folder / f"task-seed{seed}", folder / f"run-seed{seed}"
     make = [sys.executable, str(REPO / "scripts" / "demo_model.py"), "--out", str(task), "--seed", str(seed)]
     subprocess.run(make, check=True)
@@ -53,6 +53,7 @@ def run(seed: int, nodes: int, folder: Path) -> list[float]:
         *iterations,
         *settings,
         f"rollout.seed={seed}",
+        *further,
     ]
     subprocess.run(command, check=True, cwd=REPO)
     evaluated = [event for event in read_events(log_path) if event.name == "evaluated"]
@@ -67,9 +68,10 @@ def main() -> int:
     parser.add_argument("--seeds", type=numbers, default="0,1,2", help="comma-separated; default 0,1,2")
     parser.add_argument("--nodes", type=int, default=3, help="node daemons on this machine; default 3")
     parser.add_argument("--out", type=Path, help="where the runs go; default: a new temporary folder")
+    parser.add_argument("settings", nargs="*", help="such as algorithm.preset=ppo critic.lr=5e-4")
     args = parser.parse_args()
     folder = args.out or Path(tempfile.mkdtemp(prefix="fsbarrier-learning-"))
-    curves = {seed: run(seed, args.nodes, folder) for seed in args.seeds}
+    curves = {seed: run(seed, args.nodes, folder, args.settings) for seed in args.seeds}
     print(f"\nheld-out reward by policy version ({args.nodes} nodes; runs in {folder})")
     passed = True
     for seed, curve in curves.items():

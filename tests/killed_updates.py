@@ -36,6 +36,7 @@ from fsbarrier.training.policy_model import PolicyModel
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.torch_backend import TorchBackend
 from fsbarrier.training.trainer import Trainer
+from fsbarrier.training.value_model import ValueModel
 from fsbarrier.training.weights_copy import WeightsCopy
 from fsbarrier.workers.update import Updates
 
@@ -46,6 +47,8 @@ STAGES: dict[str, tuple[tuple[Any, ...], str, str, int]] = {
     "batch": ((TrainingBatch,), "load", "before", 1),
     "loaded": ((Trainer,), "load", "after", 1),
     "forward": ((PolicyModel,), "forward", "after", 2),
+    # While the critic is trained: its first pass tells the values that the advantages come from.
+    "value": ((ValueModel,), "forward", "after", 9),
     "backward": (BACKENDS, "backward", "before", 2),
     "reduce": ((Processes,), "sum", "before", 2),
     "step": (BACKENDS, "step", "before", 2),

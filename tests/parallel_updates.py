@@ -2,7 +2,8 @@
 
 `python parallel_updates.py FOLDER CASE...`, a case like `2x1:node:3`: 2 nodes of 1 process each, trainer.shard=node, 3 trajectories a
 micro-batch (`20t`: 20 tokens); after it `bf16`: in bfloat16; `zero1` and so on: with DeepSpeed; `lora`: adapters alone; `clip`: its
-gradients are clipped; `steps`: three optimizer steps, not one. `tied` among the cases: of a model whose output head is its embedding.
+gradients are clipped; `steps`: three optimizer steps, not one; `critic`: with a critic, whose weights count too. `tied` among the cases:
+of a model whose output head is its embedding.
 Each process is forked, so that torch is imported once. It fails where a case is not within 1e-6 of one process alone, where a second
 run differs from the first in a single bit, or where the log-probabilities computed beforehand are not exactly those that are then
 trained with.
@@ -24,11 +25,13 @@ from trainer_bench import Bench, rollouts, settings
 
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training.batch import TrainingBatch
+from fsbarrier.training.critic import train_critic, with_values
 from fsbarrier.training.log_prob_pass import with_old, with_reference
 from fsbarrier.training.micro_batch import MicroBatch, plan
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.slices import whole_tensor
+from fsbarrier.training.token_advantages import with_token_weights
 from fsbarrier.training.trainer import Trainer
 
 # Of the norm of the gradient that reaches the optimizer; of the change that Adam makes of it where it is clear; and of the whole change.
@@ -41,7 +44,7 @@ ALONE = "1x1:none:24"
 # The same process with other micro-batches: sums in another order, and nothing else.
 ALONE_OTHERWISE = "1x1:none:3"
 # What also changes what one process alone would make of the batch.
-CHANGES = ("lora", "clip", "steps")
+CHANGES = ("lora", "clip", "steps", "critic")
 # Far below what these gradients have.
 CLIP = 1e-3
 # Every term that a loss can have, divided by what only the whole minibatch knows.
@@ -77,7 +80,7 @@ class Case:
         self.offload = next((one for one in more if one in ("optimizer", "all")), "none")
         self.zero = next((int(one[-1]) for one in more if one.startswith("zero")), None)
         self.checkpointing = "checkpointing" in more
-        self.lora, self.clip, self.steps = (one in more for one in CHANGES)
+        self.lora, self.clip, self.steps, self.critic = (one in more for one in CHANGES)
         changes = [one for one in CHANGES if one in more]
         self.alone = ":".join([ALONE, *changes])
         self.alone_otherwise = ":".join([ALONE_OTHERWISE, *changes])
@@ -123,6 +126,9 @@ class Case:
         nested["trainer"] |= trainer_settings
         nested["algorithm"] |= ALGORITHM
         nested["lora"]["rank"] = 4 if self.lora else 0
+        if self.critic:
+            nested["algorithm"] |= {"advantage": "gae", "gamma": 0.99, "lam": 0.95}
+            nested["critic"] |= {"lr": 1e-2, "clip": 0.1}
         nested["optimizer"]["grad_clip"] = CLIP if self.clip else 1e3
         return Bench(folder, nested).settings
 
@@ -140,19 +146,15 @@ class Case:
             state_folder=None,
             policy_version=0,
         )
-        trained = trainer.backend.trained
-        for name, one in trained.items():
+        for name, one in trainer.backend.trained.items():
             # An adapter's second half begins at zero, and so the first half would have no gradient.
             if "lora_B" in name:
                 one.data.fill_(0.02)
         if recompute:
             batch = recomputed(trainer, batch, self.tokens)
-        tensors = trainer.backend.state(0, without_weights=False).tensors
-        before = {name: whole(tensors[f"weight/{name}"]) for name in trained}
+        before = held(trainer, "weight")
         sums = step(trainer, batch, chosen, folder)
-        tensors = trainer.backend.state(1, without_weights=False).tensors
-        weights = {name: whole(tensors[f"weight/{name}"]) for name in trained}
-        moments = {name: whole(tensors[f"exp_avg/{name}"]) for name in trained}
+        weights, moments = held(trainer, "weight"), held(trainer, "exp_avg")
         return {
             "before": before,
             "weights": weights,
@@ -164,10 +166,28 @@ class Case:
         }
 
 
+def held(trainer: Trainer, key: str) -> dict[str, Tensor]:
+    """The whole weights of all that is trained, or the moments."""
+    found = {}
+    for of, trained in {"": trainer, "critic/": trainer.critic}.items():
+        tensors = trained.backend.state(1, without_weights=False).tensors if trained else {}
+        prefix = f"{key}/"
+        named = {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
+        found |= {of + name: whole(one) for name, one in named.items()}
+    return found
+
+
 def step(trainer: Trainer, batch: TrainingBatch, chosen: Settings, folder: Path) -> Sums:
     """What the update's program does with a batch."""
     batch = with_reference(folder / "reference", trainer.layout, trainer.processes, batch, chosen)
-    return train(trainer, with_old(trainer, batch, chosen), chosen, folder / "model")
+    batch = with_old(trainer, batch, chosen)
+    if trainer.critic is not None:
+        batch = with_values(trainer.critic, batch, chosen)
+    batch, _ = with_token_weights(batch, chosen.algorithm, 0.0)
+    sums = train(trainer, batch, chosen, folder / "model")
+    if trainer.critic is not None:
+        train_critic(trainer.critic, batch, chosen, lambda done: None)
+    return sums
 
 
 def whole(tensor: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from itertools import product
 from pathlib import Path
@@ -160,11 +161,33 @@ def test_a_recipe_with_the_kl_in_the_reward_reaches_its_end(
             *recipe,
             f"algorithm.kl_in_reward={weight}",
             "algorithm.kl_coef=1e-9",
+            *(("algorithm.kl_target=100", "algorithm.kl_horizon=48") if weight else ()),
             *many,
         ).check()
         assert [event["policy_version"] for event in ran.events("weights_published")] == [1, 2, 3]
-        last[weight] = ran.events("updated")[-1]["kl"]
+        updates = ran.events("updated")
+        last[weight] = updates[-1]["kl"]
+        # Far below the target it falls with each update.
+        coefficients = [event["reward_kl_coef"] for event in updates] if weight else [3, 2, 1]
+        assert coefficients == sorted(set(coefficients), reverse=True)
     assert 0 < last[20] < last[0], "the policy stays nearer to the first one"
+
+
+def test_ppo_with_a_critic_reaches_its_end_and_its_critic_is_exported(bench: Bench, tmp_path: Path) -> None:
+    """Two nodes; the first update is the critic's alone; then another run begins with this one's critic."""
+    ppo = ("algorithm.preset=ppo", "rollout.samples=1", "algorithm.max_logprob_gap=99", "critic.lr=0.001")
+    ran = bench.run(tmp_path / "run", "--iterations", "2", *ppo, "critic.warmup=1", nodes=2).check()
+    first, second = ran.events("updated")
+    assert (first["optimizer_steps"], second["optimizer_steps"] > 0) == (0, True)
+    assert 0 < second["value_loss"] < first["value_loss"]
+    assert "Loss of the critic" in page(*look_once(ran.log_path))
+    out, shown = tmp_path / "critic", bench.type(ran.log_path, "export", str(tmp_path / "critic"), "--critic")
+    assert shown.check().said.startswith("exported critic of policy version 2")
+    assert json.loads((out / "config.json").read_text())["architectures"][0].endswith(
+        "ForTokenClassification"
+    )
+    more = ("algorithm.gamma=0.99", "algorithm.lam=0.95", "critic.clip=none", f"critic.model={out}")
+    bench.run(tmp_path / "more", "--iterations", "1", *ppo, *more, "trainer.shard=all", nodes=2).check()
 
 
 def test_recover_finds_nothing_missing_in_a_finished_run_and_refuses_other_iterations(

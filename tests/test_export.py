@@ -95,6 +95,10 @@ def test_a_wrong_export_is_refused_and_says_what_there_is(
     checkpoint(run, 3, 1, "three, half", complete=False)
     assert export(run, tmp_path / "out", "--policy-version", "3") == 2
     assert "--policy-version 3: not on disk; available: 0, 1, 2 (" in capsys.readouterr().err
+    assert export(run, tmp_path / "out", "--critic") == 2
+    assert "--critic: policy version 1 was saved without a critic" in capsys.readouterr().err
+    assert export(run, tmp_path / "out", "--critic", "--policy-version", "0") == 2
+    assert "--critic: the initial policy has none yet" in capsys.readouterr().err
     # As the toy program leaves it.
     (checkpoint(run, 4, 1, "") / "model" / "model.safetensors").unlink()
     checkpoints.write_manifest(RunPaths(run).checkpoint(4, 1), 4)

@@ -44,6 +44,14 @@ def test_each_process_is_killed_at_each_stage(tmp_path: Path, case: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
+@pytest.mark.parametrize("case", ["2x1:all:4:critic", "2x1:none:4:bf16:critic"])
+def test_a_process_is_killed_while_the_critic_learns(tmp_path: Path, case: str) -> None:
+    stages = [f"{stage}:{rank}" for stage in ("value", "part", "stepped") for rank in (0, 1)]
+    run_script("killed_updates.py", tmp_path, "forked", case, *stages)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
 def test_each_of_four_processes_of_two_nodes_is_killed(tmp_path: Path) -> None:
     stages = [f"{stage}:{rank}" for stage in ("backward", "step", "gather", "part") for rank in range(4)]
     run_script("killed_updates.py", tmp_path, "forked", "2x2:node:4", *stages)

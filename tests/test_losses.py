@@ -174,33 +174,47 @@ def test_a_batch_is_normalised_over_its_tokens() -> None:
 
 
 def test_the_kl_in_the_reward_of_a_token_is_that_of_the_tokens_after_it_too() -> None:
-    """Two sequences, of three and two sampled tokens after a prompt of one, against sums written out in float64."""
+    """Three sequences, of three, two and one sampled tokens after a prompt of one, the last a segment of the second's trajectory, against
+    sums written out in float64."""
     import torch
 
     from fsbarrier.training.batch import TrainingBatch
-    from fsbarrier.training.kl_in_reward import with_kl_in_reward
+    from fsbarrier.training.token_advantages import with_token_weights
 
-    mask = torch.tensor([0, 1, 1, 1, 0, 1, 1], dtype=torch.uint8)
-    policy = torch.tensor([9.0, -1.0, -2.0, -0.5, 9.0, -0.3, -0.7])
-    reference = torch.tensor([0.0, -1.5, -1.0, -0.75, 0.0, -0.3, -1.7])
-    weights = torch.tensor([0.5, -0.25])
-    batch = TrainingBatch(
-        mask.int(), mask, policy, torch.tensor([0, 4, 7]), weights, *[mask] * 4, (), reference=reference
-    )
+    mask = torch.tensor([0, 1, 1, 1, 0, 1, 1, 0, 1], dtype=torch.uint8)
+    policy = torch.tensor([9.0, -1.0, -2.0, -0.5, 9.0, -0.3, -0.7, 9.0, -1.0])
+    reference = torch.tensor([0.0, -1.5, -1.0, -0.75, 0.0, -0.3, -1.7, 0.0, -3.0])
+    weights, continues = torch.tensor([0.5, -0.25, -0.25]), torch.tensor([0, 0, 1])
+    offsets = torch.tensor([0, 4, 7, 9])
+    parts = (mask.int(), mask, policy, offsets, weights, mask, mask, continues, mask, ())
+    batch = TrainingBatch(*parts, reference=reference)
     algorithm = AlgorithmSettings(advantage="rloo", normalize_std=False, kl_in_reward=0.1)
-    # The log-ratios are 0.5, -1, 0.25 and 0, 1.
-    by_hand = [0, 0.5 + 0.025, 0.5 + 0.075, 0.5 - 0.025, 0, -0.25 - 0.1, -0.25 - 0.1]
-    found = with_kl_in_reward(batch, algorithm).token_weights
+    # The log-ratios are 0.5, -1, 0.25 and 0, 1, 2.
+    by_hand = [0, 0.5 + 0.025, 0.5 + 0.075, 0.5 - 0.025, 0, -0.25 - 0.3, -0.25 - 0.3, 0, -0.25 - 0.2]
+    weighed, kl = with_token_weights(batch, algorithm, 0.1)
+    found = weighed.token_weights
     assert found is not None and torch.allclose(found, torch.tensor(by_hand))
+    assert kl == pytest.approx((-0.25 / 3 + 3 / 3) / 2)
     # By the trainer's own log-probabilities, where it computes them.
-    same = with_kl_in_reward(replace(batch, old=policy, logprobs=policy - 3), algorithm).token_weights
-    assert same is not None and torch.equal(same, found)
-    whitened = with_kl_in_reward(batch, AlgorithmSettings(advantage="reinforce_plus_plus", kl_in_reward=0.1))
+    same, _ = with_token_weights(replace(batch, old=policy, logprobs=policy - 3), algorithm, 0.1)
+    assert same.token_weights is not None and torch.equal(same.token_weights, found)
+    of_batch = AlgorithmSettings(advantage="reinforce_plus_plus", kl_in_reward=0.1)
+    whitened, _ = with_token_weights(batch, of_batch, 0.1)
     of_tokens = torch.tensor(by_hand, dtype=torch.float64)[mask.bool()]
     expected = (of_tokens - of_tokens.mean()) / of_tokens.std()
     assert whitened.token_weights is not None
     assert torch.allclose(whitened.token_weights[mask.bool()].double(), expected, atol=1e-5)
-    assert with_kl_in_reward(batch, AlgorithmSettings()) is batch
+    assert with_token_weights(batch, AlgorithmSettings(), 0.0) == (batch, None)
+
+
+def test_the_coefficient_of_the_kl_follows_its_target() -> None:
+    """verl's controller: target 0.1, horizon 1000, 100 trajectories an update."""
+    from fsbarrier.training.token_advantages import adapted
+
+    adaptive = AlgorithmSettings(kl_in_reward=0.2, kl_target=0.1, kl_horizon=1000)
+    for kl, error in ((5.0, 0.2), (0.11, 0.1), (0.1, 0.0), (0.09, -0.1), (0.0, -0.2), (-3.0, -0.2)):
+        assert adapted(0.2, kl, 100, adaptive) == pytest.approx(0.2 * (1 + error * 100 / 1000))
+    assert adapted(0.2, 5.0, 100, AlgorithmSettings(kl_in_reward=0.2)) == 0.2
 
 
 def test_a_weight_for_each_token_is_a_sum_of_losses_with_one_for_each_sequence() -> None:

@@ -25,7 +25,8 @@ def test_the_update_is_the_same_replicated_and_sharded(tmp_path: Path) -> None:
     run_script(
         "parallel_updates.py",
         tmp_path,
-        *(f"{case}:clip:steps" for case in ("2x1:none:3", "2x2:node:5", "3x1:all:1")),
+        *(f"{case}:clip:steps" for case in ("2x1:none:3", "2x2:node:5")),
+        "3x1:all:1:steps:critic",
     )
 
 
@@ -57,6 +58,8 @@ def test_adapters_and_budgets_of_tokens_make_the_same_update_on_one_two_and_thre
     cases = [f"1x{world}:{shard}:20t" for world in (1, 2, 3) for shard in ("none", "all")]
     more = [f"1x2:{shard}:9t:lora:bf16" for shard in ("none", "all")]
     more += [f"2x2:{shard}:4:lora" for shard in ("none", "node", "all")]
+    more += [f"2x2:{shard}:4:critic:steps" for shard in ("none", "node", "all")]
+    more += ["1x2:all:4:critic:bf16", "1x2:all:4:critic:all", "1x2:none:4:critic:optimizer"]
     more += ["2x2:node:4:lora:clip:steps"]
     run_script("parallel_updates.py", tmp_path, *cases, *(f"{case}:lora" for case in cases), *more)
 

@@ -330,6 +330,18 @@ def test_what_is_offloaded_held_beside_or_not_trained_changes_the_memory() -> No
     assert "trainer.offload=all (1083.4 GiB of each node's memory)" in problem
 
 
+def test_a_critic_is_a_second_model_with_all_that_training_takes() -> None:
+    """Of Qwen2.5-7B without its output head, on 24 accelerators: 16 bytes a parameter, but gradients only of the model that computes."""
+    critic = 7_615_616_512 - 152_064 * 3584 + 3584 + 1
+    alone, both = (plan(QWEN_7B, 3, **{"algorithm.advantage": name}) for name in ("grpo", "gae"))
+    assert both.update["critic"] == pytest.approx(12 * critic / 8, rel=1e-6)
+    assert {**both.update, "critic": 0} == {**alone.update, "critic": 0}
+    assert both.critic_bytes == 2 * critic and both.model_bytes == alone.model_bytes
+    assert both.trainer_state_bytes - alone.trainer_state_bytes == 12 * critic
+    away = {"algorithm.advantage": "gae", "trainer.offload": "all", "trainer.shard": "all"}
+    assert plan(QWEN_7B, 3, **away).host == pytest.approx(16 * (7_615_616_512 + critic) / 3, rel=1e-6)
+
+
 @pytest.mark.usefixtures("warm_programs")
 def test_each_role_is_planned_on_the_accelerators_that_it_has(capsys: pytest.CaptureFixture[str]) -> None:
     there = [

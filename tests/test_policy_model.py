@@ -137,7 +137,7 @@ def three_sequences() -> Any:
     mask = (torch.rand(total) < 0.5).to(torch.uint8)
     tokens, old = torch.randint(2, 97, (total,), dtype=torch.int32), -torch.rand(total)
     engines, ones = torch.full((3, 2), -1, dtype=torch.int32), torch.ones(3)
-    return TrainingBatch(tokens, mask, old, lengths.cumsum(0), ones, ones, engines, ones, ones, ())
+    return TrainingBatch(tokens, mask, old, lengths.cumsum(0), ones, ones, engines, 0 * ones, ones, ())
 
 
 @pytest.mark.parametrize("architecture", ["Llama", "Gemma2"])

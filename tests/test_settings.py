@@ -135,6 +135,23 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
             ["algorithm.kl_in_reward=0.1"],
             "algorithm.kl_in_reward=0.1: algorithm.normalize_std=True would divide the rewards by their standard deviation",
         ),
+        (["critic.lr=0.1"], "critic.lr=0.1: there is no critic; set algorithm.advantage=gae"),
+        (
+            ["algorithm.advantage=gae", "algorithm.loss=rft"],
+            "algorithm.advantage=gae: not supported with algorithm.loss=rft, which trains no critic",
+        ),
+        (
+            ["algorithm.advantage=gae", "trainer.backend=deepspeed"],
+            "algorithm.advantage=gae: not supported with trainer.backend=deepspeed, which trains no critic",
+        ),
+        (
+            ["algorithm.advantage=gae", "trainer.command=mine {out}"],
+            "algorithm.advantage=gae: only the built-in trainer has a critic; drop it, or trainer.command",
+        ),
+        (
+            ["algorithm.kl_target=0.1"],
+            "algorithm.kl_target=0.1: adapts algorithm.kl_in_reward, which is 0",
+        ),
         (
             ["algorithm.kl_in_reward=0.1", "algorithm.loss=rft"],
             "algorithm.kl_in_reward=0.1: algorithm.loss=rft learns from successes alone",
@@ -315,6 +332,11 @@ def test_what_is_given_wins_over_a_preset() -> None:
         ),
         ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4, "kl_coef": 0}),
         ("cispo", {"loss": "cispo", "clip_high": 4.0}),
+        # verl's values.
+        (
+            "ppo",
+            {"advantage": "gae", "gamma": 1, "lam": 1, "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3},
+        ),
         ("rloo", {"advantage": "rloo", "normalize_std": False, "kl_coef": 0, "kl_in_reward": 0.03}),
         ("reinforce_plus_plus", {"advantage": "reinforce_plus_plus", "kl_coef": 0, "kl_in_reward": 0.001}),
         ("rft", {"loss": "rft", "kl_coef": 0}),

@@ -378,6 +378,25 @@ def test_a_policy_comes_nearer_to_its_reference(tmp_path: Path) -> None:
     assert 0 < second["kl"] < first["kl"] and first["entropy"] > 1
 
 
+def test_the_coefficient_of_the_kl_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Each update uses what the one before has left, also in new processes, and grows by a fifth of 24 trajectories over 48."""
+    work = bench(tmp_path, algorithm__kl_in_reward=0.5, algorithm__kl_target=1e-9, algorithm__kl_horizon=48)
+    work.nested["algorithm"] |= {"normalize_std": False, "max_logprob_gap": 99.0}
+    work.prepare()
+    other = tiny_model(tmp_path / "other" / "model")
+    for parameter in other.parameters():
+        parameter.data.mul_(1.5)
+    other.save_pretrained(tmp_path / "other" / "model")
+    seen = []
+    for version in (1, 2, 3):
+        before = f"v{version - 1}" if version > 1 else ""
+        reference = str(tmp_path / "other" / "model")
+        told = work.update(f"v{version}", version=version, before=before, reference=reference)
+        assert told["reward_kl"] > 0
+        seen.append(told["reward_kl_coef"])
+    assert seen == pytest.approx([0.5, 0.55, 0.605])
+
+
 def change_batch(work: Any, **changes: Any) -> None:
     import torch
 

@@ -74,6 +74,7 @@ class ClusterPlan:
     # The parameters that make tokens of images; and how many are not trained.
     vision: int = 0
     frozen: int = 0
+    critic_bytes: int = 0
 
     @property
     def copies(self) -> int:
@@ -111,7 +112,8 @@ def make_plan(
     available = _available(cluster, per_node)
     problems += _update_problems(shape, settings, cluster, load, shard)
     steps = trainer.epochs * max(1, round(rollout.tasks * rollout.samples / trainer.minibatch))
-    checkpoint = checkpoint_bytes(shape.parameters, load.trained, load.element, settings)
+    critic = load.critic.parameters if load.critic is not None else 0
+    checkpoint = checkpoint_bytes(shape.parameters, load.trained, load.element, settings, critic)
     return ClusterPlan(
         cluster=machines,
         parameters=shape.parameters,
@@ -132,25 +134,33 @@ def make_plan(
         problems=tuple(problems),
         vision=shape.vision,
         frozen=load.frozen,
+        critic_bytes=checkpoint.critic,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointBytes:
-    """One checkpoint's model and trainer state, and all that are on disk while one is being written."""
+    """One checkpoint's model, critic and trainer state, and all that are on disk while one is being written."""
 
     model: int
     trainer_state: int
     kept: int
+    critic: int
 
 
-def checkpoint_bytes(parameters: int, trained: int, element: int, settings: Settings) -> CheckpointBytes:
-    """`trained`: the parameters that have gradients; `element`: the bytes of a number in the type that updates compute in."""
+def checkpoint_bytes(
+    parameters: int, trained: int, element: int, settings: Settings, critic: int
+) -> CheckpointBytes:
+    """`trained`: the parameters that have gradients; `element`: the bytes of a number in the type that updates compute in; `critic`: the
+    parameters of a critic."""
     serving = EXACT if element == EXACT else 2
     # The served weights do not contain the adapters separately.
     exact_copy = 0 if serving == EXACT and not settings.lora.rank else EXACT
     model, state = parameters * serving, trained * (2 * EXACT + exact_copy)
-    return CheckpointBytes(model, state, (model + state) * _versions_on_disk(settings))
+    # A critic has no adapters.
+    state += critic * (2 * EXACT + (0 if serving == EXACT else EXACT))
+    kept = (model + critic * serving + state) * _versions_on_disk(settings)
+    return CheckpointBytes(model, state, kept, critic * serving)
 
 
 def bytes_of_a_number(trainer: TrainerSettings, *, on_cpu: bool) -> int:

@@ -35,7 +35,8 @@ class UpdateLoad:
 
     `element`: the bytes of a number in the type it computes in. `tokens`: of one micro-batch, padding included. `logits`: so
     many positions have logits at once.
-    `reference`: whether it is held against another policy. `zero_stage`: DeepSpeed's, None without it; `shards` are then all processes.
+    `reference`: whether it is held against another policy. `critic`: what is trained beside it. `zero_stage`: DeepSpeed's, None without
+    it; `shards` are then all processes.
     """
 
     shape: ModelShape
@@ -49,6 +50,7 @@ class UpdateLoad:
     zero_stage: int | None = None
     # The part of the model that is not trained although there are no adapters (`trainer.freeze`).
     frozen: int = 0
+    critic: ModelShape | None = None
 
     @classmethod
     def whole(cls, shape: ModelShape, settings: Settings, *, element: int, accelerated: bool) -> Self:
@@ -68,6 +70,7 @@ class UpdateLoad:
             reference=settings.algorithm.kl_coef > 0 or settings.algorithm.kl_in_reward > 0,
             zero_stage=trainer.zero_stage if trainer.backend == "deepspeed" else None,
             frozen=shape.vision if trainer.freeze == "vision" and not settings.lora.rank else 0,
+            critic=shape.as_critic if settings.algorithm.has_critic else None,
         )
 
     @property
@@ -77,11 +80,34 @@ class UpdateLoad:
     @property
     def parts(self) -> Mapping[str, int]:
         """Bytes on the accelerator, by part, at the moment when there are most."""
-        return max(self._moments(), key=lambda parts: sum(parts.values()))
+        moments = self._moments() if self.critic is None else self._moments_of_two()
+        return max(moments, key=lambda parts: sum(parts.values()))
 
     @property
     def total(self) -> int:
         return sum(self.parts.values())
+
+    @property
+    def _idle(self) -> dict[str, int]:
+        """What stays while the other of policy and critic computes."""
+        return {**self._held(), "gathered": 0, "gradients": 0}
+
+    @property
+    def _critic(self) -> UpdateLoad | None:
+        """The critic's own part. Its head has one output, and no other model is held against it."""
+        if self.critic is None:
+            return None
+        return replace(self, shape=self.critic, critic=None, logits=0, reference=False, frozen=0)
+
+    def _moments_of_two(self) -> Iterator[Mapping[str, int]]:
+        """The policy computes, or the critic."""
+        critic = self._critic
+        assert critic is not None
+        for parts in self._moments():
+            yield {**parts, "critic": sum(critic._idle.values())}
+        for parts in critic._moments():
+            own = sum(parts.get(name, 0) for name in critic._held())
+            yield {**self._idle, **{n: parts[n] for n in parts.keys() - critic._held().keys()}, "critic": own}
 
     def _moments(self) -> Iterator[Mapping[str, int]]:
         held = self._held()
@@ -143,7 +169,8 @@ class UpdateLoad:
         """Bytes of the host's memory that this process's offloaded parts take."""
         if self.offload == "none":
             return 0
-        moments = 2 * self.trained * EXACT // self.shards
+        critic = self._critic.on_host if self._critic is not None else 0
+        moments = 2 * self.trained * EXACT // self.shards + critic
         if self.offload == "optimizer":
             # DeepSpeed's optimizer steps there, so its float32 weights and their gradients are there too.
             return moments if self.zero_stage is None else 2 * moments

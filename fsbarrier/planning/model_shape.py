@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -35,7 +35,7 @@ class ModelShape:
 
     `cached`: the numbers that the engine keeps of a token and layer, over at most `key_value_heads` of its accelerators.
     `block`: the parameters of the largest layer. `trained`: the parameters that have gradients if none are frozen: all, or those of
-    adapters. `vision`: those of what makes tokens of images.
+    adapters. `vision`: those of what makes tokens of images. `head`: those of an output head that is not the embedding.
     """
 
     layers: int
@@ -50,6 +50,13 @@ class ModelShape:
     parameters: int
     trained: int
     vision: int = 0
+    head: int = 0
+
+    @property
+    def as_critic(self) -> ModelShape:
+        """The shape of a critic that begins as this model: it has a head with one output, and is trained as a whole."""
+        parameters = self.parameters - self.head + self.hidden + 1
+        return replace(self, parameters=parameters, trained=parameters)
 
     @property
     def embedding(self) -> int:

@@ -36,11 +36,12 @@ def lines(plan: ClusterPlan) -> list[str]:
         sharded = f"shard={plan.shard}: {_count(plan.copies, 'copy')}, each over {plan.world // plan.copies}"
     if plan.zero_stage is not None:
         sharded = f"DeepSpeed ZeRO-{plan.zero_stage}: {sharded.partition(': ')[2]}"
+    critic = f"critic {_size(plan.critic_bytes)}, " if plan.critic_bytes else ""
     said += [
         f"update        {_count(plan.world, 'process')}, {sharded}; {_count(plan.optimizer_steps, 'step')}, in micro-batches of "
         f"{plan.micro_batch_tokens:,} tokens",
         f"  {each}: {_parts(plan.update)}; {_size(plan.update_bytes)} of {_size(max(0, plan.available))}",
-        f"checkpoint    model {_size(plan.model_bytes)}, trainer state {_size(plan.trainer_state_bytes)}; "
+        f"checkpoint    model {_size(plan.model_bytes)}, {critic}trainer state {_size(plan.trainer_state_bytes)}; "
         f"{_size(plan.kept_bytes)} on disk with those that are kept",
     ]
     if plan.host:

@@ -204,8 +204,9 @@ def _checkpoint_room(
     element = bytes_of_a_number(settings.trainer, on_cpu=not any(one.accelerators for one in nodes.values()))
     # Adapters are small beside the model.
     trained = 0 if settings.lora.rank else parameters
-    needed = checkpoint_bytes(parameters, trained, element, settings)
-    one = needed.model + needed.trainer_state
+    critic = parameters if settings.algorithm.has_critic else 0
+    needed = checkpoint_bytes(parameters, trained, element, settings, critic)
+    one = needed.model + needed.critic + needed.trainer_state
     if least < needed.kept:
         text = f"{gib(least)} free as {_node_and_host(rank, hosts)} sees it; a checkpoint is {gib(one)}, those kept {gib(needed.kept)}"
         yield Problem(least < one, "room for checkpoints", text)

@@ -165,7 +165,8 @@ def _rollouts(s: Settings, named: AsChosen) -> Iterator[str]:
             f"{named('rollout.temperature')}: all samples of a task would be identical; training needs a temperature above 0"
         )
     alone = s.algorithm.loss == "distil" and not s.algorithm.distil_reward
-    compares = s.algorithm.loss != "rft" and not alone and s.algorithm.advantage != "reinforce_plus_plus"
+    one_is_enough = s.algorithm.advantage in ("reinforce_plus_plus", "gae")
+    compares = s.algorithm.loss != "rft" and not alone and not one_is_enough
     if _learns(s) and compares and s.rollout.samples == 1:
         yield f"{named('rollout.samples')}: {named('algorithm.loss')} compares the samples of a task; give 2 or more"
     if s.rollout.reproducible and s.rollout.agent is not None:
@@ -198,6 +199,7 @@ def _rewards_and_evaluations(s: Settings, named: AsChosen) -> Iterator[str]:
 def _algorithm(s: Settings, named: AsChosen) -> Iterator[str]:
     """Learning-rate schedule, loss, and sampling requirements of the loss."""
     o, a = s.optimizer, s.algorithm
+    yield from _critic(s, named)
     if o.schedule != "constant" and o.decay_steps is None:
         yield (
             f"{named('optimizer.schedule')}: requires optimizer.decay_steps, the step at which the learning rate reaches its minimum"
@@ -236,6 +238,8 @@ def _algorithm(s: Settings, named: AsChosen) -> Iterator[str]:
             f"{named('algorithm.kl_in_reward')}: {named('algorithm.normalize_std')} would divide the rewards by their standard deviation "
             "and not the KL divergence; set algorithm.normalize_std=false"
         )
+    if a.kl_target is not None and not a.kl_in_reward:
+        yield f"{named('algorithm.kl_target')}: adapts algorithm.kl_in_reward, which is 0; give that a first value"
     if a.kl_coef and a.kl_estimator == "k1":
         yield (
             f"{named('algorithm.kl_estimator')}: in the loss its gradient is zero on average, so {named('algorithm.kl_coef')} would add "
@@ -264,6 +268,25 @@ def _distillation(s: Settings, named: AsChosen) -> Iterator[str]:
         yield f"{named('rollout.temperature')}: must be 1 with {loss}, because the teacher's log-probabilities have no temperature"
     if s.rollout.max_refills:
         yield f"{named('rollout.max_refills')}: no group is without signal with {loss}; set it to 0"
+
+
+def _critic(s: Settings, named: AsChosen) -> Iterator[str]:
+    """What a critic goes with."""
+    a = s.algorithm
+    if not a.has_critic:
+        default = type(s.critic)()
+        for name in ("model", "lr", "warmup", "clip"):
+            if getattr(s.critic, name) != getattr(default, name):
+                yield f"{named(f'critic.{name}')}: there is no critic; set algorithm.advantage=gae"
+        return
+    for key, wanted in (
+        ("algorithm.loss", a.loss not in ("rft", "distil")),
+        ("trainer.backend", s.trainer.backend == "torch"),
+    ):
+        if not wanted:
+            yield f"{named('algorithm.advantage')}: not supported with {named(key)}, which trains no critic; change one of the two"
+    if s.trainer.command is not None:
+        yield f"{named('algorithm.advantage')}: only the built-in trainer has a critic; drop it, or trainer.command"
 
 
 def check_change(settings: Settings, values: Mapping[str, object]) -> None:

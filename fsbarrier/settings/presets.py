@@ -87,6 +87,20 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, object]]] = {
         "SAPO, arXiv 2511.20347",
         {**_NO_KL, "loss": "sapo", "aggregation": "seq-mean-token-mean", **_GROUPS_MEAN},
     ),
+    "ppo": (
+        "PPO with a critic, arXiv 1707.06347 and 1506.02438, as verl has it",
+        {
+            **_PPO_CLIP,
+            **_NO_KL,
+            "dual_clip": 3.0,
+            "aggregation": "token-mean",
+            "advantage": "gae",
+            "gamma": 1.0,
+            "lam": 1.0,
+            "normalize_std": True,
+            "critic.clip": 0.5,
+        },
+    ),
     "rloo": (
         "Back to Basics, arXiv 2402.14740",
         {

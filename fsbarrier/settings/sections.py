@@ -202,11 +202,16 @@ class AlgorithmSettings(Section):
         "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
     ] = "token-mean"
     #: The baseline that is subtracted from a reward: `grpo`: the group mean; `rloo`: the mean of the other samples in the group;
-    #: `reinforce_plus_plus`: the batch mean; `reinforce_plus_plus_baseline`: the group mean, then the batch mean.
-    advantage: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
+    #: `reinforce_plus_plus`: the batch mean; `reinforce_plus_plus_baseline`: the group mean, then the batch mean; `gae`: the values of a
+    #: critic, token by token (PPO).
+    advantage: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"] = "grpo"
+    #: With `advantage=gae`: the discount of a later token's reward.
+    gamma: EachSession[Fraction] = 1.0
+    #: With `advantage=gae`: 1: the advantage is what came, less the value; 0: only what the next value tells.
+    lam: EachSession[FractionOrZero] = 1.0
     #: Divide advantages by the standard deviation of the group's rewards, or of the batch's advantages.
     normalize_std: bool = True
-    #: Drop groups whose rewards are all equal.
+    #: Drop groups whose rewards are all equal. A critic learns from them too, so not with `advantage=gae`.
     drop_zero_signal: bool = True
     #: Answers cut off at the token limit: `keep`: train on them with their reward; `mask`: use their reward in the group's baseline but
     #: do not train on them; `shape`: keep them, and subtract 1 from their reward, and up to 1 from the reward of every answer in the last
@@ -229,6 +234,10 @@ class AlgorithmSettings(Section):
     #: Weight of the KL divergence from the reference policy in the reward: each token's log-ratio is subtracted from the returns of this
     #: token and of those before it; 0: none.
     kl_in_reward: NotNegative = 0.0
+    #: Adapt `kl_in_reward` so that the mean KL divergence of a token from the reference policy approaches this; none: it is fixed.
+    kl_target: EachSession[Positive | None] = None
+    #: How slowly `kl_in_reward` adapts: an update changes it by at most a fifth of its trajectories divided by this.
+    kl_horizon: EachSession[Positive] = 10000.0
     #: Its estimator in the loss: `k2`: half the squared log-ratio; `k3`: low-variance and never negative. `k1`, the log-ratio, is refused
     #: there, because its gradient is zero on average.
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -239,6 +248,27 @@ class AlgorithmSettings(Section):
     #: The update fails if, on the first minibatch, the sampled tokens' log-probabilities from trainer and engine differ by more than
     #: this on average; none: a limit that depends on the precision.
     max_logprob_gap: EachSession[Positive | None] = None
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        return self.advantage == "gae"
+
+
+@dataclass(frozen=True, slots=True)
+class CriticSettings(Section):
+    """The critic of `algorithm.advantage=gae`. Its optimizer has the settings `optimizer.*` but for the learning rate."""
+
+    FIXED_BECAUSE = "the saved critic was made of it"
+
+    #: Model folder with which it begins, whose output head need not be a critic's; none: the policy's first model.
+    model: Name | None = None
+    #: Learning rate.
+    lr: EachSession[Positive] = 1e-5
+    #: Updates at the start of the run that train the critic alone.
+    warmup: EachSession[CountOrZero] = 0
+    #: A value further than this from the one before the update gets no credit for being nearer to its target; none: no limit.
+    clip: EachSession[Positive | None] = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -514,6 +544,7 @@ class Settings(Section):
     reward: RewardSettings = RewardSettings()
     judge: JudgeSettings = JudgeSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
+    critic: CriticSettings = CriticSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     trainer: TrainerSettings = TrainerSettings()
     lora: LoraSettings = LoraSettings()

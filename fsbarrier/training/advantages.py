@@ -5,6 +5,7 @@ grpo                           Shao et al. 2024 (arXiv 2402.03300): the reward m
 rloo                           Ahmadian et al. 2024 (2402.14740): the reward minus the mean of the other samples in the group
 reinforce_plus_plus[_baseline] Hu et al. 2025 (2501.03262): normalised over the batch's tokens; with a baseline, after subtracting
                                the group mean
+gae                            token by token, with a critic (token_advantages.py); here the reward itself
 truncated=shape                Yu et al. 2025 (DAPO, 2503.14476), soft overlong punishment
 """
 
@@ -19,8 +20,8 @@ from torch import Tensor
 from fsbarrier.data.trajectory import Trajectory, is_judged
 from fsbarrier.settings.sections import AlgorithmSettings
 
-# Avoids a division by zero if all rewards are nearly equal.
-STD_FLOOR = 1e-6
+# Avoid a division by zero if all rewards of a group, or advantages of a batch, are nearly equal. The second is verl's and TRL's.
+STD_FLOOR, VARIANCE_FLOOR = 1e-6, 1e-8
 
 
 def weigh_group(
@@ -44,7 +45,7 @@ def weigh_group(
         lengths = torch.tensor([longest_answer(t) for t in judged], dtype=torch.float64)
         # The engine's own limit, engine.max_model_len, may cut an answer off earlier.
         rewards -= torch.where(torch.tensor(cut_off), 1.0, overlong_penalty(lengths, max_tokens))
-    by_reward_alone = not algorithm.self_certainty and algorithm.loss != "distil"
+    by_reward_alone = not (algorithm.self_certainty or algorithm.has_critic or algorithm.loss == "distil")
     if algorithm.drop_zero_signal and by_reward_alone and bool((rewards == rewards[0]).all()):
         return []
     # With self-certainty they are made by the update.
@@ -56,7 +57,7 @@ def weigh_group(
 def group_advantages(rewards: Tensor, algorithm: AlgorithmSettings) -> Tensor:
     """The group-level part of the advantages, from the rewards of one group; both have shape [samples]."""
     samples = len(rewards)
-    if algorithm.advantage == "reinforce_plus_plus":
+    if algorithm.advantage in ("reinforce_plus_plus", "gae"):
         return rewards
     centred = rewards - rewards.mean()
     if algorithm.advantage == "reinforce_plus_plus_baseline" or samples < 2:
@@ -73,7 +74,7 @@ def batch_advantages(advantages: Tensor, tokens: Tensor, algorithm: AlgorithmSet
     mean = (advantages * tokens).sum() / tokens.sum()
     centred = advantages - mean
     variance = (centred.square() * tokens).sum() / (tokens.sum() - 1).clamp(min=1)
-    return centred / (variance.sqrt() + STD_FLOOR) if algorithm.normalize_std else centred
+    return centred * (variance + VARIANCE_FLOOR).rsqrt() if algorithm.normalize_std else centred
 
 
 def counted_reward(trajectory: Trajectory) -> float:

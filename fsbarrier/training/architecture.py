@@ -40,6 +40,7 @@ def measure(model: PreTrainedModel) -> ModelShape:
         one = _number(config, "head_dim") or hidden // heads
         width, key_value = heads * one, key_value_heads * one
         cached = 2 * key_value
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return ModelShape(
         layers=len(layers),
         hidden=hidden,
@@ -53,6 +54,7 @@ def measure(model: PreTrainedModel) -> ModelShape:
         parameters=_parameters(model),
         trained=_parameters(model),
         vision=sum(one.numel() for one in eyes_of(model)),
+        head=_parameters(head) if head is not None and head.weight is not embedding.weight else 0,
     )
 
 

@@ -151,7 +151,8 @@ class TrainingBatch:
     """A batch as the update reads it; the fields are the file's, and both are described above.
 
     `old`, `reference`: like `logprobs`, but the trainer's own before the first step, and the reference policy's; `certainty`: the
-    self-certainty of each token; `token_weights`: a weight for each token in place of its sequence's (kl_in_reward.py). None: not computed.
+    self-certainty of each token; `token_weights`: a weight for each token in place of its sequence's (token_advantages.py); `values`,
+    `returns`: what the critic foresaw before the first step, and is to foresee. None: not computed.
     """
 
     token_ids: Tensor
@@ -169,6 +170,8 @@ class TrainingBatch:
     reference: Tensor | None = None
     certainty: Tensor | None = None
     token_weights: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -199,3 +202,9 @@ class TrainingBatch:
         """The number of sampled tokens of each of these sequences."""
         before = torch.nn.functional.pad(self.loss_mask.cumsum(0), (1, 0))
         return before[self.offsets[indices + 1]] - before[self.offsets[indices]]
+
+    def tokens_of_trajectories(self) -> Tensor:
+        """The number of sampled tokens of each trajectory, with all its segments."""
+        trajectory = (self.continues == 0).cumsum(0) - 1
+        counts = torch.zeros(int(trajectory[-1]) + 1, dtype=torch.int64)
+        return counts.index_add(0, trajectory, self.sampled_tokens(torch.arange(len(trajectory))))

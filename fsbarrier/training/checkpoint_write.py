@@ -4,6 +4,7 @@
     model/adapter/                           with LoRA: the merged adapters, in peft's format
     trainer/part-00003.safetensors           process 3's part of the fp32 weights and both moments
     trainer/layout.json                      the positions of those parts in the whole tensors
+    critic/model, critic/trainer             the same of a critic, where the trainer state is saved
 
 Each process fsyncs its files, all exchange their results, and one writes the manifest.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -38,7 +39,7 @@ from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.processes import gather_json
 from fsbarrier.training.slices import Shares, parts_to_write, whole_tensor
 from fsbarrier.training.stored_tensors import StoredPart, StoredTensor
-from fsbarrier.training.trainer_state import LAYOUT, StateLayout, TrainerState
+from fsbarrier.training.trainer_state import CRITIC, LAYOUT, StateLayout, TrainerState
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ LARGEST_FILE, SMALLEST_FILE = 5 << 30, 256 << 20
 # Files not copied from the previous model folder: weights, and files that are always rewritten.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 WRITTEN = frozenset({"config.json", "generation_config.json"})
-FOLDERS = ("model", "trainer")
+FOLDERS = ("model", "trainer", CRITIC)
 # Subfolder of a model folder with the adapters merged into its weights.
 ADAPTER = "adapter"
 
@@ -57,19 +58,26 @@ class NewVersion:
     """What is to be saved, as every process gives it: tensors are DTensors, or plain ones that all processes hold whole.
 
     `weights`: what is served, each tensor once, in the order of the layers, to be written in `dtype`, and with `adapters` merged.
-    `beside`: the folder whose tokenizer and other small files are copied. `trainer`: None: its state is not saved with this version;
-    then `state_in` is for the Manifest. `copy`: where this node gets a copy of the weights, if there is room; None: nowhere.
+    `beside`: the folder whose tokenizer and other small files are copied; None: there are none. `trainer`: None: its state is not saved
+    with this version; then `state_in` is for the Manifest. `copy`: where this node gets a copy of the weights, if there is room; None:
+    nowhere. `critic`: what is saved of it in a folder of its own.
     """
 
     policy_version: int
     model: PreTrainedModel
     weights: Mapping[str, Tensor]
     dtype: torch.dtype
-    beside: Path
+    beside: Path | None
     trainer: TrainerState | None
     adapters: Adapters | None = None
     state_in: str | None = ""
     copy: NodeCopy | None = None
+    critic: NewVersion | None = None
+
+    @property
+    def models(self) -> dict[str, NewVersion]:
+        """Its models by the prefix of their names in the folder."""
+        return {"": self} if self.critic is None else {"": self, f"{CRITIC}/": self.critic}
 
     def served(self, name: str) -> Tensor:
         """The whole of a weight. Every process must call this in the same order."""
@@ -94,8 +102,11 @@ def save(out: Path, version: NewVersion, rank: int, world: int) -> str:
     began = _together(out, lambda: _begin(out, version, rank))
     if version.copy is not None and not began[version.copy.ranks[0]]:
         version = replace(version, copy=None)
-    sent = _together(out, lambda: msgspec.to_builtins(_write(out, version, rank, world)))
-    written = [msgspec.convert(each, Written) for each in sent]
+    models = version.models.items()
+    sent = _together(
+        out, lambda: [msgspec.to_builtins(_write(out / name, one, rank, world)) for name, one in models]
+    )
+    written = msgspec.convert(sent, list[list[Written]])
     return _together(out, lambda: _commit(out, version, written) if rank == 0 else "")[0]
 
 
@@ -231,12 +242,13 @@ def _write_beside(out: Path, version: NewVersion, written: Written) -> None:
     config = deepcopy(version.model.config)
     config.dtype = version.dtype
     config.save_pretrained(model)
-    if version.model.generation_config is not None:
-        version.model.generation_config.save_pretrained(model)
+    if (generation := getattr(version.model, "generation_config", None)) is not None:
+        generation.save_pretrained(model)
     for path in sorted(model.glob("*.json")):
         written.digests[f"model/{path.name}"] = digest_of(path)
-    copied = copy_beside(version.beside, model, _made_below(version.beside, out))
-    written.digests |= {f"model/{name}": digest for name, digest in copied.items()}
+    if version.beside is not None:
+        copied = copy_beside(version.beside, model, _made_below(version.beside, out))
+        written.digests |= {f"model/{name}": digest for name, digest in copied.items()}
 
 
 def _made_below(beside: Path, out: Path) -> Path | None:
@@ -292,12 +304,22 @@ def _write_layout(
     for one in written:
         for name, part in one.parts.items():
             tensors[name].parts.append(part)
-    layout = StateLayout(policy_version, state.optimizer_steps, state.scalars, tensors)
+    layout = StateLayout(policy_version, state.optimizer_steps, state.scalars, tensors, state.kl_in_reward)
     return _write_bytes(path, msgspec.json.encode(layout))
 
 
-def _commit(out: Path, version: NewVersion, written: list[Written]) -> str:
-    """Write the layout, the index of weights, and last the manifest with the files of all processes; returns its digest."""
+def _commit(out: Path, version: NewVersion, written: Sequence[Sequence[Written]]) -> str:
+    """Complete each model, and write last the manifest with the files of all processes; returns its digest."""
+    digests: dict[str, FileDigest] = {}
+    for (prefix, one), of_all in zip(version.models.items(), zip(*written, strict=True), strict=True):
+        completed = _complete(out / prefix, one, of_all)
+        digests |= {prefix + name: digest for name, digest in completed.items()}
+    manifest = checkpoints.Manifest(version.policy_version, digests, version.state_in)
+    return checkpoints.commit(out, manifest).digest
+
+
+def _complete(out: Path, version: NewVersion, written: Sequence[Written]) -> dict[str, FileDigest]:
+    """Write the layout and the index of weights of a model; returns the files of all processes."""
     digests: dict[str, FileDigest] = {}
     weights: dict[str, str] = {}
     for one in written:
@@ -307,9 +329,7 @@ def _commit(out: Path, version: NewVersion, written: list[Written]) -> str:
         layout = f"trainer/{LAYOUT}"
         digests[layout] = _write_layout(out / layout, version.trainer, version.policy_version, written)
     total = sum(digests[f"model/{file}"].size for file in set(weights.values()))
-    digests |= write_index(out / "model", weights, total)
-    manifest = checkpoints.Manifest(version.policy_version, digests, version.state_in)
-    return checkpoints.commit(out, manifest).digest
+    return digests | write_index(out / "model", weights, total)
 
 
 def write_index(model: Path, weights: Mapping[str, str], total: int) -> dict[str, FileDigest]:

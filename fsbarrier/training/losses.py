@@ -13,6 +13,7 @@ All tensors are [sequences, length], with log-probabilities in nats; advantages 
     clip             Schulman et al. 2017 (arXiv 1707.06347); separate upper bound: Yu et al. 2025 (DAPO, 2503.14476)
     dual clip        Ye et al. 2020 (1912.09729)             gspo    Zheng et al. 2025 (2507.18071)
     cispo            MiniMax 2025 (2506.13585)               sapo    Gao et al. 2025 (2511.20347)
+    value loss       as verl and TRL clip it (OpenAI's baselines, ppo2)
     rft              Yuan et al. 2023 (2308.01825)           k1-k3   Schulman 2020 (joschu.net/blog/kl-approx.html)
     aggregations     token mean: DAPO; mean of means: Shao et al. 2024 (GRPO, 2402.03300); by a constant: Liu et al. 2025
                      (Dr.GRPO, 2503.20783)
@@ -52,6 +53,8 @@ TOKEN_SUMS = (
     "mismatch_kl",
     "mismatch_dropped",
 )
+# The same of a critic.
+VALUE_SUMS = ("value_clipped",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,22 @@ def minibatch_loss(
         shown = (low, high, values.entropy, -new, kl, of_old, of_engine, correction == 0)
         sums = torch.stack([torch.where(mask, one, 0).sum().double() for one in shown])
     return LossSums(whole + aggregated(algorithm.aggregation, token_loss, mask, divisor), sums)
+
+
+def value_loss(
+    clip: float | None,
+    aggregation: str,
+    new: Tensor,
+    old: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    divisor: Divisor,
+) -> LossSums:
+    """A critic's loss: half the squared error, or if that is larger, that of a value which is at most `clip` from the old one."""
+    error = (new - returns).square()
+    bounded = error if clip is None else (torch.clamp(new, old - clip, old + clip) - returns).square()
+    sums = (mask & (bounded > error)).sum().double()[None]
+    return LossSums(aggregated(aggregation, torch.maximum(error, bounded) / 2, mask, divisor), sums)
 
 
 # --- ratios -------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ class MicroBatch:
     `inputs` are the model's arguments. Their input_ids hold the sequences below each other, padded on the right, or *packed*: one after
     the other in a single row, which only an attention that keeps them apart may get. `wanted` (bool, like input_ids) are the tokens that
     the policy sampled. For the loss: mask (bool), engine, old, reference (or None) [sequences, longest], padded in either case; weights
-    [sequences], or [sequences, longest] where each token has its own; current (bool) [sequences].
+    [sequences], or [sequences, longest] where each token has its own; current (bool) [sequences]; for a critic values and returns.
     """
 
     inputs: dict[str, Tensor]
@@ -31,6 +31,8 @@ class MicroBatch:
     weights: Tensor
     current: Tensor
     reference: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
     @classmethod
     def of(cls, batch: TrainingBatch, indices: list[int], device: torch.device, *, packed: bool) -> Self:
@@ -59,10 +61,13 @@ class MicroBatch:
         by_token = batch.token_weights
         weights = batch.weights[chosen] if by_token is None else padded(by_token)
         parts = [wanted, mask, engine, old, weights, batch.current[chosen].bool()]
-        if batch.reference is not None:
-            parts.append(padded(batch.reference))
+        further = (batch.reference, batch.values, batch.returns)
         there = {name: value.to(device) for name, value in inputs.items()}
-        return cls(there, *(part.to(device) for part in parts))
+        return cls(
+            there,
+            *(part.to(device) for part in parts),
+            *(None if one is None else padded(one).to(device) for one in further),
+        )
 
     def placed(self, found: Tensor) -> Tensor:
         """[sequences, longest]: what the model found for the wanted tokens, in their places for the loss; elsewhere 0."""

@@ -1,4 +1,7 @@
-"""Loads a policy for training from a Hugging Face folder. A tied output head stays tied."""
+"""Loads a policy, or a critic, for training from a Hugging Face folder. A tied output head stays tied.
+
+A critic (`value`) is a token classifier with one label: its output head is a new one if the folder has none.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +29,19 @@ _UNLOADABLE = (
 
 
 def load(
-    folder: Path, settings: TrainerSettings, dtype: torch.dtype | Literal["auto"] = torch.float32
+    folder: Path,
+    settings: TrainerSettings,
+    dtype: torch.dtype | Literal["auto"] = torch.float32,
+    *,
+    value: bool = False,
 ) -> PreTrainedModel:
     """Load the model in `folder`, in `dtype` ("auto": its own) and without dropout. Raises UsageError if it is incomplete."""
     # Its progress bar would fill the log.
     transformers.utils.logging.disable_progress_bar()
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config, kind = _kind(folder, value=value)
         attention = attention_for(config, settings)
-        model, found = _kind(config).from_pretrained(
+        model, found = kind.from_pretrained(
             folder,
             config=config,
             attn_implementation=attention,
@@ -44,42 +51,54 @@ def load(
         )
     except _UNLOADABLE as error:
         raise UsageError(f"the model in {folder} cannot be loaded: {_first_sentence(error)}") from None
+    lacking = {*found["missing_keys"]}
+    for name in [one for one in lacking if value and not one.startswith(f"{model.base_model_prefix}.")]:
+        # A new critic values everything at 0.
+        model.get_parameter(name).data.zero_()
+        lacking.remove(name)
     # transformers would initialise missing weights randomly and only warn.
-    if found["missing_keys"]:
-        missing = ", ".join(sorted(found["missing_keys"])[:3])
+    if lacking:
+        missing = ", ".join(sorted(lacking)[:3])
         raise UsageError(f"the model in {folder} cannot be loaded: it lacks {missing}")
     if not torch.cuda.is_available():
         _move_out_of_files(model)
     return _for_training(model, settings)
 
 
-def without_weights(folder: Path, settings: TrainerSettings) -> PreTrainedModel:
+def without_weights(folder: Path, settings: TrainerSettings, *, value: bool = False) -> PreTrainedModel:
     """The model of `load` with parameters that take no memory yet (device "meta"), for those that will hold a part of each."""
     # Buffers, which no folder has, stay.
     with init_empty_weights(include_buffers=False):
-        model = from_config(folder, settings)
+        model = from_config(folder, settings, value=value)
     model.tie_weights()
     return model
 
 
 @torch.no_grad()
-def fill(model: PreTrainedModel, folder: Path, settings: TrainerSettings, processes: Processes) -> None:
+def fill(
+    model: PreTrainedModel,
+    folder: Path,
+    settings: TrainerSettings,
+    processes: Processes,
+    *,
+    value: bool = False,
+) -> None:
     """Give each process its part of the weights in `folder`, all of which only the first reads. Every process must call this."""
-    whole = load(folder, settings, "auto").state_dict() if processes.is_main else {}
+    whole = load(folder, settings, "auto", value=value).state_dict() if processes.is_main else {}
     for name, parameter in model.named_parameters():
-        value = torch.zeros(parameter.shape, device=processes.device)
+        weight = torch.zeros(parameter.shape, device=processes.device)
         if processes.is_main:
-            value.copy_(whole[name])
+            weight.copy_(whole[name])
         part = local_part(parameter, rank=0, world=1)
-        part.data.copy_(part.box.of(processes.from_main(value), (0,) * value.dim()))
+        part.data.copy_(part.box.of(processes.from_main(weight), (0,) * weight.dim()))
 
 
-def from_config(folder: Path, settings: TrainerSettings) -> PreTrainedModel:
+def from_config(folder: Path, settings: TrainerSettings, *, value: bool = False) -> PreTrainedModel:
     """The model of `load` as its configuration makes it, before it has the weights of the folder. Raises UsageError."""
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config, kind = _kind(folder, value=value)
         attention = attention_for(config, settings)
-        model = _kind(config).from_config(config, attn_implementation=attention, dtype=torch.float32)
+        model = kind.from_config(config, attn_implementation=attention, dtype=torch.float32)
     except _UNLOADABLE as error:
         raise UsageError(f"the model in {folder} cannot be loaded: {_first_sentence(error)}") from None
     return _for_training(model, settings)
@@ -89,16 +108,23 @@ def architecture(folder: Path) -> PreTrainedModel:
     """The model in `folder` without any weights or buffers: what it is made of, and what transformers calls that. Raises UsageError."""
     try:
         with torch.device("meta"):
-            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-            found: PreTrainedModel = _kind(config).from_config(config)
+            config, kind = _kind(folder, value=False)
+            found: PreTrainedModel = kind.from_config(config)
     except _UNLOADABLE as error:
         raise UsageError(f"the model in {folder} cannot be made: {_first_sentence(error)}") from None
     return found
 
 
-def _kind(config: transformers.PretrainedConfig) -> Any:
-    """The transformers class that makes all of a model. For some families the one for text makes the decoder alone."""
-    return transformers.AutoModelForImageTextToText if sees(config) else transformers.AutoModelForCausalLM
+def _kind(folder: Path, *, value: bool) -> tuple[transformers.PretrainedConfig, Any]:
+    """A folder's configuration, and the transformers class that makes all of its model. For some families the one for text makes the
+    decoder alone."""
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    if value:
+        config.num_labels = 1
+        return config, transformers.AutoModelForTokenClassification
+    if sees(config):
+        return config, transformers.AutoModelForImageTextToText
+    return config, transformers.AutoModelForCausalLM
 
 
 def sees(config: transformers.PretrainedConfig) -> bool:

@@ -35,7 +35,9 @@ class KeptTrainer:
     def serves(self, policy: str, settings: Settings) -> bool:
         """Whether it equals the trainer that would be loaded. Some settings (weight decay; DeepSpeed's maximum norm) are read only when a
         trainer is created, so a change requires a new one."""
-        before, now = ((one.trainer, one.optimizer, one.lora) for one in (self.settings, settings))
+        before, now = (
+            (one.trainer, one.optimizer, one.lora, one.critic) for one in (self.settings, settings)
+        )
         return self.policy == policy and before == now
 
 

@@ -33,7 +33,7 @@ def with_self_certainty(batch: TrainingBatch, algorithm: AlgorithmSettings) -> T
     _, sizes = batch.groups[begins].unique_consecutive(return_counts=True)
     advantages = torch.cat([group_advantages(one, algorithm) for one in rewards.split(sizes.tolist())])
     weights = advantages[trajectory]
-    if not algorithm.kl_in_reward:
+    if not algorithm.kl_in_reward and not algorithm.has_critic:
         tokens = batch.sampled_tokens(torch.arange(len(weights)))
         weights = batch_advantages(weights, tokens, algorithm)
     return replace(batch, weights=weights.float())

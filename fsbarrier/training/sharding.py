@@ -106,7 +106,7 @@ def _materialise(model: TokenModel, device: torch.device) -> None:
     if not any(parameter.is_meta for parameter in model.parameters()):
         return
     embedding, head = model.causal.get_input_embeddings(), model.causal.get_output_embeddings()
-    tied = head.weight is embedding.weight
+    tied = head is not None and head.weight is embedding.weight
     buffers = [(module, name, one) for module in model.modules() for name, one in module._buffers.items()]
     model.to_empty(device=device)
     # `to_empty` has replaced the buffers too, which had their content and were on the right device.
@@ -141,5 +141,8 @@ def inner_units(model: TokenModel) -> list[Module]:
             "set trainer.shard=none"
         )
     embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
+    if head is None:
+        # A critic's, which is small.
+        return [*reversed(blocks), embedding]
     ends = [] if head.weight is embedding.weight else [embedding, model.head or head]
     return [*reversed(blocks), *ends]

@@ -5,7 +5,7 @@ A Trainer is independent of batches, so it can be kept between updates; optimize
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -13,7 +13,7 @@ import torch
 
 from fsbarrier.planning.memory import UpdateLoad
 from fsbarrier.rundir import checkpoints
-from fsbarrier.settings.sections import Settings
+from fsbarrier.settings.sections import OptimizerSettings, Settings
 from fsbarrier.training import checkpoint_write, policy
 from fsbarrier.training.architecture import shape_of
 from fsbarrier.training.checkpoint_write import NewVersion
@@ -29,6 +29,8 @@ from fsbarrier.training.policy_model import PolicyModel, TokenModel, packs
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout, choose_layout
 from fsbarrier.training.torch_backend import TorchBackend
+from fsbarrier.training.trainer_state import CRITIC
+from fsbarrier.training.value_model import ValueModel
 
 
 @dataclass
@@ -46,10 +48,13 @@ class Trained:
 
 @dataclass
 class Trainer(Trained):
-    """The policy with its optimizer."""
+    """The policy with its optimizer. `kl_in_reward`: the coefficient of now; `algorithm.kl_target` adapts it."""
 
     # The adapters that are trained instead of the policy; None: the full policy is trained.
     adapters: Adapters | None
+    kl_in_reward: float
+    # The critic with its optimizer; None: without `algorithm.advantage=gae`.
+    critic: Trained | None
 
     @classmethod
     def load(
@@ -96,8 +101,13 @@ class Trainer(Trained):
             backend = TorchBackend(model, settings.optimizer, layout, processes)
             if in_parts:
                 policy.fill(causal, model_folder, settings.trainer, processes)
-        steps = backend.restore(state_folder, policy_version).optimizer_steps if state_folder else 0
-        return cls(processes, layout, model, backend, steps, packs(causal), adapters)
+        kept = backend.restore(state_folder, policy_version) if state_folder else None
+        steps, kl = (0, None) if kept is None else (kept.optimizer_steps, kept.kl_in_reward)
+        kl = settings.algorithm.kl_in_reward if kl is None else kl
+        critic = None
+        if settings.algorithm.has_critic:
+            critic = load_critic(processes, settings, layout, model_folder, state_folder, policy_version)
+        return cls(processes, layout, model, backend, steps, packs(causal), adapters, kl, critic)
 
     def save(
         self,
@@ -122,6 +132,10 @@ class Trainer(Trained):
                 # Store fp32 weights if the served ones are less precise. Adapters are not served separately.
                 without_weights=dtype is torch.float32 and adapters is None,
             )
+            state = replace(state, kl_in_reward=self.kl_in_reward)
+        critic = None
+        if state is not None and self.critic is not None:
+            critic = critic_to_save(self.critic, policy_version, dtype)
         weights = self.backend.weights() if adapters is None else adapters.weights(model)
         new = NewVersion(
             policy_version=policy_version,
@@ -133,6 +147,7 @@ class Trainer(Trained):
             adapters=adapters,
             state_in=state_in,
             copy=copy,
+            critic=critic,
         )
         digest = checkpoint_write.save(out, new, self.processes.rank, self.processes.world)
         return checkpoints.identity(out.name, digest)
@@ -144,6 +159,48 @@ class Trainer(Trained):
             return True
         free, total = memory
         return free >= bytes_for_engine(settings, total)
+
+
+def load_critic(
+    processes: Processes,
+    settings: Settings,
+    layout: Layout,
+    model_folder: Path,
+    state_folder: Path | None,
+    policy_version: int,
+) -> Trained:
+    """The critic beside a trainer state; with None a new one, of `critic.model` or of the policy's folder. Raises the errors of
+    Trainer.load."""
+    trainer, folder, state = settings.trainer, Path(settings.critic.model or model_folder), None
+    if state_folder is not None:
+        stored = state_folder.parent / CRITIC
+        folder, state = stored / "model", stored / "trainer"
+    in_parts = not layout.has_it_whole
+    load = policy.without_weights if in_parts else policy.load
+    classifier = load(folder, trainer, value=True)
+    # It is stored as what it is, also where it began as a policy.
+    classifier.config.architectures = [type(classifier).__name__]
+    model = ValueModel(classifier)
+    model.train()
+    backend = TorchBackend(model, critics_optimizer(settings), layout, processes)
+    if in_parts:
+        policy.fill(classifier, folder, trainer, processes, value=True)
+    steps = backend.restore(state, policy_version).optimizer_steps if state else 0
+    return Trained(processes, layout, model, backend, steps, packs(classifier))
+
+
+def critic_to_save(critic: Trained, policy_version: int, dtype: torch.dtype) -> NewVersion:
+    """What is saved of it with a policy version."""
+    backend, exact = critic.backend, dtype is torch.float32
+    state = backend.state(critic.optimizer_steps, without_weights=exact)
+    return NewVersion(
+        policy_version, critic.model.causal, backend.weights(), dtype, beside=None, trainer=state
+    )
+
+
+def critics_optimizer(settings: Settings) -> OptimizerSettings:
+    """The policy's, with a learning rate of its own."""
+    return replace(settings.optimizer, lr=settings.critic.lr)
 
 
 def bytes_for_engine(settings: Settings, total: int) -> int:

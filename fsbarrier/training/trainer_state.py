@@ -22,17 +22,21 @@ from fsbarrier.training.slices import Partitioned
 from fsbarrier.training.stored_tensors import StoredTensor, StoredTensors
 
 LAYOUT = "layout.json"
+# The folder in a policy version with the critic's own `model` and `trainer`.
+CRITIC = "critic"
 # Prefix of a parameter's own name; its moments have the optimizer's names as prefixes.
 WEIGHT = "weight"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """One process's part. `tensors`: names like "exp_avg/model.norm.weight"; `scalars`: the optimizer's counters."""
+    """One process's part. `tensors`: names like "exp_avg/model.norm.weight"; `scalars`: the optimizer's counters; `kl_in_reward`: the
+    coefficient of now, which may adapt."""
 
     optimizer_steps: int
     tensors: Mapping[str, Tensor | Partitioned]
     scalars: Mapping[str, float]
+    kl_in_reward: float | None = None
 
     @classmethod
     def of(
@@ -65,13 +69,15 @@ class StateLayout:
     optimizer_steps: int
     scalars: Mapping[str, float]
     tensors: Mapping[str, StoredTensor]
+    kl_in_reward: float | None = None
     format: Literal["fsbarrier-trainer/1"] = "fsbarrier-trainer/1"
 
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Raises ProgramFailed if it is missing, or differs from the policy version's manifest."""
         path = folder / LAYOUT
-        data = checkpoints.read_listed(folder.parent, f"{folder.name}/{LAYOUT}")
+        version = folder.parent.parent if folder.parent.name == CRITIC else folder.parent
+        data = checkpoints.read_listed(version, path.relative_to(version).as_posix())
         try:
             return msgspec.json.decode(data, type=cls)
         except (msgspec.DecodeError, RecursionError) as error:

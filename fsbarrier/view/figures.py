@@ -26,6 +26,8 @@ UPDATE = (
         "clipped_high",
     ),
     *("entropy", "self_certainty", "teacher_kl", "kl", "policy_kl", "mismatch_kl", "mismatch_dropped"),
+    *("reward_kl", "reward_kl_coef"),
+    *("value_loss", "value_clip_fraction", "explained_variance", "critic_grad_norm", "critic_lr"),
     *("lr", "grad_norm", "optimizer_steps", "seconds"),
 )
 #: the curves of the report in their order: event, field, title
@@ -35,9 +37,12 @@ CURVES = (
     ("updated", "teacher_kl", "KL to the teacher"),
     ("updated", "policy_kl", "KL to the previous policy"),
     ("updated", "kl", "KL to the reference policy"),
+    ("updated", "reward_kl", "KL to the reference policy, in the reward"),
     ("updated", "clip_fraction", "Clip fraction"),
     ("updated", "logprob_gap_mean", "Engine-trainer log-prob gap"),
     ("updated", "mismatch_kl", "KL between engine and trainer"),
+    ("updated", "explained_variance", "Share of the returns' variance that the critic foresees"),
+    ("updated", "value_loss", "Loss of the critic"),
     ("updated", "grad_norm", "Gradient norm"),
     ("updated", "lr", "Learning rate"),
     ("updated", "loss", "Loss"),

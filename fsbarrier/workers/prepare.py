@@ -148,7 +148,7 @@ def weighed_as_batch(
     sequences: Sequence[TrainingSequence], algorithm: AlgorithmSettings
 ) -> list[TrainingSequence]:
     """The sequences with the batch-level part of their weights applied; the update does that where a model's numbers are part of it."""
-    if algorithm.kl_in_reward or algorithm.self_certainty:
+    if algorithm.kl_in_reward or algorithm.self_certainty or algorithm.has_critic:
         return list(sequences)
     weights = torch.tensor([one.weight for one in sequences], dtype=torch.float64)
     tokens = torch.tensor([int(one.loss_mask.sum()) for one in sequences])

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,9 +24,9 @@ from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training.batch import TrainingBatch
+from fsbarrier.training.critic import train_critic, with_values
 from fsbarrier.training.distillation import behind_teacher, with_distillation
 from fsbarrier.training.failures import explained, tell_torchrun
-from fsbarrier.training.kl_in_reward import with_kl_in_reward
 from fsbarrier.training.log_prob_pass import held_out_loss, with_old, with_reference
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.optimizer_step import Sums, train
@@ -33,10 +34,12 @@ from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.training.profiling import profiled
 from fsbarrier.training.resume import Beginning, KeptTrainer, begin, go_on
 from fsbarrier.training.self_certainty import with_self_certainty
+from fsbarrier.training.token_advantages import adapted, with_token_weights
 from fsbarrier.training.trainer import Trainer, update_load
 from fsbarrier.training.weights_copy import WeightsCopy
 
 NO_SIGNAL = "no group had a training signal, so the weights are unchanged"
+WARM_UP = "the critic alone was trained (critic.warmup)"
 
 
 class UpdateSpec(TypedDict):
@@ -166,6 +169,12 @@ class Update:
     def trainer_state(self) -> Path | None:
         return None if self.spec["trainer_state"] is None else Path(self.spec["trainer_state"])
 
+    @property
+    def warms_up(self) -> bool:
+        """Whether only the critic is trained."""
+        with_critic = self.settings.algorithm.has_critic
+        return with_critic and self.spec["new_policy_version"] <= self.settings.critic.warmup
+
     def go_on(self, held: KeptTrainer | None) -> Beginning | None:
         """Continue with the state kept in memory, if all processes hold the policy to train."""
         return go_on(held, self.spec["policy"], self.settings, Path(self.spec["model"]), self.trainer_state)
@@ -185,7 +194,8 @@ class Update:
 
     def train(self, start: Beginning, progress: ProgressWriter) -> Sums:
         """Do the optimizer steps of the batch. None after a fallback to an older policy, which did not sample these rollouts."""
-        steps, processes, totals = len(self.batch.steps), self.processes, Sums()
+        processes, totals = self.processes, Sums()
+        steps = len(self.batch.steps) * (1 + (self.settings.algorithm.has_critic and not self.warms_up))
 
         def show(step: int) -> None:
             if processes.speaks_for_its_node:
@@ -197,10 +207,7 @@ class Update:
                 reference = Path(self.spec["reference"])
                 batch = with_reference(reference, trainer.layout, processes, batch, self.settings)
             batch = with_self_certainty(with_old(trainer, batch, self.settings), self.settings.algorithm)
-            batch = with_distillation(
-                with_kl_in_reward(batch, self.settings.algorithm), self.settings.algorithm
-            )
-            totals = train(trainer, batch, self.settings, start.model, show)
+            totals = self._learn(trainer, batch, start.model, show)
             if batch.certainty is not None:
                 totals.more["self_certainty"] = float(batch.certainty[batch.loss_mask.bool()].mean())
             if batch.teacher is not None:
@@ -210,6 +217,26 @@ class Update:
                 totals.more["held_out_loss"] = held_out
         if processes.is_main:
             progress.show(steps, steps, "steps", last=True, note="saving")
+        return totals
+
+    def _learn(
+        self, trainer: Trainer, batch: TrainingBatch, model: Path, show: Callable[[int], None]
+    ) -> Sums:
+        """Train the policy, and the critic if there is one: first that alone (`critic.warmup`)."""
+        algorithm, kl_coef, critic = self.settings.algorithm, trainer.kl_in_reward, trainer.critic
+        if critic is not None:
+            batch = with_values(critic, batch, self.settings)
+        batch, kl = with_token_weights(batch, algorithm, kl_coef)
+        batch = with_distillation(batch, algorithm)
+        totals = Sums()
+        if not self.warms_up:
+            totals = train(trainer, batch, self.settings, model, show)
+        if critic is not None:
+            totals.more |= train_critic(critic, batch, self.settings, lambda done: show(totals.steps + done))
+        if kl is not None:
+            trajectories = int((batch.continues == 0).sum())
+            trainer.kl_in_reward = adapted(kl_coef, kl, trajectories, algorithm)
+            totals.more |= {"reward_kl": kl, "reward_kl_coef": kl_coef}
         return totals
 
     def profiled(self) -> AbstractContextManager[None]:
@@ -231,6 +258,11 @@ class Update:
             copy=self.copy,
         )
 
+    @property
+    def note(self) -> str:
+        """Why the weights are unchanged."""
+        return NO_SIGNAL if not self.batch.steps else WARM_UP if self.warms_up else ""
+
     def result(self, start: Beginning, totals: Sums) -> dict[str, object]:
         """The node's metrics of the update, except timings."""
         trainer = start.trainer
@@ -242,7 +274,7 @@ class Update:
             # Of one process, as fsbarrier/planning/ has it; `memory_peak_gb` is what it was: the host's memory on a CPU.
             "memory_estimate_gb": estimated_memory_gb(start.model, self.settings, trainer),
             "distributed": trainer.layout.described(self.processes),
-            "note": start.went_back or ("" if self.batch.steps else NO_SIGNAL),
+            "note": start.went_back or self.note,
         }
 
 

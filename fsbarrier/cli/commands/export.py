@@ -40,9 +40,10 @@ DATA_SUFFIXES = (
 )
 
 
-ONLY_POLICY, ONLY_TABLE = ("--policy-version", "--push"), ("--iteration", "--no-tokens")
+ONLY_POLICY, ONLY_TABLE = ("--policy-version", "--critic", "--push"), ("--iteration", "--no-tokens")
 POLICY_FLAGS = {
     "--policy-version V": "policy version (default: the one the run serves now; 0: the initial model)",
+    "--critic": "the critic that was saved with it (a token classifier with one label) instead of the policy",
     "--push REPO": "also upload the folder to the Hugging Face Hub (or $HF_ENDPOINT); a new repository is private",
     "--json": "print JSON",
 }
@@ -76,13 +77,14 @@ def main(args: argparse.Namespace) -> int:
     record = load(log_path)
     if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
         raise UsageError(f"{target}: already exists; name a new folder")
-    chosen = policy_export.find(record, args.policy_version)
+    part = policy_export.CRITIC if args.critic else "model"
+    chosen = policy_export.find(record, args.policy_version, part=part)
     make_parents(target)
     try:
         policy_export.export(chosen, target)
     except OSError as error:
         raise StoreError(f"{error.filename or target}: {error.strerror or error}") from None
-    title = f"policy version {chosen.version} of run {printable(record.run_id)}"
+    title = f"{'critic of ' * args.critic}policy version {chosen.version} of run {printable(record.run_id)}"
     pushed = printable(policy_export.push(target, args.push, title)) if args.push else None
     if args.json:
         result = {"policy_version": chosen.version, "folder": str(target), "from": str(chosen.model)}

@@ -154,6 +154,10 @@ def check_trainable(folder: Path, settings: Settings) -> None:
             f"{folder} is a {config.get('model_type')} model with {' and '.join(parts)} beside text and images, which the trainer would "
             "lose: use another model, your own trainer (trainer.command), or --rl-phase rollout"
         )
+    if sees(config) and settings.algorithm.has_critic:
+        raise UsageError(
+            f"algorithm.advantage=gae: {folder} is a {config.get('model_type')} model, which takes images; transformers has no critic of it"
+        )
     if sees(config) and settings.trainer.backend == "deepspeed":
         raise UsageError(
             f"trainer.backend=deepspeed: {folder} is a {config.get('model_type')} model, which takes images and is only trained with "

@@ -18,7 +18,8 @@ from operator import attrgetter
 from pathlib import Path
 
 from fsbarrier.engine import accelerators
-from fsbarrier.errors import UsageError
+from fsbarrier.engine.model import inspect
+from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.processes.supervisor import own_program, with_this_package
 from fsbarrier.program import Program
 from fsbarrier.protocol.wording import counted
@@ -147,6 +148,17 @@ def _replay(settings: Settings, environ: Environ) -> None:
             raise UsageError(f"{prefix}: was sampled with {fitting}, but this run has {ours}; set {fitting}")
 
 
+def _critic(settings: Settings, environ: Environ) -> None:
+    """The folder with which the critic begins is there, and whole."""
+    named = settings.critic.model
+    if named is None:
+        return
+    try:
+        inspect(Path(named))
+    except ProgramFailed as error:
+        raise UsageError(f"critic.model={named}: {error}; give a Hugging Face model folder") from None
+
+
 def _commands(settings: Settings, environ: Environ) -> None:
     """The programs of the user's commands exist on this node, and the trainer's has only known placeholders."""
     if settings.notify.command is not None:
@@ -181,6 +193,7 @@ Check = Callable[[Settings, Environ], None]
 CHECKS: tuple[tuple[str | None, Check], ...] = (
     ("model", _engine),
     ("model", _replay),
+    ("model", _critic),
     (None, _commands),
 )
 

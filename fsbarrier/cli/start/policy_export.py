@@ -19,6 +19,9 @@ from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.store import files, owned, reading
 
+#: the folder of a policy version with the critic's weights
+CRITIC = "critic/model"
+
 
 @dataclass(frozen=True, slots=True)
 class VersionToExport:
@@ -31,8 +34,11 @@ class VersionToExport:
     root: Path | None = None
 
 
-def find(record: RunRecord, wanted: int | None, named: str = "--policy-version") -> VersionToExport:
-    """The requested policy version; `wanted=None`: the one the run serves now. `named`: how an error names the version.
+def find(
+    record: RunRecord, wanted: int | None, named: str = "--policy-version", part: str = "model"
+) -> VersionToExport:
+    """The requested policy version; `wanted=None`: the one the run serves now. `named`: how an error names the version. `part`: the folder
+    in it.
 
     Raises UsageError if the run has no such version, ProgramFailed if it is incomplete.
     """
@@ -49,13 +55,20 @@ def find(record: RunRecord, wanted: int | None, named: str = "--policy-version")
         assert folder is not None
         manifest = checkpoints.check_sizes(folder)
         digests = {
-            name.removeprefix("model/"): digest
+            name.removeprefix(f"{part}/"): digest
             for name, digest in manifest.files.items()
-            if name.startswith("model/")
+            if name.startswith(f"{part}/")
         }
+        if part == CRITIC and not digests:
+            raise UsageError(
+                f"--critic: policy version {manifest.policy_version} was saved without a critic (algorithm.advantage=gae; "
+                "checkpoint.trainer_every)"
+            )
         if not any(name.endswith((".safetensors", ".bin")) for name in digests):
             raise _no_policy(record)
-        return VersionToExport(manifest.policy_version, folder / "model", digests, record.log_path)
+        return VersionToExport(manifest.policy_version, folder / part, digests, record.log_path)
+    if part == CRITIC and not wanted:
+        raise UsageError("--critic: the initial policy has none yet")
     if not wanted and (first := first_model(record)) is not None:
         return first
     if wanted is None:

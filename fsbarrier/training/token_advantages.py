@@ -1,0 +1,78 @@
+"""Advantages token by token: with a critic, or where the KL divergence from the reference policy is in the reward.
+
+Each token has a reward: minus the coefficient times its log-ratio policy / reference (`algorithm.kl_in_reward`); the last one of a
+trajectory has the trajectory's own in addition. With a critic its advantage is generalised advantage estimation's (Schulman et al. 2016,
+arXiv 1506.02438). Without one it is the sum of the rewards from it on, which is what it can still change (Ouyang et al. 2022, 2203.02155;
+Hu et al. 2025, 2501.03262), and the same formula with values of 0. The sampled tokens of a trajectory follow each other here: what lies
+between two of them, like an answer of a tool or the border of two segments, has no reward and no value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fsbarrier.settings.sections import AlgorithmSettings
+from fsbarrier.training.advantages import batch_advantages
+from fsbarrier.training.batch import TrainingBatch
+
+# The most by which one update changes the adaptive coefficient for an error in the KL divergence, before the horizon.
+MOST_ERROR = 0.2
+
+
+def with_token_weights(
+    batch: TrainingBatch, algorithm: AlgorithmSettings, kl_coef: float
+) -> tuple[TrainingBatch, float | None]:
+    """The batch with a weight for each token, if the settings ask for it, and the KL divergence in its rewards, a mean over trajectories
+    of their means over tokens. Log-probabilities and values must be there: every process has all. `kl_coef`: the coefficient of now."""
+    reference = batch.reference if algorithm.kl_in_reward else None
+    if (reference is None and batch.values is None) or not len(batch.weights):
+        return batch, None
+    sampled, counts = batch.loss_mask.bool(), batch.tokens_of_trajectories()
+    rewards, mean_kl = torch.zeros(int(counts.sum()), dtype=torch.float64), None
+    if reference is not None:
+        policy = batch.logprobs if batch.old is None else batch.old
+        kl = policy[sampled].double() - reference[sampled].double()
+        rewards -= kl_coef * kl
+        mean_kl = float(torch.stack([one.mean() for one in kl.split(counts.tolist())]).mean())
+    rewards[counts.cumsum(0) - 1] += batch.weights[~batch.continues.bool()].double()
+
+    def placed(values: Tensor) -> Tensor:
+        return torch.zeros(len(sampled)).masked_scatter(sampled, values.float())
+
+    if batch.values is None:
+        own = gae(rewards, torch.zeros_like(rewards), counts, 1.0, 1.0)
+    else:
+        values = batch.values[sampled].double()
+        own = gae(rewards, values, counts, algorithm.gamma, algorithm.lam)
+        batch = replace(batch, returns=placed(own + values))
+    # What is normalised over the batch's tokens includes the KL and the values, so phase 8 has left it to be done here.
+    weights = placed(batch_advantages(own, torch.ones_like(own), algorithm))
+    return replace(batch, token_weights=weights), mean_kl
+
+
+def adapted(kl_coef: float, kl: float, trajectories: int, algorithm: AlgorithmSettings) -> float:
+    """The coefficient after an update: it grows while the KL divergence is above `algorithm.kl_target` (Ziegler et al. 2019, arXiv
+    1909.08593); fixed without a target."""
+    if algorithm.kl_target is None:
+        return kl_coef
+    error = min(max(kl / algorithm.kl_target - 1, -MOST_ERROR), MOST_ERROR)
+    return kl_coef * (1 + error * trajectories / algorithm.kl_horizon)
+
+
+def gae(rewards: Tensor, values: Tensor, counts: Tensor, gamma: float, lam: float) -> Tensor:
+    """[tokens]: generalised advantage estimation. `counts`: the tokens of each trajectory; after its last one nothing is to come."""
+    found = torch.zeros_like(rewards)
+    # The longest first, so that those that still have a token are the first ones.
+    lengths, order = counts.sort(descending=True)
+    ends = counts.cumsum(0)[order]
+    advantage = next_value = rewards.new_zeros(len(counts))
+    for back in range(1, int(lengths[0]) + 1):
+        there = int((lengths >= back).sum())
+        at = ends[:there] - back
+        error = rewards[at] + gamma * next_value[:there] - values[at]
+        advantage, next_value = error + gamma * lam * advantage[:there], values[at]
+        found[at] = advantage
+    return found
