@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cluster import Cluster
 from complete_runs import Bench
-from engine_bench import write_model
+from engine_bench import largest_gap, write_model
 
 from fsbarrier.cli import main
+from fsbarrier.data.demo_tasks import DEMO_SETTINGS, FOLDER
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import AlgorithmSettings
 from fsbarrier.trajectories import load
@@ -166,3 +168,28 @@ def test_a_mistake_ends_the_start(
     assert main(["run", "--master", *where, "algorithm.loss=distil", *words, *longer]) == 2
     told = capsys.readouterr().err
     assert said in told and told.count("\n") == 1, told
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_trained_model_teaches_its_warm_start(tmp_path: Path) -> None:
+    """The demo's model after its own training is the teacher of the one that it began as; no reward is learned from."""
+    settings = [f"{name}={value}" for name, value in DEMO_SETTINGS.items() if name != "iterations"]
+    with Cluster(tmp_path / "first", 1, "--iterations", "4", program="rl") as first:
+        first.start()
+        assert first.wait(deadline_s=800) == {0: 0}, first.said(0)
+    words = (f"--data-path={FOLDER}", f"--model={FOLDER / 'model'}", "--iterations=2", *settings)
+    words += ("algorithm.loss=distil", "engine.max_model_len=63", "engines.teacher.max_model_len=64")
+    words += (f"engines.teacher.model={first.paths.served_model.resolve()}", "engines.teacher.dtype=float32")
+    with Cluster(tmp_path / "second", 1, *words, program="rl") as second:
+        second.start()
+        assert second.wait(deadline_s=800) == {0: 0}, second.said(0)
+    rewards = [event["reward_mean"] for event in second.events() if event["event"] == "evaluated"]
+    apart = [event["teacher_kl"] for event in second.events() if event["event"] == "updated"]
+    assert rewards[0] < 0.4 and rewards[-1] > rewards[0] + 0.2, rewards
+    assert 0 < apart[1] < apart[0] / 2, apart
+    # What the engine told of the teacher is what transformers computes.
+    one = load(second.paths.merged("train", 1))["trajectories"][0]
+    told = {**one, "logprobs": one["teacher_logprobs"]}
+    assert largest_gap(first.paths.served_model, [told], 1.0) < 1e-4

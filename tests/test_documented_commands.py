@@ -120,6 +120,8 @@ class Scene:
         for name in ("M", "model", "Qwen2.5-7B-Instruct", "Qwen2.5-14B"):
             self.write_model(self.clone / name, QWEN_7B)
         self.write_model(self.clone / "Qwen2.5-72B-Instruct", QWEN_72B)
+        scores = {"architectures": ["Qwen2ForSequenceClassification"]}
+        self.write_model(self.clone / "my-reward-model", QWEN_7B | scores)
         (self.clone / "style.py").write_text(
             "def polite(prompt, response, answer, metadata):\n    return 1.0\n"
         )

@@ -80,12 +80,12 @@ def _check_model(said: str, folder: Path) -> None:
 
 def with_engines_folders(settings: Settings, data_path: Path | None, environ: Environ) -> Settings:
     """The settings with the folders of the frozen engines' models. Raises UsageError."""
-    found = {
-        name: one
-        if one.model is None
-        else replace(one, model=str(find_model(one.model, data_path, environ, f"engines.{name}.model")))
-        for name, one in settings.engines.items()
-    }
+    found = dict(settings.engines)
+    for name, one in settings.engines.items():
+        if one.model is not None:
+            folder = find_model(one.model, data_path, environ, f"engines.{name}.model")
+            # The link of another run, which may be going on, leads elsewhere later.
+            found[name] = replace(one, model=str(folder.resolve()))
     return replace(settings, engines=found)
 
 
