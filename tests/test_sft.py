@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -12,10 +15,12 @@ from typing import Any
 import pytest
 from complete_runs import Bench
 from test_chat_templates import CHATML, INSTRUCT, LLAMA
+from waiting import until
 
 from fsbarrier.data.demo_tasks import FOLDER
 from fsbarrier.data.tasks import read_examples
 from fsbarrier.errors import UsageError
+from fsbarrier.rundir.journal import read_events
 
 DEMO = FOLDER / "model"
 #: what an iteration is made of in these runs
@@ -234,3 +239,30 @@ def test_what_the_program_decides_itself_is_refused_in_one_line(
     shown = bench.run(tmp_path / "run", f"model={data / 'model'}", f"data_path={data}", *SMALL, "--dry-run")
     assert shown.codes == [0] and "fsbarrier.workers.examples" in shown.said and "engine:" not in shown.said
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_killed_run_goes_on_and_learns_the_same(tmp_path: Path) -> None:
+    """Real processes: SIGKILL to the daemon while an update trains, and the same command again."""
+    small = ("rollout.tasks=256", "trainer.minibatch=32", "optimizer.lr=5e-4", "engine.max_model_len=64")
+    data = ("--program", "sft", "--data-path", str(FOLDER), "--model", str(DEMO), "--iterations", "3")
+
+    def start(name: str) -> subprocess.Popen[bytes]:
+        argv = [sys.executable, "-m", "fsbarrier", "run", "--log-path", str(tmp_path / name)]
+        return subprocess.Popen([*argv, *data, "--eval-interval", "0", *small])
+
+    def updating() -> bool:
+        if not (tmp_path / "killed" / "events").is_dir():
+            return False
+        told = [one.fields for one in read_events(tmp_path / "killed")]
+        return any((one["event"], one["iteration"]) == ("decision", 2) and one["phase"] == 9 for one in told)
+
+    assert start("whole").wait() == 0
+    killed = start("killed")
+    until(updating)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL and start("killed").wait() == 0
+    weights = [tmp_path / name / "model.pt" / "model.safetensors" for name in ("whole", "killed")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
