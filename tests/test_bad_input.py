@@ -367,7 +367,10 @@ CASES = {
         RL.replace("--model model", "--model tied") + "lora.rank=4 lora.targets=q_proj,lm_head",
         ["lora.targets=q_proj,lm_head: this model's output head is tied to its embedding"],
     ),
-    "function without its judge": (RL + "reward.kind=reward.py:judged", ["needs judge.engine, or judge.url and judge.model"]),
+    "function without its judge": (
+        RL + "reward.kind=reward.py:judged",
+        ["needs judge.engine, or judge.url and judge.model"],
+    ),
     "judge's address": (
         RL + "reward.kind=judge judge.model=m judge.url=here",
         ["judge.url=here: must be a URL such as https://host/v1"],
