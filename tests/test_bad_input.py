@@ -64,6 +64,13 @@ def place(tmp_path: Path) -> Path:
         (tmp_path / name / "config.json").write_text(
             f'{{"model_type": "qwen3_5", "text_config": {{"model_type": "qwen3_5_text"}}, "{part}_config": {{"depth": 12}}}}'
         )
+    for name, image in (("unseen", "absent.png"), ("garbled", "garbled.png")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "garbled.png").write_bytes(b"no image")
+        shown = {"role": "user", "content": [{"type": "image", "image": image}]}
+        for split in ("train", "test"):
+            lines = (TASK, {"prompt": [shown], "answer": "4"})
+            (tmp_path / name / f"{split}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     (tmp_path / "raises.py").write_text("raise RuntimeError('no')\n")
     (tmp_path / "nothing.py").write_text("x = 1\n")
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
@@ -358,6 +365,18 @@ CASES = {
     "a plan for a model that hears": (
         "plan --model hears --accelerators 0",
         ["hears is a qwen3_5 model with audio beside text and images"],
+    ),
+    "images for a model that takes none": (
+        "run --data-path unseen --model model",
+        ["unseen/train.jsonl, line 2: has an image, but the model", "takes none"],
+    ),
+    "an image that is not there": (
+        "run --data-path unseen --model sees --rl-phase rollout",
+        ["unseen/train.jsonl, line 2: image absent.png: ", "No such file"],
+    ),
+    "an image that is none": (
+        "run --data-path garbled --model sees --rl-phase rollout",
+        ["garbled/train.jsonl, line 2: image garbled.png: is no image of a known kind (PNG, JPEG, WEBP)"],
     ),
     "a model that sees, and DeepSpeed": (
         RL.replace("--model model", "--model sees") + "trainer.backend=deepspeed",

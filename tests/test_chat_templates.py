@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fsbarrier.rollouts.agent_client import Client
+from fsbarrier.rollouts.pictures import Pictures
 from fsbarrier.rollouts.samples import Refusal, Sample, Sampling
 
 CHATML = (
@@ -64,6 +65,7 @@ class Engine:
         self.error = jinja2.TemplateError
         self.sampling = Sampling(1, 1.0, 1.0, -1, 1000)
         self.prompts: list[list[int]] = []
+        self.pictures = Pictures(None, None)
 
     async def tokens(self, **body: Any) -> list[int]:
         try:
@@ -71,11 +73,11 @@ class Engine:
         except self.error as error:
             raise Refusal(str(error)) from None
 
-    async def turn(self, prompt: list[int], **_: Any) -> Sample:
+    async def turn(self, prompt: list[int], _images: list[str], **_: Any) -> tuple[list[int], Sample]:
         self.prompts.append(list(prompt))
         ids = tokenized(self.answers.pop(0))
         text = "".join(chr(i) for i in ids if i < 0xE000)
-        return Sample(text, ids, [-1.0] * len(ids), "stop", 0.1)
+        return prompt, Sample(text, ids, [-1.0] * len(ids), "stop", 0.1)
 
 
 def turns(template: str, end: str, answers: tuple[str, ...] = ("yes", "no", "so")) -> tuple[Client, Engine]:

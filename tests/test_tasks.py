@@ -96,7 +96,15 @@ GOOD = {"prompt": "a", "answer": "b"}
         ([{"prompt": [{"content": "x"}], "answer": "b"}], "line 1: prompt: message 1 needs a role"),
         (
             [{"prompt": [{"role": "user", "content": [1]}], "answer": "b"}],
-            "message 1 needs a content (text), got [1]",
+            'message 1, part 1 must be {"type": "text"',
+        ),
+        (
+            [{"prompt": [{"role": "user", "content": [{"type": "image", "image": 7}]}], "answer": "b"}],
+            "message 1, part 1 has an image that is neither a path nor a data: URL: 7",
+        ),
+        (
+            [{"prompt": [{"role": "user", "content": "<image> and?"}], "images": ["a", "b"], "answer": "b"}],
+            "line 1: has 2 images, and its prompt has 1 times <image>",
         ),
         ([GOOD | {"task_id": 1.5}], "line 1: task_id must be text or a whole number, got 1.5"),
         ([GOOD | {"task_id": "x"}, GOOD, GOOD | {"task_id": "x"}], 'line 3: task_id "x" is already used by '),
@@ -111,6 +119,67 @@ def test_a_mistake_is_one_line_that_names_file_and_line(
         read_tasks(path)
     text = str(caught.value)
     assert text.startswith(f"{path}, line ") and message in text and "\n" not in text and len(text) < 400
+
+
+def test_images_are_read_from_parts_and_from_verls_column(tmp_path: Path) -> None:
+    """Beside the text that they belong to; paths are relative to the file, and Parquet may hold the image itself."""
+    from pyarrow import Table, parquet
+
+    there = str(tmp_path / "pictures" / "a.png")
+    parts = [{"type": "image", "image": "pictures/a.png"}, {"type": "text", "text": "how many?"}]
+    path = write(tmp_path / "train.jsonl", {"prompt": [{"role": "user", "content": parts}], "answer": "2"})
+    (first,) = read_tasks(path).tasks.values()
+    assert first.messages == [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": there}, {"type": "text", "text": "how many?"}],
+        }
+    ]
+    row = {
+        "prompt": [{"role": "user", "content": "<image>or <image>?"}],
+        "images": [{"bytes": b"\x89PNG", "path": None}, {"bytes": None, "path": "pictures/a.png"}],
+        "reward_model": {"ground_truth": "1"},
+    }
+    parquet.write_table(Table.from_pylist([row]), tmp_path / "train.parquet")
+    (task,) = read_tasks(tmp_path / "train.parquet").tasks.values()
+    (message,) = task.messages
+    assert [part.get("image", part.get("text")) for part in message["content"]] == [
+        "data:application/octet-stream;base64,iVBORw==",
+        "or ",
+        there,
+        "?",
+    ]
+    assert task.has_images and first.has_images and "images" not in task.metadata
+
+
+def test_an_image_is_kept_once_under_its_digest_upright_and_without_transparency(tmp_path: Path) -> None:
+    import hashlib
+
+    from PIL import Image
+
+    from fsbarrier.data import images
+
+    plain = Image.new("RGB", (3, 2), "red")
+    plain.save(tmp_path / "plain.png")
+    data = (tmp_path / "plain.png").read_bytes()
+    name = images.keep(tmp_path / "kept", images.data_of(str(tmp_path / "plain.png")))
+    assert name == images.keep(tmp_path / "kept", data) == hashlib.sha256(data).hexdigest() + ".png"
+    assert images.kept(tmp_path / "kept" / name) == data
+    Image.new("RGBA", (3, 2), (0, 0, 255, 0)).save(tmp_path / "clear.png")
+    turned = Image.Exif()
+    turned[images.ORIENTATION] = 6
+    plain.save(tmp_path / "turned.jpg", exif=turned)
+    for source, size, colour in (("clear.png", (3, 2), (255, 255, 255)), ("turned.jpg", (2, 3), None)):
+        name = images.keep(tmp_path / "kept", (tmp_path / source).read_bytes())
+        made = images.opened(images.kept(tmp_path / "kept" / name))
+        assert (made.size, made.mode) == (size, "RGB") and colour in (None, made.getpixel((0, 0)))
+    assert len([*(tmp_path / "kept").iterdir()]) == 3
+    with pytest.raises(ValueError, match="cannot be decoded"):
+        images.opened((tmp_path / "turned.jpg").read_bytes()[:-40])
+    with pytest.raises(ValueError, match="no image of a known kind"):
+        images.opened(b"GIF89a")
+    with pytest.raises(ValueError, match="is an address"):
+        images.data_of("https://example.com/a.png")
 
 
 def test_a_run_that_never_evaluates_needs_no_test_tasks() -> None:

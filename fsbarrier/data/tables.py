@@ -31,7 +31,7 @@ COLUMNS = {
     **dict.fromkeys(("prompt_tokens", "turns"), "int64"),
     "reward": "float64",
     "valid": "bool",
-    **dict.fromkeys(("prompt", "messages", "reward_parts", "timings", "metadata"), "json"),
+    **dict.fromkeys(("prompt", "messages", "images", "reward_parts", "timings", "metadata"), "json"),
     "token_ids": "list<int32>",
     "loss_mask": "list<uint8>",
     "logprobs": "list<float>",

@@ -3,7 +3,9 @@
 A task file is JSON lines (`.jsonl`), or Parquet with verl's columns. Each line (row) is one task. Its number, counted from 0, is the task's
 index throughout a run, so a file must not change while a run uses it. Fields:
 
-    prompt    text, or chat messages [{"role": "user", "content": "..."}, ...]
+    prompt    text, or chat messages [{"role": "user", "content": "..."}, ...]. A content may be a list of parts,
+              {"type": "text", "text": "..."} and {"type": "image", "image": a path relative to the file, or a data: URL}; or, as in
+              verl, a field `images` has them, in the places of `<image>` in the texts
     answer    the reference for the reward; or `reward_model.ground_truth` as in verl. null: no reference, which
               requires a user's own reward function
     task_id   optional; default: file name and index
@@ -19,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsbarrier.data import images
+from fsbarrier.data.images import Message
 from fsbarrier.errors import UsageError
 from fsbarrier.store.reading import TASK_BYTES
 
@@ -34,8 +38,6 @@ BATCH_ROWS = 1024
 ASSISTANT = "assistant"
 
 _MISSING = object()
-
-Message = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,10 @@ class Task:
         if isinstance(self.prompt, str):
             return [{"role": "user", "content": self.prompt}]
         return [dict(message) for message in self.prompt]
+
+    @property
+    def has_images(self) -> bool:
+        return not isinstance(self.prompt, str) and any(images.sources(self.prompt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +149,7 @@ def _checked_tasks(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[
             continue
         try:
             task = _task(path, index, row)
-            "".join((task.task_id, *(message["content"] for message in task.messages))).encode()
+            "".join((task.task_id, *(images.text_of(one["content"]) for one in task.messages))).encode()
         except RecursionError:
             raise _task_error(path, index, "is nested too deeply") from None
         except UnicodeEncodeError:
@@ -243,7 +249,12 @@ def _task(path: Path, index: int, row: Mapping[str, object]) -> Task:
     if rest.get("prompt") is None:
         known = ", ".join(map(str, row)) or "none"
         raise _task_error(path, index, f"has no field prompt (its fields: {known})")
-    prompt = _prompt(path, index, rest.pop("prompt"))
+    prompt = _prompt(path, index, rest.pop("prompt"), may_see=True)
+    if not isinstance(prompt, str) and isinstance(rest.get("images"), list):
+        try:
+            prompt = images.in_places(prompt, rest.pop("images"), path.parent)
+        except ValueError as error:
+            raise _task_error(path, index, str(error)) from None
     task_id = rest.pop("task_id", None)
     if task_id is None:
         task_id = f"{path.stem}-{index}"
@@ -254,8 +265,10 @@ def _task(path: Path, index: int, row: Mapping[str, object]) -> Task:
     return Task(index, str(task_id), prompt, plain(answer), metadata)
 
 
-def _prompt(path: Path, index: int, value: object, name: str = "prompt") -> str | tuple[Message, ...]:
-    """A text, or the messages of a conversation, in the field `name`."""
+def _prompt(
+    path: Path, index: int, value: object, name: str = "prompt", *, may_see: bool = False
+) -> str | tuple[Message, ...]:
+    """A text, or the messages of a conversation, in the field `name`. `may_see`: with images among them."""
     if isinstance(value, str):
         if not value.strip():
             raise _task_error(path, index, f"{name} is blank" if value else f"{name} is empty")
@@ -271,18 +284,25 @@ def _prompt(path: Path, index: int, value: object, name: str = "prompt") -> str 
                 path, index, f"{name}: message {number} must be an object, got {_shown(message)}"
             )
         role, content = message.get("role"), message.get("content")
+        where = f"{name}: message {number}"
         if not isinstance(role, str) or not role:
-            raise _task_error(
-                path, index, f"{name}: message {number} needs a role (text), got {_shown(role)}"
-            )
-        if not isinstance(content, str):
-            raise _task_error(
-                path, index, f"{name}: message {number} needs a content (text), got {_shown(content)}"
-            )
+            raise _task_error(path, index, f"{where} needs a role (text), got {_shown(role)}")
+        if isinstance(content, list) and may_see:
+            content = [_part(path, index, f"{where}, part {n}", one) for n, one in enumerate(content, 1)]
+        elif not isinstance(content, str):
+            raise _task_error(path, index, f"{where} needs a content (text), got {_shown(content)}")
         messages.append({"role": role, "content": content})
-    if not any(message["content"].strip() for message in messages):
+    if not any(images.text_of(one["content"]).strip() or any(images.sources([one])) for one in messages):
         raise _task_error(path, index, f"{name}: all messages are blank")
     return tuple(messages)
+
+
+def _part(path: Path, index: int, where: str, part: object) -> dict[str, object]:
+    """One part of a message's content."""
+    try:
+        return images.part(part, path.parent)
+    except ValueError as error:
+        raise _task_error(path, index, f"{where} {error}") from None
 
 
 def _example(path: Path, index: int, row: Mapping[str, object]) -> Example:

@@ -35,6 +35,8 @@ class Sampled(TypedDict, total=False):
     logprobs: array[float]
     #: float32[N]: log-probability of each sampled token under a teacher (`algorithm.loss=distil`); absent without one
     teacher_logprobs: array[float]
+    #: for each segment (or the only one), the files of its images in order, in the folder of the iteration's images
+    images: list[list[str]]
     #: number of tokens of the first prompt
     prompt_tokens: int
 

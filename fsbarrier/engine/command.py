@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsbarrier.engine.model import ModelFolder
+from fsbarrier.engine.model import ModelFolder, sees
 from fsbarrier.processes.supervisor import with_this_package
 from fsbarrier.settings.sections import ServerSettings
 from fsbarrier.store.reading import MIB
@@ -101,6 +101,9 @@ def argv(plan: ServerPlan) -> list[str]:
         *("--logprobs-mode", "processed_logprobs"),
         *("--disable-uvicorn-access-log", "--disable-fastapi-docs", "--no-log-error-stack"),
     ]
+    if sees(plan.model.config):
+        # Tokens in, tokens out, with images; and no memory for videos.
+        words += ["--enable-scale-out", "--limit-mm-per-prompt", '{"video": 0}']
     if plan.sleeps:
         words += ["--enable-sleep-mode"]
     if plan.accelerated:

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 
+from fsbarrier.data.images import text_of
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.openai_http import EngineAddress
 from fsbarrier.rewards.matching import last_number
@@ -77,7 +78,7 @@ class JudgeReward(Reward):
 
     async def score(self, task: Task, response: str, messages: Messages | None = None) -> Score:
         started = time.monotonic()
-        prompt = task.prompt if isinstance(task.prompt, str) else task.prompt[-1]["content"]
+        prompt = task.prompt if isinstance(task.prompt, str) else text_of(task.prompt[-1]["content"])
         question = QUESTION.format(prompt=prompt, answer=task.answer, response=response)
         try:
             said = await self.judge.ask(question)

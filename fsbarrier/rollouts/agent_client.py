@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from fsbarrier.data.images import sources
 from fsbarrier.data.tasks import plain
 from fsbarrier.engine.openai_http import EngineAddress
 from fsbarrier.protocol.facts import JsonObject
@@ -105,7 +106,8 @@ class Client:
 
         Sampling parameters are the run's, so that training matches the recorded distribution. Raises TurnFailed.
         """
-        conversation = [_plain_message(message) for message in messages]
+        named = await self._sampler.pictures.named([_plain_message(message) for message in messages])
+        conversation = [_plain_message(message) for message in named]
         offered = json.dumps(plain(list(tools)), sort_keys=True) if tools else ""
         template: dict[str, object] = {
             "add_generation_prompt": True,
@@ -123,6 +125,7 @@ class Client:
             elif suffix[0] == segment.token_ids[-1]:
                 # The template ends an answer with the token that the model has already sampled.
                 del suffix[0]
+            segment.images = list(sources(conversation))
             sample = await self._sample(segment, suffix, max_tokens, stop)
             message = self._message(sample.text, bool(offered))
             segment.history = [*conversation, message]
@@ -222,8 +225,11 @@ class Client:
                 f"turn {self.turns + 1}: {len(prompt)} tokens leave no room for an answer "
                 f"(engine.max_model_len={self._sampler.longest})"
             )
-        sample = await self._sampler.turn(prompt, max_tokens=most, stop=stop)
-        segment.add_turn(suffix, sample)
+        shown, sample = await self._sampler.turn(prompt, segment.images, max_tokens=most, stop=stop)
+        before = len(segment.token_ids)
+        if shown[:before] != segment.token_ids:
+            raise TurnFailed(f"turn {self.turns + 1}: the engine expands an image otherwise than before")
+        segment.add_turn(shown[before:], sample)
         self.turns += 1
         self.generate_s += sample.seconds
         self.cut_off = self.cut_off or sample.finish_reason == "length"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -38,7 +38,12 @@ class _Piece:
     def read(cls, choice: JsonObject) -> Self:
         """Raises KeyError, TypeError or ValueError if the server does not return tokens in vLLM's format."""
         token_ids = choice["token_ids"] or []
-        logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]] if token_ids else []
+        found = choice["logprobs"] if token_ids else {"token_logprobs": []}
+        # Text completions have a list of numbers; the route that takes images has a list of objects.
+        values = (
+            found["token_logprobs"] if "token_logprobs" in found else [x["logprob"] for x in found["content"]]
+        )
+        logprobs = [float(value) for value in values]
         if len(token_ids) != len(logprobs):
             raise ValueError("not one log-probability a token")
         return cls(
@@ -72,6 +77,8 @@ class AnswerStream:
     ) -> None:
         self.per_task = per_task
         self._url, self._tasks, self._emit, self._on_tokens = url, tasks, emit, on_tokens
+        # What the prompt must be without the expansion of images, and how that is taken back; None: the prompt has none.
+        self.expected: tuple[Sequence[int], Callable[[Sequence[int]], list[int]]] | None = None
         self._growing: dict[int, _Growing] = {}
         self._prompt_ids: dict[int, list[int]] = {}
         self._finished = [0] * len(tasks)
@@ -93,9 +100,11 @@ class AnswerStream:
         if error:
             code = error.get("code") if isinstance(error, dict) else None
             raise failure(self._url, code if isinstance(code, int) else 500, data.encode())
+        # The route that takes images says it once, beside the choices.
+        shared = {"prompt_token_ids": ids} if (ids := event.get("prompt_token_ids")) is not None else {}
         for choice in choices:
             try:
-                self._add(_Piece.read(choice))
+                self._add(_Piece.read({**choice, **shared}))
             except (KeyError, TypeError, ValueError, IndexError):
                 raise EngineGone(
                     f"the engine at {self._url} does not return token ids and log-probabilities "
@@ -105,6 +114,10 @@ class AnswerStream:
     def _add(self, piece: _Piece) -> None:
         growing, task = self._growing.setdefault(piece.index, _Growing()), piece.index // self.per_task
         if piece.prompt_ids is not None:
+            if self.expected is not None and self.expected[1](piece.prompt_ids) != list(self.expected[0]):
+                raise Refusal(
+                    "the engine does not expand each image in its place; this kind of model is not supported"
+                )
             self._prompt_ids[task] = piece.prompt_ids
         growing.text.append(piece.text)
         growing.token_ids += piece.token_ids

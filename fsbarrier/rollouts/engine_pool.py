@@ -22,6 +22,7 @@ from typing import Self, TypeVar
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.openai_http import asked_again
+from fsbarrier.rollouts.pictures import Pictures
 from fsbarrier.rollouts.samples import Emit, EngineDown, Sample, Sampling
 from fsbarrier.rollouts.sampling import Sampler, SamplingServer
 from fsbarrier.store.retry import Backoff
@@ -50,9 +51,11 @@ class EnginePool:
         on_tokens: Callable[[int], None],
         patience_s: float,
         step: int = 128,
+        pictures: Pictures | None = None,
     ) -> None:
+        self.pictures = pictures or Pictures(None, None)
         self.engines = [
-            Sampler(server, number, connections=connections, on_tokens=on_tokens)
+            Sampler(server, number, connections=connections, on_tokens=on_tokens, pictures=self.pictures)
             for number, server in enumerate(servers)
         ]
         self._on_tokens, self._patience_s = on_tokens, patience_s
@@ -180,11 +183,22 @@ class Place:
         left = {task.index: task for task in tasks}
         await self._somewhere(lambda sampler: sampler.sample(left, emit, self.sampling))
 
-    async def turn(self, prompt_ids: Sequence[int], *, max_tokens: int, stop: Sequence[str] = ()) -> Sample:
+    async def turn(
+        self,
+        prompt_ids: Sequence[int],
+        images: Sequence[str] = (),
+        *,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+    ) -> tuple[list[int], Sample]:
         """As Sampler.turn."""
         return await self._somewhere(
-            lambda sampler: sampler.turn(prompt_ids, self.sampling, max_tokens=max_tokens, stop=stop)
+            lambda sampler: sampler.turn(prompt_ids, images, self.sampling, max_tokens=max_tokens, stop=stop)
         )
+
+    @property
+    def pictures(self) -> Pictures:
+        return self._pool.pictures
 
     async def tokens(self, **body: object) -> list[int]:
         """As Sampler.tokens."""

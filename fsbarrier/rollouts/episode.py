@@ -15,7 +15,8 @@ from fsbarrier.rollouts.samples import Message, Sample, SampledGroup
 class Segment:
     """One token sequence, to which each turn appends. `history`: its messages including the last answer; `text`: as plain text.
 
-    `tools`: the tools offered by the agent, as JSON. `busy`: a turn that continues it is in progress.
+    `images`: the files of those in it, in order. `tools`: the tools offered by the agent, as JSON. `busy`: a turn that continues it is in
+    progress.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -25,6 +26,7 @@ class Segment:
     history: list[Message] = field(default_factory=list)
     tools: str = ""
     text: str = ""
+    images: list[str] = field(default_factory=list)
     busy: bool = False
 
     def add_turn(self, shown: Sequence[int], sample: Sample) -> None:
@@ -80,6 +82,8 @@ class Episode(Sample):
             "logprobs": array("f", [p for s in self.segments for p in s.logprobs]),
             "turns": self.turns,
         }
+        if any(segment.images for segment in self.segments):
+            made["images"] = [list(segment.images) for segment in self.segments]
         if len(self.segments) > 1:
             *earlier, _ = self.segments
             made["segments"] = [0, *accumulate(len(segment.token_ids) for segment in earlier)]

@@ -80,7 +80,7 @@ def _trajectory(origin: Origin, group: SampledGroup, number: int, sample: Sample
         "generation": origin.generation,
         "iteration": origin.iteration,
         "split": origin.split,
-        "prompt": task.prompt if isinstance(task.prompt, str) else task.messages,
+        "prompt": task.prompt if isinstance(task.prompt, str) else group.conversation,
         **sample.record(group),
         "finish_reason": sample.finish_reason,
         "timings": {**sample.timings, "reward_s": round(score.seconds, 6)},

@@ -15,7 +15,7 @@ from fsbarrier.errors import ProgramFailed
 from fsbarrier.protocol.assign import LOTS
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.rollouts.claims import Claims, EarlyEnd, Refills, remove_old
-from fsbarrier.rundir.names import GENERATION
+from fsbarrier.rundir.names import GENERATION, IMAGES_FOLDER
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.store import files
@@ -94,6 +94,11 @@ class Assignment:
             checkpoint=Path(spec["checkpoint"]),
             generations=RunPaths(Path(spec["log_path"])).generations,
         )
+
+    @property
+    def images(self) -> Path:
+        """The folder of the images that the policy sees, beside the part file."""
+        return self.part.with_name(IMAGES_FOLDER.build(self.origin.split, self.origin.iteration))
 
     @property
     def within_reach(self) -> list[int]:

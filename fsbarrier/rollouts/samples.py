@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fsbarrier.data.images import sources
 from fsbarrier.data.tasks import Task
 from fsbarrier.data.trajectory import Sampled
 from fsbarrier.errors import ProgramFailed
@@ -62,8 +63,9 @@ class Sample:
         """The trajectory fields that depend on sampling: all tokens of prompt and answer, and which of them were sampled."""
         before, after = len(group.prompt_ids), len(self.token_ids)
         return {
-            "messages": [*group.task.messages, {"role": "assistant", "content": self.text}],
+            "messages": [*group.conversation, {"role": "assistant", "content": self.text}],
             "text": self.text,
+            **({"images": [group.images]} if group.images else {}),
             "token_ids": array("i", [*group.prompt_ids, *self.token_ids]),
             "prompt_tokens": before,
             "loss_mask": array("B", bytes(before) + b"\1" * after),
@@ -74,7 +76,7 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class SampledGroup:
     """All samples of a task. `error`: why the server rejected the prompt; `samples` is then empty. `replica`: the engine that made them;
-    None: unknown.
+    None: unknown. `messages`: the task's, if they have images, with the names under which these are kept.
     """
 
     task: Task
@@ -82,6 +84,16 @@ class SampledGroup:
     samples: tuple[Sample, ...]
     error: str | None = None
     replica: int | None = None
+    messages: Sequence[Message] | None = None
+
+    @property
+    def conversation(self) -> list[Message]:
+        """The task's messages as they are in trajectories."""
+        return self.task.messages if self.messages is None else list(self.messages)
+
+    @property
+    def images(self) -> list[str]:
+        return list(sources(self.messages or ()))
 
 
 class EngineGone(ProgramFailed):

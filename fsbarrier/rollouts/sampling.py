@@ -15,15 +15,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
 import httpx
 
+from fsbarrier.data.images import Message, sources
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.client import normal_url
 from fsbarrier.engine.openai_http import asked_again, base_and_socket, bearer, described
 from fsbarrier.rollouts.answer_stream import AnswerStream, failure
+from fsbarrier.rollouts.pictures import Pictures, without_images
 from fsbarrier.rollouts.samples import (
     Again,
     Emit,
@@ -99,8 +101,10 @@ class Sampler:
         *,
         connections: int,
         on_tokens: Callable[[int], None],
+        pictures: Pictures | None = None,
     ) -> None:
         self.server, self.number = server, number
+        self.pictures = pictures or Pictures(None, None)
         self.up = asyncio.Event()
         self.up.set()
         self.sequences = self.sampled_tokens = 0
@@ -153,14 +157,26 @@ class Sampler:
         the server rejects even alone is emitted as a SampledGroup with `error`. Raises EngineGone.
         """
         alone = len(pending) == 1
+        # A task with images is always alone.
+        seeing = next((task for task in pending.values() if task.has_images), None)
+        messages: list[Message] | None = None
 
         def done(group: SampledGroup) -> None:
             del pending[group.task.index]
             self._token_ids.pop(group.task.index, None)
-            emit(group)
+            emit(replace(group, messages=messages))
 
         async def request() -> None:
+            nonlocal messages
             left = list(pending.values())
+            if seeing is not None:
+                messages = await self.pictures.named(seeing.messages)
+                prompt = await self._tokenized({"messages": messages, "add_generation_prompt": True})
+                stream = self._stream(left, done, sampling.samples)
+                await self._look(
+                    prompt, list(sources(messages)), stream, sampling, self.server.seed_of(seeing)
+                )
+                return
             if all(isinstance(task.prompt, str) and not self._begins(task.prompt) for task in left):
                 # The server tokenizes texts itself.
                 prompts: Sequence[str | list[int]] = [str(task.prompt) for task in left]
@@ -188,19 +204,32 @@ class Sampler:
                 await self.sample({task.index: task}, done, sampling)
 
     async def turn(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, max_tokens: int, stop: Sequence[str] = ()
-    ) -> Sample:
-        """One answer to exactly these tokens. Raises EngineGone; Refusal if the server rejects this prompt."""
+        self,
+        prompt_ids: Sequence[int],
+        images: Sequence[str],
+        sampling: Sampling,
+        *,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+    ) -> tuple[list[int], Sample]:
+        """One answer to exactly these tokens, and the tokens with the images that stand in them expanded. Raises EngineGone; Refusal if the
+        server rejects this prompt."""
         groups: list[SampledGroup] = []
         task = Task(0, "", "", None, {})
         own = {"max_tokens": max_tokens, "stop": list(stop)}
-        await self._asked(
-            lambda: self._complete([list(prompt_ids)], self._stream([task], groups.append, 1), sampling, own)
-        )
-        return groups[0].samples[0]
+
+        async def request() -> None:
+            stream = self._stream([task], groups.append, 1)
+            if images:
+                await self._look(self.pictures.collapsed(prompt_ids), images, stream, sampling, own)
+            else:
+                await self._complete([list(prompt_ids)], stream, sampling, own)
+
+        await self._asked(request)
+        return groups[0].prompt_ids if images else list(prompt_ids), groups[0].samples[0]
 
     async def tokens(self, **body: object) -> list[int]:
-        """Tokenize `prompt`, or `messages` with the model's chat template. Raises EngineGone, Refusal."""
+        """Tokenize `prompt`, or `messages` with the model's chat template, where an image is one token. Raises EngineGone, Refusal."""
         return await self._asked(lambda: self._tokenized(body), refuses=False)
 
     async def text_of(self, token_ids: Sequence[int]) -> str:
@@ -255,21 +284,48 @@ class Sampler:
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": prompts,
-            "n": stream.per_task,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
             "max_tokens": min(sampling.max_tokens, most),
-            **self.server.distribution,
-            "logprobs": 0,
+            **self._parameters(stream, sampling),
             "return_token_ids": True,
             **own,
         }
         streamed = body["max_tokens"] > WHOLE_TOKENS
         if streamed:
             body |= {"stream": True, "stream_interval": TOKENS_PER_PIECE}
+        await self._streamed("/v1/completions", body, stream)
+
+    async def _look(
+        self,
+        prompt_ids: Sequence[int],
+        images: Sequence[str],
+        stream: AnswerStream,
+        sampling: Sampling,
+        own: Mapping[str, object],
+    ) -> None:
+        """Sample after a prompt in whose placeholders these images stand. Raises Refusal where the engine puts them elsewhere."""
+        body = await asyncio.to_thread(self.pictures.request, prompt_ids, images)
+        parameters = {"max_tokens": sampling.max_tokens, **self._parameters(stream, sampling), **own}
+        streamed = sampling.max_tokens > WHOLE_TOKENS
+        stream.expected = prompt_ids, self.pictures.collapsed
+        body |= {"model": self._model, "sampling_params": parameters, "stream": streamed}
+        await self._streamed("/inference/v1/generate", body, stream)
+
+    def _parameters(self, stream: AnswerStream, sampling: Sampling) -> dict[str, object]:
+        """What both routes call the same."""
+        return {
+            "n": stream.per_task,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            **self.server.distribution,
+            "logprobs": 0,
+        }
+
+    async def _streamed(self, path: str, body: Mapping[str, Any], stream: AnswerStream) -> None:
+        """One request, whose answer goes into `stream`."""
+        streamed = body.get("stream", False)
         try:
-            async with self._client.stream("POST", "/v1/completions", json=body) as response:
+            async with self._client.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
                     raise failure(self.url, response.status_code, await response.aread())
                 if streamed:
@@ -295,14 +351,16 @@ class Sampler:
         return self._token_ids[task.index]
 
     async def _tokenized(self, body: Mapping[str, object]) -> list[int]:
-        if "messages" in body and self.server.template_arguments:
-            body = {**body, "chat_template_kwargs": self.server.template_arguments}
+        if isinstance(messages := body.get("messages"), list):
+            body = {**body, "messages": without_images(messages)}
+            if self.server.template_arguments:
+                body["chat_template_kwargs"] = self.server.template_arguments
         if self._begins(str(body.get("prompt", ""))):
             # Rendered by a chat template, for example: a second one is not what the model was trained on.
             body = {**body, "add_special_tokens": False}
         answer = await self._json("POST", "/tokenize", {"model": self._model, **body})
         try:
-            return [int(token) for token in answer["tokens"]]
+            return self.pictures.collapsed([int(token) for token in answer["tokens"]])
         except (KeyError, TypeError, ValueError):
             raise EngineGone(f"the engine at {self.url}/tokenize returns no tokens; is it vLLM?") from None
 

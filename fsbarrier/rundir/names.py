@@ -154,6 +154,8 @@ def _merged_by(split: str, iteration: int, generation: int) -> TrajectoryName:
 
 
 TRAJECTORIES_FOLDER = Name("{:s}_trajectories", str)
+#: the images of one iteration
+IMAGES_FOLDER = Name("{:s}_images.iteration{:d}", TrajectoryName)
 MERGED = Name("{:s}_trajectories.pt.iteration{:d}", TrajectoryName)
 MERGED_BY = Name(f"{MERGED.template}.g{{:04d}}", _merged_by)
 RANK_CHECKPOINT = Name(f"{MERGED.template}_rank_{{:d}}.checkpoint", TrajectoryName)

@@ -97,6 +97,10 @@ class RunPaths:
         """The same, with the generation in its name, so that an older generation cannot replace it."""
         return self.trajectories(split) / names.MERGED_BY.build(split, iteration, generation)
 
+    def images(self, split: str, iteration: int) -> Path:
+        """The images that the policy saw in one iteration, each under its SHA-256, for all nodes."""
+        return self.trajectories(split) / names.IMAGES_FOLDER.build(split, iteration)
+
     def rank_checkpoint(self, split: str, iteration: int, rank: int) -> Path:
         """The finished rollouts of one node rank."""
         return self.trajectories(split) / names.RANK_CHECKPOINT.build(split, iteration, rank)

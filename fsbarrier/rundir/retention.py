@@ -37,7 +37,7 @@ def remove_old(
     for split in names.SPLITS if trajectories else ():
         for path in _listed(paths.trajectories(split)):
             between()
-            file = names.parse_trajectories(path.name)
+            file = names.parse_trajectories(path.name) or names.IMAGES_FOLDER.parse(path.name)
             if file is None or file.split != split:
                 continue
             if file.iteration <= trained_on - trajectories and _remove(log_path, path):

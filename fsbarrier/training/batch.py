@@ -31,11 +31,12 @@ from torch import Tensor
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import ProgramFailed, first_line
 from fsbarrier.store import files
+from fsbarrier.training.eyes import Eyes
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSequence:
-    """One input sequence of the model: a trajectory, or one segment of it."""
+    """One input sequence of the model: a trajectory, or one segment of it. `images`: the files of those in it, in order."""
 
     token_ids: Tensor
     loss_mask: Tensor
@@ -47,6 +48,7 @@ class TrainingSequence:
     continues: bool = False
     group: int = 0
     teacher: Tensor | None = None
+    images: Sequence[str] = ()
 
 
 def engine_of(trajectory: Trajectory) -> tuple[int, int]:
@@ -64,9 +66,12 @@ def check(trajectory: Trajectory) -> None:
 
 
 def sequences_of(
-    trajectory: Trajectory, weight: float, current: bool, vocabulary: int
+    trajectory: Trajectory, weight: float, current: bool, vocabulary: int, folder: Path = Path()
 ) -> list[TrainingSequence]:
-    """A trajectory's sequences that contain sampled tokens. Raises ValueError for one that cannot be trained on."""
+    """A trajectory's sequences that contain sampled tokens. `folder`: has its images.
+
+    Raises ValueError for one that cannot be trained on.
+    """
     if lacking := [name for name in ("token_ids", "loss_mask", "logprobs") if name not in trajectory]:
         raise ValueError(f"it has no {lacking[0]}")
     try:
@@ -76,6 +81,9 @@ def sequences_of(
         taught = trajectory.get("teacher_logprobs", ())
         teacher = torch.as_tensor(taught, dtype=torch.float32) if len(taught) else None
         starts = [int(start) for start in trajectory.get("segments", (0,))]
+        images = [
+            [str(folder / name) for name in of_one] for of_one in trajectory.get("images", [[]] * len(starts))
+        ]
     except (TypeError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"token_ids, loss_mask, logprobs, teacher_logprobs and segments must be numbers: {first_line(error)}"
@@ -89,7 +97,9 @@ def sequences_of(
         raise ValueError(f"token {beyond[0]} is not one of the model's {vocabulary}")
     reward = float(trajectory["reward"])
     found: list[TrainingSequence] = []
-    for begin, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+    if len(images) != len(starts):
+        raise ValueError(f"it has {len(starts)} segments, and images of {len(images)}")
+    for begin, end, of_one in zip(starts, [*starts[1:], len(tokens)], images, strict=True):
         if not 0 <= begin <= end:
             raise ValueError(f"its segments do not begin one after the other ({starts})")
         sampled = mask[begin:end].clone()
@@ -98,7 +108,7 @@ def sequences_of(
         if int(sampled.sum()):
             parts = (tokens[begin:end], sampled, logprobs[begin:end])
             from_engine = engine_of(trajectory)
-            one = TrainingSequence(*parts, weight, reward, current, from_engine, bool(found))
+            one = TrainingSequence(*parts, weight, reward, current, from_engine, bool(found), images=of_one)
             found.append(one if teacher is None else replace(one, teacher=teacher[begin:end]))
     return found
 
@@ -135,6 +145,7 @@ def write_batch(
         "continues": torch.tensor([one.continues for one in sequences], dtype=torch.uint8),
         "groups": torch.tensor([one.group for one in sequences], dtype=torch.int32),
         "steps": steps,
+        "images": [list(one.images) for one in sequences],
         "metadata": dict(metadata),
     }
     teachers = [one.teacher for one in sequences if one.teacher is not None]
@@ -152,7 +163,8 @@ class TrainingBatch:
 
     `old`, `reference`: like `logprobs`, but the trainer's own before the first step, and the reference policy's; `certainty`: the
     self-certainty of each token; `token_weights`: a weight for each token in place of its sequence's (token_advantages.py); `values`,
-    `returns`: what the critic foresaw before the first step, and is to foresee. None: not computed.
+    `returns`: what the critic foresaw before the first step, and is to foresee. None: not computed. `eyes`: the model's; None if
+    it has none.
     """
 
     token_ids: Tensor
@@ -172,6 +184,8 @@ class TrainingBatch:
     token_weights: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
+    images: Sequence[Sequence[str]] = ()
+    eyes: Eyes | None = None
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -186,7 +200,18 @@ class TrainingBatch:
         if not isinstance(content, dict) or not content.keys() >= {*names}:
             raise ProgramFailed(f"{path} is not a training batch: it lacks some of {', '.join(names)}")
         tensors = {name: content[name] for name in names[:-1]}
-        return cls(**tensors, steps=tuple(content["steps"]), teacher=content.get("teacher"))
+        return cls(
+            **tensors,
+            steps=tuple(content["steps"]),
+            teacher=content.get("teacher"),
+            images=content.get("images", ()),
+        )
+
+    def seen_by(self, eyes: Eyes | None) -> Self:
+        """The batch for a model with these eyes. Raises ProgramFailed for one without, if there are images."""
+        if eyes is None and any(self.images):
+            raise ProgramFailed("the batch has images, and the model takes none")
+        return replace(self, eyes=eyes)
 
     def lengths(self) -> list[int]:
         """The number of tokens of each sequence."""

@@ -18,6 +18,7 @@ from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.engine.model import number, text_config
 from fsbarrier.errors import UsageError
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
+from fsbarrier.rundir.names import IMAGES_FOLDER
 from fsbarrier.settings.sections import AlgorithmSettings, Settings
 from fsbarrier.store import reading
 from fsbarrier.training import replay
@@ -123,9 +124,18 @@ def teaching_groups(
                     raise ValueError(
                         "it has no teacher_logprobs, which rollouts have with algorithm.loss=distil"
                     )
-                sequences += sequences_of(trajectory, weight, current, vocabulary)
+                sequences += sequences_of(
+                    trajectory, weight, current, vocabulary, images_of(trajectory, merged)
+                )
         if sequences:
             yield sequences
+
+
+def images_of(trajectory: Trajectory, merged: Path) -> Path:
+    """The folder of a trajectory's images, which lies beside the merged file."""
+    return merged.with_name(
+        IMAGES_FOLDER.build(trajectory.get("split", "train"), trajectory.get("iteration", 0))
+    ).absolute()
 
 
 @contextmanager

@@ -18,14 +18,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 from fsbarrier import user_code
 from fsbarrier.data.tasks import Task
 from fsbarrier.data.trajectory import Trajectory
-from fsbarrier.engine.model import placeholder_ids
 from fsbarrier.engine.openai_http import EngineAddress
-from fsbarrier.errors import FsbarrierError, ProgramFailed, UsageError
+from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.kinds import check_answers, open_reward
@@ -35,6 +33,7 @@ from fsbarrier.rollouts.claims import PAUSES, EarlyEnd, Refills
 from fsbarrier.rollouts.counts import Counts, CountsProgress
 from fsbarrier.rollouts.engine_pool import EnginePool, Place
 from fsbarrier.rollouts.group_trajectories import failed_group, judged_group
+from fsbarrier.rollouts.pictures import Pictures, placeholders
 from fsbarrier.rollouts.rollout_spec import Assignment
 from fsbarrier.rollouts.rounds import read_rounds
 from fsbarrier.rollouts.samples import SampledGroup
@@ -43,7 +42,7 @@ from fsbarrier.rollouts.shared_flush import SharedFlush
 from fsbarrier.rollouts.teacher import Teacher
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.value_types import TEACHER
-from fsbarrier.store import files, reading
+from fsbarrier.store import files
 from fsbarrier.trajectories import RankFileWriter
 
 #: prompts times samples; see sampling.py
@@ -101,6 +100,7 @@ class Rollout:
             # The daemon ends this program if none of its own engines is left. A user's server may come back.
             patience_s=settings.engine.start_timeout_s,
             step=max(SEQUENCES_PER_REQUEST, most_samples),
+            pictures=Pictures(assignment.images, next(iter(placeholders(spec.get("model"))), None)),
         )
         # Whether any engine has answered.
         self.engine_answered = False
@@ -261,6 +261,9 @@ class Rollout:
             for task in islice(queue, most)
             if isinstance(task.prompt, str) is isinstance(queue[0].prompt, str)
         ]
+        # One with images has a request of its own.
+        if any(task.has_images for task in batch):
+            batch = batch[:1]
         for task in batch:
             queue.remove(task)
         for _ in range(per_request - len(batch)):
@@ -342,9 +345,7 @@ class Rollout:
 
 def servers_of(spec: JsonObject, settings: Settings) -> list[SamplingServer]:
     """The engines to sample from, with timeouts and retries."""
-    model = spec.get("model")
-    config = reading.json_object(Path(model) / "config.json", UsageError) if model else {}
-    banned = placeholder_ids(config)
+    banned = placeholders(spec.get("model"))
     seed = ":".join(str(one) for one in (settings.rollout.seed, spec["iteration"], spec["split"]))
     return [
         SamplingServer(

@@ -26,6 +26,7 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.critic import train_critic, with_values
 from fsbarrier.training.distillation import behind_teacher, with_distillation
+from fsbarrier.training.eyes import Eyes
 from fsbarrier.training.failures import explained, tell_torchrun
 from fsbarrier.training.log_prob_pass import held_out_loss, with_old, with_reference
 from fsbarrier.training.node_copy import NodeCopy
@@ -158,7 +159,9 @@ class Update:
     def of(cls, spec: UpdateSpec, settings: Settings) -> Self:
         """Form the process group, and read the batch."""
         processes = Processes(settings.trainer)
-        batch = TrainingBatch.load(Path(spec["batch"]))
+        # Without sharding, gradients that a process has none of are zeros: then nobody waits for what it has not run.
+        eyes = Eyes.of(Path(spec["model"]), always=settings.trainer.freeze == "none" and processes.world > 1)
+        batch = TrainingBatch.load(Path(spec["batch"])).seen_by(eyes)
         started = time.monotonic()
         torch.manual_seed(spec["new_policy_version"])
         place = spec["weights_dir"]

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fsbarrier.data import images
 from fsbarrier.data.tasks import place
 from fsbarrier.errors import UsageError, first_line
 
@@ -40,7 +41,7 @@ def check(folder: Path, tasks: Iterable[Task], path: Path, arguments: Mapping[st
             continue
         if not seen:
             render = _renderer(folder, f"{path}, task {task.index}: the prompt")
-        roles = tuple(message["role"] for message in task.prompt)
+        roles = tuple(f"{one['role']} {type(one['content']).__name__}" for one in task.prompt)
         if render is None or roles in seen:
             seen.add(roles)
             continue
@@ -53,8 +54,9 @@ def check(folder: Path, tasks: Iterable[Task], path: Path, arguments: Mapping[st
                 f"{where}: the chat template of {folder} cannot render the prompt: {error}"
             ) from None
         for message in task.messages:
-            role, content = message["role"], message["content"].strip()
-            if role not in _MAY_DIFFER and content not in text:
+            role, parts = message["role"], images.parts_of(message["content"])
+            left_out = any(str(part.get("text", "")).strip() not in text for part in parts)
+            if role not in _MAY_DIFFER and left_out:
                 raise UsageError(
                     f"{where}: the chat template of {folder} leaves out the message of role {role!r}"
                 )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsbarrier.cli.start import chat_template
+from fsbarrier.data import images
+from fsbarrier.engine.model import sees
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir.runrecord import TaskSource
-from fsbarrier.store import files
+from fsbarrier.store import files, reading
 
 if TYPE_CHECKING:
     from fsbarrier.data.tasks import Task
@@ -61,6 +64,7 @@ def read_tasks(
         check_answers(settings.reward.kind, read.tasks.values(), path)
         if model is not None:
             _check_lengths(read.tasks.values(), path, settings.engine.max_model_len)
+            _check_images(read.tasks.values(), path, model, settings)
             chat_template.check(model, read.tasks.values(), path, settings.rollout.template_arguments)
         found[split] = {"path": str(path), "count": read.count, "sha256": files.sha256_file(path)}
     return found
@@ -87,12 +91,40 @@ def read_examples(
 def _check_lengths(tasks: Iterable[Task], path: Path, max_model_len: int) -> None:
     """Refuse a prompt that cannot fit however it is cut into tokens; whether one of about the right size does, the engine knows."""
     for task in tasks:
-        length = sum(len(message["content"]) for message in task.messages)
+        length = sum(len(images.text_of(message["content"])) for message in task.messages)
         if length > MOST_CHARACTERS_PER_TOKEN * max_model_len:
             raise UsageError(
                 f"{path}, task {task.index}: the prompt has {length} characters, which do not fit into the {max_model_len} tokens of "
                 "engine.max_model_len"
             )
+
+
+def _check_images(tasks: Iterable[Task], path: Path, model: Path, settings: Settings) -> None:
+    """Refuse tasks with images for a model that takes none, and images that cannot be read."""
+    from fsbarrier.data.tasks import place
+
+    has_eyes = sees(reading.json_object(model / "config.json", UsageError))
+    can_decode = importlib.util.find_spec("PIL") is not None
+    seen: set[str] = set()
+    for task in tasks:
+        for source in images.sources(task.messages):
+            where = place(path, task.index)
+            if not has_eyes:
+                raise UsageError(
+                    f"{where}: has an image, but the model {model} takes none (no vision_config)"
+                )
+            if settings.algorithm.loss == "distil":
+                raise UsageError(
+                    f"{where}: has an image, which algorithm.loss=distil does not show to the teacher"
+                )
+            if source in seen or not can_decode:
+                continue
+            seen.add(source)
+            try:
+                images.opened(images.data_of(source))
+            except ValueError as error:
+                name = "" if source.startswith("data:") else f" {Path(source).name}"
+                raise UsageError(f"{where}: image{name}: {error}") from None
 
 
 def check_recorded(settings: Settings, recorded: Collection[str]) -> None:

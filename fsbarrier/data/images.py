@@ -1,0 +1,191 @@
+"""Images in tasks, conversations and trajectories: read from where they are named, kept once each under their SHA-256, and verified.
+
+A message's content may be a list of parts, of which `{"type": "image", "image": ...}` is an image: a path, or a `data:` URL. In a run's
+files it is the name of a file in the folder of the iteration's images (`names.IMAGES_FOLDER`), such as `<sha256>.png`. What is kept is RGB
+and upright, so that engine and trainer cannot decode it in different ways.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsbarrier.errors import ProgramFailed
+from fsbarrier.store import files, reading
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+#: an encoded image, and the pixels of a decoded one
+IMAGE_BYTES, IMAGE_PIXELS = 32 << 20, 1 << 26
+SUFFIXES = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp"}
+#: what stands for an image in the texts of verl's files
+MARK = "<image>"
+#: EXIF's tag that says how an image is turned
+ORIENTATION = 0x0112
+
+#: one chat message; its content is text, or a list of parts
+Message = dict[str, Any]
+
+
+def parts_of(content: object) -> list[dict[str, Any]]:
+    """The parts of a message's content."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+
+
+def text_of(content: object) -> str:
+    """The text of a message's content."""
+    return "".join(str(part.get("text", "")) for part in parts_of(content))
+
+
+def part(value: object, folder: Path) -> dict[str, Any]:
+    """A part of a message in a task file in `folder`. Raises ValueError."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if isinstance(value, Mapping) and kind == "text" and isinstance(value.get("text"), str):
+        return {"type": "text", "text": value["text"]}
+    if isinstance(value, Mapping) and kind == "image":
+        return {"type": "image", "image": _named(value.get("image"), folder)}
+    expected = '{"type": "text", "text": text} or {"type": "image", "image": ...}'
+    raise ValueError(f"must be {expected}, got {str(value)[:60]}")
+
+
+def in_places(messages: Sequence[Message], given: object, folder: Path) -> tuple[Message, ...]:
+    """The messages of a task file in `folder` with verl's images in the places of the marks in their texts. Raises ValueError."""
+    found = [_named(one, folder) for one in given] if isinstance(given, list) else []
+    marks = sum(text_of(message["content"]).count(MARK) for message in messages)
+    if marks != len(found):
+        raise ValueError(f"has {len(found)} images, and its prompt has {marks} times {MARK}")
+    left = iter(found)
+
+    def split(text: str) -> Iterator[dict[str, Any]]:
+        for number, piece in enumerate(text.split(MARK)):
+            if number:
+                yield {"type": "image", "image": next(left)}
+            if piece:
+                yield {"type": "text", "text": piece}
+
+    return tuple(
+        {**message, "content": [*split(message["content"])]}
+        if isinstance(message["content"], str) and MARK in message["content"]
+        else message
+        for message in messages
+    )
+
+
+def _named(value: object, folder: Path) -> str:
+    """Where an image of a task file is: an absolute path, or a data: URL. In Parquet verl's may be bytes. Raises ValueError."""
+    if isinstance(value, Mapping):
+        value = next((one for key in ("image", "bytes", "path") if (one := value.get(key)) is not None), None)
+    if isinstance(value, bytes):
+        return "data:application/octet-stream;base64," + base64.b64encode(value).decode()
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"has an image that is neither a path nor a data: URL: {str(value)[:60]}")
+    # An absolute path stays as it is.
+    return value if value.startswith("data:") or "://" in value else str(folder.absolute() / value)
+
+
+def source_of(part: Mapping[str, Any]) -> str | None:
+    """Where the image of a part is, in the form of transformers or that of OpenAI; None for another part."""
+    if part.get("type") == "image_url":
+        url = part.get("image_url")
+        return str(url.get("url")) if isinstance(url, Mapping) else str(url)
+    return str(part.get("image")) if part.get("type") == "image" else None
+
+
+def sources(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Where the images of a conversation are, in order."""
+    for message in messages:
+        for part in parts_of(message.get("content")):
+            if (source := source_of(part)) is not None:
+                yield source
+
+
+def replaced(
+    messages: Sequence[Mapping[str, Any]], part_for: Callable[[str], dict[str, Any]]
+) -> list[Message]:
+    """The conversation with another part for each image."""
+
+    def content(value: object) -> object:
+        if not isinstance(value, list):
+            return value
+        return [part if (source := source_of(part)) is None else part_for(source) for part in parts_of(value)]
+
+    return [{name: content(one) if name == "content" else one for name, one in m.items()} for m in messages]
+
+
+def data_of(source: str) -> bytes:
+    """The encoded image. Raises ValueError with what is wrong."""
+    if source.startswith("data:"):
+        head, _, encoded = source.partition(",")
+        if not head.endswith(";base64"):
+            raise ValueError("a data: URL must be in base64")
+        try:
+            data = base64.b64decode(encoded, validate=True)
+        except (binascii.Error, ValueError):
+            raise ValueError("a data: URL that is not base64") from None
+        if len(data) > IMAGE_BYTES:
+            raise ValueError(f"has {len(data)} bytes, and {IMAGE_BYTES} are allowed")
+        return data
+    if "://" in source:
+        raise ValueError(f"{source} is an address; only files and data: URLs are read")
+    try:
+        return reading.read_bytes(source, IMAGE_BYTES, links=True)
+    except OSError as error:
+        raise ValueError(f"{source}: {error.strerror or error}") from None
+
+
+def opened(data: bytes) -> Image.Image:
+    """The decoded image. Raises ValueError with what is wrong."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        image = Image.open(io.BytesIO(data), formats=tuple(SUFFIXES))
+        if image.width * image.height > IMAGE_PIXELS:
+            raise ValueError(f"has {image.width} x {image.height} pixels, and {IMAGE_PIXELS} are allowed")
+        image.load()
+    except UnidentifiedImageError:
+        raise ValueError(f"is no image of a known kind ({', '.join(SUFFIXES)})") from None
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"cannot be decoded: {error}") from None
+    return image
+
+
+def keep(folder: Path, data: bytes) -> str:
+    """Keep an image in `folder`, if it is not there; returns its name. Raises ValueError, OSError."""
+    image = opened(data)
+    suffix = SUFFIXES[str(image.format)]
+    if image.mode != "RGB" or image.getexif().get(ORIENTATION, 1) != 1:
+        data, suffix = _upright(image), ".png"
+    name = hashlib.sha256(data).hexdigest() + suffix
+    files.make_dirs(folder)
+    files.create_exclusive(folder / name, data)
+    return name
+
+
+def _upright(image: Image.Image) -> bytes:
+    """In RGB, on white where it is transparent, and turned as EXIF says."""
+    from PIL import Image, ImageOps
+
+    turned = ImageOps.exif_transpose(image).convert("RGBA")
+    ground = Image.new("RGBA", turned.size, "white")
+    buffer = io.BytesIO()
+    Image.alpha_composite(ground, turned).convert("RGB").save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def kept(path: Path) -> bytes:
+    """An image that was kept. Raises ProgramFailed if it is not the one that its name says."""
+    try:
+        data = reading.read_bytes(path, IMAGE_BYTES)
+    except OSError as error:
+        raise ProgramFailed(f"{path}: cannot read the image: {error.strerror or error}") from None
+    if hashlib.sha256(data).hexdigest() != path.stem:
+        raise ProgramFailed(f"{path}: is not the image that the policy saw: its SHA-256 differs")
+    return data

@@ -1,0 +1,84 @@
+"""The images of conversations on their way to the engine: kept once in the run, named by their digests, sent as they were kept.
+
+A model's placeholder stands once for each image in the tokens that are sent; the engine returns them *expanded*, one for each piece of the
+image, and these are recorded. To render a conversation, its images do not matter, so a small one stands in for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fsbarrier.data import images
+from fsbarrier.data.images import Message
+from fsbarrier.engine.model import placeholder_ids
+from fsbarrier.errors import UsageError
+from fsbarrier.rollouts.samples import Refusal
+from fsbarrier.store import reading
+
+#: 64 x 64 grey pixels
+STAND_IN = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAIAAAAlC+aJAAAATUlEQVR42u3PQQ0AAAgEIDX5RTeFDzdoQCep"
+    "z6aeExAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQELi3oiwCAJt186UAAAAASUVORK5CYII="
+)
+
+
+class Pictures:
+    """The images of one phase, in `folder`. `placeholder`: the token that stands for an image; None: the model takes none."""
+
+    def __init__(self, folder: Path | None, placeholder: int | None) -> None:
+        self.folder, self.placeholder = folder, placeholder
+        # Where an image was, and under which name it is kept.
+        self._names: dict[str, str] = {}
+
+    async def named(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+        """The conversation with its images as they are in trajectories, after they were kept. Raises Refusal, OSError."""
+        for source in images.sources(messages):
+            if source not in self._names:
+                self._names[source] = await asyncio.to_thread(self._keep, source)
+        return images.replaced(messages, lambda source: {"type": "image", "image": self._names[source]})
+
+    def _keep(self, source: str) -> str:
+        if self.placeholder is None or self.folder is None:
+            raise Refusal("it has an image, but the model takes none")
+        try:
+            return images.keep(self.folder, images.data_of(source))
+        except ValueError as error:
+            raise Refusal(f"image: {error}") from None
+
+    def request(self, token_ids: Sequence[int], names: Sequence[str]) -> dict[str, object]:
+        """What the engine is sent of a prompt in whose placeholders these images stand. Raises Refusal, ProgramFailed."""
+        if self.folder is None or list(token_ids).count(self.placeholder or -1) != len(names):
+            raise Refusal(f"the chat template does not leave one place for each of {len(names)} images")
+        parts = [{"type": "image_url", "url": _url(self.folder / name)} for name in names]
+        kind = {"return_token_ids": True, "output_mode": "text"}
+        return {"token_ids": list(token_ids), "content_parts": parts, **kind}
+
+    def collapsed(self, token_ids: Sequence[int]) -> list[int]:
+        """The tokens with the placeholder once for each image."""
+        before = [-1, *token_ids]
+        return [
+            token
+            for last, token in zip(before, token_ids, strict=False)
+            if token != self.placeholder or last != token
+        ]
+
+
+def placeholders(model: str | None) -> list[int]:
+    """The tokens of the model in this folder that stand for images and videos. Raises UsageError."""
+    return placeholder_ids(reading.json_object(Path(model) / "config.json", UsageError)) if model else []
+
+
+def without_images(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """The conversation to be rendered."""
+    return images.replaced(messages, lambda _: {"type": "image_url", "image_url": {"url": STAND_IN}})
+
+
+@lru_cache(maxsize=128)
+def _url(path: Path) -> str:
+    kind = {".jpg": "jpeg"}.get(path.suffix, path.suffix[1:])
+    return f"data:image/{kind};base64,{base64.b64encode(images.kept(path)).decode()}"

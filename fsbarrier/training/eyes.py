@@ -1,0 +1,92 @@
+"""What a model needs beside tokens to see images: their pixels, made by its own image processor from the files that the engine saw."""
+
+from __future__ import annotations
+
+import inspect
+import io
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from PIL import Image
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from fsbarrier.data import images
+from fsbarrier.engine.model import placeholder_ids
+from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.training import policy
+
+# Of which argument of a model says which tokens are images.
+KINDS = ("mm_token_type_ids", "token_type_ids")
+
+
+class Eyes:
+    """Of the model in `folder`. `always`: a micro-batch without images gets a blank one, so that all processes run the same modules."""
+
+    def __init__(self, folder: Path, *, always: bool) -> None:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        try:
+            self._processor = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, ImportError) as error:
+            raise UsageError(f"{folder}: its image processor cannot be loaded: {error}") from None
+        self._placeholder = placeholder_ids(config.to_dict())[0]
+        kind = transformers.AutoModelForImageTextToText._model_mapping[type(config)]
+        parameters = inspect.signature(kind.forward).parameters
+        self._kind = next((name for name in KINDS if name in parameters), None)
+        self._always = always
+        self._seen = lru_cache(maxsize=256)(self._look)
+
+    @classmethod
+    def of(cls, folder: Path, *, always: bool) -> Eyes | None:
+        """None for a model that takes no images. Raises UsageError."""
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        return cls(folder, always=always) if policy.sees(config) else None
+
+    def added(
+        self, inputs: dict[str, Tensor], wanted: Tensor, files: Sequence[Sequence[str]]
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The padded inputs with the images of each sequence, and `wanted` with as many rows. Raises ProgramFailed."""
+        seen = [self._seen(path) for of_one in files for path in of_one]
+        for row, of_one in zip(inputs["input_ids"].tolist(), files, strict=True):
+            self._check(row, of_one)
+        if not seen and self._always:
+            blank = self._processed(Image.new("RGB", (64, 64)))
+            row = torch.full((self._pieces(blank) or 1,), self._placeholder)
+            seen, one = [blank], torch.ones_like(row)
+            ids = pad_sequence([*inputs["input_ids"], row], batch_first=True)
+            attention = pad_sequence([*inputs["attention_mask"], one], batch_first=True)
+            inputs = {"input_ids": ids, "attention_mask": attention}
+            wanted = torch.nn.functional.pad(wanted, (0, ids.shape[1] - wanted.shape[1], 0, 1))
+        if not seen:
+            return inputs, wanted
+        pixels = {name: torch.cat([one[name] for one in seen]) for name in seen[0]}
+        kinds = (inputs["input_ids"] == self._placeholder).long()
+        return {**inputs, **pixels, **({self._kind: kinds} if self._kind else {})}, wanted
+
+    def _check(self, tokens: Sequence[int], files: Sequence[str]) -> None:
+        """The images fit into the places that the engine made for them, which would go unnoticed otherwise."""
+        runs = [len([*run]) for token, run in groupby(tokens) if token == self._placeholder]
+        pieces = [self._pieces(self._seen(path)) for path in files]
+        fits = len(runs) == len(pieces) and all(b in (None, a) for a, b in zip(runs, pieces, strict=True))
+        if not fits:
+            raise ProgramFailed(
+                f"a sequence has places for images of {runs} tokens, and its images have {pieces}: {', '.join(files) or 'none'}; "
+                "trainer and engine process images differently"
+            )
+
+    def _pieces(self, processed: dict[str, Tensor]) -> int | None:
+        """The number of an image's tokens; None if the processor does not say it."""
+        grid = processed.get("image_grid_thw")
+        return None if grid is None else int(grid.prod()) // self._processor.merge_size**2
+
+    def _look(self, path: str) -> dict[str, Tensor]:
+        return self._processed(Image.open(io.BytesIO(images.kept(Path(path)))))
+
+    def _processed(self, image: Image.Image) -> dict[str, Tensor]:
+        found: Any = self._processor(images=[image], return_tensors="pt")
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
