@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from fsbarrier.coordination.life import NodeLife
+from fsbarrier.coordination.polling import Pace
 from fsbarrier.coordination.run_rules import make_rules, poll_intervals
 from fsbarrier.program import Phase, Program
 from fsbarrier.settings.sections import CoordinationSettings, Settings
@@ -63,6 +64,16 @@ def test_errors_with_good_looks_between_them_are_no_outage(mount: Mount) -> None
             node.look(now + 1.0 - mount.fails)
             assert node.failing is mount.fails
     assert mount.exit is None
+
+
+def test_looks_are_quick_again_as_soon_as_something_has_happened(mount: Mount) -> None:
+    """A pause is a part of this wait, however long the wait before took."""
+    mount.observer.schedule.beats_due = float("inf")
+    pace, pauses = Pace(cast(Any, mount)), Backoff(0.001, 0.05)
+    assert pace.next_pause(0.0, pauses, busy=True) == 0.001
+    assert pace.next_pause(100.0, pauses, busy=False) == 1.0
+    assert pace.next_pause(101.0, pauses, busy=True) == 0.001
+    assert pace.next_pause(101.01, pauses, busy=False) < 0.01
 
 
 def test_the_times_of_a_node_are_those_of_its_settings() -> None:
