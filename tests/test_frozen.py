@@ -208,6 +208,7 @@ def test_a_lost_node_takes_its_engines_along() -> None:
     ("words", "said"),
     [
         (["placement.rolout=all"], "placement.rolout=all: there is no engine rolout; give engines.rolout.model, or name a role"),
+        (["engines.x.model=M", "program=ping"], "engines.x: program ping has no model; drop it"),
         (["engines.x.replicas=1"], "engines.x: there is no engine x; give engines.x.model"),
         (["engines.x.model=/nowhere"], "engines.x.model=/nowhere: no such folder"),
         (["judge.engine=wise"], "judge.engine=wise: there is no engine wise; give engines.wise.model"),
@@ -261,6 +262,9 @@ def test_engines_on_one_accelerator_must_fit_together() -> None:
         "lower them, or place the engines apart"
     )
     assert refused(gpu_memory_utilization=0.15) == []
+    assert refused(placement="0-7", replicas=1, gpu_memory_utilization=0.15) == []
+    (said,) = refused(placement="20-23", tensor_parallel_size=8)
+    assert said.startswith("node 2: engines.judge.tensor_parallel_size=8: exceeds this node's 4 accelerators")
     assert refused(placement="30-33") == ["there is no accelerator 32; 4 nodes with 8 each have 0 to 31"]
 
 

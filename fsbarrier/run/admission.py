@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsbarrier.engine.model import inspect
-from fsbarrier.errors import ProgramFailed
+from fsbarrier.engine.placement import replicas
+from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.planning.cluster_plan import bytes_of_a_number, checkpoint_bytes
 from fsbarrier.program import Context
 from fsbarrier.protocol.wording import counted, gib
 from fsbarrier.run.fingerprint import PACKAGES, Fingerprint
 from fsbarrier.settings.placement import ROLES, Ranges
-from fsbarrier.settings.sections import Settings
+from fsbarrier.settings.sections import FrozenEngineSettings, ServerSettings, Settings
 from fsbarrier.store.reading import GIB
 
 # The driver itself may use this much of an accelerator.
@@ -59,7 +60,7 @@ def check_nodes(
 ) -> list[Problem]:
     """The problems, the worst first. `parameters`: of the run's model; None if there is none, 0 if their number is unknown."""
     found = [*_missing_accelerators(nodes, hosts, settings), *_misplaced(nodes, settings)]
-    found += _crowded(nodes, settings) if settings.engines else ()
+    found += _crowded(nodes, settings) if parameters is not None else ()
     updates = parameters is not None and settings.rl_phase != "rollout"
     used = {
         "deepspeed": settings.trainer.backend == "deepspeed",
@@ -137,21 +138,27 @@ def _misplaced(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
 
 
 def _crowded(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
-    """Frozen engines: accelerators on which too many are, and those that sleep when they are needed."""
+    """Engines: those that do not fit on their accelerators or share one with too many, and frozen ones that sleep when they are needed."""
     each = max((len(one.accelerators) for one in nodes.values()), default=0)
-    shares: dict[tuple[int, int], dict[str, float]] = {}
-    own = {f"engines.{name}": (one, one.placement) for name, one in settings.engines.items()}
-    rollout = settings.placement.rollout
-    for name, (one, placement) in {"engine": (settings.engine, rollout), **own}.items():
-        for rank, devices in Ranges.parse(placement or rollout).holders(nodes, each).items():
-            for number in devices:
-                shares.setdefault((rank, number), {})[name] = one.gpu_memory_utilization
     update = Ranges.parse(settings.placement.update).holders(nodes, each)
-    for name, (_, placement) in own.items() if settings.rollout.ahead else ():
-        for rank, devices in Ranges.parse(placement or rollout).holders(nodes, each).items():
-            if both := sorted({*devices} & {*update.get(rank, ())}):
-                what = f"accelerator {both[0]} of node {rank} trains, while rollouts go on that need the engine there; place them apart"
-                yield Problem(True, f"{name} with rollout.ahead=1", what)
+    shares: dict[tuple[int, int], dict[str, float]] = {}
+    engines: dict[str, ServerSettings] = {"engine": settings.engine} if settings.manages_engine else {}
+    for group, one in {
+        **engines,
+        **{f"engines.{name}": own for name, own in settings.engines.items()},
+    }.items():
+        placed = one.placement if isinstance(one, FrozenEngineSettings) else None
+        for rank, devices in Ranges.parse(placed or settings.placement.rollout).holders(nodes, each).items():
+            try:
+                used = devices[: replicas(one, len(devices), group) * one.tensor_parallel_size]
+            except UsageError as error:
+                yield Problem(True, group, f"node {rank}: {error}")
+                break
+            if settings.rollout.ahead and group != "engine" and (both := {*used} & {*update.get(rank, ())}):
+                what = f"accelerator {min(both)} of node {rank} trains, while rollouts go on that need the engine there; place them apart"
+                yield Problem(True, f"{group} with rollout.ahead=1", what)
+            for number in used:
+                shares.setdefault((rank, number), {})[group] = one.gpu_memory_utilization
     full = next((item for item in shares.items() if len(item[1]) > 1 and sum(item[1].values()) > 1), None)
     if full is not None:
         (rank, number), together = full

@@ -66,6 +66,8 @@ def check_node(settings: Settings, program: Program, environ: Environ, *, dry_ru
 def check_used(typed: Settings, program: Program) -> None:
     """Raises UsageError for a setting that the program would silently ignore."""
     given = typed.flat()
+    if typed.engines and "model" not in program.needs:
+        raise UsageError(f"engines.{min(typed.engines)}: program {program.name} has no model; drop it")
     for need, (without_it, names) in USED_WITH.items():
         for name in names if need not in program.needs else ():
             if (value := given[name]) is not None:
