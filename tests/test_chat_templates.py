@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fsbarrier.data import images
 from fsbarrier.rollouts.agent_client import Client
 from fsbarrier.rollouts.pictures import Pictures
 from fsbarrier.rollouts.samples import Refusal, Sample, Sampling
@@ -120,3 +124,68 @@ def test_with_a_template_that_cannot_be_continued_each_turn_is_a_segment(templat
     for segment, prompt in zip(client.segments, engine.prompts, strict=True):
         assert segment.token_ids[: len(prompt)] == prompt
     assert json.dumps(client.segments[2].history).count("assistant") == 3
+
+
+SEEING = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{{ part.text or '<\u2591>' }}{% endfor %}{% endif %}<|im_end|>{% endfor %}[assistant]"
+)
+
+
+class Sees(Engine):
+    """An engine in which an image becomes three tokens. It remembers what it was shown."""
+
+    def __init__(self, folder: Path, answers: list[str]) -> None:
+        super().__init__(SEEING, answers)
+        self.pictures = Pictures(folder, ord("\u2591"))
+        self.shown: list[list[str]] = []
+
+    async def turn(self, prompt: list[int], images: list[str], **_: Any) -> tuple[list[int], Sample]:
+        self.shown.append(list(images))
+        _, sample = await super().turn(prompt, images)
+        request = self.pictures.request(self.pictures.collapsed(prompt), images)
+        assert isinstance(request["token_ids"], list)
+        expanded = [[one] * 3 if one == ord("\u2591") else [one] for one in request["token_ids"]]
+        return [one for run in expanded for one in run], sample
+
+
+def test_each_turns_image_stays_where_it_was_in_the_tokens(tmp_path: Path) -> None:
+    """In the form of transformers, in OpenAI's, and in the result of a tool. What is recorded names the file that is kept."""
+    from PIL import Image
+
+    pictures = [tmp_path / f"{number}.png" for number in range(3)]
+    for number, path in enumerate(pictures):
+        Image.new("RGB", (2, 2), (number, 0, 0)).save(path)
+    url = "data:image/png;base64," + base64.b64encode(pictures[1].read_bytes()).decode()
+    shown = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "see"}, {"type": "image", "image": str(pictures[0])}],
+        },
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]},
+        {
+            "role": "tool",
+            "content": [{"type": "image", "image": str(pictures[2])}, {"type": "text", "text": "!"}],
+        },
+    ]
+    engine = Sees(tmp_path / "kept", ["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"])
+
+    async def go() -> Client:
+        client = Client(engine)  # type: ignore[arg-type]
+        messages: list[dict[str, Any]] = []
+        for message in shown:
+            messages.append(message)
+            messages.append((await client.chat(messages)).message)
+        return client
+
+    (segment,) = asyncio.run(go()).segments
+    names = [hashlib.sha256(path.read_bytes()).hexdigest() + ".png" for path in pictures]
+    assert engine.shown == [names[:1], names[:2], names] and segment.images == names
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == sorted(names)
+    kept = [
+        part["image"] for m in segment.history for part in images.parts_of(m["content"]) if "image" in part
+    ]
+    assert kept == names
+    text = "".join(chr(one) for one in segment.token_ids if one < 0xE000)
+    place = "<\u2591\u2591\u2591>"
+    assert text == f"[user]see{place}[assistant]a[user]{place}[assistant]b[tool]{place}![assistant]c"
