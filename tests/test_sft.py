@@ -79,6 +79,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"prompt": "a", "completion": ""}, "line 2: completion is empty"),
         ({"messages": "hello"}, 'line 2: messages must be a list of chat messages, got "hello"'),
         ({"messages": [{"role": "user"}]}, "line 2: messages: message 1 needs a content (text), got null"),
+        ({"messages": talk("a", "b"), "images": ["a.png"]}, "line 2: has images, which supervised"),
         ({"messages": talk("a")}, "line 2: has no message of the role assistant, so nothing to train on"),
         ({"messages": talk("a", "\ud800")}, "line 2: contains an unpaired surrogate"),
     ],

@@ -307,6 +307,8 @@ def _part(path: Path, index: int, where: str, part: object) -> dict[str, object]
 
 def _example(path: Path, index: int, row: Mapping[str, object]) -> Example:
     completion = row.get("completion", row.get("answer"))
+    if row.get("images"):
+        raise _task_error(path, index, "has images, which supervised fine-tuning does not read")
     if row.get("messages") is not None:
         said = _prompt(path, index, row["messages"], "messages")
         if isinstance(said, str):
