@@ -378,6 +378,17 @@ CASES = {
         "run --data-path garbled --model sees --rl-phase rollout",
         ["garbled/train.jsonl, line 2: image garbled.png: is no image of a known kind (PNG, JPEG, WEBP)"],
     ),
+    "a model that sees, and a critic": (
+        RL.replace("--model model", "--model sees") + "algorithm.advantage=gae",
+        [
+            "algorithm.advantage=gae: ",
+            "sees is a qwen3_5 model, which takes images; transformers has no critic of it",
+        ],
+    ),
+    "a critic that is not there": (
+        RL + "algorithm.advantage=gae critic.model=nowhere",
+        ["critic.model=nowhere: no such folder"],
+    ),
     "a model that sees, and DeepSpeed": (
         RL.replace("--model model", "--model sees") + "trainer.backend=deepspeed",
         ["sees is a qwen3_5 model, which takes images and is only trained with trainer.backend=torch"],

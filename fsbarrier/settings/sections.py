@@ -261,7 +261,7 @@ class CriticSettings(Section):
 
     FIXED_BECAUSE = "the saved critic was made of it"
 
-    #: Model folder with which it begins, whose output head need not be a critic's; none: the policy's first model.
+    #: The model with which it begins, named like `model`, whose output head need not be a critic's; none: the policy's first model.
     model: Name | None = None
     #: Learning rate.
     lr: EachSession[Positive] = 1e-5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,22 +24,29 @@ Environ = Mapping[str, str]
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
-def find_model(name: str, data_path: Path | None, environ: Environ, setting: str = "--model") -> Path:
-    """The folder of a Hugging Face model: a path, a folder below the data path, or a name in a local Hugging Face cache."""
+def find_model(
+    name: str,
+    data_path: Path | None,
+    environ: Environ,
+    setting: str = "--model",
+    tokenizer: Collection[str] = _TOKENIZERS,
+) -> Path:
+    """The folder of a Hugging Face model: a path, a folder below the data path, or a name in a local Hugging Face cache. It must have
+    one of the files in `tokenizer`, if any are given."""
     said = f"{setting} {name}" if setting.startswith("--") else f"{setting}={name}"
     candidates = [absolute(name)]
     if data_path is not None:
         candidates.append(data_path / name)
     for candidate in candidates:
         if candidate.is_dir():
-            _check_model(said, candidate)
+            _check_model(said, candidate, tokenizer)
             return candidate
         if candidate.is_file():
             raise UsageError(f"{said}: {candidate} is a file; give the folder with config.json")
     for cache in _caches(data_path, environ):
         snapshot = _cached(cache, name)
         if snapshot is not None:
-            _check_model(said, snapshot)
+            _check_model(said, snapshot, tokenizer)
             return snapshot
     looked = ", ".join(str(candidate) for candidate in candidates)
     raise UsageError(
@@ -64,7 +71,7 @@ def _cached(cache: Path, name: str) -> Path | None:
     return snapshot if revision and snapshot.is_dir() else None
 
 
-def _check_model(said: str, folder: Path) -> None:
+def _check_model(said: str, folder: Path, tokenizer: Collection[str]) -> None:
     try:
         # Also that each weight file is there, and as long as its header says.
         config = inspect(folder).config
@@ -72,25 +79,32 @@ def _check_model(said: str, folder: Path) -> None:
         raise UsageError(f"{said}: {error}; give a Hugging Face model folder") from None
     for holds, what in (
         ("model_type" in config, "has a config.json without a model_type"),
-        (any((folder / file).is_file() for file in _TOKENIZERS), "has no tokenizer"),
+        (not tokenizer or any((folder / file).is_file() for file in tokenizer), "has no tokenizer"),
     ):
         if not holds:
             raise UsageError(f"{said}: {folder} {what}; give a Hugging Face model folder")
 
 
 def with_engines_folders(settings: Settings, data_path: Path | None, environ: Environ) -> Settings:
-    """The settings with the folders of the frozen engines' models. Raises UsageError."""
+    """The settings with the folders of the models of the frozen engines and the critic. Raises UsageError."""
     found = dict(settings.engines)
     for name, one in settings.engines.items():
         if one.model is not None:
             folder = find_model(one.model, data_path, environ, f"engines.{name}.model")
             # The link of another run, which may be going on, leads elsewhere later.
             found[name] = replace(one, model=str(folder.resolve()))
-    return replace(settings, engines=found)
+    critic = settings.critic
+    if critic.model is not None:
+        # It gets the policy's tokens, so it needs no tokenizer.
+        folder = find_model(critic.model, data_path, environ, "critic.model", ())
+        critic = replace(critic, model=str(folder.resolve()))
+    return replace(settings, engines=found, critic=critic)
 
 
 def check_engines(settings: Settings, policy: Path | None) -> None:
-    """Check that the frozen engines can do what they are asked for. Raises UsageError."""
+    """Check that the frozen engines, and the critic, can do what they are asked for. Raises UsageError."""
+    if settings.critic.model is not None:
+        _check_vocabulary("critic.model", Path(settings.critic.model), policy)
     scoring = [
         kind.removeprefix(ENGINE) for kind in reward_kinds(settings.reward.kind) if kind.startswith(ENGINE)
     ]
@@ -122,7 +136,7 @@ def check_engines(settings: Settings, policy: Path | None) -> None:
 
 
 def _check_vocabulary(said: str, folder: Path, policy: Path | None) -> None:
-    """An engine that is sent the policy's tokens must have the same. Raises UsageError."""
+    """A model that is sent the policy's tokens must have the same. Raises UsageError."""
     ours, theirs = (_vocabulary(one) if one is not None else {} for one in (policy, folder))
     other = next((token for token, number in ours.items() if theirs.get(token) != number), None)
     if theirs and other is not None:

@@ -18,8 +18,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from fsbarrier.engine import accelerators
-from fsbarrier.engine.model import inspect
-from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.errors import UsageError
 from fsbarrier.processes.supervisor import own_program, with_this_package
 from fsbarrier.program import Program
 from fsbarrier.protocol.wording import counted
@@ -151,14 +150,10 @@ def _replay(settings: Settings, environ: Environ) -> None:
 
 
 def _critic(settings: Settings, environ: Environ) -> None:
-    """The folder with which the critic begins is there, and whole."""
+    """This node can read the folder with which the critic begins."""
     named = settings.critic.model
-    if named is None:
-        return
-    try:
-        inspect(Path(named))
-    except ProgramFailed as error:
-        raise UsageError(f"critic.model={named}: {error}; give a Hugging Face model folder") from None
+    if named is not None and not (Path(named) / "config.json").is_file():
+        raise UsageError(f"critic.model={named}: no such model folder on this node")
 
 
 def _commands(settings: Settings, environ: Environ) -> None:

@@ -44,7 +44,7 @@ def with_absolute_paths(chosen: Iterable[ChosenValue]) -> list[ChosenValue]:
             if item.key == "update.trajectories":
                 # Resolve links here, because files of another run are later opened without following links.
                 value = str(absolute(value).resolve())
-            elif item.key in ("data_path", "log_path", "init_from", "critic.model") or (
+            elif item.key in ("data_path", "log_path", "init_from") or (
                 item.key == "program" and value.endswith(".py")
             ):
                 value = str(absolute(value))
