@@ -132,6 +132,22 @@ def test_the_loss_of_values_is_the_worked_one(
     assert torch.allclose(new.grad, gradient, atol=1e-6)
 
 
+def test_the_loss_of_the_policy_with_these_advantages_is_the_worked_one() -> None:
+    import torch
+
+    from fsbarrier.training.losses import Divisor, TokenValues, minibatch_loss
+
+    ppo = AlgorithmSettings(advantage="gae", clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    new = torch.tensor([[-0.8, -0.6, -1.6, -0.1, -0.9]], dtype=torch.float64, requires_grad=True)
+    old, advantages = torch.tensor([POLICY], dtype=torch.float64), torch.tensor([WORKED[0.99, 0.95][2]])
+    values, mask = TokenValues(new, old, old, torch.zeros_like(old)), torch.ones(1, 5, dtype=torch.bool)
+    loss = minibatch_loss(ppo, values, advantages, mask, Divisor(5, 1, 5)).loss
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(0.041651513, abs=1e-6)
+    gradient = torch.tensor([[0.080125, -0.116784, 0.168823, -0.274847, 0.184335]], dtype=torch.float64)
+    assert new.grad is not None and torch.allclose(new.grad, gradient, atol=1e-6)
+
+
 def with_critic(folder: Path, **changes: Any) -> Any:
     work = bench(folder, algorithm__advantage="gae", critic__lr=1e-2, **changes)
     # The same rollouts are trained on again and again.
