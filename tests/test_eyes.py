@@ -13,6 +13,7 @@ from trainer_bench import (
     Bench,
     first_weights,
     largest_difference,
+    rollouts,
     settings,
     trajectory,
     write_groups,
@@ -172,3 +173,51 @@ def test_adapters_are_put_into_the_language_model_alone(tmp_path: Path) -> None:
     before, after = first_weights(tmp_path), work.weights("v1")
     moved = {name for name in before if bool((before[name] != after[name]).any())}
     assert moved and all("language_model.layers" in name for name in moved)
+
+
+@pytest.mark.slow
+def test_a_family_whose_class_for_text_would_lose_its_eyes_is_published_whole(tmp_path: Path) -> None:
+    """Qwen3.5: as a causal model it has neither the vision tower nor the configuration that the engine wants."""
+    import transformers
+    from picture_model import build_model, write_model
+
+    known = build_model(0).config
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    linear = {f"linear_{kind}_head_dim": 32 for kind in ("key", "value")}
+    linear |= {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")}
+    config = transformers.Qwen3_5Config(
+        text_config={
+            **{"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4},
+            **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, **linear},
+            **{"rope_parameters": rope | {"partial_rotary_factor": 0.25}, "max_position_embeddings": 512},
+        },
+        vision_config={
+            **{
+                "depth": 2,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+            },
+            **{
+                "patch_size": 16,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 2,
+                "num_position_embeddings": 64,
+            },
+        },
+        tie_word_embeddings=False,
+        **{name: getattr(known, name) for name in names},
+    )
+    model = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    write_model(model, tmp_path / "model")
+    ask = masked(model)
+    rollouts(tmp_path / "merged", lambda tokens: ask(input_ids=tokens), vocabulary=250)
+    work = Bench(tmp_path, settings())
+    work.prepare()
+    assert work.update("v1")["logprob_gap_max"] < 1e-4
+    before, after = first_weights(tmp_path), work.weights("v1")
+    moved = {name for name in before if bool((before[name] != after[name]).any())}
+    assert before.keys() == after.keys() and moved and not any(".visual." in name for name in moved)
+    assert inspect(tmp_path / "model").signature == inspect(tmp_path / "v1" / "model").signature

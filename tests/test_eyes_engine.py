@@ -123,3 +123,15 @@ def check(folder: Path, weights: Path, trajectory: dict[str, Any], *, images: in
     sampled = torch.tensor(list(trajectory["loss_mask"]), dtype=torch.bool)[1:]
     told = torch.tensor(list(trajectory["logprobs"]))[1:]
     assert float((own - told)[sampled].abs().max()) < 1e-3
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("task", ["pictures", "blind"])
+def test_a_policy_learns_from_what_it_sees_and_from_nothing_else(tmp_path: Path, task: str) -> None:
+    """scripts/learning_curve.py, with one seed on one node."""
+    import subprocess
+
+    words = ["--task", task, "--seeds", "0", "--nodes", "1", "--out", str(tmp_path)]
+    curve = [sys.executable, str(REPO / "scripts" / "learning_curve.py"), *words]
+    done = subprocess.run(curve, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
