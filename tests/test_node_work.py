@@ -221,7 +221,8 @@ def engine_that_serves(place: Workplace) -> list[Path]:
 
     def ensure(folder: Path, version: int, **_: Any) -> Any:
         served.append(folder)
-        return [SimpleNamespace(url="u", api_key="k", model="m", action="reloaded", seconds=1.0, note="")]
+        info = {"url": f"u{len(served)}", "api_key": "k", "model": "m", "action": "reloaded"}
+        return [SimpleNamespace(**info, seconds=1.0, note="")]
 
     place.engines = cast(Any, SimpleNamespace(ensure=ensure, use=lambda devices: None))
     return served
@@ -245,6 +246,8 @@ def test_a_damaged_policy_version_is_never_served(
     monkeypatch.setattr(checkpoints, "verify", None)
     work_kinds.execute(serve, context(), RowJob(), place)
     assert served == [folder / "model"] * 2
+    # A server that was started again has another address.
+    assert [one["url"] for one in place.engine_access] == ["u2"]
 
 
 def test_no_engine_loads_another_policy_than_the_one_that_was_published(
