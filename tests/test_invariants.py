@@ -240,7 +240,7 @@ def test_only_heartbeats_that_a_mount_must_have_shown_count(
 
 
 @pytest.mark.parametrize("phases", ["both", "rollout", "update"])
-def test_a_session_that_starts_in_the_wrong_row_is_noticed(phases: RlPhase) -> None:
+def test_a_session_with_other_phases_begins_where_work_is_left(phases: RlPhase) -> None:
     """The run has rolled out two iterations, and has learned from none of them."""
     world = World(2, Setup(mix=frozenset(), iterations=2, phases="rollout", policy="shrink"))
     world.sessions_left = 1
@@ -249,9 +249,5 @@ def test_a_session_that_starts_in_the_wrong_row_is_noticed(phases: RlPhase) -> N
         history = world.run()
     assert check(world) == []
     assert [session.phases for session in world.sessions] == ["rollout", phases]
-    last = max(history.generations)
-    begins = history.generations[last][1].start
+    begins = history.generations[max(history.generations)][1].start
     assert begins == (Position(3, 0) if phases == "rollout" else Position(1, 7))
-    if phases != "rollout":
-        generation(history, last, lambda record: replace(record, start=Position(2, 7)))
-        assert "I3" in {v.number for v in check(world)}

@@ -94,7 +94,7 @@ class Disk:
 
     `encode`: writes a record as bytes; None: the record itself is stored, for speed.
 
-    `order` of listings: 0 as created, 1 reversed, 2 by name. `exclusive` False: every create succeeds (filesystems that must be refused).
+    `order` of listings: 0 as created, 1 reversed, 2 by name.
     """
 
     def __init__(
@@ -102,14 +102,13 @@ class Disk:
         *,
         coarse_s: float = 0.0,
         order: int = 0,
-        exclusive: bool = True,
         encode: Callable[[Record], bytes] | None = None,
     ) -> None:
         self.now = 0.0
         self.files: dict[str, File] = {}
         self.dirs: dict[str, Directory] = {}
         self.torn: set[str] = set()
-        self.coarse_s, self.exclusive, self._encode = coarse_s, exclusive, encode
+        self.coarse_s, self._encode = coarse_s, encode
         # path -> the damaged content, until an operator restores the record
         self.spoilt: dict[str, bytes] = {}
         self._ordered = _ORDERS[order]

@@ -88,22 +88,16 @@ def i2_one_decision(history: History) -> Iterator[str]:
 
 
 def _adopted(history: History, read: Mapping[Place, Payload], times: Mapping[Place, float]) -> Iterator[str]:
-    """Each generation's record contains, for each row before its start, the last decision that any node had read by then."""
+    """Each generation's record contains, for each row before its start, the last decision that any node had read by then. A session with
+    other phases may begin some iterations earlier."""
     latest: dict[str, tuple[int, Payload]] = {}
     for number, (write, record) in sorted(history.generations.items()):
         start = number - 1, record.start.iteration, record.start.phase
-        other = number > 1 and history.span(record) != history.span(history.generations[number - 1][1])
-        newest = {PHASE_NAMES[place[2]]: place[1] for place in sorted(read) if place[0] < number}
         for place in sorted(place for place in read if place[0] == number - 1 and place < start):
             if read[place] and times[place] <= write.time:
                 latest[PHASE_NAMES[place[2]]] = (place[1], read[place])
-        for name, (iteration, value) in latest.items():
-            if other and (
-                (number - 1, iteration, PHASE_NAMES.index(name)) >= start
-                or newest.get(name, 0) > iteration + 1
-            ):
-                # A session with other phases may begin some iterations earlier. Only the last two decisions of a row are known then.
-                continue
+        goes_on = number == 1 or history.span(record) == history.span(history.generations[number - 1][1])
+        for name, (iteration, value) in latest.items() if goes_on else ():
             entry = record.decisions.get(name)
             if entry is None or (
                 (entry["iteration"], entry["value"]) != (iteration, value)

@@ -37,6 +37,11 @@ _WHEN = re.compile(
 )
 _AT = re.compile(r"at ([\d.]+) s: (.+)")
 _SET = re.compile(r"([a-z-]+) (\S+)")
+#: what a scenario may set, and what holds where it does not
+SETTINGS = {
+    **{"nodes": "3", "iterations": "1", "policy": "shrink", "min-nodes": "1", "phases": "both"},
+    **{"length": "1.0", "seed": "1", "stale": "0", "stale-content": ""},
+}
 
 
 def play(text: str) -> tuple[History, list[Violation]]:
@@ -59,33 +64,23 @@ def prepare(text: str) -> World:
 
 
 def _world(settings: dict[str, str]) -> World:
-    known = {
-        "nodes",
-        "iterations",
-        "policy",
-        "min-nodes",
-        "length",
-        "seed",
-        "stale",
-        "stale-content",
-        "phases",
-    }
-    if settings.keys() - known:
-        raise UsageError(f"unknown in a scenario: {', '.join(sorted(settings.keys() - known))}")
-    stale = float(settings.get("stale", "0"))
+    for name in settings.keys() - {*SETTINGS}:
+        raise UsageError(f"unknown in a scenario: {name}")
+    given = SETTINGS | settings
+    stale = float(given["stale"])
     setup = Setup(
-        nodes=int(settings.get("nodes", "3")),
-        iterations=int(settings.get("iterations", "1")),
+        nodes=int(given["nodes"]),
+        iterations=int(given["iterations"]),
         mix=frozenset(),
-        policy=cast(FailurePolicy, settings.get("policy", "shrink")),
-        min_nodes=int(settings.get("min-nodes", "1")),
-        phases=cast(RlPhase, settings.get("phases", "both")),
+        policy=cast(FailurePolicy, given["policy"]),
+        min_nodes=int(given["min-nodes"]),
+        phases=cast(RlPhase, given["phases"]),
         beat_s=BEAT_S,
-        lengths=(float(settings.get("length", "1.0")),),
-        habits=Habits(stale, float(settings.get("stale-content", stale)), stale),
+        lengths=(float(given["length"]),),
+        habits=Habits(stale, float(given["stale-content"] or stale), stale),
         clocks=False,
     )
-    return StruckWorld(int(settings.get("seed", "1")), setup)
+    return StruckWorld(int(given["seed"]), setup)
 
 
 def _plan(world: World, line: str) -> None:
@@ -115,54 +110,53 @@ def _counted(world: World, action: Callable[[], None]) -> Callable[[], None]:
 
 
 def _action(world: World, text: str) -> Callable[[], None]:
-    if text in ("ask to stop", "ask to stop at once"):
-        return partial(strikes.ask_to_stop, world, now=text.endswith("once"))
-    if text == "lose power":
-        return lambda: strikes.cut_power(world, world.of(None), again=False)
-    if match := re.fullmatch(r"(kill|start|end) (?:node (\d+)|all)", text):
-        ranks = range(world.setup.nodes) if match[2] is None else range(int(match[2]), int(match[2]) + 1)
-        verb = match[1]
-        return lambda: _do(world, verb, ranks)
-    if match := re.fullmatch(r"start node (\d+) elsewhere", text):
-        return partial(strikes.start_elsewhere, world, int(match[1]))
-    if match := re.fullmatch(r"start node (\d+) with other code", text):
-        return partial(strikes.start_with_other_code, world, int(match[1]))
-    if match := re.fullmatch(r"spoil (\S+)", text):
-        return partial(strikes.spoil_a_record, world, match[1])
-    if match := re.fullmatch(r"let node (\d+) read no generation", text):
-        return partial(strikes.hide, world, int(match[1]))
-    if text == "mend what cannot be read":
-        return world.mend
-    if match := re.fullmatch(r"(stop|freeze|hold) node (\d+)(?: at (\w+))? for ([\d.]+) s", text):
-        verb, rank, at, seconds = match[1], int(match[2]), match[3] or "", float(match[4])
-        return lambda: _hold(world, verb, rank, at, seconds)
-    if match := re.fullmatch(r"fail node (\d+) in (\w+)(?: (\d+) times)?", text):
-        failures = {(int(match[1]), match[2]): int(match[3] or 1)}
-        return lambda: world.failures.update(failures)
-    if match := re.fullmatch(r"fill the disk of node (\d+) for ([\d.]+) s", text):
-        return partial(strikes.fail_disk, world, int(match[1]), float(match[2]), full=True)
+    for pattern, action in ACTIONS.items():
+        if match := re.fullmatch(pattern, text):
+            return partial(action, world, *match.groups())
     raise UsageError(f"not an action of a scenario: {text!r}")
 
 
-def _do(world: World, verb: str, ranks: range) -> None:
-    for rank in ranks:
+def _fail(world: World, rank: str, phase: str, times: str | None) -> None:
+    world.failures[int(rank), phase] = int(times or 1)
+
+
+def _do(world: World, verb: str, rank: str | None) -> None:
+    for each in range(world.setup.nodes) if rank is None else (int(rank),):
         if verb == "start":
-            if world.of(rank):
+            if world.of(each):
                 world.history.faults.add("twin")
-            world.start(rank, 0.0)
+            world.start(each, 0.0)
             continue
         world.history.faults.add("crash" if verb == "kill" else "leave")
-        for process in world.of(rank):
+        for process in world.of(each):
             if verb == "kill":
                 process.kill("killed")
             else:
                 process.signal()
 
 
-def _hold(world: World, verb: str, rank: int, at: str, seconds: float) -> None:
+def _hold(world: World, verb: str, rank: str, at: str | None, seconds: str) -> None:
     world.history.faults.add("pause")
-    for process in world.of(rank):
+    for process in world.of(int(rank)):
         if verb == "hold" or at:
-            process.mishap = Mishap("block", seconds=seconds, verb=at, stopped=verb != "hold")
+            process.mishap = Mishap("block", seconds=float(seconds), verb=at or "", stopped=verb != "hold")
         else:
-            process.pause(seconds, frozen=verb == "freeze")
+            process.pause(float(seconds), frozen=verb == "freeze")
+
+
+#: the words of an action -> what is done, with the words in parentheses
+ACTIONS: dict[str, Callable[..., None]] = {
+    r"ask to stop( at once)?": lambda world, once: strikes.ask_to_stop(world, now=once is not None),
+    r"lose power": lambda world: strikes.cut_power(world, world.of(None), again=False),
+    r"(kill|start|end) (?:node (\d+)|all)": _do,
+    r"start node (\d+) elsewhere": lambda world, rank: strikes.start_elsewhere(world, int(rank)),
+    r"start node (\d+) with other code": lambda world, rank: strikes.start_with_other_code(world, int(rank)),
+    r"spoil (\S+)": strikes.spoil_a_record,
+    r"let node (\d+) read no generation": lambda world, rank: strikes.hide(world, int(rank)),
+    r"mend what cannot be read": World.mend,
+    r"(stop|freeze|hold) node (\d+)(?: at (\w+))? for ([\d.]+) s": _hold,
+    r"fail node (\d+) in (\w+)(?: (\d+) times)?": _fail,
+    r"fill the disk of node (\d+) for ([\d.]+) s": lambda world, rank, seconds: strikes.fail_disk(
+        world, int(rank), float(seconds), full=True
+    ),
+}

@@ -19,7 +19,7 @@ from fsbarrier.protocol.state import Node
 from fsbarrier.sim.artifacts import Artifacts
 from fsbarrier.sim.history import History, ProcessEnd, Said
 from fsbarrier.sim.setup import Draw
-from fsbarrier.sim.store import Failure, MountClient
+from fsbarrier.sim.store import After, MountClient, nothing
 
 # the limit of operations between two waits of a thread; more are a livelock
 LIVELOCK = 5000
@@ -42,6 +42,11 @@ class Mishap:
     inside: str = ""
     # the whole process is stopped while blocked
     stopped: bool = False
+
+
+def fail(error: type[BaseException], *about: object) -> None:
+    """Raises `error`, which is made here: in a local variable it would form a cycle with its frame, and keep all in there alive."""
+    raise error(*about)
 
 
 class Schedule:
@@ -132,8 +137,8 @@ class Start:
 
     # --- what happens in its operations ---
 
-    def operation(self, verb: str, path: str) -> Failure | None:
-        """Called before each operation: perhaps it raises an error or hangs. Returns the error to raise after the operation."""
+    def operation(self, verb: str, path: str) -> After:
+        """Called before each operation: perhaps it raises an error or hangs. Returns what to call after the operation."""
         self.operations += 1
         if self.operations > LIVELOCK:
             self.schedule.history.stuck.append(f"node {self.rank}: a livelock; the last was {verb} {path}")
@@ -141,7 +146,7 @@ class Start:
         # To wait for the end of cancelled work is no operation of the mount.
         if (code := self.client.outage) is not None and verb != "cancel":
             if code == errno.ENOSPC and verb in ("read", "names"):
-                return None
+                return nothing
             raise OSError(code, os.strerror(code), path)
         mishap = self.mishap
         if mishap is not None and mishap.verb in ("", verb) and mishap.inside in path:
@@ -151,11 +156,11 @@ class Start:
                 return self._strike(mishap)
         return self._chance(verb, path)
 
-    def _strike(self, mishap: Mishap) -> Failure | None:
+    def _strike(self, mishap: Mishap) -> After:
         if mishap.how == "crash":
             raise Crash
         if mishap.how == "crash-after":
-            return Crash
+            return partial(fail, Crash)
         thread = self.schedule.running
         assert thread is not None
         if mishap.stopped:
@@ -166,21 +171,20 @@ class Start:
         # If it is a heartbeat that hangs, this is as if the filesystem failed.
         self.schedule.history.outages.append((self.rank, self.schedule.now, self.hung_at))
         thread.sleep(mishap.seconds, hangs=True)
-        return None
+        return nothing
 
-    def _chance(self, verb: str, path: str) -> Failure | None:
+    def _chance(self, verb: str, path: str) -> After:
         """An operation fails now and then. Creates fail more often, since their errors are ambiguous."""
         schedule = self.schedule
         rate = schedule.draw.error_rate * (5 if verb == "create" else 1)
         if not rate or verb == "cancel" or schedule.rng.random() >= rate:
-            return None
+            return nothing
         how = schedule.rng.choice(schedule.draw.errors)
         schedule.history.faults.add(how)
         code = schedule.rng.choice((errno.EIO, errno.ESTALE))
-        failure = partial(OSError, code, os.strerror(code), path)
         if how == "error":
-            raise failure()
-        return failure
+            raise OSError(code, os.strerror(code), path)
+        return partial(fail, OSError, code, os.strerror(code), path)
 
     # --- what happens to it ---
 

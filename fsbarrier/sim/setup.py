@@ -51,9 +51,8 @@ KINDS = {
     "unreadable": "records are damaged, or of a foreign format, or one host can read no generation's, until that is mended",
     "version": "a node is started again with other code than the others'",
     "junk": "files that are not ours, and torn ones, lie in every directory of the protocol",
-    "winners": "an exclusive create that two clients win: the class that must be refused (only on demand)",
 }
-USUAL = frozenset(KINDS) - {"winners"}
+USUAL = frozenset(KINDS)
 #: the setting that later starts change; its first value, and those of settings that nobody may change
 CHANGED = "optimizer.lr"
 FIRST_LR = 0.5

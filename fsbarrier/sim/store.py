@@ -37,10 +37,14 @@ class Habits:
         return self.listing_s + self.content_s
 
 
-#: Makes an error. An exception in a local variable would form a cycle with its frame, and keep everything in the frame alive.
-Failure = Callable[[], BaseException]
-#: (verb, path) -> an error to raise after the operation. It may also raise, or block.
-Trouble = Callable[[str, str], Failure | None]
+#: Called after an operation that was carried out: it raises the error by which that one seems to have failed.
+After = Callable[[], None]
+#: (verb, path) -> what to call after the operation. It may also raise, or block.
+Trouble = Callable[[str, str], After]
+
+
+def nothing() -> None:
+    """The operation has not failed."""
 
 
 class ReadFaults:
@@ -80,7 +84,7 @@ class MountClient:
     def __init__(self, disk: Disk, host: str, habits: Habits, reads: ReadFaults | None = None) -> None:
         self.disk, self.host, self.habits = disk, host, habits
         # decides the outcome of each operation
-        self.trouble: Trouble = lambda verb, path: None
+        self.trouble: Trouble = lambda verb, path: nothing
         # the errno of all operations in an outage; None: no outage
         self.outage: int | None = None
         # the directory whose files this host cannot read; "": none
@@ -106,12 +110,10 @@ class MountClient:
                 self._absent.pop(path, None)
                 while directory := directory and directory.parent:
                     self._lists.pop(directory, None)
-        if after is not None:
-            raise after()
+        after()
 
     def names(self, directory: SimPath) -> list[str]:
-        if (after := self.trouble("names", directory)) is not None:
-            raise after()
+        self.trouble("names", directory)()
         found = self.disk.dirs.get(directory)
         if found is None:
             return self._names_of_missing(directory)
@@ -154,8 +156,7 @@ class MountClient:
             if error.errno in OF_ONE_RECORD:
                 return None
             raise
-        if after is not None:
-            raise after()
+        after()
         file = self.disk.files.get(path)
         if file is None:
             if path in self.disk.removed:
@@ -200,19 +201,16 @@ class MountClient:
     def put(self, path: SimPath, record: Record, *, durable: bool = False) -> None:
         after = self.trouble("put", path)
         self._replace(path, record, durable)
-        if after is not None:
-            raise after()
+        after()
 
     def mark(self, path: SimPath, record: Record) -> None:
         after = self.trouble("mark", path)
         self._replace(path, record)
-        if after is not None:
-            raise after()
+        after()
 
     def append(self) -> None:
         """Write a line of a journal, which the simulated directory does not hold. An error means that it was not written."""
-        if (after := self.trouble("append", "")) is not None:
-            raise after()
+        self.trouble("append", "")()
 
     def _replace(self, path: SimPath, record: Record, durable: bool = False) -> None:
         file = self.disk.write(path, record, self.host, durable)
@@ -223,16 +221,15 @@ class MountClient:
     def create(self, path: SimPath, record: Record) -> bool:
         after = self.trouble("create", path)
         file = self.disk.files.get(path)
-        free = file is None or not self.disk.exclusive
-        if file is None or free:
+        free = file is None
+        if file is None:
             file = self.disk.write(path, record, self.host, True)
             self.disk.watch(path, record, file)
         else:
             self.disk.touch(file.directory)
         if self._caching:
             self._forget(path, file)
-        if after is not None:
-            raise after()
+        after()
         return free
 
     def rename(self, path: SimPath, new: SimPath) -> bool:
@@ -243,8 +240,7 @@ class MountClient:
             self._forget(new, file)
         if file is not None:
             self.disk.watch_rename(new)
-        if after is not None:
-            raise after()
+        after()
         return file is not None
 
     def remove(self, path: SimPath) -> None:
@@ -253,8 +249,7 @@ class MountClient:
         self.disk.remove(path)
         if self._caching and file is not None:
             self._forget(path, file)
-        if after is not None:
-            raise after()
+        after()
 
     def remove_dir(self, path: SimPath) -> None:
         after = self.trouble("remove_dir", path)
@@ -262,8 +257,7 @@ class MountClient:
         self.disk.remove_dir(path)
         if self._caching and directory is not None and directory.parent is not None:
             self._lists.pop(directory.parent, None)
-        if after is not None:
-            raise after()
+        after()
 
     # --- caches ---
 

@@ -19,7 +19,7 @@ from fsbarrier.sim.schedule import Action, Mishap, Schedule, Start
 from fsbarrier.sim.sessions import OTHERS, Session, another
 from fsbarrier.sim.settings import CommandLines
 from fsbarrier.sim.setup import ROOT, START_SETTINGS, Draw, Setup, program
-from fsbarrier.sim.store import Failure, Habits, MountClient
+from fsbarrier.sim.store import After, Habits, MountClient, nothing
 
 # the limit for each node and iteration, a hundred times the usual number; more is a livelock
 EVENTS = 100_000
@@ -70,7 +70,6 @@ class World(Schedule):
         disk = Disk(
             coarse_s=draw.coarse_s,
             order=draw.order,
-            exclusive="winners" not in self.setup.mix,
             encode=encode if draw.in_bytes else None,
         )
         disk.watch, disk.watch_rename = self._written, self._renamed
@@ -248,8 +247,8 @@ class World(Schedule):
         claims = rank in self.claiming
         return Process(self, number, rank, client, self.sessions[-1], self.codes[rank], stated, claims)
 
-    def _operation(self, verb: str, path: str) -> Failure | None:
-        return self.running.owner.operation(verb, path) if self.running is not None else None
+    def _operation(self, verb: str, path: str) -> After:
+        return self.running.owner.operation(verb, path) if self.running is not None else nothing
 
     def of(self, rank: int | None) -> list[Start]:
         """The starts of a rank that are up; None: of all."""
