@@ -21,17 +21,28 @@ def code_file(function: Callable[..., object]) -> str | None:
 
 
 def described_failure(error: BaseException, file: str | None) -> str:
-    """Describe an exception from user code with its location: the innermost line in the user's `file`, or else in any file.
+    """Describe an exception from user code with its location. Logs the full traceback once per location."""
+    text, place, trace = failure(error, file)
+    log_once(place, trace)
+    return text
 
-    Logs the full traceback once per location.
+
+def failure(error: BaseException, file: str | None) -> tuple[str, str, str]:
+    """An exception from user code: its description with the location, the location, and the full traceback.
+
+    The location is the innermost line in the user's `file`, or else in any file.
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == file] or frames
     place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{place}", place, "".join(traceback.format_exception(error))
+
+
+def log_once(place: str, trace: str) -> None:
+    """Log a traceback, once per location."""
     if place not in _shown:
         _shown.add(place)
-        traceback.print_exception(error, file=sys.stderr)
-    return f"{type(error).__name__}: {error}{place}"
+        print(trace, end="", file=sys.stderr)
 
 
 #: the user code that this process has loaded, as in its settings

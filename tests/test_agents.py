@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from test_rollout import KEY, SAMPLES, Fake, assert_one_line, finish, make_spec,
 from waiting import until
 
 from fsbarrier.errors import UsageError
-from fsbarrier.rollouts.agent_client import Client, finished
+from fsbarrier.processes.processes import Stat, below
+from fsbarrier.rollouts.agent_client import Recorder, finished
 from fsbarrier.rollouts.agent_http import Endpoint
 from fsbarrier.rollouts.agents import load_agent
 from fsbarrier.rollouts.engine_pool import EnginePool, Place
@@ -34,16 +37,16 @@ def letters(text: str) -> list[int]:
     return [*map(ord, text)]
 
 
-def talk(fake: Fake, conversation: Any, **options: Any) -> Client:
+def talk(fake: Fake, conversation: Any, **options: Any) -> Recorder:
     """Run `conversation(client)`; gives the client with what it recorded."""
 
-    async def go() -> Client:
+    async def go() -> Recorder:
         server = SamplingServer(fake.url, KEY, "policy", 30.0, 2)
         sampling = Sampling(1, 1.0, 1.0, -1, options.pop("max_tokens", 100))
         async with EnginePool([server], connections=4, on_tokens=lambda _: None, patience_s=1.0) as pool:
             if options.pop("look", False):
                 await pool.look()
-            client, endpoint = Client(Place(pool, 1, sampling), **options), Endpoint()
+            client, endpoint = Recorder(Place(pool, 1, sampling)), Endpoint()
             await endpoint.open()
             with endpoint.serving(client):
                 await conversation(client)
@@ -58,7 +61,7 @@ def user(text: str) -> dict[str, Any]:
 
 
 def test_a_later_turn_extends_the_earlier_ones_to_the_token(fake: Fake) -> None:
-    async def three_turns(client: Client) -> None:
+    async def three_turns(client: Recorder) -> None:
         messages = [user("!say xy!!")]
         for text in ("!say zz!!", "!say w!!", ""):
             messages += [(await client.chat(messages)).message, user(text)]
@@ -81,7 +84,7 @@ def test_a_later_turn_extends_the_earlier_ones_to_the_token(fake: Fake) -> None:
 
 
 def test_tool_calls_are_read_and_their_results_follow(fake: Fake) -> None:
-    async def with_a_tool(client: Client) -> None:
+    async def with_a_tool(client: Recorder) -> None:
         messages = [user(f"!say {CALL}!!")]
         reply = await client.chat(messages, tools=TOOLS)
         (call,) = reply.tool_calls
@@ -98,7 +101,7 @@ def test_tool_calls_are_read_and_their_results_follow(fake: Fake) -> None:
 
 
 def test_a_changed_history_and_calls_side_by_side_begin_segments(fake: Fake) -> None:
-    async def rewritten(client: Client) -> None:
+    async def rewritten(client: Recorder) -> None:
         first = await client.chat([user("!say ab!!")])
         await client.chat([user("in short: !say c!!"), first.message, user("and?")])
         history = [user("in short: !say c!!"), first.message, user("and?")]
@@ -123,7 +126,7 @@ def running(lengths: Iterator[int]) -> list[int]:
     return sums
 
 
-def as_record(client: Client) -> dict[str, Any]:
+def as_record(client: Recorder) -> dict[str, Any]:
     from fsbarrier.data.tasks import Task
     from fsbarrier.rollouts.samples import SampledGroup
 
@@ -132,7 +135,7 @@ def as_record(client: Client) -> dict[str, Any]:
 
 
 def test_text_goes_on_from_its_tokens_too(fake: Fake) -> None:
-    async def text(client: Client) -> None:
+    async def text(client: Recorder) -> None:
         first = await client.complete("q !say ab!! ")
         await client.complete(f"q !say ab!! {first.text} !say c!! ")
         await client.complete("something else = ")
@@ -148,7 +151,7 @@ def test_text_goes_on_from_its_tokens_too(fake: Fake) -> None:
 
 
 def test_any_client_can_be_used_and_is_recorded(fake: Fake) -> None:
-    async def over_http(client: Client) -> None:
+    async def over_http(client: Recorder) -> None:
         key = {"Authorization": f"Bearer {client.api_key}"}
         async with httpx.AsyncClient(base_url=client.base_url, headers=key, trust_env=False) as http:
             body = {"model": "any", "messages": [user(f"!say {CALL}!!")], "tools": TOOLS, "temperature": 1.0}
@@ -161,7 +164,6 @@ def test_any_client_can_be_used_and_is_recorded(fake: Fake) -> None:
             for wrong, status, said in (
                 ({"temperature": 0.2}, 400, "temperature=0.2: must equal the run's setting"),
                 ({"n": 2}, 400, "n=2: must equal the run's setting"),
-                ({"stream": True}, 400, "streaming is not supported"),
             ):
                 refused = await http.post("/chat/completions", json={**body, **wrong})
                 assert refused.status_code == status and said in refused.text
@@ -174,12 +176,43 @@ def test_any_client_can_be_used_and_is_recorded(fake: Fake) -> None:
     assert len(client.segments) == 1 and client.turns == 2
 
 
+def test_a_streamed_answer_comes_in_one_piece(fake: Fake) -> None:
+    events: list[list[Any]] = []
+
+    async def streamed(client: Recorder) -> None:
+        key = {"Authorization": f"Bearer {client.api_key}"}
+        turn = {"messages": [user(f"!say {CALL}!!")], "tools": TOOLS, "stream": True}
+        async with httpx.AsyncClient(base_url=client.base_url, headers=key, trust_env=False) as http:
+            for path, body in (
+                ("/chat/completions", {**turn, "stream_options": {"include_usage": True}}),
+                ("/completions", {"prompt": "!say ab!!", "stream": True}),
+            ):
+                answer = await http.post(path, json=body)
+                assert answer.headers["content-type"].startswith("text/event-stream")
+                *data, done, rest = answer.text.split("\n\n")
+                assert (done, rest) == ("data: [DONE]", "")
+                events.append([json.loads(line.removeprefix("data: ")) for line in data])
+
+    assert talk(fake, streamed).turns == 2
+    (said, end, usage), (text, text_end) = events
+    delta = said["choices"][0]["delta"]
+    assert (delta["role"], delta["content"], said["object"]) == ("assistant", "", "chat.completion.chunk")
+    (call,) = delta["tool_calls"]
+    assert call["index"] == 0 and call["function"] == {"name": "add", "arguments": '{"a": 2, "b": 3}'}
+    assert [one["choices"][0]["finish_reason"] for one in (said, end)] == [None, "tool_calls"]
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 70
+    assert (text["choices"][0]["text"], text["object"]) == ("ab", "text_completion")
+    assert [one["choices"][0]["finish_reason"] for one in (text, text_end)] == [None, "stop"]
+
+
 # --- the whole program ------------------------------------------------------------------------------------------------------
 
 AGENT = """
-import asyncio
-import threading
-from fsbarrier.rollouts.agents import Trajectory
+import asyncio, ctypes, os, subprocess, threading, time
+from pathlib import Path
+from fsbarrier.rollouts.agents import EnvironmentLost, Trajectory
+
+FOLDER = Path(__file__).parent
 
 class Twice:
     async def run(self, task, client):
@@ -191,8 +224,6 @@ class Twice:
             raise KeyError("no\\nsuch thing")
         if "!leave" in messages[0]["content"]:
             raise SystemExit(0)
-        if "!hang" in messages[0]["content"]:
-            await asyncio.Event().wait()
         if "!own" in messages[0]["content"]:
             return client.trajectory(reward=0.25, text="mine", turns_wanted=2)
         if "!none" in messages[0]["content"]:
@@ -211,11 +242,54 @@ class Odd:
         word = task.prompt.partition("!")[2]
         return client.trajectory(reward="1.0" if word == "text" else float(word))
 
-class Tool:
+class Worst:
+    async def run(self, task, client):
+        # One in a session of its own, whose parent has ended: nothing but the episode's process leads to it.
+        escaped = "(setsid sleep 1000 & echo $! >> started)"
+        subprocess.run(["sh", "-c", f"{escaped}; sleep 1000 & echo $! >> started"], cwd=FOLDER, check=True)
+        await client.chat(task.messages)
+        match task.prompt.partition("!")[2]:
+            case "wait":
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    (FOLDER / "released").touch()
+            case "thread":
+                await asyncio.to_thread(threading.Event().wait)
+            case "block":
+                time.sleep(1000)
+            case "crash":
+                ctypes.string_at(0)
+            case "exit":
+                os._exit(3)
+
+class Life:
+    @classmethod
+    async def open(cls, custom):
+        (FOLDER / "opened").write_text("once", newline="")
+        return {"pid": os.getpid(), "word": custom["word"]}
+
+    @classmethod
+    async def close(cls):
+        (FOLDER / "opened").rename(FOLDER / "closed")
+
+    async def run(self, task, client):
+        os.kill(client.opened["pid"], 0)
+        assert client.opened["word"] == "!say ok!!" and (FOLDER / "opened").exists()
+        await client.chat(task.messages)
+
+class Loses:
     async def run(self, task, client):
         await client.chat(task.messages)
-        hangs = "!hang" in task.prompt
-        await asyncio.to_thread(threading.Event().wait if hangs else (lambda: None))
+        with (FOLDER / task.prompt).open("a") as tries:
+            tries.write("x")
+        if "!lost" in task.prompt or ("!once" in task.prompt and not (FOLDER / "lost").exists()):
+            (FOLDER / "lost").touch()
+            raise EnvironmentLost("it is gone")
+
+class Half:
+    async def open(self, custom): pass
+    async def run(self, task, client): pass
 
 class Plain:
     def run(self, task, client): pass
@@ -272,28 +346,25 @@ def test_episodes_become_trajectories(tmp_path: Path, fake: Fake, file: Path) ->
     assert sorted(rolled_out(tmp_path)) == [0, 1] and len(rolled_out(tmp_path)[1]) == SAMPLES
 
 
-def test_an_agent_that_raises_or_hangs_is_marked_counted_and_ends_the_phase_above_a_share(
+def test_an_agent_that_raises_is_marked_counted_and_ends_the_phase_above_a_share(
     tmp_path: Path, fake: Fake, file: Path
 ) -> None:
-    # The others finish in time on a busy machine too.
-    limits = {"rollout.task_timeout_s": 6.0, "rollout.max_error_share": 0.5}
-    prompts = ["ab=", "ab!raise", "ab!hang", "dc=", "ab!leave", "cd="]
-    done = run(agent_spec(tmp_path, fake, prompts, f"{file}:Twice", **limits))
+    prompts = ["ab=", "ab!raise", "dc=", "ab!leave", "cd="]
+    done = run(agent_spec(tmp_path, fake, prompts, f"{file}:Twice", **{"rollout.max_error_share": 0.5}))
     assert (
         done.code == 0
-        and done.result["agent_errors"] == 3 * SAMPLES
-        and done.result["invalid"] == 3 * SAMPLES
+        and done.result["agent_errors"] == 2 * SAMPLES
+        and done.result["invalid"] == 2 * SAMPLES
     )
     groups = rolled_out(tmp_path)
     for item, said in (
         (groups[1][0], "KeyError: 'no\\nsuch thing'"),
-        (groups[2][0], "not finished within 6 s"),
-        (groups[4][0], "SystemExit: 0"),
+        (groups[3][0], "SystemExit: 0"),
     ):
         assert (item["valid"], item["reward"], item["finish_reason"]) == (False, 0.0, "error")
         assert said in item["metadata"]["agent_error"] and sum(item["loss_mask"]) > 0
     progress = json.loads((tmp_path / "progress.json").read_text())
-    assert progress["note"] == f"{3 * SAMPLES} agent errors"
+    assert progress["note"] == f"{2 * SAMPLES} agent errors"
     more = tmp_path / "more"
     more.mkdir()
     done = run(agent_spec(more, fake, ["ab!raise", "ab="], f"{file}:Twice"))
@@ -318,14 +389,72 @@ def test_an_agents_reward_is_a_finite_number_or_its_failure(tmp_path: Path, fake
     assert done.code == 1 and "rollout.max_error_share=0.1" in done.stderr.splitlines()[-1]
 
 
-def test_tools_that_hang_for_ever_hold_nobody_up(tmp_path: Path, fake: Fake, file: Path) -> None:
+def test_an_episode_ends_alone_and_with_all_that_it_started(tmp_path: Path, fake: Fake, file: Path) -> None:
     limits = {"rollout.task_timeout_s": 6.0, "rollout.max_error_share": 0.9}
-    prompts = [f"{letter}b!hang" for letter in "acdefghi"] + ["ab=", "cd="]
-    done = run(agent_spec(tmp_path, fake, prompts, f"{file}:Tool", **limits))
-    assert (done.code, done.result["agent_errors"]) == (0, 8 * SAMPLES)
+    prompts = ["ab!wait", "ab!thread", "ab!block", "ab!crash", "ab!exit", "ab=", "dc="]
+    spec = agent_spec(tmp_path, fake, prompts, f"{file}:Worst", **limits)
+    begin = time.monotonic()
+    done = run(spec)
+    assert time.monotonic() - begin < 30
+    assert (done.code, done.result["agent_errors"]) == (0, 5 * SAMPLES)
     groups = rolled_out(tmp_path)
-    assert all(item["valid"] for task in (8, 9) for item in groups[task])
-    assert all("not finished within 6 s" in groups[task][0]["metadata"]["agent_error"] for task in range(8))
+    assert all(item["valid"] for task in (5, 6) for item in groups[task])
+    said = {
+        0: "not finished within 6 s (rollout.task_timeout_s)",
+        1: "not finished within 6 s (rollout.task_timeout_s)",
+        2: "not finished within 6 s (rollout.task_timeout_s); its process did not answer any more and was killed",
+        3: "the agent's process was ended by signal 11 (SIGSEGV)",
+        4: "the agent's process ended with exit code 3",
+    }
+    for task, why in said.items():
+        assert {item["metadata"]["agent_error"] for item in groups[task]} == {why}
+        assert all(sum(item["loss_mask"]) for item in groups[task])
+    assert "task train-3: the agent's process was ended by signal 11 (SIGSEGV)" in done.stderr
+    assert (file.parent / "released").exists()
+    started = (file.parent / "started").read_text().split()
+    assert len(started) == 2 * len(prompts) * SAMPLES
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+
+
+def test_nothing_of_an_episode_outlives_a_killed_rollout(tmp_path: Path, fake: Fake, file: Path) -> None:
+    process = start(agent_spec(tmp_path, fake, ["ab!block", "ab!thread"], f"{file}:Worst"))
+    started = file.parent / "started"
+    until(
+        lambda: started.exists() and len(started.read_text().split()) == 4 * SAMPLES,
+        lives=lambda: process.poll() is None,
+    )
+    below_it = below(process.pid)
+    assert len(below_it) > 2 * SAMPLES
+    process.kill()
+    process.communicate()
+    until(lambda: not [pid for pid in (*below_it, *started.read_text().split()) if alive(int(pid))])
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return not Stat(pid).ended
+    return False
+
+
+def test_an_agents_class_begins_and_ends_with_the_rollout(tmp_path: Path, fake: Fake, file: Path) -> None:
+    done = run(agent_spec(tmp_path, fake, ["ab=", "dc="], f"{file}:Life"))
+    assert (done.code, done.stderr, done.result["agent_errors"]) == (0, "", 0)
+    assert (file.parent / "closed").read_text() == "once"
+
+
+def test_an_episode_whose_environment_is_lost_is_begun_again(tmp_path: Path, fake: Fake, file: Path) -> None:
+    spec = agent_spec(
+        tmp_path, fake, ["a=!once", "b=!lost", "c="], f"{file}:Loses", **{"rollout.max_error_share": 0.4}
+    )
+    done = run(spec)
+    assert (done.code, done.result["agent_errors"], done.result["environment_errors"]) == (0, 0, SAMPLES)
+    groups = rolled_out(tmp_path)
+    assert all(item["valid"] and item["turns"] == 1 for task in (0, 2) for item in groups[task])
+    assert [item["metadata"]["environment_error"].partition(" (")[0] for item in groups[1]] == [
+        "EnvironmentLost: it is gone"
+    ] * SAMPLES
+    tries = [len((file.parent / name).read_text()) for name in ("a=!once", "b=!lost", "c=")]
+    assert tries[0] > SAMPLES and tries[1:] == [3 * SAMPLES, SAMPLES]
 
 
 def test_an_engine_that_is_gone_is_no_agents_error(tmp_path: Path, fake: Fake, file: Path) -> None:
@@ -347,6 +476,7 @@ def test_an_engine_that_is_gone_is_no_agents_error(tmp_path: Path, fake: Fake, f
         ("Needs", "an agent must be constructible without arguments: missing a required argument: 'x'"),
         ("Nothing", "has no method run"),
         ("Absent", "does not define Absent"),
+        ("Half", "its method open must be an async class method"),
         ("function", "function is a function, not a class"),
     ],
 )
@@ -358,21 +488,21 @@ def test_what_is_no_agent_is_refused(file: Path, name: str, said: str) -> None:
 # --- the address that agents' own clients use -------------------------------------------------------------------------------
 
 
-def raw_request(client: Client, body: bytes, *, headers: str, key: str | None = None) -> bytes:
+def raw_request(client: Recorder, body: bytes, *, headers: str, key: str | None = None) -> bytes:
     key = client.api_key if key is None else key
     path = httpx.URL(client.base_url).path
     lines = (f"POST {path}/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {key}", headers)
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
-async def connect(client: Client) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(client: Recorder) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection("127.0.0.1", httpx.URL(client.base_url).port)
 
 
 def test_a_client_that_goes_away_in_the_middle_disturbs_nobody(
     fake: Fake, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async def goes_away(client: Client) -> None:
+    async def goes_away(client: Recorder) -> None:
         body = json.dumps({"messages": [user("!say ab!!")]}).encode()
         # In the middle of its request: there is no turn.
         _, writer = await connect(client)
@@ -419,7 +549,7 @@ NOT_OPENAIS: list[tuple[dict[str, object], str]] = [
 
 
 def test_what_is_asked_wrongly_is_answered_as_json(fake: Fake) -> None:
-    async def wrongly(client: Client) -> None:
+    async def wrongly(client: Recorder) -> None:
         key = {"Authorization": f"Bearer {client.api_key}"}
         async with httpx.AsyncClient(base_url=client.base_url, headers=key, trust_env=False) as http:
             turn = {"messages": [user("!say ab!!")]}

@@ -85,6 +85,7 @@ def test_three_parts_merge_into_their_concatenation(tmp_path: Path, three: list[
             "truncated_share": 0,
             "reward_errors": 0,
             "agent_errors": 0,
+            "environment_errors": 0,
             "reward_std": pytest.approx(mean(map(stdev, by_task))),
             "groups_without_signal": sum(len(set(group)) == 1 for group in by_task),
             "without_signal_share": pytest.approx(sum(len(set(group)) == 1 for group in by_task) / 9),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fsbarrier.data import images
-from fsbarrier.rollouts.agent_client import Client
+from fsbarrier.rollouts.agent_client import Recorder
 from fsbarrier.rollouts.pictures import Pictures
 from fsbarrier.rollouts.samples import Refusal, Sample, Sampling
 
@@ -84,11 +84,11 @@ class Engine:
         return prompt, Sample(text, ids, [-1.0] * len(ids), "stop", 0.1)
 
 
-def turns(template: str, end: str, answers: tuple[str, ...] = ("yes", "no", "so")) -> tuple[Client, Engine]:
+def turns(template: str, end: str, answers: tuple[str, ...] = ("yes", "no", "so")) -> tuple[Recorder, Engine]:
     engine = Engine(template, [answer + end for answer in answers])
 
-    async def go() -> Client:
-        client = Client(engine)  # type: ignore[arg-type]
+    async def go() -> Recorder:
+        client = Recorder(engine)  # type: ignore[arg-type]
         messages: list[dict[str, Any]] = [{"role": "user", "content": "first"}]
         for number in range(3):
             messages += [(await client.chat(messages)).message, {"role": "user", "content": f"then {number}"}]
@@ -170,8 +170,8 @@ def test_each_turns_image_stays_where_it_was_in_the_tokens(tmp_path: Path) -> No
     ]
     engine = Sees(tmp_path / "kept", ["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"])
 
-    async def go() -> Client:
-        client = Client(engine)  # type: ignore[arg-type]
+    async def go() -> Recorder:
+        client = Recorder(engine)  # type: ignore[arg-type]
         messages: list[dict[str, Any]] = []
         for message in shown:
             messages.append(message)

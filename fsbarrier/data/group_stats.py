@@ -19,7 +19,7 @@ MOST_PARTS = 20
 #: the statistics that add up over groups
 ADDED = (
     *("trajectories", "unjudged", "invalid", "reward_sum", "truncated", "reward_errors", "agent_errors"),
-    *("answers", "tokens"),
+    *("environment_errors", "answers", "tokens"),
 )
 
 
@@ -42,7 +42,7 @@ class GroupStats:
     """Statistics of some trajectories; `tokens`, `shortest` and `longest` are answer lengths in tokens."""
 
     trajectories: int = 0
-    #: trajectories without a score, because the reward or the agent failed
+    #: trajectories without a score, because the reward, the agent or its environment failed
     unjudged: int = 0
     #: trajectories that failed in any way
     invalid: int = 0
@@ -53,6 +53,7 @@ class GroupStats:
     truncated: int = 0
     reward_errors: int = 0
     agent_errors: int = 0
+    environment_errors: int = 0
     #: trajectories with an answer; one that failed before sampling has none
     answers: int = 0
     tokens: int = 0
@@ -65,7 +66,7 @@ class GroupStats:
     @classmethod
     def of(cls, trajectories: Iterable[Payload]) -> Self:
         """Count these trajectories. Fields that a user's own program omits are not counted."""
-        count = invalid = truncated = reward_errors = agent_errors = 0
+        count = invalid = truncated = reward_errors = agent_errors = environment_errors = 0
         lengths: list[int] = []
         rewards: list[float] = []
         parts: dict[str, RewardPart] = {}
@@ -78,6 +79,7 @@ class GroupStats:
             truncated += one.get("finish_reason") == "length"
             reward_errors += failed
             agent_errors += "agent_error" in notes
+            environment_errors += "environment_error" in notes
             if is_judged(one):
                 rewards.append(float(one["reward"]))
             if isinstance(mask, array) and len(mask):
@@ -95,6 +97,7 @@ class GroupStats:
             truncated=truncated,
             reward_errors=reward_errors,
             agent_errors=agent_errors,
+            environment_errors=environment_errors,
             answers=len(lengths),
             tokens=sum(lengths),
             shortest=min(lengths, default=0),
@@ -133,6 +136,7 @@ def metrics(groups: Sequence[GroupStats]) -> dict[str, float]:
         "truncated": total.truncated,
         "reward_errors": total.reward_errors,
         "agent_errors": total.agent_errors,
+        "environment_errors": total.environment_errors,
     }
     if total.answers:
         found |= {

@@ -95,14 +95,18 @@ class Trajectory(Sampled, total=False):
 
     #: seconds: generate_s, episode_s, reward_s
     timings: dict[str, float]
-    #: the task's other fields and its `answer`; after a failure also `agent_error`, `reward_error` or `error`
+    #: the task's other fields and its `answer`; after a failure also `agent_error`, `environment_error`,
+    #: `reward_error` or `error`
     metadata: JsonObject
 
 
 def is_judged(trajectory: Mapping[str, Any]) -> bool:
     """Whether its reward is valid, i.e. neither the reward function nor the agent failed."""
     metadata = trajectory.get("metadata")
-    return not (isinstance(metadata, Mapping) and {"reward_error", "agent_error"} & metadata.keys())
+    return not (
+        isinstance(metadata, Mapping)
+        and {"reward_error", "agent_error", "environment_error"} & metadata.keys()
+    )
 
 
 class TrajectoryFile(TypedDict):

@@ -1,4 +1,4 @@
-"""The client through which an agent talks to the policy. It records every turn as tokens.
+"""Sends the turns of an agent's episode to the policy, and records each as tokens.
 
 Training uses exactly the tokens that the model saw and sampled. A turn is therefore sent to the engine as token ids: the previous turn's
 prompt and answer unchanged, never re-tokenized, followed by the tokens that the chat template inserts after the answer. To find these
@@ -13,15 +13,12 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
 
 from fsbarrier.data.images import sources
 from fsbarrier.data.tasks import plain
-from fsbarrier.engine.openai_http import EngineAddress
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.engine_pool import Place
-from fsbarrier.rollouts.episode import Episode, Segment, Trajectory
+from fsbarrier.rollouts.episode import Episode, Reply, Segment, Trajectory, TurnFailed
 from fsbarrier.rollouts.samples import EngineGone, Message, Refusal, Sample
 from fsbarrier.rollouts.sampling import NEUTRAL
 
@@ -30,46 +27,15 @@ STAND_INS = ("A", "B")
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
-class TurnFailed(Exception):
-    """A turn without an answer: no room left, a timeout, or sampling options that differ from the run's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """One answer of the policy. Append `message` unchanged to the messages of the next turn."""
-
-    message: Message
-    text: str
-    #: "stop", or "length" if truncated by the token limit
-    finish_reason: str
-    token_ids: list[int]
-    prompt_tokens: int
-
-    @property
-    def tool_calls(self) -> list[JsonObject]:
-        """In OpenAI's format: [{"id", "type": "function", "function": {"name", "arguments" (JSON text)}}]."""
-        return list(self.message.get("tool_calls", ()))
-
-
-class Client:
+class Recorder:
     """Sends turns to the policy on the local engine and records them. One per episode.
 
-    Use `chat` and `complete` directly, or any OpenAI-compatible client with `base_url`, `api_key` and `model`, whose requests are recorded
-    in the same way (agent_http.py). `custom`: the run's settings `custom.*`. `engines`: the frozen engines by name, each with a `base_url`,
-    `api_key` and `model` for any client; what they answer is not recorded.
+    The turns come from the episode's process (agent_sampler.py), or as requests to `base_url` (agent_http.py).
     """
 
-    def __init__(
-        self,
-        sampler: Place,
-        *,
-        custom: Mapping[str, Any] | None = None,
-        engines: Mapping[str, EngineAddress] | None = None,
-    ) -> None:
+    def __init__(self, sampler: Place) -> None:
         # Valid while agent_http.py serves this episode.
         self.base_url, self.api_key, self.model = "", "", "policy"
-        self.custom: Mapping[str, Any] = custom or {}
-        self.engines: Mapping[str, EngineAddress] = engines or {}
         self.segments: list[Segment] = []
         self.turns = 0
         self.generate_s = 0.0
@@ -87,12 +53,6 @@ class Client:
         sampling = self._sampler.sampling
         own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         return {**own, **NEUTRAL, "n": 1, "logit_bias": {}}
-
-    def trajectory(
-        self, *, reward: float | None = None, text: str | None = None, **metadata: object
-    ) -> Trajectory:
-        """The return value for an agent's `run`."""
-        return Trajectory(reward, text, metadata)
 
     async def chat(
         self,
@@ -259,8 +219,10 @@ class Client:
         return self.last
 
 
-def finished(client: Client, returned: Trajectory, *, error: str | None, seconds: float) -> Episode:
-    """The episode that a client recorded. A failed one keeps its tokens and the error, and is not trained on."""
+def finished(
+    client: Recorder, returned: Trajectory, *, error: str | None, seconds: float, lost: bool = False
+) -> Episode:
+    """The episode that was recorded. A failed one keeps its tokens and the error, and is not trained on; `lost`: its environment failed."""
     segments = tuple(segment for segment in client.segments if any(segment.loss_mask))
     if error is None and not segments:
         error = "the agent ended without requesting an answer from the policy"
@@ -273,10 +235,11 @@ def finished(client: Client, returned: Trajectory, *, error: str | None, seconds
         seconds=client.generate_s,
         error=error,
         reward=returned.reward,
-        metadata={str(name): plain(value) for name, value in returned.metadata.items()},
+        metadata=returned.metadata,
         segments=segments,
         turns=client.turns,
         episode_s=seconds,
+        lost=lost,
     )
 
 

@@ -1,7 +1,7 @@
 """Serves the policy as an OpenAI-compatible API on loopback, for agents with their own client library.
 
-Each episode has its own base URL. Requests go through the episode's recording client (agent_client.py), as if the agent had called it. The
-server runs in the same process and event loop as the episodes. Responses are not streamed.
+Each episode has its own base URL. Requests go through the episode's recorder (agent_client.py), as if the agent had called it. The
+server runs in the rollout's process and event loop. A streamed answer comes in one piece, once it is complete.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fsbarrier.processes.addresses import owner_of_peer
 from fsbarrier.protocol.facts import JsonObject
-from fsbarrier.rollouts.agent_client import Client, Reply, TurnFailed
+from fsbarrier.rollouts.agent_client import Recorder
+from fsbarrier.rollouts.episode import Reply, TurnFailed
 from fsbarrier.rollouts.samples import EngineGone, Refusal
 from fsbarrier.store.trusted_folder import user_name
 
@@ -80,7 +82,7 @@ class Endpoint:
 
     def __init__(self) -> None:
         self._key = secrets.token_urlsafe(24)
-        self._clients: dict[str, Client] = {}
+        self._clients: dict[str, Recorder] = {}
         config = uvicorn.Config(
             self._application,
             interface="asgi3",
@@ -109,7 +111,7 @@ class Endpoint:
         await self._serving
 
     @contextlib.contextmanager
-    def serving(self, client: Client) -> Iterator[None]:
+    def serving(self, client: Recorder) -> Iterator[None]:
         """Serve this client's URL for the duration of its episode."""
         name = secrets.token_hex(8)
         client.base_url, client.api_key = f"http://{HOST}:{self._port}/episode/{name}/v1", self._key
@@ -122,7 +124,7 @@ class Endpoint:
     async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request (ASGI)."""
         try:
-            response = JSONResponse(await self._answer(Request(scope, receive)))
+            response = await self._answer(Request(scope, receive))
         except _Error as error:
             response = _error_response(error.status, str(error))
         except asyncio.CancelledError:
@@ -131,7 +133,7 @@ class Endpoint:
             return
         await response(scope, receive, send)
 
-    async def _answer(self, request: Request) -> dict[str, object]:
+    async def _answer(self, request: Request) -> Response:
         key = request.headers.get("authorization", "")
         if not hmac.compare_digest(key.encode(), f"Bearer {self._key}".encode()):
             raise _Error(401, "wrong API key; use the client's api_key")
@@ -142,7 +144,7 @@ class Endpoint:
         asked = await _asked(request)
         match (request.method, "/".join(parts[2:])):
             case ("GET", "v1/models"):
-                return {"object": "list", "data": [{"id": client.model, "object": "model"}]}
+                return JSONResponse({"object": "list", "data": [{"id": client.model, "object": "model"}]})
             case ("POST", "v1/chat/completions"):
                 return await _turn(client, asked, chat=True)
             case ("POST", "v1/completions"):
@@ -172,7 +174,7 @@ async def _asked(request: Request) -> JsonObject:
     return asked
 
 
-async def _turn(client: Client, asked: JsonObject, *, chat: bool) -> dict[str, object]:
+async def _turn(client: Recorder, asked: JsonObject, *, chat: bool) -> Response:
     """Execute one request as a turn of the episode."""
     for name, value in client.sampling.items():
         if asked.get(name) not in (None, value):
@@ -181,8 +183,6 @@ async def _turn(client: Client, asked: JsonObject, *, chat: bool) -> dict[str, o
                 400,
                 f"{wanted}: must equal the run's setting ({value!r}), so that training matches sampling; drop it",
             )
-    if asked.get("stream"):
-        raise _Error(400, "streaming is not supported; drop stream")
     stop = asked.get("stop") or ()
     known: JsonObject = {
         "max_tokens": asked.get("max_completion_tokens") or asked.get("max_tokens"),
@@ -202,7 +202,12 @@ async def _turn(client: Client, asked: JsonObject, *, chat: bool) -> dict[str, o
         raise _Error(400, "the request contains half of a surrogate pair, which is no text") from None
     except EngineGone as error:
         raise _Error(503, str(error)) from None
-    return _as_openai(client, reply, chat=chat)
+    answer = _as_openai(client, reply, chat=chat)
+    if not asked.get("stream"):
+        return JSONResponse(answer)
+    options = asked.get("stream_options")
+    with_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+    return Response(_as_events(answer, chat=chat, with_usage=with_usage), media_type="text/event-stream")
 
 
 def _check_types(asked: JsonObject, known: JsonObject, *, chat: bool) -> None:
@@ -224,7 +229,7 @@ def _check_types(asked: JsonObject, known: JsonObject, *, chat: bool) -> None:
         raise _Error(400, "max_tokens: must be a positive whole number")
 
 
-def _as_openai(client: Client, reply: Reply, *, chat: bool) -> dict[str, object]:
+def _as_openai(client: Recorder, reply: Reply, *, chat: bool) -> dict[str, object]:
     reason = "tool_calls" if reply.tool_calls and reply.finish_reason == "stop" else reply.finish_reason
     choice: dict[str, object] = {"index": 0, "finish_reason": reason, "logprobs": None}
     choice |= {"message": reply.message} if chat else {"text": reply.text}
@@ -237,3 +242,25 @@ def _as_openai(client: Client, reply: Reply, *, chat: bool) -> dict[str, object]
         "choices": [choice],
         "usage": {"prompt_tokens": used[0], "completion_tokens": used[1], "total_tokens": sum(used)},
     }
+
+
+def _as_events(answer: dict[str, Any], *, chat: bool, with_usage: bool) -> bytes:
+    """An answer in the form of a stream: all of it, why it ended, and the number of tokens if that was asked for."""
+    choice = answer["choices"][0]
+    whole: JsonObject = {"text": choice.get("text")}
+    nothing: JsonObject = {"text": ""}
+    if chat:
+        message = dict(choice["message"])
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        whole, nothing = {"delta": message}, {"delta": {}}
+    common = {name: answer[name] for name in ("id", "created", "model")}
+    common["object"] = "chat.completion.chunk" if chat else answer["object"]
+    events: list[object] = [
+        {**common, "choices": [{"index": 0, "finish_reason": reason, "logprobs": None, **part}]}
+        for part, reason in ((whole, None), (nothing, choice["finish_reason"]))
+    ]
+    if with_usage:
+        events.append({**common, "choices": [], "usage": answer["usage"]})
+    texts = [*(json.dumps(one).encode() for one in events), b"[DONE]"]
+    return b"".join(b"data: %b\n\n" % text for text in texts)

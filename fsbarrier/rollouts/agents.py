@@ -1,37 +1,38 @@
-"""Runs a user's agent: one instance per sample, many concurrently, each with its own client (agent_client.py).
+"""A user's agent and its episode: what runs in the episode's own process (agent_sampler.py starts it).
 
-`rollout.agent` is a class given as `path/file.py:Class`. Its instances are created without arguments and have
+`rollout.agent` is a class given as `path/file.py:Class`. Its instances, one per episode, are created without arguments and have
 
     async def run(self, task, client) -> Trajectory | None
 
-If an agent raises or times out, its trajectory is invalid and the failure is counted; the other agents continue.
+The class may also have `async def open(cls, custom)` and `async def close(cls)`, class methods that one more process calls at the begin and
+the end of each rollout; all episodes get what `open` returns as `client.opened`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import time
+import itertools
+import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, cast
 
-from fsbarrier.data.tasks import Task
+import msgspec
+
+from fsbarrier.data.tasks import Task, plain
 from fsbarrier.engine.openai_http import EngineAddress
 from fsbarrier.errors import UsageError
+from fsbarrier.processes.fork_server import Messages
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.score import finite
-from fsbarrier.rollouts.agent_client import Client, finished
-from fsbarrier.rollouts.engine_pool import Place
-from fsbarrier.rollouts.episode import Episode, Trajectory
-from fsbarrier.rollouts.samples import Emit, SampledGroup
-from fsbarrier.settings.sections import RolloutSettings
-from fsbarrier.user_code import code_file, described_failure, load_named
+from fsbarrier.rollouts.episode import Reply, Trajectory, TurnFailed
+from fsbarrier.user_code import code_file, failure, load_named
 
-__all__ = ["AgentSampler", "Client", "Trajectory", "load_agent"]
+__all__ = ["Client", "EnvironmentLost", "Reply", "Trajectory", "TurnFailed", "load_agent"]
 
 
-# Default timeout of an episode: an agent that hangs would otherwise block all nodes.
-EPISODE_TIMEOUT_S = 3600.0
+class EnvironmentLost(Exception):
+    """An agent raises it when its environment failed, and not the agent: the episode is run again, a few times."""
 
 
 class Agent(Protocol):
@@ -41,6 +42,68 @@ class Agent(Protocol):
 
 
 MakeAgent = Callable[[], Agent]
+
+
+class Client:
+    """The policy, for one episode.
+
+    Use `chat` and `complete` directly, or any OpenAI-compatible client with `base_url`, `api_key` and `model`, whose requests are recorded
+    in the same way. `custom`: the run's settings `custom.*`; `engines`: the models beside the policy, by name.
+    """
+
+    def __init__(self, messages: Messages, job: Mapping[str, Any]) -> None:
+        self.base_url: str = job["base_url"]
+        self.api_key: str = job["api_key"]
+        self.model: str = job["model"]
+        self.custom: Mapping[str, Any] = job["custom"]
+        self.engines: Mapping[str, EngineAddress] = msgspec.convert(job["engines"], dict[str, EngineAddress])
+        self.opened: Any = job["opened"]
+        self._messages, self._numbers = messages, itertools.count()
+        self._asked: dict[int, asyncio.Future[JsonObject]] = {}
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        """The policy's answer to a conversation. Parses tool calls of the form `<tool_call>{"name", "arguments"}</tool_call>`.
+
+        Sampling parameters are the run's, so that training matches the recorded distribution. Raises TurnFailed.
+        """
+        said = [dict(message) for message in messages]
+        return await self._ask("chat", messages=said, tools=tools, max_tokens=max_tokens, stop=stop)
+
+    async def complete(
+        self, prompt: str, *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Reply:
+        """The policy's continuation of a text, without a chat template. A prompt that starts with an earlier prompt and its answer
+        continues from their tokens. If that answer ended at a stop string, which is not part of its text, the prompt must contain the stop
+        string. Raises TurnFailed."""
+        return await self._ask("complete", prompt=prompt, max_tokens=max_tokens, stop=stop)
+
+    def trajectory(
+        self, *, reward: float | None = None, text: str | None = None, **metadata: object
+    ) -> Trajectory:
+        """The return value for an agent's `run`."""
+        return Trajectory(reward, text, metadata)
+
+    async def _ask(self, what: str, **arguments: object) -> Reply:
+        number = next(self._numbers)
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        await self._messages.send([number, what, plain(arguments)])
+        found = await answer
+        if "failed" in found:
+            raise TurnFailed(found["failed"])
+        return Reply(**found)
+
+    async def hear(self) -> None:
+        """Take the answers to `_ask` for as long as the episode lasts."""
+        while (answer := await self._messages.receive()) is not None:
+            number, found = answer
+            self._asked.pop(number).set_result(found)
 
 
 def load_agent(value: str) -> MakeAgent:
@@ -63,77 +126,79 @@ def load_agent(value: str) -> MakeAgent:
             signature.bind(*arguments)
         except TypeError as error:
             raise UsageError(f"{said}: an agent {what}: {error}") from None
+    for name in ("open", "close"):
+        method = getattr(found, name, None)
+        if method and not (inspect.ismethod(method) and inspect.iscoroutinefunction(method)):
+            raise UsageError(f"{said}: its method {name} must be an async class method")
     return cast(MakeAgent, found)
 
 
-class AgentSampler:
-    """Runs a group of episodes per task, all on one engine (engine_pool.py). Raises EngineGone."""
-
-    def __init__(
-        self,
-        make: MakeAgent,
-        settings: RolloutSettings,
-        custom: Mapping[str, Any],
-        engines: Mapping[str, EngineAddress],
-    ) -> None:
-        # Imported late: only rollouts with an agent need an HTTP server.
-        from fsbarrier.rollouts.agent_http import Endpoint
-
-        self.make, self.custom, self.engines = make, custom, engines
-        self.file = code_file(getattr(make, "run", make))
-        self.task_timeout_s = settings.task_timeout_s or EPISODE_TIMEOUT_S
-        self._endpoint = Endpoint()
-
-    async def __aenter__(self) -> Self:
-        await self._endpoint.open()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._endpoint.close()
-
-    async def sample(self, place: Place, tasks: Sequence[Task], emit: Emit) -> None:
-        """Run all episodes concurrently; `emit` receives each finished group."""
-        async with asyncio.TaskGroup() as running:
-            for task in tasks:
-                running.create_task(self._group(place, task, emit))
-
-    async def _group(self, place: Place, task: Task, emit: Emit) -> None:
-        async with asyncio.TaskGroup() as running:
-            episodes = [
-                running.create_task(self._episode(place, task)) for _ in range(place.sampling.samples)
-            ]
-        emit(SampledGroup(task, [], tuple(episode.result() for episode in episodes)))
-
-    async def _episode(self, place: Place, task: Task) -> Episode:
-        client = Client(place, custom=self.custom, engines=self.engines)
-        returned, error, begin = Trajectory(), None, time.monotonic()
-        limit = asyncio.timeout(self.task_timeout_s)
-        with self._endpoint.serving(client):
-            try:
-                async with limit:
-                    returned = _checked(await self.make().run(task, client))
-            # The user's code may raise anything. SystemExit would end the event loop, and this program without a result.
-            except (Exception, SystemExit) as failure:
-                if limit.expired():
-                    error = f"not finished within {self.task_timeout_s:g} s (rollout.task_timeout_s)"
-                else:
-                    error = described_failure(failure, self.file)
-        # A lost engine is not a failure of the agent, even if the agent caught the error and continued.
-        if client.engine_gone is not None:
-            raise client.engine_gone
-        return finished(client, returned, error=error, seconds=time.monotonic() - begin)
+# --- in the process of an episode -------------------------------------------------------------------------------------------
 
 
-def _checked(returned: object) -> Trajectory:
+def run_job(make: MakeAgent, connection: socket.socket) -> None:
+    """One job of the process: an episode, or what the agent begins and ends with a rollout.
+
+    What the agent has not awaited, a thread for example, ends with this process.
+    """
+    asyncio.new_event_loop().run_until_complete(_job(make, connection))
+
+
+async def _job(make: MakeAgent, connection: socket.socket) -> None:
+    messages = await Messages.over(connection)
+    job: JsonObject | None = await messages.receive()
+    if job is None:
+        return
+    limit = asyncio.timeout(job["limit_s"])
+    try:
+        async with limit:
+            answer = await (_run(make, messages, job) if "task" in job else _keep_open(make, messages, job))
+    # The user's code may raise anything.
+    except BaseException as error:
+        file = code_file(getattr(make, "run", make))
+        text, place, trace = failure(error, file)
+        lost = isinstance(error, EnvironmentLost)
+        answer = (
+            {"late": True}
+            if limit.expired()
+            else {"error": text, "place": place, "trace": trace, "lost": lost}
+        )
+    await messages.send(answer)
+
+
+async def _run(make: MakeAgent, messages: Messages, job: JsonObject) -> JsonObject:
+    client = Client(messages, job)
+    hearing = asyncio.create_task(client.hear())
+    returned = checked(await make().run(msgspec.convert(job["task"], Task), client))
+    hearing.cancel()
+    return {
+        "returned": {"reward": returned.reward, "text": returned.text, "metadata": plain(returned.metadata)}
+    }
+
+
+async def _keep_open(make: MakeAgent, messages: Messages, job: JsonObject) -> JsonObject:
+    """Call the class's `open`, and its `close` when the rollout ends."""
+    agent: Any = make
+    await messages.send(
+        {"opened": plain(await agent.open(job["custom"])) if hasattr(agent, "open") else None}
+    )
+    await messages.receive()
+    if hasattr(agent, "close"):
+        await agent.close()
+    return {}
+
+
+def checked(returned: object) -> Trajectory:
+    """What `run` has returned. Raises TypeError, ValueError."""
     if returned is None:
         return Trajectory()
     if not isinstance(returned, Trajectory):
         raise TypeError(
             f"run returned {type(returned).__name__}, expected a Trajectory (client.trajectory(...)) or None"
         )
-    if returned.reward is None:
-        return returned
-    reward = finite(returned.reward)
-    if reward is None:
+    if returned.text is not None and not isinstance(returned.text, str):
+        raise TypeError(f"run gave the text {returned.text!r}, not a string")
+    reward = None if returned.reward is None else finite(returned.reward)
+    if reward is None and returned.reward is not None:
         raise ValueError(f"run gave the reward {returned.reward!r}, not a finite number")
-    return replace(returned, reward=reward)
+    return Trajectory(reward, returned.text, returned.metadata)

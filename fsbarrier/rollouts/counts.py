@@ -46,6 +46,7 @@ class Counts:
             "timed_out": self.timed_out,
             "reward_errors": self.stats.reward_errors,
             "agent_errors": self.stats.agent_errors,
+            "environment_errors": self.stats.environment_errors,
         }
 
     def for_result(self) -> dict[str, int]:

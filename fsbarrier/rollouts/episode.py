@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from fsbarrier.data.trajectory import Sampled
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.samples import Message, Sample, SampledGroup
 
 
@@ -36,6 +37,27 @@ class Segment:
         self.token_ids += [*shown, *sample.token_ids]
         self.loss_mask += [0] * len(shown) + [1] * len(sample.token_ids)
         self.logprobs += [0.0] * len(shown) + sample.logprobs
+
+
+class TurnFailed(Exception):
+    """A turn without an answer: no room left, a timeout, or sampling options that differ from the run's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer of the policy. Append `message` unchanged to the messages of the next turn."""
+
+    message: Message
+    text: str
+    #: "stop", or "length" if truncated by the token limit
+    finish_reason: str
+    token_ids: list[int]
+    prompt_tokens: int
+
+    @property
+    def tool_calls(self) -> list[JsonObject]:
+        """In OpenAI's format: [{"id", "type": "function", "function": {"name", "arguments" (JSON text)}}]."""
+        return list(self.message.get("tool_calls", ()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def _trajectory(origin: Origin, group: SampledGroup, number: int, sample: Sample
     task = group.task
     metadata = {**task.metadata, "answer": task.answer, **sample.metadata}
     if sample.error is not None:
-        metadata["agent_error"] = sample.error
+        metadata["environment_error" if sample.lost else "agent_error"] = sample.error
     made = {
         "task_id": task.task_id,
         "task_index": task.index,

@@ -45,6 +45,8 @@ class Sample:
     reward: float | None = None
     metadata: Mapping[str, object] = field(default_factory=dict)
     stop: str | None = None
+    #: an `error` of the episode's environment, and not of its agent
+    lost: bool = False
 
     @property
     def messages(self) -> list[Message] | None:

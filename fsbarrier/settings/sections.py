@@ -80,7 +80,7 @@ class RolloutSettings(Section):
     task_timeout_s: EachSession[Seconds | None] = None
     #: Your own agent for multi-turn episodes, `path/file.py:Class`; none: one answer per task.
     agent: Name | None = None
-    #: The phase fails if the agent, or the reward, failed for more than this fraction of its trajectories.
+    #: The phase fails if the agent, its environment, or the reward failed for more than this fraction of its trajectories.
     max_error_share: EachSession[FractionOrZero] = 0.1
     #: End the training rollout `grace_s` after this fraction of the tasks is done; 1: wait for all tasks.
     completion_threshold: EachSession[Fraction] = 1.0

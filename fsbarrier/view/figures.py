@@ -13,6 +13,7 @@ EVALUATION_FIGURE = re.compile(r"([^/]+/)?(reward_mean|reward(/.+)?|pass_at_\d+|
 #: fields of `rolled_out` and of `updated` that become columns, apart from the parts of a reward
 ROLLOUT = (
     *("reward_std", "groups_without_signal", "rounds", "left_out", "reward_errors", "agent_errors"),
+    "environment_errors",
     *("answer_tokens_mean", "answer_tokens_min", "answer_tokens_max", "truncated_share"),
 )
 UPDATE = (

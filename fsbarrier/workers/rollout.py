@@ -27,8 +27,7 @@ from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.kinds import check_answers, open_reward
-from fsbarrier.rewards.user_function import DaemonThreads
-from fsbarrier.rollouts.agents import AgentSampler, load_agent
+from fsbarrier.rollouts.agent_sampler import AgentSampler
 from fsbarrier.rollouts.claims import PAUSES, EarlyEnd, Refills
 from fsbarrier.rollouts.counts import Counts, CountsProgress
 from fsbarrier.rollouts.engine_pool import EnginePool, Place
@@ -66,7 +65,7 @@ class Rollout:
         self.rounds = read_rounds(spec, assignment.within_reach)
         most_samples = max(one.samples for one in self.rounds)
         servers = servers_of(spec, settings)
-        agent = load_agent(settings.rollout.agent) if settings.rollout.agent else None
+        agent = settings.rollout.agent
         engines = {name: EngineAddress(**one) for name, one in spec.get("engines", {}).items()}
         self.agents = AgentSampler(agent, settings.rollout, settings.custom, engines) if agent else None
         # With an agent, this timeout applies to each episode.
@@ -328,7 +327,8 @@ class Rollout:
         if counts.refused == counts.groups >= ALL_REFUSED:
             raise ProgramFailed(f"the engine rejects every prompt: {group.error}")
         most = self.settings.rollout.max_error_share
-        for what, count in (("reward", counts.stats.reward_errors), ("agent", counts.stats.agent_errors)):
+        for what in ("reward", "agent", "environment"):
+            count: int = getattr(counts.stats, f"{what}_errors")
             count += self.unjudged_before if count else 0
             if count > most * total:
                 reasons = [item["metadata"].get(f"{what}_error", "") for item in made]
@@ -381,8 +381,6 @@ async def until_stopped(rollout: Rollout) -> JsonObject:
         caught.append(number)
         task.cancel()
 
-    # Agents' blocking tools are in its threads (asyncio.to_thread).
-    loop.set_default_executor(DaemonThreads())
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     try:
@@ -396,5 +394,5 @@ def main(spec: JsonObject, settings: Settings, progress: ProgressWriter) -> Json
 
 
 if __name__ == "__main__":
-    # With the user's code, each rollout is a process of its own: that code may keep what belongs to an event loop that has ended.
+    # With the user's reward, each rollout is a process of its own: that code may keep what belongs to an event loop that has ended.
     sys.exit(run_worker(main, lambda: not user_code.loaded))

@@ -1,0 +1,170 @@
+"""Runs the episodes of a user's agent, many at a time, each in a process of its own with its own recorder (agent_client.py).
+
+If an agent raises, crashes or takes too long, its trajectory is invalid and the failure is counted; the other episodes continue. Nothing
+that an episode has started outlives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Self
+
+from fsbarrier.data.tasks import Task
+from fsbarrier.engine.openai_http import EngineAddress
+from fsbarrier.errors import ProgramFailed
+from fsbarrier.processes.fork_server import ForkServer, Job
+from fsbarrier.processes.supervisor import own_program, with_this_package
+from fsbarrier.protocol.facts import JsonObject
+from fsbarrier.rollouts.agent_client import Recorder, finished
+from fsbarrier.rollouts.engine_pool import Place
+from fsbarrier.rollouts.episode import Episode, Trajectory, TurnFailed
+from fsbarrier.rollouts.samples import Emit, EngineGone, Refusal, SampledGroup
+from fsbarrier.settings.sections import RolloutSettings
+from fsbarrier.user_code import log_once
+
+# Default timeout of an episode: an agent that hangs would otherwise block all nodes.
+EPISODE_TIMEOUT_S = 3600.0
+# How much longer a process may take to end by itself; it may have to release what it holds of an environment.
+GRACE_S = 2.0
+# How long the agent's `close` may take.
+CLOSE_S = 10.0
+# How often an episode is begun whose environment is lost.
+TRIES = 3
+
+
+class AgentSampler:
+    """Runs a group of episodes per task, all on one engine (engine_pool.py). Raises EngineGone."""
+
+    def __init__(
+        self,
+        agent: str,
+        settings: RolloutSettings,
+        custom: Mapping[str, Any],
+        engines: Mapping[str, EngineAddress],
+    ) -> None:
+        # Imported late: only rollouts with an agent need an HTTP server.
+        from fsbarrier.rollouts.agent_http import Endpoint
+
+        self.agent, self.custom, self.engines = agent, custom, engines
+        self.task_timeout_s = settings.task_timeout_s or EPISODE_TIMEOUT_S
+        self._endpoint = Endpoint()
+        argv = own_program("fsbarrier.workers.episodes", agent)
+        self._processes = ForkServer(argv, with_this_package(os.environ))
+        self._stack = AsyncExitStack()
+        self._opened: object = None
+
+    async def __aenter__(self) -> Self:
+        """Raises UsageError if the agent cannot be used, ProgramFailed."""
+        try:
+            await self._endpoint.open()
+            self._stack.push_async_callback(self._endpoint.close)
+            await self._stack.enter_async_context(self._processes)
+            self._opened = await self._stack.enter_async_context(self._open())
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    async def sample(self, place: Place, tasks: Sequence[Task], emit: Emit) -> None:
+        """Run all episodes concurrently; `emit` receives each finished group."""
+        async with asyncio.TaskGroup() as running:
+            for task in tasks:
+                running.create_task(self._group(place, task, emit))
+
+    async def _group(self, place: Place, task: Task, emit: Emit) -> None:
+        async with asyncio.TaskGroup() as running:
+            episodes = [
+                running.create_task(self._episode(place, task)) for _ in range(place.sampling.samples)
+            ]
+        emit(SampledGroup(task, [], tuple(episode.result() for episode in episodes)))
+
+    async def _episode(self, place: Place, task: Task) -> Episode:
+        for _ in range(TRIES):
+            episode = await self._attempt(place, task)
+            if not episode.lost:
+                break
+        return episode
+
+    async def _attempt(self, place: Place, task: Task) -> Episode:
+        recorder, begin = Recorder(place), time.monotonic()
+        with self._endpoint.serving(recorder):
+            said = await self._conversation(recorder, task)
+        # A lost engine is not a failure of the agent, even if the agent caught the error and continued.
+        if recorder.engine_gone is not None:
+            raise recorder.engine_gone
+        if "trace" in said:
+            log_once(said["place"], said["trace"])
+        return finished(
+            recorder,
+            Trajectory(**said.get("returned", {})),
+            error=said.get("error"),
+            lost=said.get("lost", False),
+            seconds=time.monotonic() - begin,
+        )
+
+    async def _conversation(self, recorder: Recorder, task: Task) -> JsonObject:
+        """Run an episode in its process, and its turns here; returns what the process says at its end."""
+        turns: set[asyncio.Task[None]] = set()
+        too_late = f"not finished within {self.task_timeout_s:g} s (rollout.task_timeout_s)"
+        async with self._processes.job() as job:
+            try:
+                async with asyncio.timeout(self.task_timeout_s + GRACE_S):
+                    await job.send(
+                        {
+                            "task": task,
+                            "limit_s": self.task_timeout_s,
+                            "base_url": recorder.base_url,
+                            "api_key": recorder.api_key,
+                            "model": recorder.model,
+                            "custom": self.custom,
+                            "engines": self.engines,
+                            "opened": self._opened,
+                        }
+                    )
+                    while isinstance(said := await job.receive(), list):
+                        turns.add(asyncio.create_task(_turn(recorder, job, *said)))
+                    how = await job.how_it_ended(GRACE_S)
+            except TimeoutError:
+                return {"error": f"{too_late}; its process did not answer any more and was killed"}
+            finally:
+                for turn in turns:
+                    turn.cancel()
+                await asyncio.gather(*turns, return_exceptions=True)
+        if said is None:
+            print(f"task {task.task_id}: the agent's process {how}", file=sys.stderr)
+            return {"error": f"the agent's process {how}"}
+        return {"error": too_late} if said.get("late") else said
+
+    @asynccontextmanager
+    async def _open(self) -> AsyncIterator[object]:
+        """What the agent's class begins and ends with a rollout, in one more process; gives what its `open` returns."""
+        async with self._processes.job() as job:
+            await job.send({"custom": self.custom, "limit_s": None})
+            said = await job.receive()
+            if said is None or "error" in said:
+                why = said["error"] if said else f"its process {await job.how_it_ended(GRACE_S)}"
+                raise ProgramFailed(f"rollout.agent={self.agent}: open: {why}")
+            yield said["opened"]
+            await job.send({})
+            await job.how_it_ended(CLOSE_S)
+
+
+async def _turn(recorder: Recorder, job: Job, number: int, what: str, arguments: JsonObject) -> None:
+    """One turn that an episode asked for."""
+    try:
+        reply = await (recorder.chat if what == "chat" else recorder.complete)(**arguments)
+        answer: object = reply
+    # The arguments are the user's.
+    except Exception as error:
+        answer = {
+            "failed": str(error) if isinstance(error, TurnFailed | Refusal | EngineGone) else repr(error)
+        }
+    await job.send([number, answer])
