@@ -71,8 +71,8 @@ class Command:
     """Launch a program.
 
     `spec` is written to a private file, whose path replaces `{spec}` in argv and env. In the spec's values, the node replaces
-    `{engine}` with a list of the local engines' addresses and keys, `{engines}` with those of the frozen engines by name, and
-    `{weights_dir}` with the folder on this node for a copy of the new weights, or null.
+    `{engine}` with a list of the local engines' addresses and keys, `{engines}` with those of the frozen engines by name,
+    `{log_dir}` with the folder of its logs, and `{weights_dir}` with the folder on this node for a copy of the new weights, or null.
     """
 
     argv: tuple[str, ...]

@@ -154,6 +154,7 @@ def rollout(ctx: Context, decision: RolloutDecision, rounds: list[JsonObject]) -
         rounds=rounds,
         model=str(policy.model),
         engine="{engine}",
+        log_dir="{log_dir}",
         engines="{engines}",
     )
     return Steps((serve(ctx), *frozen, replace(command, resident=Resident("rollout"), extra=report_of(spec))))

@@ -225,6 +225,11 @@ ELSEWHERE = {
     **dict.fromkeys(("algorithm.gamma", "algorithm.lam"), "only with a critic (test_complete_runs.py)"),
     **dict.fromkeys(("critic.model", "critic.lr", "critic.warmup", "critic.clip"), "test_complete_runs.py"),
     "tracker.names": "test_trackers.py: their packages are not installed",
+    **dict.fromkeys(
+        (f"environment.{name}" for name in ("health", "start_timeout_s", "sessions", "replicas", "restarts")),
+        "test_environment.py",
+    ),
+    "environment.command": "test_environment.py",
     "toy.tasks": "test_toy_run.py",
     "toy.phase_s": "test_toy_run.py",
     "data_path=none": "the demo (test_real_run.py)",

@@ -103,6 +103,7 @@ def make_spec(folder: Path, url: str, prompts: list[Any], **changes: Any) -> Pat
         "part": str(folder / "trajectories" / "part"),
         "checkpoint": str(folder / "trajectories" / "checkpoint"),
         "engine": [{"url": url, "api_key": KEY, "model": "policy"}],
+        "log_dir": str(folder),
         "settings": resolve([], defaults, cross_checks=False).as_json(),
         "result": str(folder / "result.json"),
         "progress": str(folder / "progress.json"),

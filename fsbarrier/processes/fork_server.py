@@ -21,6 +21,7 @@ import contextlib
 import gc
 import itertools
 import os
+import resource
 import select
 import signal
 import socket
@@ -93,6 +94,9 @@ class ForkServer:
     def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
         """Start a server, which need not be ready yet. `argv`: a command that calls `serve`; its last argument, added here, is the number
         of its descriptor. Raises OSError."""
+        # Each job takes a descriptor, here and in the server; most systems allow 1024, until somebody asks for more.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(

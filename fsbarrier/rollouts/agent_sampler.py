@@ -11,8 +11,8 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Self
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from typing import Self
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.openai_http import EngineAddress
@@ -22,9 +22,10 @@ from fsbarrier.processes.supervisor import own_program, with_this_package
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.agent_client import Recorder, finished
 from fsbarrier.rollouts.engine_pool import Place
+from fsbarrier.rollouts.environment import Environment, Session
 from fsbarrier.rollouts.episode import Episode, Trajectory, TurnFailed
 from fsbarrier.rollouts.samples import Emit, EngineGone, Refusal, SampledGroup
-from fsbarrier.settings.sections import RolloutSettings
+from fsbarrier.settings.sections import Settings
 from fsbarrier.user_code import log_once
 
 # Default timeout of an episode: an agent that hangs would otherwise block all nodes.
@@ -33,6 +34,8 @@ EPISODE_TIMEOUT_S = 3600.0
 GRACE_S = 2.0
 # How long the agent's `close` may take.
 CLOSE_S = 10.0
+# An environment's end is noticed within this time.
+NOTICE_S = 0.5
 # How often an episode is begun whose environment is lost.
 TRIES = 3
 
@@ -43,15 +46,16 @@ class AgentSampler:
     def __init__(
         self,
         agent: str,
-        settings: RolloutSettings,
-        custom: Mapping[str, Any],
+        settings: Settings,
         engines: Mapping[str, EngineAddress],
+        environment: Environment | None,
     ) -> None:
         # Imported late: only rollouts with an agent need an HTTP server.
         from fsbarrier.rollouts.agent_http import Endpoint
 
-        self.agent, self.custom, self.engines = agent, custom, engines
-        self.task_timeout_s = settings.task_timeout_s or EPISODE_TIMEOUT_S
+        self.agent, self.custom, self.engines = agent, settings.custom, engines
+        self.environment = environment
+        self.task_timeout_s = settings.rollout.task_timeout_s or EPISODE_TIMEOUT_S
         self._endpoint = Endpoint()
         argv = own_program("fsbarrier.workers.episodes", agent)
         self._processes = ForkServer(argv, with_this_package(os.environ))
@@ -63,6 +67,8 @@ class AgentSampler:
         try:
             await self._endpoint.open()
             self._stack.push_async_callback(self._endpoint.close)
+            if self.environment is not None:
+                await self._stack.enter_async_context(self.environment)
             await self._stack.enter_async_context(self._processes)
             self._opened = await self._stack.enter_async_context(self._open())
         except BaseException:
@@ -94,9 +100,16 @@ class AgentSampler:
         return episode
 
     async def _attempt(self, place: Place, task: Task) -> Episode:
-        recorder, begin = Recorder(place), time.monotonic()
-        with self._endpoint.serving(recorder):
-            said = await self._conversation(recorder, task)
+        recorder = Recorder(place)
+        async with self.environment.session() if self.environment is not None else nullcontext() as session:
+            begin = time.monotonic()
+            with self._endpoint.serving(recorder):
+                said = await self._conversation(recorder, task, session)
+                if session is not None and "error" in said:
+                    # The agent may have noticed first that the environment is gone.
+                    await asyncio.sleep(NOTICE_S)
+        if session is not None and session.lost:
+            said = {"error": f"the environment {session.lost}", "lost": True}
         # A lost engine is not a failure of the agent, even if the agent caught the error and continued.
         if recorder.engine_gone is not None:
             raise recorder.engine_gone
@@ -110,11 +123,13 @@ class AgentSampler:
             seconds=time.monotonic() - begin,
         )
 
-    async def _conversation(self, recorder: Recorder, task: Task) -> JsonObject:
+    async def _conversation(self, recorder: Recorder, task: Task, session: Session | None) -> JsonObject:
         """Run an episode in its process, and its turns here; returns what the process says at its end."""
         turns: set[asyncio.Task[None]] = set()
         too_late = f"not finished within {self.task_timeout_s:g} s (rollout.task_timeout_s)"
         async with self._processes.job() as job:
+            if session is not None:
+                session.job = job
             try:
                 async with asyncio.timeout(self.task_timeout_s + GRACE_S):
                     await job.send(
@@ -127,6 +142,7 @@ class AgentSampler:
                             "custom": self.custom,
                             "engines": self.engines,
                             "opened": self._opened,
+                            "environment_url": None if session is None else session.url,
                         }
                     )
                     while isinstance(said := await job.receive(), list):
@@ -138,9 +154,9 @@ class AgentSampler:
                 for turn in turns:
                     turn.cancel()
                 await asyncio.gather(*turns, return_exceptions=True)
-        if said is None:
+        if said is None and (session is None or not session.lost):
             print(f"task {task.task_id}: the agent's process {how}", file=sys.stderr)
-            return {"error": f"the agent's process {how}"}
+        said = said or {"error": f"the agent's process {how}"}
         return {"error": too_late} if said.get("late") else said
 
     @asynccontextmanager

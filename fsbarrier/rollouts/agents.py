@@ -58,6 +58,7 @@ class Client:
         self.custom: Mapping[str, Any] = job["custom"]
         self.engines: Mapping[str, EngineAddress] = msgspec.convert(job["engines"], dict[str, EngineAddress])
         self.opened: Any = job["opened"]
+        self.environment_url: str | None = job["environment_url"]
         self._messages, self._numbers = messages, itertools.count()
         self._asked: dict[int, asyncio.Future[JsonObject]] = {}
 

@@ -83,6 +83,7 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
         "{engine}": workplace.engine_access,
         "{engines}": _engines(context, workplace) if "{engines}" in work.spec.values() else {},
         "{weights_dir}": None if copy is None else str(copy.folder),
+        "{log_dir}": str(workplace.log_dir),
     }
     try:
         spec = {
@@ -130,6 +131,8 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
         raise ProgramFailed(f"{said}{log}")
     result = read_result(own.result, program_name(argv)) if work.result else {}
     owned.discard(own.folder)
+    if program_name(argv).startswith("fsbarrier."):
+        job.events += result.pop("events", ())
     value = {**work.extra, **result}
     if work.event:
         job.events.append(journal_line(work.event, value))

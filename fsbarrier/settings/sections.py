@@ -103,6 +103,27 @@ class RolloutSettings(Section):
 
 
 @dataclass(frozen=True, slots=True)
+class EnvironmentSettings(Section):
+    """The environment of an agent's episodes: servers that run on each node for as long as a rollout lasts."""
+
+    FIXED_BECAUSE = "rewards from before and after the change would not be comparable"
+
+    #: Command line of one server, with an interpreter of its own; `{port}` is the port of 127.0.0.1 on which it must listen; none: no
+    #: environment. Episodes get its address as `client.environment_url`.
+    command: CommandLine | None = None
+    #: Path of a page, for example /health, that a server answers successfully once it is ready; none: it is ready once it listens.
+    health: EachSession[Name | None] = None
+    #: A server has failed if it is not ready after this many seconds.
+    start_timeout_s: EachSession[Seconds] = 300.0
+    #: Episodes that one server may have at a time; others wait. none: no limit.
+    sessions: EachSession[Count | None] = None
+    #: Servers on each node.
+    replicas: EachSession[Count] = 1
+    #: How often servers that end may be started again in one rollout, on each node; after that the phase fails.
+    restarts: EachSession[CountOrZero] = 3
+
+
+@dataclass(frozen=True, slots=True)
 class EvalSet(Section):
     """One named set of held-out tasks: its file, and the settings in which it differs from `eval`.
 
@@ -540,6 +561,7 @@ class Settings(Section):
     #: Give the owner's group read and write access to the run directory (modes 0770 and 0660).
     shared_group: bool = False
     rollout: RolloutSettings = RolloutSettings()
+    environment: EnvironmentSettings = EnvironmentSettings()
     eval: EvalSettings = EvalSettings()
     reward: RewardSettings = RewardSettings()
     judge: JudgeSettings = JudgeSettings()

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 from fsbarrier import user_code
 from fsbarrier.data.tasks import Task
@@ -31,6 +32,7 @@ from fsbarrier.rollouts.agent_sampler import AgentSampler
 from fsbarrier.rollouts.claims import PAUSES, EarlyEnd, Refills
 from fsbarrier.rollouts.counts import Counts, CountsProgress
 from fsbarrier.rollouts.engine_pool import EnginePool, Place
+from fsbarrier.rollouts.environment import Environment
 from fsbarrier.rollouts.group_trajectories import failed_group, judged_group
 from fsbarrier.rollouts.pictures import Pictures, placeholders
 from fsbarrier.rollouts.rollout_spec import Assignment
@@ -67,7 +69,9 @@ class Rollout:
         servers = servers_of(spec, settings)
         agent = settings.rollout.agent
         engines = {name: EngineAddress(**one) for name, one in spec.get("engines", {}).items()}
-        self.agents = AgentSampler(agent, settings.rollout, settings.custom, engines) if agent else None
+        wanted = agent and settings.environment.command
+        self.environment = Environment(settings.environment, Path(spec["log_dir"])) if wanted else None
+        self.agents = AgentSampler(agent, settings, engines, self.environment) if agent else None
         # With an agent, this timeout applies to each episode.
         self.task_timeout_s = None if agent else settings.rollout.task_timeout_s
         # Groups in flight per engine. Proportionally more if groups are smaller than in training rollouts, so that an evaluation with one
@@ -141,6 +145,7 @@ class Rollout:
             **assignment.result(writer, self.claims, ended_early=self.ended_early),
             "resumed_groups": len(writer.groups) - counts.groups,
             **({} if self.refills is None else {"rounds": self.refills.rounds_done()}),
+            "events": self.environment.events if self.environment else [],
             **counts.for_result(),
             "seconds": round(seconds, 3),
             "tokens_per_s": round(counts.completion_tokens / seconds, 1),

@@ -1,0 +1,165 @@
+"""The environment of an agent's episodes: servers of the user's own command, on each node for as long as its rollout lasts.
+
+The command has an interpreter and packages of its own; nothing of it is imported here. A server that ends is started again on another
+port: its episodes are begun again, and no others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import httpx
+
+from fsbarrier.errors import ProgramFailed
+from fsbarrier.processes import last_words
+from fsbarrier.processes.fork_server import Job
+from fsbarrier.processes.secret_variables import without_variables
+from fsbarrier.processes.supervisor import Child
+from fsbarrier.protocol.facts import JsonObject
+from fsbarrier.settings.sections import EnvironmentSettings
+
+# Pause between two looks at a server, and how long an answer to a look may take.
+LOOK_S, ANSWER_S = 0.1, 5.0
+# How long a server may take to end after SIGTERM.
+GRACE_S = 2.0
+
+
+# By identity: two sessions on one server are different ones.
+@dataclass(eq=False)
+class Session:
+    """An episode's place on a server. `lost`: how the server ended, if it did so before the episode."""
+
+    url: str
+    job: Job | None = None
+    lost: str = ""
+
+    def end(self, how: str) -> None:
+        self.lost = how
+        if self.job is not None:
+            self.job.close()
+
+
+@dataclass(eq=False)
+class Server:
+    """One server; `url` is empty until it is ready."""
+
+    log_file: Path
+    url: str = ""
+    sessions: set[Session] = field(default_factory=set)
+
+
+class Environment:
+    """All servers of this node (`environment.*`)."""
+
+    def __init__(self, settings: EnvironmentSettings, log_dir: Path) -> None:
+        self.settings = settings
+        names = ["environment.log", *(f"environment-{n}.log" for n in range(1, settings.replicas))]
+        self.servers = [Server(log_dir / name) for name in names]
+        # What happened, as lines for the journal.
+        self.events: list[JsonObject] = []
+        self._restarts_left = settings.restarts
+        self._changed = asyncio.Event()
+        self._failed = ""
+
+    async def __aenter__(self) -> Self:
+        self._keeping = [asyncio.create_task(self._keep(server)) for server in self.servers]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Returns when nothing of the servers is left."""
+        for one in self._keeping:
+            one.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[Session]:
+        """A place on the server with the fewest sessions, once there is one. Raises ProgramFailed if there will be none."""
+        most = self.settings.sessions or sys.maxsize
+        while not (free := [one for one in self.servers if one.url and len(one.sessions) < most]):
+            if self._failed:
+                raise ProgramFailed(self._failed)
+            self._changed.clear()
+            await self._changed.wait()
+        server = min(free, key=lambda one: len(one.sessions))
+        session = Session(server.url)
+        server.sessions.add(session)
+        try:
+            yield session
+        finally:
+            server.sessions.discard(session)
+            self._changed.set()
+
+    async def _keep(self, server: Server) -> None:
+        """Run a server, again and again."""
+        while not self._failed:
+            try:
+                how, lines = await self._serve(server)
+            except ProgramFailed as error:
+                # It cannot be started at all.
+                self._failed = str(error)
+                break
+            self.events.append({"event": "environment_ended", "why": how, "log": lines})
+            print(f"the environment {how} ({server.log_file})", file=sys.stderr)
+            if not self._restarts_left:
+                self._failed = "\n".join((f"the environment {how}", f"(from {server.log_file})", *lines))
+            self._restarts_left -= 1
+        self._changed.set()
+
+    async def _serve(self, server: Server) -> tuple[str, list[str]]:
+        """Run a server to its end; returns how it ended, and its last lines."""
+        port = free_port()
+        # A path to our package must not lead another interpreter there.
+        env = without_variables(os.environ, ("PYTHONPATH",))
+        words = [word.replace("{port}", str(port)) for word in shlex.split(str(self.settings.command))]
+        child = await asyncio.to_thread(
+            Child.start, words, env=env, log_file=server.log_file, name="environment"
+        )
+        how = "was stopped"
+        try:
+            how = await self._watch(child, server, port)
+        finally:
+            server.url = ""
+            for session in server.sessions:
+                session.end(how)
+            await asyncio.to_thread(child.stop, GRACE_S)
+        return how, child.last_log_lines()
+
+    async def _watch(self, child: Child, server: Server, port: int) -> str:
+        """Say when it is ready; returns how it ended."""
+        begin, limit_s = time.monotonic(), self.settings.start_timeout_s
+        while (code := child.poll()) is None:
+            if not server.url and await self._answers(port):
+                server.url = f"http://127.0.0.1:{port}"
+                self._changed.set()
+            if not server.url and time.monotonic() - begin > limit_s:
+                return f"did not answer within {limit_s:g} s (environment.start_timeout_s)"
+            await asyncio.sleep(LOOK_S)
+        return last_words.how_it_ended(code)
+
+    async def _answers(self, port: int) -> bool:
+        path = self.settings.health
+        with suppress(OSError, httpx.HTTPError):
+            if path is None:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.close()
+                return True
+            async with httpx.AsyncClient(trust_env=False, timeout=ANSWER_S) as http:
+                return (await http.get(f"http://127.0.0.1:{port}{path}")).is_success
+        return False
+
+
+def free_port() -> int:
+    """A port of loopback that nobody uses now. If somebody is faster, the server ends, and is started again."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,60 @@
+"""A server that speaks as OpenEnv's servers do, without their library: an episode guesses a word. `PORT FOLDER SESSIONS`"""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from websockets import ConnectionClosed
+from websockets.asyncio.server import serve
+
+port, folder, most = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+sessions = 0
+
+
+def observation(text: str, reward: float | None = None, done: bool = False) -> dict[str, Any]:
+    return {
+        "type": "observation",
+        "data": {"observation": {"message": text}, "reward": reward, "done": done},
+    }
+
+
+async def session(connection: Any) -> None:
+    global sessions
+    sessions += 1
+    word = ""
+    try:
+        if sessions > most:
+            await connection.send(
+                json.dumps({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}})
+            )
+            return
+        async for text in connection:
+            asked = json.loads(text)
+            if asked["type"] == "reset":
+                word = asked["data"]["word"]
+                reply = observation(f"!say {word}!!")
+            elif word == "crash" and not (folder / "crashed").exists():
+                (folder / "crashed").touch()
+                print("the last words of the server", flush=True)
+                os._exit(9)
+            else:
+                right = asked["data"]["message"] == word
+                reply = observation("right" if right else "!say no!!", float(right), right)
+            await connection.send(json.dumps(reply))
+    except ConnectionClosed:
+        pass
+    finally:
+        sessions -= 1
+
+
+async def main() -> None:
+    with (folder / "starts").open("a") as starts:
+        starts.write(f"{os.getpid()} ")
+    async with serve(session, "127.0.0.1", port):
+        await asyncio.Event().wait()
+
+
+asyncio.run(main())

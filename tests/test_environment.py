@@ -1,0 +1,93 @@
+"""Environments: servers of a user's command, that refuse, die and do not start (environment_server.py)."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_rollout import SAMPLES, Fake, Run, make_spec, rolled_out, run
+
+from fsbarrier.errors import UsageError
+from fsbarrier.settings.resolve import resolve
+from fsbarrier.settings.sections import known_names
+from fsbarrier.settings.sources import from_words
+
+HERE = Path(__file__).parent
+AGENT = HERE.parent / "phases" / "agents" / "openenv.py"
+
+
+def rolled(folder: Path, fake: Fake, words: list[str], sessions: int = 3, **changes: Any) -> Run:
+    command = [sys.executable, str(HERE / "environment_server.py"), "{port}", str(folder), str(sessions)]
+    defaults = {
+        "rollout.agent": f"{AGENT}:OpenEnv",
+        "rollout.max_tokens": 16,
+        "engine.max_model_len": 256,
+        "environment.command": shlex.join(command),
+        "environment.sessions": sessions,
+    }
+    spec = make_spec(folder, fake.url, [f"guess {word}=" for word in words], **{**defaults, **changes})
+    tasks = [{"prompt": f"guess {word}=", "answer": word, "reset": {"word": word}} for word in words]
+    (folder / "train.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    return run(spec)
+
+
+def test_episodes_wait_for_a_session_and_only_those_of_a_dead_server_are_begun_again(
+    tmp_path: Path, fake: Fake
+) -> None:
+    words = ["ab", "crash", "cd", "ef"]
+    done = rolled(tmp_path, fake, words, **{"environment.replicas": 2})
+    assert (done.code, done.result["agent_errors"], done.result["environment_errors"]) == (0, 0, 0), done
+    for task, group in rolled_out(tmp_path).items():
+        assert [(item["valid"], item["reward"], item["text"]) for item in group] == [
+            (True, 1.0, words[task])
+        ] * SAMPLES
+        assert all("".join(map(chr, item["token_ids"])).endswith(f"{words[task]}\x01") for item in group)
+    (event,) = done.result["events"]
+    assert (event["event"], event["why"]) == ("environment_ended", "ended with exit code 9")
+    assert event["log"][-1] == "the last words of the server"
+    started = (tmp_path / "starts").read_text().split()
+    assert len(started) == 3 and not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+
+
+NEVER_READY = {"environment.restarts": 0, "environment.start_timeout_s": 0.2}
+STARTS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"environment.command": "sh -c 'echo no word of {port}; exit 7'", "environment.restarts": 1},
+        "the environment ended with exit code 7",
+    ),
+    (
+        {"environment.command": "sleep {port}", **NEVER_READY},
+        "the environment did not answer within 0.2 s (environment.start_timeout_s)",
+    ),
+    (
+        {"environment.health": "/health", **NEVER_READY, "environment.start_timeout_s": 2.0},
+        "the environment did not answer within 2 s (environment.start_timeout_s)",
+    ),
+    (
+        {"environment.command": "/no/such/program {port}"},
+        "environment: cannot start '/no/such/program': No such file or directory",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), STARTS)
+def test_an_environment_that_does_not_start_ends_the_phase(
+    tmp_path: Path, fake: Fake, changes: dict[str, Any], said: str
+) -> None:
+    done = rolled(tmp_path, fake, ["ab"], **changes)
+    assert done.code == 1 and said in done.stderr
+    if "echo" in changes.get("environment.command", ""):
+        assert done.stderr.splitlines()[-1].startswith("no word of ")
+
+
+def test_an_environment_without_an_agent_or_a_port_is_refused() -> None:
+    for words, said in (
+        (("environment.command=a {port}",), "environment.command=a {port}: is for the episodes of an agent"),
+        (("environment.command=a", "rollout.agent=a.py:A"), "environment.command=a: needs {port}"),
+    ):
+        with pytest.raises(UsageError, match=said.replace("{", "\\{")):
+            resolve(from_words(words, known_names()))
