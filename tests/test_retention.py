@@ -32,11 +32,15 @@ def test_old_batches_and_trajectories_go_and_the_rest_stays(tmp_path: Path) -> N
     files = {iteration: make(paths, iteration) for iteration in (1, 2, 3, 10, 11)}
     other = paths.trajectories("train") / "train_trajectories.pt.iteration1.mine"
     other.write_text("x")
+    for iteration in (2, 3):
+        paths.images("train", iteration).mkdir()
+        (paths.images("train", iteration) / "abc.png").write_text("x")
     assert retention.remove_old(tmp_path, 10, batches=0, trajectories=0) == []
     assert all(path.exists() for made in files.values() for path in made)
     assert retention.remove_old(tmp_path, 10, batches=1, trajectories=8) == [1, 2]
     left = {iteration for iteration, made in files.items() if any(path.exists() for path in made[:-1])}
     assert left == {3, 10, 11} and other.exists()
+    assert not paths.images("train", 2).exists() and paths.images("train", 3).exists()
     assert [iteration for iteration, made in files.items() if made[-1].exists()] == [10, 11]
     assert retention.remove_old(tmp_path, 10, batches=1, trajectories=8) == []
     assert retention.remove_old(tmp_path / "none", 10, batches=1, trajectories=1) == []

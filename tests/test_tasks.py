@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from fsbarrier.cli.start import task_files
 from fsbarrier.cli.start.task_files import check_recorded, needed_files
 from fsbarrier.data.tasks import read_tasks
 from fsbarrier.errors import UsageError
 from fsbarrier.loader import load_program
+from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sections import Settings
 
 
@@ -150,6 +152,23 @@ def test_images_are_read_from_parts_and_from_verls_column(tmp_path: Path) -> Non
         "?",
     ]
     assert task.has_images and first.has_images and "images" not in task.metadata
+
+
+def test_what_gets_tokens_alone_is_refused_beside_images(tmp_path: Path) -> None:
+    """A reward model and a teacher would find the places of images without them."""
+    write(tmp_path / "config.json", {"model_type": "qwen3_vl", "vision_config": {}})
+    shown = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
+    write(tmp_path / "train.jsonl", {"prompt": "1", "answer": "1"}, {"prompt": shown, "answer": "2"})
+    for chosen, said in (
+        (
+            {"reward.kind": "engines.rm"},
+            "line 2: has an image, and reward.kind=engines.rm gets tokens without",
+        ),
+        ({"algorithm.loss": "distil"}, "the teacher of algorithm.loss=distil gets tokens without images"),
+    ):
+        settings = resolve([], chosen, cross_checks=False)
+        with pytest.raises(UsageError, match=said):
+            task_files.read_tasks(tmp_path, {"train": None}, settings, model=tmp_path)
 
 
 def test_an_image_is_kept_once_under_its_digest_upright_and_without_transparency(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from fsbarrier.data import images
 from fsbarrier.engine.model import sees
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir.runrecord import TaskSource
+from fsbarrier.settings.value_types import ENGINE, reward_kinds
 from fsbarrier.store import files, reading
 
 if TYPE_CHECKING:
@@ -106,6 +107,9 @@ def _check_images(tasks: Iterable[Task], path: Path, model: Path, settings: Sett
     has_eyes = sees(reading.json_object(model / "config.json", UsageError))
     can_decode = importlib.util.find_spec("PIL") is not None
     seen: set[str] = set()
+    text_only = [f"reward.kind={one}" for one in reward_kinds(settings.reward.kind) if one.startswith(ENGINE)]
+    if settings.algorithm.loss == "distil":
+        text_only.append("the teacher of algorithm.loss=distil")
     for task in tasks:
         for source in images.sources(task.messages):
             where = place(path, task.index)
@@ -113,10 +117,8 @@ def _check_images(tasks: Iterable[Task], path: Path, model: Path, settings: Sett
                 raise UsageError(
                     f"{where}: has an image, but the model {model} takes none (no vision_config)"
                 )
-            if settings.algorithm.loss == "distil":
-                raise UsageError(
-                    f"{where}: has an image, which algorithm.loss=distil does not show to the teacher"
-                )
+            if text_only:
+                raise UsageError(f"{where}: has an image, and {text_only[0]} gets tokens without images")
             if source in seen or not can_decode:
                 continue
             seen.add(source)
