@@ -33,7 +33,6 @@ from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.settings.sections import FrozenEngineSettings, JudgeSettings, Settings
 from fsbarrier.trajectories import load
 
-KEY = "of the engine"
 TASK = Task(0, "t", "how much?", "4", {})
 
 
@@ -47,9 +46,8 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FrozenEn
         work_dir=tmp_path / "work",
         python=stand_in(tmp_path),
         frozen="rm",
-        api_key=KEY,
     )
-    engine = FrozenEngine("rm", replicas, KEY, LOOPBACK)
+    engine = FrozenEngine(replicas, LOOPBACK)
     infos = engine.ensure(write_model(tmp_path / "model"), None, threads=2, cancel=NEVER)
     assert [info.action for info in infos] == ["started"] * 2
     yield engine
@@ -84,7 +82,7 @@ def test_any_client_reaches_the_servers_with_the_key_only(engine: FrozenEngine, 
     address = engine.address
     assert address.base_url == f"http://127.0.0.1:{engine.port}/v1" and address.model == "rm"
     assert httpx.get(f"{address.base_url}/models", trust_env=False).status_code == 401
-    with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}, trust_env=False) as client:
+    with httpx.Client(headers={"Authorization": f"Bearer {address.api_key}"}, trust_env=False) as client:
         assert client.get(f"{address.base_url}/models").json()["data"][0]["root"] == str(tmp_path / "model")
     assert [one.reward for one in classified(engine, [1] * 7, [1])] == [0.7, 0.1]
     assert [one.reward for one in classified(engine, [1], kind="judge")] == [0.5]
@@ -218,7 +216,7 @@ def test_a_lost_node_takes_its_engines_along() -> None:
         (["engines.a b.model=M"], "the name of a set or an engine may have letters, digits, _ and -"),
         (["engines.x.model=M", "reward.kind=engines.x"], "has no classifier head"),
         (["engines.x.model=M", "engines.x.extra_args=-tp 2"], "engines.x.extra_args: -tp: not supported; use engines.x."),
-        (["engines.rm.model=RM", "judge.engine=rm"], "judge.engine=rm: its model has a classifier head"),
+        (["engines.rm.model=RM", "judge.engine=rm"], "RM has a classifier head and writes no text"),
         (["engines.other.model=OTHER", "reward.kind=engines.other"], "has another number for 'a' than that of"),
         (["engines.x.model=M", "judge.engine=x", "judge.url=http://h/v1"], "judge.engine=x: contradicts judge.url=http://h/v1"),
     ],
@@ -299,9 +297,8 @@ def test_a_reward_model_scores_as_transformers_does(tmp_path: Path) -> None:
         log_dir=tmp_path / "logs",
         work_dir=tmp_path / "work",
         frozen="rm",
-        api_key=KEY,
     )
-    engine = FrozenEngine("rm", replicas, KEY, LOOPBACK)
+    engine = FrozenEngine(replicas, LOOPBACK)
     answers = [[2, 3, 4, 5], [7] * 20, list(range(2, 18)), [9]]
     try:
         engine.ensure(folder, None, threads=1, cancel=NEVER)

@@ -1,6 +1,6 @@
 """A frozen engine of this node (`engines.NAME`): a model that is served beside the policy, on its own servers, behind one address.
 
-    frozen = FrozenEngine("judge", replicas, api_key, LOOPBACK)
+    frozen = FrozenEngine(replicas, LOOPBACK)
     frozen.ensure(folder, devices, cancel=event)     # all its servers answer now
     frozen.address                                   # for the rollout program
 
@@ -36,9 +36,9 @@ STOP_S = 5.0
 class FrozenEngine:
     """Thread-safe."""
 
-    def __init__(self, name: str, replicas: Replicas, api_key: str, addresses: Sequence[str]) -> None:
+    def __init__(self, replicas: Replicas, addresses: Sequence[str]) -> None:
         """`addresses`: of this host, where it listens. Raises OSError."""
-        self.name, self.replicas, self.api_key = name, replicas, api_key
+        self.name, self.replicas = replicas.frozen, replicas
         self._folder, self._threads = Path(), 0
         self._listening = rendezvous.listen(addresses)
         #: whether other nodes can reach it
@@ -62,7 +62,7 @@ class FrozenEngine:
     @property
     def offer(self) -> dict[str, object]:
         """What a join tells the other nodes."""
-        return {"port": self.port, "key": self.api_key}
+        return {"port": self.port, "key": self.replicas.api_key}
 
     def ensure(
         self, folder: Path, devices: Sequence[int] | None, *, threads: int, cancel: threading.Event

@@ -59,12 +59,12 @@ UNIX = "unix:"
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """Where a frozen engine is, as any OpenAI client takes it. `patience_s`: how long it may be gone."""
+    """Where a frozen engine is, as any OpenAI client takes it. `patience_s`: how long it may be gone; None: it is a server elsewhere."""
 
     base_url: str
     api_key: str
     model: str
-    patience_s: float
+    patience_s: float | None
 
     @property
     def root(self) -> str:

@@ -10,6 +10,7 @@ replicas.stop()
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -41,15 +42,15 @@ class Replicas:
         python: str = sys.executable,
         secrets_named: Collection[str | None] = (),
         frozen: str = "",
-        api_key: str = "",
     ) -> None:
         """`devices`: the accelerators that this node may use. `secrets_named`: variables with secrets, which the servers do not get.
-        `frozen`: the name of a frozen engine, "": of the policy's; `api_key`: of all replicas, "": each has its own.
+        `frozen`: the name of a frozen engine, whose replicas have one key; "": the policy's.
 
         Raises UsageError if there are too few accelerators.
         """
         self.settings, self._external, self._devices = settings, external, devices
-        self._group = f"engines.{frozen}" if frozen else "engine"
+        self.frozen, self._group = frozen, f"engines.{frozen}" if frozen else "engine"
+        self.api_key = secrets.token_urlsafe(24) if frozen else ""
         self._chosen: Sequence[int] | None = None
 
         def make(number: int, placement: ReplicaPlacement) -> Engine:
@@ -62,7 +63,7 @@ class Replicas:
                 placement=placement,
                 secrets_named=secrets_named,
                 served_name=frozen or SERVED_NAME,
-                api_key=api_key,
+                api_key=self.api_key,
             )
 
         self._make = make

@@ -43,13 +43,10 @@ class Judge:
         self, settings: JudgeSettings, timeout_s: float, engine: EngineAddress | None = None
     ) -> None:
         """`engine`: the frozen engine that `judge.engine` names."""
-        self.settings, limits = settings, (settings.concurrency, timeout_s)
-        if engine is not None:
-            self.model, self._server = engine.model, ModelServer.of_engine(engine, *limits)
-            return
         key = os.environ.get(settings.api_key_env or "", "")
-        self.model = settings.model or ""
-        self._server = ModelServer("the judge", str(settings.url), key, *limits)
+        where = engine or EngineAddress(str(settings.url), key, settings.model or "", None)
+        self.settings, self.model = settings, where.model
+        self._server = ModelServer("the judge", where, settings.concurrency, timeout_s)
 
     @property
     def patience_s(self) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from fsbarrier.engine.openai_http import (
     may_pass,
     refusal_text,
 )
-from fsbarrier.rewards.score import Answer, Reward, Score, finite
+from fsbarrier.rewards.score import Answer, Reward, Score
 from fsbarrier.store.printable import without_passwords
 from fsbarrier.store.reading import ANSWER_BYTES
 
@@ -48,28 +49,20 @@ class ModelServer:
     def __init__(
         self,
         said: str,
-        url: str,
-        api_key: str,
+        where: EngineAddress,
         concurrency: int,
         timeout_s: float,
-        patience_s: float | None = None,
     ) -> None:
-        """`patience_s`: how long to try; None: `TRIES` times."""
-        self.said, self.timeout_s, self._patience_s = said, timeout_s, patience_s
+        self.said, self.timeout_s, self._patience_s = said, timeout_s, where.patience_s
         self._free = asyncio.Semaphore(concurrency)
         self._client = httpx.AsyncClient(
-            base_url=url.rstrip("/"),
-            headers={**bearer(api_key), "Accept-Encoding": "identity"},
+            base_url=where.base_url.rstrip("/"),
+            headers={**bearer(where.api_key), "Accept-Encoding": "identity"},
             timeout=httpx.Timeout(timeout_s, pool=None),
             limits=httpx.Limits(max_connections=concurrency),
             # A frozen engine is in this cluster.
-            trust_env=patience_s is None,
+            trust_env=where.patience_s is None,
         )
-
-    @classmethod
-    def of_engine(cls, address: EngineAddress, concurrency: int, timeout_s: float) -> ModelServer:
-        said, access = f"engines.{address.model}", (address.base_url, address.api_key)
-        return cls(said, *access, concurrency, timeout_s, address.patience_s)
 
     @property
     def patience_s(self) -> float:
@@ -132,7 +125,7 @@ class ClassifierReward(Reward):
 
     def __init__(self, engine: EngineAddress, timeout_s: float) -> None:
         self.engine = engine
-        self.server = ModelServer.of_engine(engine, CONCURRENCY, timeout_s)
+        self.server = ModelServer(f"engines.{engine.model}", engine, CONCURRENCY, timeout_s)
 
     async def score_group(self, task: Task, answers: Sequence[Answer]) -> list[Score]:
         if not answers:
@@ -143,9 +136,9 @@ class ClassifierReward(Reward):
         body = {"model": name, "input": tokens, "use_activation": False}
         try:
             found = await self.server.post(f"{self.engine.root}/classify", body)
-            scores = [_single(one["probs"]) for one in found["data"]]
-            if len(scores) != len(answers):
-                raise ValueError(f"{len(scores)} scores for {len(answers)} answers")
+            scores = [float(score) for one in found["data"] for score in one["probs"]]
+            if len(scores) != len(answers) or not all(map(math.isfinite, scores)):
+                raise ValueError(f"{str(scores)[:80]} for {len(answers)} answers")
         except (ModelServerError, KeyError, TypeError, ValueError) as error:
             ours = isinstance(error, ModelServerError)
             problem = str(error) if ours else f"engines.{name} gave no score for each answer: {error}"
@@ -154,11 +147,3 @@ class ClassifierReward(Reward):
 
     async def close(self) -> None:
         await self.server.close()
-
-
-def _single(values: Sequence[object]) -> float:
-    """The score of a model with one label. Raises ValueError."""
-    score = finite(values[0]) if len(values) == 1 else None
-    if score is None:
-        raise ValueError(f"{str(values)[:80]}, not a single number")
-    return score

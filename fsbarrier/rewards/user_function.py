@@ -66,7 +66,7 @@ class FunctionReward(Reward):
         self.file = code_file(function)
         self._is_async, self._threads = inspect.iscoroutinefunction(function), DaemonThreads()
         # With a judge, calls are limited to its concurrency; waiting for a slot does not count towards the timeout.
-        patience_s = [one.patience_s for one in (judge, *(engines or {}).values()) if one is not None]
+        patience_s = [one.patience_s or 0.0 for one in (judge, *(engines or {}).values()) if one is not None]
         self.timeout_s = timeout_s + max(patience_s, default=0.0)
         self._turn: asyncio.Semaphore | nullcontext[None]
         if judge is not None:

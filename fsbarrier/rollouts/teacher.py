@@ -21,7 +21,8 @@ CONCURRENCY, TIMEOUT_S = 64, 600.0
 
 class Teacher:
     def __init__(self, engine: EngineAddress) -> None:
-        self._model, self._server = engine.model, ModelServer.of_engine(engine, CONCURRENCY, TIMEOUT_S)
+        self._model = engine.model
+        self._server = ModelServer(f"engines.{engine.model}", engine, CONCURRENCY, TIMEOUT_S)
 
     async def mark(self, trajectories: Sequence[Trajectory]) -> None:
         """Add `teacher_logprobs` to these trajectories. Raises ProgramFailed if the teacher does not give them."""

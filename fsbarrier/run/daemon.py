@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import signal
 import threading
 import time
@@ -345,7 +344,6 @@ def make_frozen(
         holders = Ranges.parse(own.placement or ALL).holders(nodes, len(devices))
         if rank not in holders and rank < settings.num_nodes:
             continue
-        api_key = secrets.token_urlsafe(24)
         # Beyond this machine only where a node that rolls out has no server of its own.
         addresses = LOOPBACK if samplers.keys() <= holders.keys() else candidate_addresses()
         replicas = Replicas(
@@ -355,7 +353,6 @@ def make_frozen(
             devices=devices,
             secrets_named=(settings.judge.api_key_env,),
             frozen=name,
-            api_key=api_key,
         )
-        found[name] = FrozenEngine(name, replicas, api_key, addresses)
+        found[name] = FrozenEngine(replicas, addresses)
     return found

@@ -12,7 +12,7 @@ from fsbarrier.errors import UsageError
 from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.placement import ROLES, Ranges
 from fsbarrier.settings.sources import ChosenValue, nearest, stored_as
-from fsbarrier.settings.value_types import ENGINE, LOSSES, TEACHER, reward_kinds
+from fsbarrier.settings.value_types import LOSSES, TEACHER, reward_kinds, scoring_engines
 
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings
@@ -101,7 +101,7 @@ def _engines(s: Settings, named: AsChosen) -> Iterator[str]:
             placed = f"engines.{name}.placement"
             where = f"{named(placed)}: there" if one.placement is not None else f"engines.{name}: there"
             yield f"{where} is no engine {name}; give engines.{name}.model, or name a role ({', '.join(ROLES)})"
-    scores = [kind.removeprefix(ENGINE) for kind in reward_kinds(s.reward.kind) if kind.startswith(ENGINE)]
+    scores = scoring_engines(s.reward.kind)
     judges = [s.judge.engine] if s.judge.engine is not None else []
     asked = [*(("reward.kind", name) for name in scores), *(("judge.engine", name) for name in judges)]
     for setting, name in asked:

@@ -49,6 +49,11 @@ ENGINE = "engines."
 TEACHER = "teacher"
 
 
+def scoring_engines(kind: str) -> list[str]:
+    """The frozen engines among the rewards listed in `reward.kind`."""
+    return [one.removeprefix(ENGINE) for one in reward_kinds(kind) if one.startswith(ENGINE)]
+
+
 def json_or_text(word: str) -> object:
     try:
         value: object = json.loads(word)

@@ -14,7 +14,7 @@ from fsbarrier.engine.model import classifies, inspect, max_positions, sees, unt
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.planning.model_shape import examine
 from fsbarrier.settings.checks import answer_lengths, tied_head
-from fsbarrier.settings.value_types import ENGINE, TEACHER, reward_kinds
+from fsbarrier.settings.value_types import ENGINE, TEACHER, scoring_engines
 from fsbarrier.store import reading
 
 if TYPE_CHECKING:
@@ -105,34 +105,27 @@ def check_engines(settings: Settings, policy: Path | None) -> None:
     """Check that the frozen engines, and the critic, can do what they are asked for. Raises UsageError."""
     if settings.critic.model is not None:
         _check_vocabulary("critic.model", Path(settings.critic.model), policy)
-    scoring = [
-        kind.removeprefix(ENGINE) for kind in reward_kinds(settings.reward.kind) if kind.startswith(ENGINE)
+    # What asks, for which engine, whether it wants scores, and whether it sends the policy's tokens.
+    uses = [
+        (f"reward.kind={ENGINE}{name}", name, True, True) for name in scoring_engines(settings.reward.kind)
     ]
-    judge = settings.judge.engine
-    if judge is not None and classifies(inspect(Path(str(settings.engines[judge].model)))):
-        raise UsageError(
-            f"judge.engine={judge}: its model has a classifier head and writes nothing; use it as a reward (reward.kind={ENGINE}{judge})"
-        )
-    for name in scoring:
-        folder = Path(str(settings.engines[name].model))
-        if not classifies(inspect(folder)):
-            raise UsageError(
-                f"reward.kind={ENGINE}{name}: {folder} has no classifier head (architectures in its config.json); use it as a judge "
-                f"(judge.engine={name})"
-            )
-        _check_vocabulary(f"reward.kind={ENGINE}{name}", folder, policy)
+    if settings.judge.engine is not None:
+        uses.append((f"judge.engine={settings.judge.engine}", settings.judge.engine, False, False))
     if settings.algorithm.loss == "distil":
-        folder = Path(str(settings.engines[TEACHER].model))
-        most, longest = max_positions(inspect(folder).config), settings.engine.max_model_len
-        if classifies(inspect(folder)):
+        uses.append(("algorithm.loss=distil", TEACHER, False, True))
+    for said, name, scores, sends in uses:
+        folder = Path(str(settings.engines[name].model))
+        model = inspect(folder)
+        if classifies(model) != scores:
+            lack = "has no classifier head" if scores else "has a classifier head and writes no text"
+            raise UsageError(f"{said}: {folder} {lack} (architectures in its config.json); use another model")
+        if sends:
+            _check_vocabulary(said, folder, policy)
+        most, longest = model.max_positions, settings.engine.max_model_len
+        if name == TEACHER and most is not None and most <= longest:
             raise UsageError(
-                f"engines.{TEACHER}.model={folder}: has a classifier head; a teacher must be a language model"
+                f"engine.max_model_len={longest}: must be less than the {most} positions of {folder}, the teacher"
             )
-        if most is not None and most <= longest:
-            raise UsageError(
-                f"engine.max_model_len={longest}: must be less than the {most} positions of engines.{TEACHER}.model={folder}"
-            )
-        _check_vocabulary("algorithm.loss=distil: its teacher", folder, policy)
 
 
 def _check_vocabulary(said: str, folder: Path, policy: Path | None) -> None:
