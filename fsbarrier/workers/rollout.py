@@ -276,11 +276,7 @@ class Rollout:
         return batch
 
     async def _sample(
-        self,
-        place: Place,
-        batch: list[Task],
-        appending: SharedFlush,
-        tasks: asyncio.TaskGroup,
+        self, place: Place, batch: list[Task], appending: SharedFlush, tasks: asyncio.TaskGroup
     ) -> None:
         under_way = {task.index: task for task in batch}
 
@@ -303,11 +299,7 @@ class Rollout:
                 finished(SampledGroup(task, [], (), error), late=True)
 
     async def _judge_and_append(
-        self,
-        group: SampledGroup,
-        appending: SharedFlush,
-        late: bool,
-        samples: int,
+        self, group: SampledGroup, appending: SharedFlush, late: bool, samples: int
     ) -> None:
         """`samples`: the required number."""
         origin = self.assignment.origin
