@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Literal, NamedTuple, cast
+from typing import Literal, cast
 
 from fsbarrier.coordination.poll_intervals import PollIntervals
 from fsbarrier.coordination.run_rules import make_rules, poll_intervals
@@ -20,13 +20,7 @@ from fsbarrier.protocol.state import Rules
 from fsbarrier.protocol.timing import BEAT_S
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import (
-    CheckpointSettings,
-    EvalSettings,
-    PlacementSettings,
-    RolloutSettings,
     Settings,
-    TrainerSettings,
-    UpdateSettings,
 )
 from fsbarrier.settings.value_types import RlPhase
 from fsbarrier.sim.disk import SimPath
@@ -57,6 +51,10 @@ USUAL = frozenset(KINDS)
 CHANGED = "optimizer.lr"
 FIRST_LR = 0.5
 START_SETTINGS: Payload = {CHANGED: FIRST_LR, "tracker.names": [], "rollout.take_over": True}
+SMALL: Payload = {
+    **{"rollout.tasks": 6, "rollout.samples": 1, "eval.tasks": 3, "trainer.processes_per_node": 1},
+    **START_SETTINGS,
+}
 ROOT = SimPath("/run")
 PATHS = RunPaths(cast(Path, ROOT))
 # the shortest time that starting nodes wait for each other
@@ -121,69 +119,38 @@ def program() -> Program:
     return load_program("rl")
 
 
-class Choice(NamedTuple):
-    """What users choose for a run, beside its phases and nodes. The values here are those that ship."""
-
-    eval_interval: int = Settings().eval_interval
-    split: Split = None
-    refills: int = 0
-    recency: int = UpdateSettings().recency
-    trainer_kept: Literal["auto", "process", "nothing"] = "auto"
-    versions_kept: int = CheckpointSettings().keep
-    trajectories_kept: int = 0
-    #: where the engines sample and where the update trains, and whether the former work ahead
-    rollout_on: str = "all"
-    update_on: str = "all"
-    ahead: int = 0
-
-
-def draw_choice(rng: Random, phases: RlPhase, nodes: int) -> Choice:
-    """Every fourth run has what ships."""
+def draw_choice(rng: Random, phases: RlPhase, nodes: int) -> dict[str, object]:
+    """What users choose for a run, beside its phases and nodes. Every fourth run has what ships."""
     if rng.random() < 0.25:
-        return Choice()
-    return Choice(
-        rng.choice((0, 1, 2, 5)),
-        rng.choice(SPLITS) if phases == "rollout" else None,
-        rng.choice(REFILLS),
-        rng.choice((1, 2, 2)),
-        rng.choice(("auto", "process", "nothing")),
-        rng.choice((1, 2, 3)),
-        rng.choice((0, 0, 1, 2)),
-        *draw_placement(rng, nodes),
-    )
+        return {}
+    return {
+        "eval_interval": rng.choice((0, 1, 2, 5)),
+        "rollout_split": rng.choice(SPLITS) if phases == "rollout" else None,
+        "rollout.max_refills": rng.choice(REFILLS),
+        "update.recency": rng.choice((1, 2, 2)),
+        "trainer.keep": rng.choice(("auto", "process", "nothing")),
+        "checkpoint.keep": rng.choice((1, 2, 3)),
+        "checkpoint.keep_trajectories": rng.choice((0, 0, 1, 2)),
+        **draw_placement(rng, nodes),
+    }
 
 
-def draw_placement(rng: Random, nodes: int) -> tuple[str, str, int]:
+def draw_placement(rng: Random, nodes: int) -> dict[str, object]:
     """Most nodes do everything. In other runs some train and some roll out, mostly ahead, or a node does both."""
     if nodes == 1 or rng.random() < 0.5:
-        return "all", "all", 0
+        return {}
     first, last = rng.choice(((0, nodes - 2), (1, nodes - 1)))
     several = f"node:{first}-{last}" if first < last else f"node:{first}"
     one = f"node:{({*range(nodes)} - {*range(first, last + 1)}).pop()}"
     rollout, update = rng.choice(((several, one), (one, several), (several, one), (several, "all")))
-    return rollout, update, 0 if update == "all" else rng.choice((0, 1, 1))
+    ahead = 0 if update == "all" else rng.choice((0, 1, 1))
+    return {"placement.rollout": rollout, "placement.update": update, "rollout.ahead": ahead}
 
 
 @cache
-def settings_and_rules(
-    nodes: int, phases: RlPhase, policy: FailurePolicy, min_nodes: int, chosen: Choice
-) -> tuple[Settings, Rules]:
+def settings_and_rules(*chosen: tuple[str, object]) -> tuple[Settings, Rules]:
     """The settings of a small run, and the rules that follow from them."""
-    settings = Settings(
-        num_nodes=nodes,
-        min_nodes=min_nodes,
-        rank_weights=(1.0,) * nodes,
-        on_node_failure=policy,
-        rl_phase=phases,
-        rollout_split=chosen.split,
-        eval_interval=chosen.eval_interval,
-        rollout=RolloutSettings(tasks=6, samples=1, max_refills=chosen.refills, ahead=chosen.ahead),
-        placement=PlacementSettings(chosen.rollout_on, chosen.update_on),
-        eval=EvalSettings(tasks=3),
-        trainer=TrainerSettings(processes_per_node=1, keep=chosen.trainer_kept),
-        update=UpdateSettings(recency=chosen.recency),
-        checkpoint=CheckpointSettings(keep=chosen.versions_kept, keep_trajectories=chosen.trajectories_kept),
-    ).with_values(START_SETTINGS)
+    settings = Settings().with_values({**SMALL, **dict(chosen)})
     return settings, make_rules(settings, program(), accelerators=0)
 
 
@@ -198,10 +165,14 @@ class Draw:
         mix, faulty = setup.mix, bool(setup.mix)
         self.beat_s = setup.beat_s or rng.choice((BEAT_S, 3.0, 4.0))
         phases = rng.choice(PHASES) if setup.phases is None else setup.phases
-        chosen = draw_choice(rng, phases, setup.nodes) if faulty else Choice(eval_interval=2, recency=2)
+        chosen = (
+            draw_choice(rng, phases, setup.nodes) if faulty else {"eval_interval": 2, "update.recency": 2}
+        )
         policy = setup.policy or rng.choice(POLICIES)
         min_nodes = setup.min_nodes or rng.choice((1, 1, 1, min(2, setup.nodes)))
-        self.settings, rules = settings_and_rules(setup.nodes, phases, policy, min_nodes, chosen)
+        chosen |= {"num_nodes": setup.nodes, "rank_weights": (1.0,) * setup.nodes, "min_nodes": min_nodes}
+        chosen |= {"rl_phase": phases, "on_node_failure": policy}
+        self.settings, rules = settings_and_rules(*chosen.items())
         longest = rng.choice(LONGEST) if faulty else rules.longest
         self.rules = replace(rules, limits=self._limits(), longest=longest)
         usual = poll_intervals(self.settings.with_values({"coordination.beat_s": self.beat_s}))
@@ -225,7 +196,7 @@ class Draw:
         #: each node keeps a copy of the newest weights
         self.copies_weights = rng.random() < 0.3
         #: how often all are started again after the run has ended
-        self.sessions = int(faulty and chosen.split is None and rng.random() < 0.12)
+        self.sessions = int(faulty and self.settings.rollout_split is None and rng.random() < 0.12)
 
     def _limits(self) -> Limits:
         """With faults, sessions sometimes begin before all nodes are there."""
