@@ -45,7 +45,7 @@ class Mishap:
 
 
 def fail(error: type[BaseException], *about: object) -> None:
-    """Raises `error`, which is made here: in a local variable it would form a cycle with its frame, and keep all in there alive."""
+    """Raises `error`."""
     raise error(*about)
 
 
