@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from group_members import FAST, REPO, Failed, Members
+from group_members import FAST, PATIENT, REPO, Failed, Members
 
 import fsbarrier
 from fsbarrier.coordination.group.collective import MAX_OBJECT_BYTES, Collective, CollectiveWork
@@ -53,7 +53,7 @@ def alone(tmp_path: Path) -> Iterator[Group]:
 
 
 def test_collectives_in_any_order_of_start(tmp_path: Path) -> None:
-    with Members(tmp_path, 4) as group:
+    with Members(tmp_path, 4, **PATIENT) as group:
         group.start(2, 0, 3).start(1).joined()
         assert group.ask("look") == [{"generation": 1, "members": [0, 1, 2, 3], "joiners": []}] * 4
         for rank in range(4):
@@ -67,7 +67,7 @@ def test_collectives_in_any_order_of_start(tmp_path: Path) -> None:
 
 
 def test_nobody_passes_before_the_last_one_came(tmp_path: Path) -> None:
-    with Members(tmp_path, 3) as group:
+    with Members(tmp_path, 3, **PATIENT) as group:
         group.start().joined()
         group[0].tell("barrier")
         group[1].tell("barrier")
@@ -77,7 +77,7 @@ def test_nobody_passes_before_the_last_one_came(tmp_path: Path) -> None:
 
 
 def test_an_object_of_ten_megabytes_reaches_all(tmp_path: Path) -> None:
-    with Members(tmp_path, 3) as group:
+    with Members(tmp_path, 3, **PATIENT) as group:
         group.start().joined()
         assert group.ask("big", size=10_000_000, src=0) == [[10_000_000, 10_000_000]] * 3
         records = [path.stat().st_size for path in (tmp_path / "coordination" / "generations").iterdir()]
@@ -103,7 +103,7 @@ def test_only_what_json_keeps_can_be_sent(alone: Group) -> None:
 
 
 def test_members_out_of_step_are_told(tmp_path: Path) -> None:
-    with Members(tmp_path, 2) as group:
+    with Members(tmp_path, 2, **PATIENT) as group:
         group.start().joined()
         group[1].tell("barrier")
         said = group.ask("all_gather", 0, obj=1)[0]
@@ -148,7 +148,7 @@ def test_killed_rank_0_and_a_member_that_was_busy_meanwhile(tmp_path: Path) -> N
 
 
 def test_a_restarted_rank_is_taken_in(tmp_path: Path) -> None:
-    with Members(tmp_path, 3) as group:
+    with Members(tmp_path, 3, **PATIENT) as group:
         group.start().joined()
         group.restart(1)
         for lost in group.ask("barrier", 0, 2):
@@ -193,7 +193,7 @@ def test_a_member_that_wakes_up_late_is_fenced(tmp_path: Path) -> None:
 
 
 def test_two_processes_with_one_rank(tmp_path: Path) -> None:
-    with Members(tmp_path, 2) as group:
+    with Members(tmp_path, 2, **PATIENT) as group:
         group.start().joined()
         first = group[1]
         group.start(1)
@@ -211,7 +211,7 @@ def test_two_processes_with_one_rank(tmp_path: Path) -> None:
     ("how", "words"), [("leave", "it left the group"), ("fail", "after ValueError: boom")]
 )
 def test_a_member_that_leaves(tmp_path: Path, how: str, words: str) -> None:
-    with Members(tmp_path, 3) as group:
+    with Members(tmp_path, 3, **PATIENT) as group:
         group.start().joined()
         arguments = {"text": "boom"} if how == "fail" else {}
         group.ask("barrier")
@@ -224,7 +224,7 @@ def test_a_member_that_leaves(tmp_path: Path, how: str, words: str) -> None:
 
 
 def test_whoever_is_interrupted_in_a_call_has_left(tmp_path: Path) -> None:
-    with Members(tmp_path, 2) as group:
+    with Members(tmp_path, 2, **PATIENT) as group:
         group.start().joined()
         group[0].tell("interrupted", obj="a")
         assert group.outcome(0).kind == "KeyboardInterrupt"
@@ -276,7 +276,7 @@ def test_the_same_call_after_a_failed_read_is_the_same_collective(
             failing.clear()
             assert group.all_gather("first of 0") == ["first of 0", "first of 1"]
             assert group.all_gather("second of 0") == ["second of 0", "second of 1"]
-        assert gathered.result(60) == [["first of 0", "first of 1"], ["second of 0", "second of 1"]]
+        assert gathered.result() == [["first of 0", "first of 1"], ["second of 0", "second of 1"]]
 
 
 # --- paths and arguments ------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from cluster import REPO
 from group_members import Failed, Member, Members
+from waiting import DEADLINE_S
 
 sys.path.insert(0, str(REPO / "scripts" / "lab"))
 import group_fuzz
@@ -50,7 +51,7 @@ def test_random_calls_and_strikes(tmp_path: Path, nodes: int, seconds: float) ->
 def test_the_survivors_of_every_instant_agree(tmp_path: Path) -> None:
     """The leader dies at a random instant of a stream of collectives, again and again."""
     dice, stop, idle = random.Random(7), tmp_path / "stop", threading.Event()
-    with Members(tmp_path / "group", 5, beat_s=0.1, suspect_s=0.6, dead_s=1.2) as group:
+    with Members(tmp_path / "group", 5, beat_s=0.1, suspect_s=1.0, dead_s=2.5) as group:
         group.start().joined()
         for member in group.all:
             member.tell("elastic", stop=str(stop))
@@ -58,6 +59,6 @@ def test_the_survivors_of_every_instant_agree(tmp_path: Path) -> None:
             idle.wait(dice.random())
             group[rank].kill()
         stop.touch()
-        ends = [outcome(group[rank], 60.0) for rank in (3, 4)]
+        ends = [outcome(group[rank], DEADLINE_S) for rank in (3, 4)]
         assert all(isinstance(end, dict) for end in ends), ends
         assert ends[0]["step"] == ends[1]["step"]
