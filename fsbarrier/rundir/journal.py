@@ -34,7 +34,6 @@ FREQUENT = frozenset({"phase_started", "phase_finished", "work_finished", "itera
 #: the events that a daemon writes itself, with fields that it and others rely on; the result of a program contains none of them
 OWN = FREQUENT | {
     "code_changed",
-    "environment_ended",
     "generation_proposed",
     "generation_sealed",
     "generation_started",
