@@ -16,9 +16,10 @@ from typing import Any
 from fsbarrier.data import images
 from fsbarrier.data.images import Message
 from fsbarrier.engine.model import placeholder_ids
-from fsbarrier.errors import UsageError
+from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.rollouts.samples import Refusal
 from fsbarrier.store import reading
+from fsbarrier.store.retry import patiently
 
 #: 64 x 64 grey pixels
 STAND_IN = (
@@ -36,19 +37,22 @@ class Pictures:
         self._names: dict[str, str] = {}
 
     async def named(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """The conversation with its images as they are in trajectories, after they were kept. Raises Refusal, OSError."""
+        """The conversation with its images as they are in trajectories, after they were kept. Raises Refusal, StoreError."""
         for source in images.sources(messages):
             if source not in self._names:
                 self._names[source] = await asyncio.to_thread(self._keep, source)
         return images.replaced(messages, lambda source: {"type": "image", "image": self._names[source]})
 
     def _keep(self, source: str) -> str:
-        if self.placeholder is None or self.folder is None:
+        folder = self.folder
+        if self.placeholder is None or folder is None:
             raise Refusal("it has an image, but the model takes none")
         try:
-            return images.keep(self.folder, images.data_of(source))
+            return patiently(lambda: images.keep(folder, images.data_of(source)))
         except ValueError as error:
             raise Refusal(f"image: {error}") from None
+        except OSError as error:
+            raise StoreError(f"{folder}: cannot keep an image: {error.strerror or error}") from error
 
     def request(self, token_ids: Sequence[int], names: Sequence[str]) -> dict[str, object]:
         """What the engine is sent of a prompt in whose placeholders these images stand. Raises Refusal, ProgramFailed."""
