@@ -147,7 +147,7 @@ def test_rewards_of_frozen_engines_and_one_that_dies(bench: Bench, tmp_path: Pat
         f"reward.kind=engines.rm,judge,{tmp_path}/mine.py:asks",
         f"rollout.agent={tmp_path}/mine.py:Asks",
     )
-    words += ("judge.engine=wise", f"engines.rm.model={rm}", "placement.rm=all")
+    words += ("judge.engine=wise", f"engines.rm.model={rm}", "placement.rm=all", "eval_interval=0")
     words += (f"engines.wise.model={bench.model}", f"data_path={tmp_path}", f"model={bench.model}")
     ended = bench.run(tmp_path / "run", "--iterations", "1", *words).check()
     trajectories = load(RunPaths(tmp_path / "run").merged("train", 1))["trajectories"]
@@ -180,9 +180,9 @@ def test_a_node_that_rolls_out_reaches_the_engine_of_another(bench: Bench, tmp_p
     )
     words += ("judge.engine=wise", f"engines.wise.model={bench.model}", f"engines.own.model={bench.model}")
     log_path = tmp_path / "run"
-    bench.run(log_path, "--iterations", "2", *words, "algorithm.drop_zero_signal=false", nodes=2).check()
+    bench.run(log_path, "--iterations", "1", *words, "eval_interval=0", nodes=2).check()
     paths = RunPaths(log_path)
-    trajectories = load(paths.merged("train", 2))["trajectories"]
+    trajectories = load(paths.merged("train", 1))["trajectories"]
     assert {(one["node_rank"], one["reward"]) for one in trajectories} == {(0, 0.5)}
     logs = {rank: sorted(one.name for one in paths.node_logs(1, rank).glob("vllm*")) for rank in (0, 1)}
     assert logs == {0: ["vllm-own.log", "vllm.log"], 1: ["vllm-wise.log"]}
