@@ -15,6 +15,7 @@ from waiting import until
 from fsbarrier.cli import main
 from fsbarrier.cli.commands import stop
 from fsbarrier.program import PHASE_NAMES
+from fsbarrier.rundir.heartbeats import read_beats
 
 
 def test_clean_run_shows_every_phase_in_order(tmp_path: Path) -> None:
@@ -97,6 +98,8 @@ def test_a_signal_ends_a_node_completely(tmp_path: Path, number: int, code: int)
         cluster.signal(0, number)
         assert cluster.wait() == {0: code}
         assert leftovers(cluster.log_path) == {}
+        # Whoever else is there goes on at once, and the next start waits for nothing.
+        assert read_beats(cluster.log_path)[0].state == "left"
 
 
 def test_a_second_daemon_of_a_rank_is_refused(tmp_path: Path) -> None:
