@@ -165,7 +165,7 @@ def test_a_full_disk_of_its_own_makes_a_node_leave(tmp_path: Path) -> None:
 def test_a_program_without_progress_is_a_failed_attempt(tmp_path: Path) -> None:
     # The rollout takes a minute, of which the test sees the first seconds: the program still runs when a busy machine gets to stop it.
     hold = ("custom.hold=2", "custom.hold_s=60", "toy.tasks=96")
-    flags = ("--iterations", "1", *FAST, *hold, "coordination.stall_timeout_s=6")
+    flags = ("--iterations", "1", *FAST, *hold, "coordination.stall_timeout_s=12")
     with Cluster(tmp_path, 2, *flags, program=HELD, real=True) as cluster:
         cluster.start()
         cluster.beating(VICTIM, lambda beat: beat.phase == 2 and beat.progress.get("done", 0) >= 1)
@@ -178,8 +178,8 @@ def test_a_program_without_progress_is_a_failed_attempt(tmp_path: Path) -> None:
         assert cluster.wait() == {0: 0, VICTIM: 0}, cluster.said(VICTIM)
         failed = cluster.wait_for(lambda e: e["event"] == "work_failed")
         assert (failed["node_rank"], failed["phase"]) == (VICTIM, 2)
-        assert "no progress for 6 s (coordination.stall_timeout_s)" in failed["error"]
-        assert f"| node {VICTIM} (" in cluster.said(0) and "no progress for 6 s" in cluster.said(0)
+        assert "no progress for 12 s (coordination.stall_timeout_s)" in failed["error"]
+        assert f"| node {VICTIM} (" in cluster.said(0) and "no progress for 12 s" in cluster.said(0)
         assert not [e for e in cluster.events() if e["event"] == "node_lost"]
         assert_exactly_once(cluster.log_path, 1, tasks=96)
         assert leftovers(cluster.log_path) == {}

@@ -23,7 +23,7 @@ from fsbarrier.rundir.journal import read_events
 from fsbarrier.rundir.paths import RunPaths
 
 REPO = Path(__file__).resolve().parent.parent
-FAST = ("coordination.beat_s=0.2", "coordination.dead_s=2")
+FAST = ("coordination.beat_s=0.2", "coordination.dead_s=10")
 
 
 def command(*words: str) -> list[str]:

@@ -15,7 +15,7 @@ from cluster import Cluster, all_gone, assert_exactly_once, leftovers, rolled_ou
 from fsbarrier.program import PHASE_NAMES
 
 HELD = Path(__file__).parent / "programs" / "held.py"
-DEAD_S = 2.0
+DEAD_S = 4.0
 QUICK = (
     "coordination.beat_s=0.15",
     f"coordination.dead_s={DEAD_S:g}",
