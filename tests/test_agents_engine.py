@@ -153,7 +153,9 @@ async def check_that_each_text_begins_once(info: EngineInfo) -> None:
         for text in texts:
             task = Task(0, "", text, None, {})
             await sampler.sample(
-                [task], groups.append, Sampling(samples=1, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=4)
+                {task.index: task},
+                groups.append,
+                Sampling(samples=1, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=4),
             )
         plain, with_it = [await sampler.tokens(prompt=text) for text in texts]
     begin = tokenizer().bos_token_id
