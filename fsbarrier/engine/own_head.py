@@ -17,11 +17,11 @@ from fsbarrier.engine.model import INDEX, ModelFolder, inspect, tensors_in, weig
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.store import files, owned, reading
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDINGS, HEAD = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight"), "lm_head.weight"
 HEAD_FILE = "model-head.safetensors"
-# The architectures tested with the real vLLM (tests/test_architectures.py). vLLM's Gemma 2, for example, does not support a separate head
-# and would not start. Other tied models are restarted instead of reloaded.
-KNOWN = frozenset({"gemma", "llama", "qwen2", "qwen3"})
+# The architectures tested with the real vLLM (tests/test_architectures.py, tests/test_eyes_engine.py). vLLM's Gemma 2, for example, does
+# not support a separate head and would not start. Other tied models are restarted instead of reloaded.
+KNOWN = frozenset({"gemma", "llama", "qwen2", "qwen3", "qwen3_vl"})
 COPY_BYTES = 16 << 20
 
 
@@ -37,10 +37,15 @@ def with_own_head(model: ModelFolder, policy_version: int, place: Path) -> Model
     if not model.tied or model.signature is None or model.config.get("model_type") not in KNOWN:
         return model
     holding = [(file, tensors_in(file)) for file in weight_files(model.path)]
-    embeddings = [(file, begin, entries) for file, (begin, entries) in holding if EMBEDDING in entries]
+    embeddings = [
+        (file, begin, entries[name])
+        for file, (begin, entries) in holding
+        for name in EMBEDDINGS
+        if name in entries
+    ]
     if len(embeddings) != 1 or any(name.endswith(HEAD) for _, (_, entries) in holding for name in entries):
         return model
-    ((file, begin, entries),) = embeddings
+    ((file, begin, embedding),) = embeddings
     folder = place / f"{policy_version}-{hashlib.sha256(bytes(model.path)).hexdigest()[:12]}"
     try:
         with _making:
@@ -51,7 +56,7 @@ def with_own_head(model: ModelFolder, policy_version: int, place: Path) -> Model
                 for path in model.path.iterdir():
                     if path.name not in ("config.json", INDEX):
                         os.symlink(path, made / path.name)
-                _write_head(made / HEAD_FILE, file, begin, entries[EMBEDDING])
+                _write_head(made / HEAD_FILE, file, begin, embedding)
                 _write_descriptions(made, model)
                 os.rename(made, folder)
     except OSError as error:
