@@ -146,7 +146,11 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
         ),
         (
             ["algorithm.advantage=gae", "trainer.command=mine {out}"],
-            "algorithm.advantage=gae: only the built-in trainer has a critic; drop it, or trainer.command",
+            "algorithm.advantage=gae: only the built-in trainer computes it; drop it, or trainer.command",
+        ),
+        (
+            ["algorithm.self_certainty=1", "trainer.command=mine {out}"],
+            "algorithm.self_certainty=1.0: only the built-in trainer computes it; drop it, or trainer.command",
         ),
         (
             ["algorithm.kl_target=0.1"],

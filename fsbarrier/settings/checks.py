@@ -204,6 +204,14 @@ def _algorithm(s: Settings, named: AsChosen) -> Iterator[str]:
     """Learning-rate schedule, loss, and sampling requirements of the loss."""
     o, a = s.optimizer, s.algorithm
     yield from _critic(s, named)
+    if s.trainer.command is not None:
+        for key, wanted in (
+            ("algorithm.advantage", a.has_critic),
+            ("algorithm.self_certainty", a.self_certainty),
+            ("algorithm.kl_in_reward", a.kl_in_reward),
+        ):
+            if wanted:
+                yield f"{named(key)}: only the built-in trainer computes it; drop it, or trainer.command"
     if o.schedule != "constant" and o.decay_steps is None:
         yield (
             f"{named('optimizer.schedule')}: requires optimizer.decay_steps, the step at which the learning rate reaches its minimum"
@@ -289,8 +297,6 @@ def _critic(s: Settings, named: AsChosen) -> Iterator[str]:
     ):
         if not wanted:
             yield f"{named('algorithm.advantage')}: not supported with {named(key)}, which trains no critic; change one of the two"
-    if s.trainer.command is not None:
-        yield f"{named('algorithm.advantage')}: only the built-in trainer has a critic; drop it, or trainer.command"
 
 
 def check_change(settings: Settings, values: Mapping[str, object]) -> None:
