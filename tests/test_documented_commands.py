@@ -128,6 +128,9 @@ class Scene:
         (self.clone / "ds_config.json").write_text('{"zero_optimization": {"stage": 2}}')
         for name in ("mine.toml", "run.toml"):
             (self.clone / name).write_text("[rollout]\ntemperature = 0.9\n")
+        environment = self.shared / "envs" / "mine" / "bin"
+        environment.mkdir(parents=True)
+        (environment / "python").symlink_to(sys.executable)
         # Trackers that need not be installed for the tests.
         for name in ("wandb", "tensorboard"):
             (folder / "packages" / name).mkdir(parents=True)

@@ -162,7 +162,7 @@ class DeepSpeedBackend:
         weights as they are."""
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=self._processes.device)
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-        log_probs, _ = self.model(inputs, torch.tensor([[False, True]], device=tokens.device), 1.0)
+        log_probs, *_ = self.model(inputs, torch.tensor([[False, True]], device=tokens.device), 1.0)
         self.backward(log_probs.sum() * 0.0, last=True)
         self.step(0.0, 1.0)
 

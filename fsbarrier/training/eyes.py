@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fsbarrier.data import images
-from fsbarrier.engine.model import placeholder_ids
+from fsbarrier.engine.model import placeholder_ids, sees
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.training import policy
+from fsbarrier.store import reading
 
 # Of which argument of a model says which tokens are images.
 KINDS = ("mm_token_type_ids", "token_type_ids")
@@ -44,8 +44,8 @@ class Eyes:
     @classmethod
     def of(cls, folder: Path, *, always: bool) -> Eyes | None:
         """None for a model that takes no images. Raises UsageError."""
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        return cls(folder, always=always) if policy.sees(config) else None
+        config = reading.json_object(folder / "config.json", UsageError)
+        return cls(folder, always=always) if sees(config) else None
 
     def added(
         self, inputs: dict[str, Tensor], wanted: Tensor, files: Sequence[Sequence[str]]
