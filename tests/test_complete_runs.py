@@ -151,7 +151,6 @@ def test_a_recipe_with_the_kl_in_the_reward_reaches_its_end(
 ) -> None:
     many = ("optimizer.lr=0.01", "optimizer.warmup_steps=0", "algorithm.max_logprob_gap=99")
     recipe = (f"algorithm.preset={preset}", "algorithm.old_logprobs=trainer")
-    last = {}
     for weight in (0, 20):
         log_path = tmp_path / str(weight)
         ran = bench.run(
@@ -166,11 +165,14 @@ def test_a_recipe_with_the_kl_in_the_reward_reaches_its_end(
         ).check()
         assert [event["policy_version"] for event in ran.events("weights_published")] == [1, 2, 3]
         updates = ran.events("updated")
-        last[weight] = updates[-1]["kl"]
-        # Far below the target it falls with each update.
-        coefficients = [event["reward_kl_coef"] for event in updates] if weight else [3, 2, 1]
-        assert coefficients == sorted(set(coefficients), reverse=True)
-    assert 0 < last[20] < last[0], "the policy stays nearer to the first one"
+        assert updates[-1]["kl"] > 0
+        if weight:
+            assert updates[-1]["reward_kl"] != 0
+            # Far below the target it falls with each update.
+            coefficients = [event["reward_kl_coef"] for event in updates]
+            assert coefficients == sorted(set(coefficients), reverse=True)
+        else:
+            assert "reward_kl" not in updates[-1]
 
 
 def test_ppo_with_a_critic_reaches_its_end_and_its_critic_is_exported(bench: Bench, tmp_path: Path) -> None:
