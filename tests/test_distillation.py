@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from cluster import Cluster
 from complete_runs import Bench
-from engine_bench import largest_gap, write_model
+from engine_bench import largest_gap, refusal, write_model
 
-from fsbarrier.cli import main
 from fsbarrier.data.demo_tasks import DEMO_SETTINGS, FOLDER
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import AlgorithmSettings
@@ -149,14 +148,6 @@ def test_a_mistake_ends_the_start(
 ) -> None:
     write_model(tmp_path / "M", architectures=["Qwen2ForCausalLM"])
     (tmp_path / "M" / "tokenizer.json").write_text("{}")
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a", "answer": "a"}\n')
-    where = (
-        f"--log-path={tmp_path / 'run'}",
-        f"--data-path={tmp_path}",
-        "--model=M",
-        "rollout.max_tokens=16",
-    )
     longer = (
         []
         if "2048" in said
@@ -164,9 +155,7 @@ def test_a_mistake_ends_the_start(
         if "teacher.model" in str(words)
         else []
     )
-    assert main(["run", "--master", *where, "algorithm.loss=distil", *words, *longer]) == 2
-    told = capsys.readouterr().err
-    assert said in told and told.count("\n") == 1, told
+    assert said in refusal(tmp_path, ["algorithm.loss=distil", *words, *longer], capsys)
 
 
 @pytest.mark.engine

@@ -14,10 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 from complete_runs import Bench
-from engine_bench import NEVER, behaviour, make_model, stand_in, write_model
+from engine_bench import NEVER, behaviour, make_model, refusal, stand_in, write_model
 from waiting import until
 
-from fsbarrier.cli import main
 from fsbarrier.coordination.run_rules import roles
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.frozen import MOST_DEATHS, FrozenEngine
@@ -229,18 +228,7 @@ def test_a_mistake_ends_the_start(
         kind = "ForCausalLM" if name == "M" else "ForSequenceClassification"
         write_model(tmp_path / name, architectures=[f"Qwen2{kind}"])
         (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a", "answer": "a"}\n')
-    where = (
-        f"--log-path={tmp_path / 'run'}",
-        f"--data-path={tmp_path}",
-        "--model=M",
-        "rollout.max_tokens=16",
-    )
-    assert main(["run", "--master", *where, *words]) == 2
-    told = capsys.readouterr().err
-    assert said in told and told.count("\n") == 1, told
-    assert not (tmp_path / "run").exists()
+    assert said in refusal(tmp_path, words, capsys)
 
 
 def test_engines_on_one_accelerator_must_fit_together() -> None:

@@ -73,16 +73,7 @@ LLAMA_8B = QWEN_7B | {
 QWEN3_VL_4B = {
     "model_type": "qwen3_vl",
     "tie_word_embeddings": True,
-    "text_config": {
-        "hidden_size": 2560,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 9728,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    },
+    "text_config": QWEN3_4B,
     "vision_config": {
         "depth": 24,
         "hidden_size": 1024,

@@ -52,7 +52,7 @@ def with_reference(
     if not batch.steps:
         return batch
     model = loaded_for_reading(folder, layout, processes, settings)
-    return replace(batch, reference=log_probs(model, batch, settings, processes))
+    return replace(batch, reference=numbers_of_tokens(model, batch, settings, processes)[0])
 
 
 def loaded_for_reading(folder: Path, layout: Layout, processes: Processes, settings: Settings) -> PolicyModel:
@@ -74,19 +74,8 @@ def held_out_loss(trainer: Trainer, batch: TrainingBatch, settings: Settings) ->
     if not indices:
         return None
     tokens = int(batch.sampled_tokens(torch.tensor(indices)).sum())
-    found = log_probs(trainer.backend.model, batch, settings, trainer.processes, indices)
+    found = numbers_of_tokens(trainer.backend.model, batch, settings, trainer.processes, indices)[0]
     return -float(found.double().sum()) / tokens
-
-
-def log_probs(
-    model: TokenModel,
-    batch: TrainingBatch,
-    settings: Settings,
-    processes: Processes,
-    indices: list[int] | None = None,
-) -> Tensor:
-    """The first of the numbers below."""
-    return numbers_of_tokens(model, batch, settings, processes, indices)[0]
 
 
 @torch.no_grad()
