@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 from group_members import FAST, PATIENT, REPO, Failed, Members
+from waiting import until
 
 import fsbarrier
 from fsbarrier.coordination.group.collective import MAX_OBJECT_BYTES, Collective, CollectiveWork
 from fsbarrier.coordination.group.group import Group
+from fsbarrier.coordination.group.member import GroupMember
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.program import PHASE_NAMES, Phase, Program
@@ -303,6 +305,28 @@ def test_different_numbers_of_nodes_are_refused_on_all(tmp_path: Path) -> None:
         for failed in (two.outcome(0), three.outcome(1)):
             assert failed.kind == "ValueError" and "num_nodes=2" in failed.message
             assert "num_nodes=3" in failed.message
+
+
+def test_a_node_that_refuses_and_leaves_before_its_first_heartbeat_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beat = GroupMember.beat
+
+    def only_the_last(member: GroupMember, *args: Any, last: bool = False, **kwargs: Any) -> float:
+        is_quiet = member.loop.join.rank == 1 and not last
+        return 0.01 if is_quiet else beat(member, *args, last=last, **kwargs)
+
+    def refused(rank: int, num_nodes: int) -> str:
+        with pytest.raises(ValueError, match="all must give the same") as caught:
+            fsbarrier.join(tmp_path, node_rank=rank, num_nodes=num_nodes, **FAST)
+        return str(caught.value)
+
+    monkeypatch.setattr(GroupMember, "beat", only_the_last)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(refused, 1, 3)
+        until(lambda: any(RunPaths(tmp_path).joins.glob("*")))
+        assert "num_nodes=2" in refused(0, 2)
+        assert "num_nodes=3" in first.result()
 
 
 @pytest.mark.parametrize(

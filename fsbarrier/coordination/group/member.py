@@ -17,7 +17,7 @@ from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.poll_intervals import DICE, PollIntervals, join_factor, next_beat_s
 from fsbarrier.errors import Fenced, FsbarrierError, NodeError, OutOfStep, PeerLost, StoreError
-from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member
+from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Pulse
 from fsbarrier.protocol.membership import Limits, Loss, live_joiners, losses
 from fsbarrier.protocol.state import Exit, Rules, Stage
 from fsbarrier.rundir.names import fact_name
@@ -47,8 +47,9 @@ class GroupMember:
     looking_since: float | None = None
     #: this node has been in a generation
     _entered: bool = False
-    #: the joins that this node found when it joined, perhaps of an earlier session
+    #: the joins and heartbeats that this node found when it joined, perhaps of an earlier session
     _earlier_joins: Mapping[int, Join] = field(default_factory=dict)
+    _earlier_beats: Mapping[int, Pulse] = field(default_factory=dict)
 
     @property
     def generation(self) -> Generation | None:
@@ -62,7 +63,7 @@ class GroupMember:
         # Whatever moves from here on belongs to this session.
         beats = observer.read_beats()
         observer.ledger = observer.ledger.observe(beats, now, None, observer.intervals.poll_gap_s)
-        self._earlier_joins = dict(observer.joins)
+        self._earlier_joins, self._earlier_beats = dict(observer.joins), beats
         self.loop.start(now)
 
     def look(self, now: float) -> bool:
@@ -124,8 +125,9 @@ class GroupMember:
             if self.generation is not None:
                 concerned = rank in self.generation.ranks
             else:
-                moved = observer.ledger.moved(Member(rank, join.incarnation))
-                concerned = moved or self._earlier_joins.get(rank) != join
+                news = observer.ledger.news(Member(rank, join.incarnation))
+                beaten = news is not None and news.beat != self._earlier_beats.get(rank)
+                concerned = beaten or self._earlier_joins.get(rank) != join
             for name, mine in here.choices.items() if concerned else ():
                 if (theirs := join.choices.get(name)) != mine:
                     raise ValueError(
