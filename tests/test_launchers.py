@@ -500,3 +500,27 @@ def test_a_real_slurm_job_stops_at_its_time_limit_and_goes_on(
     slurm_says("scontrol", "update", f"JobId={job}", "StartTime=now")
     until(lambda: finished()[-1:] > before[-1:])
     assert finished() == list(range(1, finished()[-1] + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_real_slurm_job_goes_on_with_more_nodes(
+    tmp_path: Path, slurm: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    log_path = tmp_path / "run"
+    for nodes, iterations in (("2", "1"), ("3", "2")):
+        words = ["--nodes", nodes, "--iterations", iterations, "--log-path", str(log_path)]
+        words += ["--fsbarrier", FSBARRIER, "--program", "toy", "toy.tasks=6", "toy.phase_s=0.1"]
+        assert main(["launch", "slurm", *words]) == 0
+        job = capsys.readouterr().out.split()[-1]
+        # Whoever is refused would leave the others with the allocation.
+        until(lambda job=job: slurm_says("squeue", "-h", "-j", job) == "")
+        told = (tmp_path / f"fsbarrier-{job}.log").read_text()
+        assert f"{iterations} iteration{'s are' if iterations != '1' else ' is'} done" in told, told
+    finished = {
+        event.iteration: event for event in read_events(log_path) if event.name == "iteration_finished"
+    }
+    assert sorted(one for one in finished if one) == [1, 2]
+    entered = {event.node_rank for event in read_events(log_path) if event.iteration == 2}
+    assert entered == {0, 1, 2}
