@@ -101,6 +101,20 @@ def test_a_request_waits_for_a_server_that_has_died(engine: FrozenEngine) -> Non
     assert not {*before} & {*pids(engine)} and engine.failure == ""
 
 
+def test_a_restart_is_told_with_the_last_lines_and_shown(engine: FrozenEngine, tmp_path: Path) -> None:
+    kill_all(engine)
+    assert engine.status == {"states": ["down", "down"], "restarts": 0}
+    assert classified(engine, [1])[0].error is None
+    until(lambda: engine.status["states"] == ["up", "up"])
+    until(lambda: engine.status["restarts"] == 2)
+    assert engine.status["why"].startswith("vLLM was ended by signal 9")
+    first, second = engine.news()
+    told = {"event": "engine_restarted", "engine": "rm", "why": engine.status["why"]}
+    assert told.items() <= first.items() and told.items() <= second.items()
+    assert str(tmp_path / "logs" / "vllm-rm.log") in first["log"][0] and first["log"][1:]
+    assert engine.news() == []
+
+
 def test_an_engine_that_always_dies_is_given_up(engine: FrozenEngine) -> None:
     url = f"{engine.address.root}/health"
     for death in range(MOST_DEATHS + 1):

@@ -158,6 +158,14 @@ class Engine:
         """Whether our server ended by itself. The next `ensure` starts another one."""
         return self._server is not None and self._server.child.poll() is not None
 
+    @property
+    def state(self) -> str:
+        """Of our server: off, starting, up, asleep, or down if it ended by itself."""
+        server = self._server
+        if server is None or self.ended:
+            return "off" if server is None else "down"
+        return "asleep" if server.asleep else "up" if server.serving else "starting"
+
     def how_it_ended(self) -> str:
         """How our server ended by itself, in several lines: how and why, the log's path, the end of the log. "" if it did not."""
         server = self._server

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from fsbarrier.engine.openai_http import UNIX, EngineAddress
 from fsbarrier.engine.replicas import Replicas
 from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.processes import rendezvous
+from fsbarrier.protocol.facts import Payload
 from fsbarrier.store.retry import Backoff
 
 # How often a waiting request looks for a server.
@@ -47,6 +48,9 @@ class FrozenEngine:
         # Why it cannot be started again; "" if it need not be, or could.
         self.failure = ""
         self._deaths, self._closing = 0, threading.Event()
+        # Why each start of this node's that followed a death was needed; and those that the journal does not have yet.
+        self._restarts: list[str] = []
+        self._untold: deque[Payload] = deque()
         # The sockets of the servers, and the connections to each.
         self._sockets: tuple[str, ...] = ()
         self._open = Counter[str]()
@@ -63,6 +67,16 @@ class FrozenEngine:
     def offer(self) -> dict[str, object]:
         """What a join tells the other nodes."""
         return {"port": self.port, "key": self.replicas.api_key}
+
+    @property
+    def status(self) -> Payload:
+        """For `fsbarrier status`: the state of each server, and how often and why one was started again."""
+        states, restarts = [one.state for one in self.replicas.engines], self._restarts
+        return {"states": states, "restarts": len(restarts), **({"why": restarts[-1]} if restarts else {})}
+
+    def news(self) -> list[Payload]:
+        """The restarts since the last call, as lines for the journal."""
+        return [self._untold.popleft() for _ in range(len(self._untold))]
 
     def ensure(
         self, folder: Path, devices: Sequence[int] | None, *, threads: int, cancel: threading.Event
@@ -132,6 +146,13 @@ class FrozenEngine:
                 await asyncio.to_thread(self._bring, self._closing)
             except FsbarrierError as error:
                 self.failure = str(error)
+                return
+            for how in ended:
+                why, *log = how.splitlines()
+                self._restarts.append(why)
+                self._untold.append(
+                    {"event": "engine_restarted", "engine": self.name, "why": why, "log": log}
+                )
 
         self._reviving = asyncio.create_task(bring())
 

@@ -45,7 +45,7 @@ def _evidence(event: Event) -> Iterator[str]:
                 if node.beat_age_s is not None:
                     yield f"node {node.node_rank}: last heartbeat seen {node.beat_age_s:.1f} s ago"
                 yield from (f"node {node.node_rank}: {line}" for line in node.log)
-        case "work_failed":
+        case "work_failed" | "engine_restarted":
             yield from event.lines("log")
         case "generation_started" if event.text("reason").startswith(AGAIN):
             yield event.text("reason").removeprefix(AGAIN)
@@ -255,6 +255,9 @@ WORDING: dict[str, Callable[[Event], str | None]] = {
     "nodes_differ": lambda event: f"{event.text('what') or '?'}: {event.text('found') or '?'}",
     "weights_checked": _noting("note", "; its engines read the run directory"),
     "engine_ready": _noting("engine_note"),
+    "engine_restarted": lambda event: (
+        f"node {event.node_rank}: engines.{event.text('engine')} was started again: {event.text('why')}"
+    ),
     "program_restarted": _restarted,
     "phase_started": _phase_started,
     "phase_finished": _phase_finished,

@@ -6,7 +6,7 @@ Never compares clocks of different hosts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsbarrier.protocol.membership import GONE
 from fsbarrier.view.run_reader import RunReader
@@ -31,7 +31,8 @@ class NodeStatus:
     `state`: joining, running; suspected (its heartbeat does not advance), lost (its process is gone, or the others continued without
     it); left, finished, stopped, broken (reported by the node at its end); absent (never seen). `activity`: working, or waiting (done
     with its row). `last_beat_age_s`: seconds since its heartbeat last advanced; None: unknown. `silent_s`: how long it was watched without
-    an advance. `last_beat_time`: Unix time by the shared filesystem's clock.
+    an advance. `last_beat_time`: Unix time by the shared filesystem's clock. `engines`: its frozen engines by name, each with the `states`
+    of its servers (off, starting, up, asleep, down), the number of `restarts`, and `why` the last one was needed.
     """
 
     node_rank: int
@@ -47,6 +48,7 @@ class NodeStatus:
     silent_s: float | None = None
     last_beat_time: float | None = None
     logs: str | None = None
+    engines: Mapping[str, object] = field(default_factory=dict)
 
 
 def node_status(reader: RunReader, rank: int, now: float) -> NodeStatus:
@@ -62,9 +64,11 @@ def node_status(reader: RunReader, rank: int, now: float) -> NodeStatus:
         # An earlier incarnation's position does not apply to this one.
         iteration = 0
     waits = rank in reader.arrived
+    told = dict(beat.progress) if alive and beat is not None else {}
+    engines = told.pop("frozen", {})
     progress = None
-    if alive and not waits and beat is not None and (beat.iteration, beat.phase) == (iteration, phase):
-        progress = dict(beat.progress) or None
+    if not waits and beat is not None and (beat.iteration, beat.phase) == (iteration, phase):
+        progress = told or None
     activity = None
     if state == "running" and newest is not None and rank in newest.ranks:
         activity = "waiting" if waits else "working"
@@ -83,6 +87,7 @@ def node_status(reader: RunReader, rank: int, now: float) -> NodeStatus:
         silent_s=round(reader.watched_s(rank, now), 3) if state == "suspected" else None,
         last_beat_time=reader.beat_times.get(rank),
         logs=_log_folder(reader, rank),
+        engines=engines if isinstance(engines, dict) else {},
     )
 
 

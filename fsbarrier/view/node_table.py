@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir.journal import Fields, number, text
 from fsbarrier.view.amounts import amount, one_line, ranks, short
 from fsbarrier.view.node_status import NodeStatus
@@ -24,7 +25,7 @@ TROUBLED_FIRST = {"lost": 0, "suspected": 0, "broken": 0, "left": 1, "absent": 1
 
 
 def nodes_table(status: RunStatus, width: int, most: int | None = None) -> RenderableType:
-    """One row per node, plus one per engine if it has several and they fit. At most `most` rows; troubled nodes take precedence."""
+    """One row per node, plus one per engine if it has several or frozen ones, as far as they fit in `most` rows; troubled nodes first."""
     nodes, hidden = _chosen(status.nodes, most)
     engines = {node.node_rank: _engines(node) for node in nodes}
     if most is not None and len(nodes) + sum(map(len, engines.values())) > most:
@@ -63,7 +64,7 @@ def nodes_table(status: RunStatus, width: int, most: int | None = None) -> Rende
 
 
 def _engines(node: NodeStatus) -> list[tuple[str | tuple[str, str], tuple[str, str]]]:
-    """(state, (name, activity)) of each of a node's engines during a rollout, if it has several."""
+    """(state, (name, activity)) of each frozen engine of a node, and during a rollout of those of the policy, if it has several."""
     listed = (node.progress or {}).get("engines")
     rows: list[tuple[str | tuple[str, str], tuple[str, str]]] = []
     # A user's own program may report anything under that name.
@@ -72,6 +73,15 @@ def _engines(node: NodeStatus) -> list[tuple[str | tuple[str, str], tuple[str, s
             doing = f"{short(number(one, 'sequences') or 0)} sequences, {short(number(one, 'tokens') or 0)} tokens so far"
             name = f"engine {number(one, 'replica') or 0:.0f}"
             rows.append(("up" if one.get("up") else ("down", "bold yellow"), (name, doing)))
+    for name, frozen in node.engines.items():
+        if isinstance(frozen, dict):
+            states, restarts = [*map(str, frozen.get("states", ()))], int(number(frozen, "restarts") or 0)
+            state = next(
+                (one for one in ("down", "starting") if one in states), states[0] if states else "off"
+            )
+            doing = f"restarted {counted(restarts, 'time')}: {text(frozen, 'why')}" if restarts else ""
+            row = (f"engines.{one_line(name)}", one_line(doing))
+            rows.append(((state, "bold yellow") if state == "down" else state, row))
     return rows
 
 
@@ -114,7 +124,7 @@ def progress_bar(progress: Fields, width: int) -> Text:
     note = one_line(text(progress, "note"))
     if done is None or total is None or total <= 0:
         return line((note, "dim"))
-    counted = f" {short(done)}/{short(total)}" if total >= 10_000 else f" {done:.0f}/{total:.0f}"
+    position = f" {short(done)}/{short(total)}" if total >= 10_000 else f" {done:.0f}/{total:.0f}"
     # The texts beside the bar, each in a long and a short form.
     beside = []
     reward, speed = number(progress, "reward_mean"), number(progress, "tokens_per_s")
@@ -124,10 +134,10 @@ def progress_bar(progress: Fields, width: int) -> Text:
         beside.append((f"  {short(speed)} tokens/s", f" {short(speed)}/s"))
     if note:
         beside.append((f"  {note}", ""))
-    fitting, used = "", cell_len(counted)
+    fitting, used = "", cell_len(position)
     for forms in beside:
         form = next((form for form in forms if used + cell_len(form) + KEPT_FOR_BAR <= width), "")
         fitting, used = fitting + form, used + cell_len(form)
     least, most = BAR_CELLS
     cells = max(least, min(most, width - used))
-    return line(bar(done / total, cells, "green"), counted, (fitting, "dim"))
+    return line(bar(done / total, cells, "green"), position, (fitting, "dim"))
