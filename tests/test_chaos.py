@@ -70,6 +70,19 @@ def test_a_start_after_one_that_was_killed_before_it_joined(tmp_path: Path) -> N
         assert left.read_text().startswith("what it said\n")
 
 
+@pytest.mark.slow
+def test_the_goodput_of_a_run_whose_nodes_are_killed(tmp_path: Path) -> None:
+    script = [sys.executable, str(REPO / "scripts" / "lab" / "goodput.py"), "--path", str(tmp_path)]
+    words = ("--program", "toy", "--iterations", "7", "--every", "3", *FAST, "toy.phase_s=0.5")
+    done = subprocess.run([*script, *words], capture_output=True, text=True)
+    assert not done.stderr and "goodput 0." in done.stdout, done
+    lost = re.findall(
+        r"^killed in iteration \d+: node \d( \(leader\))?; (\d+) finished groups", done.stdout, re.M
+    )
+    assert lost == [(" (leader)", "0"), ("", "0")], done.stdout
+    assert "goal 0.90" in done.stdout
+
+
 # --- the judge ----------------------------------------------------------------------------------------------------------------
 
 

@@ -73,22 +73,26 @@ class Chaos:
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.dice = random.Random(arguments.seed)
         self.log_path, self.idle = folder / "run", threading.Event()
-        beat_s = arguments.beat_s or next((b for n, b in BEATS if n >= arguments.nodes), BEATS[-1][1])
-        self.dead_s = 10 * beat_s
-        flags = [
-            f"coordination.beat_s={beat_s:g}",
-            f"coordination.dead_s={self.dead_s:g}",
-            f"toy.tasks={arguments.tasks}",
-        ]
-        flags += [f"toy.phase_s={arguments.phase_s:g}"]
         # a worker needs its rank and nothing else
-        first = ["--master", "--num-nodes", str(arguments.nodes), "--program", arguments.program, *flags]
+        first = ["--master", "--num-nodes", str(arguments.nodes), "--program", arguments.program]
+        first += self.flags(arguments)
         base = [sys.executable, "-m", "fsbarrier", "run", "--log-path", str(self.log_path)]
         self.nodes = [
             Node(rank, [*base, *(first if rank == 0 else ["--worker", str(rank)])], folder)
             for rank in range(arguments.nodes)
         ]
         self.struck: dict[str, int] = {}
+
+    def flags(self, arguments: argparse.Namespace) -> list[str]:
+        """What node 0 is told beside the program."""
+        beat_s = arguments.beat_s or next((b for n, b in BEATS if n >= arguments.nodes), BEATS[-1][1])
+        self.dead_s = 10 * beat_s
+        return [
+            f"coordination.beat_s={beat_s:g}",
+            f"coordination.dead_s={self.dead_s:g}",
+            f"toy.tasks={arguments.tasks}",
+            f"toy.phase_s={arguments.phase_s:g}",
+        ]
 
     def start(self) -> None:
         """Start all; returns once they are members."""
