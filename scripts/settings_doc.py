@@ -17,7 +17,7 @@ from generated_page import write_or_check  # noqa: E402
 
 from fsbarrier.settings.section import EACH_SESSION, Changes, Section  # noqa: E402
 from fsbarrier.settings.sections import NAMED, Settings, known_names, sections  # noqa: E402
-from fsbarrier.settings.sources import FLAGS  # noqa: E402
+from fsbarrier.settings.sources import FLAGS, setting_of  # noqa: E402
 from fsbarrier.settings.value_types import Kind, described  # noqa: E402
 
 HEAD = """# Settings
@@ -50,7 +50,7 @@ every node reads them there. To change one, stop the run and start all nodes aga
 | --- | --- |
 | *each session* | when all nodes are started again; a start that names another value while others are at work is refused |
 | *each start* | each start chooses the value anew |
-| empty | the setting cannot change: a start that names another value is refused with both values and the reason |
+| empty | the setting cannot change: a start that names another value is refused with both values |
 
 Change settings on node 0 only. The other nodes follow, and refuse to start if their own command line says otherwise
 ([how](protocol.md#settings-that-change)). A change holds until the next one, whether later starts repeat it or not.
@@ -112,7 +112,7 @@ DESCRIPTIONS = dict(descriptions())
 
 
 def row(key: str, kind: Kind) -> str:
-    flag = next((f"<br>`{flag}`" for flag, setting in FLAGS.items() if setting == key), "")
+    flag = next((f"<br>`{flag}`" for flag in FLAGS if setting_of(flag) == key), "")
     value = described(kind.hint).replace(" that is not empty", "").removeprefix("a ").removeprefix("one of ")
     cells = (f"`{key}`{flag}", value, written(kind.default), CHANGES[kind.changes], DESCRIPTIONS[key])
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

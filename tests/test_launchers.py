@@ -277,13 +277,13 @@ def test_the_volume_of_containers_is_where_the_user_mounts_it(capsys: pytest.Cap
     ("words", "says"),
     [
         (["mars"], "`local`, `ssh`, `slurm`"),
-        (["slurm"], "give --nodes N"),
-        (["slurm", "--nodes", "none"], "--nodes none: must be a whole number, 1 or more"),
+        (["slurm"], "give --num-nodes N"),
+        (["slurm", "--nodes", "none"], "--num-nodes none: must be a whole number, 1 or more"),
         (["slurm", "--nodes", "2", "--hosts", "a"], "--hosts: only valid with launch ssh"),
         (["slurm", "--nodes", "2", "--sbatch=--x\n#SBATCH y"], "--sbatch"),
         (["slurm", "--nodes", "2", "--name", "My Job"], "--name My Job: use at most 50 lower-case"),
         (["slurm", "--nodes", "2", "rollout.temprature=1"], "rollout.temperature"),
-        (["ssh"], "give --hosts a,b,c or --hosts-file FILE"),
+        (["ssh"], "give --hosts a,b,c"),
         (["ssh", "--hosts", "a,-oProxyCommand=x"], "is not a valid host"),
         (["ssh", "--hosts", "a,me@-oProxyCommand=x"], "is not a valid host"),
         (["ssh", "--hosts", "a,b;touch${IFS}x"], "is not a valid host"),
@@ -296,10 +296,9 @@ def test_the_volume_of_containers_is_where_the_user_mounts_it(capsys: pytest.Cap
             ["slurm", "--nodes", "2", "judge.url=https://me:hunter2@j"],
             "judge.url=https://me:***@j would be visible",
         ),
-        (["ssh", "--hosts", "a,b", "--nodes", "3"], "--nodes 3 contradicts the 2 hosts listed"),
-        (["ssh", "--hosts", "a", "--nodes", "3"], "--nodes 3 contradicts the 1 host listed"),
+        (["ssh", "--hosts", "a,b", "--nodes", "3"], "--num-nodes 3 contradicts the 2 hosts listed"),
+        (["ssh", "--hosts", "a", "--nodes", "3"], "--num-nodes 3 contradicts the 1 host listed"),
         (["ssh", "--hosts", "a", "--ssh", "ssh 'x"], "--ssh ssh 'x: No closing quotation"),
-        (["ssh", "--hosts-file", "/nowhere/hosts"], "--hosts-file /nowhere/hosts: cannot be read"),
         (["kubernetes", "--nodes", "2"], "launch kubernetes: give --image"),
         (["dstack", *IN_CONTAINERS, "--log-path", "/home/run"], "must be below /shared"),
         (
@@ -315,9 +314,8 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], words: list[s
     assert "hunter2" not in captured.err
 
 
-def test_a_file_of_hosts_may_have_remarks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "hosts").write_text("# rack 7\ngpu-a  # the first\n\nme@gpu-b\n")
-    words = shlex.split(text_of(capsys, "ssh", "--hosts-file", str(tmp_path / "hosts")))
+def test_each_host_gets_its_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(text_of(capsys, "ssh", "--hosts", "gpu-a, me@gpu-b"))
     scripts = {words[at - 1]: word for at, word in enumerate(words) if "NODE_RANK=" in word}
     assert [*scripts] == ["gpu-a", "me@gpu-b"]
     for rank, script in enumerate(scripts.values()):

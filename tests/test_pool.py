@@ -341,8 +341,8 @@ def test_a_pool_that_others_may_write_is_refused(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("submit", "POOL", "--nodes", "0"), "--nodes 0"),
-        (("submit", "POOL", "--num-nodes", "2"), "use --nodes N"),
+        (("submit", "POOL", "--nodes", "0"), "--num-nodes: must be"),
+        (("submit", "POOL", "--nodes", "2:3"), "give one number"),
         (("submit", "POOL", "toy.task=3"), "did you mean toy.tasks?"),
         (("submit", "nowhere"), "not a pool"),
         (("jobs", "stop", "POOL"), "give POOL_DIR N"),

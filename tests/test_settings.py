@@ -25,6 +25,7 @@ from fsbarrier.settings.sources import (
     from_flags,
     from_words,
     parse_text,
+    setting_of,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -187,7 +188,7 @@ def test_what_is_wrong_is_one_line_with_its_name(words: list[str], message: str)
 
 def test_every_number_and_path_has_a_flag_of_its_setting() -> None:
     plain = {name for name in KNOWN if "." not in name} - {"custom", "init_from", "engines"}
-    assert set(FLAGS.values()) == plain
+    assert {*map(setting_of, FLAGS)} == plain
 
 
 def test_help_names_the_defaults_of_the_settings() -> None:
@@ -195,12 +196,12 @@ def test_help_names_the_defaults_of_the_settings() -> None:
     parser, defaults = argparse.ArgumentParser(), Settings().flat()
     flags.add_run_flags(parser)
     told = {
-        one.option_strings[-1]: re.search(r"\(default (\d+)", one.help or "")
+        one.option_strings[0]: re.search(r"\(default (\d+)", one.help or "")
         for one in parser._actions
         if one.option_strings
     }
     numbers = {flag: int(found[1]) for flag, found in told.items() if found}
-    assert numbers == {flag: defaults[FLAGS[flag]] for flag in numbers} and len(numbers) == 3
+    assert numbers == {flag: defaults[setting_of(flag)] for flag in numbers} and len(numbers) == 3
 
 
 def test_later_sources_win_and_defaults_lie_below(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ class Parser(argparse.ArgumentParser):
                 raise UsageError(
                     f"{flag or (before if before in flags else 'an argument')}: must not be empty"
                 )
-        args, rest = self.parse_known_intermixed_args(self._with_values_joined(arguments))
+        args, rest = self.parse_known_intermixed_args(arguments)
         if rest:
             flag = rest[0].partition("=")[0]
             hint = (self._setting_hint(flag) or nearest(flag, flags)) if flag.startswith("-") else ""
@@ -155,18 +155,6 @@ class Parser(argparse.ArgumentParser):
         for kind, meaning in (("int", "a whole number"), ("float", "a number")):
             message = message.replace(f"invalid {kind} value: ", f"must be {meaning}, got ")
         raise UsageError(message)
-
-    def _with_values_joined(self, arguments: Sequence[str]) -> list[str]:
-        """Rewrite `--flag -1,2` as `--flag=-1,2`, because argparse would take the value for a flag."""
-        joined: list[str] = []
-        for argument in arguments:
-            before = joined[-1] if joined else ""
-            action = self._option_string_actions.get(before)
-            if action is not None and action.nargs != 0 and re.match(r"-[\d.,]", argument):
-                joined[-1] = f"{before}={argument}"
-            else:
-                joined.append(argument)
-        return joined
 
 
 def save_traceback() -> str:

@@ -8,7 +8,7 @@ from fsbarrier.errors import UsageError
 from fsbarrier.protocol.session import shown
 from fsbarrier.rundir.runrecord import RunRecord, shown_path
 from fsbarrier.settings.section import EACH_SESSION, EACH_START
-from fsbarrier.settings.sections import Settings, changes_of, fixed_because
+from fsbarrier.settings.sections import Settings, changes_of
 from fsbarrier.settings.sources import SETS, ChosenValue, name_in
 
 
@@ -17,8 +17,8 @@ def stated_changes(
 ) -> dict[str, object]:
     """The changeable settings in `chosen`, by dotted names, as JSON values.
 
-    `settings`: the parsed `chosen`, so that equal values agree however they are written. Raises UsageError, with both values and the
-    reason, for the first unchangeable setting that contradicts the record.
+    `settings`: the parsed `chosen`, so that equal values agree however they are written. Raises UsageError, with both values, for
+    the first unchangeable setting that contradicts the record.
     """
     ours, theirs, found = settings.flat(), record.settings.flat(), {}
     sets = record.settings.eval.sets
@@ -28,8 +28,8 @@ def stated_changes(
         if own_set and own_set not in sets:
             there = f"its sets are {', '.join(sorted(sets))}" if sets else "it has none, only eval.*"
             raise UsageError(
-                f"{item.written(shown(value))}: this run has no set {own_set} ({there}), and sets cannot be added, because "
-                f"{fixed_because(key)}; drop it or begin another run from this one's policy (init_from={shown_path(record.log_path)})"
+                f"{item.written(shown(value))}: this run has no set {own_set} ({there}), and sets cannot be added; "
+                f"drop it or begin another run from this one's policy (init_from={shown_path(record.log_path)})"
             )
         if own_set and key == f"{SETS}.{own_set}":
             # A table without any value says that there is this set, and no more.
@@ -39,7 +39,6 @@ def stated_changes(
         elif kind is not EACH_START and value != recorded:
             raise UsageError(
                 f"{item.written(shown(value))} contradicts this run's record ({shown(recorded)}, from {record.origin}), "
-                f"and it cannot change, because {fixed_because(key)}; "
-                f"drop {'the flag' if item.is_flag else 'it'} or use another --log-path"
+                f"and it is fixed for the life of a run; drop {'the flag' if item.is_flag else 'it'} or use another --log-path"
             )
     return found

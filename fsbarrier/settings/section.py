@@ -35,9 +35,6 @@ class Section:
 
     __slots__ = ()
 
-    #: completes the error "it cannot change, because ..."
-    FIXED_BECAUSE = "what the run has made so far depends on it"
-
     @classmethod
     def from_json(cls, nested: object) -> Self:
         """Rebuilds the section from nested tables. Raises ValueError for a value that its setting does not accept.

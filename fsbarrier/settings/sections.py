@@ -50,8 +50,6 @@ from fsbarrier.store.typed import ready
 class RolloutSettings(Section):
     """Sampling trajectories from the current policy (phases 1-4)."""
 
-    FIXED_BECAUSE = "trajectories from before and after the change would not be comparable"
-
     #: Training tasks per iteration, capped at the number of tasks in the file.
     tasks: EachSession[Count] = 96
     #: Trajectories per task, i.e. the group size.
@@ -106,8 +104,6 @@ class RolloutSettings(Section):
 class EnvironmentSettings(Section):
     """The environment of an agent's episodes: servers that run on each node for as long as a rollout lasts."""
 
-    FIXED_BECAUSE = "rewards from before and after the change would not be comparable"
-
     #: Command line of one server, with an interpreter of its own; `{port}` is the port of 127.0.0.1 on which it must listen; none: no
     #: environment. Episodes get its address as `client.environment_url`.
     command: CommandLine | None = None
@@ -144,8 +140,6 @@ class EvalSet(Section):
 class EvalSettings(Section):
     """Evaluation on held-out tasks (phases 5-6; the last policy is evaluated in phase 13)."""
 
-    FIXED_BECAUSE = "the run's record names the sets and their task files"
-
     #: Number of test tasks, the same ones in every evaluation; 0: all.
     tasks: EachSession[CountOrZero] = 0
     #: Trajectories per test task.
@@ -168,8 +162,6 @@ class EvalSettings(Section):
 class RewardSettings(Section):
     """How trajectories are scored."""
 
-    FIXED_BECAUSE = "rewards from before and after the change would not be comparable"
-
     #: `exact` match, `numeric` match, `math` (math-verify, LaTeX), `judge` (a language model), `engines.NAME` (a reward model with a
     #: classifier head), or your own `path/file.py:function`. A comma-separated list adds several rewards up.
     kind: Name = "exact"
@@ -183,8 +175,6 @@ class RewardSettings(Section):
 class JudgeSettings(Section):
     """A language model that scores answers through an OpenAI-compatible API, for `reward.kind=judge` or your own reward function: one
     of `engines`, or one elsewhere."""
-
-    FIXED_BECAUSE = "rewards from before and after the change would not be comparable"
 
     #: NAME of the engine in `engines.NAME`; none: `judge.url` and `judge.model` say where the judge is.
     engine: Name | None = None
@@ -201,8 +191,6 @@ class JudgeSettings(Section):
 @dataclass(frozen=True, slots=True)
 class AlgorithmSettings(Section):
     """The training objective (phases 8 and 10)."""
-
-    FIXED_BECAUSE = "the run would continue with a different algorithm"
 
     #: A published recipe that supplies the settings you do not set yourself; `--dry-run` shows its values.
     preset: Preset | None = None
@@ -280,8 +268,6 @@ class AlgorithmSettings(Section):
 class CriticSettings(Section):
     """The critic of `algorithm.advantage=gae`. Its optimizer has the settings `optimizer.*` but for the learning rate."""
 
-    FIXED_BECAUSE = "the saved critic was made of it"
-
     #: The model with which it begins, named like `model`, whose output head need not be a critic's; none: the policy's first model.
     model: Name | None = None
     #: Learning rate.
@@ -295,8 +281,6 @@ class CriticSettings(Section):
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings(Section):
     """AdamW."""
-
-    FIXED_BECAUSE = "the saved optimizer state depends on it"
 
     #: Learning rate.
     lr: EachSession[Positive] = 1e-6
@@ -317,8 +301,6 @@ class OptimizerSettings(Section):
 @dataclass(frozen=True, slots=True)
 class TrainerSettings(Section):
     """The trainer of phase 10: the built-in one, started with torchrun, or your own command."""
-
-    FIXED_BECAUSE = "the trainer's saved state and its processes depend on it"
 
     #: Passes over each iteration's batch.
     epochs: EachSession[Count] = 2
@@ -364,8 +346,6 @@ class TrainerSettings(Section):
 class LoraSettings(Section):
     """LoRA: train low-rank adapters instead of the full policy. The adapters are merged into the weights that are served and published."""
 
-    FIXED_BECAUSE = "the checkpoints contain adapters of that shape"
-
     #: Rank of the adapters; 0: no adapters, train the full policy.
     rank: CountOrZero = 0
     #: The adapters' output is scaled by alpha / rank.
@@ -377,8 +357,6 @@ class LoraSettings(Section):
 @dataclass(frozen=True, slots=True)
 class UpdateSettings(Section):
     """The rollouts that an update trains on (phase 8)."""
-
-    FIXED_BECAUSE = "the run would switch to rollouts of another origin"
 
     #: Draw the batch from the rollouts of the last N iterations, preferring recent ones; 1: only this iteration.
     recency: EachSession[Count] = 1
@@ -401,8 +379,6 @@ class PlacementSettings(Section):
 @dataclass(frozen=True, slots=True)
 class ServerSettings(Section):
     """What the servers of the policy and those of other models have in common."""
-
-    FIXED_BECAUSE = "each node configures its engines when it starts"
 
     #: Precision of the served weights; auto: float32 on a CPU, otherwise bfloat16.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -446,8 +422,6 @@ class FrozenEngineSettings(ServerSettings):
 class CheckpointSettings(Section):
     """Saved policies."""
 
-    FIXED_BECAUSE = "the nodes have already stored files there"
-
     #: Number of recent policy versions and training batches to keep on disk.
     keep: EachSession[Count] = 3
     #: Keep every N-th policy version permanently; 0: none.
@@ -465,8 +439,6 @@ class CheckpointSettings(Section):
 @dataclass(frozen=True, slots=True)
 class CoordinationSettings(Section):
     """Heartbeats and time-outs."""
-
-    FIXED_BECAUSE = "all nodes must use the same failure-detection timeouts"
 
     #: Seconds between a node's heartbeats.
     beat_s: Seconds = timing.BEAT_S
@@ -494,8 +466,6 @@ class CoordinationSettings(Section):
 @dataclass(frozen=True, slots=True)
 class NotifySettings(Section):
     """Notifications about the run."""
-
-    FIXED_BECAUSE = "each node reads it when it starts"
 
     #: Command to run when the run starts, finishes, stops or fails, after an evaluation, and when a node is lost. It gets the event as a
     #: JSON object on standard input and in $FSBARRIER_EVENT. It runs on one node, without a shell.
@@ -652,11 +622,6 @@ def changes_of(name: str) -> Changes:
     """Whether, and when, the setting with this dotted name may change."""
     kind = known_names().get(known_as(name))
     return kind.changes if kind is not None else Changes.NEVER
-
-
-def fixed_because(name: str) -> str:
-    """Why the setting with this dotted name cannot change."""
-    return sections().get(name.partition(".")[0], Settings).FIXED_BECAUSE
 
 
 def sections() -> dict[str, type[Section]]:

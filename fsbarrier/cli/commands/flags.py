@@ -12,51 +12,10 @@ from fsbarrier.cli.start import preflight
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir.runrecord import STEERING, RunRecord, load
 from fsbarrier.settings.hidden import shown_word
-from fsbarrier.settings.sources import FLAGS, ChosenValue, with_range_of_nodes
+from fsbarrier.settings.sources import FLAGS, ChosenValue, setting_of, with_range_of_nodes
 from fsbarrier.store import files, trusted_folder
 
 CONFIG = "read settings from a file; flags and key=value override it"
-_HELP = {
-    "--data-path": ("P", "read-only shared data: train and test as .jsonl or .parquet, and a model cache"),
-    "--log-path": (
-        "P",
-        "the run directory, the same on all nodes (default: $FSBARRIER_LOG_PATH, else runs/default)",
-    ),
-    "--model": (
-        "M",
-        "Hugging Face model: a folder, or a name in the data path or the local cache; nothing is downloaded",
-    ),
-    "--program": (
-        "NAME|FILE.py",
-        "the program of an iteration: rl (default), sft, toy, ping, or your own file",
-    ),
-    "--rl-phase": ("rollout|update|both", "run phases 0-6, 7-13, or all (default)"),
-    "--rollout-split": (
-        "train-only|eval-only",
-        "with --rl-phase rollout: only the training rollout, or only the evaluation",
-    ),
-    "--eval-interval": (
-        "N",
-        "evaluate when iteration %% N == 1 (default 1: every iteration; 0: never)",
-    ),
-    "--num-nodes": (
-        "N|A:B",
-        "number of nodes (default 1); A:B: start with at least A, admit up to B, end the run below A",
-    ),
-    "--rank-weights": ("w0,w1,...", "one positive weight per node: its share of the tasks (default: equal)"),
-    "--min-nodes": ("M", "end the run with exit code 5 when fewer nodes are left (default 1)"),
-    "--expect-gpus": (
-        "N",
-        "refuse to start if all nodes together have fewer accelerators; names the nodes that lack them",
-    ),
-    "--on-node-failure": (
-        "shrink|wait|abort",
-        "continue with the other nodes (default), wait for the node, or end the run",
-    ),
-    "--iterations": ("N", "stop after iteration N (default: run until stopped)"),
-    "--debug-mode": ("", "do not start or stop vLLM; use the server that is already running (engine.url)"),
-    "--shared-group": ("", "give the owner's group read and write access to the run directory"),
-}
 
 
 def whole_number(text: str) -> int:
@@ -95,11 +54,12 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that define a run, and --dry-run; not those that say which node this is."""
     dry_run = "print the settings and every node's commands without starting anything"
     add(parser, {"--dry-run": dry_run, "--json": "with --dry-run: as JSON"})
-    for flag, (value, text) in _HELP.items():
+    for flag, (value, text) in FLAGS.items():
+        names = (flag, "--nodes") if flag == "--num-nodes" else (flag,)
         if value:
-            parser.add_argument(flag, metavar=value, help=text)
+            parser.add_argument(*names, metavar=value, help=text)
         else:
-            parser.add_argument(flag, action="store_true", help=text)
+            parser.add_argument(*names, action="store_true", help=text)
     resume = "resume only, refuse to start a new run (without it, an existing run is resumed too)"
     add(parser, {"--config FILE.toml": CONFIG, "--resume": resume})
     add_settings(parser, "rollout.temperature=0.8")
@@ -118,15 +78,15 @@ def gather(args: argparse.Namespace) -> tuple[ChosenValue, ...]:
 
     known = known_names()
     found = from_file(Path(args.config)) if args.config else []
-    found += from_flags({flag: getattr(args, flag[2:].replace("-", "_")) for flag in FLAGS}, known)
+    found += from_flags({flag: getattr(args, setting_of(flag)) for flag in FLAGS}, known)
     return with_range_of_nodes((*found, *from_words(args.settings, known)))
 
 
 def as_typed(args: argparse.Namespace) -> list[str]:
     """The arguments that repeat these choices in another `fsbarrier run`."""
     found = ["--resume"] if args.resume else []
-    for flag, (takes_value, _) in _HELP.items():
-        value = getattr(args, flag[2:].replace("-", "_"))
+    for flag, (takes_value, _) in FLAGS.items():
+        value = getattr(args, setting_of(flag))
         if value not in (None, False):
             found += [flag, value] if takes_value else [flag]
     if args.config:
@@ -149,7 +109,7 @@ def words_for_others(args: argparse.Namespace, command: str) -> tuple[str, ...]:
 def add_log_path(parser: argparse.ArgumentParser) -> None:
     """Add the flag that selects the run."""
     parser.add_argument(
-        "--log-path", metavar="P", help=_HELP["--log-path"][1].replace(", the same on all nodes", "")
+        "--log-path", metavar="P", help=FLAGS["--log-path"][1].replace(", the same on all nodes", "")
     )
 
 

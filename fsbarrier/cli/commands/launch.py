@@ -6,7 +6,6 @@ import argparse
 import shlex
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -38,10 +37,9 @@ EXAMPLE = """fsbarrier launch local --nodes 3 --program toy --iterations 2
   fsbarrier launch slurm --nodes 4 --gpus-per-node 8 --time 12:00:00 --sbatch=--partition=gpu --config run.toml"""
 
 CONTAINERS = ("kubernetes", "skypilot", "dstack")
-#: Flag -> the places that accept it, its metavar, its help. All places accept --nodes and the flags of `run`.
+#: Flag -> the places that accept it, its metavar, its help. All places accept the flags of `run`.
 FLAGS = {
     "--hosts": (("ssh",), "A,B,...", "the machines, node 0 first"),
-    "--hosts-file": (("ssh",), "FILE", "a file with the machines, one per line"),
     "--ssh": (("ssh",), "COMMAND", "ssh command (default: ssh), for example 'ssh -p 2222'"),
     "--fsbarrier": (
         ("ssh", "slurm", *CONTAINERS),
@@ -76,9 +74,6 @@ FLAGS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", nargs="?", default="", metavar="PLACE", help=", ".join(PLACES))
-    parser.add_argument(
-        "--nodes", metavar="N", help="number of nodes (default: 1, or as in the run's record)"
-    )
     for flag, (places, value, text) in FLAGS.items():
         action = "append" if flag == "--sbatch" else "store"
         parser.add_argument(flag, metavar=value, action=action, help=f"{', '.join(places)}: {text}")
@@ -94,10 +89,6 @@ def main(args: argparse.Namespace) -> int:
     for flag, (places, _, _) in FLAGS.items():
         if _value(args, flag) is not None and args.place not in places:
             raise UsageError(f"{flag}: only valid with launch {', '.join(places)}")
-    if None not in (args.nodes, args.num_nodes) and args.nodes != args.num_nodes:
-        raise UsageError(
-            f"--nodes {args.nodes} contradicts --num-nodes {args.num_nodes}; drop one of the two"
-        )
     return PLACES[args.place](args)
 
 
@@ -110,15 +101,9 @@ def _value(args: argparse.Namespace, flag: str) -> str | list[str] | None:
 
 
 def _local(args: argparse.Namespace) -> int:
-    flag = "--num-nodes"
-    if args.nodes is not None:
-        flag, args.num_nodes = "--nodes", args.nodes
-    chosen = flags.gather(args)
-    # Report a wrong number under the flag that the user typed.
-    chosen = tuple(replace(item, source=flag) if item.source == "--num-nodes" else item for item in chosen)
     from fsbarrier.cli.launchers import local
 
-    return local.run_all(chosen, {}, args, flags.say)
+    return local.run_all(flags.gather(args), {}, args, flags.say)
 
 
 # --- on other machines --------------------------------------------------------------------------------------------------
@@ -145,10 +130,9 @@ def _job(args: argparse.Namespace, nodes: int, log_path: str) -> ClusterJob:
 
 
 def _nodes(args: argparse.Namespace) -> int:
-    flag, text = ("--nodes", args.nodes) if args.nodes is not None else ("--num-nodes", args.num_nodes)
-    if text is None:
-        raise UsageError(f"launch {args.place}: give --nodes N")
-    return _count(flag, text)
+    if args.num_nodes is None:
+        raise UsageError(f"launch {args.place}: give --num-nodes N")
+    return _count("--num-nodes", args.num_nodes)
 
 
 def _count(flag: str, text: str, least: int = 1) -> int:
@@ -160,10 +144,10 @@ def _count(flag: str, text: str, least: int = 1) -> int:
 def _ssh(args: argparse.Namespace) -> int:
     from fsbarrier.cli.launchers import ssh
 
-    hosts = ssh.read_hosts(args.hosts, Path(args.hosts_file) if args.hosts_file else None)
-    if (args.nodes or args.num_nodes) is not None and _nodes(args) != len(hosts):
+    hosts = ssh.read_hosts(args.hosts)
+    if args.num_nodes is not None and _nodes(args) != len(hosts):
         raise UsageError(
-            f"--nodes {_nodes(args)} contradicts the {counted(len(hosts), 'host')} listed; drop --nodes"
+            f"--num-nodes {args.num_nodes} contradicts the {counted(len(hosts), 'host')} listed; drop it"
         )
     job = _job(args, len(hosts), str(flags.find_log_path(args)))
     words = split("--ssh", args.ssh or "ssh")

@@ -18,15 +18,9 @@ SUMMARY = (
 EXAMPLE = "fsbarrier submit /shared/pool --nodes 3 --data-path /data/math --model Qwen2.5-0.5B-Instruct"
 
 
-FLAGS = {
-    "--nodes N": "number of nodes (default 1)",
-    "--name NAME": "name to show in lists",
-}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("pool", metavar="POOL_DIR", help="the pool's directory")
-    flags.add(parser, FLAGS, nodes=1, name="")
+    flags.add(parser, {"--name NAME": "name to show in lists"}, name="")
     priority = "jobs with a higher priority run first (default 0)"
     parser.add_argument("--priority", metavar="P", type=int, default=0, help=priority)
     flags.add_run_flags(parser)
@@ -37,23 +31,22 @@ def main(args: argparse.Namespace) -> int:
     from fsbarrier.cli.pool.queue import Job
     from fsbarrier.settings.resolve import resolve
 
-    if args.nodes < 1:
-        raise UsageError(f"--nodes {args.nodes}: must be 1 or more")
-    if args.num_nodes is not None:
-        raise UsageError("--num-nodes: use --nodes N with submit")
     if args.dry_run:
         raise UsageError("--dry-run: not supported by submit; use fsbarrier run --dry-run")
     pool = directory.existing(preflight.absolute(args.pool))
     pool.check_private(shared_group=args.shared_group)
-    args.num_nodes = str(args.nodes)
+    if ":" in (args.num_nodes or ""):
+        raise UsageError(
+            f"--num-nodes {args.num_nodes}: a pool's job gets all its nodes at once; give one number"
+        )
     # Report a mistyped setting now instead of on a node an hour later.
-    resolve(flags.gather(args))
+    nodes = resolve(flags.gather(args)).num_nodes
     log_path = str(preflight.absolute(args.log_path)) if args.log_path else ""
     args.num_nodes = args.log_path = None
     words = flags.words_for_others(args, "submit")
     now = datetime.now(UTC).isoformat(timespec="seconds")
     name = args.name or next((word for word in words if "=" not in word and word[0] != "-"), "run")
-    job = Job(name, args.nodes, args.priority, words, str(Path.cwd()), log_path, user_at_host(), now)
+    job = Job(name, nodes, args.priority, words, str(Path.cwd()), log_path, user_at_host(), now)
     try:
         number = pool.submit(job)
     except UnicodeEncodeError as error:

@@ -78,14 +78,8 @@ def _start(start: Start, environ: Mapping[str, str], children: Children, secret:
 
     record, settings = start.record, start.settings
     logs = record.paths.logs / f"launch_{datetime.now(UTC):%Y%m%dT%H%M%S}Z_{os.getpid()}"
-    choices = [] if start.until is None else ["--iterations", str(start.until)]
-    choices += ["--rl-phase", settings.rl_phase]
-    if settings.rollout_split:
-        choices += ["--rollout-split", settings.rollout_split]
-    if settings.shared_group:
-        choices += ["--shared-group"]
-    if settings.expect_gpus:
-        choices += ["--expect-gpus", str(settings.expect_gpus)]
+    choices = {"iterations": start.until, "shared_group": settings.shared_group or None, **settings.choices}
+    same = [f"{name}={json.dumps(value)}" for name, value in choices.items() if value is not None]
     # Only node 0 gets the changed settings; the others take them from the run.
     changes = [
         f"{key}={'none' if value is None else json.dumps(value)}" for key, value in start.stated.items()
@@ -95,7 +89,7 @@ def _start(start: Start, environ: Mapping[str, str], children: Children, secret:
         changes = [*(word for word in changes if word not in hidden), "--config", str(secret)]
     for rank in range(settings.num_nodes):
         which = ["--master", *changes] if rank == 0 else ["--worker", str(rank)]
-        words = [*which, "--log-path", str(record.log_path), *choices]
+        words = [*which, "--log-path", str(record.log_path), *same]
         command, log = own_program("fsbarrier", "run", *words), logs / f"node_{rank}.log"
         children[rank] = Child.start(
             command, env=with_this_package(environ), log_file=log, name=f"node {rank}"

@@ -47,27 +47,15 @@ exit "$code"
 """
 
 
-def read_hosts(text: str | None, file: Path | None) -> tuple[str, ...]:
-    """Parse `a,b,user@c`, or a file with one host per line; node 0 comes first. Raises UsageError."""
-    if (text is None) == (file is None):
-        raise UsageError("launch ssh: give --hosts a,b,c or --hosts-file FILE")
-    if file is not None:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise UsageError(f"--hosts-file {file}: cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise UsageError(f"--hosts-file {file}: is not text in UTF-8") from None
-        hosts = [line.partition("#")[0].strip() for line in lines]
-    else:
-        hosts = [host.strip() for host in (text or "").split(",")]
-    hosts = [host for host in hosts if host]
+def read_hosts(text: str | None) -> tuple[str, ...]:
+    """Parse `a,b,user@c`; node 0 comes first. Raises UsageError."""
+    hosts = [host.strip() for host in (text or "").split(",") if host.strip()]
     for host in hosts:
         # The user's ssh configuration may pass a host name to a shell (ProxyCommand, Match exec).
         if not re.fullmatch(r"[A-Za-z0-9_\[][A-Za-z0-9_.:%@/+\[\]-]*", host) or "@-" in host:
             raise UsageError(f"--hosts: {host!r} is not a valid host; use HOST or USER@HOST")
     if not hosts:
-        raise UsageError("launch ssh: the list of hosts is empty; name at least one")
+        raise UsageError("launch ssh: give --hosts a,b,c")
     return tuple(hosts)
 
 

@@ -28,7 +28,6 @@ from fsbarrier.loader import load_program
 from fsbarrier.program import Program
 from fsbarrier.protocol.session import MASTER, shown
 from fsbarrier.protocol.timing import JOIN_TIMEOUT_S
-from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir import agreement, runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord, TaskSource
@@ -266,18 +265,7 @@ def _inputs(
         tasks = task_files.read_examples(data_path, named, settings, model=model)
     elif data_path and named:
         tasks = task_files.read_tasks(data_path, named, settings, model=model)
-        _say_who_idles(tasks, settings, asked.say)
     return tasks, str(model) if model else None
-
-
-def _say_who_idles(tasks: Mapping[str, TaskSource], settings: Settings, say: Say) -> None:
-    """Tell if an iteration has fewer tasks than there are nodes."""
-    count = min(settings.rollout.tasks, tasks["train"]["count"]) if "train" in tasks else settings.num_nodes
-    if count < settings.num_nodes:
-        say(
-            f"an iteration has {counted(count, 'task')} for {settings.num_nodes} nodes, so "
-            f"{counted(settings.num_nodes - count, 'node')} will roll out nothing"
-        )
 
 
 # --- all other starts ---------------------------------------------------------------------------------------------------
