@@ -58,6 +58,18 @@ def test_who_lacks_accelerators_is_named() -> None:
     assert only(NODE, NODE, num_nodes=3, expect_gpus=24).found == "there are 16: node 2 is not there"
 
 
+def test_processes_that_could_not_train_are_named() -> None:
+    cpu = replace(NODE, accelerators=[])
+    assert found(NODE, NODE, **{"trainer.shard": "node"}) == []
+    assert found(cpu, cpu, **{"trainer.shard": "node", "trainer.processes_per_node": 2}) == []
+    assert found(cpu, **{"trainer.shard": "node"}) == []
+    one = only(cpu, cpu, **{"trainer.shard": "node"})
+    assert one.refused and "node 0 has 1, node 1 has 1; set trainer.shard=all" in one.found
+    one = only(NODE, **{"trainer.processes_per_node": 9})
+    assert one.refused and one.found == "node 0 trains on 8 accelerators"
+    assert found(NODE, **{"trainer.processes_per_node": 9, "trainer.command": "mine {out}"}) == []
+
+
 @pytest.mark.parametrize(
     ("other", "what", "refused"),
     [

@@ -59,6 +59,8 @@ def place(tmp_path: Path) -> Path:
     shutil.copytree(model, tmp_path / "tied")
     (tmp_path / "tied" / "config.json").write_text('{"model_type": "qwen2", "tie_word_embeddings": true}')
     (tmp_path / "tied" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    shutil.copytree(model, tmp_path / "granite")
+    (tmp_path / "granite" / "config.json").write_text('{"model_type": "granite"}')
     for name, part in (("sees", "vision"), ("hears", "audio")):
         shutil.copytree(model, tmp_path / name)
         (tmp_path / name / "config.json").write_text(
@@ -380,6 +382,14 @@ CASES = {
             "algorithm.advantage=gae: ",
             "sees is a qwen3_5 model, which takes images; transformers has no critic of it",
         ],
+    ),
+    "a critic that transformers cannot make": (
+        RL.replace("--model model", "--model granite") + "algorithm.advantage=gae",
+        ["granite is a granite model, of which transformers has no critic"],
+    ),
+    "an attention that is not installed": (
+        RL + "trainer.attention=flash_attention_2",
+        ["trainer.attention=flash_attention_2: needs the Python package flash_attn"],
     ),
     "a critic that is not there": (
         RL + "algorithm.advantage=gae critic.model=nowhere",

@@ -228,6 +228,10 @@ def test_a_critic_may_begin_with_another_model(tmp_path: Path) -> None:
     work.update("other")
     assert largest_difference(critic_of(tmp_path / "other"), critic_of(tmp_path / "v1")) == 0
     weights = critic_of(tmp_path / "v1")
+    weights["score.weight"] = weights["score.weight"].expand(2, -1).contiguous()
+    save_file(weights, begun / "model.safetensors", {"format": "pt"})
+    work.update("anew")
+    assert not critic_of(tmp_path / "anew")["score.weight"].abs().max() > 1e-20, "two outputs are no critic's"
     del weights["model.norm.weight"]
     save_file(weights, begun / "model.safetensors", {"format": "pt"})
     with pytest.raises(UsageError, match=r"it lacks model\.norm\.weight"):

@@ -244,6 +244,21 @@ def test_what_nobody_could_judge_is_left_out(tmp_path: Path) -> None:
     )
 
 
+def test_a_task_that_failed_needs_no_teacher(tmp_path: Path) -> None:
+    """One that the engine rejected has no tokens; one whose tokens nobody marked is refused."""
+    work = Bench(tmp_path, settings(algorithm__loss="distil"))
+    groups = [group(0, [0, 1]), group(1, [0, 0])]
+    for one in groups[0]:
+        one["teacher_logprobs"] = one["logprobs"]
+    for one in groups[1]:
+        one |= {name: one[name][:0] for name in ("token_ids", "loss_mask", "logprobs")} | {"valid": False}
+    result, batch = prepared(work, groups)
+    assert result["trajectories"] == 2 and batch["teacher"].tolist() == batch["logprobs"].tolist()
+    (tmp_path / "merged").unlink()
+    with pytest.raises(UsageError, match="task t2, sample 0: it has no teacher_logprobs"):
+        prepared(work, [groups[0], group(2, [0, 1])])
+
+
 def replayed(work: Bench, **changes: Any) -> tuple[dict[str, Any], list[int]]:
     """(result, first token of each trajectory) of a batch drawn from three iterations; the first token names the group."""
     import torch

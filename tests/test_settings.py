@@ -133,6 +133,14 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
             "algorithm.truncated=shape: has no effect with",
         ),
         (
+            ["algorithm.advantage=gae", "rollout.samples=1", "rollout.max_refills=2"],
+            "rollout.max_refills=2: replaces groups whose rewards are all equal, and those of one sample always are",
+        ),
+        (
+            ["algorithm.self_certainty=1", "algorithm.truncated=shape"],
+            "algorithm.truncated=shape: long answers lose a part of the reward, and algorithm.self_certainty=1.0 counts none",
+        ),
+        (
             ["algorithm.kl_in_reward=0.1"],
             "algorithm.kl_in_reward=0.1: algorithm.normalize_std=True would divide the rewards by their standard deviation",
         ),

@@ -360,6 +360,9 @@ def test_the_ratio_is_to_what_the_trainer_computes_itself(tmp_path: Path) -> Non
     # e ** 0.6 is above 1.5: no token counts, and nothing changes.
     assert corrected.update("v1")["mismatch_dropped"] == 1
     assert same_weights(corrected, "", "v1")
+    # A likelihood has no ratio, but it is corrected too.
+    corrected.nested["algorithm"] |= {"loss": "rft"}
+    assert corrected.update("rft")["mismatch_dropped"] == 1
 
 
 def test_a_policy_comes_nearer_to_its_reference(tmp_path: Path) -> None:

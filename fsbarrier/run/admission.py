@@ -67,6 +67,7 @@ def check_nodes(
         "peft": settings.lora.rank > 0,
     }
     needed = [name for name in PACKAGES if used.get(name, True)]
+    found += _training_processes(nodes, settings) if updates else ()
     found += _differences(nodes, hosts, needed, updates=updates)
     found += _in_use(nodes, hosts)
     if parameters and updates:
@@ -135,6 +136,24 @@ def _misplaced(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
     ]
     if idle:
         yield Problem(False, "nothing to do", ", ".join(idle))
+
+
+def _training_processes(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
+    """Processes of the built-in trainer that have no accelerator, and `trainer.shard=node` where nodes have nothing to shard."""
+    trainer, each = settings.trainer, max((len(one.accelerators) for one in nodes.values()), default=0)
+    if trainer.command is not None:
+        return
+    held = Ranges.parse(settings.placement.update).holders(nodes, each)
+    counts = {rank: trainer.processes_per_node or max(1, len(devices)) for rank, devices in held.items()}
+    found = ", ".join(f"node {rank} has {count}" for rank, count in counts.items())
+    for rank, devices in held.items():
+        if devices and counts[rank] > len(devices):
+            what = f"trainer.processes_per_node={counts[rank]}"
+            yield Problem(True, what, f"node {rank} trains on {counted(len(devices), 'accelerator')}")
+            break
+    if trainer.shard == "node" and len(counts) > 1 and (len({*counts.values()}) > 1 or 1 in counts.values()):
+        why = f"nodes need several training processes each, and equally many: {found}; set trainer.shard=all"
+        yield Problem(True, "trainer.shard=node", why)
 
 
 def _crowded(nodes: Nodes, settings: Settings) -> Iterator[Problem]:

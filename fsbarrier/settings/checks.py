@@ -169,6 +169,11 @@ def _rollouts(s: Settings, named: AsChosen) -> Iterator[str]:
     compares = s.algorithm.loss != "rft" and not alone and not one_is_enough
     if _learns(s) and compares and s.rollout.samples == 1:
         yield f"{named('rollout.samples')}: {named('algorithm.loss')} compares the samples of a task; give 2 or more"
+    if s.rollout.max_refills and s.rollout.samples == 1:
+        yield (
+            f"{named('rollout.max_refills')}: replaces groups whose rewards are all equal, and those of one sample always are "
+            f"({named('rollout.samples')}); set it to 0"
+        )
     if s.rollout.reproducible and s.rollout.agent is not None:
         yield f"{named('rollout.reproducible')}: the turns of {named('rollout.agent')} have no seeds; drop one of the two"
     if s.rollout.stop and s.rollout.agent is not None:
@@ -236,7 +241,12 @@ def _algorithm(s: Settings, named: AsChosen) -> Iterator[str]:
     elif a.self_certainty and a.truncated == "mask":
         yield (
             f"{named('algorithm.self_certainty')}: its baseline needs all answers, and {named('algorithm.truncated')} leaves some out; "
-            "use keep or shape"
+            "use keep"
+        )
+    elif a.self_certainty == 1 and a.truncated == "shape":
+        yield (
+            f"{named('algorithm.truncated')}: long answers lose a part of the reward, and {named('algorithm.self_certainty')} counts none "
+            "of it; use keep"
         )
     elif a.self_certainty and s.rollout.max_refills:
         yield (
@@ -266,9 +276,9 @@ def _algorithm(s: Settings, named: AsChosen) -> Iterator[str]:
 
 def _distillation(s: Settings, named: AsChosen) -> Iterator[str]:
     """What a teacher needs."""
-    loss, teacher = named("algorithm.loss"), s.engines.get(TEACHER)
-    if s.algorithm.loss != "distil":
-        if s.algorithm.distil_reward:
+    a, loss, teacher = s.algorithm, named("algorithm.loss"), s.engines.get(TEACHER)
+    if a.loss != "distil":
+        if a.distil_reward:
             yield f"{named('algorithm.distil_reward')}: requires algorithm.loss=distil (this run: {loss})"
         return
     if teacher is None:
@@ -280,6 +290,16 @@ def _distillation(s: Settings, named: AsChosen) -> Iterator[str]:
         yield f"{named('rollout.temperature')}: must be 1 with {loss}, because the teacher's log-probabilities have no temperature"
     if s.rollout.max_refills:
         yield f"{named('rollout.max_refills')}: no group is without signal with {loss}; set it to 0"
+    of_reward = {
+        "kl_in_reward": a.kl_in_reward,
+        "self_certainty": a.self_certainty,
+        "truncated": a.truncated == "shape",
+    }
+    for name in [name for name, changed in of_reward.items() if changed and not a.distil_reward]:
+        yield (
+            f"{named(f'algorithm.{name}')}: changes the reward, which {loss} does not learn from; give algorithm.distil_reward too, "
+            "or drop it"
+        )
 
 
 def _critic(s: Settings, named: AsChosen) -> Iterator[str]:

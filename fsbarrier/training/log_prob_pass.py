@@ -40,9 +40,11 @@ def with_old(trainer: Trainer, batch: TrainingBatch, settings: Settings) -> Trai
 def recomputes(settings: Settings, processes: Processes) -> bool:
     """Whether the denominator of the ratio is computed by the trainer."""
     algorithm = settings.algorithm
-    if algorithm.old_logprobs != "auto" or algorithm.loss == "rft":
+    if algorithm.old_logprobs != "auto":
         return algorithm.old_logprobs == "trainer"
-    return algorithm.mismatch != "none" or not both_exact(settings, processes)
+    # The loss `rft` has no ratio.
+    rounded = algorithm.loss != "rft" and not both_exact(settings, processes)
+    return algorithm.mismatch != "none" or rounded
 
 
 def with_reference(

@@ -1,6 +1,6 @@
 """Loads a policy, or a critic, for training from a Hugging Face folder. A tied output head stays tied.
 
-A critic (`value`) is a token classifier with one label: its output head is a new one if the folder has none.
+A critic (`value`) is a token classifier with one label: its output head is a new one if the folder has none with one output.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ def load(
             dtype=dtype,
             local_files_only=True,
             output_loading_info=True,
+            # A reward model may have a head with more outputs.
+            ignore_mismatched_sizes=value,
         )
     except _UNLOADABLE as error:
         raise UsageError(f"the model in {folder} cannot be loaded: {_first_sentence(error)}") from None
-    lacking = {*found["missing_keys"]}
+    lacking = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
     for name in [one for one in lacking if value and not one.startswith(f"{model.base_model_prefix}.")]:
         # A new critic values everything at 0.
         model.get_parameter(name).data.zero_()

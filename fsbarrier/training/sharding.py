@@ -53,16 +53,11 @@ def choose_layout(settings: TrainerSettings, processes: Processes, load: Callabl
     """The layout for the settings on these processes. Raises UsageError if it is impossible."""
     wanted: Sharding = settings.shard if settings.shard != "auto" else _fitting(processes, load)
     by_node = processes.processes_by_node
-    uneven = len(set(by_node)) > 1
-    if wanted == "node" and uneven:
+    # The start of a session has refused this too (run/admission.py), but nodes may have left since.
+    if wanted == "node" and len(set(by_node)) > 1:
         raise UsageError(
             f"trainer.shard=node: the nodes have different numbers of processes ({', '.join(map(str, by_node))}); "
             "set trainer.processes_per_node to the least of them, or trainer.shard=all"
-        )
-    if wanted == "node" and by_node[0] == 1 and len(by_node) > 1:
-        raise UsageError(
-            "trainer.shard=node: each node has one process, so there is nothing to shard within a node; "
-            "set trainer.shard=all, or none"
         )
     shards = {"none": 1, "node": by_node[0], "all": processes.world}[wanted]
     return Layout(shards, settings.offload)

@@ -59,7 +59,7 @@ def adapted(kl_coef: float, kl: float, trajectories: int, algorithm: AlgorithmSe
     if algorithm.kl_target is None:
         return kl_coef
     error = min(max(kl / algorithm.kl_target - 1, -MOST_ERROR), MOST_ERROR)
-    return kl_coef * (1 + error * trajectories / algorithm.kl_horizon)
+    return kl_coef * (1 + error * min(1.0, trajectories / algorithm.kl_horizon))
 
 
 def gae(rewards: Tensor, values: Tensor, counts: Tensor, gamma: float, lam: float) -> Tensor:

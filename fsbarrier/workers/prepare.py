@@ -120,13 +120,13 @@ def teaching_groups(
         sequences: list[TrainingSequence] = []
         for trajectory, weight in weighed:
             with naming(trajectory, merged):
-                if settings.algorithm.loss == "distil" and "teacher_logprobs" not in trajectory:
+                made = sequences_of(trajectory, weight, current, vocabulary, images_of(trajectory, merged))
+                # A task that failed has nothing that a teacher could have marked.
+                if settings.algorithm.loss == "distil" and any(one.teacher is None for one in made):
                     raise ValueError(
                         "it has no teacher_logprobs, which rollouts have with algorithm.loss=distil"
                     )
-                sequences += sequences_of(
-                    trajectory, weight, current, vocabulary, images_of(trajectory, merged)
-                )
+                sequences += made
         if sequences:
             yield sequences
 

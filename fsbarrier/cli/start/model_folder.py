@@ -165,10 +165,24 @@ def check_trainable(folder: Path, settings: Settings) -> None:
         raise UsageError(
             f"algorithm.advantage=gae: {folder} is a {config.get('model_type')} model, which takes images; transformers has no critic of it"
         )
+    if settings.algorithm.has_critic and importlib.util.find_spec("transformers") is not None:
+        _check_critic(Path(settings.critic.model or folder))
     if sees(config) and settings.trainer.backend == "deepspeed":
         raise UsageError(
             f"trainer.backend=deepspeed: {folder} is a {config.get('model_type')} model, which takes images and is only trained with "
             "trainer.backend=torch"
+        )
+
+
+def _check_critic(folder: Path) -> None:
+    """Check that transformers makes a critic of the model in `folder`. Raises UsageError."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+
+    kind = reading.json_object(folder / "config.json", UsageError).get("model_type")
+    if kind not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES:
+        raise UsageError(
+            f"algorithm.advantage=gae: {folder} is a {kind} model, of which transformers has no critic (a token classifier); "
+            "name a model of another kind with the policy's tokens (critic.model)"
         )
 
 

@@ -217,8 +217,14 @@ def _packages(settings: Settings, needs: Collection[str]) -> Iterator[tuple[str,
         yield f"tracker.names={tracker}", TRACKER_PACKAGES.get(tracker, (tracker,))
     if "data" in needs and "math" in reward_kinds(settings.reward.kind):
         yield "reward.kind=math", ("math_verify",)
-    if "model" in needs and settings.trainer.backend == "deepspeed" and settings.trainer.command is None:
+    trainer = settings.trainer
+    trains = "model" in needs and trainer.command is None and settings.rl_phase != "rollout"
+    if trains and trainer.backend == "deepspeed":
         yield "trainer.backend=deepspeed", ("deepspeed",)
+    if trains and trainer.attention == "flash_attention_2":
+        yield "trainer.attention=flash_attention_2", ("flash_attn",)
+    if trains and settings.lora.rank:
+        yield f"lora.rank={settings.lora.rank}", ("peft",)
 
 
 def try_user_code(settings: Settings) -> None:
