@@ -60,10 +60,23 @@ def test_what_does_not_pass_is_raised_at_once(code: int) -> None:
     assert mount.tries == 1
 
 
-def test_a_try_that_went_well_for_long_begins_anew() -> None:
-    """A program of half an hour that meets two outages is started again after both."""
-    mount = Mount(errno.EIO, 3000.0, takes_s=1800.0)
-    assert patiently(mount.operation, 10.0, cancel=mount, clock=lambda: mount.now) > 3000.0
+@pytest.mark.parametrize(
+    ("takes_s", "lasts_s", "within_s"),
+    [
+        pytest.param(1800.0, 7000.0, 120.0, id="a program of half an hour that meets three outages"),
+        pytest.param(14.0, 50.0, 25.0, id="a process that is stopped while its operation fails"),
+    ],
+)
+def test_long_operations_are_repeated_several_times(takes_s: float, lasts_s: float, within_s: float) -> None:
+    mount = Mount(errno.EIO, lasts_s, takes_s)
+    assert patiently(mount.operation, within_s, cancel=mount, clock=lambda: mount.now) > lasts_s
+
+
+def test_operations_that_hang_before_they_fail_are_given_up() -> None:
+    mount = Mount(errno.EIO, float("inf"), takes_s=200.0)
+    with pytest.raises(OSError, match="Input/output"):
+        patiently(mount.operation, 120.0, cancel=mount, clock=lambda: mount.now)
+    assert mount.tries == 13
 
 
 def test_whoever_is_cancelled_waits_no_more() -> None:

@@ -39,6 +39,8 @@ PASSING_S = 1.5
 #: How long a mount may hide a file made by another node: twice the default negative cache lifetime of an NFS client.
 HIDDEN_S = 60.0
 PAUSES = Backoff(0.02, 0.5, factor=2.0)
+#: Of the time between two failures at most so much counts as time in which the mount failed.
+COUNTED_S = 10.0
 
 
 def fails(error: Exception) -> bool:
@@ -74,19 +76,18 @@ def patiently(
 ) -> T:
     """The result of `operation`, repeated while it raises an error that `passes`, for `within_s` after the first one.
 
-    A repetition that took longer than that before it failed begins anew. Raises the last failure, also when `cancel` is set meanwhile.
+    Of the time from one failure to the next at most `COUNTED_S` counts, since this process may have been stopped, or the operation may
+    have gone well for an hour. Raises the last failure, also when `cancel` is set meanwhile.
     """
     idle = cancel if cancel is not None else threading.Event()
-    pauses, failing_since = iter(PAUSES), None
+    pauses, until, failed_at = iter(PAUSES), 0.0, None
     while True:
-        began = clock()
         try:
             return operation()
         except Exception as error:
             now = clock()
-            if failing_since is None or now - began > within_s:
-                pauses, failing_since = iter(PAUSES), now
-            left_s = failing_since + within_s - now
+            until = now + within_s if failed_at is None else until + max(0.0, now - failed_at - COUNTED_S)
+            failed_at = now
             # The last pause is shortened, so that the last repetition happens exactly when the time is up.
-            if left_s <= 0 or not passes(error) or idle.wait(min(next(pauses), left_s)):
+            if now >= until or not passes(error) or idle.wait(min(next(pauses), until - now)):
                 raise
