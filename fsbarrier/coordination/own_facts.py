@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from fsbarrier.coordination.row_watch import RowWatch
 from fsbarrier.protocol.facts import Fact, Generation, Position
@@ -31,6 +32,13 @@ REFRESH_S, LONGEST_S, LATE = 0.5, 30.0, 1 / 8
 AT_ONCE = 32
 #: This generation and the one before, in which a group's caller may still read.
 KEPT_GENERATIONS = 2
+
+
+def refresh_listing(store: Store, directory: Path, rank: int) -> None:
+    """Make the next listing of a directory a fresh one. Raises OSError."""
+    passing = directory / f".node-{rank:04d}"
+    store.make_dir(passing)
+    store.remove_dir(passing)
 
 
 @dataclass
@@ -99,9 +107,7 @@ class OwnFacts:
             self._waits_in, self._since, self._refresh_at = here, now, now + REFRESH_S
         if now < self._refresh_at:
             return
-        passing = self.watch.row_dir(generation.number, position) / f".node-{node.rank:04d}"
-        self.store.make_dir(passing)
-        self.store.remove_dir(passing)
+        refresh_listing(self.store, self.watch.row_dir(generation.number, position), node.rank)
         self._refresh_at = now + min(max(REFRESH_S, LATE * (now - self._since)), LONGEST_S)
 
     def clean_up(self, rank: int) -> None:

@@ -21,7 +21,7 @@ from fsbarrier.protocol.facts import Join
 from fsbarrier.rundir.record_store import Store
 from fsbarrier.sim.history import JournalLine
 from fsbarrier.sim.invariants import Violation, i1_nobody_passes_early, i3_only_forward, i8_only_whole_records
-from fsbarrier.sim.schedule import SimThread, Start
+from fsbarrier.sim.schedule import Crash, SimThread, Start
 from fsbarrier.sim.setup import PATHS, Setup
 from fsbarrier.sim.store import MountClient
 from fsbarrier.sim.strikes import StruckWorld
@@ -81,10 +81,11 @@ class GroupProcess(Start):
 
     def __init__(self, world: GroupWorld, number: int, rank: int, client: MountClient) -> None:
         super().__init__(world, number, rank, client)
-        here = Join(rank, 0, self.host, number, self.host)
+        size = world.setup.nodes + (world.now < world.mistyped_until)
+        here = Join(rank, 0, self.host, number, self.host, choices={"num_nodes": size})
         limits = replace(world.rules.limits, join_timeout_s=float("inf"))
         self.store, self.world = cast(Store, client), world
-        self.member = make_member(self.store, PATHS, here, world.setup.nodes, limits, world.draw.beat_s)
+        self.member = make_member(self.store, PATHS, here, size, limits, world.draw.beat_s)
         self.member.loop.write_event = lambda event, node, fields: world.history.add(
             JournalLine(world.now, number, event, node, fields, world.now)
         )
@@ -180,7 +181,9 @@ class SimHeartbeats:
 
     def end(self, why: str, within_s: float) -> None:
         self._left, self._process.member.work.leaving = True, why
-        self._beat()
+        # Killed in a wait, it says nothing.
+        if not why.startswith(Crash.__name__):
+            self._beat()
 
     def _write(self) -> None:
         while not self._left and not isinstance(self._process.member.failure, Fenced):
@@ -229,6 +232,20 @@ class GroupWorld(StruckWorld):
         self.history.first = self.history.last = 0
         self.sessions_left = 0
         self.odd_rate = self.rng.choice((0.0, 0.0, 0.0, 0.02)) if setup.mix else 0.0
+        # Until then all are started with one node too many; then they are killed and started again.
+        own = Random(f"mistyped {seed}")
+        self.mistyped_until = (
+            own.choice((2.0, 5.0, 13.0)) if "crash" in setup.mix and own.random() < 0.3 else 0.0
+        )
+        if self.mistyped_until:
+            self.at(self.mistyped_until, self._start_rightly)
+
+    def _start_rightly(self) -> None:
+        self.history.faults.add("crash")
+        for rank in range(self.setup.nodes):
+            self.start(rank, self.rng.random() * self.rng.choice((0.01, 1.0, 30.0)))
+        for process in self.of(None):
+            process.kill("it was started with one node too many")
 
     def collective_of(self, row: tuple[int, int], ranks: tuple[int, ...], dice: Random) -> str:
         """The collective that all members call in a row; sometimes one of them calls another."""

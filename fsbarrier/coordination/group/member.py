@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -15,12 +15,13 @@ from typing import Any
 from fsbarrier.coordination.group.collective import BARRIER, TABLE, Collective, CollectiveWork
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
+from fsbarrier.coordination.own_facts import refresh_listing
 from fsbarrier.coordination.poll_intervals import DICE, PollIntervals, join_factor, next_beat_s
 from fsbarrier.errors import Fenced, FsbarrierError, NodeError, OutOfStep, PeerLost, StoreError
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Pulse
 from fsbarrier.protocol.membership import Limits, Loss, live_joiners, losses
 from fsbarrier.protocol.state import Exit, Rules, Stage
-from fsbarrier.rundir.names import fact_name
+from fsbarrier.rundir.names import START, fact_name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import Store
 
@@ -47,8 +48,8 @@ class GroupMember:
     looking_since: float | None = None
     #: this node has been in a generation
     _entered: bool = False
-    #: the joins and heartbeats that this node found when it joined, perhaps of an earlier session
-    _earlier_joins: Mapping[int, Join] = field(default_factory=dict)
+    #: the names of the joins, and the heartbeats, that this node found when it joined, perhaps of an earlier session
+    _earlier_joins: Set[str] = frozenset()
     _earlier_beats: Mapping[int, Pulse] = field(default_factory=dict)
 
     @property
@@ -58,12 +59,14 @@ class GroupMember:
 
     def begin(self, now: float) -> None:
         """Join the group's directory. Raises OSError; may be tried again."""
-        observer = self.loop.observer
+        observer, store, paths = self.loop.observer, self.loop.store, self.loop.observer.paths
         observer.prepare()
-        # Whatever moves from here on belongs to this session.
-        beats = observer.read_beats()
+        # Whatever shows from here on belongs to this session, so old listings must not hide what earlier sessions left.
+        for folder in (paths.joins, paths.beats):
+            refresh_listing(store, folder, self.loop.join.rank)
+        self._earlier_joins, beats = frozenset(store.names(paths.joins)), observer.read_beats()
         observer.ledger = observer.ledger.observe(beats, now, None, observer.intervals.poll_gap_s)
-        self._earlier_joins, self._earlier_beats = dict(observer.joins), beats
+        self._earlier_beats = beats
         self.loop.start(now)
 
     def look(self, now: float) -> bool:
@@ -123,11 +126,11 @@ class GroupMember:
         observer, here = self.loop.observer, self.loop.join
         for rank, join in observer.joins.items():
             if self.generation is not None:
-                concerned = rank in self.generation.ranks
+                concerned = self.generation.incarnation_of(rank) == join.incarnation
             else:
                 news = observer.ledger.news(Member(rank, join.incarnation))
                 beaten = news is not None and news.beat != self._earlier_beats.get(rank)
-                concerned = beaten or self._earlier_joins.get(rank) != join
+                concerned = beaten or START.build(rank, join.incarnation) not in self._earlier_joins
             for name, mine in here.choices.items() if concerned else ():
                 if (theirs := join.choices.get(name)) != mine:
                     raise ValueError(
