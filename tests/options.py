@@ -226,10 +226,14 @@ ELSEWHERE = {
     **dict.fromkeys(("critic.model", "critic.lr", "critic.warmup", "critic.clip"), "test_complete_runs.py"),
     "tracker.names": "test_trackers.py: their packages are not installed",
     **dict.fromkeys(
-        (f"environment.{name}" for name in ("health", "start_timeout_s", "sessions", "replicas", "restarts")),
+        (
+            f"{table}.{name}"
+            for table in ("environment", "environments.NAME")
+            for name in ("command", "health", "start_timeout_s", "sessions", "replicas", "restarts")
+        ),
         "test_environment.py",
     ),
-    "environment.command": "test_environment.py",
+    "environments": "each environment has settings of its own",
     "toy.tasks": "test_toy_run.py",
     "toy.phase_s": "test_toy_run.py",
     "data_path=none": "the demo (test_real_run.py)",

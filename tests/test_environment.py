@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_rollout import SAMPLES, Fake, Run, make_spec, rolled_out, run
 
+from fsbarrier.cli.start.task_files import read_tasks
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sections import known_names
@@ -20,7 +22,14 @@ HERE = Path(__file__).parent
 AGENT = HERE.parent / "phases" / "agents" / "openenv.py"
 
 
-def rolled(folder: Path, fake: Fake, words: list[str], sessions: int = 3, **changes: Any) -> Run:
+def rolled(
+    folder: Path,
+    fake: Fake,
+    words: list[str],
+    sessions: int = 3,
+    tasks: Sequence[object] = (),
+    **changes: Any,
+) -> Run:
     command = [sys.executable, str(HERE / "environment_server.py"), "{port}", str(folder), str(sessions)]
     defaults = {
         "rollout.agent": f"{AGENT}:OpenEnv",
@@ -30,7 +39,7 @@ def rolled(folder: Path, fake: Fake, words: list[str], sessions: int = 3, **chan
         "environment.sessions": sessions,
     }
     spec = make_spec(folder, fake.url, [f"guess {word}=" for word in words], **{**defaults, **changes})
-    tasks = [{"prompt": f"guess {word}=", "answer": word, "reset": {"word": word}} for word in words]
+    tasks = tasks or [{"prompt": f"guess {word}=", "answer": word, "reset": {"word": word}} for word in words]
     (folder / "train.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     return run(spec)
 
@@ -51,6 +60,32 @@ def test_episodes_wait_for_a_session_and_only_those_of_a_dead_server_are_begun_a
     assert event["log"][-1] == "the last words of the server"
     started = (tmp_path / "starts").read_text().split()
     assert len(started) == 3 and not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_task_names_its_environment(tmp_path: Path, fake: Fake) -> None:
+    """Two with names, and the one without; only that one's server ends whose episode says so."""
+    words = ["crash", "ab", "cd"]
+    names = ("one", "two", None)
+    chosen: dict[str, Any] = {}
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        command = [sys.executable, str(HERE / "environment_server.py"), "{port}", str(tmp_path / name), "2"]
+        chosen |= {f"environments.{name}.command": shlex.join(command), f"environments.{name}.sessions": 2}
+    tasks = [
+        {"prompt": f"guess {word}=", "answer": word, "reset": {"word": word}, "environment": name}
+        for word, name in zip(words, names, strict=True)
+    ]
+    done = rolled(tmp_path, fake, words, tasks=tasks, **chosen)
+    assert (done.code, done.result["agent_errors"], done.result["environment_errors"]) == (0, 0, 0), done
+    rewards = [[one["reward"] for one in group] for group in rolled_out(tmp_path).values()]
+    assert rewards == [[1.0] * SAMPLES] * 3
+    (event,) = done.result["events"]
+    assert event["environment"] == "environments.one"
+    starts = [len((tmp_path / name / "starts").read_text().split()) for name in ("one", "two", "")]
+    assert starts == [2, 1, 1]
+    assert {path.name for path in tmp_path.glob("**/environment*.log")} == {
+        *("environment.log", "environment_one.log", "environment_two.log")
+    }
 
 
 NEVER_READY = {"environment.restarts": 0, "environment.start_timeout_s": 0.2}
@@ -84,10 +119,17 @@ def test_an_environment_that_does_not_start_ends_the_phase(
         assert done.stderr.splitlines()[-1].startswith("no word of ")
 
 
-def test_an_environment_without_an_agent_or_a_port_is_refused() -> None:
+def test_an_environment_without_an_agent_or_a_port_is_refused(tmp_path: Path) -> None:
     for words, said in (
+        (("environments.web.sessions=3",), "environments.web: needs a command"),
+        (("environments.web.command=a", "rollout.agent=a.py:A"), "environments.web.command=a: needs {port}"),
         (("environment.command=a {port}",), "environment.command=a {port}: is for the episodes of an agent"),
         (("environment.command=a", "rollout.agent=a.py:A"), "environment.command=a: needs {port}"),
     ):
         with pytest.raises(UsageError, match=said.replace("{", "\\{")):
             resolve(from_words(words, known_names()))
+    words = ("environments.web.command=a {port}", "rollout.agent=a.py:A")
+    settings = resolve([], dict(word.split("=") for word in words), cross_checks=False)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "b", "environment": "wbe"}\n')
+    with pytest.raises(UsageError, match="line 1: there is no environment wbe; there is web"):
+        read_tasks(tmp_path, {"train": None}, settings)

@@ -48,13 +48,15 @@ class AgentSampler:
         agent: str,
         settings: Settings,
         engines: Mapping[str, EngineAddress],
-        environment: Environment | None,
+        environments: Mapping[str, Environment],
     ) -> None:
         # Imported late: only rollouts with an agent need an HTTP server.
         from fsbarrier.rollouts.agent_http import Endpoint
 
         self.agent, self.custom, self.engines = agent, settings.custom, engines
-        self.environment = environment
+        self.environments = environments
+        # The field of a task means something only where environments have names.
+        self.choose = bool(settings.environments)
         self.task_timeout_s = settings.rollout.task_timeout_s or EPISODE_TIMEOUT_S
         self._endpoint = Endpoint()
         argv = own_program("fsbarrier.workers.episodes", agent)
@@ -67,8 +69,8 @@ class AgentSampler:
         try:
             await self._endpoint.open()
             self._stack.push_async_callback(self._endpoint.close)
-            if self.environment is not None:
-                await self._stack.enter_async_context(self.environment)
+            for environment in self.environments.values():
+                await self._stack.enter_async_context(environment)
             await self._stack.enter_async_context(self._processes)
             self._opened = await self._stack.enter_async_context(self._open())
         except BaseException:
@@ -101,7 +103,9 @@ class AgentSampler:
 
     async def _attempt(self, place: Place, task: Task) -> Episode:
         recorder = Recorder(place)
-        async with self.environment.session() if self.environment is not None else nullcontext() as session:
+        named = task.metadata.get("environment") if self.choose else ""
+        environment = self.environments.get(str(named or ""))
+        async with environment.session() if environment is not None else nullcontext() as session:
             begin = time.monotonic()
             with self._endpoint.serving(recorder):
                 said = await self._conversation(recorder, task, session)
@@ -109,7 +113,7 @@ class AgentSampler:
                     # The agent may have noticed first that the environment is gone.
                     await asyncio.sleep(NOTICE_S)
         if session is not None and session.lost:
-            said = {"error": f"the environment {session.lost}", "lost": True}
+            said = {"error": session.lost, "lost": True}
         # A lost engine is not a failure of the agent, even if the agent caught the error and continued.
         if recorder.engine_gone is not None:
             raise recorder.engine_gone

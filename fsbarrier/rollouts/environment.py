@@ -1,4 +1,4 @@
-"""The environment of an agent's episodes: servers of the user's own command, on each node for as long as its rollout lasts.
+"""An environment of an agent's episodes: servers of the user's own command, on each node for as long as its rollout lasts.
 
 The command has an interpreter and packages of its own; nothing of it is imported here. A server that ends is started again on another
 port: its episodes are begun again, and no others.
@@ -37,7 +37,7 @@ GRACE_S = 2.0
 # By identity: two sessions on one server are different ones.
 @dataclass(eq=False)
 class Session:
-    """An episode's place on a server. `lost`: how the server ended, if it did so before the episode."""
+    """An episode's place on a server. `lost`: that the server ended, if it did so before the episode."""
 
     url: str
     job: Job | None = None
@@ -59,12 +59,16 @@ class Server:
 
 
 class Environment:
-    """All servers of this node (`environment.*`)."""
+    """All servers of an environment on this node (`environment.*`, or `environments.NAME.*`)."""
 
-    def __init__(self, settings: EnvironmentSettings, log_dir: Path) -> None:
+    def __init__(self, settings: EnvironmentSettings, log_dir: Path, name: str = "") -> None:
         self.settings = settings
-        names = ["environment.log", *(f"environment-{n}.log" for n in range(1, settings.replicas))]
-        self.servers = [Server(log_dir / name) for name in names]
+        # In messages, and as in settings.
+        self.called = f"environment {name}".strip()
+        self.table = f"environments.{name}" if name else "environment"
+        first = f"environment_{name}" if name else "environment"
+        names = [first, *(f"{first}-{n}" for n in range(1, settings.replicas))]
+        self.servers = [Server(log_dir / f"{one}.log") for one in names]
         # What happened, as lines for the journal.
         self.events: list[JsonObject] = []
         self._restarts_left = settings.restarts
@@ -108,10 +112,12 @@ class Environment:
                 # It cannot be started at all.
                 self._failed = str(error)
                 break
-            self.events.append({"event": "environment_ended", "why": how, "log": lines})
-            print(f"the environment {how} ({server.log_file})", file=sys.stderr)
+            self.events.append(
+                {"event": "environment_ended", "environment": self.table, "why": how, "log": lines}
+            )
+            print(f"the {self.called} {how} ({server.log_file})", file=sys.stderr)
             if not self._restarts_left:
-                self._failed = "\n".join((f"the environment {how}", f"(from {server.log_file})", *lines))
+                self._failed = "\n".join((f"the {self.called} {how}", f"(from {server.log_file})", *lines))
             self._restarts_left -= 1
         self._changed.set()
 
@@ -122,7 +128,7 @@ class Environment:
         env = without_variables(os.environ, ("PYTHONPATH",))
         words = [word.replace("{port}", str(port)) for word in shlex.split(str(self.settings.command))]
         child = await asyncio.to_thread(
-            Child.start, words, env=env, log_file=server.log_file, name="environment"
+            Child.start, words, env=env, log_file=server.log_file, name=self.called
         )
         how = "was stopped"
         try:
@@ -130,7 +136,7 @@ class Environment:
         finally:
             server.url = ""
             for session in server.sessions:
-                session.end(how)
+                session.end(f"the {self.called} {how}")
             await asyncio.to_thread(child.stop, GRACE_S)
         return how, child.last_log_lines()
 
@@ -142,7 +148,7 @@ class Environment:
                 server.url = f"http://127.0.0.1:{port}"
                 self._changed.set()
             if not server.url and time.monotonic() - begin > limit_s:
-                return f"did not answer within {limit_s:g} s (environment.start_timeout_s)"
+                return f"did not answer within {limit_s:g} s ({self.table}.start_timeout_s)"
             await asyncio.sleep(LOOK_S)
         return last_words.how_it_ended(code)
 

@@ -178,10 +178,14 @@ def _rollouts(s: Settings, named: AsChosen) -> Iterator[str]:
         yield f"{named('rollout.reproducible')}: the turns of {named('rollout.agent')} have no seeds; drop one of the two"
     if s.rollout.stop and s.rollout.agent is not None:
         yield f"{named('rollout.stop')}: {named('rollout.agent')} names its own stop texts in each request; drop one of the two"
-    if s.environment.command is not None and s.rollout.agent is None:
-        yield f"{named('environment.command')}: is for the episodes of an agent; give rollout.agent too"
-    if s.environment.command is not None and "{port}" not in s.environment.command:
-        yield f"{named('environment.command')}: needs {{port}}, the port on which the server must listen"
+    for name, one in s.all_environments.items():
+        key = f"environments.{name}.command" if name else "environment.command"
+        if one.command is None:
+            yield f"environments.{name}: needs a command; give {key}"
+        elif s.rollout.agent is None:
+            yield f"{named(key)}: is for the episodes of an agent; give rollout.agent too"
+        elif "{port}" not in one.command:
+            yield f"{named(key)}: needs {{port}}, the port on which the server must listen"
     for word in s.rollout.chat_template_kwargs:
         if "=" not in word or not word.partition("=")[0].isidentifier():
             yield f"{named('rollout.chat_template_kwargs')}: {word!r} must have the form name=value"

@@ -17,7 +17,7 @@ from fsbarrier.protocol import timing
 from fsbarrier.settings.placement import ROLES
 from fsbarrier.settings.presets import Preset
 from fsbarrier.settings.section import Changes, EachSession, EachStart, Section
-from fsbarrier.settings.sources import ENGINE_NAME, SET_NAME, known_as
+from fsbarrier.settings.sources import ENGINE_NAME, ENVIRONMENT_NAME, SET_NAME, known_as
 from fsbarrier.settings.value_types import (
     AboveOne,
     Betas,
@@ -544,6 +544,9 @@ class Settings(Section):
     engine: EngineSettings = EngineSettings()
     #: Models beside the policy, by names that you choose, each with its own settings (below).
     engines: Mapping[str, FrozenEngineSettings] = field(default_factory=dict)
+    #: Further environments, by names that you choose, each with its own settings (below). A task's field `environment` names the one that
+    #: its episodes get.
+    environments: Mapping[str, EnvironmentSettings] = field(default_factory=dict)
     placement: PlacementSettings = PlacementSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     coordination: CoordinationSettings = CoordinationSettings()
@@ -577,6 +580,12 @@ class Settings(Section):
         return roles | {name: text for name, text in own.items() if text is not None}
 
     @property
+    def all_environments(self) -> dict[str, EnvironmentSettings]:
+        """The environments by name; "" is the one of `environment.*`."""
+        one = {"": self.environment} if self.environment.command is not None else {}
+        return {**one, **self.environments}
+
+    @property
     def manages_engine(self) -> bool:
         """Whether the daemon starts and stops the vLLM server; if not, it uses an existing one."""
         return not self.debug_mode and self.engine.url is None
@@ -597,6 +606,7 @@ class Settings(Section):
 NAMED: Mapping[type[Section], dict[str, type[Section]]] = {
     EvalSettings: {f"{SET_NAME}.": EvalSet},
     EngineSettings: {f"{ENGINE_NAME}.": FrozenEngineSettings},
+    EnvironmentSettings: {f"{ENVIRONMENT_NAME}.": EnvironmentSettings},
 }
 
 

@@ -63,13 +63,13 @@ def setting_of(flag: str) -> str:
 
 
 #: tables of tables, keyed by names that the user chooses
-SETS, ENGINES = "eval.sets", "engines"
-SET_NAME, ENGINE_NAME = f"{SETS}.NAME", f"{ENGINES}.NAME"
+SETS, ENGINES, ENVIRONMENTS = TABLES = "eval.sets", "engines", "environments"
+SET_NAME, ENGINE_NAME, ENVIRONMENT_NAME = (f"{table}.NAME" for table in TABLES)
 
 
 def known_as(key: str) -> str:
     """The canonical name of a setting: `eval.sets.NAME.samples` for `eval.sets.aime.samples`, `eval.sets` for `eval.sets.aime`."""
-    for table in (SETS, ENGINES):
+    for table in TABLES:
         if key.startswith(f"{table}."):
             _, dot, leaf = key.removeprefix(f"{table}.").partition(".")
             return f"{table}.NAME.{leaf}" if dot else table
@@ -77,8 +77,8 @@ def known_as(key: str) -> str:
 
 
 def name_in(key: str) -> str:
-    """The name of the evaluation set or engine that a setting belongs to; "" for any other setting."""
-    table = next((table for table in (SETS, ENGINES) if key.startswith(f"{table}.")), None)
+    """The name of the evaluation set, engine or environment that a setting belongs to; "" for any other setting."""
+    table = next((table for table in TABLES if key.startswith(f"{table}.")), None)
     return key.removeprefix(f"{table}.").partition(".")[0] if table else ""
 
 

@@ -69,9 +69,11 @@ class Rollout:
         servers = servers_of(spec, settings)
         agent = settings.rollout.agent
         engines = {name: EngineAddress(**one) for name, one in spec.get("engines", {}).items()}
-        wanted = agent and settings.environment.command
-        self.environment = Environment(settings.environment, Path(spec["log_dir"])) if wanted else None
-        self.agents = AgentSampler(agent, settings, engines, self.environment) if agent else None
+        self.environments = {
+            name: Environment(one, Path(spec["log_dir"]), name)
+            for name, one in settings.all_environments.items()
+        }
+        self.agents = AgentSampler(agent, settings, engines, self.environments) if agent else None
         # With an agent, this timeout applies to each episode.
         self.task_timeout_s = None if agent else settings.rollout.task_timeout_s
         # Groups in flight per engine. Proportionally more if groups are smaller than in training rollouts, so that an evaluation with one
@@ -145,7 +147,7 @@ class Rollout:
             **assignment.result(writer, self.claims, ended_early=self.ended_early),
             "resumed_groups": len(writer.groups) - counts.groups,
             **({} if self.refills is None else {"rounds": self.refills.rounds_done()}),
-            "events": self.environment.events if self.environment else [],
+            "events": [event for one in self.environments.values() for event in one.events],
             **counts.for_result(),
             "seconds": round(seconds, 3),
             "tokens_per_s": round(counts.completion_tokens / seconds, 1),

@@ -160,8 +160,8 @@ def _commands(settings: Settings, environ: Environ) -> None:
     """The programs of the user's commands exist on this node, and the trainer's has only known placeholders."""
     if settings.notify.command is not None:
         _check_command("notify.command", settings.notify.command)
-    if settings.environment.command is not None:
-        _check_command("environment.command", settings.environment.command)
+    for name, one in settings.all_environments.items():
+        _check_command(f"environments.{name}.command" if name else "environment.command", str(one.command))
     command = settings.trainer.command
     if command is None:
         return

@@ -63,6 +63,7 @@ def read_tasks(
         if read.count == 0:
             raise UsageError(f"{path}: contains no tasks")
         check_answers(settings.reward.kind, read.tasks.values(), path)
+        _check_environments(read.tasks.values(), path, settings)
         if model is not None:
             _check_lengths(read.tasks.values(), path, settings.engine.max_model_len)
             _check_images(read.tasks.values(), path, model, settings)
@@ -97,6 +98,19 @@ def _check_lengths(tasks: Iterable[Task], path: Path, max_model_len: int) -> Non
             raise UsageError(
                 f"{path}, task {task.index}: the prompt has {length} characters, which do not fit into the {max_model_len} tokens of "
                 "engine.max_model_len"
+            )
+
+
+def _check_environments(tasks: Iterable[Task], path: Path, settings: Settings) -> None:
+    """Refuse a task whose environment does not exist, if environments have names."""
+    from fsbarrier.data.tasks import place
+
+    there = settings.environments
+    for task in tasks if there else ():
+        name = task.metadata.get("environment")
+        if name is not None and name not in list(there):
+            raise UsageError(
+                f"{place(path, task.index)}: there is no environment {name}; there is {', '.join(there)}"
             )
 
 
