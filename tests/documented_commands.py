@@ -17,6 +17,7 @@ TYPED = re.compile(r"\s*(\./|\.venv/bin/|(fsbarrier|python3?|pip|docker|sbatch|k
 #: Command lines that a test of their own executes.
 IN_ANOTHER_TEST = {
     "python scripts/gpu_check.py": "test_gpu_check.py::test_each_mode_has_its_figures",
+    "python3 phases/environments/browser_server.py --tasks": "test_browser.py::test_the_tasks_about_the_shop_are_tasks",
 }
 #: Command lines that no test executes, and why. What they name of this repository must be there all the same.
 NOT_EXECUTED = {

@@ -8,6 +8,7 @@ Run as a script with vLLM's flags; other flags are ignored. FAKE_VLLM is a JSON 
     sleep     "error"
     bos       true: each text that is tokenized gets a token before it
     ids       false: no token ids in the answers, as other servers give
+    length    the tokens that fit (otherwise 64)
     logprob   the log-probability of each token (otherwise a thousandth of its id, negative)
     crash     "head_dim" | "segfault" by the first prompt, "import" | "port" in the start; as vLLM's own processes tell of it
 
@@ -62,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/metrics":
             self.metrics()
         elif self.allowed() and self.path == "/v1/models":
-            model = {"id": "policy", "root": serving["model"], "max_model_len": 64}
+            model = {"id": "policy", "root": serving["model"], "max_model_len": MODE.get("length", 64)}
             self.answer(200, {"object": "list", "data": [model]})
 
     def metrics(self) -> None:
