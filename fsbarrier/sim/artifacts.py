@@ -104,13 +104,6 @@ class Artifacts:
         """The identity of the policy that an engine gets from this folder."""
         return self.policies[(model / WEIGHTS).read_text()]
 
-    def point_at(self, folder: str) -> None:
-        """Point model.pt at a policy, as an operator does."""
-        served = self.paths.served_model
-        served.unlink(missing_ok=True)
-        served.symlink_to(os.path.relpath(f"{folder}/model", self.root))
-        self.served = folder
-
     def served_now(self) -> str:
         """The folder of the policy that model.pt points at; "": none."""
         served = self.paths.served_model
