@@ -19,9 +19,12 @@ from typing import Any
 from waiting import DEADLINE_S
 
 REPO = Path(__file__).resolve().parent.parent
+#: for a group whose members are all in one process
 FAST = {"beat_s": 0.2, "suspect_s": 1.0, "dead_s": 2.0, "timeout_s": 120.0}
-#: where no silence is waited for: however busy the machine is, nobody looks dead
-PATIENT = {"suspect_s": 10.0, "dead_s": 30.0}
+#: where a silence is waited for, and a busy machine that holds a process up for a while makes no other one
+SILENCE = {**FAST, "suspect_s": 2.0, "dead_s": 5.0}
+#: else: however busy the machine is, nobody looks dead
+PATIENT = {**FAST, "suspect_s": 10.0, "dead_s": 30.0}
 
 
 class Failed(Exception):
@@ -45,7 +48,7 @@ class Member:
             env={**os.environ, "PYTHONPATH": str(REPO)},
         )
         self.buffer = b""
-        self.arguments = {"path": str(path), "node_rank": rank, "num_nodes": num_nodes, **FAST, **join}
+        self.arguments = {"path": str(path), "node_rank": rank, "num_nodes": num_nodes, **PATIENT, **join}
 
     def join(self) -> Member:
         """Let it begin to join."""

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -393,9 +392,7 @@ def test_an_episode_ends_alone_and_with_all_that_it_started(tmp_path: Path, fake
     limits = {"rollout.task_timeout_s": 6.0, "rollout.max_error_share": 0.9}
     prompts = ["ab!wait", "ab!thread", "ab!block", "ab!crash", "ab!exit", "ab=", "dc="]
     spec = agent_spec(tmp_path, fake, prompts, f"{file}:Worst", **limits)
-    begin = time.monotonic()
     done = run(spec)
-    assert time.monotonic() - begin < 30
     assert (done.code, done.result["agent_errors"]) == (0, 5 * SAMPLES)
     groups = rolled_out(tmp_path)
     assert all(item["valid"] for task in (5, 6) for item in groups[task])

@@ -205,7 +205,7 @@ def tasks_of(log_path: Path, iteration: int) -> int:
 
 @pytest.mark.timeout(900)
 def test_settings_change_when_all_nodes_are_started_again(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3, *FAST, "coordination.dead_s=4") as cluster:
+    with Cluster(tmp_path, 3, "--rl-phase", "rollout", *FAST) as cluster:
         cluster.start()
         cluster.wait_for(lambda e: e["event"] == "iteration_finished")
         # While others are at work, other values are refused, also of node 0.

@@ -284,10 +284,8 @@ def test_the_server_is_reached_through_a_socket_that_nobody_else_can_reach(
 
 def test_a_start_ends_at_its_deadline(tmp_path: Path, make: Make) -> None:
     engine = make({"engine.start_timeout_s": 0.5}, start="hang")
-    begin = time.monotonic()
     with pytest.raises(ProgramFailed, match=r"vLLM did not answer within 0\.5 s \(engine\.start_timeout_s\)"):
         engine.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
-    assert time.monotonic() - begin < 60
 
 
 @pytest.mark.parametrize("how", ["cancel", "stop"])

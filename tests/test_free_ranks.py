@@ -30,7 +30,7 @@ PATIENT = (
 
 @pytest.fixture
 def record(tmp_path: Path) -> RunRecord:
-    values = {"program": "ping", "num_nodes": 5, "coordination.dead_s": 0.5}
+    values = {"program": "ping", "num_nodes": 5, "coordination.dead_s": 2.0}
     settings = resolve((), values, cross_checks=False)
     return runrecord.publish(runrecord.new(tmp_path / "run", settings, tasks={}, model=None))
 
@@ -48,7 +48,7 @@ def beat(
 
 
 def order(record: RunRecord) -> list[tuple[int, int]]:
-    return [(start.rank, start.incarnation) for start in free_ranks(record.paths, 5, 0.5)]
+    return [(start.rank, start.incarnation) for start in free_ranks(record.paths, 5, 2.0)]
 
 
 def test_one_s_own_rank_first_then_free_ones_then_those_that_ended_then_silent_ones(

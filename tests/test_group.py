@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from group_members import FAST, PATIENT, REPO, Failed, Members
+from group_members import FAST, REPO, SILENCE, Failed, Members
 from waiting import until
 
 import fsbarrier
@@ -55,7 +55,7 @@ def alone(tmp_path: Path) -> Iterator[Group]:
 
 
 def test_collectives_in_any_order_of_start(tmp_path: Path) -> None:
-    with Members(tmp_path, 4, **PATIENT) as group:
+    with Members(tmp_path, 4) as group:
         group.start(2, 0, 3).start(1).joined()
         assert group.ask("look") == [{"generation": 1, "members": [0, 1, 2, 3], "joiners": []}] * 4
         for rank in range(4):
@@ -69,7 +69,7 @@ def test_collectives_in_any_order_of_start(tmp_path: Path) -> None:
 
 
 def test_nobody_passes_before_the_last_one_came(tmp_path: Path) -> None:
-    with Members(tmp_path, 3, **PATIENT) as group:
+    with Members(tmp_path, 3) as group:
         group.start().joined()
         group[0].tell("barrier")
         group[1].tell("barrier")
@@ -79,7 +79,7 @@ def test_nobody_passes_before_the_last_one_came(tmp_path: Path) -> None:
 
 
 def test_an_object_of_ten_megabytes_reaches_all(tmp_path: Path) -> None:
-    with Members(tmp_path, 3, **PATIENT) as group:
+    with Members(tmp_path, 3) as group:
         group.start().joined()
         assert group.ask("big", size=10_000_000, src=0) == [[10_000_000, 10_000_000]] * 3
         records = [path.stat().st_size for path in (tmp_path / "coordination" / "generations").iterdir()]
@@ -105,7 +105,7 @@ def test_only_what_json_keeps_can_be_sent(alone: Group) -> None:
 
 
 def test_members_out_of_step_are_told(tmp_path: Path) -> None:
-    with Members(tmp_path, 2, **PATIENT) as group:
+    with Members(tmp_path, 2) as group:
         group.start().joined()
         group[1].tell("barrier")
         said = group.ask("all_gather", 0, obj=1)[0]
@@ -128,12 +128,12 @@ def test_what_was_used_is_removed(tmp_path: Path, alone: Group) -> None:
 
 
 def test_killed_rank_0_and_a_member_that_was_busy_meanwhile(tmp_path: Path) -> None:
-    with Members(tmp_path, 4) as group:
+    with Members(tmp_path, 4, **SILENCE) as group:
         group.start().joined()
         group[0].kill()
         for lost in group.ask("barrier", 1, 2):
             assert (lost.kind, lost.rank, lost.host) == ("PeerLost", 0, HERE)
-            assert lost.age >= FAST["dead_s"] and "no heartbeat" in lost.message
+            assert lost.age >= SILENCE["dead_s"] and "no heartbeat" in lost.message
         assert group.ask("barrier", 1)[0].kind == "PeerLost"  # until it regroups
         group.by_rank.pop(0)
         assert group.ask("regroup", 1, 2) == [[2, [1, 2, 3]]] * 2
@@ -150,7 +150,7 @@ def test_killed_rank_0_and_a_member_that_was_busy_meanwhile(tmp_path: Path) -> N
 
 
 def test_a_restarted_rank_is_taken_in(tmp_path: Path) -> None:
-    with Members(tmp_path, 3, **PATIENT) as group:
+    with Members(tmp_path, 3) as group:
         group.start().joined()
         group.restart(1)
         for lost in group.ask("barrier", 0, 2):
@@ -161,7 +161,7 @@ def test_a_restarted_rank_is_taken_in(tmp_path: Path) -> None:
 
 
 def test_a_late_rank_is_taken_in_when_the_members_regroup(tmp_path: Path) -> None:
-    with Members(tmp_path, 3) as group:
+    with Members(tmp_path, 3, **SILENCE) as group:
         group.start().joined()
         group[2].kill()
         assert {lost.kind for lost in group.ask("barrier", 0, 1)} == {"PeerLost"}
@@ -175,7 +175,7 @@ def test_a_late_rank_is_taken_in_when_the_members_regroup(tmp_path: Path) -> Non
 
 
 def test_a_member_that_wakes_up_late_is_fenced(tmp_path: Path) -> None:
-    with Members(tmp_path, 3) as group:
+    with Members(tmp_path, 3, **SILENCE) as group:
         group.start().joined()
         group[1].tell("barrier")
         group[1].signal(signal.SIGSTOP)  # in a collective, or just before: both must end alike
@@ -195,7 +195,7 @@ def test_a_member_that_wakes_up_late_is_fenced(tmp_path: Path) -> None:
 
 
 def test_two_processes_with_one_rank(tmp_path: Path) -> None:
-    with Members(tmp_path, 2, **PATIENT) as group:
+    with Members(tmp_path, 2) as group:
         group.start().joined()
         first = group[1]
         group.start(1)
@@ -213,7 +213,7 @@ def test_two_processes_with_one_rank(tmp_path: Path) -> None:
     ("how", "words"), [("leave", "it left the group"), ("fail", "after ValueError: boom")]
 )
 def test_a_member_that_leaves(tmp_path: Path, how: str, words: str) -> None:
-    with Members(tmp_path, 3, **PATIENT) as group:
+    with Members(tmp_path, 3) as group:
         group.start().joined()
         arguments = {"text": "boom"} if how == "fail" else {}
         group.ask("barrier")
@@ -226,7 +226,7 @@ def test_a_member_that_leaves(tmp_path: Path, how: str, words: str) -> None:
 
 
 def test_whoever_is_interrupted_in_a_call_has_left(tmp_path: Path) -> None:
-    with Members(tmp_path, 2, **PATIENT) as group:
+    with Members(tmp_path, 2) as group:
         group.start().joined()
         group[0].tell("interrupted", obj="a")
         assert group.outcome(0).kind == "KeyboardInterrupt"
@@ -286,13 +286,13 @@ def test_the_same_call_after_a_failed_read_is_the_same_collective(
 
 def test_a_path_is_used_again(tmp_path: Path) -> None:
     for session in range(2):
-        with Members(tmp_path, 3) as group:
+        with Members(tmp_path, 3, **SILENCE) as group:
             group.start().joined()
             assert group.ask("all_gather", obj=session) == [[session] * 3] * 3
             group.ask("barrier")
             group.ask("leave", 0, 1)
             group[2].kill()
-    with Members(tmp_path, 2) as group:  # fewer, and one of those before was killed
+    with Members(tmp_path, 2, **SILENCE) as group:  # fewer, and one of those before was killed
         group.start().joined()
         assert group.ask("look") == [{"generation": 3, "members": [0, 1], "joiners": []}] * 2
         assert group.ask("all_gather", obj="x") == [["x"] * 2] * 2

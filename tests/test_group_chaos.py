@@ -51,7 +51,7 @@ def test_random_calls_and_strikes(tmp_path: Path, nodes: int, seconds: float) ->
 def test_the_survivors_of_every_instant_agree(tmp_path: Path) -> None:
     """The leader dies at a random instant of a stream of collectives, again and again."""
     dice, stop, idle = random.Random(7), tmp_path / "stop", threading.Event()
-    with Members(tmp_path / "group", 5, beat_s=0.1, suspect_s=1.0, dead_s=2.5) as group:
+    with Members(tmp_path / "group", 5, beat_s=0.1, suspect_s=1.5, dead_s=4.0) as group:
         group.start().joined()
         for member in group.all:
             member.tell("elastic", stop=str(stop))

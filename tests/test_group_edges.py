@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from group_members import PATIENT, Failed, Members
+from group_members import FAST, Failed, Members
 
 import fsbarrier
 from fsbarrier.coordination.group import group as group_module
@@ -24,8 +24,6 @@ from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Exit
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
-
-QUICK = {"beat_s": 0.1, "suspect_s": 0.6, "dead_s": 1.5, "timeout_s": 120.0}
 
 # --- different calls ----------------------------------------------------------------------------------------------------------
 
@@ -48,7 +46,7 @@ def broadcast(src: int) -> tuple[str, dict[str, Any]]:
 def test_members_that_call_different_things_are_told(
     tmp_path: Path, calls: list[tuple[str, dict[str, Any]]], typed: tuple[str, ...]
 ) -> None:
-    with Members(tmp_path, 3, **PATIENT) as group:
+    with Members(tmp_path, 3) as group:
         group.start().joined()
         group.ask("barrier")
         for rank, (call, arguments) in enumerate(calls):
@@ -107,12 +105,12 @@ def test_the_same_call_after_a_failure_is_the_same_collective(
     )
 
     def other() -> list[list[int]]:
-        with fsbarrier.join(tmp_path, node_rank=1, num_nodes=2, **QUICK) as group:
+        with fsbarrier.join(tmp_path, node_rank=1, num_nodes=2, **FAST) as group:
             return [group.all_gather(100 + number) for number in range(4)]
 
     with ThreadPoolExecutor(1) as pool:
         gathered = pool.submit(other)
-        with fsbarrier.join(tmp_path, node_rank=0, num_nodes=2, **QUICK) as group:
+        with fsbarrier.join(tmp_path, node_rank=0, num_nodes=2, **FAST) as group:
             failed, number = 0, 0
             while number < 4:
                 failing.failing = verb if number and not failed else ""

@@ -27,7 +27,7 @@ from fsbarrier.rundir.journal import read_events
 
 REPO = Path(__file__).resolve().parent.parent
 FSBARRIER = f"env PYTHONPATH={REPO} {sys.executable} -m fsbarrier"
-FAST = ("coordination.beat_s=0.2", "coordination.dead_s=5")
+FAST = ("coordination.beat_s=0.2", "coordination.dead_s=10")
 IN_CONTAINERS = ("--nodes", "2", "--image", "ghcr.io/me/fsbarrier:1", "--volume", "claim")
 
 
@@ -337,7 +337,7 @@ def test_a_node_ends_when_its_connection_does(
         assert said == ["fsbarrier: connected", str(tmp_path.resolve())]
         process.stdin.close()
         try:
-            assert process.wait(30) == 7
+            assert process.wait(DEADLINE_S) == 7
         finally:
             process.kill()
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import pytest
 from other_user import needs_root, start_as_other
-from waiting import until
+from waiting import DEADLINE_S, until
 
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.processes.addresses import candidate_addresses
@@ -130,7 +130,7 @@ def test_a_directory_that_hangs_makes_the_node_unfit(
     assert unfit is not None and unfit.exit_code == 3
     assert re.search(r"publishing policy-000001.g0001: no progress for 0.2 s .* hang\?", str(unfit))
     goes_on.set()
-    assert woken.wait(60) and runner.report is not None, "what goes on after all is reported as ever"
+    assert woken.wait(DEADLINE_S) and runner.report is not None, "what goes on after all is reported as ever"
 
 
 def policy(tmp_path: Path) -> PublishWeights:
@@ -318,7 +318,7 @@ def test_nobody_can_take_the_port_of_an_update_before_its_program(
         answers = python(ANSWERS % other.pid, result=False, listens=True)
         work_kinds.execute(answers, context(), RowJob(), place)
         assert [peer.recv(99) for peer in connected] == [b"the update"] * len(connected)
-        other.wait(60)
+        other.wait(DEADLINE_S)
     assert not place.rendezvous
 
 
@@ -347,7 +347,7 @@ def test_a_cancelled_job_leaves_nothing_and_reports_nothing(place: Workplace) ->
 
     running, woken = jobs(place, each)
     running.launch(NODE, RowPart.EACH)
-    assert begun.wait(30)
+    assert begun.wait(DEADLINE_S)
     running.cancel()
     assert running.report is None and not woken.is_set() and running.progress() == {}
 
@@ -358,14 +358,14 @@ def test_a_job_that_cannot_be_ended_ends_the_node(place: Workplace, monkeypatch:
 
     def each(context: Context) -> Work:
         begun.set()
-        assert let_go.wait(60)
+        assert let_go.wait(DEADLINE_S)
         return Value({})
 
     monkeypatch.setattr("fsbarrier.run.job_runner.CANCEL_S", 0.05)
     running, _ = jobs(place, each)
     running.launch(NODE, RowPart.EACH)
     thread = running._thread
-    assert thread is not None and begun.wait(30)
+    assert thread is not None and begun.wait(DEADLINE_S)
     try:
         with pytest.raises(StoreError, match="does not end within"):
             running.cancel()
@@ -493,12 +493,12 @@ def test_a_job_that_ends_while_it_is_cancelled_reports_nothing(place: Workplace)
 
     def each(context: Context) -> Work:
         begun.set()
-        assert running._job is not None and running._job.cancel.wait(30)
+        assert running._job is not None and running._job.cancel.wait(DEADLINE_S)
         raise ProgramFailed("too late")
 
     running, woken = jobs(place, each)
     running.launch(NODE, RowPart.EACH)
-    assert begun.wait(30)
+    assert begun.wait(DEADLINE_S)
     running.cancel()
     assert running.report is None and not woken.is_set()
 
@@ -514,7 +514,7 @@ def test_a_directory_that_goes_on_failing_is_the_nodes_fault_and_no_programs(
 
     running, woken = jobs(place, each)
     running.launch(NODE, RowPart.EACH)
-    assert woken.wait(30)
+    assert woken.wait(DEADLINE_S)
     assert "cannot begin its work" in str(running.unfit()) and running.report is None
 
 
@@ -522,7 +522,7 @@ def test_an_unfit_node_says_so(place: Workplace) -> None:
     place.work_dir.write_text("no folder")
     running, woken = jobs(place, lambda context: python("pass"))
     running.launch(NODE, RowPart.EACH)
-    assert woken.wait(30)
+    assert woken.wait(DEADLINE_S)
     assert isinstance(running.unfit(), StoreError) and running.report is None
 
 
@@ -534,7 +534,7 @@ def test_a_job_ends_before_the_next_one_begins_and_its_report_goes(place: Workpl
         begun.set()
         assert running._job is not None
         job = running._job
-        job.cancel.wait(30)
+        job.cancel.wait(DEADLINE_S)
         order.append("the first ended")
         return Value({"of": "the first"})
 
@@ -544,11 +544,11 @@ def test_a_job_ends_before_the_next_one_begins_and_its_report_goes(place: Workpl
 
     running, woken = jobs(place, first)
     running.launch(NODE, RowPart.EACH)
-    assert begun.wait(30)
+    assert begun.wait(DEADLINE_S)
     running.make_context = jobs(place, second)[0].make_context
     running.launch(NODE, RowPart.LEADER)
     assert order[0] == "the first ended"
     # What the second row asks for is built by `leader`, which is missing here: its report is a failure, and not the first one's value.
-    assert woken.wait(30)
+    assert woken.wait(DEADLINE_S)
     report = running.report
     assert report is not None and report.part is RowPart.LEADER and report.value.get("of") != "the first"

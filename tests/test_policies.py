@@ -157,7 +157,8 @@ def test_stop_ends_a_run_from_elsewhere(tmp_path: Path) -> None:
 
     with Cluster(tmp_path, 2, *FAST, "custom.hold=2", program=HELD) as cluster:
         cluster.start()
-        cluster.in_phase(0, 2)
+        for rank in range(2):
+            cluster.in_phase(rank, 2)
         assert stop(cluster, "--now") == {("stopped", 1, 2)}
         cluster.start()
         cluster.wait_for(lambda e: (e["event"], e["generation"], e["phase"]) == ("phase_started", 3, 2))

@@ -14,7 +14,7 @@ from cluster import Cluster, all_gone, assert_exactly_once, leftovers, rolled_ou
 
 QUICK = (
     "coordination.beat_s=0.2",
-    "coordination.dead_s=5",
+    "coordination.dead_s=30",
     "toy.phase_s=0.3",
     "toy.tasks=24",
 )

@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,9 @@ from fsbarrier.store.identity import boot_id
 from fsbarrier.view import terminal_lines
 from fsbarrier.view.run_status import RunStatus, read_status
 
+# `status` watches for one beat and a half. In that time the thread of a test beats too, however busy the machine is.
 QUICK = {"coordination.beat_s": 0.2, "coordination.dead_s": 1.0}
+PATIENT = {"coordination.beat_s": 2.0, "coordination.dead_s": 15.0}
 HERE = {"hosts": (socket.gethostname(),), "boot_ids": {rank: boot_id() for rank in range(4)}}
 NO_PROCESS = 2**22 + 1  # above the largest pid there can be
 
@@ -95,7 +96,7 @@ def test_an_iteration_is_complete_once_its_last_row_was_passed(
 
 
 def test_the_newest_files_are_named(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run", nodes=1)
+    run = FakeRun(tmp_path / "run", nodes=1, extra=QUICK)
     for start in (1, 2):
         run.join(0)
         files.make_dirs(run.paths.node_logs(start, 0))
@@ -125,7 +126,7 @@ def test_the_json_has_what_scripts_rely_on(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_moving_heartbeats_mean_running_and_whoever_stands_still_is_suspected(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run", extra=QUICK)
+    run = FakeRun(tmp_path / "run", extra=PATIENT)
     run.start()
     run.iteration(1, range(2))
     for rank in range(3):
@@ -148,13 +149,11 @@ def test_moving_heartbeats_mean_running_and_whoever_stands_still_is_suspected(tm
 
 
 def test_all_silent_is_stalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = FakeRun(tmp_path / "run", extra={"coordination.beat_s": 1.0})
+    run = FakeRun(tmp_path / "run", extra=QUICK)
     run.start()
     for rank in range(3):
         run.beat(rank, 7, "running", (1, 0))
-    begin = time.monotonic()
     status = status_of(run)
-    assert time.monotonic() - begin < 10, "it watches one beat and a half"
     assert status.state == "stalled" and status.exit_code is None
     assert {one.state for one in status.nodes} == {"suspected"} and "is full" not in status.problems[0]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
@@ -234,7 +233,7 @@ def test_failures_of_the_iteration_are_told_once_with_their_last_lines(tmp_path:
 
 
 def test_a_lost_node_stays_named_while_the_others_go_on(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "run", extra=QUICK)
+    run = FakeRun(tmp_path / "run", extra=PATIENT)
     run.start()
     run.lose(2, 1, 2, after=5.0, resume=1)
     for rank in range(3):
@@ -284,7 +283,9 @@ def test_no_run_is_one_clear_line(
 
 
 def test_a_real_run_from_its_start_to_its_end(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2, "--iterations", "2", *FAST, "toy.phase_s=0.2") as cluster:
+    with Cluster(
+        tmp_path, 2, "--iterations", "2", *FAST, "coordination.beat_s=2", "toy.phase_s=0.5"
+    ) as cluster:
         cluster.start()
         cluster.in_phase(1, 2)
         status = read_status(cluster.log_path)

@@ -129,26 +129,38 @@ def test_the_phase_ends_after_its_grace_and_all_see_it(tmp_path: Path) -> None:
 # --- real rollouts ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at_most", [1.3, pytest.param(1.1, marks=pytest.mark.slow)])
-def test_a_node_three_times_slower_costs_little(tmp_path: Path, at_most: float) -> None:
+SPEEDS, WEIGHTS = (1.0, 1.0, 1 / 3), (1.0, 1.0, 1.0)
+
+
+def test_the_tasks_of_a_slower_node_are_taken_over(tmp_path: Path) -> None:
+    for take_over in (True, False):
+        folder = tmp_path / str(take_over)
+        folder.mkdir()
+        outcome = roll_out(folder, 30, 1.0, SPEEDS, WEIGHTS, take_over=take_over)
+        assert sorted(outcome.tasks) == list(range(30))
+        groups = [result["groups"] for result in outcome.results]
+        assert groups[2] < 10 < max(groups) if take_over else groups == [10, 10, 10]
+
+
+@pytest.mark.slow
+def test_a_node_three_times_slower_costs_little(tmp_path: Path) -> None:
     """At most so many times what these nodes could do at best; the same with fixed shares, to see that this could fail."""
-    speeds, weights = (1.0, 1.0, 1 / 3), (1.0, 1.0, 1.0)
     over_ideal = []
     for number in range(
         4
     ):  # on a busy machine a process may be held up by more than a tenth; not time and again
         (tmp_path / f"try-{number}").mkdir()
-        outcome = roll_out(tmp_path / f"try-{number}", 150, 3.0, speeds, weights, take_over=True)
+        outcome = roll_out(tmp_path / f"try-{number}", 150, 3.0, SPEEDS, WEIGHTS, take_over=True)
         assert sorted(outcome.tasks) == list(range(150))
         first, second, slow = (result["groups"] for result in outcome.results)
         over_ideal.append(outcome.over_ideal)
-        if outcome.over_ideal <= at_most and slow < min(first, second):
+        if outcome.over_ideal <= 1.1 and slow < min(first, second):
             break
     else:
         raise AssertionError(f"times the ideal: {over_ideal}")
     (tmp_path / "fixed").mkdir()
-    fixed = roll_out(tmp_path / "fixed", 30, 0.6, speeds, weights, take_over=False)
-    assert fixed.over_ideal > 1.5 and [result["groups"] for result in fixed.results] == [10, 10, 10]
+    fixed = roll_out(tmp_path / "fixed", 30, 0.6, SPEEDS, WEIGHTS, take_over=False)
+    assert fixed.over_ideal > 1.5
 
 
 def test_a_toy_rollout_that_is_killed_and_started_again_goes_on(tmp_path: Path) -> None:
@@ -182,7 +194,8 @@ def merged(log_path: Path, iteration: int = 1) -> dict[str, Any]:
 
 
 def test_a_node_killed_while_it_takes_over_costs_nothing(tmp_path: Path) -> None:
-    slow = ("toy.tasks=48", "toy.phase_s=1.5", "custom.speeds=[1,1,0.2]")
+    # The others have done their 6 tasks each when node 2 still has most of its 36: there is time to strike.
+    slow = ("toy.tasks=48", "toy.phase_s=1.5", "custom.speeds=[1,1,0.2]", "--rank-weights", "1,1,6")
     with Cluster(tmp_path, 3, "--iterations", "1", *TRAIN_ONLY, *FAST, *slow) as cluster:
         cluster.start()
         folder = RunPaths(cluster.log_path).claims(1, 1, "train")
@@ -197,7 +210,7 @@ def test_a_node_killed_while_it_takes_over_costs_nothing(tmp_path: Path) -> None
         assert cluster.wait(*survivors) == dict.fromkeys(survivors, 0), cluster.said(survivors[0])
         done = merged(cluster.log_path)["trajectories"]
         assert Counter(item["task_index"] for item in done) == Counter(range(48))
-        stolen = [item for item in done if item["task_index"] >= 32 and item["node_rank"] == victim]
+        stolen = [item for item in done if item["task_index"] >= 12 and item["node_rank"] == victim]
         assert stolen  # what the dead node had taken over and finished is not done again
         assert {item["generation"] for item in done} == {1, 2}
 

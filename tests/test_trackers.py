@@ -98,7 +98,15 @@ def failed(event: Event) -> bool:
 def test_every_iteration_is_told_once_whoever_leads(tmp_path: Path) -> None:
     env = stand_ins(tmp_path)
     with Cluster(
-        tmp_path, 2, *FAST, "tracker.names=wandb,tensorboard", "tracker.project=mine", real=True
+        tmp_path,
+        2,
+        *FAST,
+        "toy.tasks=4",
+        "--rl-phase",
+        "rollout",
+        "tracker.names=wandb,tensorboard",
+        "tracker.project=mine",
+        real=True,
     ) as cluster:
         cluster.env = {0: env, 1: env}
         cluster.modules = f"{tmp_path / 'stand-ins'}:{REPO}"
