@@ -40,7 +40,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FrozenEn
     """An engine of two replicas, which serve."""
     monkeypatch.setenv("FAKE_VLLM", behaviour(tmp_path))
     replicas = Replicas(
-        FrozenEngineSettings(replicas=2, start_timeout_s=30.0),
+        FrozenEngineSettings(replicas=2, start_timeout_s=240.0),
         log_dir=tmp_path / "logs",
         work_dir=tmp_path / "work",
         python=stand_in(tmp_path),
@@ -120,9 +120,9 @@ def test_an_engine_that_always_dies_is_given_up(engine: FrozenEngine) -> None:
     for death in range(MOST_DEATHS + 1):
         kill_all(engine)
         if death < MOST_DEATHS:
-            assert httpx.get(url, trust_env=False, timeout=30.0).status_code == 200
+            assert httpx.get(url, trust_env=False, timeout=240.0).status_code == 200
     with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
-        httpx.get(url, trust_env=False, timeout=30.0)
+        httpx.get(url, trust_env=False, timeout=240.0)
     assert engine.failure.startswith("engines.rm died 4 times: vLLM was ended by signal 9")
 
 
