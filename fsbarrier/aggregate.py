@@ -11,6 +11,7 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 
 from fsbarrier.data.merge import AggregateReport, MergeRequest, Part, collect, merge, publish
 from fsbarrier.data.reader import iter_trajectories, load
@@ -48,9 +49,16 @@ def work(spec: JsonObject, settings: Settings, progress: worker_contract.Progres
     collected = collect(MergeRequest.from_spec(spec))
     success = spec.get("success")
     evaluated = {} if success is None else figures(collected.trajectories, success)
+    # Of all that was rolled out, also of groups that are not merged.
+    means = {task: mean for task, one in collected.stats.items() if (mean := one.reward_mean) is not None}
     report = publish(collected)
     progress.show(report.trajectories, report.trajectories, "trajectories", last=True)
     result = {**asdict(report), **report.figures, **evaluated}
+    for name, tasks in spec.get("sets", {}).items():
+        if own := [means[task] for task in tasks if task in means]:
+            result[f"reward/{name}"] = fmean(own)
+    if (last := spec.get("last_rewards")) is not None:
+        result["last_rewards"] = {**last, **{str(task): round(mean, 4) for task, mean in means.items()}}
     # The phase already knows the file name.
     return {name: value for name, value in result.items() if name not in ("figures", "out")}
 

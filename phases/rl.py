@@ -48,9 +48,9 @@ from fsbarrier.program import (
     Work,
     fill_placeholders,
 )
-from fsbarrier.protocol.assign import refill_tasks, sample_tasks
+from fsbarrier.protocol.assign import draw_rounds, sample_tasks
 from fsbarrier.protocol.facts import JsonObject
-from fsbarrier.rollouts.sharing import share_out, sharing_events
+from fsbarrier.rollouts.sharing import share_out, sharing_events, training_files, training_sets
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.settings.sections import EvalSettings, RolloutSettings
 
@@ -70,10 +70,22 @@ def assign_train(ctx: Context) -> Work:
 
 def assigned(ctx: Context) -> RolloutDecision:
     """Which tasks an iteration rolls out, and which node begins with which."""
-    settings = ctx.settings.rollout
-    there = ctx.tasks["train"]["count"]
-    sampled = sample_tasks(there, settings.tasks, seed=settings.seed, iteration=ctx.iteration)
-    return share_out_train(ctx, sampled, keep=settings.tasks if settings.max_refills else None)
+    settings, train, last = ctx.settings.rollout, ctx.settings.train, last_rewards(ctx)
+    rounds = draw_rounds(
+        training_sets(ctx.settings, ctx.tasks),
+        settings.tasks,
+        1 + settings.max_refills,
+        seed=settings.seed,
+        iteration=ctx.iteration,
+        weight_of=None if last is None else lambda task: train.weight_after(last.get(str(task))),
+    )
+    return share_out_train(ctx, rounds, keep=settings.tasks if settings.max_refills else None)
+
+
+def last_rewards(ctx: Context) -> Mapping[str, float] | None:
+    """The mean reward of each task's last group, by its number; None: no draw depends on it."""
+    merged = ctx.latest("train_aggregate") or {}
+    return (merged.get("last_rewards") or {}) if ctx.settings.train.reward_weights else None
 
 
 def decide_rollout(decision: RolloutDecision) -> Value:
@@ -81,21 +93,13 @@ def decide_rollout(decision: RolloutDecision) -> Value:
     return Value(decision.as_json(), sharing_events(decision))
 
 
-def share_out_train(ctx: Context, sampled: list[int], keep: int | None = None) -> RolloutDecision:
-    """Share out the sampled tasks. The merge keeps at most `keep` groups.
+def share_out_train(ctx: Context, rounds: list[list[int]], keep: int | None = None) -> RolloutDecision:
+    """Share out the tasks. The merge keeps at most `keep` groups.
 
-    With refills there are further rounds of other tasks; fsbarrier/rollouts/claims.py decides whether each takes place.
+    The rounds after the first are refills; fsbarrier/rollouts/claims.py decides whether each takes place.
     """
-    settings = ctx.settings.rollout
-    there = ctx.tasks.get("train", {"count": 0})["count"]
-    # A merge that keeps all groups drops none, so there is nothing to make up for.
-    most = settings.max_refills if keep is not None else 0
-    refills = refill_tasks(
-        there, sampled, len(sampled), most=most, seed=settings.seed, iteration=ctx.iteration
-    )
-    rounds = [sampled, *refills]
     decision = share_out(ctx, "train", sampled_how(ctx, "train"), rounds)
-    sizes = [len(tasks) for tasks in rounds] if refills else None
+    sizes = [len(tasks) for tasks in rounds] if len(rounds) > 1 else None
     return replace(decision, keep=keep, rounds=sizes)
 
 
@@ -107,10 +111,10 @@ def rollout_train(ctx: Context) -> Work:
 
 def rollout_share(ctx: Context, decision: RolloutDecision) -> Work:
     """One node's share of the training tasks, in rounds."""
-    source, sampling = ctx.tasks["train"], sampling_of(ctx.settings.rollout)
+    files, sampling = training_files(ctx.tasks), sampling_of(ctx.settings.rollout)
     left = iter(decision.wanted)
     rounds: list[JsonObject] = [
-        {"tasks": list(islice(left, size)), "task_file": source["path"], "sampling": sampling}
+        {"tasks": list(islice(left, size)), "files": files, "sampling": sampling}
         for size in decision.round_sizes
     ]
     return rollout(ctx, decision, rounds)
@@ -257,6 +261,7 @@ def aggregate(ctx: Context, decision: RolloutDecision | None, rolled_out_in: str
             "expected": [task for task in wanted if task not in without],
             "keep": decision.keep,
             "success": success_by_set(ctx) if split == "test" else None,
+            **(drawn_from(ctx, frozenset(wanted)) if split == "train" else {}),
             "metadata": {
                 "run_id": ctx.run_id,
                 "iteration": ctx.iteration,
@@ -269,6 +274,15 @@ def aggregate(ctx: Context, decision: RolloutDecision | None, rolled_out_in: str
         event="rolled_out" if split == "train" else "evaluated",
     )
     return Steps((command, PublishFile(out, ctx.paths.merged(split, ctx.iteration))))
+
+
+def drawn_from(ctx: Context, wanted: frozenset[int]) -> dict[str, object]:
+    """For the merge: the sets of training tasks, of which it tells the rewards, and the rewards so far if a draw depends on them."""
+    sets = [one for one in training_sets(ctx.settings, ctx.tasks) if one.name]
+    return {
+        "sets": {one.name: [*wanted.intersection(one.tasks)] for one in sets},
+        "last_rewards": last_rewards(ctx),
+    }
 
 
 def earlier_merges(ctx: Context) -> list[str]:
@@ -332,8 +346,7 @@ def eval_rounds(ctx: Context) -> list[JsonObject]:
         rounds.append(
             {
                 "tasks": [first + index for index in chosen],
-                "first": first,
-                "task_file": source["path"],
+                "files": {source["path"]: first},
                 "sampling": sampling_of(one),
                 "eval_set": name if ctx.settings.eval.sets else "",
             }

@@ -89,5 +89,7 @@ PROGRAM = Program(
         "debug_mode": True,
         "engine.url": None,
         "eval.sets": {},
+        "train.sets": {},
+        "train.reward_weights": (),
     },
 )

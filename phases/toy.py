@@ -29,7 +29,7 @@ def assign_train(ctx: Context) -> Work:
 
 
 def assigned(ctx: Context) -> RolloutDecision:
-    decision: RolloutDecision = rl.share_out_train(ctx, all_tasks(ctx))
+    decision: RolloutDecision = rl.share_out_train(ctx, [all_tasks(ctx)])
     return decision
 
 

@@ -61,7 +61,8 @@ def write_tasks(folder: Path, count: int = 4) -> Path:
     """Tasks that are half solved, so that every group has a signal."""
     folder.mkdir(parents=True, exist_ok=True)
     tasks = [
-        {"prompt": f"{'21' * (n + 1)}!mixed=", "answer": "1" * (n + 1) + "2" * (n + 1)} for n in range(count)
+        {"prompt": f"{'21' * (n + 1)}!mixed=", "answer": "1" * (n + 1) + "2" * (n + 1), "level": n}
+        for n in range(count)
     ]
     for name in ("train", "test"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))

@@ -41,7 +41,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
         " eval.sets.hard.file={bench}/data/test.jsonl",
         "eval.sets.mine.file=none eval.sets.mine.tasks=none eval.sets.mine.samples=none eval.sets.mine.temperature=none",
     ),
-    "how many": ("rollout.tasks=1", "rollout.tasks=3", "rollout.tasks=9"),
+    "how many": (
+        "rollout.tasks=1 train.reward_weights=",
+        "rollout.tasks=3 train.reward_weights=0:1,0.5:3 train.sets.a.file={bench}/data/train.jsonl train.sets.a.where=level=1:2"
+        " train.sets.a.weight=2 train.sets.b.file={bench}/data/test.jsonl train.sets.b.where=none",
+        "rollout.tasks=9 train.sets.mine.file=none",
+    ),
     "samples": ("rollout.samples=2", "rollout.samples=3"),
     "temperature": ("rollout.temperature=1.0", "rollout.temperature=0.7"),
     "length": ("rollout.max_tokens=16", "rollout.max_tokens=40"),
@@ -252,7 +257,9 @@ ELSEWHERE = {
 #: settings on which the programs of a run do not act themselves, or only beside some others, and why
 NOT_ALWAYS_ACTED_ON = {
     **dict.fromkeys(("data_path", "model", "init_from", "debug_mode"), "a start resolves it"),
-    "eval.sets.NAME.file": "a start resolves it",
+    **dict.fromkeys(
+        ("eval.sets.NAME.file", "train.sets.NAME.file", "train.sets.NAME.where"), "a start resolves it"
+    ),
     "algorithm.preset": "it chooses the values of others",
     "custom": "it is for a user's own code (test_agents.py)",
     "rollout.chat_template_kwargs": "a table of the user's own (test_chat_templates.py)",

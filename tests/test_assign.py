@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ import pytest
 from fsbarrier.decisions import PartGroups, RolloutDecision, RolloutReport
 from fsbarrier.loader import load_module
 from fsbarrier.program import Context, PartOnDisk, ServeWeights, Value
+from fsbarrier.protocol.assign import TaskSet, draw_rounds
 from fsbarrier.protocol.facts import Member, Position
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.settings.sections import EvalSettings, RolloutSettings, Settings
+from fsbarrier.settings.sections import EvalSettings, RolloutSettings, Settings, TrainSet, TrainSettings
 from fsbarrier.settings.value_types import RlPhase
 
 rl = load_module("rl")
@@ -71,6 +74,65 @@ def test_refills_are_other_tasks_in_rounds_that_are_shared_out_one_by_one() -> N
     assert assigned(few)["rounds"] == [4, 4, 2]
     none = context(rollout_max_refills=3, tasks={"train": {"count": 4, "path": "/data/train.jsonl"}})
     assert assigned(none)["rounds"] is None
+
+
+def draw(*, iteration: int = 1, count: int = 10, rounds: int = 1, **more: Any) -> list[list[int]]:
+    """Of 40 easy tasks from 0 on, 30 others from 100 on and 5 hard ones from 200 on, by 2 : 5 : 3."""
+    sets = [
+        TaskSet("easy", range(40), 2.0),
+        TaskSet("fair", range(100, 130), 5.0),
+        TaskSet("hard", range(200, 205), 3.0),
+    ]
+    return draw_rounds(sets, count, rounds, seed=7, iteration=iteration, **more)
+
+
+def test_each_set_has_its_share_of_every_round() -> None:
+    drawn = [draw(iteration=number, rounds=2) for number in range(1, 9)]
+    for first, second in drawn:
+        assert [sum(100 * n <= task < 100 * n + 100 for task in first) for n in range(3)] == [2, 5, 3]
+        # There are no more than two hard ones left.
+        assert len({*first, *second}) == len(first) + len(second) == 19
+    # Whoever draws again draws the same, in the same order, in which the sets are mixed.
+    assert drawn[0] == draw(rounds=2) and drawn[0][0] == draw()[0] != sorted(draw()[0])
+    # Six iterations are a pass over the 30, twenty over the 40.
+    assert {task for first, _ in drawn[:6] for task in first if 100 <= task < 200} == {*range(100, 130)}
+    few = draw_rounds([TaskSet("", range(3))], 8, 2, seed=0, iteration=1)
+    assert [sorted(tasks) for tasks in few] == [[0, 1, 2]]
+
+
+def test_weights_decide_how_likely_a_task_is_drawn() -> None:
+    """The first of two draws without replacement is task i with probability weight_i / sum of the weights."""
+    weights = {0: 8.0, 1: 1.0, 2: 1.0, 3: 0.0}
+    drawn = [
+        draw_rounds([TaskSet("", range(4))], 1, 3, seed=0, iteration=number, weight_of=weights.__getitem__)
+        for number in range(1, 2001)
+    ]
+    firsts = Counter(rounds[0][0] for rounds in drawn)
+    assert abs(firsts[0] / 2000 - 0.8) < 0.03 and abs(firsts[1] / 2000 - 0.1) < 0.03 and not firsts[3]
+    # What weighs nothing is in no refill, and comes only where nothing else is left.
+    assert all(sorted(chain(*rounds)) == [0, 1, 2] for rounds in drawn)
+    (whole,) = draw_rounds([TaskSet("", range(4))], 4, 2, seed=0, iteration=1, weight_of=weights.__getitem__)
+    assert sorted(whole) == [0, 1, 2, 3] and whole[-1] == 3
+
+
+def test_a_draw_knows_the_last_rewards_from_the_merge_before(tmp_path: Path) -> None:
+    train = TrainSettings({"a": TrainSet(), "b": TrainSet(where="level=2:", weight=3.0)}, ("0:1", "0.5:0"))
+    settings = replace(context().settings, train=train)
+    tasks: Any = {
+        "train.a": {"count": 6, "path": "/data/a.jsonl"},
+        "train.b": {"count": 9, "path": "/data/b.jsonl", "picked": [2, 4, 6, 8]},
+    }
+    solved = {"8": 1.0, "10": 0.75, "12": 0.25}
+    before = {"train_aggregate": {"iteration": 2, "value": {"merged": "m", "last_rewards": solved}}}
+    ctx = context(settings=settings, tasks=tasks, decisions=before)
+    # Numbers of the second file begin after the first; of its four tasks two are solved, and one of them makes up the three.
+    wanted = assigned(ctx)["wanted"]
+    assert {12, 14} < {*wanted} and len([task for task in wanted if task >= 6]) == 3 == len(wanted) - 1
+    decided = {**before, "train_assign": {"iteration": 3, "value": assigned(ctx)}}
+    rollout = rl.rollout_share(ctx, RolloutDecision.from_json(assigned(ctx))).works[-1]
+    assert rollout.spec["rounds"][0]["files"] == {"/data/a.jsonl": 0, "/data/b.jsonl": 6}
+    merge = rl.aggregate_train(replace(ctx, decisions=decided)).works[0].spec
+    assert merge["last_rewards"] == solved and sorted(chain(*merge["sets"].values())) == sorted(wanted)
 
 
 def test_groups_with_signal_that_are_there_count_for_their_round() -> None:

@@ -436,6 +436,22 @@ CASES = {
         RL + "eval.sets.aime.file=no.jsonl",
         ["eval.sets.aime.file=no.jsonl:", "data/no.jsonl is not a file"],
     ),
+    "a set of training tasks without a file": (
+        RL + "train.sets.a.weight=2",
+        ["data: has no a.jsonl or a.parquet"],
+    ),
+    "a set of training tasks whose file is not there": (
+        RL + "train.sets.a.file=no.jsonl",
+        ["train.sets.a.file=no.jsonl:", "data/no.jsonl is not a file"],
+    ),
+    "a set without tasks": (
+        RL + "train.sets.a.file=train.jsonl train.sets.a.where=level=3:",
+        ["train.sets.a.where=level=3:", "fits no task of", "train.jsonl"],
+    ),
+    "two sets of the same tasks": (
+        RL + "train.sets.a.file=train.jsonl train.sets.b.file=train.jsonl",
+        ["train.jsonl, task 0: belongs to both train.sets.a and train.sets.b"],
+    ),
     "a set that the model cannot read": (
         RL.replace("--model model", "--model short") + "eval.max_tokens=64 rollout.max_tokens=8",
         ["eval.max_tokens=64: leaves no room", "64 positions"],

@@ -91,4 +91,13 @@ def test_a_merged_evaluation_has_its_figures_in_its_result(tmp_path: Path) -> No
     assert (result["reward_mean"], result["pass_at_2"], result["reward/s"]) == (0.25, 0.5, 0.25)
     # Train rollouts have none of them.
     spec |= {"success": None, "out": str(tmp_path / "train")}
-    assert "pass_at_2" not in work(spec, Settings(), ProgressWriter(None))
+    assert {"pass_at_2", "last_rewards"}.isdisjoint(work(spec, Settings(), ProgressWriter(None)))
+    # They have those of their sets, and what the next draw depends on: the last reward of each task that was ever drawn.
+    spec |= {"sets": {"a": [0], "b": [1], "c": [7]}, "last_rewards": {"0": 0.0, "7": 1.0}, "keep": 1}
+    result = work(spec, Settings(), ProgressWriter(None))
+    assert (result["reward/a"], result["reward/b"], result["left_out"]) == (
+        0.5,
+        0.0,
+        1,
+    ) and "reward/c" not in result
+    assert result["last_rewards"] == {"0": 0.5, "1": 0.0, "7": 1.0}

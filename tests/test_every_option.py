@@ -55,7 +55,7 @@ def loss(new, old, advantages):
 def wanted() -> Iterator[str]:
     """What is to be run of each setting: `name`, or `name=value` for each value that its type lists."""
     for name, kind in known_names().items():
-        if name != "eval.sets":
+        if name not in ("eval.sets", "train.sets"):
             yield name
             yield from (f"{name}={value}" for value in listed(kind.hint))
 

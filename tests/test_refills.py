@@ -11,7 +11,7 @@ from cluster import FAST, Cluster, rolled_out_twice
 from test_rollout import SAMPLES, Fake, finish, make_spec, run, start
 from waiting import until
 
-from fsbarrier.protocol.assign import refill_tasks, sample_tasks
+from fsbarrier.protocol.assign import TaskSet, draw_rounds
 from fsbarrier.rollouts.claims import Refills
 from fsbarrier.trajectories import load, scan_rank_file
 
@@ -135,8 +135,7 @@ def test_a_node_waits_for_the_others_and_is_started_again_in_a_later_round(
 
 def test_a_node_that_dies_in_a_refill_costs_only_what_it_had_in_flight(tmp_path: Path, fake: Fake) -> None:
     """Its finished groups of both rounds are adopted, and the survivor comes to the same rounds."""
-    first = sample_tasks(12, 4, seed=0, iteration=1)
-    (second, third) = refill_tasks(12, first, 4, most=2, seed=0, iteration=1)
+    first, second, third = draw_rounds([TaskSet("", range(12))], 4, 3, seed=0, iteration=1)
     # In the second round each node's first task is done at once; its second waits at the gate.
     gated = {second[1], second[3]}
     data = tmp_path / "data"

@@ -111,7 +111,7 @@ def make_spec(folder: Path, url: str, prompts: list[Any], **changes: Any) -> Pat
     sampling |= changes.pop("sampling", {})
     spec |= changes
     asked = sorted({task for share in spec["shares"].values() for task in share})
-    train = {"tasks": asked, "task_file": str(folder / "train.jsonl"), "sampling": sampling}
+    train = {"tasks": asked, "files": {str(folder / "train.jsonl"): 0}, "sampling": sampling}
     spec.setdefault("rounds", [train])
     (folder / "spec.json").write_text(json.dumps(spec))
     return folder / "spec.json"
@@ -236,8 +236,8 @@ def test_each_round_has_its_own_file_and_sampling(tmp_path: Path, fake: Fake) ->
     greedy = {"samples": 1, "temperature": 0.0, "top_p": 0.5, "top_k": 3, "max_tokens": 6}
     warm = {**greedy, "samples": SAMPLES, "temperature": 0.7}
     rounds = [
-        {"tasks": [0, 1], "task_file": str(tmp_path / "train.jsonl"), "sampling": warm, "eval_set": "warm"},
-        {"tasks": [2], "task_file": str(other), "sampling": greedy, "eval_set": "greedy", "first": 2},
+        {"tasks": [0, 1], "files": {str(tmp_path / "train.jsonl"): 0}, "sampling": warm, "eval_set": "warm"},
+        {"tasks": [2], "files": {str(other): 2}, "sampling": greedy, "eval_set": "greedy"},
     ]
     tasks: dict[str, Any] = {"tasks": [0, 1, 2], "shares": {"2": [0, 1, 2]}, "expected": [0, 1, 2]}
     spec = make_spec(tmp_path, fake.url, ["ba=", "dc="], rounds=rounds, **tasks)

@@ -178,6 +178,17 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
         (["eval.sets.aime.samlpes=3"], "unknown setting; did you mean eval.sets.NAME.samples?"),
         (["eval.sets.aime=3"], "eval.sets.aime: must be a table, got 3"),
         (["eval.sets.a b.samples=3"], "the name of a set or an engine may have letters, digits, _ and -"),
+        (["train.sets.a.weight=0"], "train.sets.a.weight: must be a number > 0, got 0"),
+        (
+            ["rollout.tasks=2", "train.sets.a.weight=9", "train.sets.b.weight=0.1"],
+            "train.sets.b.weight=0.1: the set gets none of the tasks of rollout.tasks=2; give more",
+        ),
+        (
+            ["train.sets.a.where=level"],
+            "train.sets.a.where=level: must have the form FIELD=VALUE or FIELD=A:B",
+        ),
+        (["train.reward_weights=1:0,0:2"], "must have the form REWARD:WEIGHT,..., the lowest reward first"),
+        (["train.reward_weights=0:-1"], "train.reward_weights=0:-1: must have the form REWARD:WEIGHT"),
         (["eval.sets.train.samples=3"], 'eval.sets.train: the name "train" is reserved'),
         (
             ["eval.samples=4", "eval.sets.a.temperature=0"],

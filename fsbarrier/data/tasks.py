@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -326,6 +327,22 @@ def _example(path: Path, index: int, row: Mapping[str, object]) -> Example:
     if all(message["role"] != ASSISTANT for message in example.messages[example.first :]):
         raise _task_error(path, index, f"has no message of the role {ASSISTANT}, so nothing to train on")
     return example
+
+
+def in_set(where: str | None) -> Callable[[Task], bool]:
+    """Whether a task belongs to a set of training tasks (`train.sets.NAME.where`)."""
+    field, _, wanted = (where or "").partition("=")
+    number = r"(-?\d+(?:\.\d+)?)?"
+    span = re.fullmatch(f"{number}:{number}", wanted)
+    least, most = (float(span[1] or "-inf"), float(span[2] or "inf")) if span else (0.0, 0.0)
+
+    def fits(task: Task) -> bool:
+        value = task.metadata.get(field)
+        if span is None:
+            return where is None or str(value) == wanted
+        return isinstance(value, int | float) and least <= value <= most
+
+    return fits
 
 
 def _answer(path: Path, index: int, rest: dict[str, object]) -> object:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 
-def sample_tasks(total: int, count: int, *, seed: int, iteration: int) -> list[int]:
+def sample_tasks(total: int, count: int, *, seed: int | str, iteration: int) -> list[int]:
     """The `count` task indices (of `total`; 0 = all) of an iteration.
 
     Each pass over the data shuffles it anew and cuts it into pieces of `count`, one for each iteration. The remainder at the end of a
@@ -19,26 +22,75 @@ def sample_tasks(total: int, count: int, *, seed: int, iteration: int) -> list[i
 
 
 @lru_cache(maxsize=8)
-def _sampled(total: int, count: int, seed: int, iteration: int) -> tuple[int, ...]:
+def _sampled(total: int, count: int, seed: int | str, iteration: int) -> tuple[int, ...]:
     data_pass, piece = divmod(iteration - 1, total // count)
     order = list(range(total))
     random.Random(f"{seed}:{data_pass}").shuffle(order)
     return tuple(order[piece * count : (piece + 1) * count])
 
 
-def refill_tasks(
-    total: int, drawn: Collection[int], size: int, *, most: int, seed: int, iteration: int
-) -> list[list[int]]:
-    """Tasks (of `total`) for up to `most` further rounds of `size` each, none of them in `drawn` or in another round.
+@dataclass(frozen=True, slots=True)
+class TaskSet:
+    """Tasks by their numbers. `weight`: their share of an iteration, compared with that of the other sets. `name`: "" for the only set."""
 
-    They are drawn outside the passes over the data, so the tasks of the next iteration do not depend on how many rounds this one needs.
+    name: str
+    tasks: Sequence[int]
+    weight: float = 1.0
+
+
+def draw_rounds(
+    sets: Sequence[TaskSet],
+    count: int,
+    rounds: int,
+    *,
+    seed: int,
+    iteration: int,
+    weight_of: Callable[[int], float] | None = None,
+) -> list[list[int]]:
+    """The tasks of an iteration, `count` or fewer, and those of up to `rounds - 1` refills of as many other tasks.
+
+    Each set has its share of every round, by largest remainder, while it has enough tasks. `weight_of`: how likely a task is drawn from its
+    set; one of weight 0 only if there are too few others. None: each task of a set comes once before any comes again. Refills are drawn
+    outside this order, so the tasks of the next iteration do not depend on how many this one needs.
     """
-    if not most or not size:
-        return []
-    drawn = frozenset(drawn)
-    others = [task for task in range(total) if task not in drawn]
-    chosen = random.Random(f"{seed}:{iteration}:refills").sample(others, min(len(others), most * size))
-    return [chosen[start : start + size] for start in range(0, len(chosen), size)]
+    drawn = []
+    for one, share in zip(sets, split_by_weight(range(count), [one.weight for one in sets]), strict=True):
+        key, quota = f"{seed}:{one.name}" if one.name else f"{seed}", len(share)
+        if weight_of is None:
+            order = _in_passes(one.tasks, quota, rounds, key, iteration)
+        else:
+            order = _by_weight(one.tasks, quota, key, iteration, weight_of)
+        drawn.append([order[quota * number : quota * (number + 1)] for number in range(rounds)])
+    found = [[*chain(*parts)] for parts in zip(*drawn, strict=True)]
+    if len(sets) > 1:
+        # A node's share is of consecutive tasks; each gets some of all sets.
+        for number, tasks in enumerate(found):
+            random.Random(f"{seed}:{iteration}:{number}").shuffle(tasks)
+    return [tasks for tasks in found if tasks]
+
+
+def _in_passes(tasks: Sequence[int], quota: int, rounds: int, key: str, iteration: int) -> list[int]:
+    """The tasks of an iteration, then those of refills."""
+    first = sample_tasks(len(tasks), quota, seed=key, iteration=iteration) if quota else []
+    if rounds > 1:
+        there = frozenset(first)
+        others = [index for index in range(len(tasks)) if index not in there]
+        most = min(len(others), quota * (rounds - 1))
+        first += random.Random(f"{key}:{iteration}:refills").sample(others, most)
+    return [tasks[index] for index in first]
+
+
+def _by_weight(
+    tasks: Sequence[int], quota: int, key: str, iteration: int, weight_of: Callable[[int], float]
+) -> list[int]:
+    """Tasks in the order of a weighted draw without replacement (Efraimidis and Spirakis 2006, with the logarithm of their key)."""
+    rng = random.Random(f"{key}:{iteration}:weighted")
+    # A number for each task, whatever the others weigh.
+    keys = {task: -math.log1p(-rng.random()) for task in tasks}
+    weights = {task: weight_of(task) for task in tasks}
+    wanted = sorted((task for task in tasks if weights[task]), key=lambda task: keys[task] / weights[task])
+    unwanted = sorted((task for task in tasks if not weights[task]), key=keys.__getitem__)
+    return wanted + unwanted[: max(0, quota - len(wanted))]
 
 
 def split_by_weight(tasks: Sequence[int], weights: Sequence[float]) -> list[list[int]]:

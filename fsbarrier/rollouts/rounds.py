@@ -7,14 +7,15 @@ and sampling parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from fsbarrier.data.tasks import Task, TaskFile, read_tasks
+from fsbarrier.data.tasks import Task, read_tasks
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.rollouts.samples import Sampling
+from fsbarrier.rollouts.sharing import file_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,6 @@ class Round:
 
     tasks: frozenset[int]
     known: Mapping[int, Task]
-    path: Path
     sampling: Sampling
 
     @property
@@ -31,28 +31,35 @@ class Round:
         return self.sampling.samples
 
 
-def read_rounds(spec: Payload, within_reach: Collection[int]) -> list[Round]:
-    """The rounds in the spec, each with `tasks`, `task_file` and `sampling`; with several evaluation sets also `eval_set`, the set's name,
-    and `first`, the number of the file's first task. Raises UsageError."""
+def read_rounds(
+    spec: Payload, within_reach: Collection[int], check: Callable[[Iterable[Task], Path], None]
+) -> list[Round]:
+    """The rounds in the spec, each with `tasks`, `sampling`, and `files`: each task file with the number of its first task. With several
+    evaluation sets also `eval_set`, the set's name. `check` is given the tasks of each file. Raises UsageError."""
     here = frozenset(within_reach)
+    places = {
+        task: file_of(task, one["files"])
+        for one in spec["rounds"]
+        for task in here.intersection(one["tasks"])
+    }
     indices = defaultdict[str, set[int]](set)
-    for one in spec["rounds"]:
-        indices[one["task_file"]] |= {task - one.get("first", 0) for task in here.intersection(one["tasks"])}
+    for task, (path, first) in places.items():
+        indices[path].add(task - first)
     # Read each file only once, because ten rounds may share a large one.
-    found = {name: read_tasks(Path(name), wanted) for name, wanted in indices.items()}
-    return [_round(one, found[one["task_file"]], here) for one in spec["rounds"]]
+    found = {path: read_tasks(Path(path), wanted).tasks for path, wanted in indices.items()}
+    for path, tasks in found.items():
+        check(tasks.values(), Path(path))
+    known = {task: replace(found[path][task - first], index=task) for task, (path, first) in places.items()}
+    return [_round(one, known) for one in spec["rounds"]]
 
 
-def _round(spec: Payload, found: TaskFile, within_reach: frozenset[int]) -> Round:
+def _round(spec: Payload, known: Mapping[int, Task]) -> Round:
     values = spec["sampling"]
     sampling = Sampling(**{item.name: values[item.name] for item in fields(Sampling)})
     if sampling.samples > 1 and sampling.temperature == 0:
         raise UsageError(
             f"{sampling.samples} samples per task at temperature 0 would be identical; use 1 sample or a temperature above 0"
         )
-    tasks, first = frozenset(spec["tasks"]), spec.get("first", 0)
-    known = {
-        task: replace(found.tasks[task - first], index=task, eval_set=spec.get("eval_set", ""))
-        for task in tasks & within_reach
-    }
-    return Round(tasks, known, found.path, sampling)
+    name = spec.get("eval_set", "")
+    own = {task: replace(known[task], eval_set=name) for task in spec["tasks"] if task in known}
+    return Round(frozenset(spec["tasks"]), own, sampling)

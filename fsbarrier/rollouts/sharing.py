@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from fsbarrier.decisions import PartGroups, RolloutDecision
 from fsbarrier.program import Context, PartOnDisk
-from fsbarrier.protocol.assign import split_by_weight
+from fsbarrier.protocol.assign import TaskSet, split_by_weight
 from fsbarrier.protocol.facts import JsonObject
+
+if TYPE_CHECKING:
+    from fsbarrier.rundir.runrecord import TaskSource
+    from fsbarrier.settings.sections import Settings
+
+#: how the names of sets of training tasks begin among a run's task files; a run without sets has the file "train" alone
+TRAIN_SET = "train."
+
+
+def training_sets(settings: Settings, tasks: Mapping[str, TaskSource]) -> list[TaskSet]:
+    """The sets of training tasks in the run's task files, and their tasks by number."""
+    files, found = training_files(tasks), []
+    for key in _of_training(tasks):
+        source, name = tasks[key], key.removeprefix("train").removeprefix(".")
+        picked = source.get("picked", range(source["count"]))
+        numbers = [files[source["path"]] + index for index in picked]
+        found.append(TaskSet(name, numbers, settings.train.sets[name].weight if name else 1.0))
+    return found
+
+
+def training_files(tasks: Mapping[str, TaskSource]) -> dict[str, int]:
+    """The files of training tasks, each with the number of its first task: they are numbered as if they all stood in one file."""
+    files: dict[str, int] = {}
+    first = 0
+    for key in _of_training(tasks):
+        if tasks[key]["path"] not in files:
+            files[tasks[key]["path"]] = first
+            first += tasks[key]["count"]
+    return files
+
+
+def _of_training(tasks: Mapping[str, TaskSource]) -> list[str]:
+    return sorted(key for key in tasks if key == "train" or key.startswith(TRAIN_SET))
+
+
+def file_of(task: int, files: Mapping[str, int]) -> tuple[str, int]:
+    """The one of these files that has a task, with the number of its first task."""
+    return max(((path, first) for path, first in files.items() if first <= task), key=lambda file: file[1])
 
 
 def share_out(ctx: Context, split: str, sampled_how: str, rounds: Sequence[Sequence[int]]) -> RolloutDecision:

@@ -9,7 +9,7 @@ from fsbarrier.protocol.session import shown
 from fsbarrier.rundir.runrecord import RunRecord, shown_path
 from fsbarrier.settings.section import EACH_SESSION, EACH_START
 from fsbarrier.settings.sections import Settings, changes_of
-from fsbarrier.settings.sources import SETS, ChosenValue, name_in
+from fsbarrier.settings.sources import SETS, TRAIN_SETS, ChosenValue, name_in, table_of
 
 
 def stated_changes(
@@ -21,17 +21,18 @@ def stated_changes(
     the first unchangeable setting that contradicts the record.
     """
     ours, theirs, found = settings.flat(), record.settings.flat(), {}
-    sets = record.settings.eval.sets
+    sets_of = {SETS: record.settings.eval.sets, TRAIN_SETS: record.settings.train.sets}
     for key, item in chosen.items():
         kind, value, recorded = changes_of(key), ours.get(key), theirs.get(key)
-        own_set = name_in(key) if key.startswith(f"{SETS}.") else ""
-        if own_set and own_set not in sets:
-            there = f"its sets are {', '.join(sorted(sets))}" if sets else "it has none, only eval.*"
+        table = table_of(key)
+        own_set, sets = name_in(key), sets_of.get(table or "")
+        if sets is not None and own_set not in sets:
+            there = f"its {table} are {', '.join(sorted(sets))}" if sets else f"its {table} are empty"
             raise UsageError(
                 f"{item.written(shown(value))}: this run has no set {own_set} ({there}), and sets cannot be added; "
                 f"drop it or begin another run from this one's policy (init_from={shown_path(record.log_path)})"
             )
-        if own_set and key == f"{SETS}.{own_set}":
+        if sets is not None and key == f"{table}.{own_set}":
             # A table without any value says that there is this set, and no more.
             continue
         if kind is EACH_SESSION:

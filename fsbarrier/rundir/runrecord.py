@@ -13,11 +13,11 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, NotRequired, TypedDict
 
 import msgspec
 from msgspec import Meta
@@ -45,7 +45,10 @@ class TaskSource(TypedDict):
     """The task file of one split. A dictionary, since programs read it (`ctx.tasks["train"]["count"]`)."""
 
     path: str
+    #: all tasks of the file
     count: int
+    #: the numbers of those that belong to a set; not there: all
+    picked: NotRequired[Sequence[int]]
     #: empty until the built-in task has been made
     sha256: str
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fsbarrier.errors import UsageError
+from fsbarrier.protocol.assign import split_by_weight
 from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.placement import ROLES, Ranges
 from fsbarrier.settings.sources import ChosenValue, nearest, stored_as
@@ -178,6 +180,7 @@ def _rollouts(s: Settings, named: AsChosen) -> Iterator[str]:
         yield f"{named('rollout.reproducible')}: the turns of {named('rollout.agent')} have no seeds; drop one of the two"
     if s.rollout.stop and s.rollout.agent is not None:
         yield f"{named('rollout.stop')}: {named('rollout.agent')} names its own stop texts in each request; drop one of the two"
+    yield from _drawing(s, named)
     for name, one in s.all_environments.items():
         key = f"environments.{name}.command" if name else "environment.command"
         if one.command is None:
@@ -189,6 +192,20 @@ def _rollouts(s: Settings, named: AsChosen) -> Iterator[str]:
     for word in s.rollout.chat_template_kwargs:
         if "=" not in word or not word.partition("=")[0].isidentifier():
             yield f"{named('rollout.chat_template_kwargs')}: {word!r} must have the form name=value"
+
+
+def _drawing(s: Settings, named: AsChosen) -> Iterator[str]:
+    """Which training tasks are drawn."""
+    shares = split_by_weight(range(s.rollout.tasks), [one.weight for one in s.train.sets.values()] or [1])
+    for (name, one), share in zip(s.train.sets.items(), shares, strict=False):
+        if not share:
+            yield f"{named(f'train.sets.{name}.weight')}: the set gets none of the tasks of {named('rollout.tasks')}; give more"
+        if one.where is not None and not all(one.where.partition("=")):
+            yield f"{named(f'train.sets.{name}.where')}: must have the form FIELD=VALUE or FIELD=A:B"
+    steps = [re.fullmatch(r"(-?\d+(?:\.\d+)?):\d+(?:\.\d+)?", step) for step in s.train.reward_weights]
+    least = [float(step[1]) for step in steps if step]
+    if len(least) < len(steps) or least != sorted({*least}):
+        yield f"{named('train.reward_weights')}: must have the form REWARD:WEIGHT,..., the lowest reward first"
 
 
 def _rewards_and_evaluations(s: Settings, named: AsChosen) -> Iterator[str]:

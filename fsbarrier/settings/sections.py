@@ -17,7 +17,7 @@ from fsbarrier.protocol import timing
 from fsbarrier.settings.placement import ROLES
 from fsbarrier.settings.presets import Preset
 from fsbarrier.settings.section import Changes, EachSession, EachStart, Section
-from fsbarrier.settings.sources import ENGINE_NAME, ENVIRONMENT_NAME, SET_NAME, known_as
+from fsbarrier.settings.sources import ENGINE_NAME, ENVIRONMENT_NAME, SET_NAME, TRAIN_SET_NAME, known_as
 from fsbarrier.settings.value_types import (
     AboveOne,
     Betas,
@@ -98,6 +98,38 @@ class RolloutSettings(Section):
             name: json_or_text(value)
             for name, _, value in (w.partition("=") for w in self.chat_template_kwargs)
         }
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSet(Section):
+    """One named set of training tasks.
+
+    You choose NAME. Once you define a set, `train.jsonl` is used only if you define a set for it too.
+    """
+
+    #: Task file: an absolute path, or a path relative to the data path; none: NAME.jsonl or NAME.parquet in the data path.
+    file: Name | None = None
+    #: Only the tasks of the file whose FIELD is a number from A to B (`FIELD=A:B`, either may be missing) or has this value
+    #: (`FIELD=VALUE`); none: all.
+    where: Name | None = None
+    #: The set's share of the tasks of an iteration, compared with the weights of the other sets.
+    weight: EachSession[Positive] = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings(Section):
+    """Which training tasks an iteration draws (phase 1)."""
+
+    #: Named sets of training tasks, each with its own file and weight (below); empty: a single set, `train.jsonl`.
+    sets: Mapping[str, TrainSet] = field(default_factory=dict)
+    #: How likely a task is drawn, by the mean reward of its last group: `REWARD:WEIGHT` for at least this reward, the lowest first. A task
+    #: that no step fits, or without a group so far, has the weight 1. Empty: each task once before any is drawn again.
+    reward_weights: EachSession[Names] = ()
+
+    def weight_after(self, reward: float | None) -> float:
+        """How likely a task is drawn whose last group had this mean reward; None: it has had none."""
+        steps = (tuple(map(float, step.split(":"))) for step in self.reward_weights)
+        return [1.0, *(weight for least, weight in steps if reward is not None and reward >= least)][-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -531,6 +563,7 @@ class Settings(Section):
     #: Give the owner's group read and write access to the run directory (modes 0770 and 0660).
     shared_group: bool = False
     rollout: RolloutSettings = RolloutSettings()
+    train: TrainSettings = TrainSettings()
     environment: EnvironmentSettings = EnvironmentSettings()
     eval: EvalSettings = EvalSettings()
     reward: RewardSettings = RewardSettings()
@@ -604,6 +637,7 @@ class Settings(Section):
 
 #: the tables of tables, each after the group that it is described with
 NAMED: Mapping[type[Section], dict[str, type[Section]]] = {
+    TrainSettings: {f"{TRAIN_SET_NAME}.": TrainSet},
     EvalSettings: {f"{SET_NAME}.": EvalSet},
     EngineSettings: {f"{ENGINE_NAME}.": FrozenEngineSettings},
     EnvironmentSettings: {f"{ENVIRONMENT_NAME}.": EnvironmentSettings},

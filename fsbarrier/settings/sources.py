@@ -63,22 +63,25 @@ def setting_of(flag: str) -> str:
 
 
 #: tables of tables, keyed by names that the user chooses
-SETS, ENGINES, ENVIRONMENTS = TABLES = "eval.sets", "engines", "environments"
-SET_NAME, ENGINE_NAME, ENVIRONMENT_NAME = (f"{table}.NAME" for table in TABLES)
+SETS, TRAIN_SETS, ENGINES, ENVIRONMENTS = TABLES = "eval.sets", "train.sets", "engines", "environments"
+SET_NAME, TRAIN_SET_NAME, ENGINE_NAME, ENVIRONMENT_NAME = (f"{table}.NAME" for table in TABLES)
 
 
 def known_as(key: str) -> str:
     """The canonical name of a setting: `eval.sets.NAME.samples` for `eval.sets.aime.samples`, `eval.sets` for `eval.sets.aime`."""
-    for table in TABLES:
-        if key.startswith(f"{table}."):
-            _, dot, leaf = key.removeprefix(f"{table}.").partition(".")
-            return f"{table}.NAME.{leaf}" if dot else table
-    return key
+    table = table_of(key)
+    _, dot, leaf = key.removeprefix(f"{table}.").partition(".")
+    return key if table is None else f"{table}.NAME.{leaf}" if dot else table
+
+
+def table_of(key: str) -> str | None:
+    """The table of tables that a setting belongs to; None for any other setting."""
+    return next((table for table in TABLES if key.startswith(f"{table}.")), None)
 
 
 def name_in(key: str) -> str:
-    """The name of the evaluation set, engine or environment that a setting belongs to; "" for any other setting."""
-    table = next((table for table in TABLES if key.startswith(f"{table}.")), None)
+    """The name of the set, engine or environment that a setting belongs to; "" for any other setting."""
+    table = table_of(key)
     return key.removeprefix(f"{table}.").partition(".")[0] if table else ""
 
 
@@ -163,7 +166,7 @@ def from_file(path: Path) -> list[ChosenValue]:
     """Reads a TOML file, with tables as dotted names. Raises UsageError naming file and line."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-        # An empty table says nothing, unless it is of an evaluation set.
+        # An empty table says nothing, unless it is of a set.
         found = [(key, value) for key, value in leaves(content) if value != {} or name_in(key)]
     except OSError as error:
         raise UsageError(f"--config {path}: cannot be read: {error.strerror}") from None

@@ -54,13 +54,13 @@ CURVES = (
     ("rolled_out", "reward_std", "Std of rewards within a group"),
     ("batch_prepared", "staleness", "Staleness in policy versions"),
 )
-#: the journal's prefix of the parts of a reward
-PART = "reward_parts/"
+#: the journal's prefixes of the parts of a reward, and of the mean reward of a set of training tasks
+PARTS = ("reward_parts/", "reward/")
 
 
 def rollout_columns(rollouts: Collection[Event]) -> list[str]:
     """The metrics of the training rollouts, without those that were always 0."""
-    parts = sorted({name for event in rollouts for name in event.fields if name.startswith(PART)})
+    parts = sorted({name for event in rollouts for name in event.fields if name.startswith(PARTS)})
     return _measured(rollouts, ROLLOUT) + [
         name for name in parts if not name.endswith("_failed") or _measured(rollouts, [name])
     ]

@@ -141,7 +141,7 @@ def _tiles(
 def _curves(reader: RunReader, status: RunStatus) -> list[tuple[str, str, str]]:
     """(title, newest value, chart) of the rewards, and of each metric that is not always 0."""
     rollouts, evaluations = (reader.history.reports(name) for name in ("rolled_out", "evaluated"))
-    parts = [name for name in figures.rollout_columns(rollouts.values()) if name.startswith(figures.PART)]
+    parts = [name for name in figures.rollout_columns(rollouts.values()) if name.startswith(figures.PARTS)]
     sets = [
         name
         for name in figures.evaluation_figures(evaluations.values())
@@ -152,7 +152,7 @@ def _curves(reader: RunReader, status: RunStatus) -> list[tuple[str, str, str]]:
         (title, [(title, event, name)])
         for event, name, title in (
             *figures.CURVES,
-            *(("rolled_out", name, f"Reward: {name.removeprefix(figures.PART)}") for name in parts),
+            *(("rolled_out", name, f"Reward: {name.partition('/')[2]}") for name in parts),
             *(("evaluated", name, f"Evaluation: {name}") for name in sets),
         )
     ]

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -64,7 +65,7 @@ class Rollout:
     def __init__(self, spec: JsonObject, settings: Settings, progress: ProgressWriter) -> None:
         self.settings, self.assignment = settings, Assignment.from_spec(spec)
         assignment = self.assignment
-        self.rounds = read_rounds(spec, assignment.within_reach)
+        self.rounds = read_rounds(spec, assignment.within_reach, partial(check_answers, settings.reward.kind))
         most_samples = max(one.samples for one in self.rounds)
         servers = servers_of(spec, settings)
         agent = settings.rollout.agent
@@ -81,8 +82,6 @@ class Rollout:
         self.concurrency = settings.rollout.concurrency
         if agent is None:
             self.concurrency *= max(1, settings.rollout.samples // most_samples)
-        for one in self.rounds:
-            check_answers(settings.reward.kind, one.known.values(), one.path)
         self.reward = open_reward(
             settings.reward.kind,
             weights=settings.reward.weights,

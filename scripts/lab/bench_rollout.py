@@ -206,7 +206,7 @@ def spec(
         "rounds": [
             {
                 "tasks": tasks,
-                "task_file": str(folder / "demo" / "train.jsonl"),
+                "files": {str(folder / "demo" / "train.jsonl"): 0},
                 "sampling": {"top_p": 1.0, "top_k": -1, **{name: getattr(sampling, name) for name in names}},
             }
         ],

@@ -53,7 +53,11 @@ def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
     for key, value in leaves(shown(settings.as_json())):
         print(f"{key} = {json.dumps(value)}")
     for split, source in record.tasks.items():
-        print(printable(f"# {split}: {source['count']} tasks in {source['path']}"))
+        print(
+            printable(
+                f"# {split}: {len(source.get('picked', range(source['count'])))} tasks in {source['path']}"
+            )
+        )
     for node_rank in range(settings.num_nodes):
         print(f"\n# node {node_rank}")
         for rank, index, name, command in commands:

@@ -12,6 +12,7 @@ from fsbarrier.cli.start import chat_template
 from fsbarrier.data import images
 from fsbarrier.engine.model import sees
 from fsbarrier.errors import UsageError
+from fsbarrier.rollouts.sharing import TRAIN_SET, file_of, training_files, training_sets
 from fsbarrier.rundir.runrecord import TaskSource
 from fsbarrier.settings.value_types import ENGINE, reward_kinds
 from fsbarrier.store import files, reading
@@ -25,12 +26,13 @@ MOST_CHARACTERS_PER_TOKEN = 128
 
 
 def needed_files(settings: Settings) -> dict[str, str | None]:
-    """The task files that a run reads: `train` and the evaluation sets, by name. The value is the file that the user named, or None for
-    the default name."""
+    """The task files that a run reads: `train`, or `train.NAME` of each set, and the evaluation sets, by name. The value is the file that
+    the user named, or None for the default name."""
     if settings.rl_phase == "update":
         return {}
     held_out = {name: one.file for name, one in settings.eval.sets.items()} or {"test": None}
-    train: dict[str, str | None] = {"train": None}
+    sets = settings.train.sets.items()
+    train = {f"{TRAIN_SET}{name}": one.file for name, one in sets} or {"train": None}
     return {"train-only": train, "eval-only": held_out}.get(
         settings.rollout_split or "", train | held_out if settings.eval_interval else train
     )
@@ -47,7 +49,7 @@ def check_folder(data_path: Path) -> None:
 def read_tasks(
     data_path: Path, named: Mapping[str, str | None], settings: Settings, *, model: Path | None = None
 ) -> dict[str, TaskSource]:
-    """Validate the `needed_files` and return {"path", "count", "sha256"} for each.
+    """Validate the `needed_files` and return {"path", "count", "sha256"} for each, and "picked" for a set of some of a file's tasks.
 
     Checks that the reward can score each answer, and that `model` (None: skip) can be given each prompt. Raises UsageError naming file
     and line number.
@@ -69,7 +71,35 @@ def read_tasks(
             _check_images(read.tasks.values(), path, model, settings)
             chat_template.check(model, read.tasks.values(), path, settings.rollout.template_arguments)
         found[split] = {"path": str(path), "count": read.count, "sha256": files.sha256_file(path)}
+        where = (
+            settings.train.sets[split.removeprefix(TRAIN_SET)].where if split.startswith(TRAIN_SET) else None
+        )
+        if where is not None:
+            fits = tasks.in_set(where)
+            found[split]["picked"] = [index for index, task in read.tasks.items() if fits(task)]
+            if not found[split]["picked"]:
+                raise UsageError(f"{_setting(split)}.where={where}: fits no task of {path}")
+    _check_sets(settings, found)
     return found
+
+
+def _check_sets(settings: Settings, found: Mapping[str, TaskSource]) -> None:
+    """Raises UsageError if a training task belongs to two sets."""
+    owners: dict[int, str] = {}
+    for one in training_sets(settings, found):
+        for task in one.tasks:
+            if (other := owners.setdefault(task, one.name)) != one.name:
+                path, first = file_of(task, training_files(found))
+                raise UsageError(
+                    f"{path}, task {task - first}: belongs to both train.sets.{other} and train.sets.{one.name}"
+                )
+
+
+def _setting(split: str) -> str:
+    """How the settings of a named task file begin."""
+    return (
+        f"train.sets.{split.removeprefix(TRAIN_SET)}" if split.startswith(TRAIN_SET) else f"eval.sets.{split}"
+    )
 
 
 def read_examples(
@@ -156,20 +186,21 @@ def _named_file(data_path: Path, name: str, file: str) -> Path:
     # An absolute path stays as it is.
     path = data_path / file
     if not path.is_file():
-        raise UsageError(f"eval.sets.{name}.file={file}: {path} is not a file")
+        raise UsageError(f"{_setting(name)}.file={file}: {path} is not a file")
     if not os.access(path, os.R_OK):
         raise UsageError(f"{path}: no read permission")
     return path
 
 
 def _task_file(data_path: Path, split: str) -> Path:
-    names = (data_path / f"{split}.jsonl", data_path / f"{split}.parquet")
+    name = split.removeprefix(TRAIN_SET)
+    names = (data_path / f"{name}.jsonl", data_path / f"{name}.parquet")
     there = [path for path in names if path.is_file()]
     if len(there) == 2:
         raise UsageError(f"--data-path {data_path}: has both {there[0].name} and {there[1].name}; keep one")
     if not there:
         odd = next((path.name for path in names if path.is_symlink() or path.exists()), None)
-        what = f"{odd} is a folder or a broken link" if odd else f"has no {split}.jsonl or {split}.parquet"
+        what = f"{odd} is a folder or a broken link" if odd else f"has no {name}.jsonl or {name}.parquet"
         raise UsageError(f"--data-path {data_path}: {what}")
     if not os.access(there[0], os.R_OK):
         raise UsageError(f"{there[0]}: no read permission")
