@@ -20,7 +20,7 @@ ALERT = 4.0
 class PollIntervals:
     """Pauses between two looks, in seconds, and how long a node puts up with failures."""
 
-    #: for generations, joins and stop requests while something happens; up to twice `beats_s` in a long wait
+    #: for generations, joins and stop requests while something happens; up to three times `beats_s` in a long wait
     members_s: float = 0.2
     #: for heartbeats
     beats_s: float = 1.0
@@ -53,7 +53,7 @@ def size_factor(num_nodes: int) -> float:
 
 @dataclass
 class Schedule:
-    """Generations, joins and requests are looked for more and more rarely while nothing happens, down to one look in two heartbeats.
+    """Generations, joins and requests are looked for more and more rarely while nothing happens, down to one look in about two heartbeats.
 
     Heartbeats are read at a steady pace. A node that joins looks more often at everything, since the others wait for it; a node in
     trouble reads heartbeats more often, since the answer depends on them.
@@ -83,7 +83,7 @@ class Schedule:
         """The node has just looked at generations, joins and requests."""
         joining = node.stage is Stage.JOINING
         quiet_s = 0.0 if joining or self._in_trouble(node) else now - self._unchanged_since
-        pause_s = max(self.intervals.members_s, min(LATENESS * quiet_s, 2 * self.intervals.beats_s))
+        pause_s = max(self.intervals.members_s, min(LATENESS * quiet_s, 3 * self.intervals.beats_s))
         self.records_due = now + pause_s / (4 if joining else 1)
 
     def beats_seen(self, node: Node, now: float) -> None:

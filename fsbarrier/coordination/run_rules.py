@@ -53,10 +53,12 @@ def roles(
 def poll_intervals(settings: Settings) -> PollIntervals:
     """The pauses that follow from the run's settings."""
     coordination = settings.coordination
+    # A killed daemon is named within this time; a large run spares the metadata server.
+    beats_s = coordination.beat_s * min(1.0, 0.7 * size_factor(settings.num_nodes))
     return PollIntervals(
         members_s=0.1 * size_factor(settings.num_nodes),
         # Well below half of `suspect_s`, after which a node stops its own heartbeats because its loop seems to hang.
-        beats_s=min(coordination.beat_s, coordination.suspect_s / 3),
+        beats_s=min(beats_s, coordination.suspect_s / 3),
         poll_gap_s=1.5 * coordination.beat_s,
         dead_s=coordination.dead_s,
         join_factor=join_factor(settings.num_nodes),
