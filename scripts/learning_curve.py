@@ -1,5 +1,8 @@
 """Shows that a task is learned: `python scripts/learning_curve.py [--task demo] [--seeds 0,1,2] [--nodes 3] [--out DIR] [key=value ...]`.
 
+`--beside rollout.ahead=1` runs each seed once more with that setting, and compares the means of both by sample and by second:
+`python scripts/learning_curve.py --nodes 2 --beside rollout.ahead=1 placement.rollout=node:1 placement.update=node:0`.
+
 For each seed a tiny model is made and warmed up, and the whole product runs on it: real vLLM servers, rollouts, torchrun updates.
 Prints the held-out reward of each policy version and says whether it rose from about 0.25 to above 0.75 (exit code 1 if not).
 About four minutes a seed on two quiet cores.
@@ -11,11 +14,14 @@ without the pictures, which nobody can learn: there the reward must stay below 0
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
@@ -48,8 +54,17 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def run(kind: str, seed: int, nodes: int, folder: Path, further: list[str]) -> list[float]:
-    """With these further settings, the held-out rewards of the policy versions of one run that were evaluated."""
+@dataclass(frozen=True)
+class Evaluated:
+    """One policy version's held-out reward. `samples`: that it has learned from; `seconds`: since the first evaluation."""
+
+    samples: int
+    seconds: float
+    reward: float
+
+
+def run(kind: str, seed: int, nodes: int, folder: Path, further: list[str]) -> list[Evaluated]:
+    """With these further settings, the policy versions of one run that were evaluated."""
     task, log_path = folder / f"task-seed{seed}", folder / f"run-seed{seed}"
     (script, *arguments), chosen = TASKS[kind]
     make = [
@@ -87,9 +102,34 @@ def run(kind: str, seed: int, nodes: int, folder: Path, further: list[str]) -> l
         *further,
     ]
     subprocess.run(command, check=True, cwd=REPO)
-    evaluated = [event for event in read_events(log_path) if event.name == "evaluated"]
+    events = read_events(log_path)
+    sampled = {
+        event.iteration: event.integer("trajectories") or 0 for event in events if event.name == "rolled_out"
+    }
+    evaluated = [
+        event for event in events if event.name == "evaluated" and event.number("reward_mean") is not None
+    ]
     evaluated.sort(key=lambda event: event.integer("policy_version") or 0)
-    return [reward for event in evaluated if (reward := event.number("reward_mean")) is not None]
+    found = []
+    for event in evaluated:
+        version, reward = event.integer("policy_version") or 0, event.number("reward_mean") or 0.0
+        samples = sum(count for iteration, count in sampled.items() if iteration <= version)
+        found.append(Evaluated(samples, event.at - evaluated[0].at, reward))
+    return found
+
+
+def compare(names: Sequence[str], curves: Sequence[Sequence[Sequence[Evaluated]]]) -> None:
+    """Print the means over the seeds of each way to run. `curves`: of each way, of each seed."""
+    print(f"{'samples':>8}" + "".join(f"{name:>28}" for name in names))
+    for version in range(min(len(curve) for seeds in curves for curve in seeds)):
+        cells = []
+        for seeds in curves:
+            points = [curve[version] for curve in seeds]
+            rewards = [point.reward for point in points]
+            cells.append(
+                f"{mean(point.seconds for point in points):8.0f} s {mean(rewards):.3f} ({min(rewards):.2f}-{max(rewards):.2f})"
+            )
+        print(f"{curves[0][0][version].samples:8}" + "".join(f"{cell:>28}" for cell in cells))
 
 
 def main() -> int:
@@ -100,17 +140,32 @@ def main() -> int:
     parser.add_argument("--seeds", type=numbers, default="0,1,2", help="comma-separated; default 0,1,2")
     parser.add_argument("--nodes", type=int, default=3, help="node daemons on this machine; default 3")
     parser.add_argument("--out", type=Path, help="where the runs go; default: a new temporary folder")
+    parser.add_argument(
+        "--beside", metavar="KEY=VALUE", help="run each seed once more with this setting, and compare"
+    )
     parser.add_argument("settings", nargs="*", help="such as algorithm.preset=ppo critic.lr=5e-4")
     args = parser.parse_args()
     folder = args.out or Path(tempfile.mkdtemp(prefix="fsbarrier-learning-"))
-    curves = {seed: run(args.task, seed, args.nodes, folder, args.settings) for seed in args.seeds}
+    ways = [("", []), *([(args.beside, [args.beside])] if args.beside else [])]
+    found: list[list[list[Evaluated]]] = [[] for _ in ways]
+    # By turns, so that a machine that becomes busier is so for both.
+    for seed in args.seeds:
+        for curves, (name, more) in zip(found, ways, strict=True):
+            own = folder / name if name else folder
+            curves.append(run(args.task, seed, args.nodes, own, [*args.settings, *more]))
     print(f"\nheld-out reward by policy version ({args.nodes} nodes; runs in {folder})")
     passed = True
-    for seed, curve in curves.items():
-        learned = bool(curve) and curve[0] <= START_AT_MOST and curve[-1] > END_AT_LEAST
-        right = bool(curve) and max(curve) <= START_AT_MOST if args.task == "blind" else learned
-        passed = passed and right
-        print(f"seed {seed}: {' '.join(f'{value:.3f}' for value in curve)}  {'PASS' if right else 'FAIL'}")
+    for curves, (name, _) in zip(found, ways, strict=True):
+        for seed, curve in zip(args.seeds, curves, strict=True):
+            rewards = [point.reward for point in curve]
+            learned = bool(rewards) and rewards[0] <= START_AT_MOST and rewards[-1] > END_AT_LEAST
+            right = bool(rewards) and max(rewards) <= START_AT_MOST if args.task == "blind" else learned
+            passed = passed and right
+            shown = " ".join(f"{value:.3f}" for value in rewards)
+            print(f"{name} seed {seed}: {shown}  {'PASS' if right else 'FAIL'}".strip())
+    if args.beside:
+        print(f"load of this machine at the end: {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores")
+        compare(["without", args.beside], found)
     return 0 if passed else 1
 
 

@@ -1,6 +1,6 @@
 """Any node, any phase, killed or stopped: the run goes on, and every task is in every merged file once. Real daemons.
 
-A sample runs every day; the whole matrix, 84 cases: `python -m pytest tests/test_matrix.py`.
+A sample runs every day; the whole matrices, 112 cases: `python -m pytest tests/test_matrix.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from cluster import Cluster, all_gone, assert_exactly_once, leftovers, rolled_out_twice
+from test_placement import APART, versions
 
 from fsbarrier.program import PHASE_NAMES
 
@@ -68,6 +69,38 @@ def test_a_node_is_struck(tmp_path: Path, name: str, rank: int, phase: int) -> N
         assert_the_loss_is_named(cluster, rank, phase, others)
         for split in ("train", "test"):
             assert_exactly_once(cluster.log_path, iterations, split=split)
+        assert leftovers(cluster.log_path) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", range(len(PHASE_NAMES)))
+@pytest.mark.parametrize("rank", [0, 1], ids=["the only trainer", "a sampler"])
+def test_a_node_with_one_role_is_struck(tmp_path: Path, rank: int, phase: int) -> None:
+    """Nodes 1 and 2 roll out, also ahead while node 0 trains. Nothing of it is lost or doubled, or older than one policy version."""
+    flags = ("--iterations", "2", *QUICK, *APART, "rollout.ahead=1", f"custom.hold={phase}")
+    with Cluster(tmp_path, 3, *flags, program=str(HELD), real=True) as cluster:
+        cluster.start()
+        cluster.beating(rank, lambda beat: (beat.iteration, beat.phase) == (1, phase))
+        if phase in (*ROLLOUTS, 10):  # with something durable, and something missing
+            cluster.beating(1, lambda beat: beat.progress.get("done", 0) >= 2)
+        tree = cluster.tree(rank)
+        cluster.kill(rank)
+        assert all_gone(tree)
+        if rank == 0:
+            cluster.wait_for(lambda e: e["event"] == "node_lost" and e.get("waiting") is True)
+            cluster.start(0)
+        left = {other: 0 for other in range(3) if rank == 0 or other != rank}
+        assert cluster.wait(*left) == left, cluster.said_by_all()
+        first, second = versions(cluster.log_path, 2)
+        assert first == [0] and {*second} <= {0, 1}
+        twice = [
+            rolled_out_twice(cluster.log_path, iteration, split)
+            for iteration in (1, 2)
+            for split in ("train", "test")
+        ]
+        assert twice == [[]] * 4
+        if phase == 10:
+            assert 0 in second, "what was rolled out ahead is used"
         assert leftovers(cluster.log_path) == {}
 
 
