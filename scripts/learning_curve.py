@@ -63,9 +63,11 @@ class Evaluated:
     reward: float
 
 
-def run(kind: str, seed: int, nodes: int, folder: Path, further: list[str]) -> list[Evaluated]:
-    """With these further settings, the policy versions of one run that were evaluated."""
-    task, log_path = folder / f"task-seed{seed}", folder / f"run-seed{seed}"
+def run(
+    kind: str, seed: int, nodes: int, folder: Path, further: list[str], name: str = ""
+) -> list[Evaluated]:
+    """With these further settings, the policy versions of one run that were evaluated. `name`: a part of its folder's name."""
+    task, log_path = folder / f"task-seed{seed}", folder / f"run-seed{seed}{name}"
     (script, *arguments), chosen = TASKS[kind]
     make = [
         sys.executable,
@@ -76,7 +78,8 @@ def run(kind: str, seed: int, nodes: int, folder: Path, further: list[str]) -> l
         str(seed),
         *arguments,
     ]
-    subprocess.run(make, check=True)
+    if not task.exists():
+        subprocess.run(make, check=True)
     flags = [
         "--nodes",
         str(nodes),
@@ -151,8 +154,8 @@ def main() -> int:
     # By turns, so that a machine that becomes busier is so for both.
     for seed in args.seeds:
         for curves, (name, more) in zip(found, ways, strict=True):
-            own = folder / name if name else folder
-            curves.append(run(args.task, seed, args.nodes, own, [*args.settings, *more]))
+            settings = [*args.settings, *more]
+            curves.append(run(args.task, seed, args.nodes, folder, settings, f"-{name}" if name else ""))
     print(f"\nheld-out reward by policy version ({args.nodes} nodes; runs in {folder})")
     passed = True
     for curves, (name, _) in zip(found, ways, strict=True):
