@@ -133,7 +133,6 @@ UNLINKED_BY_PATH = {
     **dict.fromkeys(["rundir/checkpoints.py", "rundir/record_store.py"], "names of the run"),
     "training/checkpoint_write.py": "a name of the run",
     **dict.fromkeys(["engine/server.py", "processes/kept_program.py"], "sockets in the private folder"),
-    "sim/artifacts.py": "the simulator's own",
 }
 
 
