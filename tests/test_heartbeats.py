@@ -19,7 +19,7 @@ from fsbarrier.coordination.poll_intervals import PollIntervals, next_beat_s
 from fsbarrier.program import Phase, Program, Value
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, Pulse, Record
-from fsbarrier.protocol.state import Exit, Node, RowPart, Rules, Stage
+from fsbarrier.protocol.state import Exit, Node, RowPart, Rules, Stage, WorkReport
 from fsbarrier.rundir.heartbeats import HeartbeatReader, live_nodes, read_beats
 from fsbarrier.rundir.names import PULSE, StartName, fact_name
 from fsbarrier.rundir.paths import RunPaths
@@ -328,8 +328,10 @@ def test_rule_8_who_waits_refreshes_its_listing_soon_and_then_more_rarely(
 def test_a_proposal_that_failed_is_made_anew_from_what_is_seen_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    """Node 1 was silent, and node 0 could not create the generation without it. When it can, node 1 has been heard again."""
+    """Node 1 was silent, and node 0 could not create the generation without it. When it can, node 1 has been heard again. Meanwhile its
+    work has ended, of which the journal tells once."""
     store, events = FullDisk(), list[str]()
+    done = WorkReport(RowPart.EACH, True, {}, 0.0, ({"event": "figures"},))
     loops, create = started(tmp_path, store, events), store.create
     failing = False
 
@@ -348,6 +350,10 @@ def test_a_proposal_that_failed_is_made_anew_from_what_is_seen_then(
         events.append(event)
 
     monkeypatch.setattr(store, "create", creating)
+    if fails == "create":
+        of_node_0 = loops[0].work
+        reported = property(lambda work: done if failing and work is of_node_0 else None)
+        monkeypatch.setattr(CollectiveWork, "report", reported)
     loops[0].write_event = noting
     for second in range(60):
         failing = 20 <= second < 40
@@ -356,6 +362,7 @@ def test_a_proposal_that_failed_is_made_anew_from_what_is_seen_then(
             with contextlib.suppress(OSError):
                 loop.tick(float(second))
     assert events.count("generation_started") == 2 and "node_lost" in events
+    assert events.count("figures") == (fails == "create")
     assert os.listdir(tmp_path / "coordination" / "generations") == ["gen-000001.json"]
 
 
@@ -389,6 +396,39 @@ def test_rule_3_whoever_hangs_in_the_write_of_a_heartbeat_takes_nobody_for_dead(
             with contextlib.suppress(OSError):
                 loop.tick(float(second))
     assert events.count("generation_started") == 2 and "node_lost" not in events
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["start", "rejoin"])
+def test_a_join_whose_answer_was_lost_is_this_node_s_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """It does not take its own record for another process's. Until it has joined again, nobody may admit what it was before."""
+    loop, create = started(tmp_path, PosixStore(), [], nodes=1)[0], PosixStore.create
+    lost: list[Path] = []
+
+    def created_and_an_error(store: PosixStore, path: Path, record: Record) -> bool:
+        won = create(store, path, record)
+        if path.parent.name == "joins" and path not in lost:
+            lost.append(path)
+            raise OSError(errno.EIO, "Input/output error")
+        return won
+
+    monkeypatch.setattr(PosixStore, "create", created_and_an_error)
+    if again:
+        others = Generation(1, (Member(1, 1),), 1, Position(1, 0), "start")
+        now = Generation(2, (Member(1, 1),), 1, Position(1, 0), "went on")
+        create(PosixStore(), loop.observer.paths.generation(2), now)
+        loop.node = Node(0, 1, 0.0, stage=Stage.RUNNING, generation=others, position=others.start)
+        with pytest.raises(OSError, match="Input/output"):
+            loop.tick(1.0)
+        assert (loop.beat().incarnation, loop.beat().state) == (1, "leaving")
+        loop.tick(2.0)
+    else:
+        with pytest.raises(OSError, match="Input/output"):
+            loop.start(1.0)
+        loop.start(2.0)
+    assert (loop.exit, loop.node.incarnation) == (None, 2)
+    assert (loop.beat().incarnation, loop.beat().state) == (2, "joining")
 
 
 class HiddenFacts(PosixStore):
