@@ -92,7 +92,7 @@ def _placement(s: Settings, named: AsChosen) -> Iterator[str]:
     if s.rollout.ahead and (both or any(one.everything for one in roles)):
         yield (
             f"{named('rollout.ahead')}: the nodes that train and those that roll out must be different ones; give each node to one of "
-            f"{named('placement.rollout')} and {named('placement.update')}"
+            f"{named('placement.rollout')} and {named('placement.update')} (one host can be two nodes)"
         )
 
 
