@@ -6,7 +6,7 @@
 #   scripts/check.sh --all            also the tests marked slow: hundreds of killed nodes, minutes of chaos
 #   scripts/check.sh tests/test_x.py  other arguments go to pytest
 #
-# Without other arguments several tests run in parallel: one more than there are cores, because some tests wait.
+# Without other arguments several tests run in parallel: two more than there are cores, because many tests wait.
 set -euo pipefail
 
 clone="$(dirname -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")")"
@@ -27,7 +27,7 @@ esac
 
 if [[ $# -eq 0 ]]; then
   # Each worker begins with a part of the files, in the order of their names, and takes from the others once it has done its own.
-  set -- -n "$(($(nproc) < 4 ? $(nproc) + 1 : 4))" --dist worksteal
+  set -- -n "$(($(nproc) < 2 ? 3 : 4))" --dist worksteal
 fi
 
 ensure_environment dev

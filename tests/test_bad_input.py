@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from fake_run import FakeRun
+from waiting import DEADLINE_S
 
 from fsbarrier.cli import main
 
@@ -117,7 +118,7 @@ def real(place: Path) -> Call:
     def call(words: Sequence[str], **environ: str) -> Outcome:
         env = {**clean_environ(place), **environ}
         command = [sys.executable, "-m", "fsbarrier", *words]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=place, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=place, timeout=DEADLINE_S)
         return Outcome(done.returncode, done.stdout, done.stderr)
 
     return call

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from fake_run import long_run
+from waiting import DEADLINE_S
 
 from fsbarrier import errors
 from fsbarrier.cli import COMMANDS, load_command, main
@@ -31,7 +32,12 @@ def call(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[st
     env = {name: value for name, value in os.environ.items() if "RANK" not in name and "SLURM" not in name}
     command = [sys.executable, "-m", "fsbarrier", *words]
     return subprocess.run(
-        command, capture_output=True, text=True, env={**env, "PYTHONPATH": str(REPO)}, cwd=cwd, timeout=120
+        command,
+        capture_output=True,
+        text=True,
+        env={**env, "PYTHONPATH": str(REPO)},
+        cwd=cwd,
+        timeout=DEADLINE_S,
     )
 
 
@@ -309,7 +315,7 @@ def test_output_that_goes_nowhere(tmp_path: Path, redirection: str, code: int, s
         capture_output=True,
         text=True,
         env=env,
-        timeout=120,
+        timeout=DEADLINE_S,
     )
     assert (done.returncode, done.stderr) == (code, says)
 

@@ -37,7 +37,7 @@ def environ() -> dict[str, str]:
 
 def launch(log_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     words = ("launch", "local", "--program", "ping", "--log-path", str(log_path), *words)
-    return subprocess.run(command(*words), capture_output=True, text=True, env=environ(), timeout=120)
+    return subprocess.run(command(*words), capture_output=True, text=True, env=environ(), timeout=DEADLINE_S)
 
 
 @pytest.fixture

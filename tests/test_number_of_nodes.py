@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster import FAST, REPO, Cluster, assert_exactly_once
-from waiting import until
+from waiting import DEADLINE_S, until
 
 Way = Callable[[Cluster, int, Path], None]
 
@@ -22,7 +22,7 @@ def call(cluster: Cluster, *words: str, **environ: str) -> subprocess.CompletedP
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPO), "HOME": str(cluster.output), **environ},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=DEADLINE_S,
         check=False,
     )
 

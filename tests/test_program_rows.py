@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster import FAST, REPO, Cluster
+from waiting import DEADLINE_S
 
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.facts import Position
@@ -164,5 +165,5 @@ def test_a_slice_that_a_program_does_not_have_is_refused(tmp_path: Path) -> None
 def command(words: list[str]) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "fsbarrier", *words]
     return subprocess.run(
-        argv, capture_output=True, text=True, cwd=REPO, stdin=subprocess.DEVNULL, timeout=120
+        argv, capture_output=True, text=True, cwd=REPO, stdin=subprocess.DEVNULL, timeout=DEADLINE_S
     )

@@ -136,7 +136,7 @@ def test_the_tasks_of_a_slower_node_are_taken_over(tmp_path: Path) -> None:
     for take_over in (True, False):
         folder = tmp_path / str(take_over)
         folder.mkdir()
-        outcome = roll_out(folder, 30, 1.0, SPEEDS, WEIGHTS, take_over=take_over)
+        outcome = roll_out(folder, 30, 2.0 if take_over else 0.3, SPEEDS, WEIGHTS, take_over=take_over)
         assert sorted(outcome.tasks) == list(range(30))
         groups = [result["groups"] for result in outcome.results]
         assert groups[2] < 10 < max(groups) if take_over else groups == [10, 10, 10]
