@@ -30,7 +30,7 @@ def race(
     me: int,
     start: multiprocessing.synchronize.Barrier,
 ) -> list[bool]:
-    start.wait(30)
+    start.wait(240)
     return [files.create_exclusive(folder / f"{n}", b"%d" % me * 50, durable=False) for n in range(NAMES)]
 
 
@@ -44,9 +44,9 @@ def test_one_process_wins_each_name(tmp_path: Path) -> None:
     racers = [context.Process(target=racer, args=(tmp_path, me, start, results)) for me in range(PROCESSES)]
     for process in racers:
         process.start()
-    wins = dict(results.get(timeout=60) for _ in racers)
+    wins = dict(results.get(timeout=240) for _ in racers)
     for process in racers:
-        process.join(30)
+        process.join(240)
     for number in range(NAMES):
         winners = [me for me, won in wins.items() if won[number]]
         assert len(winners) == 1

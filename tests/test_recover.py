@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import FAST, Cluster, assert_exactly_once, rolled_out_twice
+from cluster import FAST, Cluster, all_gone, assert_exactly_once, rolled_out_twice
 from waiting import until
 
 from fsbarrier.cli import main
@@ -78,8 +78,11 @@ def halted(tmp_path: Path) -> Any:
         said = recover(cluster.log_path, code=2)
         assert "is in use by node 0 (" in said and "node 1 (" in said and "fsbarrier stop --now" in said
         assert "partial" in recover(cluster.log_path, "--dry-run")
+        trees = [cluster.tree(rank) for rank in (0, 1)]
         for rank in (0, 1):
             cluster.kill(rank)
+        # A program may be in the middle of its part still.
+        assert all(map(all_gone, trees))
         # The last file that changes by itself is the name that tells of a kill.
         beats = cluster.log_path / "coordination" / "beats"
         until(lambda: sum(".killed." in path.name for path in beats.iterdir()) == 2, cluster.said_by_all)
