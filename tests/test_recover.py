@@ -34,6 +34,44 @@ def states(shown: str) -> dict[str, str]:
     return {Path(item["path"]).name: item["state"] for item in json.loads(shown)["files"]}
 
 
+def test_images_that_trajectories_name_are_checked_and_a_damaged_one_is_put_aside(tmp_path: Path) -> None:
+    from PIL import Image
+
+    from fsbarrier.data import images
+    from fsbarrier.rundir import runrecord
+    from fsbarrier.settings.sections import Settings
+
+    run = runrecord.publish(runrecord.new(tmp_path / "run", Settings(), tasks={}, model=None))
+    names = []
+    for colour in ("red", "green", "blue", "white"):
+        Image.new("RGB", (4, 4), colour).save(tmp_path / "one.png")
+        names.append(images.keep(run.paths.images("train", 1), (tmp_path / "one.png").read_bytes()))
+    about = {"policy_version": 0, "node_rank": 0, "reward": 1.0, "sample": 0}
+    with RankFileWriter(run.paths.rank_checkpoint("train", 1, 0), header={"run_id": run.run_id}) as writer:
+        for task, seen in enumerate((names[:2], names[1:3], [])):
+            shown = {"images": [[], seen]} if seen else {}
+            writer.append_group(task, [{"task_id": f"t{task}", "task_index": task, **about, **shown}])
+        writer.finish()
+    assert set(states(recover(run.log_path, "--dry-run", "--json")).values()) == {"complete"}
+    (run.paths.images("train", 1) / names[1]).write_bytes(b"half")
+    (run.paths.images("train", 1) / names[2]).unlink()
+    shown = recover(run.log_path, "--dry-run")
+    assert (
+        f"image    missing           0 groups       0 trajectories  {names[2]}  (an image that task t1 needs)"
+        in shown
+    )
+    assert "would move 1 file(s) to quarantine/" in shown
+    recover(run.log_path)
+    (aside,) = run.log_path.glob("quarantine/*/*")
+    assert (aside.name, aside.read_bytes()) == (names[1], b"half")
+    found = states(recover(run.log_path, "--dry-run", "--json"))
+    assert {name: found.get(name) for name in names} == {
+        **dict.fromkeys(names),
+        names[1]: "missing",
+        names[2]: "missing",
+    }
+
+
 def leave_a_mess(paths: Any) -> dict[str, str]:
     """Files that a disaster and other people left in iteration 1; their names with the state they should be found in."""
     rank_0 = sorted(paths.trajectories("train").glob("*_rank_0*.part"))[0]

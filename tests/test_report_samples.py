@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import re
 from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_run import FakeRun, long_run
+from PIL import Image
 from test_report import Page, report
 
 from fsbarrier.aggregate import Part, aggregate
+from fsbarrier.data import images
 from fsbarrier.trajectories import RankFileWriter
 
 
@@ -104,6 +109,32 @@ def test_nothing_in_a_trajectory_breaks_out_of_the_page(run: FakeRun) -> None:
     page = Page(html)
     assert "script" not in page.tags and "alert(1)" in page.text
     assert "\x1b" not in html and "\u202e" not in html
+
+
+def test_images_are_shown_small_and_only_as_many_and_as_they_were_seen(run: FakeRun) -> None:
+    """A copy that Pillow made of the very file, so nothing of the file itself is in the page."""
+    kept_in = run.paths.trajectories("train") / "train_images.iteration3"
+    files = io.BytesIO()
+    Image.new("RGB", (1280, 768), "teal").save(files, "PNG")
+    data = files.getvalue()
+    name = images.keep(kept_in, data + b"<script>after the end of the image</script>")
+    gone = f"{'0' * 64}.png"
+    parts = [
+        {"type": "text", "text": "which colour?"},
+        *({"type": "image", "image": n} for n in (name, gone, "../x")),
+    ]
+    many = [{"role": "tool", "content": [{"type": "image", "image": name}] * 12}]
+    merged(run, 3, {0: [0.5]}, messages=[{"role": "user", "content": parts}, *many])
+    html = report(run)
+    page = Page(html)
+    shown = re.findall(r'<img src="data:image/jpeg;base64,([^"]*)"', html)
+    assert len(shown) == 8 and html.count("<img") == 8 and "script" not in page.tags
+    copy = Image.open(io.BytesIO(base64.b64decode(shown[0])))
+    assert copy.size == (320, 192) and copy.getpixel((9, 9)) == pytest.approx((0, 128, 128), abs=3)
+    assert "which colour?" in page.text and page.text.count("[image]") == 5
+    assert page.text.count("cannot read the image") == 2
+    (kept_in / name).write_bytes(data)
+    assert "its SHA-256 differs" in Page(report(run)).text
 
 
 def test_without_samples_no_prompt_is_in_the_page(run: FakeRun) -> None:

@@ -180,6 +180,15 @@ def _upright(image: Image.Image) -> bytes:
     return buffer.getvalue()
 
 
+def thumbnail(path: Path, side: int) -> str:
+    """A copy of an image that was kept, at most `side` pixels wide and high, as a data: URL. Raises ProgramFailed, ValueError."""
+    image = opened(kept(path)).convert("RGB")
+    image.thumbnail((side, side))
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
 def kept(path: Path) -> bytes:
     """An image that was kept. Raises ProgramFailed if it is not the one that its name says."""
     try:

@@ -35,6 +35,8 @@ class FileState(Enum):
     OTHER_POLICY = "other policy"
     #: cannot be read
     DAMAGED = "damaged"
+    #: an image that a trajectory names
+    MISSING = "missing"
     #: temporary file of a killed program
     TEMPORARY = "temporary"
 

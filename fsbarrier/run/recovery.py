@@ -9,11 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 
-from fsbarrier.data import rank_files
+from fsbarrier.data import images, rank_files
+from fsbarrier.data.rank_file import read_trajectories
 from fsbarrier.data.rank_files import FileState, FoundFile
-from fsbarrier.errors import UsageError
+from fsbarrier.data.reader import iter_trajectories
+from fsbarrier.data.trajectory import Trajectory
+from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.protocol.facts import Fact
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.journal import read_events
@@ -24,11 +28,12 @@ from fsbarrier.store import files, reading
 
 
 def inspect(log_path: Path, iteration: int) -> list[FoundFile]:
-    """The files of `iteration`, in merge order. Raises UsageError if there is no run."""
+    """The files of `iteration`, in merge order, and the images that its trajectories name and that are not whole. Raises UsageError if
+    there is no run."""
     run_id = runrecord.load(log_path).run_id
     found: list[FoundFile] = []
     for split in SPLITS:
-        merged = RunPaths(log_path).merged(split, iteration)
+        merged, begin = RunPaths(log_path).merged(split, iteration), len(found)
         found += rank_files.find(log_path, split, iteration)
         # Temporary files of the merged file or of a rank's file. The suffix after the number distinguishes iteration 1 from 12.
         unfinished = (f".{merged.name}.", f".{merged.name}_rank_")
@@ -39,7 +44,34 @@ def inspect(log_path: Path, iteration: int) -> list[FoundFile]:
             elif path.name.startswith(unfinished):
                 note = "temporary file of a killed program"
                 found.append(FoundFile(path, split, None, FileState.TEMPORARY, note))
+        found += _images_not_whole(RunPaths(log_path).images(split, iteration), split, found[begin:])
     return found
+
+
+def _images_not_whole(folder: Path, split: str, found: Iterable[FoundFile]) -> Iterator[FoundFile]:
+    """The images that these files' trajectories name and that are missing or damaged. Raises StoreError."""
+    named: dict[str, str] = {}
+    for item in found:
+        for trajectory in _trajectories(item) if item.mergeable else ():
+            for name in chain.from_iterable(trajectory.get("images", ())):
+                named.setdefault(name, trajectory["task_id"])
+    there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    for name, task in sorted(named.items()):
+        path = folder / Path(name).name
+        if path.name not in there:
+            yield FoundFile(path, split, None, FileState.MISSING, f"an image that task {task} needs")
+            continue
+        try:
+            images.kept(path)
+        except ProgramFailed as error:
+            yield FoundFile(path, split, None, FileState.DAMAGED, str(error).removeprefix(f"{path}: "))
+
+
+def _trajectories(item: FoundFile) -> Iterator[Trajectory]:
+    """Those that can be read of a rank's file, and those of a merged file."""
+    if item.file is None:
+        return iter_trajectories(item.path)
+    return chain.from_iterable(read_trajectories(item.path, group) for group in item.file.groups)
 
 
 def iterations(log_path: Path) -> list[int]:

@@ -1,4 +1,4 @@
-"""ShownTrajectory trajectories in the report: the best, the worst and a random one of the newest iteration with merged files."""
+"""Sample trajectories in the report: the best, the worst and a random one of the newest iteration with merged files."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsbarrier.data import rank_files
+from fsbarrier.data import images, rank_files
 from fsbarrier.data.rank_file import FormatError, GroupEntry, read_trajectories
 from fsbarrier.data.trajectory import Trajectory
-from fsbarrier.errors import StoreError
+from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.rundir.names import MERGED, SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.store.printable import printable
@@ -22,17 +22,28 @@ TITLES = {"train": "Answers in training", "test": "Held-out answers"}
 #: Limits per message and on the number of messages, because an episode may contain whole web pages.
 MOST_CHARACTERS = 1500
 MOST_MESSAGES = 12
+#: images of a trajectory that are shown, and the pixels of their longer side
+MOST_IMAGES, IMAGE_SIDE = 8, 320
 #: Groups are read into memory; larger ones are skipped.
 MOST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class ShownMessage:
+    """`images`: small copies as data: URLs."""
+
+    role: str
+    text: str
+    images: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
 class ShownTrajectory:
-    """A trajectory to show. `facts`: its reward, its task …; `messages`: (role, text); `hidden`: how many more there are."""
+    """A trajectory to show. `facts`: its reward, its task …; `hidden`: how many more messages there are."""
 
     label: str
     facts: str
-    messages: Sequence[tuple[str, str]]
+    messages: Sequence[ShownMessage]
     hidden: int
 
 
@@ -66,7 +77,8 @@ def _split(paths: RunPaths, split: str, newest: int, seed: str) -> SplitSamples 
     try:
         groups = _groups(paths, split, iteration)
         chosen = choose(groups, random.Random(f"{seed} {split} {iteration}"))
-        found = [_sample(label, trajectory) for label, trajectory in chosen]
+        kept_in = paths.images(split, iteration)
+        found = [_sample(label, trajectory, kept_in) for label, trajectory in chosen]
     # A program of the user's may write arbitrary values into a trajectory's fields.
     except (
         StoreError,
@@ -131,7 +143,8 @@ def _key(trajectory: Trajectory) -> tuple[str, int]:
     return trajectory["task_id"], trajectory["sample"]
 
 
-def _sample(label: str, trajectory: Trajectory) -> ShownTrajectory:
+def _sample(label: str, trajectory: Trajectory, kept_in: Path) -> ShownTrajectory:
+    """`kept_in`: the folder of the images."""
     parts = trajectory.get("reward_parts") or {}
     facts = [
         f"reward {amount(_reward(trajectory))}",
@@ -142,7 +155,11 @@ def _sample(label: str, trajectory: Trajectory) -> ShownTrajectory:
         *(["cut off"] if trajectory.get("finish_reason") == "length" else []),
     ]
     messages = _messages(trajectory)
-    said = [(printable(role), _shortened(text)) for role, text in messages[:MOST_MESSAGES]]
+    said, room = [], MOST_IMAGES
+    for role, content in messages[:MOST_MESSAGES]:
+        text, shown = _text_and_images(content, kept_in, room)
+        said.append(ShownMessage(printable(role), _shortened(text), shown))
+        room -= len(shown)
     return ShownTrajectory(label, one_line(" · ".join(facts)), said, max(0, len(messages) - MOST_MESSAGES))
 
 
@@ -159,8 +176,26 @@ def _messages(trajectory: Trajectory) -> Sequence[tuple[str, object]]:
     return [*asked, ("answer", trajectory.get("text", ""))]
 
 
-def _shortened(content: object) -> str:
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+def _text_and_images(content: object, kept_in: Path, room: int) -> tuple[str, list[str]]:
+    """A message's text, and its images as data: URLs, at most `room`. The text says where there are others."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False), []
+    texts, found = [], list[str]()
+    for part in images.parts_of(content):
+        name = images.source_of(part)
+        if name is None:
+            texts.append(images.text_of([part]) or json.dumps(part, ensure_ascii=False))
+        elif len(found) >= room:
+            texts.append("[image]")
+        else:
+            try:
+                found.append(images.thumbnail(kept_in / Path(name).name, IMAGE_SIDE))
+            except (ProgramFailed, ValueError, ImportError) as error:
+                texts.append(f"[image: {error}]")
+    return "\n".join(texts), found
+
+
+def _shortened(text: str) -> str:
     if len(text) > MOST_CHARACTERS:
         text = f"{text[:MOST_CHARACTERS]} … {len(text) - MOST_CHARACTERS:,} more characters"
     return "\n".join(printable(line) for line in text.splitlines())

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator
 
 from fsbarrier.cli.commands import flags
-from fsbarrier.data import rank_files
+from fsbarrier.data import images, rank_files
 from fsbarrier.data.merge import missing_text
 from fsbarrier.data.rank_files import FoundFile
 from fsbarrier.errors import UsageError
@@ -85,7 +85,8 @@ def file_json(item: FoundFile) -> JsonObject:
 def file_lines(items: Iterable[FoundFile]) -> Iterator[str]:
     """A line for each file."""
     for item in items:
-        who = "merged" if item.node_rank is None else f"node {item.node_rank}"
+        own = "image" if item.path.suffix in images.SUFFIXES.values() else "merged"
+        who = own if item.node_rank is None else f"node {item.node_rank}"
         counts = item.counts()
         count = f"{counts['groups']:6} groups {counts['trajectories']:7} trajectories"
         notes = [item.note] if item.note else []
