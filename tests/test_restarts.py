@@ -26,21 +26,22 @@ LATEST_S = 4.0  # after the start; an iteration takes about as long
 )
 @pytest.mark.timeout(600)
 def test_all_are_killed_and_started_again(tmp_path: Path, seed: int, kills: int) -> None:
+    nodes = 2 if kills == 2 else 3
     generator, pause = random.Random(seed), threading.Event()
-    with Cluster(tmp_path, 3, *QUICK, real=True) as cluster:
+    with Cluster(tmp_path, nodes, *QUICK, real=True) as cluster:
         for start in range(1, kills + 1):
             cluster.start()
-            for rank in range(3):
+            for rank in range(nodes):
                 cluster.beating(rank, lambda beat, new=start: beat.incarnation >= new)
             pause.wait(generator.uniform(0.0, LATEST_S))
-            tree = {pid: begun for rank in range(3) for pid, begun in cluster.tree(rank).items()}
-            for rank in generator.sample(range(3), 3):
+            tree = {pid: begun for rank in range(nodes) for pid, begun in cluster.tree(rank).items()}
+            for rank in generator.sample(range(nodes), nodes):
                 cluster.kill(rank)
             assert all_gone(tree)
         cluster.start()
         cluster.wait_for(lambda e: e["event"] == "generation_started" and e["incarnation"] == kills + 1)
         cluster.stop()
-        assert cluster.wait() == {0: 0, 1: 0, 2: 0}, cluster.said(0)
+        assert set(cluster.wait().values()) == {0}, cluster.said(0)
         done = max(e["iteration"] for e in cluster.events() if e["event"] == "iteration_finished")
         assert done >= 1
         for split in ("train", "test"):

@@ -19,10 +19,10 @@ from fsbarrier.rundir.heartbeats import read_beats
 
 
 def test_clean_run_shows_every_phase_in_order(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 3, "--iterations", "2", "--shared-group", *FAST, real=True) as cluster:
-        cluster.start(2, 0, 1)
-        assert cluster.wait() == {0: 0, 1: 0, 2: 0}, cluster.said(0)
-        for rank in range(3):
+    with Cluster(tmp_path, 2, "--iterations", "2", "--shared-group", *FAST, real=True) as cluster:
+        cluster.start(1, 0)
+        assert cluster.wait() == {0: 0, 1: 0}, cluster.said(0)
+        for rank in range(2):
             started = [
                 (e["iteration"], e["phase"], e["phase_name"])
                 for e in cluster.events()
