@@ -19,7 +19,6 @@ from torch.nn.utils.rnn import pad_sequence
 from fsbarrier.data import images
 from fsbarrier.engine.model import placeholder_ids, sees
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.store import reading
 
 # Of which argument of a model says which tokens are images.
 KINDS = ("mm_token_type_ids", "token_type_ids")
@@ -28,8 +27,7 @@ KINDS = ("mm_token_type_ids", "token_type_ids")
 class Eyes:
     """Of the model in `folder`. `always`: a micro-batch without images gets a blank one, so that all processes run the same modules."""
 
-    def __init__(self, folder: Path, *, always: bool) -> None:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    def __init__(self, folder: Path, config: transformers.PretrainedConfig, *, always: bool) -> None:
         try:
             self._processor = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, ImportError) as error:
@@ -44,8 +42,8 @@ class Eyes:
     @classmethod
     def of(cls, folder: Path, *, always: bool) -> Eyes | None:
         """None for a model that takes no images. Raises UsageError."""
-        config = reading.json_object(folder / "config.json", UsageError)
-        return cls(folder, always=always) if sees(config) else None
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        return cls(folder, config, always=always) if sees(config.to_dict()) else None
 
     def added(
         self, inputs: dict[str, Tensor], wanted: Tensor, files: Sequence[Sequence[str]]

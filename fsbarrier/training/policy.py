@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
+from fsbarrier.engine.model import sees
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.sections import TrainerSettings
 from fsbarrier.training.processes import Processes
@@ -124,25 +125,20 @@ def _kind(folder: Path, *, value: bool) -> tuple[transformers.PretrainedConfig, 
     if value:
         config.num_labels = 1
         return config, transformers.AutoModelForTokenClassification
-    if sees(config):
+    if sees(config.to_dict()):
         return config, transformers.AutoModelForImageTextToText
     return config, transformers.AutoModelForCausalLM
 
 
-def sees(config: transformers.PretrainedConfig) -> bool:
-    """Whether the model takes images."""
-    return getattr(config, "vision_config", None) is not None
-
-
 def decoder_of(model: PreTrainedModel) -> Module:
     """The part of a model that reads and writes text, without its output head if it has eyes."""
-    found: Module = model.get_decoder() if sees(model.config) else model
+    found: Module = model.get_decoder() if sees(model.config.to_dict()) else model
     return found
 
 
 def eyes_of(model: PreTrainedModel) -> list[Parameter]:
     """The parameters of a model beside its decoder and its output head."""
-    if not sees(model.config):
+    if not sees(model.config.to_dict()):
         return []
     head = model.get_output_embeddings()
     language = {*decoder_of(model).parameters(), *(head.parameters() if head is not None else ())}

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fsbarrier.engine.model import placeholder_ids
+from fsbarrier.engine.model import placeholder_ids, sees
 from fsbarrier.planning.memory import LOGITS_BYTES
 from fsbarrier.training.log_prob_head import NEVER, LogitScaling, LogProbHead
 from fsbarrier.training.losses import token_log_probs
-from fsbarrier.training.policy import sees
 
 
 class TokenModel(nn.Module):
@@ -84,7 +83,7 @@ def packs(causal: PreTrainedModel) -> bool:
     """Whether several sequences can be packed into one row. Other attention implementations would compute the masked part too,
     recurrent architectures would carry their state into the next sequence, and models with eyes have positions of their own."""
     flash = causal.config._attn_implementation == "flash_attention_2"
-    return flash and not causal._is_stateful and not sees(causal.config)
+    return flash and not causal._is_stateful and not sees(causal.config.to_dict())
 
 
 def scaling_of(causal: PreTrainedModel) -> LogitScaling | None:
