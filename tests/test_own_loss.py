@@ -24,8 +24,8 @@ def clipped(new, old, advantages, mask):
 def likelihood(**given):
     return -given["new"] * given["advantages"]
 
-def summed(new, old, advantages, mask):
-    return (clipped(new, old, advantages, mask) * mask).sum()
+def by_length(new, advantages, mask):
+    return -new * advantages / mask.sum(1, keepdim=True)
 
 def far(new, reference, entropy, engine, factor=2.0):
     return factor * (new - reference) + entropy * engine
@@ -40,9 +40,9 @@ WRONG = {
     "number(new): return 1.0": "but gave 1.0",
     "detached(new): return -new.detach()": "has no gradient",
     "infinite(new): return new / 0": "is not finite",
-    "mean(new, mask): return new[mask].mean()": "depends on what is beside it",
+    "summed(new): return new.sum()": r"must return the loss of each token, a tensor \[2, 3\], but gave a tensor \[\]",
+    "mean(new, mask): return new / mask.sum()": "depends on what is beside it",
     "longest(new): return new / new.shape[1]": "depends on what is beside it",
-    "constant(new): return new.sum() + len(new)": "must be 0 for a sequence of which no token counts",
 }
 
 
@@ -77,19 +77,6 @@ def test_it_is_the_built_in_loss_that_it_repeats(file: Path, changes: dict[str, 
     assert torch.equal(sums[2:], other[2:]) and not sums[:2].any()
 
 
-def test_one_number_is_a_sum_over_the_sequences(file: Path) -> None:
-    import torch
-
-    value, gradient, _ = loss_of(own(file, "summed"))
-    expected, right, _ = loss_of(replace(PPO, aggregation="seq-mean-token-sum"))
-    assert value == pytest.approx(expected, abs=1e-12) and value == pytest.approx(CASES["sums"][1], abs=1e-6)
-    torch.testing.assert_close(gradient, right)
-    with pytest.raises(
-        UsageError, match=r"algorithm.mismatch=icepop: weights tokens, but .*:summed returns one number"
-    ):
-        loss_of(own(file, "summed", mismatch="icepop"))
-
-
 def test_it_gets_what_it_names(file: Path) -> None:
     value, _, _ = loss_of(own(file, "likelihood"))
     assert value == pytest.approx(CASES["rft"][1], abs=1e-12)
@@ -98,12 +85,18 @@ def test_it_gets_what_it_names(file: Path) -> None:
     assert value == pytest.approx(2 * 0.04 + 2 * 0.02, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ["clipped", "likelihood", "summed"])
+@pytest.mark.parametrize("name", ["clipped", "likelihood"])
 def test_what_can_be_trained_with_passes_the_trial(file: Path, name: str) -> None:
     from fsbarrier.training.try_loss import try_loss
 
     try_loss(own(file, name))
     try_loss(own(file, "far", kl_coef=0.1))
+
+
+def test_a_process_without_sequences_adds_nothing_to_the_gradient(file: Path) -> None:
+    """It takes part with a sequence of which no token counts, also where the function divides by their number."""
+    value, gradient, _ = loss_of(own(file, "by_length"), mask=[[True] * 3, [False] * 3])
+    assert abs(value) < 9 and gradient[0].all() and not gradient[1].any()
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -85,12 +85,8 @@ def test_a_batch_may_decide_what_its_sequences_weigh(tmp_path: Path) -> None:
     assert weights[1] < weights[5] < weights[4]
 
 
-def test_several_files_are_one_batch(tmp_path: Path) -> None:
-    """The same task under two policy versions is two groups."""
-    work = Bench(tmp_path, settings())
-    write_groups(tmp_path / "older", [group(0, [0, 1])])
-    write_groups(tmp_path / "newer", [group(0, [1, 1], policy_version=1)])
-    result = work.prepare(merged=[str(tmp_path / "older"), str(tmp_path / "newer")])
+def test_the_same_task_under_two_policy_versions_is_two_groups(tmp_path: Path) -> None:
+    result, _ = prepared(Bench(tmp_path, settings()), [group(0, [0, 1]), group(0, [1, 1], policy_version=1)])
     assert (result["groups"], result["dropped_groups"], result["trajectories"]) == (2, 1, 2)
 
 

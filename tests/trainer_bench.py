@@ -174,11 +174,12 @@ class Bench:
         from fsbarrier.processes.worker_contract import ProgressWriter
         from fsbarrier.workers import update
 
-        result = update.main(
+        result = update.Updates().main(
             self.update_spec(out, version=version, before=before, **fields),
             self.settings,
             ProgressWriter(self.folder / "progress"),
         )
+        update.leave()
         assert result is not None
         return result
 

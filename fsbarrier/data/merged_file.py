@@ -21,13 +21,19 @@ from fsbarrier.store.retry import patiently
 ZIP = b"PK\3\4"
 
 
+def types_of_torch() -> dict[str, Any]:
+    """torch's type for each of TYPECODES."""
+    import torch
+
+    types = (torch.int32, torch.float32, torch.uint8, torch.int64, torch.float64)
+    return dict(zip(TYPECODES, types, strict=True))
+
+
 def as_tensors(group: Sequence[Trajectory]) -> list[Any]:
     """The trajectories of a group with tensors for arrays. All arrays of one type share a storage, which torch.save writes once."""
     import torch
 
-    types = dict(
-        zip(TYPECODES, (torch.int32, torch.float32, torch.uint8, torch.int64, torch.float64), strict=True)
-    )
+    types = types_of_torch()
     joined = {code: bytearray() for code in TYPECODES}
     for trajectory in group:
         for value in trajectory.values():
@@ -123,9 +129,7 @@ def as_arrays(value: Any) -> Any:
         return [as_arrays(item) for item in value]
     if not isinstance(value, torch.Tensor):
         return value
-    codes = dict(
-        zip((torch.int32, torch.float32, torch.uint8, torch.int64, torch.float64), TYPECODES, strict=True)
-    )
+    codes = {dtype: code for code, dtype in types_of_torch().items()}
     if value.dim() != 1 or value.dtype not in codes:
         return value.tolist()
     made = array(codes[value.dtype])

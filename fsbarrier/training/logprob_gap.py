@@ -84,7 +84,7 @@ class GapSums:
 
 def check(gap: LogprobGap, settings: Settings, processes: Processes, model: Path) -> None:
     """Raises ProgramFailed if the gap of all engines, or of one, exceeds the limit."""
-    limit = settings.algorithm.max_logprob_gap or limit_of(settings, processes)
+    limit = settings.algorithm.max_logprob_gap or LIMITS[both_exact(settings, processes)]
     judged = [one for one in gap.engines if one.tokens >= ENOUGH_TOKENS]
     # The comparison is negated so that NaN counts as bad.
     bad = [one for one in judged if not one.mean <= limit]
@@ -104,10 +104,6 @@ def check(gap: LogprobGap, settings: Settings, processes: Processes, model: Path
         f"engine and trainer, more than {limit:g} (algorithm.max_logprob_gap), for {who}: the engine does not serve the "
         f"weights in {model}, or computes them differently{advice}"
     )
-
-
-def limit_of(settings: Settings, processes: Processes) -> float:
-    return LIMITS[both_exact(settings, processes)]
 
 
 def both_exact(settings: Settings, processes: Processes) -> bool:

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsbarrier.errors import UsageError
 from fsbarrier.settings.sections import AlgorithmSettings
 from fsbarrier.settings.value_types import LOSSES
 from fsbarrier.training.log_prob_head import LEAST
@@ -104,14 +103,6 @@ def minibatch_loss(
         given = {"new": new, "old": old, "engine": engine, "entropy": torch.where(mask, values.entropy, 0.0)}
         spread = torch.where(mask, weight, 0.0)
         token_loss = load_loss(algorithm.loss)(**given, reference=reference, advantages=spread, mask=mask)
-    whole = new.new_zeros(())
-    if not token_loss.dim():
-        if algorithm.mismatch != "none":
-            raise UsageError(
-                f"algorithm.mismatch={algorithm.mismatch}: weights tokens, but algorithm.loss={algorithm.loss} returns one number; return "
-                "the loss of each token"
-            )
-        whole, token_loss = token_loss / divisor.sequences, torch.zeros_like(new)
     correction = mismatch_weight(algorithm, old - engine, mask)
     token_loss = token_loss * correction
     kl = torch.zeros_like(new)
@@ -125,7 +116,7 @@ def minibatch_loss(
         of_old, of_engine = (kl_estimate("k3", new, old), kl_estimate("k3", old, engine))
         shown = (low, high, values.entropy, -new, kl, of_old, of_engine, correction == 0)
         sums = torch.stack([torch.where(mask, one, 0).sum().double() for one in shown])
-    return LossSums(whole + aggregated(algorithm.aggregation, token_loss, mask, divisor), sums)
+    return LossSums(aggregated(algorithm.aggregation, token_loss, mask, divisor), sums)
 
 
 def value_loss(

@@ -11,9 +11,8 @@ It is called for each micro-batch with those of these tensors that it has as par
     mask        bool: the tokens to train on; the other tensors are 0 elsewhere
 
 and returns the loss of each token, [sequences, length]. As with the built-in losses, `algorithm.mismatch` then weights it, the KL and the
-entropy are added, and `algorithm.aggregation` reduces it over the minibatch; what stands outside the mask does not count. Or it returns one
-number, the sum of the losses of these sequences, which is divided by the number of the minibatch's sequences. A minibatch is split into
-micro-batches, so the loss of a sequence must not depend on the other sequences: try_loss.py checks it before a run starts.
+entropy are added, and `algorithm.aggregation` reduces it over the minibatch; what stands outside the mask does not count. A minibatch is
+split into micro-batches, so the loss of a sequence must not depend on the other sequences: try_loss.py checks it before a run starts.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ def load_loss(value: str) -> TokenLoss:
         # The user's code may raise anything.
         except (Exception, SystemExit) as error:
             raise UsageError(f"{said}: {described_failure(error, code_file(function))}") from None
-        mask = given["mask"]
-        shape = [] if mask is None else list(mask.shape)
-        if not isinstance(found, Tensor) or list(found.shape) not in ([], shape):
+        wanted_like = given["new"]
+        assert wanted_like is not None
+        if not isinstance(found, Tensor) or found.shape != wanted_like.shape:
             gave = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else repr(found)[:80]
             raise UsageError(
-                f"{said}: must return the loss of each token, a tensor {shape}, or the sum of the sequences' losses, but gave {gave}"
+                f"{said}: must return the loss of each token, a tensor {list(wanted_like.shape)}, but gave {gave}"
             )
         return found
 

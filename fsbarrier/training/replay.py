@@ -9,53 +9,25 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar
-
-from fsbarrier.settings.sections import UpdateSettings
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import TypeVar
 
 T = TypeVar("T")
 
 
-def draws(settings: UpdateSettings) -> bool:
-    """Whether groups are drawn; otherwise the batch contains all groups."""
-    return settings.recency > 1
+def drawn(by_age: Iterable[tuple[int, Iterable[T]]], iterations: int, *, seed: str) -> Sequence[T]:
+    """Of the last `iterations` iterations, the newest one (age 0) first, as many groups as that has; in the order in which they come."""
+    generator = random.Random(seed)
 
+    def keyed(age: int, groups: Iterable[T]) -> Iterable[tuple[float, int, int, T]]:
+        # A group weighs from 1 in the newest to nearly 0. Of its key the logarithm, which may be too small for a float otherwise.
+        weight = ((iterations - age) / iterations) ** 2
+        return (
+            (math.log(1.0 - generator.random()) / weight, age, place, one) for place, one in enumerate(groups)
+        )
 
-def age_weight(settings: UpdateSettings, age: int) -> float:
-    """The relative weight of a group of this age, in iterations: from 1 for the newest to nearly 0."""
-    iterations = settings.recency
-    return float(max(0.0, (iterations - age) / iterations) ** 2)
-
-
-class Draw(Generic[T]):
-    """Selects from offered groups, the newest iteration first."""
-
-    def __init__(self, settings: UpdateSettings, *, seed: str) -> None:
-        self._settings = settings
-        self._random = random.Random(seed)
-        # A heap of key, age, order of arrival and group: the smallest key is the first to be let go.
-        self._held: list[tuple[float, int, int, T]] = []
-        # How many are kept: as many as the newest iteration, which comes first, offers.
-        self._most: int | None = None
-        self._offers = 0
-
-    def offer(self, age: int, items: Iterable[T]) -> None:
-        """Consider the groups of one iteration."""
-        weight = age_weight(self._settings, age)
-        for item in items:
-            self._offers += 1
-            if weight <= 0:
-                continue
-            # The logarithm of u ** (1 / weight), which would be too small for a float where the weight is.
-            key = math.log(1.0 - self._random.random()) / weight
-            heapq.heappush(self._held, (key, age, self._offers, item))
-            if self._most is not None and len(self._held) > self._most:
-                heapq.heappop(self._held)
-        if self._most is None:
-            self._most = len(self._held)
-
-    def chosen(self) -> Iterator[T]:
-        """Newest iteration first, in the order of the files."""
-        for _, _, _, item in sorted(self._held, key=lambda held: held[1:3]):
-            yield item
+    first, *others = (keyed(age, groups) for age, groups in by_age)
+    newest = list(first)
+    best = heapq.nlargest(len(newest), chain(newest, *others), key=lambda one: one[0])
+    return [group for _, _, _, group in sorted(best, key=lambda one: one[1:3])]

@@ -4,12 +4,42 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.training.trainer import Trainer
+
+
+class UpdateSpec(TypedDict):
+    """The fields of the spec that this program uses."""
+
+    log_path: str
+    node_rank: int
+    incarnation: int
+    iteration: int
+    #: number of earlier failures of this iteration, the same on all nodes
+    attempt: int
+    batch: str
+    #: the folder of the policy to train, and its trainer state; None: start with a fresh optimizer
+    model: str
+    trainer_state: str | None
+    #: the folder of policy version 0: the base of adapters (lora.rank), and a fallback
+    first_model: str
+    policy_version: int
+    #: the folder of the reference policy (algorithm.kl_coef, kl_in_reward); None: no reference policy
+    reference: str | None
+    #: identity of the policy to train
+    policy: str
+    #: output folder of the new policy
+    out: str
+    new_policy_version: int
+    #: local folder for a copy of the new weights; None: no copy
+    weights_dir: str | None
+    #: output path of the node's result
+    result: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,50 +71,39 @@ class KeptTrainer:
         return self.policy == policy and before == now
 
 
-def go_on(
-    held: KeptTrainer | None, policy: str, settings: Settings, model: Path, trainer_state: Path | None
-) -> Beginning | None:
+def go_on(held: KeptTrainer | None, spec: UpdateSpec, settings: Settings) -> Beginning | None:
     """Reuse the kept trainer, if every process holds exactly the policy to train; every process must call this."""
-    agreed = all(gather_json(held is not None and held.serves(policy, settings)))
-    if not agreed or held is None or trainer_state is None:
+    agreed = all(gather_json(held is not None and held.serves(spec["policy"], settings)))
+    if not agreed or held is None or spec["trainer_state"] is None:
         return None
-    return Beginning(held.trainer, model, checkpoints.newest_state(trainer_state.parent))
+    state_in = checkpoints.newest_state(Path(spec["trainer_state"]).parent)
+    return Beginning(held.trainer, Path(spec["model"]), state_in)
 
 
-def begin(
-    processes: Processes,
-    settings: Settings,
-    copy: NodeCopy | None,
-    *,
-    model: Path,
-    trainer_state: Path | None,
-    policy: str,
-    policy_version: int,
-    first_model: Path,
-) -> Beginning:
-    """Load the policy in `model` with its trainer state from the shared directory.
+def begin(processes: Processes, settings: Settings, copy: NodeCopy | None, spec: UpdateSpec) -> Beginning:
+    """Load the policy to train with its trainer state from the shared directory.
 
     If this version was saved without one (`checkpoint.trainer_every`), falls back to the newest version that has one. Raises the errors
     of Trainer.load.
     """
+    model, first, policy_version = Path(spec["model"]), Path(spec["first_model"]), spec["policy_version"]
 
     def load(weights: Path, state: Path | None, number: int) -> Trainer:
         # The adapters are added to the initial model; the trainer state contains them.
-        folder = first_model if settings.lora.rank else weights
+        folder = first if settings.lora.rank else weights
         return Trainer.load(
             processes, settings, model_folder=folder, state_folder=state, policy_version=number
         )
 
-    if trainer_state is None:
+    if spec["trainer_state"] is None:
         return Beginning(load(model, None, policy_version), model, None)
-    version = trainer_state.parent
-    checkpoints.check_identity(version, policy)
+    version = Path(spec["trainer_state"]).parent
+    checkpoints.check_identity(version, spec["policy"])
     state_in = checkpoints.newest_state(version)
     if state_in == version.name:
         here = model if copy is None else copy.place.nearest(model)
-        return Beginning(load(here, trainer_state, policy_version), model, state_in)
-    origin, number = first_model, 0
-    state: Path | None = None
+        return Beginning(load(here, version / "trainer", policy_version), model, state_in)
+    origin, state, number = first, None, 0
     if state_in is not None:
         before = version.parent / state_in
         origin, state = before / "model", before / "trainer"

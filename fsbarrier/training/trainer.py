@@ -158,7 +158,10 @@ class Trainer(Trained):
         if memory is None:
             return True
         free, total = memory
-        return free >= bytes_for_engine(settings, total)
+        if not settings.manages_engine or settings.rl_phase == "update":
+            return True
+        # What an engine allocates when it wakes; nothing if it has kept it.
+        return free >= int(settings.engine.gpu_memory_utilization * total)
 
 
 def load_critic(
@@ -201,13 +204,6 @@ def critic_to_save(critic: Trained, policy_version: int, dtype: torch.dtype) -> 
 def critics_optimizer(settings: Settings) -> OptimizerSettings:
     """The policy's, with a learning rate of its own."""
     return replace(settings.optimizer, lr=settings.critic.lr)
-
-
-def bytes_for_engine(settings: Settings, total: int) -> int:
-    """The memory that the engine allocates on an accelerator with `total` bytes when it wakes; 0 if it kept it, or is external."""
-    if not settings.manages_engine or settings.rl_phase == "update":
-        return 0
-    return int(settings.engine.gpu_memory_utilization * total)
 
 
 def update_load(model_folder: Path, settings: Settings, processes: Processes) -> UpdateLoad:

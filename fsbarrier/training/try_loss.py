@@ -33,13 +33,7 @@ def try_loss(algorithm: AlgorithmSettings) -> None:
     if not near(value, torch.stack(values).sum(0)) or not near(gradient, torch.cat(gradients)):
         raise UsageError(
             f"{said}: the loss of a sequence depends on what is beside it, but a minibatch is split into parts whose losses are added; "
-            "return the loss of each token, or a sum over the sequences and no mean"
-        )
-    # A process without sequences of its own takes part with one of which nothing counts.
-    value, gradient = measured(algorithm, [1], counts=False)
-    if value.any() or gradient.any():
-        raise UsageError(
-            f"{said}: must be 0 for a sequence of which no token counts (mask is False), with its gradient"
+            "make the loss of each token of its own sequence"
         )
 
 
@@ -47,14 +41,14 @@ def near(one: Tensor, other: Tensor) -> bool:
     return bool(torch.allclose(one, other, rtol=1e-4, atol=1e-5))
 
 
-def measured(algorithm: AlgorithmSettings, rows: list[int], *, counts: bool = True) -> tuple[Tensor, Tensor]:
+def measured(algorithm: AlgorithmSettings, rows: list[int]) -> tuple[Tensor, Tensor]:
     """The part of these sequences in a minibatch's loss, [1], and its gradients to `new` and `entropy`, [sequences, 2, 3]."""
     longest = max(LENGTHS[row] for row in rows)
     new, old, engine, reference, entropy = (
         torch.tensor(one)[rows, :longest] for one in (NEW, OLD, ENGINE, REFERENCE, ENTROPY)
     )
     learned = new.requires_grad_(), entropy.requires_grad_()
-    mask = torch.arange(longest) < torch.tensor([LENGTHS[row] * counts for row in rows])[:, None]
+    mask = torch.arange(longest) < torch.tensor([LENGTHS[row] for row in rows])[:, None]
     values = TokenValues(
         new, old, engine, entropy, reference if algorithm.kl_coef or algorithm.kl_in_reward else None
     )

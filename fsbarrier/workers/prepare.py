@@ -21,9 +21,9 @@ from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.rundir.names import IMAGES_FOLDER
 from fsbarrier.settings.sections import AlgorithmSettings, Settings
 from fsbarrier.store import reading
-from fsbarrier.training import replay
 from fsbarrier.training.advantages import batch_advantages, counted_reward, weigh_group
 from fsbarrier.training.batch import TrainingSequence, check, minibatches, sequences_of, write_batch
+from fsbarrier.training.replay import drawn
 from fsbarrier.training.trajectory_source import merged_files, read_merged
 
 
@@ -56,20 +56,14 @@ class PrepareSpec(TypedDict):
 def work(spec: PrepareSpec, settings: Settings, progress: ProgressWriter) -> dict[str, object]:
     named = [Path(path) for path in spec["merged"]]
     seed = f"{settings.rollout.seed}:{spec['iteration']}"
-    drawing = replay.draws(settings.update)
-    draw: replay.Draw[list[TrainingSequence]] = replay.Draw(settings.update, seed=f"{seed}:recency")
-    seen = LearnedFrom()
-    chosen: list[list[TrainingSequence]] = []
-    for age, merged in enumerate(merged_files(named, spec["iteration"], settings.update.recency)):
-        if age and drawing and not merged.exists():
-            # That iteration was not rolled out, or its file was removed.
-            continue
-        groups = teaching_groups(merged, spec, settings, seen, progress)
-        if drawing:
-            draw.offer(age, groups)
-        else:
-            chosen.extend(groups)
-    chosen.extend(draw.chosen())
+    recency, seen = settings.update.recency, LearnedFrom()
+    by_age = (
+        (age, teaching_groups(merged, spec, settings, seen, progress))
+        for age, merged in enumerate(merged_files(named, spec["iteration"], recency)[:recency])
+        # An earlier iteration may not have been rolled out, or its file was removed.
+        if not age or merged.exists()
+    )
+    chosen = drawn(by_age, recency, seed=f"{seed}:recency")
     numbered = [replace(one, group=number) for number, group in enumerate(chosen) for one in group]
     sequences = weighed_as_batch(numbered, settings.algorithm)
     steps = minibatches(len(sequences), settings.trainer.minibatch, settings.trainer.epochs, seed=seed)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self, TypedDict
+from typing import Self
 
 import torch
 
@@ -33,7 +33,7 @@ from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.training.profiling import profiled
-from fsbarrier.training.resume import Beginning, KeptTrainer, begin, go_on
+from fsbarrier.training.resume import Beginning, KeptTrainer, UpdateSpec, begin, go_on
 from fsbarrier.training.self_certainty import with_self_certainty
 from fsbarrier.training.token_advantages import adapted, with_token_weights
 from fsbarrier.training.trainer import Trainer, update_load
@@ -41,35 +41,6 @@ from fsbarrier.training.weights_copy import WeightsCopy
 
 NO_SIGNAL = "no group had a training signal, so the weights are unchanged"
 WARM_UP = "the critic alone was trained (critic.warmup)"
-
-
-class UpdateSpec(TypedDict):
-    """The fields of the spec that this program uses."""
-
-    log_path: str
-    node_rank: int
-    incarnation: int
-    iteration: int
-    #: number of earlier failures of this iteration, the same on all nodes
-    attempt: int
-    batch: str
-    #: the folder of the policy to train, and its trainer state; None: start with a fresh optimizer
-    model: str
-    trainer_state: str | None
-    #: the folder of policy version 0: the base of adapters (lora.rank), and a fallback
-    first_model: str
-    policy_version: int
-    #: the folder of the reference policy (algorithm.kl_coef, kl_in_reward); None: no reference policy
-    reference: str | None
-    #: identity of the policy to train
-    policy: str
-    #: output folder of the new policy
-    out: str
-    new_policy_version: int
-    #: local folder for a copy of the new weights; None: no copy
-    weights_dir: str | None
-    #: output path of the node's result
-    result: str
 
 
 class Updates:
@@ -106,11 +77,11 @@ class Updates:
     ) -> dict[str, object] | None:
         """Do this process's part of the update; one process per node returns the result."""
         update = Update.of(spec, shrink_micro_batch(settings, spec["attempt"]))
-        start = update.go_on(self._held)
+        start = go_on(self._held, spec, update.settings)
         went_on = start is not None
         # The held policy is about to change. If it is not the one to train, its memory can be reused.
         self._held = None
-        start = start or update.begin()
+        start = start or begin(update.processes, update.settings, update.copy, spec)
         loaded = time.monotonic()
         with update.profiled():
             totals = update.train(start, progress)
@@ -145,7 +116,7 @@ class Updates:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one update works with on this process: `begin` or `go_on`, `train`, `save`, in this order."""
+    """What one update works with on this process: `train`, then `save`."""
 
     spec: UpdateSpec
     settings: Settings
@@ -169,31 +140,10 @@ class Update:
         return cls(spec, settings, processes, batch, copy, started)
 
     @property
-    def trainer_state(self) -> Path | None:
-        return None if self.spec["trainer_state"] is None else Path(self.spec["trainer_state"])
-
-    @property
     def warms_up(self) -> bool:
         """Whether only the critic is trained."""
         with_critic = self.settings.algorithm.has_critic
         return with_critic and self.spec["new_policy_version"] <= self.settings.critic.warmup
-
-    def go_on(self, held: KeptTrainer | None) -> Beginning | None:
-        """Continue with the state kept in memory, if all processes hold the policy to train."""
-        return go_on(held, self.spec["policy"], self.settings, Path(self.spec["model"]), self.trainer_state)
-
-    def begin(self) -> Beginning:
-        """Start from the files on disk."""
-        return begin(
-            self.processes,
-            self.settings,
-            self.copy,
-            model=Path(self.spec["model"]),
-            trainer_state=self.trainer_state,
-            policy=self.spec["policy"],
-            policy_version=self.spec["policy_version"],
-            first_model=Path(self.spec["first_model"]),
-        )
 
     def train(self, start: Beginning, progress: ProgressWriter) -> Sums:
         """Do the optimizer steps of the batch. None after a fallback to an older policy, which did not sample these rollouts."""
@@ -279,13 +229,6 @@ class Update:
             "distributed": trainer.layout.described(self.processes),
             "note": start.went_back or self.note,
         }
-
-
-def main(spec: UpdateSpec, settings: Settings, progress: ProgressWriter) -> dict[str, object] | None:
-    """Do one update in a process that does no others."""
-    result = Updates().main(spec, settings, progress)
-    leave()
-    return result
 
 
 def leave() -> None:
