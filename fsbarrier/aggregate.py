@@ -56,7 +56,7 @@ def work(spec: JsonObject, settings: Settings, progress: worker_contract.Progres
     result = {**asdict(report), **report.figures, **evaluated}
     for name, tasks in spec.get("sets", {}).items():
         if own := [means[task] for task in tasks if task in means]:
-            result[f"reward/{name}"] = fmean(own)
+            result[f"train_reward/{name}"] = fmean(own)
     if (last := spec.get("last_rewards")) is not None:
         result["last_rewards"] = {**last, **{str(task): round(mean, 4) for task, mean in means.items()}}
     # The phase already knows the file name.

@@ -95,9 +95,9 @@ def test_a_merged_evaluation_has_its_figures_in_its_result(tmp_path: Path) -> No
     # They have those of their sets, and what the next draw depends on: the last reward of each task that was ever drawn.
     spec |= {"sets": {"a": [0], "b": [1], "c": [7]}, "last_rewards": {"0": 0.0, "7": 1.0}, "keep": 1}
     result = work(spec, Settings(), ProgressWriter(None))
-    assert (result["reward/a"], result["reward/b"], result["left_out"]) == (
+    assert (result["train_reward/a"], result["train_reward/b"], result["left_out"]) == (
         0.5,
         0.0,
         1,
-    ) and "reward/c" not in result
+    ) and "train_reward/c" not in result
     assert result["last_rewards"] == {"0": 0.5, "1": 0.0, "7": 1.0}

@@ -55,7 +55,7 @@ CURVES = (
     ("batch_prepared", "staleness", "Staleness in policy versions"),
 )
 #: the journal's prefixes of the parts of a reward, and of the mean reward of a set of training tasks
-PARTS = ("reward_parts/", "reward/")
+PARTS = ("reward_parts/", "train_reward/")
 
 
 def rollout_columns(rollouts: Collection[Event]) -> list[str]:
