@@ -12,7 +12,7 @@ from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.poll_intervals import PollIntervals
 from fsbarrier.coordination.resume import LastGeneration
-from fsbarrier.program import PHASE_NAMES, Phase, Program
+from fsbarrier.program import PHASE_NAMES, RL_SLICES, Phase, Program
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position
 from fsbarrier.protocol.state import ResumePoint, Rules
 from fsbarrier.rundir.names import FACT
@@ -20,7 +20,7 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 
 ROWS = tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES))
-RULES = Rules(Program("ping", ROWS), 2)
+RULES = Rules(Program("ping", ROWS, RL_SLICES), 2)
 SEAL = Fact(9, 1, SEALED)
 
 
@@ -93,6 +93,14 @@ def test_a_run_that_was_finished_needs_no_seal(tmp_path: Path) -> None:
         left.publish(phase, 0, 1)
     assert left.resume_point().position == Position(2, 0)
     assert list((tmp_path / "coordination").rglob("iter-000002*")) == []
+
+
+def test_a_session_that_only_rolled_out_was_left_by_its_own_rows(tmp_path: Path) -> None:
+    left = Left(tmp_path, PosixStore(), choices={"rl_phase": "rollout"})
+    for phase in range(7):
+        left.publish(phase, 0, 1)
+    found = left.resume_point(None)
+    assert (found.position, found.span) == (Position(2, 0), (0, 6))
 
 
 def test_a_fact_that_cannot_be_read_is_an_error_and_no_seal(tmp_path: Path) -> None:
