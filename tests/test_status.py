@@ -284,7 +284,7 @@ def test_no_run_is_one_clear_line(
 
 def test_a_real_run_from_its_start_to_its_end(tmp_path: Path) -> None:
     with Cluster(
-        tmp_path, 2, "--iterations", "2", *FAST, "coordination.beat_s=2", "toy.phase_s=0.5"
+        tmp_path, 2, "--iterations", "2", *FAST, "coordination.beat_s=1", "toy.phase_s=0.3"
     ) as cluster:
         cluster.start()
         cluster.in_phase(1, 2)
