@@ -333,7 +333,15 @@ def summary_of(run: FakeRun) -> str:
 def test_the_summary_has_rewards_times_events_and_files(tmp_path: Path) -> None:
     text = summary_of(long_run(tmp_path / "run"))
     for wanted in (
-        *("■ finished", "6 iterations", "0.23", "0.74", "train_rollout 54 %", "coordination 57 ms (0.06 %)"),
+        *(
+            "■ finished",
+            "iteration 6 of 6",
+            "mean of 6",
+            "0.23",
+            "0.74",
+            "train_rollout 54 %",
+            "coordination 57 ms (0.06 %)",
+        ),
         *(
             "node 2 (gpu-c) is lost: no heartbeat for 15.4 s",
             "generation 3: nodes 0, 1, 2; leader 0 (joined: node 2 (gpu-c))",
@@ -360,6 +368,6 @@ def test_the_summary_of_a_failed_run_begins_with_why(tmp_path: Path) -> None:
     for rank in range(3):
         run.beat(rank, 9, "broken", (1, 2))
     lines = [line for line in summary_of(run).splitlines() if line]
-    assert lines[0].startswith("■ broken") and "exit code 4" in lines[0]
-    assert lines[1].startswith("! node 1 (gpu-b), iteration 1") and lines[2] == "  | ValueError: no answer"
+    assert "■ broken, exit code 4" in lines[0]
+    assert lines[2].startswith("! node 1 (gpu-b), iteration 1") and lines[3] == "  | ValueError: no answer"
     assert "node 1 logs" in "\n".join(lines)

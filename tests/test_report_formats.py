@@ -31,12 +31,6 @@ def test_the_table_has_a_line_an_iteration(tmp_path: Path, capsys: pytest.Captur
     for row in rows:
         phases = sum(float(row[f"{name}_s"]) for name in PHASE_NAMES if row.get(f"{name}_s"))
         assert float(row["seconds"]) == pytest.approx(phases, rel=1e-3)
-        if int(row["iteration"]) not in (3, 5):
-            # In these a node was lost, or came back.
-            parts = sum(float(row[f"update_{part}_s"]) for part in ("start", "work", "wait"))
-            assert float(row["update_s"]) == pytest.approx(parts, rel=1e-3)
-            assert float(row["update_work_s"]) == pytest.approx(7 * float(row["update_start_s"]))
-    assert "update_load_s" not in rows[0], "no program has told of any"
     for row in rows:
         assert (
             0 <= float(row["train_reward"]) <= 1 and int(row["policy_version"]) == int(row["iteration"]) - 1

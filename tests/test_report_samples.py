@@ -72,7 +72,7 @@ def test_the_best_of_the_best_group_and_the_worst_of_the_worst_are_shown(run: Fa
     best, worst = text.index("best"), text.index("worst")
     assert "answer 2/1" in text[text.index("best", text.index("Answers in training")) :]
     assert "answer 1/0" in text and "reward -1.00" in text and best < worst
-    # The only held-out answer is the best, the worst, and the one random: shown once.
+    # The only held-out answer is the best and the worst: shown once.
     assert text.count("answer 7/0") == 1
 
 

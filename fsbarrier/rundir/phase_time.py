@@ -67,11 +67,3 @@ class PhaseTime:
     def within(self, seconds: float) -> PhaseTime:
         """The whole phase, which took `seconds`; the rest of the time was spent waiting."""
         return replace(self, wait_s=max(0.0, seconds - (self.seconds - self.wait_s)))
-
-    def plus(self, other: PhaseTime) -> PhaseTime:
-        return PhaseTime(
-            *(mine + its for mine, its in zip(self.parts().values(), other.parts().values(), strict=True))
-        )
-
-    def divided(self, by: float) -> PhaseTime:
-        return PhaseTime(*(seconds / by for seconds in self.parts().values()))

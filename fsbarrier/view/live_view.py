@@ -13,7 +13,7 @@ from fsbarrier.errors import EXIT_INTERNAL
 from fsbarrier.rundir.journal import Event
 from fsbarrier.view.event_wording import event_line, event_text
 from fsbarrier.view.run_reader import RunReader
-from fsbarrier.view.run_status import RunStatus, status_of, status_reader
+from fsbarrier.view.run_status import RunStatus, elapsed_s, status_of, status_reader
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -140,10 +140,14 @@ def frame(status: RunStatus, reader: RunReader, width: int, height: int) -> Rend
     from fsbarrier.view.node_table import nodes_table
 
     rule = Text("─" * width, style="dim", no_wrap=True)
-    top = [*lines.header(status, width, _elapsed_s(reader)), rule]
+    top = [*lines.header(status, width, elapsed_s(reader)), rule]
     troubles = [*lines.waiting_line(status), *lines.problem_lines(status, width, 5)]
     rewards = lines.reward_lines(status.rewards, width, lines.reward_so_far(status))
-    results = [*rewards, *lines.time_line(status.times, width), *lines.figures_line(status.figures, width)]
+    results = [
+        *rewards,
+        *lines.time_line(status.finished_times[-1:], width),
+        *lines.figures_line(status.figures, width),
+    ]
     # The node table gets the space that the other parts leave, and the events the rest. The 3 lines are the table's header and two rules.
     fixed = len(top) + len(troubles) + len(results) + 3
     table_rows = max(2, min(len(status.nodes), height - fixed - 4))
@@ -153,17 +157,3 @@ def frame(status: RunStatus, reader: RunReader, width: int, height: int) -> Rend
     for section in (results, events):
         parts += [rule, *section] if section else []
     return Group(*parts)
-
-
-def _elapsed_s(reader: RunReader) -> float | None:
-    """Seconds since this session began, by wall clocks (for display only)."""
-    starts = [
-        event.at
-        for event in reader.history.events
-        if event.name == "generation_started" and event.text("reason").startswith("start")
-    ]
-    if not starts:
-        return None
-    begin, ends = max(starts), [ending.at for ending in reader.history.endings.values()]
-    over = reader.newest is not None and len(ends) >= len(reader.newest.ranks) and min(ends) >= begin
-    return max(0.0, (max(ends) if over else time.time()) - begin)

@@ -12,12 +12,10 @@ import re
 from collections.abc import Iterator, Mapping
 
 from fsbarrier.rundir.journal import Event
-from fsbarrier.rundir.phase_time import PARTS
 from fsbarrier.view.figures import evaluation_figures, rollout_columns, update_columns
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
-from fsbarrier.view.timings import NO_TIME, Span
-from fsbarrier.view.wastes import parts_by_iteration
+from fsbarrier.view.timings import Span
 
 Row = dict[str, object]
 
@@ -44,13 +42,6 @@ def iteration_rows(reader: RunReader, status: RunStatus) -> dict[int, Row]:
     times = {one.iteration: one for one in status.times}
     rewards = {one.iteration: one for one in status.rewards}
     phases = sorted({phase for one in status.times for phase in one.phases})
-    parts = parts_by_iteration(reader.spans())
-    split = [
-        (number, name, part)
-        for number, name in phases
-        for part in PARTS
-        if any(getattr(parts.get((one, number), NO_TIME), f"{part}_s") > 0 for one in times)
-    ]
     measured = update_columns(updates.values())
     found: dict[int, Row] = {}
     for iteration in sorted({*updates, *times, *rewards}):
@@ -69,10 +60,6 @@ def iteration_rows(reader: RunReader, status: RunStatus) -> dict[int, Row]:
         }
         row |= {f"rollout_{column(name)}": _number(rollouts.get(iteration), name) for name in rolled_out}
         row |= {f"eval_{column(name)}": _number(evaluations.get(iteration), name) for name in figures}
-        row |= {
-            f"{column(name)}_{part}_s": getattr(parts.get((iteration, number), NO_TIME), f"{part}_s")
-            for number, name, part in split
-        }
         row |= {f"update_{name}": _number(updates.get(iteration), name) for name in measured}
         found[iteration] = row
     return found

@@ -1,10 +1,9 @@
-"""Sample trajectories in the report: the best, the worst and a random one of the newest iteration with merged files."""
+"""Sample trajectories in the report: the best and the worst of the newest iteration with merged files."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,15 +55,12 @@ class SplitSamples:
     problem: str = ""
 
 
-def samples(paths: RunPaths, newest: int, seed: str) -> list[SplitSamples]:
-    """For each split, the samples of the newest iteration up to `newest` that has a merged file.
-
-    The random choice is the same for every report of this iteration (`seed`: the run id).
-    """
-    return [found for split in SPLITS if (found := _split(paths, split, newest, seed))]
+def samples(paths: RunPaths, newest: int) -> list[SplitSamples]:
+    """For each split, the samples of the newest iteration up to `newest` that has a merged file."""
+    return [found for split in SPLITS if (found := _split(paths, split, newest))]
 
 
-def _split(paths: RunPaths, split: str, newest: int, seed: str) -> SplitSamples | None:
+def _split(paths: RunPaths, split: str, newest: int) -> SplitSamples | None:
     folder = paths.trajectories(split)
     merges = MERGED.parse_all(os.listdir(folder)) if folder.is_dir() else []
     # `newest` comes from a journal, and may be any number.
@@ -75,8 +71,7 @@ def _split(paths: RunPaths, split: str, newest: int, seed: str) -> SplitSamples 
         return None
     title = f"{TITLES[split]}, iteration {iteration}"
     try:
-        groups = _groups(paths, split, iteration)
-        chosen = choose(groups, random.Random(f"{seed} {split} {iteration}"))
+        chosen = choose(_groups(paths, split, iteration))
         kept_in = paths.images(split, iteration)
         found = [_sample(label, trajectory, kept_in) for label, trajectory in chosen]
     # A program of the user's may write arbitrary values into a trajectory's fields.
@@ -107,10 +102,9 @@ def _groups(paths: RunPaths, split: str, iteration: int) -> list[Place]:
     return [found[task] for task in sorted(found)]
 
 
-def choose(groups: Sequence[Place], lot: random.Random) -> list[tuple[str, Trajectory]]:
-    """(label, trajectory) for the best of the group with the highest mean reward, the worst of the group with the lowest, and a random
-    one. Reads at most three groups. Raises StoreError, FormatError.
-    """
+def choose(groups: Sequence[Place]) -> list[tuple[str, Trajectory]]:
+    """(label, trajectory) for the best of the group with the highest mean reward, and the worst of the group with the lowest. Raises
+    StoreError, FormatError."""
     groups = [
         (path, group)
         for path, group in groups
@@ -121,13 +115,8 @@ def choose(groups: Sequence[Place], lot: random.Random) -> list[tuple[str, Traje
     by_mean = sorted(groups, key=lambda place: place[1].stats.reward_mean or 0.0)
     best = max(_judged(by_mean[-1]), key=_reward)
     worst = min(_judged(by_mean[0]), key=_reward)
-    chosen = [("best", best)]
-    if _key(worst) != _key(best):
-        chosen.append(("worst", worst))
-    shown = {_key(one) for _, one in chosen}
-    if others := [one for one in _judged(lot.choice(groups)) if _key(one) not in shown]:
-        chosen.append(("random", lot.choice(others)))
-    return chosen
+    same = (best["task_id"], best["sample"]) == (worst["task_id"], worst["sample"])
+    return [("best", best), *([] if same else [("worst", worst)])]
 
 
 def _judged(place: Place) -> list[Trajectory]:
@@ -137,10 +126,6 @@ def _judged(place: Place) -> list[Trajectory]:
 
 def _reward(trajectory: Trajectory) -> float:
     return float(trajectory["reward"])
-
-
-def _key(trajectory: Trajectory) -> tuple[str, int]:
-    return trajectory["task_id"], trajectory["sample"]
 
 
 def _sample(label: str, trajectory: Trajectory, kept_in: Path) -> ShownTrajectory:

@@ -167,6 +167,20 @@ def status_of(reader: RunReader, now: float) -> RunStatus:
     )
 
 
+def elapsed_s(reader: RunReader) -> float | None:
+    """Seconds since this session began, by wall clocks (for display only)."""
+    starts = [
+        event.at
+        for event in reader.history.events
+        if event.name == "generation_started" and event.text("reason").startswith("start")
+    ]
+    if not starts:
+        return None
+    begin, ends = max(starts), [ending.at for ending in reader.history.endings.values()]
+    over = reader.newest is not None and len(ends) >= len(reader.newest.ranks) and min(ends) >= begin
+    return max(0.0, (max(ends) if over else time.time()) - begin)
+
+
 def _last_iteration(reader: RunReader) -> int | None:
     if reader.newest is not None and reader.newest.verdict is None:
         return reader.newest.until

@@ -95,7 +95,7 @@ def wrapped(lead: tuple[str, str], text: str, style: str, width: int, most: int)
 def header(status: RunStatus, width: int, elapsed_s: float | None = None) -> list[Text]:
     """Two lines: the run, by its folder's name, and its state; its position."""
     mark = "●" if status.state in ("running", "stalled") else "■"
-    state = f"{mark} {status.state}"
+    state = f"{mark} {status.state}{f', exit code {status.exit_code}' if status.exit_code else ''}"
     right = f"{one_line(status.program)}  {status.run_id}"
     right += f"  {duration(elapsed_s)}" if elapsed_s is not None else ""
     name = Text(one_line(PurePath(status.log_path).name), "bold")
@@ -190,20 +190,12 @@ def reward_so_far(status: RunStatus) -> float | None:
     return total / done_by_all if done_by_all > 0 else None
 
 
-def time_line(times: Sequence[IterationTime], width: int) -> list[Text]:
-    """The timing of the last complete iteration."""
-    last = [one for one in times if one.complete][-1:]
-    return [line((_time(f"iteration {last[0].iteration}", last, width), "dim"))] if last else []
-
-
-def mean_time_lines(finished: Sequence[IterationTime], width: int) -> list[Text]:
-    """The mean timing of these iterations."""
-    return [line(_time(f"mean of {len(finished)}", finished, width))]
-
-
-def _time(name: str, iterations: Sequence[IterationTime], width: int) -> str:
+def time_line(iterations: Sequence[IterationTime], width: int) -> list[Text]:
     """The duration, the longest phases and the coordination of an iteration, by the mean of these."""
+    if not iterations:
+        return []
     total, count = together(iterations), len(iterations)
+    name = f"mean of {count}" if count > 1 else f"iteration {total.iteration}"
     parts = [f"{name}: {duration(total.seconds / count)}"]
     for (_, phase), seconds in sorted(total.phases.items(), key=lambda item: -item[1]):
         if total.seconds > 0 and seconds / total.seconds >= 0.05:
@@ -211,7 +203,7 @@ def _time(name: str, iterations: Sequence[IterationTime], width: int) -> str:
     coordination = f"coordination {duration(total.coordination_s / count)} ({percent(total.share)})"
     while len(parts) > 1 and cell_len(" · ".join([*parts, coordination])) > width:
         parts.pop()
-    return " · ".join([*parts, coordination])
+    return [line((" · ".join([*parts, coordination]), "dim"))]
 
 
 def figures_line(figures: Mapping[str, float], width: int) -> list[Text]:
@@ -236,3 +228,12 @@ def event_lines(events: Iterable[Event], most: int) -> list[Text]:
         line((f"{clock_time(event.at)}  ", "dim"), (text, EVENT_STYLE.get(event.name, "")))
         for event, text in worded[-most:]
     ]
+
+
+def file_lines(status: RunStatus) -> list[Text]:
+    """Where the files of interest are."""
+    return [file_line(name.replace("_", " "), path) for name, path in status.files.items()]
+
+
+def file_line(name: str, path: str) -> Text:
+    return line((f"{name:<19}", "dim"), one_line(path))

@@ -1,4 +1,4 @@
-"""Splits the nodes' time into parts (start, load, work, save, wait) and finds the largest losses. Pure.
+"""Finds the largest losses of the nodes' time, by its parts (start, load, work, save, wait). Pure.
 
 A node's waiting time in a row has two parts: it waits for the row's last member until that one is done, and the rest is coordination.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from fsbarrier.rundir.phase_time import PhaseTime
 from fsbarrier.view.amounts import percent, ranks
 from fsbarrier.view.timings import CUT_SHORT, PASSED, RowTime, Span, row_times
 
@@ -55,15 +54,3 @@ def _losses(span: Span, row: RowTime) -> Iterable[tuple[str, float]]:
         ("coordination: detecting that all nodes are done", coordination_s),
         (f"waiting for {whose} {name}", time.wait_s - coordination_s),
     ]
-
-
-def parts_by_iteration(spans: Iterable[Span]) -> dict[tuple[int, int], PhaseTime]:
-    """(iteration, phase) -> the parts of the time, averaged over the nodes that passed it."""
-    sums: dict[tuple[int, int], PhaseTime] = defaultdict(PhaseTime)
-    nodes: dict[tuple[int, int], set[int]] = defaultdict(set)
-    for span in spans:
-        if span.outcome == PASSED:
-            key = span.iteration, span.phase
-            sums[key] = sums[key].plus(span.time)
-            nodes[key].add(span.node_rank)
-    return {key: time.divided(len(nodes[key])) for key, time in sums.items()}

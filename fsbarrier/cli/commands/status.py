@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fsbarrier.cli.commands import flags
-from fsbarrier.view.amounts import one_line
 from fsbarrier.view.run_status import RunStatus, read_status
 
 if TYPE_CHECKING:
@@ -50,7 +49,6 @@ def page(status: RunStatus, width: int) -> Iterator[RenderableType]:
     yield from lines.problem_lines(status, width, 20)
     yield ""
     yield from lines.reward_lines(status.rewards, width)
-    yield from lines.time_line(status.times, width)
+    yield from lines.time_line(status.finished_times[-1:], width)
     yield from lines.figures_line(status.figures, width)
-    for name, path in status.files.items():
-        yield lines.line((f"{name.replace('_', ' '):<19}", "dim"), one_line(path))
+    yield from lines.file_lines(status)
