@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from fsbarrier.planning.cluster_plan import ClusterPlan
-from fsbarrier.protocol.wording import gib
+from fsbarrier.protocol.wording import counted, gib
 from fsbarrier.store.reading import GIB, MIB
 
 
@@ -16,16 +16,16 @@ def lines(plan: ClusterPlan) -> list[str]:
     size = f"{_number(plan.parameters)} parameters"
     if plan.vision:
         size += f", {_number(plan.vision)} of them for images{' and not trained' if plan.frozen else ''},"
-    machines = f"{size} on {_count(cluster.nodes, 'node')}"
+    machines = f"{size} on {counted(cluster.nodes, 'node')}"
     if cluster.accelerators:
-        machines += f" of {_count(cluster.accelerators, 'accelerator')} with {_size(cluster.memory_bytes)}"
+        machines += f" of {counted(cluster.accelerators, 'accelerator')} with {_size(cluster.memory_bytes)}"
     each = "each accelerator" if cluster.accelerators else "each process"
     said = [machines]
     for what, engine in {"rollouts": plan.rollout, **plan.engines}.items():
         used, there = engine.replicas * engine.tensor_parallel_size, engine.accelerators
-        idle = f" over {_count(used, 'accelerator')}, {there - used} idle" if 0 < used < there else ""
-        some = f" on {_count(engine.nodes, 'node')}" if engine.nodes < cluster.nodes else ""
-        said.append(f"{what:<13} {_count(engine.replicas, 'engine')} a node{some}{idle}")
+        idle = f" over {counted(used, 'accelerator')}, {there - used} idle" if 0 < used < there else ""
+        some = f" on {counted(engine.nodes, 'node')}" if engine.nodes < cluster.nodes else ""
+        said.append(f"{what:<13} {counted(engine.replicas, 'engine')} a node{some}{idle}")
         if engine.parts:
             said.append(
                 f"  {each}: {_parts(engine.parts)}; the cache holds {engine.cache_tokens:,} tokens an engine"
@@ -33,13 +33,13 @@ def lines(plan: ClusterPlan) -> list[str]:
     if plan.copies == plan.world:
         sharded = f"shard={plan.shard}: a copy on each"
     else:
-        sharded = f"shard={plan.shard}: {_count(plan.copies, 'copy')}, each over {plan.world // plan.copies}"
+        sharded = f"shard={plan.shard}: {counted(plan.copies, 'copy', 'copies')}, each over {plan.world // plan.copies}"
     if plan.zero_stage is not None:
         sharded = f"DeepSpeed ZeRO-{plan.zero_stage}: {sharded.partition(': ')[2]}"
     critic = f"critic {_size(plan.critic_bytes)}, " if plan.critic_bytes else ""
     said += [
-        f"update        {_count(plan.world, 'process')}, {sharded}; {_count(plan.optimizer_steps, 'step')}, in micro-batches of "
-        f"{plan.micro_batch_tokens:,} tokens",
+        f"update        {counted(plan.world, 'process', 'processes')}, {sharded}; {counted(plan.optimizer_steps, 'step')}, in "
+        f"micro-batches of {plan.micro_batch_tokens:,} tokens",
         f"  {each}: {_parts(plan.update)}; {_size(plan.update_bytes)} of {_size(max(0, plan.available))}",
         f"checkpoint    model {_size(plan.model_bytes)}, {critic}trainer state {_size(plan.trainer_state_bytes)}; "
         f"{_size(plan.kept_bytes)} on disk with those that are kept",
@@ -66,11 +66,3 @@ def _number(parameters: int) -> str:
 
 def _size(amount: int) -> str:
     return gib(amount) if amount >= GIB // 10 else f"{amount / MIB:.1f} MiB"
-
-
-def _count(number: int, noun: str) -> str:
-    if number == 1:
-        return f"1 {noun}"
-    if noun.endswith(("s", "ch")):
-        return f"{number:,} {noun}es"
-    return f"{number:,} {noun[:-1]}ies" if noun.endswith("py") else f"{number:,} {noun}s"

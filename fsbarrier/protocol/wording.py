@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 
-def counted(number: int, noun: str) -> str:
-    """ "1 node", "3 nodes": for nouns whose plural ends in s."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def counted(number: int, noun: str, nouns: str = "") -> str:
+    """ "1 node", "3 nodes". `nouns`: the plural, where it is not the noun with an s."""
+    return f"{number} {noun if number == 1 else nouns or f'{noun}s'}"
 
 
 def gib(amount: int) -> str:

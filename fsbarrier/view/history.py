@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fsbarrier.rundir.journal import FREQUENT, Event, lost_nodes
+from fsbarrier.view.event_wording import event_text
 
 #: events that carry a phase's results
 RESULTS = frozenset({"rolled_out", "evaluated", "batch_prepared", "updated"})
@@ -51,10 +52,11 @@ class RunHistory:
     _results: dict[tuple[int, str], Event] = field(default_factory=dict)
     _last_report: dict[tuple[object, ...], float] = field(default_factory=dict)
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: Event) -> bool:
+        """Collect an event. Returns False if another node has just reported the same."""
         match event.name:
             case name if name in FREQUENT:
-                return
+                return True
             case name if name in RESULTS:
                 self._take_result(event)
             case "node_lost":
@@ -63,9 +65,11 @@ class RunHistory:
                 self.failures.append(event)
             case "node_ended":
                 self.endings[event.node_rank] = event
-        if self._is_news(event):
+        is_news = self._is_news(event)
+        if is_news:
             self.events.append(event)
             del self.events[:-MAX_EVENTS]
+        return is_news
 
     def newest_events(self, most: int = MAX_EVENTS) -> list[Event]:
         """The events without duplicates and frequent ones, sorted by the writers' wall clocks."""
@@ -126,9 +130,5 @@ def _subject(event: Event) -> tuple[object, ...]:
             return (event.integer("suspect"),)
         case "node_lost":
             return tuple(node.node_rank for node in lost_nodes(event))
-        case "generation_started" | "generation_proposed":
-            return (event.integer("number"),)
-        case "node_ended" if event.text("state") != "left":
-            return (event.text("reason"),)
         case _:
-            return event.node_rank, event.iteration, event.phase
+            return (event_text(event) or (event.node_rank, event.iteration, event.phase),)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping, Sequence
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -14,8 +13,6 @@ from fsbarrier.view.amounts import one_line
 
 #: width for a pipe, so that names are not shortened
 PIPE_WIDTH = 400
-#: minimum width of the shortened column
-NARROWEST = 12
 
 
 def print_listing(
@@ -30,16 +27,9 @@ def print_listing(
     `styles`: cell text -> style."""
     texts = [[one_line(str(cell)) for cell in row] for row in rows]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
-    for name, *cells in zip(names, *texts, strict=True):
-        widest = max(map(cell_len, (name, *cells)))
-        may_shrink = name == shortened
-        table.add_column(
-            name,
-            justify="right" if name in right else "left",
-            # rich first narrows the columns whose text may wrap.
-            no_wrap=not may_shrink,
-            min_width=min(widest, NARROWEST) if may_shrink else widest,
-        )
+    for name in names:
+        # rich narrows only columns whose text may wrap.
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=name != shortened)
     for row in texts:
         table.add_row(*(Text(cell, styles.get(cell, ""), no_wrap=True, overflow="ellipsis") for cell in row))
     Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False).print(table)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from fsbarrier.errors import EXIT_INTERNAL
 from fsbarrier.rundir.journal import Event
-from fsbarrier.view.event_wording import event_line, event_text
+from fsbarrier.view.event_wording import event_line
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus, elapsed_s, status_of, status_reader
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: polling interval in seconds
 FRAME_S = 0.25
-#: In seconds. The view starts with events no older than this. It shows an event that several nodes report within this time only once.
+#: The view starts with events no older than this, in seconds.
 RECENT_S = 10.0
 ENDED = frozenset({"finished", "stopped", "broken"})
 #: The view ends when the run has been over for this many seconds, because a run still looks ended when a new session starts.
@@ -111,21 +111,14 @@ def _live(console: Console, reader: RunReader) -> Iterator[Show]:
 
 @contextmanager
 def _plain(console: Console, since: float) -> Iterator[Show]:
-    """Prints one line per event, only once even if several nodes report it."""
-    printed: dict[tuple[int, str], float] = {}
+    """Prints one line per event."""
 
     def show(status: RunStatus, fresh: Sequence[Event]) -> None:
         for event in fresh:
-            text, line = event_text(event), event_line(event)
+            line = event_line(event)
             # Every node reports every phase; show only the leader's reports.
             of_another = event.name.startswith(("phase_", "iteration_")) and event.node_rank != status.leader
-            if text is None or line is None or event.at < since or of_another:
-                continue
-            # Two nodes' reports about the same suspected node contain different durations.
-            key = (event.generation, event.name if event.name == "node_suspected" else text)
-            before = printed.get(key)
-            printed[key] = event.at
-            if before is None or event.at - before > RECENT_S:
+            if line is not None and event.at >= since and not of_another:
                 console.out(line, highlight=False)
 
     yield show

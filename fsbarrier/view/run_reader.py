@@ -91,7 +91,7 @@ class RunReader:
         self._heartbeats = HeartbeatReader(self._store, self.paths.status)
 
     def poll(self, now: float) -> list[Event]:
-        """Poll everything and return the new events, sorted by wall clock. `now`: this process's monotonic time."""
+        """Poll everything and return the new events, each once, sorted by wall clock. `now`: this process's monotonic time."""
         self._read_joins(now)
         self._read_generations()
         fresh = self._read_journals()
@@ -228,8 +228,8 @@ class RunReader:
                     # The skipped part of this journal may extend into this iteration; the next one is complete.
                     self._whole_from = max(self._whole_from, event.iteration + 1)
                     self._begun.add(name)
-                self._take(event, spans)
-                fresh.append(event)
+                if self._take(event, spans):
+                    fresh.append(event)
         self._forget()
         return sorted(fresh, key=lambda event: event.at)
 
@@ -238,13 +238,13 @@ class RunReader:
         leads = self.newest is not None and start.rank == self.newest.leader
         return JournalReader(self.paths.events / name, most, with_past=self.all_pasts or leads)
 
-    def _take(self, event: Event, spans: SpanReader) -> None:
-        """Pass the event to all collectors."""
+    def _take(self, event: Event, spans: SpanReader) -> bool:
+        """Pass the event to all collectors. Returns False if another node has just reported the same."""
         ended = spans.feed(event)
         if ended is not None:
             self._spans.append(ended)
             self._rows = None
-        self.history.feed(event)
+        is_news = self.history.feed(event)
         if event.name == "phase_started":
             self.position = max(self.position, event.row)
             self._phase_names[event.phase] = event.phase_name
@@ -253,6 +253,7 @@ class RunReader:
                 self.places[event.node_rank] = event
         if event.waits or event.name == "work_finished":
             self._done[event.node_rank] = event
+        return is_news
 
     def _forget(self) -> None:
         if self.keep is not None:

@@ -12,8 +12,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fsbarrier.cli.commands import flags
-from fsbarrier.cli.start import preflight
-from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.processes import processes
 from fsbarrier.processes.stacks import write_stacks
 from fsbarrier.protocol.membership import GONE
@@ -38,23 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     paths = flags.find_run(args).paths
-    time_of_day = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
-    out = preflight.absolute(args.out) if args.out else paths.root / f"debug-{time_of_day}.tar.gz"
-    if not out.parent.is_dir():
-        raise UsageError(f"--out {args.out}: {out.parent} is not an existing directory")
-    if out.is_dir():
-        raise UsageError(f"--out {args.out}: is a directory; name a file")
-    try:
-        reading.check_may_replace(out)
-        said = list(_ask_for_stacks(paths))
-        print("".join(f"{line}\n" for line in said), end="")
-        _write_archive(paths, out, said)
-    except reading.NotPlain as error:
-        raise UsageError(f"{error.filename}: {error.strerror}; name another file with --out") from None
-    except PermissionError as error:
-        raise UsageError(f"{error.filename}: no permission to write there ({error.strerror})") from None
-    except OSError as error:
-        raise StoreError(f"cannot write the archive: {error}") from None
+    name = args.out or paths.root / f"debug-{datetime.now(UTC):%Y%m%dT%H%M%S%f}.tar.gz"
+    said = list(_ask_for_stacks(paths))
+    print("".join(f"{line}\n" for line in said), end="")
+    # Only this user may read it, whoever may read the run.
+    files.set_shared_group(False)
+    out = flags.write_file("--out", name, _archive(paths, Path(name).name.partition(".")[0], said))
     print(f"wrote {out}; it contains logs, so review it before you share it")
     return 0
 
@@ -79,22 +66,17 @@ def _ask_for_stacks(paths: RunPaths) -> Iterator[str]:
             yield f"{node}: process {pid} did not: it is stopped, or hangs in the kernel"
 
 
-def _write_archive(paths: RunPaths, out: Path, said: list[str]) -> None:
-    """Put `said`, the ends of the logs and journals, and the last heartbeats into `out`, which only this user may read.
+def _archive(paths: RunPaths, folder: str, said: list[str]) -> bytes:
+    """`said`, the ends of the logs and journals, and the last heartbeats, below `folder`.
 
     Only plain files with one name are included, no link is followed, and passwords in addresses are removed. Raises OSError.
     """
-    folder, temporary = out.name.partition(".")[0], files.temporary_beside(out)
-    try:
-        with os.fdopen(files.open_new(temporary), "wb") as stream:
-            os.fchmod(stream.fileno(), 0o600)
-            with tarfile.open(fileobj=stream, mode="w:gz") as archive:
-                _add(archive, f"{folder}/nodes.txt", "".join(f"{line}\n" for line in said))
-                for path in _files_for_archive(paths):
-                    _add(archive, f"{folder}/{path.relative_to(paths.root)}", _end_of(paths, path))
-        files.rename(temporary, out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w:gz") as archive:
+        _add(archive, f"{folder}/nodes.txt", "".join(f"{line}\n" for line in said))
+        for path in _files_for_archive(paths):
+            _add(archive, f"{folder}/{path.relative_to(paths.root)}", _end_of(paths, path))
+    return stream.getvalue()
 
 
 def _add(archive: tarfile.TarFile, name: str, text: str) -> None:

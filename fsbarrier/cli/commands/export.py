@@ -26,17 +26,8 @@ SUMMARY = (
 EXAMPLE = "fsbarrier export ./my-model --policy-version 6; fsbarrier export ./five.parquet --iteration 5"
 # A user who names such a target expects a table in that format. It is not supported, and a folder of that name would be a surprise.
 DATA_SUFFIXES = (
-    ".csv",
-    ".tsv",
-    ".json",
-    ".txt",
-    ".xlsx",
-    ".arrow",
-    ".feather",
-    ".pt",
-    ".safetensors",
-    ".zip",
-    ".gz",
+    *(".csv", ".tsv", ".json", ".txt", ".xlsx", ".arrow", ".feather"),
+    *(".pt", ".safetensors", ".zip", ".gz"),
 )
 
 

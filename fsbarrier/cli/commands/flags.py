@@ -13,7 +13,7 @@ from fsbarrier.errors import UsageError
 from fsbarrier.rundir.runrecord import STEERING, RunRecord, load
 from fsbarrier.settings.hidden import shown_word
 from fsbarrier.settings.sources import FLAGS, ChosenValue, setting_of, with_range_of_nodes
-from fsbarrier.store import files, trusted_folder
+from fsbarrier.store import files, reading, trusted_folder
 
 CONFIG = "read settings from a file; flags and key=value override it"
 
@@ -135,3 +135,18 @@ def find_run(args: argparse.Namespace) -> RunRecord:
 def say(line: str) -> None:
     """Print a progress message."""
     print(f"fsbarrier: {line}", file=sys.stderr, flush=True)
+
+
+def write_file(flag: str, name: str | Path, data: bytes) -> Path:
+    """Write a file that the user names with `flag`, atomically, and return its path. Raises UsageError."""
+    out = preflight.absolute(name)
+    try:
+        if out.is_dir():
+            raise UsageError(f"{flag} {out}: is a directory; name a file")
+        reading.check_may_replace(out)
+        files.write_atomic(out, data)
+    except OSError as error:
+        raise UsageError(
+            f"{flag} {out}: cannot write the file: {error.strerror or error}; name another file with {flag}"
+        ) from None
+    return out

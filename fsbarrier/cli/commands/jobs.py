@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,17 +56,8 @@ def main(args: argparse.Namespace) -> int:
     return _logs(pool, number, args) if action == "logs" else _stop(pool, number)
 
 
-def _waiting(pool: Pool, jobs: Iterable[int]) -> dict[int, str]:
-    """What each queued job among `jobs` is waiting for."""
-    queued = [number for number in jobs if pool.queue.jobs[number].word == "queued"]
-    # Checking which nodes are alive takes a moment, so do it only if needed.
-    living = pool.living() if queued else []
-    return {number: what for number in queued if (what := pool.queue.waits_for(number, living))}
-
-
 def _list(pool: Pool, *, as_json: bool) -> int:
     jobs, rows = pool.queue.jobs, []
-    waiting = _waiting(pool, jobs)
     for number, state in jobs.items():
         hosts = [pool.queue.hosts.get(place.node, "?") for _, place in sorted(state.places.items())]
         rows.append(
@@ -75,7 +65,6 @@ def _list(pool: Pool, *, as_json: bool) -> int:
                 "job": number,
                 "state": state.word,
                 "exit_code": state.over.exit_code if state.over else None,
-                "waits_for": waiting.get(number),
                 "on": hosts,
                 "iteration": _iteration(pool.run_of(number)) if hosts else 0,
                 **msgspec.to_builtins(state.job),
@@ -102,8 +91,12 @@ def _list(pool: Pool, *, as_json: bool) -> int:
         for row in rows
     ]
     print_listing(names, cells, right=("job", "priority", "iteration"), shortened="name", styles={})
-    for number, what in waiting.items():
-        print(f"job {number} is waiting for {what}")
+    if any(row["state"] == "queued" for row in rows):
+        # Checking which nodes are alive takes a moment, so do it only if needed.
+        living = pool.living()
+        print(
+            f"the pool has {counted(len(living), 'node')}, of which {len(pool.queue.free(living))} can take a job"
+        )
     return 0
 
 
@@ -121,8 +114,7 @@ def _logs(pool: Pool, number: int, args: argparse.Namespace) -> int:
         return [Log(f"[node {rank}]", pool.log(number, rank)) for rank in ranks]
 
     if not args.follow and not find():
-        what = _waiting(pool, [number]).get(number)
-        raise UsageError(f"job {number} has no output yet{f'; it is waiting for {what}' if what else ''}")
+        raise UsageError(f"job {number} has no output yet: it is {pool.queue.jobs[number].word}")
     show(find, args.lines, follows=lambda: args.follow and pool.read().jobs[number].over is None)
     return 0
 

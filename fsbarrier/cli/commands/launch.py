@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 from collections.abc import Callable
@@ -16,8 +17,8 @@ from fsbarrier.cli.launchers.job import (
     check_name,
     commands_here,
     fill,
+    is_foreign,
     split,
-    write,
 )
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.wording import counted
@@ -206,7 +207,9 @@ def _written(args: argparse.Namespace, text: str, name: str) -> Path | None:
         print(text, end="")
         return None
     path = Path(args.output or name)
-    write(path, text)
+    if is_foreign(path):
+        raise UsageError(f"--output {path}: exists and was not written by fsbarrier; choose another name")
+    flags.write_file("--output", path, os.fsencode(text))
     return path
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from fsbarrier.cli.commands import flags
-from fsbarrier.cli.start import preflight
-from fsbarrier.errors import UsageError
-from fsbarrier.store import files, reading
+from fsbarrier.store import files
 
 SUMMARY = "Write a run's rewards, timings, node timelines and events as one self-contained HTML file. The run may still be in progress."
 EXAMPLE = """fsbarrier report --log-path runs/default --out report.html
@@ -54,20 +51,5 @@ def main(args: argparse.Namespace) -> int:
         html = page(reader, status, iterations=args.iterations, with_samples=not args.no_samples)
         texts["--out"] = (args.out or str(log_path / "report.html"), html)
     for flag, (name, text) in texts.items():
-        path = preflight.absolute(name)
-        write(path, text.encode(), flag)
-        print(path)
+        print(flags.write_file(flag, name, text.encode()))
     return 0
-
-
-def write(out: Path, data: bytes, flag: str = "--out") -> None:
-    """Write the file atomically. Raises UsageError on failure."""
-    if out.is_dir():
-        raise UsageError(f"{flag} {out}: is a directory; name a file")
-    try:
-        reading.check_may_replace(out)
-        files.write_atomic(out, data)
-    except OSError as error:
-        raise UsageError(
-            f"{flag} {out}: cannot write the file: {error.strerror or error}; name another file with {flag}"
-        ) from None

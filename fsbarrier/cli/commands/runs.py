@@ -7,12 +7,12 @@ import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fsbarrier.cli.commands import flags
 from fsbarrier.cli.start import preflight
 from fsbarrier.errors import FsbarrierError, UsageError
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.view.amounts import amount, duration, one_line
 from fsbarrier.view.run_status import read_status
@@ -29,20 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add(parser, {"--json": "print a JSON list"})
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """One run. `train_reward`, `test_reward`: the latest known. `last_activity_s`: seconds since the newest heartbeat."""
-
-    path: str
-    state: str
-    iteration: int
-    iterations: int | None
-    nodes: int
-    train_reward: float | None
-    test_reward: float | None
-    last_activity_s: float | None
-
-
 def main(args: argparse.Namespace) -> int:
     folder = preflight.absolute(args.folder) if args.folder else preflight.default_log_path(os.environ).parent
     try:
@@ -54,12 +40,10 @@ def main(args: argparse.Namespace) -> int:
         looked = [*pool.map(_look, found)]
     for problem in (each for each in looked if isinstance(each, str)):
         flags.say(problem)
-    runs = sorted(
-        (each for each in looked if isinstance(each, Summary)),
-        key=lambda run: (run.last_activity_s is None, run.last_activity_s),
-    )
+    runs = [each for each in looked if not isinstance(each, str)]
+    runs.sort(key=lambda run: (run["last_activity_s"] is None, run["last_activity_s"]))
     if args.json:
-        print(json.dumps([asdict(run) for run in runs], indent=2))
+        print(json.dumps(runs, indent=2))
     elif not found:
         print(f"no runs in {folder}")
     else:
@@ -67,49 +51,42 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _look(path: Path) -> Summary | str:
-    """Summarize one run, or return an error message."""
+def _look(path: Path) -> JsonObject | str:
+    """One run, or an error message. The rewards are the latest known; `last_activity_s`: seconds since the newest heartbeat."""
     try:
         status = read_status(path)
     except (FsbarrierError, OSError) as error:
         return f"skipped {path.name}: {one_line(str(error))}"
     beats = [node.last_beat_time for node in status.nodes if node.last_beat_time is not None]
-    return Summary(
-        path=str(path),
-        state=status.state,
-        iteration=status.iteration,
-        iterations=status.iterations,
-        nodes=status.num_nodes,
-        train_reward=_newest([reward.train for reward in status.rewards]),
-        test_reward=_newest([reward.test for reward in status.rewards]),
-        last_activity_s=max(0.0, time.time() - max(beats)) if beats else None,
-    )
+    return {
+        "path": str(path),
+        "state": status.state,
+        "iteration": status.iteration,
+        "iterations": status.iterations,
+        "nodes": status.num_nodes,
+        "train_reward": _newest([reward.train for reward in status.rewards]),
+        "test_reward": _newest([reward.test for reward in status.rewards]),
+        "last_activity_s": max(0.0, time.time() - max(beats)) if beats else None,
+    }
 
 
 def _newest(values: list[float | None]) -> float | None:
     return next((value for value in reversed(values) if value is not None), None)
 
 
-def _print(runs: list[Summary]) -> None:
+def _print(runs: list[JsonObject]) -> None:
     from fsbarrier.view.listing import print_listing
     from fsbarrier.view.terminal_lines import STATE_STYLE
 
     names = ("run", "state", "iteration", "nodes", "train", "held-out", "last activity")
-    rows = [
-        (
-            Path(run.path).name,
-            run.state,
-            f"{run.iteration}" if run.iterations is None else f"{run.iteration} of {run.iterations}",
-            run.nodes,
-            amount(run.train_reward),
-            amount(run.test_reward),
-            "–" if run.last_activity_s is None else f"{_roughly(run.last_activity_s)} ago",
+    rows = []
+    for run in runs:
+        of = "" if run["iterations"] is None else f" of {run['iterations']}"
+        ago_s = run["last_activity_s"]
+        # In its largest unit: 5 min, 2 h, 3 d.
+        ago = "–" if ago_s is None else f"{' '.join(duration(ago_s).split()[:2])} ago"
+        rewards = amount(run["train_reward"]), amount(run["test_reward"])
+        rows.append(
+            (Path(run["path"]).name, run["state"], f"{run['iteration']}{of}", run["nodes"], *rewards, ago)
         )
-        for run in runs
-    ]
     print_listing(names, rows, right=names[2:], shortened="run", styles=STATE_STYLE)
-
-
-def _roughly(seconds: float) -> str:
-    """A duration in its largest unit: 5 min, 2 h, 3 d."""
-    return " ".join(duration(seconds).split()[:2])

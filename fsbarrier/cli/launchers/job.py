@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fsbarrier.cli.start import preflight
 from fsbarrier.errors import UsageError
-from fsbarrier.store import files, reading
+from fsbarrier.store import reading
 
 #: The first line of each generated file. A file without it is not ours and is never overwritten.
 MARK = "# Written by `fsbarrier launch`."
@@ -103,12 +103,11 @@ def _shell_words(words: str | Sequence[str]) -> str:
     return shlex.join([words] if isinstance(words, str) else words)
 
 
-def write(path: Path, text: str) -> None:
-    """Write the file, readable only by its owner, and replace an older one of ours. Raises UsageError."""
+def is_foreign(path: Path) -> bool:
+    """Whether there is a file that `fsbarrier launch` did not write."""
     try:
-        reading.check_may_replace(path)
-        if path.exists() and MARK.encode() not in reading.read_bytes(path, reading.JSON_BYTES)[:500]:
-            raise UsageError(f"--output {path}: exists and was not written by fsbarrier; choose another name")
-        files.write_atomic(path, os.fsencode(text))
-    except OSError as error:
-        raise UsageError(f"--output {path}: cannot write the file: {error.strerror}") from None
+        return MARK.encode() not in reading.read_bytes(path, reading.JSON_BYTES)[:500]
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True

@@ -6,7 +6,6 @@ the job, which resumes the run. A failed node does not end the job (`--no-kill`)
 
 from __future__ import annotations
 
-import shlex
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,27 +16,13 @@ from fsbarrier.errors import ProgramFailed, UsageError
 
 def batch_file(job: ClusterJob, *, time_limit: str | None, warn_s: int, extra: Sequence[str]) -> str:
     """The text of the file. `extra`: additional sbatch options, such as `--partition=gpu`. Raises UsageError."""
-    options = [
-        f"--job-name={job.name}",
-        f"--nodes={job.nodes}",
-        "--ntasks-per-node=1",
-        "--requeue",
-        "--no-kill",
-        "--open-mode=append",
-        f"--signal=B:USR1@{warn_s}",
-        f"--output={job.name}-%j.log",
-        f"--chdir={shlex.quote(str(job.folder))}",
-    ]
-    if job.gpus_per_node:
-        options.append(f"--gpus-per-node={job.gpus_per_node}")
-    if time_limit:
-        options.append(f"--time={time_limit}")
-    for option in (*options, *extra):
+    options = (*([f"--time={time_limit}"] if time_limit else []), *extra)
+    for option in (*options, f"--chdir={job.folder}"):
         if not option.startswith("--") or any(character in option for character in "\n\r"):
             raise UsageError(
                 f"--sbatch {option!r}: must be a single sbatch option that begins with --, such as --partition=gpu"
             )
-    return fill("slurm.sh.jinja", job, options=(*options, *extra), warn_s=warn_s)
+    return fill("slurm.sh.jinja", job, options=options, warn_s=warn_s)
 
 
 def submit(path: Path) -> str:

@@ -14,7 +14,6 @@ from typing import Annotated, NamedTuple
 from msgspec import Meta, Struct
 
 from fsbarrier.errors import EXIT_SIGTERM, UsageError
-from fsbarrier.protocol.wording import counted
 
 # The exit code of a job that was stopped while still queued.
 STOPPED = EXIT_SIGTERM
@@ -174,19 +173,6 @@ class Queue:
         waiting = {number: each.job for number, each in self.going_on().items() if each.word == "queued"}
         line = sorted(waiting, key=lambda number: (-waiting[number].priority, number))
         return next((number for number in line if waiting[number].nodes <= len(living)), None)
-
-    def waits_for(self, number: int, living: Collection[int]) -> str:
-        """Why a job is still queued, as text; "" if it can start at any moment or is not queued."""
-        state, first = self.jobs[number], self.first_in_line(living)
-        if state.word != "queued" or state.stop:
-            return ""
-        needed, free = state.job.nodes, len(self.free(living))
-        if needed > len(living):
-            return f"{counted(needed, 'node')}, of which the pool has {len(living)}"
-        if first != number:
-            return f"job {first}, which is ahead of it"
-        nodes = f"{counted(needed, 'node')}, of which {free} of the pool's {len(living)} are free"
-        return nodes if needed > free else ""
 
 
 def next_decision(
