@@ -46,8 +46,7 @@ def test_object_stores_are_refused(kind: str, source: str) -> None:
     [
         ("nfs4", "soft", "warning", "hard"),
         ("nfs", "nocto", "warning", "without nocto"),
-        ("nfs", "nolock", "note", ""),
-        ("nfs4", "local_lock=all", "note", ""),
+        ("nfs", "nolock", "", ""),
         ("nfs4", "acdirmax=600", "warning", "actimeo=3"),
         ("nfs4", "noac", "note", "actimeo=1"),
         ("nfs", "proto=udp", "warning", "tcp"),
@@ -55,7 +54,6 @@ def test_object_stores_are_refused(kind: str, source: str) -> None:
         ("9p", "cache=loose", "warning", "cache=none"),
         ("cifs", "cache=loose", "warning", "cache=strict"),
         ("cifs", "noserverino", "warning", "serverino"),
-        ("lustre", "localflock", "note", ""),
         ("nfs4", "lookupcache=all", "", ""),
         ("nfs4", "actimeo=3", "", ""),
     ],

@@ -57,7 +57,7 @@ def queue(*records: Record) -> Queue:
 
 
 def decides(queue: Queue, living: set[int], dead: set[int] | None = None) -> Placed | Over | None:
-    return next_decision(queue, living, dead or set(), set())
+    return next_decision(queue, living, dead or set())
 
 
 def test_the_higher_priority_goes_first_and_then_the_older_job() -> None:
@@ -111,9 +111,7 @@ def test_a_job_that_was_stopped_gets_no_nodes_any_more() -> None:
     assert decides(queue(job(2), Placed(1, {0: 0, 1: 1}), StopAsked(1, "ann")), {0, 2}, dead={1}) is None
 
 
-def ends(
-    *codes: int | None, stop: bool = False, dead: set[int] | None = None, begun: bool = False
-) -> int | None:
+def ends(*codes: int | None, stop: bool = False, dead: set[int] | None = None) -> int | None:
     """The exit code with which job 1, whose nodes 0, 1, ... ended with `codes`, is over."""
     line = queue(job(len(codes)), Placed(1, {rank: rank for rank in range(len(codes))}))
     for rank, code in enumerate(codes):
@@ -121,7 +119,7 @@ def ends(
             line.apply(Ended(1, rank, 2, code))
     if stop:
         line.apply(StopAsked(1, "ann"))
-    decision = next_decision(line, set(), dead or set(), {1} if begun else set())
+    decision = next_decision(line, set(), dead or set())
     return decision.exit_code if isinstance(decision, Over) else None
 
 
@@ -134,12 +132,11 @@ def test_when_a_job_is_over() -> None:
     assert ends(None, None, dead={0, 1}, stop=True) == 143
     assert ends(143, None, stop=True) is None
     assert ends(143, 143, stop=True) == 143
-    # A node that fails later leaves the others to go on, one that fails before they begin does not.
-    assert ends(3, None, begun=True) is None
-    assert ends(3, None) == 3
-    assert ends(2, None, begun=True) == 2
-    assert ends(-9, 0, begun=True) == 0
-    assert ends(4, 4, begun=True) == 4
+    # A node that fails leaves the others to go on, one that refuses to start does not.
+    assert ends(3, None) is None
+    assert ends(2, None) == 2
+    assert ends(-9, 0) == 0
+    assert ends(4, 4) == 4
 
 
 # --- the directory --------------------------------------------------------------------------------------------------------

@@ -23,14 +23,11 @@ class Log:
 
     label: str
     path: Path
-    #: only what comes after this line is shown
-    after: str = ""
 
 
 def show(logs: Callable[[], Sequence[Log]], count: int, follows: Callable[[], bool]) -> None:
     """Print the last `count` lines of each log, then new lines and new logs as long as `follows`."""
     offsets: dict[Path, int] = {}
-    begun = set[Path]()
     pause, first = threading.Event(), True
     while True:
         # Asked before the logs are read, so that no output of what ends meanwhile is missed.
@@ -40,9 +37,7 @@ def show(logs: Callable[[], Sequence[Log]], count: int, follows: Callable[[], bo
                 log.path, offsets.get(log.path, -MOST_BYTES if first else 0)
             )
             for line in lines[-count or len(lines) :] if first else lines:
-                if not log.after or log.path in begun:
-                    print(log.label, line, flush=True)
-                begun |= {log.path} if line == log.after else set()
+                print(log.label, line, flush=True)
         if not goes_on:
             return
         first = False

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check
 from fsbarrier.store.mounts import INSTEAD, OBJECT_STORE, UNKNOWN, Mount
 
-OWN_LOCKS = "locks are local to this node; fsbarrier does not use locks between nodes"
 OUTAGES = "a server outage makes writes fail with an error"
 #: a longer attribute cache lifetime exceeds all timeouts
 LONG_S = 60
@@ -19,10 +18,7 @@ RISKY = {
     "nocto": (WARNING, "open may return stale contents", "mount without nocto"),
     "nosharecache": (WARNING, "this node has two inconsistent caches", "mount without nosharecache"),
     "noserverino": (WARNING, "inode numbers do not identify files", "mount with serverino"),
-    "nolock|localflock": (NOTE, OWN_LOCKS, ""),
     "noac": (NOTE, "no stale attributes, but every lookup costs a request", "actimeo=1 is cheaper"),
-    "noflock": (NOTE, "no locks; fsbarrier does not use locks between nodes", ""),
-    "local_lock=(?!none$).+": (NOTE, OWN_LOCKS, ""),
     r"(?:actimeo|acregmax|acdirmax)=(?P<age>\d+)": (
         WARNING,
         "cached attributes may be {age} s old",

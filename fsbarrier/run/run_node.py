@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -29,23 +29,22 @@ def run_node(
     *,
     node_rank: int | None,
     until: int | None,
-    joined: Callable[[int], None],
 ) -> int:
     """Run node `node_rank` (None: any free rank) until it ends; returns the exit code.
 
     `settings`: the run's settings with this start's choices. `stated`: the changeable settings on its command line, by dotted names.
-    `joined` is called with the rank once this node has it. Raises UsageError (the rank is taken), StoreError.
+    Raises UsageError (the rank is taken), StoreError.
     """
     files.set_shared_group(settings.shared_group)
     files.make_dirs_only_beside(record.paths.record)
     if node_rank is not None:
-        return _run_as(record, settings, stated, node_rank, None, until, joined)
+        return _run_as(record, settings, stated, node_rank, None, until)
     with starting(record):
         candidates = free_ranks(record.paths, settings.num_nodes, settings.coordination.dead_s)
     for start in candidates:
         # If another node takes this rank first, the next one may still be free.
         with contextlib.suppress(RankTaken):
-            return _run_as(record, settings, stated, start.rank, start.incarnation, until, joined)
+            return _run_as(record, settings, stated, start.rank, start.incarnation, until)
     raise UsageError(
         f"--rank auto: all {settings.num_nodes} ranks of {record.log_path} are taken (fsbarrier status shows by whom)"
     )
@@ -58,7 +57,6 @@ def _run_as(
     rank: int,
     incarnation: int | None,
     until: int | None,
-    joined: Callable[[int], None],
 ) -> int:
     with ExitStack() as stack:
         with starting(record):
@@ -77,7 +75,8 @@ def _run_as(
                 daemon.join(incarnation)
             except Fenced as error:
                 raise RankTaken(str(error)) from None
-            joined(rank)
+            if incarnation is not None:
+                print(f"fsbarrier: --rank auto: this is node {rank}", file=sys.stderr, flush=True)
             return daemon.run()
 
 

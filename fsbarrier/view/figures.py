@@ -10,27 +10,14 @@ from fsbarrier.rundir.journal import Event
 #: names of evaluation metrics in the journal (rewards/evaluation.py), with an optional set name
 EVALUATION_FIGURE = re.compile(r"([^/]+/)?(reward_mean|reward(/.+)?|pass_at_\d+|majority_at_\d+)(_se)?")
 
-#: fields of `rolled_out` and of `updated` that become columns, apart from the parts of a reward
+#: fields of `rolled_out` that become columns, apart from the parts of a reward
 ROLLOUT = (
     *("reward_std", "groups_without_signal", "rounds", "left_out", "reward_errors", "agent_errors"),
     "environment_errors",
     *("answer_tokens_mean", "answer_tokens_min", "answer_tokens_max", "truncated_share"),
 )
-UPDATE = (
-    *(
-        "loss",
-        "held_out_loss",
-        "logprob_gap_mean",
-        "logprob_gap_max",
-        "clip_fraction",
-        "clipped_low",
-        "clipped_high",
-    ),
-    *("entropy", "self_certainty", "teacher_kl", "kl", "policy_kl", "mismatch_kl", "mismatch_dropped"),
-    *("reward_kl", "reward_kl_coef"),
-    *("value_loss", "value_clip_fraction", "explained_variance", "critic_grad_norm", "critic_lr"),
-    *("lr", "grad_norm", "optimizer_steps", "seconds"),
-)
+#: numbers of an event that say where it happened
+PLACE = frozenset({"node_rank", "incarnation", "generation", "iteration", "phase", "policy_version"})
 #: the curves of the report in their order: event, field, title
 CURVES = (
     ("updated", "entropy", "Entropy"),
@@ -67,8 +54,9 @@ def rollout_columns(rollouts: Collection[Event]) -> list[str]:
 
 
 def update_columns(updates: Collection[Event]) -> list[str]:
-    """The metrics of the updates, without those that were always 0: a KL that nobody asks for is not computed."""
-    return _measured(updates, UPDATE)
+    """The numbers of the updates other than times, without those that were always 0: a KL that nobody asks for is not computed."""
+    names = {name: None for event in updates for name in event.fields if not name.endswith("_s")}
+    return _measured(updates, [name for name in names if name not in PLACE])
 
 
 def _measured(events: Collection[Event], names: Iterable[str]) -> list[str]:

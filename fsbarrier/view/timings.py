@@ -223,7 +223,6 @@ class Goodput:
     """
 
     share: float
-    seconds: float
     costs_s: dict[int, float]
 
 
@@ -248,7 +247,7 @@ def goodput(rows: Sequence[RowTime]) -> Goodput | None:
         productive_s, lost_s = productive_s + counted_s, working_s - counted_s
         ended = max(ended, *(row.began_at + row.seconds for row in own))
     whole_s = ended - first
-    return Goodput(min(1.0, productive_s / whole_s), whole_s, costs_s) if whole_s > 0 else None
+    return Goodput(min(1.0, productive_s / whole_s), costs_s) if whole_s > 0 else None
 
 
 def _sums(items: Iterable[tuple[tuple[int, str], float]]) -> dict[tuple[int, str], float]:

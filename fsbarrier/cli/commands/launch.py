@@ -22,6 +22,7 @@ from fsbarrier.cli.launchers.job import (
 )
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.wording import counted
+from fsbarrier.settings.sources import setting_of
 
 SUMMARY = """Start all nodes of a run from one machine, or write the file with which a scheduler starts them. PLACE is
 
@@ -88,14 +89,9 @@ def main(args: argparse.Namespace) -> int:
             f"{mistake} {', '.join(f'`{place}`' for place in PLACES)} (see fsbarrier launch --help)"
         )
     for flag, (places, _, _) in FLAGS.items():
-        if _value(args, flag) is not None and args.place not in places:
+        if getattr(args, setting_of(flag)) is not None and args.place not in places:
             raise UsageError(f"{flag}: only valid with launch {', '.join(places)}")
     return PLACES[args.place](args)
-
-
-def _value(args: argparse.Namespace, flag: str) -> str | list[str] | None:
-    value: str | list[str] | None = getattr(args, flag[2:].replace("-", "_"))
-    return value
 
 
 # --- on this machine ----------------------------------------------------------------------------------------------------

@@ -61,14 +61,8 @@ def main(args: argparse.Namespace) -> int:
         return dryrun.show(start.record, start.settings, as_json=args.json)
     from fsbarrier.run.run_node import run_node
 
-    def joined(rank: int) -> None:
-        if args.rank:
-            flags.say(f"--rank auto: this is node {rank}")
-
     rank = None if args.rank else start.node_rank
-    return run_node(
-        start.record, start.settings, start.stated, node_rank=rank, until=start.until, joined=joined
-    )
+    return run_node(start.record, start.settings, start.stated, node_rank=rank, until=start.until)
 
 
 # --- the demo -------------------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def _follow(children: Children, hosts: Sequence[str], say: Say) -> Mapping[int, 
                 say(f"node {rank} on {hosts[rank]}: {what}: {' '.join(last_lines(child.log_file, 1))}")
         return len(codes) < len(children) and not failed
 
-    show(lambda: [Log("[node 0]", children[0].log_file, CONNECTED)], sys.maxsize, follows=goes_on)
+    show(lambda: [Log("[node 0]", children[0].log_file)], sys.maxsize, follows=goes_on)
     return codes
 
 

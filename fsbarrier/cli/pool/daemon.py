@@ -21,8 +21,6 @@ from fsbarrier.processes.supervisor import Child, StartFailed, own_program, with
 from fsbarrier.protocol.facts import Beat, Member
 from fsbarrier.protocol.membership import GONE, Ledger
 from fsbarrier.rundir.heartbeats import read_beats
-from fsbarrier.rundir.names import GENERATION
-from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.store.identity import host_name
 
@@ -98,10 +96,7 @@ class _Node:
         return living, dead
 
     def _decide(self, living: set[int], dead: set[int]) -> None:
-        # Only a job with a failed node needs the check whether its run has begun.
-        failed = [number for number, state in self.pool.queue.going_on().items() if any(state.codes.values())]
-        begun = {number for number in failed if _has_begun(self.pool.run_of(number))}
-        decision = next_decision(self.pool.queue, living, dead, begun)
+        decision = next_decision(self.pool.queue, living, dead)
         if decision is None or not self.pool.decide(decision):
             return
         if isinstance(decision, Placed):
@@ -156,7 +151,3 @@ class _Node:
         """Stop the child and return its exit code; None if there is no child."""
         child, self._child, self._serves = self._child, None, None
         return child.stop(min(GRACE_S, self.dead_s / 2)) if child is not None else None
-
-
-def _has_begun(log_path: Path) -> bool:
-    return bool(GENERATION.parse_all(PosixStore().names(RunPaths(log_path).generations)))

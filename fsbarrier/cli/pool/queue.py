@@ -175,15 +175,13 @@ class Queue:
         return next((number for number in line if waiting[number].nodes <= len(living)), None)
 
 
-def next_decision(
-    queue: Queue, living: Collection[int], dead: Collection[int], begun: Collection[int]
-) -> Placed | Over | None:
+def next_decision(queue: Queue, living: Collection[int], dead: Collection[int]) -> Placed | Over | None:
     """The next record to append, given this node's view of the pool; None if there is nothing to decide.
 
-    `dead`: nodes known to be dead; a node may be neither living nor dead. `begun`: jobs whose run has a generation.
+    `dead`: nodes known to be dead; a node may be neither living nor dead.
     """
     for number, state in queue.going_on().items():
-        if (end := _end(number, state, dead, begun)) is not None:
+        if (end := _end(number, state, dead)) is not None:
             return end
     free = queue.free(living)
     for number, state in queue.going_on().items():
@@ -196,15 +194,15 @@ def next_decision(
     return Placed(first, dict(enumerate(free[:nodes])))
 
 
-def _end(number: int, state: JobState, dead: Collection[int], begun: Collection[int]) -> Over | None:
+def _end(number: int, state: JobState, dead: Collection[int]) -> Over | None:
     """The record that ends a job; None if it has not ended."""
     codes = state.codes.values()
     if not state.places:
         return Over(number, STOPPED, "stopped while queued") if state.stop else None
     failed = next((code for code in codes if code), None)
-    if failed is not None and (number not in begun or REFUSED in codes) and not state.stop:
-        # The other nodes would wait for the failed one forever.
-        return Over(number, failed, "a node failed before the run began, or refused to start")
+    if REFUSED in codes and not state.stop:
+        # The other nodes would wait for it until their time is up.
+        return Over(number, REFUSED, "a node refused to start")
     if any(place.node not in dead for place in state.open_places()):
         return None
     if not codes and not state.stop:

@@ -116,8 +116,6 @@ def _engine(settings: Settings, environ: Environ) -> None:
     engine = settings.engine
     for name, own in settings.engines.items():
         check_arguments(own, f"engines.{name}")
-        if not (Path(str(own.model)) / "config.json").is_file():
-            raise UsageError(f"engines.{name}.model={own.model}: no such model folder on this node")
     if settings.manages_engine:
         check_arguments(engine)
         placements(engine, accelerators.detect(environ), environ, sorted(os.sched_getaffinity(0)))
@@ -149,11 +147,12 @@ def _replay(settings: Settings, environ: Environ) -> None:
             raise UsageError(f"{prefix}: was sampled with {fitting}, but this run has {ours}; set {fitting}")
 
 
-def _critic(settings: Settings, environ: Environ) -> None:
-    """This node can read the folder with which the critic begins."""
-    named = settings.critic.model
-    if named is not None and not (Path(named) / "config.json").is_file():
-        raise UsageError(f"critic.model={named}: no such model folder on this node")
+def _folders(settings: Settings, environ: Environ) -> None:
+    """This node can read the folders of the models beside the policy."""
+    named = {f"engines.{name}.model": own.model for name, own in settings.engines.items()}
+    for name, folder in {**named, "critic.model": settings.critic.model}.items():
+        if folder is not None and not (Path(folder) / "config.json").is_file():
+            raise UsageError(f"{name}={folder}: no such model folder on this node")
 
 
 def _commands(settings: Settings, environ: Environ) -> None:
@@ -192,7 +191,7 @@ Check = Callable[[Settings, Environ], None]
 CHECKS: tuple[tuple[str | None, Check], ...] = (
     ("model", _engine),
     ("model", _replay),
-    ("model", _critic),
+    ("model", _folders),
     (None, _commands),
 )
 
