@@ -127,9 +127,7 @@ def test_a_file_has_one_idea_and_says_which(path: Path) -> None:
 
 #: What may be unlinked by its path: its name is random, or nobody else can write to the folders on the way. `unlink` follows no last link.
 UNLINKED_BY_PATH = {
-    **dict.fromkeys(
-        ["cli/commands/debug.py", "data/tables.py", "store/files.py"], "their own temporary files"
-    ),
+    **dict.fromkeys(["data/tables.py", "store/files.py"], "their own temporary files"),
     **dict.fromkeys(["rundir/checkpoints.py", "rundir/record_store.py"], "names of the run"),
     "training/checkpoint_write.py": "a name of the run",
     **dict.fromkeys(["engine/server.py", "processes/kept_program.py"], "sockets in the private folder"),
