@@ -215,55 +215,34 @@ def test_pages_that_are_not_there_and_a_browser_that_is_killed(url: str) -> None
 # --- a run ----------------------------------------------------------------------------------------------------------------
 
 
-def write_policy(folder: Path) -> None:
-    """A tiny model that looks, and does what one can do in the shop by chance."""
-    import torch
-    from picture_model import build_model, build_tokenizer, write_model
-
-    actions = ("click 120 230", "click 300 340", "type 200 50 boat", "scroll 300", "back", "answer 52.84")
-    torch.set_num_threads(1)
-    model, tokenizer = build_model(0), build_tokenizer()
-    tokenizer.padding_side = "left"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    begin = f"<|im_start|>system\n{agent.HOW}\n\nYour task: what?<|im_end|>\n<|im_start|>user\n/<|im_end|>\n"
-    for number in range(100):
-        chosen = [actions[(number + one) % len(actions)] for one in range(6)]
-        texts = [f"{begin}<|im_start|>assistant\n{action}<|im_end|>" for action in chosen]
-        given = tokenizer(texts, return_tensors="pt", padding=True)
-        labels = given["input_ids"].clone()
-        for row, action in enumerate(chosen):
-            labels[row, : -len(action) - 1] = -100
-        loss = model(**given, labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    write_model(model, folder)
-
-
 @needs_chromium
 @pytest.mark.engine
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_run_browses_and_trains_on_what_it_saw(tmp_path: Path, python: str) -> None:
+    from picture_model import build_model, write_model
+
     data = tmp_path / "data"
     data.mkdir()
     subprocess.run([python, str(SERVER), "--tasks", str(data)], check=True)
-    write_policy(data / "model")
+    write_model(build_model(0), data / "model")
     words = (
         *("--iterations", "1", "--model", "model", "--data-path", str(data), "--eval-interval", "0"),
-        f"rollout.agent={AGENTS / 'browser.py'}:Browser",
+        f"rollout.agent={REPO / 'tests' / 'programs' / 'browsing_agent.py'}:Browses",
         f"environment.command={shlex.join([python, str(SERVER), '{port}'])}",
         *("environment.sessions=4", "rollout.tasks=3", "rollout.samples=2", "rollout.max_tokens=24"),
         *("engine.max_model_len=2048", "rollout.completion_threshold=0.95", "rollout.grace_s=30"),
-        *("rollout.task_timeout_s=900", "optimizer.warmup_steps=0", "reward.kind=numeric"),
+        *("rollout.task_timeout_s=900", "optimizer.warmup_steps=0"),
     )
     with Cluster(tmp_path, 1, *words, program="rl") as cluster:
         cluster.start()
         assert set(cluster.wait(deadline_s=1500).values()) == {0}, cluster.said_by_all()
         trajectories = load(cluster.paths.merged("train", 1))["trajectories"]
         shown = cluster.paths.merged("train", 1).parent / "train_images.iteration1"
+        (updated,) = [event for event in cluster.events() if event["event"] == "updated"]
     assert len(trajectories) == 6 and not any("agent_error" in one["metadata"] for one in trajectories)
+    assert updated["optimizer_steps"] > 0 and updated["logprob_gap_max"] < 1e-3
     assert len(list(shown.iterdir())) > 1
     for one in trajectories:
         assert one["turns"] == one["metadata"]["steps"] <= 30

@@ -63,6 +63,33 @@ def test_games(tmp_path: Path, roomy: Fake) -> None:
     assert "[S]FG\nAnswer with a number from 0 to 3." in told[0] and "S[F]G" in told[1]
 
 
+def test_openenv(tmp_path: Path, roomy: Fake) -> None:
+    """Its own skeleton of an environment: what one says comes back, and its length gives the reward. It has room for one episode."""
+    python = interpreter(tmp_path, "openenv==0.10.0")
+    init = [str(Path(python).parent / "openenv"), "init", "words"]
+    subprocess.run(init, cwd=tmp_path, check=True, capture_output=True)
+    serve = [*("-m", "uvicorn", "--app-dir", str(tmp_path), "words.server.app:app"), "--port", "{port}"]
+    done = rolled(
+        tmp_path,
+        roomy,
+        ["abc", "de"],
+        sessions=1,
+        tasks=[{"prompt": f"!say {word}!!", "answer": "-"} for word in ("abc", "de")],
+        **{
+            "environment.command": shlex.join([python, *serve]),
+            "environment.health": "/health",
+            "engine.max_model_len": 4096,
+            "custom.observation": "echoed_message",
+            "custom.turns": 2,
+        },
+    )
+    assert done.code == 0, done.stderr
+    assert (done.result["agent_errors"], done.result["environment_errors"]) == (0, 0)
+    found = [group[0] for group in rolled_out(tmp_path).values()]
+    assert [one["reward"] for one in found] == pytest.approx([0.6, 0.4])
+    assert [one["messages"][-1]["content"] for one in found] == ["abc", "de"]
+
+
 TASKSET = """
 import verifiers.v1 as vf
 
