@@ -25,7 +25,15 @@ from fsbarrier.settings.sources import from_words
 #: What stands for "and whatever else you need".
 ELLIPSES = {"...", "…"}
 #: What looks like a setting: a log, a file, a method, and an entry of DeepSpeed's.
-NO_SETTINGS = {"rollout.log", "update.log", "toy.py", "judge.ask", "optimizer.type", "train.jsonl", "train.parquet"}
+NO_SETTINGS = {
+    "rollout.log",
+    "update.log",
+    "toy.py",
+    "judge.ask",
+    "optimizer.type",
+    "train.jsonl",
+    "train.parquet",
+}
 #: Ends a command inside a line.
 OPERATORS = {"|", "||", "&", "&&", ";", ">", ">>", "<", "(", ")"}
 
