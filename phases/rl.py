@@ -392,15 +392,14 @@ def stop_engine(ctx: Context) -> Work:
 
 def prepare_batch(ctx: Context) -> Work:
     """Leader: prepare the training batch; if it trains first, open a port on which the others test its addresses."""
-    batch = ctx.paths.batch(ctx.iteration, ctx.generation)
-    prepare = ctx.worker(
-        "prepare",
-        "helper.log",
-        merged=learned_from(ctx),
-        batch=str(batch),
-        model=str(ctx.policy.model),
-        policy_version=ctx.policy_version,
-    )
+    return prepared(ctx, "prepare", merged=learned_from(ctx))
+
+
+def prepared(ctx: Context, program: str, **fields: object) -> Work:
+    """The batch that a program writes, and where the update's processes meet."""
+    batch, policy = ctx.paths.batch(ctx.iteration, ctx.generation), ctx.policy
+    fields |= {"batch": str(batch), "model": str(policy.model), "policy_version": ctx.policy_version}
+    prepare = ctx.worker(program, "helper.log", **fields)
     prepare = replace(prepare, event="batch_prepared", resident=Resident(HELPER), extra={"batch": batch.name})
     return Steps((prepare, meet(ctx)))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsbarrier.loader import load_module
-from fsbarrier.program import HELPER, Context, Phase, Program, Resident, Steps, Value, Work
+from fsbarrier.program import Context, Phase, Program, Value, Work
 from fsbarrier.protocol.assign import sample_tasks
 
 # What this program does not define, it takes from the default one.
@@ -37,19 +37,14 @@ def decide_eval(ctx: Context) -> Work:
 
 def prepare_batch(ctx: Context) -> Work:
     """Leader: cut the examples into tokens, and mark what is trained on."""
-    batch = ctx.paths.batch(ctx.iteration, ctx.generation)
-    examples = {"train": ctx.decided("train_assign"), "test": ctx.decided("eval_decide")}
-    prepare = ctx.worker(
+    decided = {"train": ctx.decided("train_assign"), "test": ctx.decided("eval_decide")}
+    work: Work = rl.prepared(
+        ctx,
         "examples",
-        "helper.log",
         files={split: source["path"] for split, source in ctx.tasks.items()},
-        examples={split: decided["examples"] if decided else [] for split, decided in examples.items()},
-        batch=str(batch),
-        model=str(ctx.policy.model),
-        policy_version=ctx.policy_version,
+        examples={split: one["examples"] if one else [] for split, one in decided.items()},
     )
-    prepare = replace(prepare, event="batch_prepared", resident=Resident(HELPER), extra={"batch": batch.name})
-    return Steps((prepare, rl.meet(ctx)))
+    return work
 
 
 #: what each row does; the others are barriers

@@ -194,6 +194,7 @@ def test_a_plan_deals_out_every_trajectory_once(
             {"token_ids": ["a", "b", "c", "d"]},
             "token_ids, loss_mask, logprobs, teacher_logprobs and segments must be numbers",
         ),
+        ({"policy_version": "0"}, "its policy_version is no whole number"),
         ({"token_ids": [2, 3, 99, 4]}, "token 99 is not one of the model's 64"),
         (
             {"segments": ["x"]},
@@ -211,8 +212,9 @@ def test_a_file_that_cannot_be_trained_on_is_one_line_with_the_task(
     two[1] = {name: value for name, value in {**two[1], **wrong}.items() if value is not None}
     plain = [{n: v.tolist() if hasattr(v, "tolist") else v for n, v in one.items()} for one in two]
     torch.save({"trajectories": plain, "metadata": {}}, tmp_path / "merged")
-    with pytest.raises(UsageError, match=rf"^{tmp_path}/merged: task t0, sample 1: .*{said}"):
-        Bench(tmp_path, settings()).prepare()
+    for truncated in ("keep", "shape"):
+        with pytest.raises(UsageError, match=rf"^{tmp_path}/merged: task t0, sample 1: .*{said}"):
+            Bench(tmp_path, settings(algorithm__truncated=truncated)).prepare()
 
 
 def test_segments_are_sequences_of_their_own(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def counted_reward(trajectory: Trajectory) -> float:
 
 def longest_answer(trajectory: Trajectory) -> int:
     """The length in tokens of the longest sampled turn, which `rollout.max_tokens` limits."""
-    runs = groupby(torch.as_tensor(trajectory["loss_mask"]).tolist())
+    runs = groupby(torch.as_tensor(trajectory.get("loss_mask", ())).tolist())
     return max((sum(1 for _ in run) for sampled, run in runs if sampled), default=0)
 
 

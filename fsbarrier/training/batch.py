@@ -60,6 +60,8 @@ def check(trajectory: Trajectory) -> None:
     """Check what every trajectory of a group needs. Raises ValueError."""
     if lacking := [name for name in ("policy_version", "reward", "valid") if name not in trajectory]:
         raise ValueError(f"it has no {lacking[0]}")
+    if not isinstance(trajectory["policy_version"], int):
+        raise ValueError(f"its policy_version is no whole number ({trajectory['policy_version']!r})")
     reward: object = trajectory["reward"]
     if not isinstance(reward, int | float) or not math.isfinite(reward):
         raise ValueError(f"its reward is no finite number ({reward!r})")
