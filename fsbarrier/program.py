@@ -93,6 +93,8 @@ class Command:
     resident: Resident | None = None
     #: the node's accelerators that the program sees, by number; None: all
     devices: tuple[int, ...] | None = None
+    #: what the local engines serve as soon as it is complete, without ending the program's requests; None: nothing new
+    in_flight: ServeWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)

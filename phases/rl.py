@@ -150,24 +150,35 @@ def rollout(ctx: Context, decision: RolloutDecision, rounds: list[JsonObject]) -
     if not decision.shares.get(ctx.node_rank):
         return Steps(frozen)
     policy = ctx.policy
-    spec = rollout_spec(ctx, decision)
+    spec, newer = rollout_spec(ctx, decision), in_flight(ctx)
     command = ctx.worker(
         "rollout",
         "rollout.log",
         **spec,
+        in_flight=newer is not None,
         rounds=rounds,
         model=str(policy.model),
         engine="{engine}",
         log_dir="{log_dir}",
         engines="{engines}",
     )
-    return Steps((serve(ctx), *frozen, replace(command, resident=Resident("rollout"), extra=report_of(spec))))
+    command = replace(command, resident=Resident("rollout"), extra=report_of(spec), in_flight=newer)
+    return Steps((serve(ctx), *frozen, command))
 
 
 def serve(ctx: Context) -> ServeWeights:
     """The node's engines serve the newest published policy."""
     policy, devices = ctx.policy, chosen(ctx, ctx.samplers[ctx.node_rank])
     return ServeWeights(policy.model, policy.version, ctx.threads, ctx.policy_identity, devices)
+
+
+def in_flight(ctx: Context) -> ServeWeights | None:
+    """The policy version that the update makes meanwhile, which the engines take while they roll out ahead (`rollout.in_flight`)."""
+    if ctx.phase.name != "update" or not ctx.settings.rollout.in_flight:
+        return None
+    made = updated(ctx)
+    folder = ctx.named_in(ctx.paths.checkpoints, made.folder) / "model"
+    return replace(serve(ctx), folder=folder, policy_version=made.policy_version, policy="")
 
 
 def serve_frozen(ctx: Context) -> tuple[ServeFrozen, ...]:

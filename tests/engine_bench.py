@@ -70,8 +70,16 @@ def served(info: EngineInfo) -> str:
 # --- for the real vLLM ---
 
 
-def make_model(folder: Path, seed: int, *, tied: bool = False, architecture: str = "Qwen2") -> Path:
-    """A tiny model with random weights; its vocabulary is the letters."""
+def make_model(
+    folder: Path,
+    seed: int,
+    *,
+    tied: bool = False,
+    architecture: str = "Qwen2",
+    positions: int = 64,
+    ends: bool = True,
+) -> Path:
+    """A tiny model with random weights; its vocabulary is the letters. `ends`: whether there is a token that ends an answer."""
     import torch
     import transformers
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -81,7 +89,8 @@ def make_model(folder: Path, seed: int, *, tied: bool = False, architecture: str
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    end = {"eos_token": "<eos>"} if ends else {}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", **end)
     fast.chat_template = (
         "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
     )
@@ -94,10 +103,10 @@ def make_model(folder: Path, seed: int, *, tied: bool = False, architecture: str
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
-        max_position_embeddings=64,
+        max_position_embeddings=positions,
         initializer_range=0.3,
         tie_word_embeddings=tied,
-        eos_token_id=1,
+        eos_token_id=1 if ends else None,
         bos_token_id=None,
         pad_token_id=0,
     )

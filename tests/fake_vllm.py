@@ -15,7 +15,7 @@ Run as a script with vLLM's flags; other flags are ignored. FAKE_VLLM is a JSON 
 What a prompt contains decides too: `!400` refused · `!500` an error in the stream · `!cut` the first time the connection breaks
 when the other prompts are done · `!abort` aborted the first time · `!long` cut off by the limit · `!gate` waits for the file
 `gate` · `!die` it is killed the first time · `!wrong` a wrong answer, `!mixed` every other · `!say ...!!` answered with what
-stands between, the last one in a prompt counts.
+stands between, the last one in a prompt counts · `!newer` where policy versions are told, all tokens but the first are of a newer one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DIR = Path(MODE.get("dir", "."))
 END = 1  # the end token; letters are their code points
 BOS = "^"  # where there is one, each text begins with it
 LOCK = threading.Lock()
-serving: dict[str, Any] = {"model": "", "prompts": 0, "most": 0}
+serving: dict[str, Any] = {"model": "", "prompts": 0, "most": 0, "version": "default", "newer": 0}
 
 
 def first_time(name: str) -> bool:
@@ -49,6 +49,23 @@ def first_time(name: str) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def wait_for_newer(old: str) -> None:
+    """An answer has its first token; wait until the server says another policy version."""
+    with LOCK:
+        serving["newer"] += 1
+        (DIR / f"newer-{serving['newer']}").touch()
+    while serving["version"] == old:
+        threading.Event().wait(0.01)
+    with LOCK:
+        serving["newer"] -= 1
+
+
+def wait_for_answers() -> None:
+    """Weights are to come in flight; wait for as many answers in flight as the file `newer` says, if there is one."""
+    while (DIR / "newer").exists() and serving["newer"] < int((DIR / "newer").read_text()):
+        threading.Event().wait(0.01)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -93,6 +110,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         with LOCK, (DIR / "requests.jsonl").open("a") as log:
             log.write(json.dumps({"path": self.path, **body}) + "\n")
+        self.tells_versions = self.path == "/inference/v1/generate"
         match self.path.partition("?")[0]:
             case "/tokenize":
                 self.tokenize(body)
@@ -100,6 +118,16 @@ class Handler(BaseHTTPRequestHandler):
                 self.reload(body)
             case "/sleep" if MODE.get("sleep") == "error":
                 self.answer(500, {"error": {"message": "insomnia", "code": 500}})
+            case "/update_weight_version":
+                serving["version"] = body["new_version"]
+                self.answer(200, None)
+            case "/inference/v1/generate":
+                self.complete(
+                    {"prompt": [body["token_ids"]], "stream": body["stream"], **body["sampling_params"]}
+                )
+            case "/pause" if self.path.endswith("mode=keep"):
+                wait_for_answers()
+                self.answer(200, None)
             case "/sleep" | "/wake_up" | "/pause" | "/resume":
                 self.answer(200, None)
             case "/detokenize":
@@ -245,13 +273,21 @@ class Handler(BaseHTTPRequestHandler):
                 # token says beyond it; the text ends before the string.
                 tokens = [ord(letter) for letter in text[: text.index(stop) + len(stop) + 1]]
                 said = text[: text.index(stop)]
+            told: dict[str, Any] = {}
+            if self.tells_versions:
+                old = serving["version"]
+                if "!newer" in prompt and sample == 0:
+                    wait_for_newer(old)
+                spans = [(old, 0, 1), (serving["version"], 1, len(tokens))]
+                told = {"weight_versions": [{"version": v, "start": a, "end": b} for v, a, b in spans]}
             index = number * samples + sample
             if not self.streams:
-                self.whole.append({**self.choice(index, tokens, said, reason, prompt), "stop_reason": stop})
+                whole = self.choice(index, tokens, said, reason, prompt)
+                self.whole.append({**whole, "stop_reason": stop, **told})
                 continue
             self.event({"choices": [self.choice(index, tokens[:1], said[:1], None, prompt)]})
             last = self.choice(index, tokens[1:], said[1:], reason, None)
-            self.event({"choices": [{**last, "stop_reason": stop}]})
+            self.event({"choices": [{**last, "stop_reason": stop, **told}]})
             reason = "length" if "!long" in prompt else "stop"
 
     def choice(self, index: int, tokens: list[int], text: str, reason: str | None, prompt: str | None) -> Any:

@@ -28,7 +28,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "num_nodes=2 on_node_failure=abort coordination.last_call_s=30 rank_weights=3,1",
         "num_nodes=1 coordination.last_call_s=none placement.rollout=all placement.update=all",
         "num_nodes=2 rank_weights=1,1 placement.rollout=node:1 placement.update=node:0 rollout.ahead=1",
-        "num_nodes=2 rank_weights=1,1 placement.rollout=node:0 placement.update=all rollout.ahead=0",
+        "num_nodes=2 rank_weights=1,1 placement.rollout=node:1 placement.update=node:0 rollout.ahead=1"
+        " rollout.in_flight=true",
+        "num_nodes=2 rank_weights=1,1 placement.rollout=node:0 placement.update=all rollout.ahead=0"
+        " rollout.in_flight=false",
     ),
     "group access": ("shared_group=false", "shared_group=true"),
     "evaluation": (

@@ -188,7 +188,7 @@ def test_a_server_sleeps_while_the_trainer_has_the_accelerator(
     started = engine.ensure(first, 0, cancel=NEVER)
     woken = [
         *("/wake_up?tags=weights", "/pause?mode=abort", "/collective_rpc"),
-        *("/wake_up?tags=kv_cache", "/resume"),
+        *("/wake_up?tags=kv_cache", "/update_weight_version", "/resume"),
     ]
     for folder in (first, write_model(tmp_path / "b")):
         before = len(card.posts())

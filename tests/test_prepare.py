@@ -195,6 +195,7 @@ def test_a_plan_deals_out_every_trajectory_once(
             "token_ids, loss_mask, logprobs, teacher_logprobs and segments must be numbers",
         ),
         ({"policy_version": "0"}, "its policy_version is no whole number"),
+        ({"policy_versions": [None]}, "policy_versions must be numbers"),
         ({"token_ids": [2, 3, 99, 4]}, "token 99 is not one of the model's 64"),
         (
             {"segments": ["x"]},

@@ -19,7 +19,7 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.store import files
 
 SUFFIXES = (".jsonl", ".parquet")
-ARRAYS = ("token_ids", "loss_mask", "logprobs", "teacher_logprobs")
+ARRAYS = ("token_ids", "loss_mask", "logprobs", "teacher_logprobs", "policy_versions")
 #: rows per Parquet row group
 ROWS = 512
 #: Parquet columns (the fields of data/trajectory.py) and their types; fields without a fixed shape are stored as JSON
@@ -32,7 +32,7 @@ COLUMNS = {
     "reward": "float64",
     "valid": "bool",
     **dict.fromkeys(("prompt", "messages", "images", "reward_parts", "timings", "metadata"), "json"),
-    "token_ids": "list<int32>",
+    **dict.fromkeys(("token_ids", "policy_versions"), "list<int32>"),
     "loss_mask": "list<uint8>",
     "logprobs": "list<float>",
     "teacher_logprobs": "list<float>",

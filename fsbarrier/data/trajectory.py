@@ -33,6 +33,9 @@ class Sampled(TypedDict, total=False):
     loss_mask: array[int]
     #: float32[N]: log-probability (nats) of each sampled token when it was sampled; 0.0 for the others
     logprobs: array[float]
+    #: int32[N]: the policy version that sampled each token, -1 for the others; only if weights may have come meanwhile
+    #: (`rollout.in_flight`). None is below `policy_version`.
+    policy_versions: array[int]
     #: float32[N]: log-probability of each sampled token under a teacher (`algorithm.loss=distil`); absent without one
     teacher_logprobs: array[float]
     #: for each segment (or the only one), the files of its images in order, in the folder of the iteration's images
@@ -81,7 +84,7 @@ class Trajectory(Sampled, total=False):
 
     # --- origin ---
 
-    #: number of updates of the weights that sampled it; -1: unknown
+    #: number of updates of the weights with which its group's rollouts began; -1: unknown
     policy_version: Required[int]
     node_rank: Required[int]
     #: the node's engine that sampled it, from 0; absent if unknown

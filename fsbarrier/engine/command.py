@@ -100,10 +100,12 @@ def argv(plan: ServerPlan) -> list[str]:
         # Log-probabilities of the sampled distribution, after temperature, as the trainer expects.
         *("--logprobs-mode", "processed_logprobs"),
         *("--disable-uvicorn-access-log", "--disable-fastapi-docs", "--no-log-error-stack"),
+        # Tokens in, tokens out, with images, and with the policy version of each token.
+        "--enable-scale-out",
     ]
     if sees(plan.model.config):
-        # Tokens in, tokens out, with images; and no memory for videos.
-        words += ["--enable-scale-out", "--limit-mm-per-prompt", '{"video": 0}']
+        # No memory for videos.
+        words += ["--limit-mm-per-prompt", '{"video": 0}']
     if plan.sleeps:
         words += ["--enable-sleep-mode"]
     if plan.accelerated:

@@ -101,8 +101,11 @@ class Engine:
         self._lock = threading.RLock()
         self._stopping = threading.Event()
 
-    def ensure(self, weights: Path, policy_version: int, *, cancel: threading.Event) -> EngineInfo:
-        """Serve the model folder `weights` as `policy_version`: start, reload in place, restart, or do nothing.
+    def ensure(
+        self, weights: Path, policy_version: int, *, cancel: threading.Event, in_flight: bool = False
+    ) -> EngineInfo:
+        """Serve the model folder `weights` as `policy_version`: start, reload in place, restart, or do nothing. `in_flight`: running
+        requests go on; if the server would have to be restarted for that, it keeps its weights.
 
         Returns when the server serves these weights, within `engine.start_timeout_s`. Raises ProgramFailed with the end of the server's log
         (damaged folder, failed start), also when `cancel` is set.
@@ -115,7 +118,8 @@ class Engine:
                 name, note = external.what_it_serves(client, weights, policy_version, cancel)
             else:
                 deadline = begin + self.settings.start_timeout_s
-                server, action, note = self._bring_to(inspect(weights), policy_version, deadline, cancel)
+                model = inspect(weights)
+                server, action, note = self._bring_to(model, policy_version, deadline, cancel, in_flight)
                 client, pid, name = server.client, server.child.pid, self._served_name
             seconds = time.monotonic() - begin
             return EngineInfo(client.url, client.api_key, name, policy_version, pid, seconds, action, note)
@@ -183,7 +187,12 @@ class Engine:
         return external.connect(self.settings)
 
     def _bring_to(
-        self, model: ModelFolder, policy_version: int, deadline: float, cancel: threading.Event
+        self,
+        model: ModelFolder,
+        policy_version: int,
+        deadline: float,
+        cancel: threading.Event,
+        in_flight: bool,
     ) -> tuple[Server, str, str]:
         """Our server, serving `model`, with the action taken and a note."""
         server, note = self._server, ""
@@ -197,7 +206,10 @@ class Engine:
                 if not reason:
                     return server, "woken", ""
             else:
-                reason = server.reload(self._as_served(model, policy_version), cancel)
+                served = self._as_served(model, policy_version)
+                if in_flight and (why_not := server.not_loadable(served)):
+                    return server, "kept", f"keeps its weights: {why_not}"
+                reason = server.reload(served, policy_version, cancel, in_flight=in_flight)
                 if not reason:
                     server.serving = (model.path, policy_version)
                     return server, "reloaded", ""
@@ -226,7 +238,8 @@ class Engine:
             stopping=self._stopping,
             accelerators_before=before,
         )
-        problem = server.wait_until_it_answers(deadline, cancel)
+        label = None if self._frozen else policy_version
+        problem = server.wait_until_it_answers(deadline, cancel, label)
         if problem:
             message = server.failure_text(problem)
             self._stop_server()

@@ -98,11 +98,12 @@ class Replicas:
         threads: int = 0,
         cancel: threading.Event,
         show: Callable[[int], None] = lambda ready: None,
+        in_flight: bool = False,
     ) -> list[EngineInfo]:
         """Make every replica serve the model folder `weights` as `policy_version`; `show` receives the number of ready replicas.
 
-        `threads`: total compute threads on a CPU. Raises ProgramFailed with the first failure; the other replicas are then ready, and a
-        retry does not restart them.
+        `threads`: total compute threads on a CPU. `in_flight`: see Engine.ensure. Raises ProgramFailed with the first failure; the other
+        replicas are then ready, and a retry does not restart them.
         """
         for engine in self.engines:
             engine.threads = max(1, threads // len(self.engines)) if threads else 0
@@ -110,7 +111,7 @@ class Replicas:
 
         def bring(engine: Engine) -> EngineInfo:
             nonlocal ready
-            info = engine.ensure(weights, policy_version, cancel=cancel)
+            info = engine.ensure(weights, policy_version, cancel=cancel, in_flight=in_flight)
             with lock:
                 ready += 1
                 show(ready)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -94,8 +95,8 @@ class Server:
             stopping=stopping,
         )
 
-    def wait_until_it_answers(self, deadline: float, cancel: threading.Event) -> str:
-        """Wait until the server is ready; returns "" or the problem."""
+    def wait_until_it_answers(self, deadline: float, cancel: threading.Event, label: int | None) -> str:
+        """Wait until the server is ready; returns "" or the problem. `label`: see there; None: a frozen engine."""
         pauses = iter(LOOKS)
         while not self.client.healthy(cancel=cancel):
             code = self.child.poll()
@@ -109,6 +110,8 @@ class Server:
             cancel.wait(min(next(pauses), left_s))
         try:
             self.client.model(cancel=cancel)
+            if label is not None:
+                self.label(label, cancel)
         except (Refused, Unreachable, CalledOff) as error:
             return f"gave an unexpected answer: {error}"
         return ""
@@ -135,18 +138,27 @@ class Server:
             ]
         )
 
-    def reload(self, model: ModelFolder, cancel: threading.Event) -> str:
-        """Load other weights into the running server; returns "" or the reason why a restart is needed."""
+    def not_loadable(self, model: ModelFolder) -> str:
+        """Why the running server cannot load these weights; "" if it can."""
         if model.tied or self.first_model.tied:
             return "its output head is tied to the embedding, which vLLM does not reload"
         if model.signature is None or model.signature != self.first_model.signature:
             return "the new weights have another configuration or other shapes"
+        return ""
+
+    def reload(
+        self, model: ModelFolder, policy_version: int, cancel: threading.Event, *, in_flight: bool
+    ) -> str:
+        """Load other weights into the running server; returns "" or the reason why a restart is needed. `in_flight`: running requests keep
+        their tokens, and go on with the new weights."""
+        if reason := self.not_loadable(model):
+            return reason
         log_file = self.child.log_file
         log_size = patiently(log_file.stat).st_size
         # During the reload, old and new weights may be mixed.
         self.serving = None
         try:
-            self._load(model, cancel)
+            self._load(model, policy_version, cancel, "keep" if in_flight else "abort")
         except (Refused, Unreachable) as error:
             return str(error)
         except CalledOff:
@@ -155,23 +167,30 @@ class Server:
             return "vLLM reports that it did not load all weights"
         return ""
 
-    def _load(self, model: ModelFolder, cancel: threading.Event) -> None:
-        """Reload in the order that vLLM requires: allocate memory for weights, load weights, allocate the cache."""
+    def label(self, policy_version: int, cancel: threading.Event) -> None:
+        """What the server says of the tokens that it samples from now on. Raises Refused, Unreachable, CalledOff."""
+        self._post("/update_weight_version", cancel, {"new_version": str(policy_version)})
 
-        def post(path: str, body: object = None) -> None:
-            self.client.call("POST", path, body, timeout_s=self.start_timeout_s, cancel=cancel)
+    def _post(self, path: str, cancel: threading.Event, body: object = None) -> None:
+        self.client.call("POST", path, body, timeout_s=self.start_timeout_s, cancel=cancel)
 
+    def _load(self, model: ModelFolder, policy_version: int, cancel: threading.Event, running: str) -> None:
+        """Reload in the order that vLLM requires: allocate memory for weights, load weights, allocate the cache. `running`: what happens
+        to running requests ("keep", "abort")."""
+        post = partial(self._post, cancel=cancel)
         if self.asleep:
             # Memory that kept trainers hold by now will still be in use when this server sleeps the next time.
             self.accelerators_before = accelerators.detect(self.environ)
             post("/wake_up?tags=weights")
-        # Ends what a killed rollout has left, and empties the caches of prefixes and of images. A server that went on counting on an image
-        # that it saw before the reload would end with the next request that has it.
-        post("/pause?mode=abort")
-        post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(model.path)}})
+        # "abort" ends what a killed rollout has left. Both empty the caches of tokens, of prefixes and of images. A server that went on
+        # counting on an image that it saw before the reload would end with the next request that has it.
+        post(f"/pause?mode={running}")
+        kwargs = {"weights_path": str(model.path)}
+        post("/collective_rpc", body={"method": "reload_weights", "kwargs": kwargs})
         if self.asleep:
             post("/wake_up?tags=kv_cache")
             self.asleep = False
+        self.label(policy_version, cancel)
         post("/resume")
 
     def wake(self, cancel: threading.Event) -> str:

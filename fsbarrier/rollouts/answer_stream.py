@@ -11,7 +11,7 @@ from typing import Self
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.openai_http import may_pass, refusal_text
 from fsbarrier.protocol.facts import JsonObject
-from fsbarrier.rollouts.samples import Again, Emit, EngineGone, Refusal, Sample, SampledGroup
+from fsbarrier.rollouts.samples import UNKNOWN, Again, Emit, EngineGone, Refusal, Sample, SampledGroup
 
 
 def failure(url: str, status: int, body: bytes) -> Exception:
@@ -33,6 +33,7 @@ class _Piece:
     prompt_ids: list[int] | None
     finish_reason: str | None
     stop: str | None
+    versions: list[int]
 
     @classmethod
     def read(cls, choice: JsonObject) -> Self:
@@ -56,6 +57,12 @@ class _Piece:
             finish_reason=choice.get("finish_reason"),
             # This is a number if a token ended the sample.
             stop=reason if isinstance(reason := choice.get("stop_reason"), str) else None,
+            # In the last piece, of the whole sample.
+            versions=[
+                int(span["version"])
+                for span in choice.get("weight_versions") or ()
+                for _ in range(span["start"], span["end"])
+            ],
         )
 
 
@@ -127,6 +134,8 @@ class AnswerStream:
             return
         if piece.finish_reason not in ("stop", "length"):
             raise Again(f"the server ended a generation ({piece.finish_reason})", answered=False)
+        if piece.versions and len(piece.versions) != len(growing.token_ids):
+            raise ValueError("not one policy version a token")
         growing.sample = Sample(
             text="".join(growing.text),
             token_ids=growing.token_ids,
@@ -134,6 +143,7 @@ class AnswerStream:
             finish_reason=piece.finish_reason,
             seconds=time.monotonic() - self._begin,
             stop=piece.stop,
+            versions=piece.versions or [UNKNOWN] * len(growing.token_ids),
         )
         self._finished[task] += 1
         if self._finished[task] == self.per_task:

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from fsbarrier.data.trajectory import Sampled
 from fsbarrier.protocol.facts import JsonObject
-from fsbarrier.rollouts.samples import Message, Sample, SampledGroup
+from fsbarrier.rollouts.samples import UNKNOWN, Message, Sample, SampledGroup, told_versions
 
 
 @dataclass
@@ -23,6 +23,7 @@ class Segment:
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
     history: list[Message] = field(default_factory=list)
     tools: str = ""
@@ -37,6 +38,7 @@ class Segment:
         self.token_ids += [*shown, *sample.token_ids]
         self.loss_mask += [0] * len(shown) + [1] * len(sample.token_ids)
         self.logprobs += [0.0] * len(shown) + sample.logprobs
+        self.versions += [*[UNKNOWN] * len(shown), *sample.versions]
 
 
 class TurnFailed(Exception):
@@ -103,6 +105,7 @@ class Episode(Sample):
             "loss_mask": array("B", [m for s in self.segments for m in s.loss_mask]),
             "logprobs": array("f", [p for s in self.segments for p in s.logprobs]),
             "turns": self.turns,
+            **told_versions([v for s in self.segments for v in s.versions]),
         }
         if any(segment.images for segment in self.segments):
             made["images"] = [list(segment.images) for segment in self.segments]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from fsbarrier.data.trajectory import Trajectory
+from fsbarrier.data.trajectory import Sampled, Trajectory
+from fsbarrier.errors import ProgramFailed
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.score import Answer, Reward, Score
 from fsbarrier.rollouts.rollout_spec import Origin
-from fsbarrier.rollouts.samples import Sample, SampledGroup
+from fsbarrier.rollouts.samples import UNKNOWN, Sample, SampledGroup
 
 
 async def judged_group(origin: Origin, group: SampledGroup, reward: Reward) -> list[Trajectory]:
@@ -47,6 +48,18 @@ def _known_score(sample: Sample) -> Score | None:
     return None if sample.reward is None else Score(sample.reward, {"agent": sample.reward})
 
 
+def _no_older(record: Sampled, origin: Origin) -> Sampled:
+    """The record, in which no token is older than the part says. Raises ProgramFailed."""
+    oldest = min(
+        (v for v in record.get("policy_versions", ()) if v != UNKNOWN), default=origin.policy_version
+    )
+    if oldest < origin.policy_version:
+        raise ProgramFailed(
+            f"the engine sampled with policy version {oldest}; these rollouts begin with version {origin.policy_version}"
+        )
+    return record
+
+
 def _judgement(score: Score, metadata: JsonObject, *, sampled: bool) -> dict[str, object]:
     """The trajectory fields that depend on the score, merged with its other `metadata`. `sampled`: sampling did not fail."""
     stored = dict(metadata)
@@ -81,7 +94,7 @@ def _trajectory(origin: Origin, group: SampledGroup, number: int, sample: Sample
         "iteration": origin.iteration,
         "split": origin.split,
         "prompt": task.prompt if isinstance(task.prompt, str) else group.conversation,
-        **sample.record(group),
+        **_no_older(sample.record(group), origin),
         "finish_reason": sample.finish_reason,
         "timings": {**sample.timings, "reward_s": round(score.seconds, 6)},
         **_judgement(score, metadata, sampled=sample.finish_reason != "error" and sample.error is None),

@@ -55,11 +55,13 @@ class Pictures:
             raise StoreError(f"{folder}: cannot keep an image: {error.strerror or error}") from error
 
     def request(self, token_ids: Sequence[int], names: Sequence[str]) -> dict[str, object]:
-        """What the engine is sent of a prompt in whose placeholders these images stand. Raises Refusal, ProgramFailed."""
+        """What the engine is sent of a prompt in whose placeholders these images stand, if any. Raises Refusal, ProgramFailed."""
+        kind = {"return_token_ids": True, "output_mode": "text"}
+        if not names:
+            return {"token_ids": list(token_ids), **kind}
         if self.folder is None or list(token_ids).count(self.placeholder or -1) != len(names):
             raise Refusal(f"the chat template does not leave one place for each of {len(names)} images")
         parts = [{"type": "image_url", "url": _url(self.folder / name)} for name in names]
-        kind = {"return_token_ids": True, "output_mode": "text"}
         return {"token_ids": list(token_ids), "content_parts": parts, **kind}
 
     def collapsed(self, token_ids: Sequence[int]) -> list[int]:

@@ -12,6 +12,8 @@ from fsbarrier.data.trajectory import Sampled
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.protocol.facts import JsonObject
 
+#: the policy version of a token that nobody sampled, or of which the engine was not asked
+UNKNOWN = -1
 #: one chat message, as JSON has it
 Message = JsonObject
 
@@ -47,6 +49,8 @@ class Sample:
     stop: str | None = None
     #: an `error` of the episode's environment, and not of its agent
     lost: bool = False
+    #: of each token, the policy version that sampled it, or UNKNOWN
+    versions: Sequence[int] = ()
 
     @property
     def messages(self) -> list[Message] | None:
@@ -72,6 +76,7 @@ class Sample:
             "prompt_tokens": before,
             "loss_mask": array("B", bytes(before) + b"\1" * after),
             "logprobs": array("f", [0.0] * before + self.logprobs),
+            **told_versions([*[UNKNOWN] * before, *self.versions]),
         }
 
 
@@ -96,6 +101,11 @@ class SampledGroup:
     @property
     def images(self) -> list[str]:
         return list(sources(self.messages or ()))
+
+
+def told_versions(versions: Sequence[int]) -> Sampled:
+    """The field `policy_versions` of a trajectory, if the engine told them."""
+    return {"policy_versions": array("i", versions)} if any(one != UNKNOWN for one in versions) else {}
 
 
 class EngineGone(ProgramFailed):

@@ -60,7 +60,7 @@ class SamplingServer:
     """A server and its timeouts. `timeout_s`: without output from a request; `tries`: attempts per request.
 
     `template_arguments`: extra arguments for the chat template. `banned`: tokens that are never sampled. `stop`: texts that end an
-    answer. `seed`: what the seeds of answers are made of; "": they have none.
+    answer. `seed`: what the seeds of answers are made of; "": they have none. `in_flight`: it is asked which policy sampled each token.
     """
 
     url: str
@@ -72,6 +72,7 @@ class SamplingServer:
     banned: Sequence[int] = ()
     stop: Sequence[str] = ()
     seed: str = ""
+    in_flight: bool = False
 
     def seed_of(self, task: Task) -> dict[str, object]:
         """The parameter of a task's request, if it has one. To it vLLM adds the number of a sample."""
@@ -173,10 +174,13 @@ class Sampler:
                 messages = await self.pictures.named(seeing.messages)
                 prompt = await self._tokenized({"messages": messages, "add_generation_prompt": True})
                 stream = self._stream(left, done, sampling.samples)
-                await self._look(
+                await self._generate(
                     prompt, list(sources(messages)), stream, sampling, self.server.seed_of(seeing)
                 )
                 return
+            if self.server.in_flight:
+                stream = self._stream(left, done, sampling.samples)
+                return await self._generate(await self._prompt_ids(left[0]), (), stream, sampling, {})
             if all(isinstance(task.prompt, str) and not self._begins(task.prompt) for task in left):
                 # The server tokenizes texts itself.
                 prompts: Sequence[str | list[int]] = [str(task.prompt) for task in left]
@@ -185,8 +189,8 @@ class Sampler:
             seed = self.server.seed_of(left[0])
             await self._complete(prompts, self._stream(left, done, sampling.samples), sampling, seed)
 
-        if self.server.seed and not alone:
-            # vLLM would use the same noise for all prompts of a request.
+        if (self.server.seed or self.server.in_flight) and not alone:
+            # vLLM would use the same noise for all prompts of a request; and the route that names policy versions takes one prompt.
             each = [self.sample({task.index: task}, done, sampling) for task in pending.values()]
             for error in await asyncio.gather(*each, return_exceptions=True):
                 if isinstance(error, BaseException):
@@ -220,8 +224,8 @@ class Sampler:
 
         async def request() -> None:
             stream = self._stream([task], groups.append, 1)
-            if images:
-                await self._look(self.pictures.collapsed(prompt_ids), images, stream, sampling, own)
+            if images or self.server.in_flight:
+                await self._generate(self.pictures.collapsed(prompt_ids), images, stream, sampling, own)
             else:
                 await self._complete([list(prompt_ids)], stream, sampling, own)
 
@@ -294,7 +298,7 @@ class Sampler:
             body |= {"stream": True, "stream_interval": TOKENS_PER_PIECE}
         await self._streamed("/v1/completions", body, stream)
 
-    async def _look(
+    async def _generate(
         self,
         prompt_ids: Sequence[int],
         images: Sequence[str],
@@ -302,7 +306,7 @@ class Sampler:
         sampling: Sampling,
         own: Mapping[str, object],
     ) -> None:
-        """Sample after a prompt in whose placeholders these images stand. Raises Refusal where the engine puts them elsewhere."""
+        """Sample after a prompt in whose placeholders these images stand, if any. Raises Refusal where the engine puts them elsewhere."""
         body = await asyncio.to_thread(self.pictures.request, prompt_ids, images)
         parameters = {"max_tokens": sampling.max_tokens, **self._parameters(stream, sampling), **own}
         streamed = sampling.max_tokens > WHOLE_TOKENS

@@ -6,6 +6,7 @@ KINDS, at the end, is the table. run/job_runner.py does the work in a thread; cl
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,8 @@ from fsbarrier.rundir import checkpoints, journal, retention
 from fsbarrier.settings.sections import ServerSettings, Settings
 from fsbarrier.store import files
 
+# How often a node looks for weights that its engines take in flight.
+LOOK_S = 1.0
 # What a dry run shows in place of values that are only known in a run, and how much of a value.
 PORT, SOCKET, SHOWN_CHARACTERS = "PORT", "SOCKET", 160
 
@@ -296,6 +299,38 @@ def _describe_publication(work: PublishWeights, settings: Settings) -> list[str]
 # --- programs ---------------------------------------------------------------------------------------------------------------
 
 
+def _run_command(work: Command, context: Context, job: RowJob, workplace: Workplace) -> Result:
+    newer = None if work.in_flight is None else _InFlight(work.in_flight, job, workplace)
+    return run_program(work, context, job, workplace, newer)
+
+
+@dataclass
+class _InFlight:
+    """Looks now and then, while a program runs, whether a policy version is complete, and then has this node's engines take it."""
+
+    work: ServeWeights
+    job: RowJob
+    workplace: Workplace
+    # When to look again; never once they have taken it.
+    next_look: float = 0.0
+
+    def __call__(self) -> None:
+        """Raises ProgramFailed, Cancelled, OSError."""
+        work, job, workplace = self.work, self.job, self.workplace
+        if job.clock() < self.next_look:
+            return
+        self.next_look = job.clock() + LOOK_S
+        with job.using_directory("looking for new weights"):
+            if not workplace.patiently(job, partial(checkpoints.is_complete, work.folder.parent)):
+                return
+        self.next_look = math.inf
+        folder, lines = checked_weights(work.folder, job, workplace)
+        infos = workplace.own_engines.ensure(
+            folder, work.policy_version, threads=work.threads, cancel=job.cancel, in_flight=True
+        )
+        job.events += [*lines, *_ready_lines(infos, serving=work.policy_version, in_flight=True)]
+
+
 def _describe_command(work: Command, settings: Settings) -> list[str]:
     words = [f"{name}={value}" for name, value in work.env.items()]
     return [shlex.join([*words, *(word.replace("{spec}", "SPEC.json") for word in work.argv)])]
@@ -310,7 +345,7 @@ KINDS: Mapping[type[Any], Kind] = {
         lambda work, settings: [text for one in work.works for text in describe(one, settings)],
         lambda work: {key: value for one in work.works for key, value in expected(one).items()},
     ),
-    Command: Kind(run_program, _describe_command, lambda work: work.extra),
+    Command: Kind(_run_command, _describe_command, lambda work: work.extra),
     ServeWeights: Kind(_serve_weights, _describe_serving),
     ServeFrozen: Kind(_serve_frozen, _describe_frozen),
     ReleaseEngine: Kind(_release_engine, lambda work, settings: ["engine: free the accelerator's memory"]),

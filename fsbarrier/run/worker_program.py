@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -36,9 +36,16 @@ class DirectoryFailed(ProgramFailed):
     """The program ended, or could not be started, because the shared directory fails."""
 
 
-def run_program(work: Command, context: Context, job: RowJob, workplace: Workplace) -> Result:
+def run_program(
+    work: Command,
+    context: Context,
+    job: RowJob,
+    workplace: Workplace,
+    meanwhile: Callable[[], None] | None = None,
+) -> Result:
     """Run the program to its end; returns its result. Raises ProgramFailed, StartFailed, NodeUnfit, Cancelled.
 
+    `meanwhile`: called now and then while it runs.
     While the shared directory fails, the program is started again, and continues where it was, for `outage_s`. Then this node is unfit,
     and not the program. The programs of an update belong together, so their failure is one of the attempt.
     """
@@ -46,7 +53,7 @@ def run_program(work: Command, context: Context, job: RowJob, workplace: Workpla
 
     def run() -> Result:
         try:
-            return _run_once(work, context, job, workplace)
+            return _run_once(work, context, job, workplace, meanwhile)
         except DirectoryFailed as error:
             failures.append(str(error))
             raise
@@ -68,7 +75,13 @@ def run_program(work: Command, context: Context, job: RowJob, workplace: Workpla
     return value
 
 
-def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace) -> Result:
+def _run_once(
+    work: Command,
+    context: Context,
+    job: RowJob,
+    workplace: Workplace,
+    meanwhile: Callable[[], None] | None,
+) -> Result:
     """Raises DirectoryFailed, and as `run_program`."""
     if not work.listens:
         workplace.close_rendezvous()
@@ -119,7 +132,7 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
             raise DirectoryFailed(str(error)) from None
         raise
     workplace.close_rendezvous()
-    code = _watch(program, context, job, workplace, uses_engines=uses_engines)
+    code = _watch(program, context, job, workplace, meanwhile, uses_engines=uses_engines)
     if code != 0:
         said, log = _why_it_failed(program, argv, code), _end_of_log(program)
         ours = program_name(argv).startswith("fsbarrier.")
@@ -214,7 +227,13 @@ def _give_to_resident(
 
 
 def _watch(
-    child: Child | KeptProgram, context: Context, job: RowJob, workplace: Workplace, *, uses_engines: bool
+    child: Child | KeptProgram,
+    context: Context,
+    job: RowJob,
+    workplace: Workplace,
+    meanwhile: Callable[[], None] | None,
+    *,
+    uses_engines: bool,
 ) -> int:
     """Wait for the program; returns its exit code. Ends it if its progress file and log do not change for `stall_timeout_s`, or if it
     needs an engine and none is left."""
@@ -227,6 +246,15 @@ def _watch(
         if uses_engines and (how := workplace.engines_gone()):
             child.stop(workplace.grace_s)
             raise ProgramFailed(how)
+        if meanwhile is not None:
+            begin = job.clock()
+            try:
+                meanwhile()
+            except BaseException:
+                child.stop(workplace.grace_s)
+                raise
+            # The program may have waited for it.
+            changed_at += job.clock() - begin
         stamp = _modified_ns(job.progress_file) + _modified_ns(child.log_file)
         if stamp != last_stamp:
             last_stamp, changed_at = stamp, job.clock()

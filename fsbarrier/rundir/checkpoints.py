@@ -96,6 +96,12 @@ def commit(folder: Path, manifest: Manifest) -> Manifest:
     return manifest
 
 
+def is_complete(folder: Path) -> bool:
+    """Whether a policy version that is being made is complete. Lists, since a client may cache that a name is absent. Raises OSError."""
+    wanted = folder.parent, folder, folder / MANIFEST
+    return all(path.name in os.listdir(path.parent) for path in wanted)
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder. Raises ProgramFailed if it is missing or unreadable."""
     try:

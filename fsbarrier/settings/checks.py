@@ -94,6 +94,12 @@ def _placement(s: Settings, named: AsChosen) -> Iterator[str]:
             f"{named('rollout.ahead')}: the nodes that train and those that roll out must be different ones; give each node to one of "
             f"{named('placement.rollout')} and {named('placement.update')} (one host can be two nodes)"
         )
+    if s.rollout.in_flight and not s.rollout.ahead:
+        yield f"{named('rollout.in_flight')}: requires rollout.ahead=1 (this run: {named('rollout.ahead')})"
+    if s.rollout.in_flight and s.rollout.reproducible:
+        yield f"{named('rollout.in_flight')}: answers would depend on when the weights come; drop rollout.reproducible"
+    if s.rollout.in_flight and not s.manages_engine:
+        yield f"{named('rollout.in_flight')}: the server is not this run's; drop {'--debug-mode' if s.debug_mode else named('engine.url')}"
 
 
 def _engines(s: Settings, named: AsChosen) -> Iterator[str]:

@@ -87,6 +87,9 @@ class RolloutSettings(Section):
     #: 1: while the update trains, the other nodes already roll out the next iteration's tasks, with the policy that they serve. Needs
     #: `placement.rollout` and `placement.update` without a common node.
     ahead: EachSession[OneOrZero] = 0
+    #: The engines take new weights as soon as the update has made them, while they roll out ahead: running answers keep their tokens and go
+    #: on with the new weights. Needs `rollout.ahead=1`.
+    in_flight: EachSession[bool] = False
     #: Maximum number of extra rounds. Another round of tasks is rolled out while fewer than `rollout.tasks` groups have rewards that are
     #: not all equal.
     max_refills: EachSession[CountOrZero] = 0

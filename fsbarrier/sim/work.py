@@ -93,7 +93,8 @@ class SimEngines:
         *,
         threads: int = 0,
         cancel: threading.Event,
-        show: Callable[[int], None],
+        show: Callable[[int], None] = lambda ready: None,
+        in_flight: bool = False,
     ) -> list[EngineInfo]:
         world, rank = self._host.world, self._host.process.rank
         if cancel.wait(world.length() / 4):

@@ -35,7 +35,7 @@ class LearnedFrom:
     trajectories: int = 0
     reward: float = 0.0
     #: by how many policy versions they are older than the policy to train, added up
-    versions: int = 0
+    versions: float = 0.0
 
 
 class PrepareSpec(TypedDict):
@@ -103,10 +103,10 @@ def teaching_groups(
         for trajectory in group:
             with naming(trajectory, merged):
                 check(trajectory)
+                seen.versions += spec["policy_version"] - mean_version(trajectory)
         seen.groups += 1
         seen.trajectories += len(group)
         seen.reward += sum(counted_reward(trajectory) for trajectory in group)
-        seen.versions += sum(spec["policy_version"] - trajectory["policy_version"] for trajectory in group)
         progress.show(seen.trajectories, 0, "trajectories")
         # Whether it was sampled by the current policy, in this run.
         current = run_id in (None, spec["run_id"]) and group[0]["policy_version"] == spec["policy_version"]
@@ -123,6 +123,15 @@ def teaching_groups(
                 sequences += made
         if sequences:
             yield sequences
+
+
+def mean_version(trajectory: Trajectory) -> float:
+    """The policy version that sampled it, as the mean over its tokens where these have several. Raises ValueError."""
+    try:
+        of_tokens = [int(one) for one in trajectory.get("policy_versions", ()) if one >= 0]
+    except TypeError:
+        raise ValueError("policy_versions must be numbers") from None
+    return sum(of_tokens) / len(of_tokens) if of_tokens else trajectory["policy_version"]
 
 
 def images_of(trajectory: Trajectory, merged: Path) -> Path:

@@ -356,6 +356,7 @@ def servers_of(spec: JsonObject, settings: Settings) -> list[SamplingServer]:
             banned=banned,
             stop=settings.rollout.stop,
             seed=seed if settings.rollout.reproducible else "",
+            in_flight=spec.get("in_flight", False),
         )
         for engine in spec["engine"]
     ]
