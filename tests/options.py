@@ -27,11 +27,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "num_nodes=2 on_node_failure=wait rank_weights=1,2 min_nodes=2",
         "num_nodes=2 on_node_failure=abort coordination.last_call_s=30 rank_weights=3,1",
         "num_nodes=1 coordination.last_call_s=none placement.rollout=all placement.update=all",
-        "num_nodes=2 rank_weights=1,1 placement.rollout=node:1 placement.update=node:0 rollout.ahead=1",
         "num_nodes=2 rank_weights=1,1 placement.rollout=node:1 placement.update=node:0 rollout.ahead=1"
-        " rollout.in_flight=true",
-        "num_nodes=2 rank_weights=1,1 placement.rollout=node:0 placement.update=all rollout.ahead=0"
         " rollout.in_flight=false",
+        "num_nodes=2 rank_weights=1,1 placement.rollout=node:0 placement.update=all rollout.ahead=0",
     ),
     "group access": ("shared_group=false", "shared_group=true"),
     "evaluation": (
@@ -226,6 +224,7 @@ ELSEWHERE = {
     "algorithm.kl_estimator=k1": "is refused with a KL in the loss (test_settings.py), and has no other use",
     **dict.fromkeys(("trainer.profile", "trainer.profile=none", "trainer.profile_rank"), "test_profiling.py"),
     "rollout.stop": "test_rollout.py: an agent names its own",
+    "rollout.in_flight=true": "test_in_flight.py: a server of the user's takes no weights",
     "rollout.reproducible=true": "test_reproducible.py: an agent has no seeds",
     "algorithm.self_certainty": "test_self_certainty.py: it goes with few values of other groups",
     **dict.fromkeys(("algorithm.kl_target", "algorithm.kl_horizon"), "test_complete_runs.py"),
