@@ -174,7 +174,7 @@ def serve(ctx: Context) -> ServeWeights:
 
 def in_flight(ctx: Context) -> ServeWeights | None:
     """The policy version that the update makes meanwhile, which the engines take while they roll out ahead (`rollout.in_flight`)."""
-    if ctx.phase.name != "update" or not ctx.settings.rollout.in_flight:
+    if not ctx.settings.rollout.in_flight or ctx.phase.name != "update":
         return None
     made = updated(ctx)
     folder = ctx.named_in(ctx.paths.checkpoints, made.folder) / "model"
