@@ -142,7 +142,7 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
         ),
         (
             ["algorithm.kl_in_reward=0.1"],
-            "algorithm.kl_in_reward=0.1: algorithm.normalize_std=True would divide the rewards by their standard deviation",
+            "algorithm.kl_in_reward=0.1: algorithm.normalize_std=true would divide the rewards by their standard deviation",
         ),
         (["critic.lr=0.1"], "critic.lr=0.1: there is no critic; set algorithm.advantage=gae"),
         (

@@ -49,6 +49,9 @@ def _as_chosen(settings: Settings, chosen: Mapping[str, ChosenValue], key: str) 
         value = value[part] if isinstance(value, Mapping) else getattr(value, part)
     if isinstance(value, tuple):
         value = ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in value)
+    # true, false and none, as they are typed.
+    if value is None or isinstance(value, bool):
+        value = str(value).lower()
     return chosen[key].written(value) if key in chosen else f"{key}={value}"
 
 
