@@ -6,6 +6,9 @@ import asyncio
 import contextlib
 import json
 import re
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -431,6 +434,18 @@ def alive(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return not Stat(pid).ended
     return False
+
+
+@pytest.mark.parametrize("name", ["Twice", "Missing"])
+def test_a_rollout_that_has_ended_before_its_agent_is_loaded_leaves_no_traceback(
+    file: Path, name: str
+) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.close()
+    with theirs:
+        argv = [sys.executable, "-m", "fsbarrier.workers.episodes", f"{file}:{name}", str(theirs.fileno())]
+        done = subprocess.run(argv, pass_fds=(theirs.fileno(),), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_agents_class_begins_and_ends_with_the_rollout(tmp_path: Path, fake: Fake, file: Path) -> None:

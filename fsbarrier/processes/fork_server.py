@@ -210,10 +210,12 @@ def serve(control: socket.socket, load: Callable[[], Work]) -> None:
     try:
         work = load()
     except UsageError as error:
-        control.send(f"refused {error}".encode()[:MAX_REPORT])
+        # Our program may have ended while the code was loaded.
+        with contextlib.suppress(OSError):
+            control.send(f"refused {error}".encode()[:MAX_REPORT])
         return
     server = _Server(control, work)
-    control.send(b"ready")
+    server.report(b"ready")
     # What is there already is never garbage: a collection in a job would only copy the pages on which it lies.
     gc.collect()
     gc.freeze()
@@ -262,7 +264,7 @@ class _Server:
             pid = os.fork()
         except OSError as error:
             os.close(fds[0])
-            self._report(b"failed %d %d" % (number, error.errno or 0))
+            self.report(b"failed %d %d" % (number, error.errno or 0))
             return True
         if pid == 0:
             code = 1
@@ -277,7 +279,7 @@ class _Server:
         self.numbers[pid], self.pids[fds[0]] = number, pid
         # Only that the other end has closed.
         self.poller.register(fds[0], 0)
-        self._report(b"started %d" % number)
+        self.report(b"started %d" % number)
         return True
 
     def _do(self, fd: int, parent: int) -> None:
@@ -343,9 +345,9 @@ class _Server:
             # Again at the end of these: they may have forked in the meantime.
             self.strays_possible = bool(freeze_and_kill(self._strays))
         for number, code in ended:
-            self._report(b"ended %d %d" % (number, code))
+            self.report(b"ended %d %d" % (number, code))
 
-    def _report(self, line: bytes) -> None:
+    def report(self, line: bytes) -> None:
         # Our program may have died, which the next turn notices.
         with contextlib.suppress(OSError):
             self.control.send(line)
