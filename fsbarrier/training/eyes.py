@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fsbarrier.data import images
 from fsbarrier.engine.model import placeholder_ids, sees
 from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.training.policy import config_of
 
 # Of which argument of a model says which tokens are images.
 KINDS = ("mm_token_type_ids", "token_type_ids")
@@ -42,7 +43,7 @@ class Eyes:
     @classmethod
     def of(cls, folder: Path, *, always: bool) -> Eyes | None:
         """None for a model that takes no images. Raises UsageError."""
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = config_of(folder)
         return cls(folder, config, always=always) if sees(config.to_dict()) else None
 
     def added(

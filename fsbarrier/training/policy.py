@@ -118,10 +118,18 @@ def architecture(folder: Path) -> PreTrainedModel:
     return found
 
 
+def config_of(folder: Path) -> transformers.PretrainedConfig:
+    """The configuration of the model in `folder`. Raises UsageError."""
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except _UNLOADABLE as error:
+        raise UsageError(f"the model in {folder} cannot be loaded: {_first_sentence(error)}") from None
+
+
 def _kind(folder: Path, *, value: bool) -> tuple[transformers.PretrainedConfig, Any]:
     """A folder's configuration, and the transformers class that makes all of its model. For some families the one for text makes the
-    decoder alone."""
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    decoder alone. Raises UsageError."""
+    config = config_of(folder)
     if value:
         config.num_labels = 1
         return config, transformers.AutoModelForTokenClassification

@@ -104,10 +104,10 @@ def _shell_words(words: str | Sequence[str]) -> str:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether there is a file that `fsbarrier launch` did not write."""
+    """Whether there is a plain file that `fsbarrier launch` did not write."""
+    if path.is_symlink() or not path.is_file():
+        return False
     try:
         return MARK.encode() not in reading.read_bytes(path, reading.JSON_BYTES)[:500]
-    except FileNotFoundError:
-        return False
     except OSError:
         return True
