@@ -389,7 +389,7 @@ def test_a_model_that_transformers_cannot_make_is_one_line(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mystery", **sizes}))
     assert main(["plan", "--model", str(tmp_path), "--accelerators", "0"]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"the model in {tmp_path} cannot be made" in said and "mystery" in said
+    assert said.count("\n") == 1 and f"the model in {tmp_path} cannot be loaded" in said and "mystery" in said
 
 
 def test_the_sizes_are_those_of_published_models() -> None:

@@ -114,7 +114,7 @@ def architecture(folder: Path) -> PreTrainedModel:
             config, kind = _kind(folder, value=False)
             found: PreTrainedModel = kind.from_config(config)
     except _UNLOADABLE as error:
-        raise UsageError(f"the model in {folder} cannot be made: {_first_sentence(error)}") from None
+        raise UsageError(f"the model in {folder} cannot be loaded: {_first_sentence(error)}") from None
     return found
 
 
