@@ -196,6 +196,18 @@ class Trio:
         member.loop.write_beat(member.loop.beat(), member.loop.store, self.now)
 
 
+def test_a_member_whose_look_hangs_does_not_look_alive(tmp_path: Path) -> None:
+    """The others should not wait for ever. It still says that it leaves."""
+    member, beats = hand_driven(tmp_path, PosixStore(), 0), RunPaths(tmp_path).beats
+    member.begin(0.0)
+    member.looking_since = 0.0
+    said = []
+    for now, last in ((0.1, False), (1000.0, False), (2000.0, True)):
+        member.beat(PosixStore(), now, 2.0, last=last)
+        said.append([name.split(".")[2:4] for name in os.listdir(beats)])
+    assert said == [[["beat-1", "joining"]], [["beat-1", "joining"]], [["beat-2", "left"]]]
+
+
 def test_a_member_that_was_stopped_counts_that_time_as_nobodys_silence(tmp_path: Path) -> None:
     """I7, for members of whom it has never seen a heartbeat."""
     trio = Trio(tmp_path)

@@ -51,6 +51,7 @@ def after_looks(*looks: Look) -> Ledger:
         ([(1.0, 1.0, {0: beat(5)}), (2.0, 2.0, {0: beat(6)}), (3.0, 3.0, {0: beat(6)})], 6, 2.0, True),
         ([(1.0, 1.0, {0: beat(5)}), (2.0, 2.0, {0: beat(0, 2)})], 0, 2.0, False),  # a newer start counts anew
         ([(1.0, 1.0, {0: beat(5, 2)}), (2.0, 2.0, {0: beat(9, 1)})], 5, 1.0, False),  # an older one does not
+        ([(8.0, 0.0, {0: beat(5)}), (9.0, 9.0, {})], 5, 9.0, False),  # never paused into the future
     ],
 )
 def test_a_counter_that_moves_is_a_sign_of_life(

@@ -153,8 +153,9 @@ def gave_up_for_a_reason(world: World) -> Iterator[str]:
     for process, ended in history.ended.items():
         if ended.code != 3 or ("cannot be read" in ended.why and struck & {"unreadable", "handles"}):
             continue
-        # A start does not wait for a disk that is full.
+        # A start does not wait for a disk that is full. Single errors in the looks just before an outage lengthen it.
         least = 0.0 if "cannot join" in ended.why else 0.98 * world.draw.intervals.outage_s
+        least -= 3.0 * bool(struck & {"error", "lost", "garbled", "handles"})
         own = [(begin, end) for rank, begin, end in history.outages if rank == ended.rank]
         # A record that could not be read is to a node as an outage.
         own += [(time, time) for time in world.processes[process].client.held_up]
