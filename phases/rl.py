@@ -70,14 +70,14 @@ def assign_train(ctx: Context) -> Work:
 
 def assigned(ctx: Context) -> RolloutDecision:
     """Which tasks an iteration rolls out, and which node begins with which."""
-    settings, train, last = ctx.settings.rollout, ctx.settings.train, last_rewards(ctx)
+    settings, last, weight_after = ctx.settings.rollout, last_rewards(ctx), ctx.settings.train.weigher()
     rounds = draw_rounds(
         training_sets(ctx.settings, ctx.tasks),
         settings.tasks,
         1 + settings.max_refills,
         seed=settings.seed,
         iteration=ctx.iteration,
-        weight_of=None if last is None else lambda task: train.weight_after(last.get(str(task))),
+        weight_of=None if last is None else lambda task: weight_after(last.get(str(task))),
     )
     return share_out_train(ctx, rounds, keep=settings.tasks if settings.max_refills else None)
 

@@ -457,6 +457,14 @@ def slurm_says(*words: str) -> str:
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
 
+def submitted(capsys: pytest.CaptureFixture[str], log_path: Path, **options: str) -> str:
+    """Start a toy's run as a Slurm job; gives its number."""
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    words += ["--log-path", str(log_path), "--fsbarrier", FSBARRIER]
+    assert main(["launch", "slurm", *words, "--program", "toy", "toy.tasks=6", "toy.phase_s=0.1"]) == 0
+    return capsys.readouterr().out.split()[-1]  # … scancel JOB
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_real_slurm_job_stops_at_its_time_limit_and_goes_on(
@@ -464,20 +472,7 @@ def test_a_real_slurm_job_stops_at_its_time_limit_and_goes_on(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     log_path = tmp_path / "run"
-    words = [
-        "--nodes",
-        "3",
-        "--time",
-        "3",
-        "--warn",
-        "120",
-        "--log-path",
-        str(log_path),
-        "--fsbarrier",
-        FSBARRIER,
-    ]
-    assert main(["launch", "slurm", *words, "--program", "toy", "toy.tasks=6", "toy.phase_s=0.1"]) == 0
-    job = capsys.readouterr().out.split()[-1]  # … scancel JOB
+    job = submitted(capsys, log_path, nodes="3", time="3", warn="120")
 
     def finished() -> list[int]:
         events = read_events(log_path) if log_path.is_dir() else []
@@ -508,10 +503,7 @@ def test_a_real_slurm_job_goes_on_with_more_nodes(
     monkeypatch.chdir(tmp_path)
     log_path = tmp_path / "run"
     for nodes, iterations in (("2", "1"), ("3", "2")):
-        words = ["--nodes", nodes, "--iterations", iterations, "--log-path", str(log_path)]
-        words += ["--fsbarrier", FSBARRIER, "--program", "toy", "toy.tasks=6", "toy.phase_s=0.1"]
-        assert main(["launch", "slurm", *words]) == 0
-        job = capsys.readouterr().out.split()[-1]
+        job = submitted(capsys, log_path, nodes=nodes, iterations=iterations)
         # Whoever is refused would leave the others with the allocation.
         until(lambda job=job: slurm_says("squeue", "-h", "-j", job) == "")
         told = (tmp_path / f"fsbarrier-{job}.log").read_text()

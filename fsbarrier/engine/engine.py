@@ -207,9 +207,10 @@ class Engine:
                     return server, "woken", ""
             else:
                 served = self._as_served(model, policy_version)
-                if in_flight and (why_not := server.not_loadable(served)):
-                    return server, "kept", f"keeps its weights: {why_not}"
-                reason = server.reload(served, policy_version, cancel, in_flight=in_flight)
+                reason = server.not_loadable(served)
+                if reason and in_flight:
+                    return server, "kept", f"keeps its weights: {reason}"
+                reason = reason or server.reload(served, policy_version, cancel, in_flight=in_flight)
                 if not reason:
                     server.serving = (model.path, policy_version)
                     return server, "reloaded", ""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -48,9 +48,9 @@ class FrozenEngine:
         # Why it cannot be started again; "" if it need not be, or could.
         self.failure = ""
         self._deaths, self._closing = 0, threading.Event()
-        # Why each start of this node's that followed a death was needed; and those that the journal does not have yet.
-        self._restarts: list[str] = []
-        self._untold: deque[Payload] = deque()
+        # Each start of this node's that followed a death, as a line for the journal; and how many the journal has.
+        self._restarts: list[Payload] = []
+        self._told = 0
         # The sockets of the servers, and the connections to each.
         self._sockets: tuple[str, ...] = ()
         self._open = Counter[str]()
@@ -72,11 +72,17 @@ class FrozenEngine:
     def status(self) -> Payload:
         """For `fsbarrier status`: the state of each server, and how often and why one was started again."""
         states, restarts = [one.state for one in self.replicas.engines], self._restarts
-        return {"states": states, "restarts": len(restarts), **({"why": restarts[-1]} if restarts else {})}
+        return {
+            "states": states,
+            "restarts": len(restarts),
+            **({"why": restarts[-1]["why"]} if restarts else {}),
+        }
 
     def news(self) -> list[Payload]:
         """The restarts since the last call, as lines for the journal."""
-        return [self._untold.popleft() for _ in range(len(self._untold))]
+        new = self._restarts[self._told :]
+        self._told += len(new)
+        return new
 
     def ensure(
         self, folder: Path, devices: Sequence[int] | None, *, threads: int, cancel: threading.Event
@@ -149,8 +155,7 @@ class FrozenEngine:
                 return
             for how in ended:
                 why, *log = how.splitlines()
-                self._restarts.append(why)
-                self._untold.append(
+                self._restarts.append(
                     {"event": "engine_restarted", "engine": self.name, "why": why, "log": log}
                 )
 

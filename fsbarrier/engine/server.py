@@ -149,10 +149,8 @@ class Server:
     def reload(
         self, model: ModelFolder, policy_version: int, cancel: threading.Event, *, in_flight: bool
     ) -> str:
-        """Load other weights into the running server; returns "" or the reason why a restart is needed. `in_flight`: running requests keep
-        their tokens, and go on with the new weights."""
-        if reason := self.not_loadable(model):
-            return reason
+        """Load weights that the running server can load; returns "" or the reason why a restart is needed after all. `in_flight`: running
+        requests keep their tokens, and go on with the new weights."""
         log_file = self.child.log_file
         log_size = patiently(log_file.stat).st_size
         # During the reload, old and new weights may be mixed.

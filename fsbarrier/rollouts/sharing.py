@@ -10,9 +10,9 @@ from fsbarrier.decisions import PartGroups, RolloutDecision
 from fsbarrier.program import Context, PartOnDisk
 from fsbarrier.protocol.assign import TaskSet, split_by_weight
 from fsbarrier.protocol.facts import JsonObject
+from fsbarrier.rundir.runrecord import TaskSource, numbers_in
 
 if TYPE_CHECKING:
-    from fsbarrier.rundir.runrecord import TaskSource
     from fsbarrier.settings.sections import Settings
 
 #: how the names of sets of training tasks begin among a run's task files; a run without sets has the file "train" alone
@@ -24,8 +24,7 @@ def training_sets(settings: Settings, tasks: Mapping[str, TaskSource]) -> list[T
     files, found = training_files(tasks), []
     for key in _of_training(tasks):
         source, name = tasks[key], key.removeprefix("train").removeprefix(".")
-        picked = source.get("picked", range(source["count"]))
-        numbers = [files[source["path"]] + index for index in picked]
+        numbers = [files[source["path"]] + index for index in numbers_in(source)]
         found.append(TaskSet(name, numbers, settings.train.sets[name].weight if name else 1.0))
     return found
 

@@ -138,12 +138,19 @@ def _misplaced(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
         yield Problem(False, "nothing to do", ", ".join(idle))
 
 
+def _held(placed: str, nodes: Nodes) -> Mapping[int, Sequence[int]]:
+    """The accelerators of a role by node."""
+    return Ranges.parse(placed).holders(
+        nodes, max((len(one.accelerators) for one in nodes.values()), default=0)
+    )
+
+
 def _training_processes(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
     """Processes of the built-in trainer that have no accelerator, and `trainer.shard=node` where nodes have nothing to shard."""
-    trainer, each = settings.trainer, max((len(one.accelerators) for one in nodes.values()), default=0)
+    trainer = settings.trainer
     if trainer.command is not None:
         return
-    held = Ranges.parse(settings.placement.update).holders(nodes, each)
+    held = _held(settings.placement.update, nodes)
     counts = {rank: trainer.processes_per_node or max(1, len(devices)) for rank, devices in held.items()}
     found = ", ".join(f"node {rank} has {count}" for rank, count in counts.items())
     for rank, devices in held.items():
@@ -158,8 +165,7 @@ def _training_processes(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
 
 def _crowded(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
     """Engines: those that do not fit on their accelerators or share one with too many, and frozen ones that sleep when they are needed."""
-    each = max((len(one.accelerators) for one in nodes.values()), default=0)
-    update = Ranges.parse(settings.placement.update).holders(nodes, each)
+    update = _held(settings.placement.update, nodes)
     shares: dict[tuple[int, int], dict[str, float]] = {}
     engines: dict[str, ServerSettings] = {"engine": settings.engine} if settings.manages_engine else {}
     for group, one in {
@@ -167,7 +173,7 @@ def _crowded(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
         **{f"engines.{name}": own for name, own in settings.engines.items()},
     }.items():
         placed = one.placement if isinstance(one, FrozenEngineSettings) else None
-        for rank, devices in Ranges.parse(placed or settings.placement.rollout).holders(nodes, each).items():
+        for rank, devices in _held(placed or settings.placement.rollout, nodes).items():
             try:
                 used = devices[: replicas(one, len(devices), group) * one.tensor_parallel_size]
             except UsageError as error:

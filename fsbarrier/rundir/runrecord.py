@@ -53,6 +53,11 @@ class TaskSource(TypedDict):
     sha256: str
 
 
+def numbers_in(source: TaskSource) -> Sequence[int]:
+    """The numbers of the file's tasks that the run uses."""
+    return source.get("picked", range(source["count"]))
+
+
 #: what in a run directory decides which code its nodes run
 STEERING = ("run.json", "coordination")
 

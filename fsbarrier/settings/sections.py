@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal, get_type_hints
@@ -129,10 +129,14 @@ class TrainSettings(Section):
     #: that no step fits, or without a group so far, has the weight 1. Empty: each task once before any is drawn again.
     reward_weights: EachSession[Names] = ()
 
-    def weight_after(self, reward: float | None) -> float:
-        """How likely a task is drawn whose last group had this mean reward; None: it has had none."""
-        steps = (tuple(map(float, step.split(":"))) for step in self.reward_weights)
-        return [1.0, *(weight for least, weight in steps if reward is not None and reward >= least)][-1]
+    def weigher(self) -> Callable[[float | None], float]:
+        """Tells how likely a task is drawn whose last group had a mean reward; None: it has had none."""
+        steps = [tuple(map(float, step.split(":"))) for step in self.reward_weights]
+
+        def weight_after(reward: float | None) -> float:
+            return [1.0, *(weight for least, weight in steps if reward is not None and reward >= least)][-1]
+
+        return weight_after
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from fsbarrier.loader import load_program
 from fsbarrier.program import Builder, Context, Work, build_work
 from fsbarrier.protocol.facts import Join, Member, Payload
 from fsbarrier.run import work_kinds
-from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.rundir.runrecord import RunRecord, numbers_in
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.placement import ALL, Ranges
 from fsbarrier.settings.presets import PRESETS, preset_values
@@ -53,11 +53,7 @@ def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
     for key, value in leaves(shown(settings.as_json())):
         print(f"{key} = {json.dumps(value)}")
     for split, source in record.tasks.items():
-        print(
-            printable(
-                f"# {split}: {len(source.get('picked', range(source['count'])))} tasks in {source['path']}"
-            )
-        )
+        print(printable(f"# {split}: {len(numbers_in(source))} tasks in {source['path']}"))
     for node_rank in range(settings.num_nodes):
         print(f"\n# node {node_rank}")
         for rank, index, name, command in commands:
