@@ -56,7 +56,7 @@ TOLD = [
     (raw("node_recovered", suspect=2, host="c"), "node 2 (c) has a heartbeat again"),
     (
         raw("generation_sealed", number=3, goes_on_at=[2, 7]),
-        "generation 3 has ended; the run continues at iteration 2, phase 7",
+        "generation 3 has ended; the run continues",
     ),
     (
         raw("node_lost", lost=[{"node_rank": 2, "host": "c", "why": "no heartbeat for 15.1 s"}]),

@@ -21,9 +21,9 @@ AGAIN = "again: "
 
 def event_text(event: Event) -> str | None:
     """An event as one line of text; None for events that are meant for scripts or that repeat other events."""
-    wording = WORDING.get(event.name)
-    text = wording(event) if wording is not None else None
-    return one_line(text) if text else None
+    wording = WORDING.get(event.name, "")
+    text = filled(wording, event) if isinstance(wording, str) else wording(event)
+    return one_line(text) or None
 
 
 def event_line(event: Event) -> str | None:
@@ -54,18 +54,55 @@ def _evidence(event: Event) -> Iterator[str]:
 _GENERATION_LINE = re.compile(r"\bgeneration \d+: nodes \d")
 
 
-# --- the events -----------------------------------------------------------------------------------------------------------
+# --- templates ------------------------------------------------------------------------------------------------------------
+
+_FIELD = re.compile(r"\{(\w+):?([^}]*)\}")
+_PART = re.compile(rf"\[([^\]]*)\]|{_FIELD.pattern}")
+#: how a template writes a number, beside the formats of Python; "": nothing worth a word
+FORMATS: Mapping[str, Callable[[float], str]] = {
+    "amount": amount,
+    "duration": duration,
+    "some": lambda number: f"{number:.0f}" if number else "",
+    "groups": lambda number: counted(int(number), "group") if number else "",
+    "rounds": lambda number: f"{number:.0f} rounds" if number > 1 else "",
+    "times": lambda number: counted(int(number), "time") if number else "",
+}
 
 
-def _joined(event: Event) -> str:
-    pid = event.integer("pid")
-    return f"node {event.node_rank} joined ({event.text('host') or '?'}{f', process {pid}' if pid else ''})"
+def filled(template: str, event: Event) -> str:
+    """A template with the fields of an event: {name} or {name:format}, "?" if it is missing. A part in [brackets] is left out where a field
+    of it is missing; the alternatives a|b in it are listed with commas."""
+
+    def part(match: re.Match[str]) -> str:
+        optional, name, form = match.groups()
+        if name is not None:
+            return _value(event, name, form) or "?"
+        return ", ".join(filter(None, (_optional(one, event) for one in optional.split("|"))))
+
+    return _PART.sub(part, template)
+
+
+def _optional(part: str, event: Event) -> str:
+    values = [_value(event, name, form) for name, form in _FIELD.findall(part)]
+    return _FIELD.sub(lambda _: values.pop(0), part) if all(values) else ""
+
+
+def _value(event: Event, name: str, form: str) -> str:
+    """A field as text; "" if it is missing, or something else than the template expects."""
+    if form:
+        number = event.number(name)
+        if number is None:
+            return ""
+        return FORMATS[form](number) if form in FORMATS else format(number, form)
+    whole = event.integer(name)
+    return (event.text(name) or ", ".join(event.lines(name))) if whole is None else str(whole)
+
+
+# --- events that a template does not suit ---------------------------------------------------------------------------------
 
 
 def _generation(event: Event) -> str:
-    members = event.fields.get("members")
-    nodes = ", ".join(map(str, members)) if isinstance(members, list) else "?"
-    leader, reason = event.integer("leader"), event.text("reason")
+    reason = event.text("reason")
     if reason.startswith(RENEWED):
         return ""
     why = " (retry)" if reason.startswith(AGAIN) else f" ({reason})"
@@ -75,34 +112,12 @@ def _generation(event: Event) -> str:
     settings = event.fields.get("settings")
     each = settings.items() if isinstance(settings, Mapping) else ()
     changed = "".join(f"; {name}={shown(value)}" for name, value in each)
-    return f"generation {event.generation}: nodes {nodes}; leader {_or_unknown(leader)}{why}{changed}"
+    return filled("generation {generation}: nodes {members}; leader {leader}", event) + why + changed
 
 
 def says_generation(line: str) -> bool:
     """Whether a line of a node's output reports a new generation, in the wording of `_generation`."""
     return _GENERATION_LINE.search(line) is not None
-
-
-def _sealed(event: Event) -> str:
-    place = event.fields.get("goes_on_at")
-    where = ""
-    if isinstance(place, list) and len(place) == 2:
-        where = f" at iteration {place[0]}, phase {place[1]}"
-    number = _or_unknown(event.integer("number"))
-    return f"generation {number} has ended; the run continues{where}"
-
-
-def _left(event: Event) -> str:
-    why = f" ({event.text('reason')})" if event.text("reason") else ""
-    return f"node {event.node_rank} is not in generation {event.integer('newest')}{why}; it rejoins"
-
-
-def _suspect(event: Event) -> str:
-    host, silent_s = event.text("host"), event.number("silent_s")
-    name = f"node {_or_unknown(event.integer('suspect'))}{f' ({host})' if host else ''}"
-    if event.name == "node_recovered":
-        return f"{name} has a heartbeat again"
-    return f"{name} has had no heartbeat{f' for {silent_s:.0f} s' if silent_s is not None else ''}"
 
 
 def _lost(event: Event) -> str:
@@ -114,153 +129,65 @@ def _lost(event: Event) -> str:
     return ("; ".join(each) or "a node is lost") + waiting
 
 
-def _failed(event: Event) -> str:
-    where = f"node {event.node_rank}, iteration {event.iteration}, {event.phase_name}"
-    return f"{where} failed: {event.text('error') or 'unknown error'}"
-
-
-def _rolled_out(event: Event) -> str:
-    reward, count = event.number("reward_mean"), event.integer("trajectories")
-    rounds = event.integer("rounds") or 1
-    unusual = {
-        "groups_taken_over": "taken over from slower nodes",
-        "groups_cut_off": "cut off",
-        "left_out": "left out",
-    }
-    parts = [
-        f"train reward {amount(reward)}" if reward is not None else "",
-        f"{count} trajectories" if count is not None else "",
-        f"{rounds} rounds" if rounds > 1 else "",
-        _unjudged(event),
-        *(
-            f"{counted(groups, 'group')} {what}"
-            for name, what in unusual.items()
-            if (groups := event.integer(name))
-        ),
-    ]
-    return f"iteration {event.iteration}: {_listed(parts) or 'rolled out'}{_policy(event)}"
-
-
 def _evaluated(event: Event) -> str:
-    reward = amount(event.number("reward_mean"))
-    unjudged = f" ({failed})" if (failed := _unjudged(event)) else ""
     when = "at the end" if event.fields.get("final") is True else f"iteration {event.iteration}"
     sets = [
         f"{name.removesuffix('/reward')} {amount(event.number(name))}"
         for name in event.fields
         if name.endswith("/reward") and name.count("/") == 1
     ]
+    reward = f"held-out reward {amount(event.number('reward_mean'))}"
     of_sets = f": {', '.join(sets)}" if sets else ""
-    return f"{when}: held-out reward {reward}{of_sets}{unjudged}{_policy(event)}"
+    return f"{when}: {reward}{of_sets}{filled(f'{UNJUDGED}{POLICY}', event)}"
 
 
-def _unjudged(event: Event) -> str:
-    count = event.integer("unjudged")
-    if not count:
-        return ""
-    who = [f"the {name}" for name in ("reward", "agent") if event.integer(f"{name}_errors")]
-    return f"{count} not scored: {' or '.join(who) or 'the reward or the agent'} failed"
+def _phase_started(event: Event) -> str:
+    begins = "iteration {iteration}, phase {phase} {phase_name} begins"
+    return filled(begins, event) if event.phase_name in LONG else ""
 
 
-def _updated(event: Event) -> str:
-    steps, loss = event.integer("optimizer_steps"), event.number("loss")
-    held_out = event.number("held_out_loss")
-    gap, replayed = event.number("logprob_gap_mean"), event.integer("replayed")
-    parts = [
-        f"{steps} optimizer steps" if steps is not None else "",
-        f"loss {loss:.2g}" if loss is not None else "",
-        f"held-out loss {held_out:.2g}" if held_out is not None else "",
-        f"log-prob gap {gap:.1g}" if gap is not None else "",
-        f"{replayed} sequences from other policy versions" if replayed else "",
-    ]
-    return f"iteration {event.iteration}: updated ({_listed(parts) or 'done'})"
-
-
-def _published(event: Event) -> str:
-    version = _or_unknown(event.integer("policy_version"))
-    return f"iteration {event.iteration}: published policy version {version}"
-
-
-def _noting(field: str, after: str = "") -> Callable[[Event], str | None]:
-    """A line with the node and one field of the event; None if the field is empty."""
-    return lambda event: f"node {event.node_rank}: {note}{after}" if (note := event.text(field)) else None
-
-
-def _restarted(event: Event) -> str:
-    times = counted(event.integer("times") or 0, "time")
-    return f"node {event.node_rank}: {event.phase_name} was started again {times}: {event.text('why')}"
-
-
-def _phase_started(event: Event) -> str | None:
-    if event.phase_name not in LONG:
-        return None
-    return f"iteration {event.iteration}, phase {event.phase} {event.phase_name} begins"
-
-
-def _phase_finished(event: Event) -> str | None:
-    seconds = event.number("seconds")
-    if seconds is None or seconds < WORTH_S:
-        return None
-    return f"iteration {event.iteration}, phase {event.phase} {event.phase_name} took {duration(seconds)}"
+def _phase_finished(event: Event) -> str:
+    took = "iteration {iteration}, phase {phase} {phase_name} took {seconds:duration}"
+    return filled(took, event) if (event.number("seconds") or 0.0) >= WORTH_S else ""
 
 
 def _ended(event: Event) -> str:
     run_ends = event.text("state") in ("finished", "stopped", "broken")
-    who, reason = "the run" if run_ends else f"node {event.node_rank}", event.text("reason")
-    return f"{who} ended{f': {reason}' if reason else ''}"
+    return filled(f"{'the run' if run_ends else 'node {node_rank}'} ended[: {{reason}}]", event)
 
 
-def _policy(event: Event) -> str:
-    version = event.integer("policy_version")
-    return "" if version is None else f" (policy version {version})"
+POLICY = "[ (policy version {policy_version})]"
+UNJUDGED = "[; {unjudged:some} not scored|the reward failed {reward_errors:times}|the agent failed {agent_errors:times}]"
 
-
-def _code_changed(event: Event) -> str:
-    names = event.fields.get("what")
-    listed = ", ".join(map(str, names)) if isinstance(names, list) else "?"
-    return f"changed since the last start of this node: {listed}"
-
-
-def _or_unknown(value: int | None) -> str:
-    return "?" if value is None else str(value)
-
-
-def _listed(parts: list[str]) -> str:
-    return ", ".join(part for part in parts if part)
-
-
-#: event name -> its text; other events are meant for scripts
-WORDING: dict[str, Callable[[Event], str | None]] = {
-    "node_joined": _joined,
+#: event name -> its template, or what words it; other events are meant for scripts
+WORDING: dict[str, str | Callable[[Event], str]] = {
+    "node_joined": "node {node_rank} joined ({host}[, process {pid}])",
     "generation_started": _generation,
-    "generation_sealed": _sealed,
-    "tracker_failed": lambda event: (
-        f"tracker {event.text('tracker') or 'program'} fails: {event.text('why')}"
-    ),
-    "left_generation": _left,
-    "node_suspected": _suspect,
-    "node_recovered": _suspect,
+    "generation_sealed": "generation {number} has ended; the run continues",
+    "tracker_failed": "tracker {tracker} fails: {why}",
+    "left_generation": "node {node_rank} is not in generation {newest}[ ({reason})]; it rejoins",
+    "node_suspected": "node {suspect}[ ({host})] has had no heartbeat[ for {silent_s:.0f} s]",
+    "node_recovered": "node {suspect}[ ({host})] has a heartbeat again",
     "node_lost": _lost,
-    "work_failed": _failed,
-    "shares_fixed": lambda event: f"nodes do not take over each other's tasks: {event.text('why') or '?'}",
-    "rolled_out": _rolled_out,
+    "work_failed": "node {node_rank}, iteration {iteration}, {phase_name} failed: {error}",
+    "shares_fixed": "nodes do not take over each other's tasks: {why}",
+    "rolled_out": "iteration {iteration}: [train reward {reward_mean:amount}|{trajectories} trajectories|{rounds:rounds}"
+    "|{groups_taken_over:groups} taken over from slower nodes|{groups_cut_off:groups} cut off|{left_out:groups} left out]"
+    f"{UNJUDGED}{POLICY}",
     "evaluated": _evaluated,
-    "updated": _updated,
-    "weights_published": _published,
-    "code_changed": _code_changed,
-    "listens": lambda event: (
-        f"port {_or_unknown(event.integer('port'))} is open to other hosts for the update: on all addresses until torchrun has "
-        "started, then only on the address that all nodes can reach"
-    ),
-    "nodes_differ": lambda event: f"{event.text('what') or '?'}: {event.text('found') or '?'}",
-    "weights_checked": _noting("note", "; its engines read the run directory"),
-    "engine_ready": _noting("engine_note"),
-    "engine_restarted": lambda event: (
-        f"node {event.node_rank}: engines.{event.text('engine')} was started again: {event.text('why')}"
-    ),
-    "program_restarted": _restarted,
+    "updated": "iteration {iteration}: updated ([{optimizer_steps} optimizer steps|loss {loss:.2g}|held-out loss {held_out_loss:.2g}"
+    "|log-prob gap {logprob_gap_mean:.1g}|{replayed:some} sequences from other policy versions])",
+    "weights_published": "iteration {iteration}: published policy version {policy_version}",
+    "code_changed": "changed since the last start of this node: {what}",
+    "listens": "port {port} is open to other hosts for the update: on all addresses until torchrun has started, then only on the address "
+    "that all nodes can reach",
+    "nodes_differ": "{what}: {found}",
+    "weights_checked": "[node {node_rank}: {note}; its engines read the run directory]",
+    "engine_ready": "[node {node_rank}: {engine_note}]",
+    "engine_restarted": "node {node_rank}: engines.{engine} was started again: {why}",
+    "program_restarted": "node {node_rank}: {phase_name} was started again {times:times}: {why}",
     "phase_started": _phase_started,
     "phase_finished": _phase_finished,
-    "iteration_finished": lambda event: f"iteration {event.iteration} is done",
+    "iteration_finished": "iteration {iteration} is done",
     "node_ended": _ended,
 }
