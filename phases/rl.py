@@ -433,9 +433,7 @@ def learned_from(ctx: Context) -> list[str]:
 
     They are those that the decision names. In a run that has rolled out nothing, they are the files under the public names.
     """
-    elsewhere, merge = ctx.settings.update.trajectories, ctx.find_decision("train_aggregate", MergeDecision)
-    if elsewhere:
-        return [elsewhere]
+    merge = ctx.find_decision("train_aggregate", MergeDecision)
     if merge is not None:
         folder = ctx.paths.trajectories("train")
         return [str(ctx.named_in(folder, name)) for name in (merge.merged, *merge.earlier)]

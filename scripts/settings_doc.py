@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from generated_page import write_or_check  # noqa: E402
 
 from fsbarrier.settings.section import EACH_SESSION, Changes, Section  # noqa: E402
 from fsbarrier.settings.sections import NAMED, Settings, known_names, sections  # noqa: E402
-from fsbarrier.settings.sources import FLAGS, setting_of  # noqa: E402
+from fsbarrier.settings.sources import FLAGS, TABLES, setting_of  # noqa: E402
 from fsbarrier.settings.value_types import Kind, described  # noqa: E402
 
 HEAD = """# Settings
@@ -72,18 +72,33 @@ FIRST = (
 
 
 def page() -> str:
-    """The whole document."""
-    rows = {key: row(key, kind) for key, kind in known_names().items()}
+    """The whole document. What several sections have in common is described in the first one."""
+    tables = {table for table in TABLES if table in known_names()}
+    rows = {key: row(key, kind) for key, kind in known_names().items() if key not in tables}
     texts = {"": "", **{name: (section.__doc__ or "").strip() for name, section in sections().items()}}
     texts |= {name: inspect.cleandoc(section.__doc__ or "") for name, section in named().items()}
     parts = [HEAD, table("The ten to begin with", "", [rows[key] for key in FIRST])]
     for name in dict.fromkeys(key.rpartition(".")[0] for key in rows):
-        own = [row for key, row in rows.items() if key.rpartition(".")[0] == name]
-        parts.append(table(f"`{name}`" if name else "The run", texts[name], own))
+        keys = [key for key in rows if key.rpartition(".")[0] == name]
+        own = [key for key in keys if not same_elsewhere(key)]
+        rest = [f"`{key.rpartition('.')[2]}`" for key in keys if key not in own]
+        text = f"{texts[name]}\n\nAs `{COMMON.get(name)}.*`: {', '.join(rest)}." if rest else texts[name]
+        if own:
+            parts.append(table(f"`{name}`" if name else "The run", text, [rows[key] for key in own]))
     return "\n".join(parts)
 
 
-def table(title: str, text: str, rows: Iterable[str]) -> str:
+# Sections of names that the user chooses, and those that describe what both have.
+COMMON = {"environments.NAME": "environment", "engines.NAME": "engine", "eval.sets.NAME": "eval"}
+
+
+def same_elsewhere(key: str) -> bool:
+    """Whether a setting is described in another section: `engines.NAME.dtype` as `engine.dtype`."""
+    section, _, leaf = key.rpartition(".")
+    return f"{COMMON.get(section)}.{leaf}" in DESCRIPTIONS
+
+
+def table(title: str, text: str, rows: Sequence[str]) -> str:
     """One section: a row a setting."""
     head = ["| setting | value | default | changes | meaning |", "| --- | --- | --- | --- | --- |"]
     return "\n".join([f"## {title}", "", *([text, ""] if text else []), *head, *rows]) + "\n"

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fake_run import FakeRun
 from waiting import DEADLINE_S
 
 from fsbarrier.cli import main
@@ -338,7 +337,7 @@ CASES = {
     "agent is a function": (RL + "rollout.agent=agent.py:f", ["f is a function, not a class"]),
     "judge without an address": (
         RL + "reward.kind=judge",
-        ["reward.kind=judge", "needs judge.engine, or judge.url and judge.model"],
+        ["reward.kind=judge", "needs judge.model=engines.NAME, or judge.url and judge.model"],
     ),
     "reward with a wrong signature": (
         RL + "reward.kind=reward.py:reward",
@@ -406,7 +405,7 @@ CASES = {
     ),
     "function without its judge": (
         RL + "reward.kind=reward.py:judged",
-        ["needs judge.engine, or judge.url and judge.model"],
+        ["needs judge.model=engines.NAME, or judge.url and judge.model"],
     ),
     "judge's address": (
         RL + "reward.kind=judge judge.model=m judge.url=here",
@@ -461,15 +460,6 @@ CASES = {
         "run eval.sets.aime.samples=2",
         ["has no aime.jsonl or aime.parquet"],
     ),
-    "replay of nothing": (
-        RL + "--rl-phase update update.trajectories=nowhere",
-        ["update.trajectories=", "nowhere: no such run directory or file"],
-    ),
-    "replay of a folder": (
-        RL + "--rl-phase update update.trajectories=.",
-        ["has no merged training rollouts of iteration 1"],
-    ),
-    "replay and rollouts": (RL + "update.trajectories=.", ["requires --rl-phase update"]),
     "the second reward cannot use an answer": (
         "run --data-path words --model model reward.kind=exact,numeric",
         ["words/train.jsonl, task 0: reward.kind=numeric", "contains no number"],
@@ -617,16 +607,6 @@ def test_a_model_in_a_cache_is_its_main_revision(place: Path, quick: Call) -> No
         assert json.loads(shown.stdout)["settings"]["model"] == str(cached / "snapshots" / "bbb"), (
             shown.stderr
         )
-
-
-def test_rollouts_of_another_run_were_sampled_alike(place: Path, quick: Call) -> None:
-    other = FakeRun(place / "other", extra={"rollout.temperature": 0.8})
-    merged = other.paths.merged("train", 1)
-    merged.parent.mkdir()
-    merged.touch()
-    words = [*RL.split(), "--rl-phase", "update", "update.trajectories=other"]
-    refused(quick, words, place=place, says=["sampled with rollout.temperature=0.8, but this run has 1.0"])
-    assert quick([*words, "rollout.temperature=0.8", "--dry-run"]).returncode == 0
 
 
 def test_a_filesystem_that_is_almost_full(place: Path, quick: Call, monkeypatch: pytest.MonkeyPatch) -> None:

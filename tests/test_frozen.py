@@ -55,7 +55,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FrozenEn
 
 def classified(engine: FrozenEngine, *answers: Sequence[int], kind: str = "engines.rm") -> list[Score]:
     async def ask() -> list[Score]:
-        judge = JudgeSettings(engine="rm")
+        judge = JudgeSettings(model="engines.rm")
         reward = open_reward(kind, judge=judge, engines={"rm": engine.address})
         try:
             return await reward.score_group(TASK, [Answer("4", None, ids) for ids in answers])
@@ -160,7 +160,7 @@ def test_rewards_of_frozen_engines_and_one_that_dies(bench: Bench, tmp_path: Pat
         f"reward.kind=engines.rm,judge,{tmp_path}/mine.py:asks",
         f"rollout.agent={tmp_path}/mine.py:Asks",
     )
-    words += ("judge.engine=wise", f"engines.rm.model={rm}", "placement.rm=all", "eval_interval=0")
+    words += ("judge.model=engines.wise", f"engines.rm.model={rm}", "placement.rm=all", "eval_interval=0")
     words += (f"engines.wise.model={bench.model}", f"data_path={tmp_path}", f"model={bench.model}")
     ended = bench.run(tmp_path / "run", "--iterations", "1", *words).check()
     trajectories = load(RunPaths(tmp_path / "run").merged("train", 1))["trajectories"]
@@ -191,7 +191,11 @@ def test_a_node_that_rolls_out_reaches_the_engine_of_another(bench: Bench, tmp_p
         "placement.wise=node:1",
         "reward.kind=judge",
     )
-    words += ("judge.engine=wise", f"engines.wise.model={bench.model}", f"engines.own.model={bench.model}")
+    words += (
+        "judge.model=engines.wise",
+        f"engines.wise.model={bench.model}",
+        f"engines.own.model={bench.model}",
+    )
     log_path = tmp_path / "run"
     bench.run(log_path, "--iterations", "1", *words, "eval_interval=0", nodes=2).check()
     paths = RunPaths(log_path)
@@ -222,16 +226,16 @@ def test_a_lost_node_takes_its_engines_along() -> None:
         (["engines.x.model=M", "program=ping"], "engines.x: program ping has no model; drop it"),
         (["engines.x.replicas=1"], "engines.x: there is no engine x; give engines.x.model"),
         (["engines.x.model=/nowhere"], "engines.x.model=/nowhere: no such folder"),
-        (["judge.engine=wise"], "judge.engine=wise: there is no engine wise; give engines.wise.model"),
+        (["judge.model=engines.wise"], "judge.model=engines.wise: there is no engine wise; give engines.wise.model"),
         (["reward.kind=engines.rm"], "reward.kind=engines.rm: there is no engine rm; give engines.rm.model"),
         (["engines.x.model=M", "placement.x=node:1"], "placement.x=node:1: there is no node 1; nodes are 0 to 0"),
         (["engines.x.model=M", "placement.x=b"], "placement.x=b: must be all, accelerators such as"),
         (["engines.a b.model=M"], "the name of a set or an engine may have letters, digits, _ and -"),
         (["engines.x.model=M", "reward.kind=engines.x"], "has no classifier head"),
         (["engines.x.model=M", "engines.x.extra_args=-tp 2"], "engines.x.extra_args: -tp: not supported; use engines.x."),
-        (["engines.rm.model=RM", "judge.engine=rm"], "RM has a classifier head and writes no text"),
+        (["engines.rm.model=RM", "judge.model=engines.rm"], "RM has a classifier head and writes no text"),
         (["engines.other.model=OTHER", "reward.kind=engines.other"], "has another number for 'a' than that of"),
-        (["engines.x.model=M", "judge.engine=x", "judge.url=http://h/v1"], "judge.engine=x: contradicts judge.url=http://h/v1"),
+        (["engines.x.model=M", "judge.model=engines.x", "judge.url=http://h/v1"], "judge.model=engines.x: contradicts judge.url=http://h/v1"),
     ],
 )  # fmt: skip
 def test_a_mistake_ends_the_start(

@@ -14,6 +14,7 @@ import pytest
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.errors import UsageError
+from fsbarrier.rewards import model_server
 from fsbarrier.rewards.judge import Judge, JudgeError
 from fsbarrier.rewards.kinds import open_reward
 from fsbarrier.rewards.score import Score
@@ -111,10 +112,11 @@ def test_the_judge_is_asked_again_where_that_may_help(judge: StandIn) -> None:
     assert len(judge.asked) == 5
 
 
-def test_a_grade_is_between_0_and_1_and_few_are_asked_for_at_once(judge: StandIn) -> None:
-    *wrong, right = scores(
-        "judge", judge.settings(concurrency=2), *(f"together, say {n}" for n in (7, -1, 10, 1))
-    )
+def test_a_grade_is_between_0_and_1_and_few_are_asked_for_at_once(
+    judge: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_server, "CONCURRENCY", 2)
+    *wrong, right = scores("judge", judge.settings(), *(f"together, say {n}" for n in (7, -1, 10, 1)))
     assert all(score.reward == 0 and "no number from 0 to 1" in str(score.error) for score in wrong)
     assert right.reward == 1 and judge.most == 2
 
@@ -129,16 +131,19 @@ def plain(prompt, response, answer, metadata):
 """
 
 
-def test_a_function_of_ones_own_may_ask_it(judge: StandIn, tmp_path: Path) -> None:
+def test_a_function_of_ones_own_may_ask_it(
+    judge: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Six questions, two at once."""
+    monkeypatch.setattr(model_server, "CONCURRENCY", 2)
     (tmp_path / "mine.py").write_text(MINE)
-    settings = judge.settings(concurrency=2)
-    found = scores(f"{tmp_path}/mine.py:asks", settings, *map(str, range(6)))
+    found = scores(f"{tmp_path}/mine.py:asks", judge.settings(), *map(str, range(6)))
     assert [score.reward for score in found] == [0.5] * 6 and judge.most == 2
     assert scores(f"{tmp_path}/mine.py:plain", JudgeSettings(), "x")[0].reward == 1.0
     for kind in ("judge", f"{tmp_path}/mine.py:asks"):
         with pytest.raises(
-            UsageError, match=r"uses a judge, which needs judge.engine, or judge.url and judge.model"
+            UsageError,
+            match=r"uses a judge, which needs judge.model=engines.NAME, or judge.url and judge.model",
         ):
             open_reward(kind, judge=JudgeSettings())
 

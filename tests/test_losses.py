@@ -208,15 +208,15 @@ def test_the_kl_in_the_reward_of_a_token_is_that_of_the_tokens_after_it_too() ->
 
 
 def test_the_coefficient_of_the_kl_follows_its_target() -> None:
-    """verl's controller: target 0.1, horizon 1000, 100 trajectories an update."""
+    """verl's controller: target 0.1, horizon 10000, 100 trajectories an update."""
     from fsbarrier.training.token_advantages import adapted
 
-    adaptive = AlgorithmSettings(kl_in_reward=0.2, kl_target=0.1, kl_horizon=1000)
+    adaptive = AlgorithmSettings(kl_in_reward=0.2, kl_target=0.1)
     for kl, error in ((5.0, 0.2), (0.11, 0.1), (0.1, 0.0), (0.09, -0.1), (0.0, -0.2), (-3.0, -0.2)):
-        assert adapted(0.2, kl, 100, adaptive) == pytest.approx(0.2 * (1 + error * 100 / 1000))
+        assert adapted(0.2, kl, 100, adaptive) == pytest.approx(0.2 * (1 + error * 100 / 10_000))
     assert adapted(0.2, 5.0, 100, AlgorithmSettings(kl_in_reward=0.2)) == 0.2
     # More trajectories than the horizon has count as that many: the coefficient stays above 0.
-    assert adapted(0.2, 0.0, 9000, adaptive) == pytest.approx(0.16)
+    assert adapted(0.2, 0.0, 90_000, adaptive) == pytest.approx(0.16)
 
 
 def test_a_weight_for_each_token_is_a_sum_of_losses_with_one_for_each_sequence() -> None:

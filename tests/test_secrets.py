@@ -108,7 +108,7 @@ def test_what_is_handed_on_to_nodes_stands_in_no_list_of_processes(
 ) -> None:
     """A start that goes on with a run hands node 0 the settings that may change, also those of a settings file."""
     config, began = tmp_path / "config.toml", list[list[str]]()
-    config.write_text(f'judge.url = "https://me:{CANARY}@judge/v1"\njudge.concurrency = 7\n')
+    config.write_text(f'judge.url = "https://me:{CANARY}@judge/v1"\neval.samples = 7\n')
     settings = resolve([], {"program": "ping"}, cross_checks=False)
     log_path = str(
         runrecord.publish(runrecord.new(tmp_path / "run", settings, tasks={}, model=None)).log_path
@@ -116,7 +116,7 @@ def test_what_is_handed_on_to_nodes_stands_in_no_list_of_processes(
 
     def start(argv: list[str], **_: object) -> Child:
         began.append(argv)
-        assert "judge.concurrency=7" in argv
+        assert "eval.samples=7" in argv
         given = Path(argv[argv.index("--config") + 1])
         assert tomllib.loads(given.read_text()) == {"judge": {"url": f"https://me:{CANARY}@judge/v1"}}
         assert given.stat().st_mode & 0o777 == 0o600

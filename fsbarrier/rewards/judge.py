@@ -1,7 +1,7 @@
 """`reward.kind=judge`: a language model behind any OpenAI-compatible API grades the answers.
 
 The prompt is below. A user's reward function with a parameter `judge` gets the Judge and can send its own prompts. At most
-`judge.concurrency` requests are in flight, no matter how many trajectories wait for a reward.
+`CONCURRENCY` requests of a node are in flight, no matter how many trajectories wait for a reward.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Judge:
     def __init__(
         self, settings: JudgeSettings, timeout_s: float, engine: EngineAddress | None = None
     ) -> None:
-        """`engine`: the frozen engine that `judge.engine` names."""
+        """`engine`: the frozen engine that `judge.model` names."""
         key = os.environ.get(settings.api_key_env or "", "")
         where = engine or EngineAddress(str(settings.url), key, settings.model or "", None)
-        self.settings, self.model = settings, where.model
-        self._server = ModelServer("the judge", where, settings.concurrency, timeout_s)
+        self.model = where.model
+        self._server = ModelServer("the judge", where, timeout_s)
 
     @property
     def patience_s(self) -> float:

@@ -121,7 +121,7 @@ def _open_judge(
         return Judge(settings, timeout_s, engines[settings.engine])
     if settings is None or not settings.url or not settings.model:
         raise UsageError(
-            f"reward.kind={kind}: uses a judge, which needs judge.engine, or judge.url and judge.model"
+            f"reward.kind={kind}: uses a judge, which needs judge.model=engines.NAME, or judge.url and judge.model"
         )
     if not settings.url.startswith(("http://", "https://")):
         raise UsageError(f"judge.url={settings.url}: must be a URL such as https://host/v1")

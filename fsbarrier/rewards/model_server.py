@@ -1,6 +1,6 @@
 """Requests of rewards to a model: a frozen engine of this run, or a server elsewhere.
 
-At most `concurrency` requests are in flight, no matter how many trajectories wait. What may pass is tried again: a frozen engine that has
+At most `CONCURRENCY` requests are in flight, no matter how many trajectories wait. What may pass is tried again: a frozen engine that has
 died is back within its own `start_timeout_s`.
 """
 
@@ -29,8 +29,8 @@ from fsbarrier.rewards.score import Answer, Reward, Score
 from fsbarrier.store.printable import without_passwords
 from fsbarrier.store.reading import ANSWER_BYTES
 
-#: requests of groups to a reward model at once
-CONCURRENCY = 16
+#: requests of a node to one model at once
+CONCURRENCY = 32
 #: how often a server elsewhere is asked, with pauses
 TRIES = 4
 
@@ -46,20 +46,14 @@ class _Again(ModelServerError):
 class ModelServer:
     """`said`: what messages call it. Each request gets `timeout_s`."""
 
-    def __init__(
-        self,
-        said: str,
-        where: EngineAddress,
-        concurrency: int,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, said: str, where: EngineAddress, timeout_s: float) -> None:
         self.said, self.timeout_s, self._patience_s = said, timeout_s, where.patience_s
-        self._free = asyncio.Semaphore(concurrency)
+        self._free = asyncio.Semaphore(CONCURRENCY)
         self._client = httpx.AsyncClient(
             base_url=where.base_url.rstrip("/"),
             headers={**bearer(where.api_key), "Accept-Encoding": "identity"},
             timeout=httpx.Timeout(timeout_s, pool=None),
-            limits=httpx.Limits(max_connections=concurrency),
+            limits=httpx.Limits(max_connections=CONCURRENCY),
             # A frozen engine is in this cluster.
             trust_env=where.patience_s is None,
         )
@@ -125,7 +119,7 @@ class ClassifierReward(Reward):
 
     def __init__(self, engine: EngineAddress, timeout_s: float) -> None:
         self.engine = engine
-        self.server = ModelServer(f"engines.{engine.model}", engine, CONCURRENCY, timeout_s)
+        self.server = ModelServer(f"engines.{engine.model}", engine, timeout_s)
 
     async def score_group(self, task: Task, answers: Sequence[Answer]) -> list[Score]:
         if not answers:

@@ -65,12 +65,14 @@ class FunctionReward(Reward):
         self._more = {key: one for key, one in (("judge", judge), ("engines", engines)) if one is not None}
         self.file = code_file(function)
         self._is_async, self._threads = inspect.iscoroutinefunction(function), DaemonThreads()
-        # With a judge, calls are limited to its concurrency; waiting for a slot does not count towards the timeout.
+        # With a judge, as many calls at once as requests to it; waiting for a slot does not count towards the timeout.
         patience_s = [one.patience_s or 0.0 for one in (judge, *(engines or {}).values()) if one is not None]
         self.timeout_s = timeout_s + max(patience_s, default=0.0)
         self._turn: asyncio.Semaphore | nullcontext[None]
         if judge is not None:
-            self._turn = asyncio.Semaphore(judge.settings.concurrency)
+            from fsbarrier.rewards.model_server import CONCURRENCY
+
+            self._turn = asyncio.Semaphore(CONCURRENCY)
         else:
             self._turn = nullcontext() if self._is_async else asyncio.Semaphore(THREADS)
 

@@ -15,14 +15,14 @@ from fsbarrier.engine.openai_http import EngineAddress
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rewards.model_server import ModelServer, ModelServerError
 
-#: requests at once, and how long each may take
-CONCURRENCY, TIMEOUT_S = 64, 600.0
+#: how long a request may take
+TIMEOUT_S = 600.0
 
 
 class Teacher:
     def __init__(self, engine: EngineAddress) -> None:
         self._model = engine.model
-        self._server = ModelServer(f"engines.{engine.model}", engine, CONCURRENCY, TIMEOUT_S)
+        self._server = ModelServer(f"engines.{engine.model}", engine, TIMEOUT_S)
 
     async def mark(self, trajectories: Sequence[Trajectory]) -> None:
         """Add `teacher_logprobs` to these trajectories. Raises ProgramFailed if the teacher does not give them."""

@@ -114,13 +114,13 @@ def _engines(s: Settings, named: AsChosen) -> Iterator[str]:
             yield f"{where} is no engine {name}; give engines.{name}.model, or name a role ({', '.join(ROLES)})"
     scores = scoring_engines(s.reward.kind)
     judges = [s.judge.engine] if s.judge.engine is not None else []
-    asked = [*(("reward.kind", name) for name in scores), *(("judge.engine", name) for name in judges)]
+    asked = [*(("reward.kind", name) for name in scores), *(("judge.model", name) for name in judges)]
     for setting, name in asked:
         if name not in s.engines:
             there = f"; there is {', '.join(s.engines)}" if s.engines else ""
             yield f"{named(setting)}: there is no engine {name}; give engines.{name}.model{there}"
     if s.judge.engine is not None and s.judge.url is not None:
-        yield f"{named('judge.engine')}: contradicts {named('judge.url')}; drop one of the two"
+        yield f"{named('judge.model')}: contradicts {named('judge.url')}; drop one of the two"
 
 
 def _trainer(s: Settings, named: AsChosen) -> Iterator[str]:
@@ -169,8 +169,6 @@ def _learns(s: Settings) -> bool:
 
 def _rollouts(s: Settings, named: AsChosen) -> Iterator[str]:
     """Requirements on the rollouts that an update trains on."""
-    if s.update.trajectories is not None and s.rl_phase != "update":
-        yield f"{named('update.trajectories')}: requires --rl-phase update (this run: {named('rl_phase')})"
     if _learns(s) and s.rollout.temperature <= 0:
         yield (
             f"{named('rollout.temperature')}: all samples of a task would be identical; training needs a temperature above 0"

@@ -19,6 +19,7 @@ from fsbarrier.settings.presets import Preset
 from fsbarrier.settings.section import Changes, EachSession, EachStart, Section
 from fsbarrier.settings.sources import ENGINE_NAME, ENVIRONMENT_NAME, SET_NAME, TRAIN_SET_NAME, known_as
 from fsbarrier.settings.value_types import (
+    ENGINE,
     AboveOne,
     Betas,
     CommandLine,
@@ -141,7 +142,10 @@ class TrainSettings(Section):
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSettings(Section):
-    """The environment of an agent's episodes: servers that run on each node for as long as a rollout lasts."""
+    """The environment of an agent's episodes: servers that run on each node for as long as a rollout lasts.
+
+    Further ones are `environments.NAME`, with the same settings; a task's field `environment` names the one that its episodes get.
+    """
 
     #: Command line of one server, with an interpreter of its own; `{port}` is the port of 127.0.0.1 on which it must listen; none: no
     #: environment. Episodes get its address as `client.environment_url`.
@@ -215,16 +219,18 @@ class JudgeSettings(Section):
     """A language model that scores answers through an OpenAI-compatible API, for `reward.kind=judge` or your own reward function: one
     of `engines`, or one elsewhere."""
 
-    #: NAME of the engine in `engines.NAME`; none: `judge.url` and `judge.model` say where the judge is.
-    engine: Name | None = None
+    #: One of this run's engines, `engines.NAME`, or the name of a model at `judge.url`.
+    model: Name | None = None
     #: Base URL of the API, for example https://host/v1.
     url: EachSession[Name | None] = None
-    #: Model name to request at `judge.url`.
-    model: Name | None = None
     #: Environment variable that contains the API key; none: send no key.
     api_key_env: Name | None = None
-    #: Maximum concurrent requests from each node.
-    concurrency: EachSession[Count] = 16
+
+    @property
+    def engine(self) -> str | None:
+        """NAME of the judge in `engines.NAME`; None: it is elsewhere."""
+        named = self.model or ""
+        return named.removeprefix(ENGINE) if named.startswith(ENGINE) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,8 +290,6 @@ class AlgorithmSettings(Section):
     kl_in_reward: NotNegative = 0.0
     #: Adapt `kl_in_reward` so that the mean KL divergence of a token from the reference policy approaches this; none: it is fixed.
     kl_target: EachSession[Positive | None] = None
-    #: How slowly `kl_in_reward` adapts: an update changes it by at most a fifth of its trajectories divided by this.
-    kl_horizon: EachSession[Positive] = 10000.0
     #: Its estimator in the loss: `k2`: half the squared log-ratio; `k3`: low-variance and never negative. `k1`, the log-ratio, is refused
     #: there, because its gradient is zero on average.
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -399,9 +403,6 @@ class UpdateSettings(Section):
 
     #: Draw the batch from the rollouts of the last N iterations, preferring recent ones; 1: only this iteration.
     recency: EachSession[Count] = 1
-    #: With `--rl-phase update`: train on another run's rollouts. A run directory: iteration n uses that run's iteration n. A merged
-    #: file: every iteration uses this file. none: this run's own rollouts.
-    trajectories: Name | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ from fsbarrier.training.batch import TrainingBatch
 
 # The most by which one update changes the adaptive coefficient for an error in the KL divergence, before the horizon.
 MOST_ERROR = 0.2
+#: how slowly the coefficient adapts, in trajectories; verl's default
+HORIZON = 10_000
 
 
 def with_token_weights(
@@ -59,7 +61,7 @@ def adapted(kl_coef: float, kl: float, trajectories: int, algorithm: AlgorithmSe
     if algorithm.kl_target is None:
         return kl_coef
     error = min(max(kl / algorithm.kl_target - 1, -MOST_ERROR), MOST_ERROR)
-    return kl_coef * (1 + error * min(1.0, trajectories / algorithm.kl_horizon))
+    return kl_coef * (1 + error * min(1.0, trajectories / HORIZON))
 
 
 def gae(rewards: Tensor, values: Tensor, counts: Tensor, gamma: float, lam: float) -> Tensor:

@@ -1,22 +1,13 @@
-"""The sources of a batch's trajectories: merged files of this run or other runs, or files made with torch.save."""
+"""Reads the trajectories of a batch: merged files, also of other runs, and what a user made with torch.save."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import UsageError
-from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import load
-
-
-def merged_files(named: Sequence[Path], iteration: int, iterations: int) -> list[Path]:
-    """The files to read, newest first. For a run directory: its last `iterations` files up to `iteration`."""
-    if len(named) != 1 or not named[0].is_dir():
-        return list(named)
-    numbers = range(iteration, max(0, iteration - iterations), -1)
-    return [RunPaths(named[0]).merged("train", number) for number in numbers]
 
 
 def read_merged(path: Path) -> tuple[str | None, Iterator[list[Trajectory]]]:

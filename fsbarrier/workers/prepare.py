@@ -24,7 +24,7 @@ from fsbarrier.store import reading
 from fsbarrier.training.advantages import batch_advantages, counted_reward, weigh_group
 from fsbarrier.training.batch import TrainingSequence, check, minibatches, sequences_of, write_batch
 from fsbarrier.training.replay import drawn
-from fsbarrier.training.trajectory_source import merged_files, read_merged
+from fsbarrier.training.trajectory_source import read_merged
 
 
 @dataclass
@@ -59,7 +59,7 @@ def work(spec: PrepareSpec, settings: Settings, progress: ProgressWriter) -> dic
     recency, seen = settings.update.recency, LearnedFrom()
     by_age = (
         (age, teaching_groups(merged, spec, settings, seen, progress))
-        for age, merged in enumerate(merged_files(named, spec["iteration"], recency)[:recency])
+        for age, merged in enumerate(named[:recency])
         # An earlier iteration may not have been rolled out, or its file was removed.
         if not age or merged.exists()
     )
@@ -95,7 +95,7 @@ def teaching_groups(
     if not merged.exists():
         raise UsageError(
             f"{merged}: no such file, so iteration {spec['iteration']} has nothing to train on; roll out first "
-            "(--rl-phase rollout), or set update.trajectories"
+            "(--rl-phase rollout)"
         )
     run_id, groups = read_merged(merged)
     vocabulary = vocabulary_of(Path(spec["model"]))

@@ -110,7 +110,7 @@ def check_engines(settings: Settings, policy: Path | None) -> None:
         (f"reward.kind={ENGINE}{name}", name, True, True) for name in scoring_engines(settings.reward.kind)
     ]
     if settings.judge.engine is not None:
-        uses.append((f"judge.engine={settings.judge.engine}", settings.judge.engine, False, False))
+        uses.append((f"judge.model={settings.judge.model}", settings.judge.engine, False, False))
     if settings.algorithm.loss == "distil":
         uses.append(("algorithm.loss=distil", TEACHER, False, True))
     for said, name, scores, sends in uses:

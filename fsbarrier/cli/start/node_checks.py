@@ -22,8 +22,6 @@ from fsbarrier.errors import UsageError
 from fsbarrier.processes.supervisor import own_program, with_this_package
 from fsbarrier.program import Program
 from fsbarrier.protocol.wording import counted
-from fsbarrier.rundir import runrecord
-from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.checks import shown
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import nearest
@@ -42,7 +40,7 @@ PLACEHOLDERS = (
 TRACKER_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}
 #: settings that a program uses only if it needs a model or data (`Program.needs`)
 USED_WITH = {
-    "model": ("has no model", ("init_from", "trainer.command", "update.trajectories", "engine.url")),
+    "model": ("has no model", ("init_from", "trainer.command", "engine.url")),
     "data": ("does not read tasks", ("rollout.agent",)),
 }
 
@@ -127,26 +125,6 @@ def _engine(settings: Settings, environ: Environ) -> None:
         )
 
 
-def _replay(settings: Settings, environ: Environ) -> None:
-    """The rollouts in `update.trajectories` exist, and were sampled with this run's sampling settings."""
-    named = settings.update.trajectories
-    if named is None:
-        return
-    path, prefix = Path(named), f"update.trajectories={named}"
-    if not path.exists():
-        raise UsageError(f"{prefix}: no such run directory or file")
-    if not path.is_dir():
-        return
-    first = RunPaths(path).merged("train", 1)
-    if not first.is_file():
-        raise UsageError(f"{prefix}: has no merged training rollouts of iteration 1 ({first})")
-    if runrecord.exists(path):
-        theirs, ours = runrecord.load(path).settings.rollout.temperature, settings.rollout.temperature
-        if theirs != ours:
-            fitting = f"rollout.temperature={theirs}"
-            raise UsageError(f"{prefix}: was sampled with {fitting}, but this run has {ours}; set {fitting}")
-
-
 def _folders(settings: Settings, environ: Environ) -> None:
     """This node can read the folders of the models beside the policy."""
     named = {f"engines.{name}.model": own.model for name, own in settings.engines.items()}
@@ -190,7 +168,6 @@ Check = Callable[[Settings, Environ], None]
 #: what a program must need for a check to matter (None: any program), and the check
 CHECKS: tuple[tuple[str | None, Check], ...] = (
     ("model", _engine),
-    ("model", _replay),
     ("model", _folders),
     (None, _commands),
 )

@@ -41,10 +41,7 @@ def with_absolute_paths(chosen: Iterable[ChosenValue]) -> list[ChosenValue]:
     for item in chosen:
         value = item.value
         if isinstance(value, str) and value:
-            if item.key == "update.trajectories":
-                # Resolve links here, because files of another run are later opened without following links.
-                value = str(absolute(value).resolve())
-            elif item.key in ("data_path", "log_path", "init_from") or (
+            if item.key in ("data_path", "log_path", "init_from") or (
                 item.key == "program" and value.endswith(".py")
             ):
                 value = str(absolute(value))
