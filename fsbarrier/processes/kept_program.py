@@ -12,14 +12,14 @@ want to stay exits with code 0 instead of reporting done.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from fsbarrier.processes import private_socket
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.rundir.log_tail import SHOWN_LINES
 
@@ -35,7 +35,11 @@ class KeptProgram:
         """`path`: path of the socket, in a private folder. Raises OSError."""
         self.name, self.processes, self._path = name, processes, path
         path.unlink(missing_ok=True)
-        self._listener = private_socket.listen(path)
+        self._listener = socket.socket(socket.AF_UNIX)
+        with _short(path) as short:
+            self._listener.bind(short)
+        self._listener.listen()
+        self._listener.setblocking(False)
         self._connections: list[socket.socket] = []
         self._heard = b""
         self.child: Child
@@ -131,7 +135,9 @@ class Jobs:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
-        self._connection = private_socket.connect(path)
+        self._connection = socket.socket(socket.AF_UNIX)
+        with _short(path) as short:
+            self._connection.connect(short)
         self._lines = self._connection.makefile("rb")
 
     def next(self) -> Path | None:
@@ -142,3 +148,13 @@ class Jobs:
         except OSError:
             return None
         return Path(os.fsdecode(line[:-1])) if line.endswith(b"\n") else None
+
+
+@contextlib.contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """A short alias for `path`, because a socket path is limited to 107 bytes and the temporary folder may be longer."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
