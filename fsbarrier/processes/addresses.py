@@ -5,33 +5,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import ipaddress
+import re
 import socket
 import struct
 import sys
 from collections.abc import MutableMapping, Set
-from dataclasses import dataclass
 from pathlib import Path
 
-from fsbarrier.store.identity import host_name
-
 #: interfaces of containers and virtual machines, which other hosts cannot reach
-BRIDGES = tuple(
-    [
-        "docker",
-        "br-",
-        "veth",
-        "virbr",
-        "cni",
-        "flannel",
-        "cali",
-        "podman",
-        "lxc",
-        "lxd",
-        "kube",
-        "vmnet",
-        "cilium",
-    ]
-)
+BRIDGES = re.compile("docker|br-|veth|virbr|cni|flannel|cali|podman|lxc|lxd|kube|vmnet|cilium")
 #: kinds of addresses, the most likely reachable first; "default": address of the default route
 KINDS = ("default", "other", "bridge", "link-local", "loopback")
 #: addresses reserved for documentation, which are always reached through the default route
@@ -41,33 +23,15 @@ SIOCGIFADDR = 0x8915
 IPV6_TABLE = Path("/proc/net/if_inet6")
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """An address of this host. `kind`: one of KINDS."""
-
-    host: str
-    kind: str
-
-
-def addresses() -> list[Address]:
-    """All IPv4 and IPv6 addresses of this host, the most likely reachable first. Never raises."""
-    routed = {own_address(nowhere, 9) for nowhere in NOWHERE} - {""}
-    # A link-local address is only valid together with its interface.
-    found = {
-        f"{host}%{name}" if ":" in host and kind_of(host) == "link-local" else host: name
-        for name, host in interface_addresses()
-    }
-    for host in (*sorted(routed), *_named_addresses()):
-        found.setdefault(host, "")
-    listed = [Address(host, kind_of(host, interface, routed)) for host, interface in found.items()]
-    return sorted(listed, key=lambda item: (KINDS.index(item.kind), ":" in item.host))
-
-
 def candidate_addresses() -> list[str]:
-    """The addresses that other hosts should try, the most likely reachable first; loopback only if there is no other."""
-    # Skip scoped addresses, because the interface in them is only valid on this host.
-    found = [item for item in addresses() if "%" not in item.host]
-    return [item.host for item in found if item.kind != "loopback"] or [item.host for item in found]
+    """The addresses that other hosts should try, the most likely reachable first; loopback only if there is no other. Never raises."""
+    routed = {own_address(nowhere, 9) for nowhere in NOWHERE} - {""}
+    found = dict.fromkeys(sorted(routed), "") | {host: name for name, host in interface_addresses()}
+    kinds = {host: kind_of(host, name, routed) for host, name in found.items()}
+    # An IPv6 link-local address is only valid together with its interface, and that only on this host.
+    named = [host for host, kind in kinds.items() if not (kind == "link-local" and ":" in host)]
+    named.sort(key=lambda host: (KINDS.index(kinds[host]), ":" in host))
+    return [host for host in named if kinds[host] != "loopback"] or named
 
 
 def kind_of(host: str, interface: str = "", routed: Set[str] = frozenset()) -> str:
@@ -77,7 +41,7 @@ def kind_of(host: str, interface: str = "", routed: Set[str] = frozenset()) -> s
         return "loopback"
     if address.is_link_local:
         return "link-local"
-    if interface.startswith(BRIDGES):
+    if BRIDGES.match(interface):
         return "bridge"
     return "default" if host in routed else "other"
 
@@ -136,14 +100,6 @@ def ipv6_addresses(table: Path = IPV6_TABLE) -> list[tuple[str, str]]:
         return [(row[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0]))) for row in rows]
     except (OSError, ValueError, IndexError):
         return []
-
-
-def _named_addresses() -> list[str]:
-    """The addresses of this host's own name. They come from files and the resolver, so some may be missing or wrong."""
-    with contextlib.suppress(OSError, UnicodeError):
-        infos = socket.getaddrinfo(host_name(), None, type=socket.SOCK_STREAM)
-        return [str(info[4][0]) for info in infos]
-    return []
 
 
 # --- the interface of torch's process group -------------------------------------------------------------------------------

@@ -15,14 +15,6 @@ IN_MEMORY, FILLED = ("tmpfs", "ramfs"), 0.5
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-def host_memory() -> tuple[int, int]:
-    """The host's total and available memory; zeros if unknown."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        fields = _numbers(Path("/proc/meminfo"))
-        return fields["MemTotal"] << 10, fields["MemAvailable"] << 10
-    return 0, 0
-
-
 def free_bytes(folder: Path) -> int:
     """How many bytes may be written below `folder`: the free space on a disk, or at most half of the memory available to this process."""
     try:
@@ -35,8 +27,9 @@ def free_bytes(folder: Path) -> int:
 
 def _available() -> int:
     """Available memory according to the host, and to the limit of this process's container or job (cgroup v2), if any."""
-    available = host_memory()[1]
+    available = 0
     with contextlib.suppress(OSError, ValueError, KeyError):
+        available = _numbers(Path("/proc/meminfo"))["MemAvailable"] << 10
         own = Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
         # In a container the outermost visible cgroup is its own.
         group = CGROUPS / own if (CGROUPS / own / "memory.max").exists() else CGROUPS

@@ -31,7 +31,7 @@ def listen(addresses: Sequence[str], port: int = 0) -> list[socket.socket]:
             try:
                 one = opened.enter_context(_listen_on(address, port))
             except OSError:
-                # The host's name may stand for an address that is none of its own.
+                # An address may have gone meanwhile.
                 if others and listening:
                     continue
                 raise
