@@ -56,9 +56,6 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "damaged" / "config.json").write_text("{")
     shutil.copytree(model, tmp_path / "short")
     (tmp_path / "short" / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 64}')
-    shutil.copytree(model, tmp_path / "tied")
-    (tmp_path / "tied" / "config.json").write_text('{"model_type": "qwen2", "tie_word_embeddings": true}')
-    (tmp_path / "tied" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     shutil.copytree(model, tmp_path / "granite")
     (tmp_path / "granite" / "config.json").write_text('{"model_type": "granite"}')
     for name, part in (("sees", "vision"), ("hears", "audio")):
@@ -399,10 +396,6 @@ CASES = {
         RL.replace("--model model", "--model sees") + "trainer.backend=deepspeed",
         ["sees is a qwen3_5 model, which takes images and is only trained with trainer.backend=torch"],
     ),
-    "adapters in a head that is the embedding": (
-        RL.replace("--model model", "--model tied") + "lora.rank=4 lora.targets=q_proj,lm_head",
-        ["lora.targets=q_proj,lm_head: this model's output head is tied to its embedding"],
-    ),
     "function without its judge": (
         RL + "reward.kind=reward.py:judged",
         ["needs judge.model=engines.NAME, or judge.url and judge.model"],
@@ -622,13 +615,6 @@ def test_a_range_of_nodes_is_the_fewest_and_the_most(quick: Call) -> None:
     settings = json.loads(shown.stdout)["settings"]
     assert (settings["num_nodes"], settings["min_nodes"], settings["rank_weights"]) == (4, 2, [1.0] * 4)
     assert settings["coordination"]["last_call_s"] == 10, "it does not wait for the most"
-
-
-def test_timeouts_of_many_nodes_are_longer_unless_they_are_chosen(place: Path, quick: Call) -> None:
-    for more, expected in (([], (4.0, 20.0)), (["coordination.dead_s=12"], (2.0, 12.0))):
-        shown = quick([*PING.split(), "--num-nodes", "320", "--dry-run", "--json", *more])
-        found = json.loads(shown.stdout)["settings"]["coordination"]
-        assert (found["beat_s"], found["dead_s"]) == expected
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[argparse.Nam
 
     def install(work: Callable[[argparse.Namespace], int]) -> None:
         module = types.ModuleType("fsbarrier.cli.commands.fake")
-        module.SUMMARY, module.EXAMPLE, module.main = "fake", "fsbarrier fake", work  # type: ignore[attr-defined]
+        module.__doc__, module.EXAMPLE, module.main = "fake", "fsbarrier fake", work  # type: ignore[attr-defined]
         module.add_arguments = lambda parser: parser.add_argument("--log-path")  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "fsbarrier.cli.commands.fake", module)
         monkeypatch.setitem(COMMANDS, "fake", "fake")

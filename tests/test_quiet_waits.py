@@ -10,7 +10,6 @@ import pytest
 from core_builders import generation
 from test_fact_removal import PING
 
-from fsbarrier.cli.start import filesystem
 from fsbarrier.coordination import polling
 from fsbarrier.coordination.group.collective import CollectiveWork
 from fsbarrier.coordination.loop import NodeLoop
@@ -20,6 +19,7 @@ from fsbarrier.coordination.polling import FIRST_PAUSE_S, POLL_MAX_S, LookWaits,
 from fsbarrier.coordination.run_rules import poll_intervals
 from fsbarrier.protocol.facts import Beat, Fact, Join, Position, Pulse, R, Record
 from fsbarrier.protocol.state import RowPart, Rules
+from fsbarrier.protocol.timing import BEAT_S, DEAD_S
 from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.record_store import Store
 from fsbarrier.settings.resolve import resolve
@@ -101,7 +101,9 @@ class WaitingNode:
         self.ranks = [other for other in range(nodes) if other != rank]
         self.now, self.counter, self.beats_from = 0.0, 0, 0.0
         typed = [ChosenValue("num_nodes", nodes, "here")]
-        self.settings = resolve(typed, filesystem.limits({}, nodes), cross_checks=False)
+        crowd = max(1.0, nodes / 160)
+        timing = {"coordination.beat_s": crowd * BEAT_S, "coordination.dead_s": crowd * DEAD_S}
+        self.settings = resolve(typed, timing, cross_checks=False)
         self.beat_s = self.settings.coordination.beat_s
         store = cast(Store, self.client)
         observer = Observer(store, PATHS, PING.table, poll_intervals(self.settings))

@@ -19,9 +19,8 @@ from fsbarrier.store.retry import fails, is_of_the_mount
 
 
 class CommandModule(Protocol):
-    """The interface of a module in fsbarrier/cli/commands. --help shows SUMMARY and EXAMPLE."""
+    """The interface of a module in fsbarrier/cli/commands. --help shows its docstring and EXAMPLE."""
 
-    SUMMARY: str
     EXAMPLE: str
 
     @staticmethod
@@ -107,7 +106,7 @@ def parse(command: CommandModule, name: str, arguments: Sequence[str]) -> argpar
     """Parse the arguments of one command. Raises UsageError."""
     parser = Parser(
         prog=f"fsbarrier {name}",
-        description=command.SUMMARY,
+        description=command.__doc__,
         epilog=f"example:\n  {command.EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         # An abbreviated flag could become ambiguous in the next version.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -152,14 +152,6 @@ def answer_lengths(settings: Settings) -> tuple[tuple[str, int], ...]:
     """Each setting that limits the length of answers, by dotted name; 0 if it falls back to another setting."""
     rollout, evaluation = settings.rollout, settings.eval
     return ("rollout.max_tokens", rollout.max_tokens), ("eval.max_tokens", evaluation.max_tokens or 0)
-
-
-def tied_head(targets: Collection[str]) -> str:
-    """The error for adapters in an output head that is tied to the embedding."""
-    return (
-        f"lora.targets={','.join(targets)}: this model's output head is tied to its embedding (tie_word_embeddings), so adapters in the "
-        "head would be trained but not served; drop the head from the list"
-    )
 
 
 def _learns(s: Settings) -> bool:

@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsbarrier.errors import UsageError
-from fsbarrier.settings.checks import tied_head
 from fsbarrier.settings.sections import LoraSettings
 from fsbarrier.training.policy import decoder_of
 from fsbarrier.training.slices import distinct, whole_tensor
@@ -26,6 +25,7 @@ from fsbarrier.training.slices import distinct, whole_tensor
 ADAPTER = "default"
 # What peft wraps a model into, as its files name the parameters.
 PREFIX = "base_model.model."
+NAMEABLE = "name linear layers in lora.targets, such as q_proj,k_proj,v_proj,o_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +54,17 @@ class Adapters:
             inference_mode=False,
         )
         _refuse_tied_head(causal, settings)
-        nameable = _nameable(causal)
         try:
             peft.inject_adapter_in_model(config, causal, ADAPTER)
         except ValueError as error:
             said = shorten(str(error), 160, placeholder=" ...")
-            raise UsageError(f"lora.targets: {said}; name layers like {nameable}") from None
+            raise UsageError(f"lora.targets: {said}; {NAMEABLE}") from None
         chosen = {
             name: module
             for name, module in causal.named_modules()
             if isinstance(module, peft.tuners.lora.LoraLayer)
         }
-        _refuse_other_layers(chosen, settings, nameable)
+        _refuse_other_layers(chosen, settings)
         layers = {}
         for name, module in chosen.items():
             module.lora_A.float(), module.lora_B.float()
@@ -73,9 +72,7 @@ class Adapters:
         # peft only requires that one of the targets exists.
         for target in settings.targets:
             if not any(name.endswith(f"{target}.weight") for name in layers):
-                raise UsageError(
-                    f"lora.targets: the model has no layer {target}; name layers like {nameable}"
-                )
+                raise UsageError(f"lora.targets: the model has no layer {target}; {NAMEABLE}")
         return cls(config, layers)
 
     def weights(self, causal: PreTrainedModel) -> dict[str, Tensor]:
@@ -112,21 +109,6 @@ def _beside_the_decoder(causal: PreTrainedModel) -> list[str]:
     return [name for name, one in linear if one not in inside]
 
 
-def _nameable(causal: PreTrainedModel) -> str:
-    """A value for lora.targets that this model takes: the last names that stand for nothing but linear layers.
-
-    Names from beside experts are left out, for peft may mean the experts by them too.
-    """
-    modules = dict(causal.named_modules())
-    beside = tuple(name.removesuffix("experts") for name in modules if name.endswith(".experts"))
-    usable: dict[str, bool] = {}
-    for name, module in modules.items():
-        last = name.rpartition(".")[2]
-        fits = isinstance(module, torch.nn.Linear) and not name.startswith(beside)
-        usable[last] = usable.get(last, True) and fits and module is not causal.get_output_embeddings()
-    return f"lora.targets={','.join(name for name, fits in usable.items() if fits)}"
-
-
 def _refuse_tied_head(causal: PreTrainedModel, settings: LoraSettings) -> None:
     """What is served has one weight for both, so nothing can be added to the head alone. Raises UsageError."""
     head = causal.get_output_embeddings()
@@ -134,18 +116,15 @@ def _refuse_tied_head(causal: PreTrainedModel, settings: LoraSettings) -> None:
         return
     names = [f".{name}" for name, module in causal.named_modules() if module is head]
     if any(name.endswith(f".{target}") for name in names for target in settings.targets):
-        raise UsageError(tied_head(settings.targets))
+        raise UsageError(
+            f"lora.targets={','.join(settings.targets)}: this model's output head is tied to its embedding (tie_word_embeddings), so "
+            "adapters in the head would be trained but not served; drop the head from the list"
+        )
 
 
-def _refuse_other_layers(chosen: Mapping[str, Any], settings: LoraSettings, nameable: str) -> None:
+def _refuse_other_layers(chosen: Mapping[str, Any], settings: LoraSettings) -> None:
     """peft puts adapters into more than linear layers; what those would add is not merged here. Raises UsageError."""
-    others = (name for name, one in chosen.items() if not isinstance(one.get_base_layer(), torch.nn.Linear))
-    other = next(others, None)
-    if other is None:
-        return
-    if settings.targets:
-        raise UsageError(f"lora.targets: {other} is not a linear layer; name layers like {nameable}")
-    raise UsageError(
-        f"lora.rank={settings.rank}: without lora.targets every layer but the output head gets adapters, and {other} of this model is no "
-        f"linear layer (a mixture of experts has such); name the layers, like {nameable}"
-    )
+    for name, one in chosen.items():
+        if not isinstance(one.get_base_layer(), torch.nn.Linear):
+            said = f"lora.targets: {name} is" if settings.targets else f"lora.rank={settings.rank}: {name} is"
+            raise UsageError(f"{said} no linear layer (a mixture of experts has such); {NAMEABLE}")

@@ -5,6 +5,8 @@ A critic (`value`) is a token classifier with one label: its output head is a ne
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +41,7 @@ def load(
     """Load the model in `folder`, in `dtype` ("auto": its own) and without dropout. Raises UsageError if it is incomplete."""
     # Its progress bar would fill the log.
     transformers.utils.logging.disable_progress_bar()
-    try:
+    with _naming(folder):
         config, kind = _kind(folder, value=value)
         attention = attention_for(config, settings)
         model, found = kind.from_pretrained(
@@ -52,8 +54,6 @@ def load(
             # A reward model may have a head with more outputs.
             ignore_mismatched_sizes=value,
         )
-    except _UNLOADABLE as error:
-        raise UsageError(f"the model in {folder} cannot be loaded: {_first_sentence(error)}") from None
     lacking = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
     for name in [one for one in lacking if value and not one.startswith(f"{model.base_model_prefix}.")]:
         # A new critic values everything at 0.
@@ -98,30 +98,32 @@ def fill(
 
 def from_config(folder: Path, settings: TrainerSettings, *, value: bool = False) -> PreTrainedModel:
     """The model of `load` as its configuration makes it, before it has the weights of the folder. Raises UsageError."""
-    try:
+    with _naming(folder):
         config, kind = _kind(folder, value=value)
         attention = attention_for(config, settings)
         model = kind.from_config(config, attn_implementation=attention, dtype=torch.float32)
-    except _UNLOADABLE as error:
-        raise UsageError(f"the model in {folder} cannot be loaded: {_first_sentence(error)}") from None
     return _for_training(model, settings)
 
 
 def architecture(folder: Path) -> PreTrainedModel:
     """The model in `folder` without any weights or buffers: what it is made of, and what transformers calls that. Raises UsageError."""
-    try:
-        with torch.device("meta"):
-            config, kind = _kind(folder, value=False)
-            found: PreTrainedModel = kind.from_config(config)
-    except _UNLOADABLE as error:
-        raise UsageError(f"the model in {folder} cannot be loaded: {_first_sentence(error)}") from None
+    with _naming(folder), torch.device("meta"):
+        config, kind = _kind(folder, value=False)
+        found: PreTrainedModel = kind.from_config(config)
     return found
 
 
 def config_of(folder: Path) -> transformers.PretrainedConfig:
     """The configuration of the model in `folder`. Raises UsageError."""
-    try:
+    with _naming(folder):
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Raises UsageError for what transformers raises."""
+    try:
+        yield
     except _UNLOADABLE as error:
         raise UsageError(f"the model in {folder} cannot be loaded: {_first_sentence(error)}") from None
 

@@ -1,4 +1,4 @@
-"""`fsbarrier aggregate`, the same as `python -m fsbarrier.aggregate`: merges by hand what the ranks saved."""
+"""Merge the trajectory files that the ranks wrote in one iteration, finished or not, into one file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.store import files
 from fsbarrier.store.printable import printable
 
-SUMMARY = "Merge the trajectory files that the ranks wrote in one iteration, finished or not, into one file."
 EXAMPLE = "fsbarrier aggregate --log-path runs/default --iteration 5 --dry-run"
 FLAGS = {
     "--allow-partial": "merge even if tasks are missing, and record them in the result",

@@ -1,4 +1,4 @@
-"""`fsbarrier bench`: measures barrier latency on this machine and filesystem."""
+"""Measure barrier latency with N daemons on this machine: the times from last arrival to last release, as JSON."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ from pathlib import Path
 
 from fsbarrier.cli.commands import flags
 from fsbarrier.errors import UsageError
-from fsbarrier.store import owned
+from fsbarrier.run import benchmark
 
-SUMMARY = "Measure barrier latency with N daemons on this machine."
 EXAMPLE = "fsbarrier bench --nodes 3 --path /shared/scratch"
-
-
 FLAGS = {
     "--nodes N": "daemons (default 3)",
-    "--iterations K": "iterations of 14 barriers each (default 20)",
+    "--iterations K": "iterations of 14 barriers each, of which the first is not counted (default 20)",
     "--path DIR": "measure on this directory's filesystem (default: the temporary directory)",
-    "--json": "print JSON",
 }
 
 
@@ -29,29 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from fsbarrier.run import benchmark
-
-    if args.nodes < 1:
-        raise UsageError(f"--nodes {args.nodes}: must be 1 or more")
-    if args.iterations < 2:
-        raise UsageError(
-            f"--iterations {args.iterations}: must be 2 or more, because the first iteration is not counted"
-        )
-    if args.path is not None and not Path(args.path).is_dir():
-        raise UsageError(f"--path {args.path}: not an existing directory")
     try:
-        folder = Path(tempfile.mkdtemp(prefix="fsbarrier-bench-", dir=args.path))
+        with tempfile.TemporaryDirectory(prefix="fsbarrier-bench-", dir=args.path) as folder:
+            passed = benchmark.ping(Path(folder) / "run", args.nodes, args.iterations)
     except OSError as error:
-        raise UsageError(f"--path {args.path}: not writable: {error.strerror}") from None
-    try:
-        passed = benchmark.ping(folder / "run", args.nodes, args.iterations)
-    finally:
-        owned.discard(folder)
-    if args.json:
-        print(json.dumps({"nodes": args.nodes, **asdict(passed)}))
-        return 0
-    print(f"last arrival to last release, {args.nodes} daemons on this machine, milliseconds")
-    print(f"{'barriers':>10}{'median':>10}{'99 %':>10}{'max':>10}")
-    times = "".join(f"{1000 * seconds:>10.2f}" for seconds in (passed.median_s, passed.p99_s, passed.max_s))
-    print(f"{passed.barriers:>10}{times}")
+        raise UsageError(f"--path {args.path}: {error.strerror}") from None
+    print(json.dumps({"nodes": args.nodes, **asdict(passed)}))
     return 0

@@ -1,4 +1,6 @@
-"""`fsbarrier daemon POOL_DIR`: adds this machine to a pool and runs the jobs submitted there."""
+"""Add this node to a pool and run one job at a time, until Ctrl-C. A pool is a directory shared by all of its nodes. To run two jobs at once
+on one machine, start two daemons with different CUDA_VISIBLE_DEVICES.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,6 @@ from fsbarrier.cli.start import preflight
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.timing import DEAD_S
 
-SUMMARY = (
-    "Add this node to a pool and run one job at a time, until Ctrl-C. A pool is a directory shared by all of its nodes. To run two jobs "
-    "at once on one machine, start two daemons with different CUDA_VISIBLE_DEVICES."
-)
 EXAMPLE = "fsbarrier daemon /shared/pool"
 FLAGS = {
     "--dead S": f"seconds without a heartbeat after which another node is considered dead (default {DEAD_S:g})",

@@ -1,4 +1,4 @@
-"""`fsbarrier debug`: the stacks of this host's programs, and the logs, journals and heartbeats of all nodes, in one archive."""
+"""Write the stacks of this host's programs into their logs, and collect the logs of all nodes in one archive."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from fsbarrier.store import files, reading
 from fsbarrier.store.identity import host_name
 from fsbarrier.store.printable import printable, without_passwords
 
-SUMMARY = "Write the stacks of this host's programs into their logs, and collect the logs of all nodes in one archive."
 EXAMPLE = "fsbarrier debug --log-path runs/default"
 # The size of the end of each log and journal in the archive.
 TAIL_BYTES = 256 * 1024

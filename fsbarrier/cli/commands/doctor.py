@@ -1,4 +1,6 @@
-"""`fsbarrier doctor PATH`: checks whether a directory can support a run; exits with code 3 if not. Several nodes can check it together."""
+"""Check whether a directory can support a run; exits with code 3 if not. On several nodes at once: also measure how late they see each
+other's files.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,6 @@ from fsbarrier.doctor.findings import Level, Report
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.processes.signals import end, ending_signals_handled
 
-SUMMARY = "Check whether a directory can support a run. On several nodes at once: also measure how late they see each other's files."
 EXAMPLE = "fsbarrier doctor /shared/runs\n  fsbarrier doctor /shared/runs --num-nodes 3 --worker 1      (on each node, with its rank)"
 MARKS = {
     Level.OK: "[green]ok[/]",

@@ -1,6 +1,5 @@
-"""`fsbarrier export DIR`: copies a policy version out of a run as a Hugging Face model folder.
-
-`fsbarrier export FILE.jsonl` (or .parquet) writes the run's trajectories as a table instead (fsbarrier/data/tables.py).
+"""Copy a policy out of a run as a Hugging Face model folder, verifying the SHA-256 of every file; or export trajectories as JSON lines or
+Parquet.
 """
 
 from __future__ import annotations
@@ -19,10 +18,6 @@ from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.runrecord import load
 from fsbarrier.store.printable import printable
 
-SUMMARY = (
-    "Copy a policy out of a run as a Hugging Face model folder, verifying the SHA-256 of every file; or export trajectories as JSON "
-    "lines or Parquet."
-)
 EXAMPLE = "fsbarrier export ./my-model --policy-version 6; fsbarrier export ./five.parquet --iteration 5"
 # A user who names such a target expects a table in that format. It is not supported, and a folder of that name would be a surprise.
 DATA_SUFFIXES = (

@@ -1,4 +1,4 @@
-"""`fsbarrier jobs POOL_DIR` lists a pool's jobs; `jobs logs` shows the output of one; `jobs stop` stops one."""
+"""List a pool's jobs, show a job's output, or stop a job: jobs POOL_DIR | jobs logs POOL_DIR N | jobs stop POOL_DIR N"""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from fsbarrier.rundir.heartbeats import read_beats
 if TYPE_CHECKING:
     from fsbarrier.cli.pool.directory import Pool
 
-SUMMARY = "List a pool's jobs, show a job's output, or stop a job: jobs POOL_DIR | jobs logs POOL_DIR N | jobs stop POOL_DIR N"
 EXAMPLE = """fsbarrier jobs /shared/pool
   fsbarrier jobs logs /shared/pool 7 --node 2 --follow
   fsbarrier jobs stop /shared/pool 7"""

@@ -1,4 +1,14 @@
-"""`fsbarrier launch`: starts all nodes of a run from one machine (fsbarrier/cli/launchers)."""
+"""Start all nodes of a run from one machine, or write the file with which a scheduler starts them. PLACE is
+
+  local       several nodes on this machine, with one live view
+  ssh         other machines, through ssh; Ctrl-C stops them all
+  slurm       write a batch file and submit it with sbatch
+  kubernetes  write an indexed Job
+  skypilot    write a task file
+  dstack      write a task file
+
+All accept the flags and settings of `fsbarrier run`. docs/launching.md has an example of each.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +34,6 @@ from fsbarrier.errors import UsageError
 from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.sources import setting_of
 
-SUMMARY = """Start all nodes of a run from one machine, or write the file with which a scheduler starts them. PLACE is
-
-  local       several nodes on this machine, with one live view
-  ssh         other machines, through ssh; Ctrl-C stops them all
-  slurm       write a batch file and submit it with sbatch
-  kubernetes  write an indexed Job
-  skypilot    write a task file
-  dstack      write a task file
-
-All accept the flags and settings of `fsbarrier run`. docs/launching.md has an example of each."""
 EXAMPLE = """fsbarrier launch local --nodes 3 --program toy --iterations 2
   fsbarrier launch ssh --hosts a,b,c --data-path /data/math --model Qwen2.5-0.5B-Instruct
   fsbarrier launch slurm --nodes 4 --gpus-per-node 8 --time 12:00:00 --sbatch=--partition=gpu --config run.toml"""

@@ -1,4 +1,4 @@
-"""`fsbarrier logs`: shows the last lines of the nodes' logs, or follows them."""
+"""Show the last lines of the nodes' logs (from each node's latest start), or follow them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from fsbarrier.errors import UsageError
 from fsbarrier.rundir.names import ATTEMPT_FOLDER, NODE_FOLDER
 from fsbarrier.rundir.paths import RunPaths
 
-SUMMARY = "Show the last lines of the nodes' logs (from each node's latest start), or follow them."
 EXAMPLE = """fsbarrier logs --node 2 --file vllm -n 100
   fsbarrier logs --first-error"""
 FLAGS = {

@@ -1,4 +1,6 @@
-"""`fsbarrier plan`: estimates engines, sharding and memory of a run on given machines, which need not be available."""
+"""Estimate a run's engines, shards, micro-batches, memory use and checkpoint size. Exits with code 2 if the run does not fit, and shows the
+numbers and the nearest configuration that fits.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,6 @@ if TYPE_CHECKING:
 
 GB = 10**9
 
-SUMMARY = (
-    "Estimate a run's engines, shards, micro-batches, memory use and checkpoint size. Exits with code 2 if the run does not fit, and shows "
-    "the numbers and the nearest configuration that fits."
-)
 EXAMPLE = "fsbarrier plan --model qwen-72b --nodes 32 --accelerators 8 --accelerator-memory-gb 80 engine.tensor_parallel_size=4"
 
 

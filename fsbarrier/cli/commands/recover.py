@@ -1,4 +1,4 @@
-"""`fsbarrier recover`: checks the files of an iteration, quarantines unusable ones, and merges the rest on request."""
+"""After a disaster: show the files each rank left, move unusable ones to quarantine/, and merge the valid ones on request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from fsbarrier.rundir.names import SPLITS
 from fsbarrier.store.printable import printable
 from fsbarrier.view.amounts import ranks
 
-SUMMARY = "After a disaster: show the files each rank left, move unusable ones to quarantine/, and merge the valid ones on request."
 EXAMPLE = "fsbarrier recover --iteration 5 --dry-run"
 WATCHED_BEATS = 2.5
 

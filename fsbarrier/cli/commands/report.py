@@ -1,4 +1,4 @@
-"""`fsbarrier report`: writes a run's metrics as a self-contained HTML file, CSV, Perfetto trace or Prometheus text."""
+"""Write a run's rewards, timings, node timelines and events as one self-contained HTML file. The run may still be in progress."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import argparse
 from fsbarrier.cli.commands import flags
 from fsbarrier.store import files
 
-SUMMARY = "Write a run's rewards, timings, node timelines and events as one self-contained HTML file. The run may still be in progress."
 EXAMPLE = """fsbarrier report --log-path runs/default --out report.html
   fsbarrier report --csv table.csv --perfetto trace.json"""
 

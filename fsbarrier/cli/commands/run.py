@@ -1,4 +1,4 @@
-"""`fsbarrier run`: runs this node. Node 0 creates the run's record; the other nodes need only their rank."""
+"""Run this node. Node 0 (--master) defines the run; the other nodes (--worker R) read its record."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from fsbarrier.errors import UsageError
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sources import ChosenValue
 
-SUMMARY = "Run this node. Node 0 (--master) defines the run; the other nodes (--worker R) read its record."
 EXAMPLE = "fsbarrier run --master --num-nodes 3 --rank-weights 1,1,1 rollout.temperature=0.8\n  fsbarrier run --worker 2"
 DEMO_NODES = 3
 

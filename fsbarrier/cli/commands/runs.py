@@ -1,4 +1,4 @@
-"""`fsbarrier runs`: lists the runs in a folder."""
+"""List the runs in a folder with state, iteration, rewards and last activity. Watches their heartbeats for 1.5 beats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.view.amounts import amount, duration, one_line
 from fsbarrier.view.run_status import read_status
 
-SUMMARY = "List the runs in a folder with state, iteration, rewards and last activity. Watches their heartbeats for 1.5 beats."
 EXAMPLE = "fsbarrier runs runs"
 #: Number of runs to inspect concurrently. Most of the time is spent waiting for heartbeats.
 AT_ONCE = 16

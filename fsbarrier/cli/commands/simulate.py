@@ -1,4 +1,4 @@
-"""`fsbarrier simulate`: runs the real protocol code under injected faults, in virtual time. Each seed is a replayable schedule."""
+"""Run the real protocol code under injected faults, in virtual time: one schedule per seed, checked against the invariants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from fsbarrier.sim.campaign import SeedVerdict, campaign, make_world, violations
 from fsbarrier.sim.setup import KINDS, Setup, parse_mix
 from fsbarrier.sim.transcript import transcript, violations
 
-SUMMARY = "Run the real protocol code under injected faults, in virtual time: one schedule per seed, checked against the invariants."
 EXAMPLE = "fsbarrier simulate --nodes 8 --seeds 10000"
 #: maximum number of failing seeds to print
 SHOWN = 10

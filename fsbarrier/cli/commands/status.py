@@ -1,4 +1,4 @@
-"""`fsbarrier status`: shows the progress of a run and the state of each node, from any machine that mounts its directory."""
+"""Show the progress of a run and the state of each node. Waits until every heartbeat has advanced, at most 1.5 beats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 from fsbarrier.cli.commands import flags
 from fsbarrier.view.run_status import read_status
 
-SUMMARY = "Show the progress of a run and the state of each node. Waits until every heartbeat has advanced, at most 1.5 beats."
 EXAMPLE = "fsbarrier status --log-path runs/default --json"
 
 

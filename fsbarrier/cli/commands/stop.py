@@ -1,4 +1,4 @@
-"""`fsbarrier stop`: asks all nodes of a run to stop, from any machine that mounts its directory."""
+"""Stop all nodes of a run at the end of the current iteration, or immediately with --now. The run can be resumed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from fsbarrier.rundir.stop_requests import stop
 from fsbarrier.store.printable import printable
 from fsbarrier.view.amounts import ranks
 
-SUMMARY = "Stop all nodes of a run at the end of the current iteration, or immediately with --now. The run can be resumed."
 # A node is considered alive if its heartbeat advances within this many beats. A starting node may need longer to write its first one.
 BEATS, LEAST_S = 1.5, 5.0
 EXAMPLE = "fsbarrier stop --log-path runs/default --now"

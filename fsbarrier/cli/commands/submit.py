@@ -1,4 +1,6 @@
-"""`fsbarrier submit POOL_DIR`: adds a run to a pool's queue."""
+"""Add a run to a pool's queue. Accepts the flags and settings of `fsbarrier run`; the job starts in the current directory. Jobs run in order
+of --priority, then of age.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,6 @@ from fsbarrier.cli.start import preflight
 from fsbarrier.errors import UsageError
 from fsbarrier.store.identity import user_at_host
 
-SUMMARY = (
-    "Add a run to a pool's queue. Accepts the flags and settings of `fsbarrier run`; the job starts in the current directory. "
-    "Jobs run in order of --priority, then of age."
-)
 EXAMPLE = "fsbarrier submit /shared/pool --nodes 3 --data-path /data/math --model Qwen2.5-0.5B-Instruct"
 
 

@@ -1,4 +1,4 @@
-"""`fsbarrier top`: watches a run live, from any machine that mounts its directory."""
+"""Watch a run live until it ends, or until Ctrl-C, which does not stop the run. Without a terminal, print its events line by line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 
 from fsbarrier.cli.commands import flags
 
-SUMMARY = "Watch a run live until it ends, or until Ctrl-C, which does not stop the run. Without a terminal, print its events line by line."
 EXAMPLE = "fsbarrier top --log-path runs/default"
 
 

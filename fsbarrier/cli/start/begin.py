@@ -181,10 +181,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     policy = _policy_to_begin_with(typed, program)
     if policy is not None:
         fixed |= {"model": str(policy.model)}
-    given = {name: value.value for name, value in chosen.items()}
-    nodes = given.get("num_nodes", 1)
-    limits = filesystem.limits(given, nodes if isinstance(nodes, int) else 1)
-    below = {**limits, **program.defaults, **defaults, **program.fixed, **fixed}
+    below = {**program.defaults, **defaults, **program.fixed, **fixed}
     settings = resolve(chosen.values(), below)
     settings = _with_engines_folders(settings, settings.data_path, request.environ)
     asked.check_rank(rank, settings.num_nodes)

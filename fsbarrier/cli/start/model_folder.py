@@ -13,7 +13,7 @@ from fsbarrier.cli.start.preflight import absolute
 from fsbarrier.engine.model import classifies, inspect, max_positions, sees, untrainable_parts
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.planning.model_shape import examine
-from fsbarrier.settings.checks import answer_lengths, tied_head
+from fsbarrier.settings.checks import answer_lengths
 from fsbarrier.settings.value_types import ENGINE, TEACHER, scoring_engines
 from fsbarrier.store import reading
 
@@ -201,13 +201,6 @@ def try_model(folder: Path, settings: Settings, say: Callable[[str], None]) -> N
     """Check that the adapters that are asked for can be put into the model, and that the trainer knows a model with eyes. Raises
     UsageError."""
     lora = settings.lora
-    if lora.rank and any(one.rpartition(".")[2] == "lm_head" for one in lora.targets):
-        try:
-            tied = inspect(folder).tied
-        except ProgramFailed as error:
-            raise UsageError(str(error)) from None
-        if tied:
-            raise UsageError(tied_head(lora.targets))
     looks = sees(json.loads((folder / "config.json").read_bytes())) and settings.rl_phase != "rollout"
     has_torch = importlib.util.find_spec("torch") is not None
     if (lora.rank or looks) and settings.trainer.command is None and has_torch:
