@@ -1,5 +1,5 @@
-"""Add this node to a pool and run one job at a time, until Ctrl-C. A pool is a directory shared by all of its nodes. To run two jobs at once
-on one machine, start two daemons with different CUDA_VISIBLE_DEVICES.
+"""Add this node to a pool and run one job at a time, until Ctrl-C. A pool is a directory shared by all of its nodes. To run two jobs
+at once on one machine, start two daemons with different CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations

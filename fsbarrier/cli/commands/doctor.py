@@ -1,5 +1,5 @@
-"""Check whether a directory can support a run; exits with code 3 if not. On several nodes at once: also measure how late they see each
-other's files.
+"""Check whether a directory can support a run; exits with code 3 if not. On several nodes at once: also measure how late they see
+each other's files.
 """
 
 from __future__ import annotations

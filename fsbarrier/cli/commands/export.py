@@ -1,5 +1,5 @@
-"""Copy a policy out of a run as a Hugging Face model folder, verifying the SHA-256 of every file; or export trajectories as JSON lines or
-Parquet.
+"""Copy a policy out of a run as a Hugging Face model folder, verifying the SHA-256 of every file; or export trajectories as JSON
+lines or Parquet.
 """
 
 from __future__ import annotations

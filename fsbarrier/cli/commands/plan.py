@@ -1,5 +1,5 @@
-"""Estimate a run's engines, shards, micro-batches, memory use and checkpoint size. Exits with code 2 if the run does not fit, and shows the
-numbers and the nearest configuration that fits.
+"""Estimate a run's engines, shards, micro-batches, memory use and checkpoint size. Exits with code 2 if the run does not fit, and
+shows the numbers and the nearest configuration that fits.
 """
 
 from __future__ import annotations

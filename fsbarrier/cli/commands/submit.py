@@ -1,5 +1,5 @@
-"""Add a run to a pool's queue. Accepts the flags and settings of `fsbarrier run`; the job starts in the current directory. Jobs run in order
-of --priority, then of age.
+"""Add a run to a pool's queue. Accepts the flags and settings of `fsbarrier run`; the job starts in the current directory. Jobs run
+in order of --priority, then of age.
 """
 
 from __future__ import annotations
