@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,15 @@ def observation(text: str, reward: float | None = None, done: bool = False) -> d
     }
 
 
+def note(more: int) -> None:
+    with (folder / "sessions").open("a") as told:
+        told.write(f"{time.monotonic()} {more}\n")
+
+
 async def session(connection: Any) -> None:
     global sessions
     sessions += 1
+    note(1)
     word = ""
     try:
         if sessions > most:
@@ -41,6 +48,7 @@ async def session(connection: Any) -> None:
                 print("the last words of the server", flush=True)
                 os._exit(9)
             else:
+                await asyncio.sleep(0.1 if word == "slow" else 0)
                 right = asked["data"]["message"] == word
                 reply = observation("right" if right else "!say no!!", float(right), right)
             await connection.send(json.dumps(reply))
@@ -48,6 +56,7 @@ async def session(connection: Any) -> None:
         pass
     finally:
         sessions -= 1
+        note(-1)
 
 
 async def main() -> None:

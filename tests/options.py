@@ -235,10 +235,18 @@ ELSEWHERE = {
         (
             f"{table}.{name}"
             for table in ("environment", "environments.NAME")
-            for name in ("command", "health", "start_timeout_s", "sessions", "replicas", "restarts")
+            for name in (
+                "command",
+                "health",
+                "start_timeout_s",
+                "sessions_per_server",
+                "replicas",
+                "restarts",
+            )
         ),
         "test_environment.py",
     ),
+    **dict.fromkeys(("environment.sessions", "environments.NAME.sessions"), "test_session_quota.py"),
     "environments": "each environment has settings of its own",
     "toy.tasks": "test_toy_run.py",
     "toy.phase_s": "test_toy_run.py",

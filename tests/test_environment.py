@@ -36,7 +36,7 @@ def rolled(
         "rollout.max_tokens": 16,
         "engine.max_model_len": 256,
         "environment.command": shlex.join(command),
-        "environment.sessions": sessions,
+        "environment.sessions_per_server": sessions,
     }
     spec = make_spec(folder, fake.url, [f"guess {word}=" for word in words], **{**defaults, **changes})
     tasks = tasks or [{"prompt": f"guess {word}=", "answer": word, "reset": {"word": word}} for word in words]
@@ -70,7 +70,10 @@ def test_a_task_names_its_environment(tmp_path: Path, fake: Fake) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         command = [sys.executable, str(HERE / "environment_server.py"), "{port}", str(tmp_path / name), "2"]
-        chosen |= {f"environments.{name}.command": shlex.join(command), f"environments.{name}.sessions": 2}
+        chosen |= {
+            f"environments.{name}.command": shlex.join(command),
+            f"environments.{name}.sessions_per_server": 2,
+        }
     tasks = [
         {"prompt": f"guess {word}=", "answer": word, "reset": {"word": word}, "environment": name}
         for word, name in zip(words, names, strict=True)

@@ -64,23 +64,39 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert all(one.complete for one in status.times)
 
 
-def test_frozen_engines_stand_below_their_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_frozen_engines_and_environments_stand_below_their_node(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = FakeRun(tmp_path / "run", nodes=2, **HERE)
     for rank in range(2):
         run.join(rank, pid=os.getpid())
     run.begin((0, 1), "start")
     judge = {"states": ["up", "down"], "restarts": 2, "why": "vLLM died"}
-    run.beat(0, 1, at=(1, 2), done=1, total=8, frozen={"judge": judge, "rm": {"states": ["asleep"]}})
-    run.beat(1, 1, at=(1, 2), frozen=["not", "ours"])
+    web = {
+        "states": ["up", "starting"],
+        "sessions": 3,
+        "most": 7,
+        "waiting": 2,
+        "restarts": 1,
+        "why": "killed",
+    }
+    shown = {"environments.web": web, "environment": {"states": ["up"], "sessions": 1, "most": None}}
+    frozen = {"judge": judge, "rm": {"states": ["asleep"]}}
+    run.beat(0, 1, at=(1, 2), done=1, total=8, frozen=frozen, environments=shown)
+    run.beat(1, 1, at=(1, 2), frozen=["not", "ours"], environments={"odd": {"states": 7, "sessions": "x"}})
     show = ("status", "--no-watch", "--log-path", str(run.log_path))
     assert cli.main([*show, "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)["nodes"]
     assert first["engines"] == {"judge": judge, "rm": {"states": ["asleep"]}} and second["engines"] == {}
-    assert first["progress"] == {"done": 1, "total": 8} and second["progress"] is None
+    assert first["progress"] == {"done": 1, "total": 8, "environments": shown}
     assert cli.main(show) == 0
     lines = [" ".join(one.split()) for one in capsys.readouterr().out.splitlines()]
     assert "down engines.judge restarted 2 times: vLLM died" in lines, lines
     assert "asleep engines.rm" in lines, lines
+    assert "up environment sessions 1, 0 waiting" in lines, lines
+    assert any(one.startswith("starting environments.web sessions 3/7, 2 waiting; resta") for one in lines), (
+        lines
+    )
 
 
 def test_an_iteration_is_complete_once_its_last_row_was_passed(

@@ -81,6 +81,12 @@ class AgentSampler:
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
 
+    def expect(self, tasks: Sequence[Task], samples: int) -> None:
+        """These will be sampled."""
+        for task in tasks:
+            if (environment := self._environment_of(task)) is not None:
+                environment.episodes += samples
+
     async def sample(self, place: Place, tasks: Sequence[Task], emit: Emit) -> None:
         """Run all episodes concurrently; `emit` receives each finished group."""
         async with asyncio.TaskGroup() as running:
@@ -95,16 +101,21 @@ class AgentSampler:
         emit(SampledGroup(task, [], tuple(episode.result() for episode in episodes)))
 
     async def _episode(self, place: Place, task: Task) -> Episode:
+        environment = self._environment_of(task)
         for _ in range(TRIES):
-            episode = await self._attempt(place, task)
+            episode = await self._attempt(place, task, environment)
             if not episode.lost:
                 break
+        if environment is not None:
+            environment.episodes -= 1
         return episode
 
-    async def _attempt(self, place: Place, task: Task) -> Episode:
-        recorder = Recorder(place)
+    def _environment_of(self, task: Task) -> Environment | None:
         named = task.metadata.get("environment") if self.choose else ""
-        environment = self.environments.get(str(named or ""))
+        return self.environments.get(str(named or ""))
+
+    async def _attempt(self, place: Place, task: Task, environment: Environment | None) -> Episode:
+        recorder = Recorder(place)
         async with environment.session() if environment is not None else nullcontext() as session:
             begin = time.monotonic()
             with self._endpoint.serving(recorder):

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from fsbarrier.errors import StoreError
 from fsbarrier.protocol.assign import lots
-from fsbarrier.rundir.names import CUT, DURABLE_COUNT, LOT, ROUND_DONE, RoundDoneName
+from fsbarrier.rundir.names import CUT, DURABLE_COUNT, LOT, ROUND_DONE, SESSIONS, RoundDoneName
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.store import files, reading
 from fsbarrier.store.retry import HIDDEN_S, Backoff, fails_or_hides, patiently
@@ -198,7 +198,7 @@ def remove_old(folder: Path, rank: int) -> None:
     store = PosixStore()
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
-            owned = LOT.parse(name) or ROUND_DONE.parse(name)
+            owned = LOT.parse(name) or ROUND_DONE.parse(name) or SESSIONS.parse(name)
             mine = owned is not None and owned.rank == rank
             if mine or name in (DURABLE_COUNT.build(rank), CUT):
                 store.remove(folder / name)

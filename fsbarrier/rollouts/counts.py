@@ -60,7 +60,7 @@ class Counts:
 class CountsProgress:
     """Writes the counts to the progress file, at most a few times a second; the final counts are always written.
 
-    `engines`: returns the activity of each engine.
+    `servers`: returns what else is shown: the activity of engines and environments.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class CountsProgress:
         progress: ProgressWriter,
         total: int,
         counts: Counts,
-        engines: Callable[[], list[dict[str, object]]],
+        servers: Callable[[], dict[str, object]],
     ) -> None:
-        self.progress, self.total, self.counts, self.engines = progress, total, counts, engines
+        self.progress, self.total, self.counts, self.servers = progress, total, counts, servers
         self.begin = time.monotonic()
         self._written_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -88,7 +88,6 @@ class CountsProgress:
     def write(self) -> None:
         self.close()
         self._written_at, counts = time.monotonic(), self.counts
-        engines = self.engines()
         self.progress.show(
             counts.stats.trajectories,
             self.total,
@@ -97,7 +96,7 @@ class CountsProgress:
             reward_mean=counts.stats.reward_mean,
             tokens_per_s=round(counts.tokens / self.seconds, 1),
             note=counts.note(),
-            **({"engines": engines} if engines else {}),
+            **self.servers(),
         )
 
     def close(self) -> None:

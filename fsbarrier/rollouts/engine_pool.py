@@ -22,11 +22,15 @@ from typing import Self, TypeVar
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.openai_http import asked_again
-from fsbarrier.rollouts.pictures import Pictures
+from fsbarrier.protocol.facts import JsonObject
+from fsbarrier.rollouts.pictures import Pictures, placeholders
 from fsbarrier.rollouts.samples import Emit, EngineDown, Sample, Sampling
 from fsbarrier.rollouts.sampling import Sampler, SamplingServer
+from fsbarrier.settings.sections import Settings
 from fsbarrier.store.retry import Backoff
 
+#: A request fails after so many seconds without any output from the engine, and is tried so often, with pauses.
+REQUEST_TIMEOUT_S, TRIES = 600.0, 4
 # Pause before the first check of an engine that does not answer.
 FIRST_PAUSE_S = 0.5
 #: delay after a request before the engine's count of waiting sequences is trusted
@@ -225,3 +229,24 @@ class Place:
         self._engine = self._pool.next
         self._engine.sequences += self.sequences
         self.replica = None
+
+
+def servers_of(spec: JsonObject, settings: Settings) -> list[SamplingServer]:
+    """The engines to sample from, with timeouts and retries."""
+    banned = placeholders(spec.get("model"))
+    seed = ":".join(str(one) for one in (settings.rollout.seed, spec["iteration"], spec["split"]))
+    return [
+        SamplingServer(
+            url=engine["url"],
+            api_key=engine.get("api_key") or "",
+            model=engine.get("model") or "",
+            timeout_s=REQUEST_TIMEOUT_S,
+            tries=TRIES,
+            template_arguments=settings.rollout.template_arguments,
+            banned=banned,
+            stop=settings.rollout.stop,
+            seed=seed if settings.rollout.reproducible else "",
+            in_flight=spec.get("in_flight", False),
+        )
+        for engine in spec["engine"]
+    ]

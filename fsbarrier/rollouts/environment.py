@@ -12,7 +12,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,9 @@ from fsbarrier.processes.fork_server import Job
 from fsbarrier.processes.secret_variables import without_variables
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.protocol.facts import JsonObject
-from fsbarrier.settings.sections import EnvironmentSettings
+from fsbarrier.rollouts.rollout_spec import Assignment
+from fsbarrier.rollouts.session_quota import SessionQuota
+from fsbarrier.settings.sections import EnvironmentSettings, Settings
 
 # Pause between two looks at a server, and how long an answer to a look may take.
 LOOK_S, ANSWER_S = 0.1, 5.0
@@ -61,8 +63,15 @@ class Server:
 class Environment:
     """All servers of an environment on this node (`environment.*`, or `environments.NAME.*`)."""
 
-    def __init__(self, settings: EnvironmentSettings, log_dir: Path, name: str = "") -> None:
-        self.settings = settings
+    def __init__(
+        self,
+        settings: EnvironmentSettings,
+        log_dir: Path,
+        name: str = "",
+        quota: SessionQuota | None = None,
+    ) -> None:
+        """`quota`: of its sessions, if they are limited."""
+        self.settings, self.quota = settings, quota
         # In messages, and as in settings.
         self.called = f"environment {name}".strip()
         self.table = f"environments.{name}" if name else "environment"
@@ -71,37 +80,96 @@ class Environment:
         self.servers = [Server(log_dir / f"{one}.log") for one in names]
         # What happened, as lines for the journal.
         self.events: list[JsonObject] = []
-        self._restarts_left = settings.restarts
+        # Episodes that this node is to run and that have not ended; whether there will be no others in this round.
+        self.episodes, self.all_known = 0, False
+        self.waiting = 0
+        # Called when what is displayed has changed.
+        self.on_change: Callable[[], None] = lambda: None
+        self._restarts_left, self._why = settings.restarts, ""
         self._changed = asyncio.Event()
         self._failed = ""
 
     async def __aenter__(self) -> Self:
         self._keeping = [asyncio.create_task(self._keep(server)) for server in self.servers]
+        if self.quota is not None and self.quota.folder is not None:
+            self._keeping.append(asyncio.create_task(self._share(self.quota)))
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, kind: object, *_: object) -> None:
         """Returns when nothing of the servers is left."""
         for one in self._keeping:
             one.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
+        self.servers.clear()
+        if kind is None and self.quota is not None and self.quota.folder is not None:
+            await asyncio.to_thread(self.quota.exchange, 0)
+
+    @property
+    def used(self) -> int:
+        """Sessions of this node."""
+        return sum(len(server.sessions) for server in self.servers)
+
+    @property
+    def state(self) -> JsonObject:
+        """For display, as that of a frozen engine. `most`: how many sessions this node may use now; None: any number."""
+        return {
+            "states": ["up" if server.url else "starting" for server in self.servers],
+            "sessions": self.used,
+            "most": None if self.quota is None else self.quota.mine,
+            "waiting": self.waiting,
+            "restarts": self.settings.restarts - max(0, self._restarts_left),
+            "why": self._why,
+        }
+
+    def begin_round(self, number: int) -> None:
+        """Round `number` of a phase begins once everybody is done with the one before."""
+        self.all_known = False
+        if self.quota is not None:
+            self.quota.begin_round(number)
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Session]:
         """A place on the server with the fewest sessions, once there is one. Raises ProgramFailed if there will be none."""
-        most = self.settings.sessions or sys.maxsize
-        while not (free := [one for one in self.servers if one.url and len(one.sessions) < most]):
-            if self._failed:
-                raise ProgramFailed(self._failed)
-            self._changed.clear()
-            await self._changed.wait()
+        self.waiting += 1
+        try:
+            while not (free := self._free()):
+                if self._failed:
+                    raise ProgramFailed(self._failed)
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            self.waiting -= 1
         server = min(free, key=lambda one: len(one.sessions))
         session = Session(server.url)
         server.sessions.add(session)
+        self.on_change()
         try:
             yield session
         finally:
             server.sessions.discard(session)
-            self._changed.set()
+            self._has_changed()
+
+    def _free(self) -> list[Server]:
+        """The servers that may have another session now."""
+        if self.quota is not None and self.used >= self.quota.mine:
+            return []
+        most = self.settings.sessions_per_server or sys.maxsize
+        return [one for one in self.servers if one.url and len(one.sessions) < most]
+
+    def _has_changed(self) -> None:
+        self._changed.set()
+        self.on_change()
+
+    async def _share(self, quota: SessionQuota) -> None:
+        """Agree with the other nodes on the sessions."""
+        while True:
+            need = max(1, min(quota.most, self.episodes)) if self.all_known else quota.most
+            held_back = self.waiting and self.used >= quota.mine
+            await asyncio.to_thread(quota.exchange, need)
+            if held_back:
+                # Waiting for other nodes counts as progress.
+                self._has_changed()
+            await asyncio.sleep(quota.pause_s)
 
     async def _keep(self, server: Server) -> None:
         """Run a server, again and again."""
@@ -118,8 +186,8 @@ class Environment:
             print(f"the {self.called} {how} ({server.log_file})", file=sys.stderr)
             if not self._restarts_left:
                 self._failed = "\n".join((f"the {self.called} {how}", f"(from {server.log_file})", *lines))
-            self._restarts_left -= 1
-        self._changed.set()
+            self._restarts_left, self._why = self._restarts_left - 1, how
+        self._has_changed()
 
     async def _serve(self, server: Server) -> tuple[str, list[str]]:
         """Run a server to its end; returns how it ended, and its last lines."""
@@ -146,7 +214,7 @@ class Environment:
         while (code := child.poll()) is None:
             if not server.url and await self._answers(port):
                 server.url = f"http://127.0.0.1:{port}"
-                self._changed.set()
+                self._has_changed()
             if not server.url and time.monotonic() - begin > limit_s:
                 return f"did not answer within {limit_s:g} s ({self.table}.start_timeout_s)"
             await asyncio.sleep(LOOK_S)
@@ -162,6 +230,26 @@ class Environment:
             async with httpx.AsyncClient(trust_env=False, timeout=ANSWER_S) as http:
                 return (await http.get(f"http://127.0.0.1:{port}{path}")).is_success
         return False
+
+
+def environments_of(
+    settings: Settings, assignment: Assignment, log_dir: Path, most: int
+) -> dict[str, Environment]:
+    """The environments by name. `most`: how many episodes there may be here at a time. Raises OSError."""
+    sampling, rank = [node for node, share in assignment.shares.items() if share], assignment.origin.node_rank
+    folder = assignment.claims_folder if len(sampling) > 1 else None
+
+    def quota(number: int, sessions: int | None) -> SessionQuota | None:
+        if sessions is None:
+            return None
+        weights = {node: settings.rank_weights[node] for node in sampling}
+        return SessionQuota(sessions, weights, rank, most=most, folder=folder, number=number)
+
+    named = sorted(settings.all_environments.items())
+    return {
+        name: Environment(one, log_dir, name, quota(number, one.sessions))
+        for number, (name, one) in enumerate(named)
+    }
 
 
 def free_port() -> int:

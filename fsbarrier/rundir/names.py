@@ -127,10 +127,21 @@ class RoundDoneName:
     with_signal: int
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class SessionsName:
+    """Node `rank` needs at most `need` sessions of an environment at a time in the rest of a round."""
+
+    rank: int
+    environment: int
+    round: int
+    need: int
+
+
 CLAIMS_FOLDER = Name("claims-{:s}.iter-{:06d}", ClaimsName)
 LOT = Name("lot-{:04d}-{:06d}", LotName)
 DURABLE_COUNT = Name("durable-{:04d}", int)
 ROUND_DONE = Name("done-{:04d}-{:04d}-{:06d}", RoundDoneName)
+SESSIONS = Name("sessions-{:04d}-{:04d}-{:04d}-{:06d}", SessionsName)
 #: there once a rollout phase is to end before its last few groups
 CUT = "cut"
 

@@ -154,8 +154,10 @@ class EnvironmentSettings(Section):
     health: EachSession[Name | None] = None
     #: A server has failed if it is not ready after this many seconds.
     start_timeout_s: EachSession[Seconds] = 300.0
-    #: Episodes that one server may have at a time; others wait. none: no limit.
+    #: Episodes that all nodes together may have at a time; others wait. none: no limit.
     sessions: EachSession[Count | None] = None
+    #: Episodes that one server may have at a time; others wait. none: no limit.
+    sessions_per_server: EachSession[Count | None] = None
     #: Servers on each node.
     replicas: EachSession[Count] = 1
     #: How often servers that end may be started again in one rollout, on each node; after that the phase fails.

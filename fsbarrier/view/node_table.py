@@ -25,7 +25,8 @@ TROUBLED_FIRST = {"lost": 0, "suspected": 0, "broken": 0, "left": 1, "absent": 1
 
 
 def nodes_table(status: RunStatus, width: int, most: int | None = None) -> RenderableType:
-    """One row per node, plus one per engine if it has several or frozen ones, as far as they fit in `most` rows; troubled nodes first."""
+    """One row per node, plus one per environment, and per engine if it has several or frozen ones, as far as they fit in `most` rows;
+    troubled nodes first."""
     nodes, hidden = _chosen(status.nodes, most)
     engines = {node.node_rank: _engines(node) for node in nodes}
     if most is not None and len(nodes) + sum(map(len, engines.values())) > most:
@@ -64,8 +65,9 @@ def nodes_table(status: RunStatus, width: int, most: int | None = None) -> Rende
 
 
 def _engines(node: NodeStatus) -> list[tuple[str | tuple[str, str], tuple[str, str]]]:
-    """(state, (name, activity)) of each frozen engine of a node, and during a rollout of those of the policy, if it has several."""
-    listed = (node.progress or {}).get("engines")
+    """(state, (name, activity)) of each frozen engine of a node, and during a rollout of each environment and of the policy's engines, if
+    there are several."""
+    listed, environments = [(node.progress or {}).get(name) for name in ("engines", "environments")]
     rows: list[tuple[str | tuple[str, str], tuple[str, str]]] = []
     # A user's own program may report anything under that name.
     for one in listed if isinstance(listed, list) else ():
@@ -73,14 +75,19 @@ def _engines(node: NodeStatus) -> list[tuple[str | tuple[str, str], tuple[str, s
             doing = f"{short(number(one, 'sequences') or 0)} sequences, {short(number(one, 'tokens') or 0)} tokens so far"
             name = f"engine {number(one, 'replica') or 0:.0f}"
             rows.append(("up" if one.get("up") else ("down", "bold yellow"), (name, doing)))
-    for name, frozen in node.engines.items():
-        if isinstance(frozen, dict):
-            states, restarts = [*map(str, frozen.get("states", ()))], int(number(frozen, "restarts") or 0)
+    named = {f"engines.{name}": one for name, one in node.engines.items()}
+    for name, one in {**named, **(environments if isinstance(environments, dict) else {})}.items():
+        if isinstance(one, dict):
+            told, restarts = one.get("states"), int(number(one, "restarts") or 0)
+            states = [*map(str, told)] if isinstance(told, list) else []
             state = next(
                 (one for one in ("down", "starting") if one in states), states[0] if states else "off"
             )
-            doing = f"restarted {counted(restarts, 'time')}: {text(frozen, 'why')}" if restarts else ""
-            row = (f"engines.{one_line(name)}", one_line(doing))
+            said = [f"restarted {counted(restarts, 'time')}: {text(one, 'why')}"] if restarts else []
+            if (sessions := number(one, "sessions")) is not None:
+                most = "" if (limit := number(one, "most")) is None else f"/{limit:.0f}"
+                said.insert(0, f"sessions {sessions:.0f}{most}, {number(one, 'waiting') or 0:.0f} waiting")
+            row = (one_line(name), one_line("; ".join(said)))
             rows.append(((state, "bold yellow") if state == "down" else state, row))
     return rows
 

@@ -32,14 +32,13 @@ from fsbarrier.rewards.kinds import check_answers, open_reward
 from fsbarrier.rollouts.agent_sampler import AgentSampler
 from fsbarrier.rollouts.claims import PAUSES, EarlyEnd, Refills
 from fsbarrier.rollouts.counts import Counts, CountsProgress
-from fsbarrier.rollouts.engine_pool import EnginePool, Place
-from fsbarrier.rollouts.environment import Environment
+from fsbarrier.rollouts.engine_pool import EnginePool, Place, servers_of
+from fsbarrier.rollouts.environment import environments_of
 from fsbarrier.rollouts.group_trajectories import failed_group, judged_group
 from fsbarrier.rollouts.pictures import Pictures, placeholders
 from fsbarrier.rollouts.rollout_spec import Assignment
 from fsbarrier.rollouts.rounds import read_rounds
 from fsbarrier.rollouts.samples import SampledGroup
-from fsbarrier.rollouts.sampling import SamplingServer
 from fsbarrier.rollouts.shared_flush import SharedFlush
 from fsbarrier.rollouts.teacher import Teacher
 from fsbarrier.settings.sections import Settings
@@ -49,8 +48,6 @@ from fsbarrier.trajectories import RankFileWriter
 
 #: prompts times samples; see sampling.py
 SEQUENCES_PER_REQUEST = 128
-#: A request fails after so many seconds without any output from the engine, and is tried so often, with pauses.
-REQUEST_TIMEOUT_S, TRIES = 600.0, 4
 #: connections to the engine, in addition to one per answer in flight
 SPARE_CONNECTIONS = 4
 #: maximum backlog of sampled groups that are not on disk, as a multiple of the groups in flight
@@ -70,11 +67,6 @@ class Rollout:
         servers = servers_of(spec, settings)
         agent = settings.rollout.agent
         engines = {name: EngineAddress(**one) for name, one in spec.get("engines", {}).items()}
-        self.environments = {
-            name: Environment(one, Path(spec["log_dir"]), name)
-            for name, one in settings.all_environments.items()
-        }
-        self.agents = AgentSampler(agent, settings, engines, self.environments) if agent else None
         # With an agent, this timeout applies to each episode.
         self.task_timeout_s = None if agent else settings.rollout.task_timeout_s
         # Groups in flight per engine. Proportionally more if groups are smaller than in training rollouts, so that an evaluation with one
@@ -82,6 +74,10 @@ class Rollout:
         self.concurrency = settings.rollout.concurrency
         if agent is None:
             self.concurrency *= max(1, settings.rollout.samples // most_samples)
+        self.environments = environments_of(
+            settings, assignment, Path(spec["log_dir"]), self.concurrency * len(servers) * most_samples
+        )
+        self.agents = AgentSampler(agent, settings, engines, self.environments) if agent else None
         self.reward = open_reward(
             settings.reward.kind,
             weights=settings.reward.weights,
@@ -116,10 +112,21 @@ class Rollout:
         total = sum(len(one.tasks) * one.samples for one in self.certain)
         self.average_share = total / max(1, len(assignment.shares))
         self.counts = Counts()
-        self.progress = CountsProgress(progress, self._left_from(0), self.counts, engines=self.pool.progress)
+        self.progress = CountsProgress(progress, self._left_from(0), self.counts, self._servers_now)
+        for environment in self.environments.values():
+            environment.on_change = self.progress.write_soon
         # A group takes one of `slots` while it is sampled, and one of `unwritten` until it is on disk.
         self.slots = asyncio.Semaphore(self.concurrency * len(servers))
         self.unwritten = asyncio.Semaphore(BACKLOG * self.concurrency * len(servers))
+
+    def _servers_now(self) -> dict[str, object]:
+        """What the progress shows of servers."""
+        engines = self.pool.progress()
+        environments = {one.table: one.state for one in self.environments.values()}
+        return {
+            **({"engines": engines} if engines else {}),
+            **({"environments": environments} if environments else {}),
+        }
 
     async def run(self) -> JsonObject:
         """Do the assigned work; returns the result. Raises FsbarrierError."""
@@ -207,13 +214,20 @@ class Rollout:
         one = self.rounds[number]
         if number:
             self.claims.append(await asyncio.to_thread(self.assignment.open_claims, one.tasks, number))
+        if self.refills is not None:
+            for environment in self.environments.values():
+                environment.begin_round(number)
         queue: deque[Task] = deque()
         while batch := await self._next_batch(number, queue, on_disk):
             if not self.engine_answered:
                 await self.pool.look()
                 self.engine_answered = True
             place = Place(self.pool, len(batch) * one.samples, one.sampling)
+            if self.agents is not None:
+                self.agents.expect(batch, one.samples)
             tasks.create_task(self._sample(place, batch, appending, tasks))
+        for environment in self.environments.values():
+            environment.all_known = self.refills is not None or number + 1 == len(self.rounds)
 
     async def _another_after(self, number: int, refills: Refills, writer: RankFileWriter) -> bool:
         """Wait until all nodes have finished round `number`; returns whether there is another round."""
@@ -339,27 +353,6 @@ class Rollout:
     def _on_tokens(self, count: int) -> None:
         self.counts.tokens += count
         self.progress.write_soon()
-
-
-def servers_of(spec: JsonObject, settings: Settings) -> list[SamplingServer]:
-    """The engines to sample from, with timeouts and retries."""
-    banned = placeholders(spec.get("model"))
-    seed = ":".join(str(one) for one in (settings.rollout.seed, spec["iteration"], spec["split"]))
-    return [
-        SamplingServer(
-            url=engine["url"],
-            api_key=engine.get("api_key") or "",
-            model=engine.get("model") or "",
-            timeout_s=REQUEST_TIMEOUT_S,
-            tries=TRIES,
-            template_arguments=settings.rollout.template_arguments,
-            banned=banned,
-            stop=settings.rollout.stop,
-            seed=seed if settings.rollout.reproducible else "",
-            in_flight=spec.get("in_flight", False),
-        )
-        for engine in spec["engine"]
-    ]
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:

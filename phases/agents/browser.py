@@ -2,8 +2,8 @@
 
 `rollout.agent=phases/agents/browser.py:Browser` with
 `environment.command='/path/to/its/python phases/environments/browser_server.py {port}'` (the browser; its head says what must be installed)
-and `environment.sessions=N`. A task's field `url` says where to begin, `difficulty` how many steps there may be. What the policy answers is
-scored as any answer is (`reward.kind`); without an answer it is an empty one.
+and `environment.sessions_per_server=N`. A task's field `url` says where to begin, `difficulty` how many steps there may be. What the policy
+answers is scored as any answer is (`reward.kind`); without an answer it is an empty one.
 """
 
 from __future__ import annotations

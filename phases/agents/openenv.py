@@ -1,7 +1,7 @@
 """An agent for environments that speak OpenEnv's protocol: JSON over one WebSocket for each episode. It does not import their library.
 
 `rollout.agent=phases/agents/openenv.py:OpenEnv` with `environment.command='/path/to/its/python -m uvicorn MODULE:app --port {port}'`,
-`environment.health=/health` and `environment.sessions=N`, the server's `max_concurrent_envs`. A task's field `reset` is passed to the
+`environment.health=/health` and `environment.sessions_per_server=N`, the server's `max_concurrent_envs`. A task's field `reset` goes to the
 environment's reset. `custom.observation` and `custom.action` name the fields of the environment's own types that the policy reads and
 writes.
 """
