@@ -102,11 +102,11 @@ def test_what_asks_for_values_that_no_start_could_choose_counts_as_unreadable(
     assert {join.rank: join.incarnation for join in observer.joins.values()} == {0: 1}
     # A setting that this version does not know, or that never changes, is nothing of that kind.
     store.create(paths.join(0, 3), Join(0, 3, "host", 1, "boot", stated={"later.name": 1, "model": 5}))
-    observer.poll_now()
+    observer.schedule.poll_now()
     observer.view(me, 1.0)
     assert observer.joins[0].incarnation == 3
     record(tmp_path, 10, values)
-    observer.poll_now()
+    observer.schedule.poll_now()
     with pytest.raises(OSError, match="cannot be read"):
         observer.view(me, 2.0)
     assert observer.newest is not None and observer.newest.number == 9

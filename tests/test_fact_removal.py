@@ -44,7 +44,7 @@ def run_two_nodes(folder: Path, iterations: int, rules: Rules = PING) -> list[st
     while any(loop.exit is None for loop in loops):
         now += 0.1
         for loop in [loop for loop in loops if loop.exit is None]:
-            loop.write_beat(loop.beat(), store, now)
+            loop.write_beat(loop.beat(), now)
             loop.tick(now)
     return sorted(str(path.relative_to(paths.coordination)) for path in paths.coordination.rglob("*"))
 

@@ -214,7 +214,7 @@ def test_a_node_looks_at_anything(
     for folder, data in found.items():
         (paths.coordination / folder / NAMES[folder]).write_bytes(data)
     generation = facts.Generation(1, (facts.Member(0, 1), facts.Member(1, 1)), 0, Position(1, 0), "start")
-    row = observer.row_dir(1, Position(1, 0))
+    row = observer.row.row_dir(1, Position(1, 0))
     store.make_dir(row)
     for name in ("iter-000001.node-0000.done", "iter-000001.node-0001.failed"):
         (row / name).write_bytes(fact)

@@ -397,7 +397,7 @@ def test_no_heartbeat_bears_another_process_s_incarnation(tmp_path: Path) -> Non
             store.create(paths.join(0, 2), replace(here, incarnation=2, host="new", pid=2))
         record = Generation(number, members, members[0].rank, Position(1, 0), "")
         store.create(paths.generation(number), record)
-        loop.observer.poll_now()
+        loop.observer.schedule.poll_now()
         with contextlib.suppress(fsbarrier.Fenced):
             loop.tick(float(number))
     assert loop.node.incarnation == 2 and loop.beat().incarnation == 1

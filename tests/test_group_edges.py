@@ -169,7 +169,7 @@ class Trio:
         self.now += 0.5
         for rank in ranks or (0, 1, 2):
             member = self.members[rank]
-            member.loop.write_beat(member.loop.beat(), member.loop.store, self.now)
+            member.loop.write_beat(member.loop.beat(), self.now)
         for rank in ranks or (0, 1, 2):
             self.members[rank].look(self.now)
             asked = self.members[rank].work.asked
@@ -193,7 +193,7 @@ class Trio:
     def leave(self, rank: int) -> None:
         member = self.members[rank]
         member.loop.exit = Exit(0, "left", "left")
-        member.loop.write_beat(member.loop.beat(), member.loop.store, self.now)
+        member.loop.write_beat(member.loop.beat(), self.now)
 
 
 def test_a_member_whose_look_hangs_does_not_look_alive(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_member_whose_look_hangs_does_not_look_alive(tmp_path: Path) -> None:
     member.looking_since = 0.0
     said = []
     for now, last in ((0.1, False), (1000.0, False), (2000.0, True)):
-        member.beat(PosixStore(), now, 2.0, last=last)
+        member.beat(now, 2.0, last=last)
         said.append([name.split(".")[2:4] for name in os.listdir(beats)])
     assert said == [[["beat-1", "joining"]], [["beat-1", "joining"]], [["beat-2", "left"]]]
 

@@ -67,12 +67,12 @@ def test_rule_6_whoever_does_not_beat_reads_contents_and_no_listing(
 
     def keep_beating() -> None:
         while not stop.wait(0.01):
-            loop.write_beat(loop.beat(), PosixStore(), 0.0)
+            loop.write_beat(loop.beat(), 0.0)
 
     def old(store: PosixStore, folder: Path) -> list[str]:
         return [] if folder == paths.beats else names(store, folder)
 
-    loop.write_beat(loop.beat(), PosixStore(), 0.0)
+    loop.write_beat(loop.beat(), 0.0)
     monkeypatch.setattr(PosixStore, "names", old)
     thread = threading.Thread(target=keep_beating)
     thread.start()
@@ -141,7 +141,7 @@ def play(loops: list[NodeLoop], seconds: range, silent: frozenset[int] = frozens
     for second in seconds:
         for loop in loops:
             if loop.node.rank not in silent:
-                loop.write_beat(loop.beat(), loop.store, float(second))
+                loop.write_beat(loop.beat(), float(second))
                 with contextlib.suppress(OSError):
                     loop.tick(float(second))
 
@@ -191,7 +191,7 @@ def test_how_a_node_ended_stands_in_the_name(tmp_path: Path, state: str) -> None
     (loop, *_), paths = started(tmp_path, PosixStore(), []), RunPaths(tmp_path)
     for ended in (None, Exit(0, state, "it ended")):
         loop.exit = ended
-        loop.write_beat(loop.beat(), PosixStore(), 0.0)
+        loop.write_beat(loop.beat(), 0.0)
         (found,) = PULSE.parse_all(os.listdir(paths.beats))
         assert found.state == (state if ended else Stage.JOINING)
 
@@ -200,7 +200,8 @@ def test_how_a_node_ended_stands_in_the_name(tmp_path: Path, state: str) -> None
 def test_a_rename_that_ends_in_an_error_leaves_one_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renamed: bool
 ) -> None:
-    store, (loop, *_) = PosixStore(), started(tmp_path, PosixStore(), [])
+    store = PosixStore()
+    loop, *_ = started(tmp_path, store, [])
 
     def failing(path: Path, new: Path) -> bool:
         if renamed:
@@ -212,7 +213,7 @@ def test_a_rename_that_ends_in_an_error_leaves_one_name(
         with monkeypatch.context() as patched:
             if number in (2, 3, 4):
                 patched.setattr(store, "rename", failing)
-            loop.write_beat(loop.beat(), store, float(number))
+            loop.write_beat(loop.beat(), float(number))
         assert loop.observer.beaten_at == (1.0 if number in (2, 3, 4) else float(number))
     assert [one.counter for one in PULSE.parse_all(os.listdir(RunPaths(tmp_path).beats))] == [6]
 
@@ -309,7 +310,7 @@ def test_rule_8_who_waits_refreshes_its_listing_soon_and_then_more_rarely(
     observer = Observer(store, RunPaths(tmp_path), rules.table)
     here = Generation(1, members, 0, Position(1, 0), "start")
     node = Node(1, 1, 0.0, stage=Stage.RUNNING, generation=here, position=here.start, part=part)
-    row = observer.row_dir(1, here.start)
+    row = observer.row.row_dir(1, here.start)
     store.make_dir(row)
     changed_at.clear()
     facts = OwnFacts(store, observer.row, rules)
@@ -358,7 +359,7 @@ def test_a_proposal_that_failed_is_made_anew_from_what_is_seen_then(
     for second in range(60):
         failing = 20 <= second < 40
         for loop in loops[: 1 if 10 <= second < 30 else 2]:
-            loop.write_beat(loop.beat(), store, float(second))
+            loop.write_beat(loop.beat(), float(second))
             with contextlib.suppress(OSError):
                 loop.tick(float(second))
     assert events.count("generation_started") == 2 and "node_lost" in events
@@ -373,9 +374,7 @@ def test_rule_3_whoever_hangs_in_the_write_of_a_heartbeat_takes_nobody_for_dead(
     loops = started(tmp_path, store, events)
 
     def write_beats(now: float) -> None:
-        threads[:] = [
-            threading.Thread(target=loop.write_beat, args=(loop.beat(), store, now)) for loop in loops
-        ]
+        threads[:] = [threading.Thread(target=loop.write_beat, args=(loop.beat(), now)) for loop in loops]
         for thread in threads:
             thread.start()
 
@@ -391,7 +390,7 @@ def test_rule_3_whoever_hangs_in_the_write_of_a_heartbeat_takes_nobody_for_dead(
                 thread.join()
         if not 20 <= second < 70:
             for loop in loops:
-                loop.write_beat(loop.beat(), store, float(second))
+                loop.write_beat(loop.beat(), float(second))
         for loop in loops:
             with contextlib.suppress(OSError):
                 loop.tick(float(second))
@@ -445,7 +444,7 @@ def test_whoever_waits_in_the_last_row_passes_it_with_those_who_have_finished(tm
     loops[1].observer.store = loops[1].store = HiddenFacts()
     for second in range(40):
         for loop in loops:
-            loop.write_beat(loop.beat(), PosixStore(), float(second))
+            loop.write_beat(loop.beat(), float(second))
             if loop.exit is None:
                 loop.tick(float(second))
     assert [loop.exit and loop.exit.state for loop in loops] == ["finished", "finished"]
@@ -471,7 +470,7 @@ def test_only_whoever_finished_this_generation_has_passed_its_last_row(
     here = Generation(1, members, 1, Position(1, 0), "start", until=1)
     node = Node(1, 1, 0.0, stage=Stage.RUNNING, generation=here, position=here.start, part=RowPart.ANNOUNCED)
     store.create(paths.generation(1), here)
-    store.make_dir(observer.row_dir(1, here.start))
-    store.create(observer.row_dir(1, here.start) / fact_name(1, 1), Fact(1, 1, "done"))
+    store.make_dir(observer.row.row_dir(1, here.start))
+    store.create(observer.row.row_dir(1, here.start) / fact_name(1, 1), Fact(1, 1, "done"))
     paths.pulse(Pulse(0, 1, 1, state, generation, 1, 0)).touch()
     assert observer.view(node, 0.0).arrived == arrived

@@ -205,7 +205,7 @@ def test_a_stop_holds_for_the_starts_that_were_there(tmp_path: Path) -> None:
         request = StopRequest(True, f"ann {number}", starts=starts)
         store.put(paths.stop(number), request)
         for observer in runs.values():
-            observer.poll_now()
+            observer.schedule.poll_now()
         return request
 
     def seen(rank: int) -> StopRequest | None:

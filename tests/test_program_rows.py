@@ -87,11 +87,6 @@ def test_closing_rows_stand_in_the_place_of_the_last(closing: tuple[Row[object],
         Table("mine", ROWS, closing=closing)
 
 
-def test_the_name_of_a_closing_row_as_earlier_versions_took_it_is_refused_in_one_line() -> None:
-    with pytest.raises(UsageError, match=r"^program mine: closing='c' is no tuple of rows; .*$"):
-        Table("mine", ROWS, closing="c")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("row", "decides"),
     [

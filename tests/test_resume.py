@@ -47,7 +47,7 @@ class Left:
         self.observer.prepare()
 
     def publish(self, phase: int, *ranks: int) -> None:
-        directory = self.observer.row_dir(1, Position(1, phase))
+        directory = self.observer.row.row_dir(1, Position(1, phase))
         self.observer.store.make_dir(directory)
         for rank in ranks:
             self.observer.store.put(directory / FACT.build(1, rank, "done"), Fact(rank, 1, "done"))
@@ -60,7 +60,7 @@ class Left:
         return found
 
     def leaders(self, phase: int) -> str:
-        path = self.observer.row_dir(1, Position(1, phase)) / FACT.build(1, 0, "done")
+        path = self.observer.row.row_dir(1, Position(1, phase)) / FACT.build(1, 0, "done")
         return PosixStore().must_read(path, Fact).status
 
 
@@ -106,7 +106,7 @@ def test_a_session_that_only_rolled_out_was_left_by_its_own_rows(tmp_path: Path)
 def test_a_fact_that_cannot_be_read_is_an_error_and_no_seal(tmp_path: Path) -> None:
     left = Left(tmp_path, PosixStore())
     left.publish(0, 0, 1)
-    path = left.observer.row_dir(1, Position(1, 0)) / FACT.build(1, 0, "done")
+    path = left.observer.row.row_dir(1, Position(1, 0)) / FACT.build(1, 0, "done")
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(OSError, match="cannot be read"):
         left.resume_point()
@@ -131,7 +131,7 @@ def test_members_that_live_do_not_pass_a_seal_and_go_on_behind_it(tmp_path: Path
     loops, sealed = [start(0), start(1)], Position(9, 9)
     for tenths in range(300):
         for loop in [loop for loop in loops if loop.exit is None]:
-            loop.write_beat(loop.beat(), store, tenths / 10)
+            loop.write_beat(loop.beat(), tenths / 10)
             loop.tick(tenths / 10)
         if sealed.iteration == 9 and len(passed) > 6:
             intruder = Observer(store, paths, RULES.table)

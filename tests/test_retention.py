@@ -75,7 +75,7 @@ def test_the_newest_every_so_many_and_the_best_stay(tmp_path: Path) -> None:
     def kept(keep: int, every: int = 0, best: str | None = None) -> list[int]:
         for version in range(1, 13):
             RunPaths(tmp_path).checkpoint(version, 1).mkdir(parents=True, exist_ok=True)
-        retention.remove_old_versions(tmp_path, keep, RunPaths(tmp_path).checkpoint(11, 1), every, [best])
+        retention.remove_old_versions(tmp_path, keep, RunPaths(tmp_path).checkpoint(11, 1), every, best)
         return [version for version, _ in checkpoints.versions(tmp_path)]
 
     assert kept(0) == list(range(1, 13))

@@ -136,7 +136,7 @@ def test_a_state_that_is_still_needed_is_not_removed(tmp_path: Path) -> None:
         whole = checkpoints.write_manifest(folder, version)
         checkpoints.commit(folder, checkpoints.Manifest(version, whole.files, state_in))
     current = RunPaths(tmp_path).checkpoint(7, 1)
-    retention.remove_old_versions(tmp_path, 2, current, named=[None, POLICY_FOLDER.build(2, 1)])
+    retention.remove_old_versions(tmp_path, 2, current, best=POLICY_FOLDER.build(2, 1))
     assert [version for version, _ in checkpoints.versions(tmp_path)] == [2, 3, 6, 7]
 
 

@@ -126,7 +126,7 @@ def test_a_fact_that_cannot_be_read_is_not_passed_over(tmp_path: Path, status: s
     paths, store = loop.observer.paths, loop.store
     members = (Member(0, 1), Member(1, 1))
     store.create(paths.generation(1), Generation(1, members, 0, Position(1, 0), "start"))
-    fact = loop.observer.row_dir(1, Position(1, 0)) / fact_name(1, 0, status)
+    fact = loop.observer.row.row_dir(1, Position(1, 0)) / fact_name(1, 0, status)
     store.make_dir(fact.parent)
     store.create(fact, Fact(0, 1, status))
     flip_a_bit(fact)

@@ -11,12 +11,11 @@ import random
 from collections.abc import Callable
 
 from fsbarrier.coordination.loop import NodeLoop
-from fsbarrier.coordination.poll_intervals import next_beat_s
+from fsbarrier.coordination.poll_intervals import DICE, next_beat_s
 from fsbarrier.coordination.polling import Pace
 from fsbarrier.errors import Fenced, StoreError
 from fsbarrier.protocol.facts import Beat
 from fsbarrier.protocol.state import Exit, Stage
-from fsbarrier.rundir.record_store import Store
 from fsbarrier.store.retry import Backoff
 
 #: between two heartbeats of a joining node, for which the others wait
@@ -34,15 +33,13 @@ class NodeLife:
         pauses: Backoff,
         now: float,
         *,
-        beats: Store | None = None,
         note_beat: Callable[[Beat], None] = lambda beat: None,
-        dice: random.Random | None = None,
+        dice: random.Random = DICE,
     ) -> None:
-        """`unfit`: why no work can run on this node, if so. `pauses`: the first pauses of a wait. `beats`: what heartbeats are written
-        through, if not the loop's store. `note_beat`: called before each heartbeat is written."""
+        """`unfit`: why no work can run on this node, if so. `pauses`: the first pauses of a wait. `note_beat`: called before each
+        heartbeat is written."""
         self.loop, self._unfit, self._beat_s, self._pauses = loop, unfit, beat_s, pauses
-        self._beats, self._note_beat = beats or loop.store, note_beat
-        self._dice = dice or random.Random()
+        self._note_beat, self._dice = note_beat, dice
         self._pace = Pace(loop)
         self._began = now
         self._failing_since: float | None = None
@@ -97,7 +94,7 @@ class NodeLife:
         if not held_back:
             beat = loop.beat()
             self._note_beat(beat)
-            loop.write_beat(beat, self._beats, now)
+            loop.write_beat(beat, now)
         # If the loop was only paused, the others should see that at once when it looks again.
         hurries = held_back or loop.node.stage is Stage.JOINING
         return next_beat_s(JOINING_BEAT_S if hurries else self._beat_s, self._dice)

@@ -174,11 +174,8 @@ class NodeLoop:
             for line in work.events:
                 self.write_event(line["event"], before, {k: v for k, v in line.items() if k != "event"})
             self._told = work
-        # A node whose own work has just ended publishes that before it looks at the others.
-        view = self.observer.view(before, now, at_the_row=work is None)
-        if work is not None:
-            view = replace(view, work=work)
-        elif view is self._idle_view:
+        view = self.observer.view(before, now, work)
+        if view is self._idle_view:
             # Most looks of a wait end here: only the row was due, and it showed nothing new.
             return None
         self.node, actions = step(before, view, now, self.rules)
@@ -234,9 +231,9 @@ class NodeLoop:
         about = self.announced, self.counter, here.host, here.pid, state
         return Beat(node.rank, *about, *where, self.work.progress())
 
-    def write_beat(self, beat: Beat, store: Store, now: float) -> None:
+    def write_beat(self, beat: Beat, now: float) -> None:
         """Write a heartbeat. Errors are ignored: whoever cannot write its own declares nobody dead (`Observer`)."""
-        observer, new = self.observer, self.observer.paths.pulse(beat.pulse)
+        observer, store, new = self.observer, self.store, self.observer.paths.pulse(beat.pulse)
         # First, so that whoever sees how this node ended can read more about it.
         with contextlib.suppress(OSError):
             store.put(observer.paths.beat(beat.rank, beat.incarnation), beat)
@@ -298,7 +295,7 @@ class NodeLoop:
     def _announce_again(self, incarnation: int) -> None:
         if not self._announce(incarnation):
             raise Fenced(f"node {self.node.rank}: another process took this rank (incarnation {incarnation})")
-        self.observer.poll_now()
+        self.observer.schedule.poll_now()
 
     def _end(self, ended: Exit) -> None:
         self.exit = ended
@@ -311,7 +308,7 @@ class NodeLoop:
         found = self.last_generation.resume_point(self.rules, now, fact)
         self.observer.resume_point = found
         if found is None:
-            self.observer.poll_now()
+            self.observer.schedule.poll_now()
             return LookAgain.STALE_LISTING
         if seal and found.generation:
             place = [found.position.iteration, found.position.phase]
@@ -345,12 +342,12 @@ class NodeLoop:
             # Another node was first, and all follow its record.
             read = self.observer.registry.read_generation(generation.number)
             look_again = look_again if read else LookAgain.LATER
-        self.observer.poll_now()
+        self.observer.schedule.poll_now()
         return look_again
 
     def _enter(self, row: Entered) -> None:
         if row.begins:
-            self.observer.poll_now()
+            self.observer.schedule.poll_now()
         self._work_done = None
         self._facts.enter(row)
         # Without work, `phase_started` also tells that this node is done with the row.

@@ -10,15 +10,14 @@ import errno
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from operator import itemgetter
-from pathlib import Path
 
 from fsbarrier.coordination.poll_intervals import PollIntervals, Schedule
 from fsbarrier.coordination.registry import Registry
 from fsbarrier.coordination.row_watch import NO_ROW, RowWatch
-from fsbarrier.protocol.facts import Generation, Join, Position, Pulse
+from fsbarrier.protocol.facts import Generation, Join, Pulse
 from fsbarrier.protocol.membership import FINISHED, Ledger, silent_members
 from fsbarrier.protocol.rows import Table
-from fsbarrier.protocol.state import WATCHING, Node, ResumePoint, View
+from fsbarrier.protocol.state import WATCHING, Node, ResumePoint, View, WorkReport
 from fsbarrier.rundir.heartbeats import HeartbeatReader
 from fsbarrier.rundir.names import PULSE, StartName
 from fsbarrier.rundir.paths import RunPaths
@@ -67,10 +66,6 @@ class Observer:
         """The newest known start of each rank."""
         return self.registry.joins
 
-    def row_dir(self, generation: int, position: Position) -> Path:
-        """The folder of the facts about one row."""
-        return self.row.row_dir(generation, position)
-
     def prepare(self) -> None:
         """Make the directories that will be listed, and look at what is there. Raises OSError; may be tried again."""
         for directory in self.paths.listed:
@@ -78,16 +73,12 @@ class Observer:
         self.read_beats()
         self.registry.look()
 
-    def poll_now(self) -> None:
-        """Look at everything at the next view, whatever its pace."""
-        self.schedule.poll_now()
-
-    def view(self, node: Node, now: float, *, at_the_row: bool = True) -> View:
-        """What the node sees at `now`, perhaps without a look `at_the_row`. The same object as last time if nothing is new and only the
-        row was due. Raises OSError when the filesystem fails, also if this node cannot write its heartbeats: then it cannot take part,
-        and the others go on."""
+    def view(self, node: Node, now: float, work: WorkReport | None = None) -> View:
+        """What the node sees at `now`. If its own `work` has just ended, it publishes that before it looks at its row. The same object as
+        last time if nothing is new and only the row was due. Raises OSError when the filesystem fails, also if this node cannot write its
+        heartbeats: then it cannot take part, and the others go on."""
         self._look_around(node, now)
-        watches = at_the_row and node.part in WATCHING
+        watches = work is None and node.part in WATCHING
         try:
             if watches:
                 self.row.look(node)
@@ -99,11 +90,11 @@ class Observer:
         if self._unwritten_s >= self.intervals.dead_s:
             why = f"this node could not write its heartbeat for {self._unwritten_s:.0f} s"
             raise OSError(errno.EIO, why, str(self.paths.beats))
-        if self.row.news:
+        if self.row.news or work is not None:
             self.last_view, self.row.news = None, False
         if self.last_view is not None:
             return self.last_view
-        row = self.row.listing if watches and self.row.listing is not None else NO_ROW
+        row = self.row.listing if watches else NO_ROW
         self.last_view = View(
             self.newest,
             self.joins,
@@ -113,6 +104,7 @@ class Observer:
             row.arrived,
             row.failed,
             row.leaders_fact,
+            work,
         )
         return self.last_view
 

@@ -109,7 +109,7 @@ class LookWaits(FileSystemEventHandler):
         node = self._loop.node
         if node.generation is None or node.position is None:
             return None
-        return self._loop.observer.row_dir(node.generation.number, node.position)
+        return self._loop.observer.row.row_dir(node.generation.number, node.position)
 
 
 def _is_local(path: Path) -> bool:

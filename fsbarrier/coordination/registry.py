@@ -27,8 +27,6 @@ class Registry:
     newest: Generation | None = None
     #: the newest known start of each rank
     joins: Mapping[int, Join] = field(default_factory=dict)
-    #: names in joins/ that are read, or that are no joins
-    _done_with: set[str] = field(default_factory=set)
     #: the requests to stop, by their names
     _stops: dict[str, StopRequest] = field(default_factory=dict)
 
@@ -49,11 +47,8 @@ class Registry:
             path = self.paths.generation(newest)
             self.store.must_read(path, Generation)
             raise UnreadableRecord(path, "it does not fit its name, or this run's program")
-        for name in self.store.names(self.paths.joins):
-            if name not in self._done_with and (
-                (start := START.parse(name)) is None or self.read_join(start)
-            ):
-                self._done_with.add(name)
+        for start in START.parse_all(self.store.names(self.paths.joins)):
+            self.read_join(start)
         for name in self.store.names(self.paths.stops):
             if name not in self._stops and STOP_REQUEST.parse(name) is not None:
                 request = self.store.read(self.paths.stops / name, StopRequest)

@@ -148,7 +148,7 @@ class _PastGeneration:
     def _seal(self, position: Position, seal: Fact) -> bool:
         """Create the seal in a row; False if the leader has published there."""
         observer = self.observer
-        observer.store.make_dir(observer.row_dir(self.generation.number, position))
+        observer.store.make_dir(observer.row.row_dir(self.generation.number, position))
         return (
             observer.store.create(self._leaders_path(position), seal) or self.fact(position).status == SEALED
         )
@@ -175,7 +175,7 @@ class _PastGeneration:
 
     def _leaders_path(self, position: Position) -> Path:
         """The path of the leader's fact about a row."""
-        directory = self.observer.row_dir(self.generation.number, position)
+        directory = self.observer.row.row_dir(self.generation.number, position)
         return directory / FACT.build(position.iteration, self.generation.leader, "done")
 
     def fact(self, position: Position) -> Fact:
@@ -187,6 +187,6 @@ class _PastGeneration:
 
     def all_done(self, position: Position) -> bool:
         """Whether all members are done with the row, and it has no seal: it was passed, or the living members will pass it."""
-        names = set(self.observer.store.names(self.observer.row_dir(self.generation.number, position)))
+        names = set(self.observer.store.names(self.observer.row.row_dir(self.generation.number, position)))
         done = all(FACT.build(position.iteration, rank, "done") in names for rank in self.generation.ranks)
         return done and (self.row(position).transient or self.fact(position).status != SEALED)

@@ -50,7 +50,7 @@ class RowWatch:
     paths: RunPaths
     table: Table[object]
     #: the row that this node looked at last
-    listing: RowListing | None = None
+    listing: RowListing = field(default_factory=lambda: NO_ROW)
     #: the fact that this node, as a leader, created last: where, and what it says to whoever reads it
     created: tuple[Path, Fact] | None = None
     #: generations whose last row was passed, as a member's last heartbeat says
@@ -62,7 +62,7 @@ class RowWatch:
         """List the folder of the node's row, and read what matters in it. Raises OSError."""
         generation, position = node.place
         row = self.listing
-        if row is None or (row.generation, row.position) != (generation.number, position):
+        if (row.generation, row.position) != (generation.number, position):
             row = self.listing = RowListing.of(
                 generation, position, self.row_dir(generation.number, position)
             )

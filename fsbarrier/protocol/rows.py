@@ -73,21 +73,11 @@ class Table(Generic[Work_co]):
     slices: tuple[Slice, ...] = ()
     closing: tuple[Row[Work_co], ...] = ()
     _indices: Mapping[str, int] = field(init=False, repr=False, compare=False)
-    _slice_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    _last_rows: tuple[Row[Work_co], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Earlier versions took the name of a row here, and people keep copies of programs.
-        if not all(isinstance(row, Row) for row in self.closing):
-            raise UsageError(
-                f"program {self.name}: closing={self.closing!r} is no tuple of rows; in a session's last iteration its rows stand in the "
-                "place of the last ones, as in phases/rl.py"
-            )
         indices = {row.name: i for i, row in enumerate(self.rows)}
         kept = len(self.rows) - len(self.closing)
         object.__setattr__(self, "_indices", indices)
-        object.__setattr__(self, "_slice_names", tuple(part.name for part in self.slices))
-        object.__setattr__(self, "_last_rows", (*self.rows[:kept], *self.closing))
         if not self.rows or [row.index for row in self.rows] != list(indices.values()):
             found = ", ".join(f"{row.index} {row.name}" for row in self.rows)
             raise UsageError(
@@ -119,8 +109,11 @@ class Table(Generic[Work_co]):
 
     def row(self, position: Position, until: int | None, choice: str = "") -> Row[Work_co]:
         """The row at a position, in a session that runs the slice `choice` up to iteration `until`. Only a whole iteration is closed."""
-        last = position.iteration == until and choice not in self._slice_names
-        return (self._last_rows if last else self.rows)[position.phase]
+        closes = position.iteration == until and all(part.name != choice for part in self.slices)
+        from_the_end = position.phase - len(self.rows)
+        if closes and from_the_end >= -len(self.closing):
+            return self.closing[from_the_end]
+        return self.rows[position.phase]
 
     def span(self, choice: str = "") -> tuple[int, int]:
         """The first and the last row of an iteration that runs the slice `choice`; of all rows if there is no such slice."""

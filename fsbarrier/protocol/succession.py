@@ -16,7 +16,7 @@ from fsbarrier.protocol.facts import (
 )
 from fsbarrier.protocol.rows import Table
 from fsbarrier.protocol.situation import Situation
-from fsbarrier.protocol.state import ResumePoint, View
+from fsbarrier.protocol.state import ResumePoint
 
 #: the reason of a session's first generation: in the first session, and in every later one
 STARTS = ("start", "start again")
@@ -29,11 +29,6 @@ def leader_of(members: Iterable[Member]) -> int:
     return min(member.rank for member in members)
 
 
-def next_number(view: View, at_least: int) -> int:
-    """The number of the next generation. If an unreadable record already has it, creating it fails, which is safe."""
-    return max(view.newest.number if view.newest else 0, at_least) + 1
-
-
 def successor(
     at: Situation,
     members: Sequence[Member],
@@ -44,13 +39,14 @@ def successor(
     dismissed: tuple[Member, ...] = (),
     era: int = 0,
 ) -> Generation:
-    """The generation after this node's. The same iteration resumes at the row that the current row's `resume` names.
+    """The generation after this node's, which is the newest. The same iteration resumes at the row that the current row's `resume` names.
+    If an unreadable record already has its number, creating it fails, which is safe.
 
     `era`: the one that goes on; 0: a new one begins.
     """
     table, position, generation = at.rules.table, at.position, at.generation
     start = Position(position.iteration, max(at.span[0], table.resume_index(at.row)))
-    number = next_number(at.view, generation.number)
+    number = generation.number + 1
     return Generation(
         number=number,
         members=tuple(sorted(members, key=lambda m: m.rank)),
@@ -72,7 +68,7 @@ def successor(
 
 def first_of_session(at: Situation, found: ResumePoint) -> Generation:
     """The first generation of a session, which resumes the run at `found`."""
-    number, asked = next_number(at.view, at.node.baseline), lowest_start(at)
+    number, asked = found.generation + 1, lowest_start(at)
     choices = asked.choices if asked else {}
     span = at.rules.span(choices)
     start = start_of_session(found, span, at.rules.table, asked.until if asked else None)

@@ -275,8 +275,10 @@ def _publish_weights(work: PublishWeights, context: Context, job: RowJob, workpl
         )
         job.events.append(journal_line("weights_published", {**value, **best}))
         patiently(last_look)
-        needed = (work.best.folder if work.best is not None else None, manifest.state_in)
-        retention.remove_old_versions(log_path, work.keep, work.folder, work.keep_every, needed, job.live_on)
+        best_folder = work.best.folder if work.best is not None else None
+        retention.remove_old_versions(
+            log_path, work.keep, work.folder, work.keep_every, best_folder, job.live_on
+        )
         patiently(last_look)
         removed = retention.remove_old(
             log_path,

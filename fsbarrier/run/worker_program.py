@@ -47,7 +47,7 @@ def run_program(
 
     `meanwhile`: called now and then while it runs.
     While the shared directory fails, the program is started again, and continues where it was, for `outage_s`. Then this node is unfit,
-    and not the program. The programs of an update belong together, so their failure is one of the attempt.
+    and not the program. The programs of an update belong together: torchrun fails with 1, so their failure is one of the attempt.
     """
     failures: list[str] = []
 
@@ -85,8 +85,6 @@ def _run_once(
     """Raises DirectoryFailed, and as `run_program`."""
     if not work.listens:
         workplace.close_rendezvous()
-    # Whether it may be started again by itself: its processes belong to no others on other nodes.
-    alone = work.resident is None or work.resident.reuse is None
     held = [one.fileno() for one in workplace.rendezvous]
     workplace.programs_started += 1
     own = WorkerFiles(workplace.work_dir / f"job-{workplace.programs_started:05d}")
@@ -128,9 +126,7 @@ def _run_once(
         else:
             program = workplace.host.start(argv, env=env, log_file=log_file, name=name, pass_fds=held)
     except StoreError as error:
-        if alone:
-            raise DirectoryFailed(str(error)) from None
-        raise
+        raise DirectoryFailed(str(error)) from None
     workplace.close_rendezvous()
     code = _watch(program, context, job, workplace, meanwhile, uses_engines=uses_engines)
     if code != 0:
@@ -138,7 +134,7 @@ def _run_once(
         ours = program_name(argv).startswith("fsbarrier.")
         if code == NOT_PERMITTED and ours:
             raise StoreError(f"{said}{log}")
-        if code == StoreError.exit_code and alone and ours:
+        if code == StoreError.exit_code and ours:
             # Perhaps not even its log could be written.
             raise DirectoryFailed(f"{said}; {workplace.log_path} fails or is full{log}")
         raise ProgramFailed(f"{said}{log}")

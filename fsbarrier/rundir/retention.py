@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 from fsbarrier.errors import ProgramFailed
@@ -66,10 +66,10 @@ def remove_old_versions(
     keep: int,
     current: Path,
     every: int = 0,
-    named: Collection[str | None] = (),
+    best: str | None = None,
     between: Callable[[], None] = lambda: None,
 ) -> list[Path]:
-    """Remove all but the newest `keep` policy versions (0: keep all), every `every`-th (0: none) and the folders `named`.
+    """Remove all but the newest `keep` policy versions (0: keep all), every `every`-th (0: none) and the folder `best`.
 
     `current`, the version before it, which a node may still be loading, and versions with a trainer state that a kept version needs always
     stay. Returns the removed folders. While the mount fails, or a kept version's manifest cannot be read, all stay until the next time.
@@ -83,9 +83,8 @@ def remove_old_versions(
         return []
     newest = [version for version, _ in folders if version <= _version(current)]
     spared = set(sorted(set(newest), reverse=True)[: max(keep, 2)])
-    others = [folder for version, folder in folders if version in spared and folder != current]
     try:
-        needed = {*named, *map(_state_in, others)}
+        needed = {best, *(_state_in(folder) for version, folder in folders if version in spared)}
     except (OSError, ProgramFailed):
         return []
     removed = []

@@ -84,8 +84,8 @@ class GroupProcess(Start):
         size = world.setup.nodes + (world.now < world.mistyped_until)
         here = Join(rank, 0, self.host, number, self.host, choices={"num_nodes": size})
         limits = replace(world.rules.limits, join_timeout_s=float("inf"))
-        self.store, self.world = cast(Store, client), world
-        self.member = make_member(self.store, PATHS, here, size, limits, world.draw.beat_s)
+        self.world = world
+        self.member = make_member(cast(Store, client), PATHS, here, size, limits, world.draw.beat_s)
         self.member.loop.write_event = lambda event, node, fields: world.history.add(
             JournalLine(world.now, number, event, node, fields, world.now)
         )
@@ -192,7 +192,7 @@ class SimHeartbeats:
     def _beat(self) -> float:
         process = self._process
         draw, rng = process.schedule.draw, process.schedule.rng
-        return process.member.beat(process.store, process.clock, draw.beat_s, last=self._left, dice=rng)
+        return process.member.beat(process.clock, draw.beat_s, last=self._left, dice=rng)
 
 
 class SimWaits:

@@ -67,11 +67,11 @@ class HeartbeatThread:
             self._thread.join(within_s)
 
     def _write_heartbeats(self) -> None:
-        member, store, last = self._member, PosixStore(), False
+        member, last = self._member, False
         # A newer start has this rank, or the others went on: nobody reads this heartbeat any more.
         while not last and not isinstance(member.failure, Fenced):
             last = self._ending.is_set()
-            pause_s = member.beat(store, time.monotonic(), self._beat_s, last=last)
+            pause_s = member.beat(time.monotonic(), self._beat_s, last=last)
             if not last:
                 self._ending.wait(pause_s)
 

@@ -86,23 +86,21 @@ class GroupMember:
             raise self.failure
         return busy
 
-    def beat(
-        self, store: Store, now: float, beat_s: float, *, last: bool = False, dice: Random = DICE
-    ) -> float:
+    def beat(self, now: float, beat_s: float, *, last: bool = False, dice: Random = DICE) -> float:
         """Write a heartbeat, also while the caller computes; returns the pause before the next. `last`: the member leaves. A member whose
         look hangs writes none, since the others should not wait for ever."""
         loop, since = self.loop, self.looking_since
         if last and loop.exit is None:
             loop.exit = Exit(0, "left", "left")
         if last or since is None or now - since <= loop.rules.limits.suspect_s / 2:
-            loop.write_beat(loop.beat(), store, now)
+            loop.write_beat(loop.beat(), now)
         joining = loop.node.stage is Stage.JOINING
         return next_beat_s(beat_s / loop.observer.intervals.join_factor if joining else beat_s, dice)
 
     def regroup(self, after: Generation) -> None:
         """Ask for a generation after this one, of the living members and the nodes that wait to join."""
         self.loop.rules = replace(self.loop.rules, regroup=after.number)
-        self.loop.observer.poll_now()
+        self.loop.observer.schedule.poll_now()
 
     @property
     def joiners(self) -> tuple[int, ...]:
@@ -148,9 +146,8 @@ class GroupMember:
         if generation.number == asked.generation.number:
             if node.position is not None and node.position > asked.position:
                 return self._objects(asked)
-            row = observer.row.listing
-            here = row is not None and (row.generation, row.position) == (generation.number, node.position)
-            arrived = row.arrived if row is not None and here else ()
+            # The look that has just ended was at the asked row.
+            arrived = observer.row.listing.arrived
             lost = self._lost(one for one in generation.members if one.rank not in arrived)
             if lost is None:
                 return None
@@ -225,8 +222,7 @@ class GroupMember:
         seen, and those in a generation without it."""
         node, observer, rules = self.loop.node, self.loop.observer, self.loop.rules
         if self.generation is not None:
-            row, found = observer.row.listing, []
-            arrived = row.arrived if row is not None and row.position == node.position else ()
+            arrived, found = observer.row.listing.arrived, []
             for member in self.generation.members:
                 if member.rank != node.rank and member.rank not in arrived:
                     heard_s = observer.ledger.age(member, now)
@@ -311,7 +307,7 @@ class GroupMember:
     # --- facts on disk ---
 
     def _row(self, asked: Collective) -> Path:
-        return self.loop.observer.row_dir(asked.generation.number, asked.position)
+        return self.loop.observer.row.row_dir(asked.generation.number, asked.position)
 
     def _fact(self, asked: Collective, rank: int) -> Path:
         return self._row(asked) / fact_name(asked.position.iteration, rank)
