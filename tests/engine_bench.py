@@ -9,9 +9,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
+from commands import typed
 
-from fsbarrier.cli import main
 from fsbarrier.engine.client import EngineClient
 from fsbarrier.engine.engine import EngineInfo
 
@@ -154,13 +153,12 @@ def largest_gap(model: Path, trajectories: list[dict[str, Any]], temperature: fl
     return gap
 
 
-def refusal(folder: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def refusal(folder: Path, words: list[str]) -> str:
     """The one line that ends a start with these words, in a folder that holds the model M."""
     for name in ("train", "test"):
         (folder / f"{name}.jsonl").write_text('{"prompt": "a", "answer": "a"}\n')
     where = (f"--log-path={folder / 'run'}", f"--data-path={folder}", "--model=M", "rollout.max_tokens=16")
-    assert main(["run", "--master", *where, *words]) == 2
-    told = capsys.readouterr().err
+    told = typed("run", "--master", *where, *words, code=2).err
     assert told.count("\n") == 1, told
     assert not (folder / "run").exists()
     return told

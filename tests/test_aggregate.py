@@ -14,9 +14,9 @@ from statistics import mean, stdev
 from typing import Any
 
 import pytest
+from commands import Said, typed
 from trajectory_files import group, write_part
 
-from fsbarrier import cli
 from fsbarrier.aggregate import AggregateReport, Part, aggregate, command_line
 from fsbarrier.data.rank_file import HEAD
 from fsbarrier.errors import StoreError, UsageError
@@ -299,19 +299,17 @@ def run(tmp_path: Path) -> RunPaths:
     return paths
 
 
-def by_hand(paths: RunPaths, *words: str) -> int:
-    return cli.main(["aggregate", "--log-path", str(paths.root), "--iteration", "5", *words])
+def by_hand(paths: RunPaths, *words: str, code: int = 0) -> Said:
+    return typed("aggregate", "--log-path", paths.root, "--iteration", "5", *words, code=code)
 
 
-def test_by_hand_shows_what_there_is_and_merges_it(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+def test_by_hand_shows_what_there_is_and_merges_it(run: RunPaths) -> None:
     out = run.merged("train", 5)
     before = names(out.parent)
-    assert by_hand(run, "--dry-run") == 0
-    shown = capsys.readouterr().out
+    shown = by_hand(run, "--dry-run").out
     assert names(out.parent) == before
     assert "would merge 9 groups" in shown and "torn" in shown and "partial" in shown and "complete" in shown
-    assert by_hand(run) == 0
-    assert "train: merged: 18 trajectories in 9 groups" in capsys.readouterr().out
+    assert "train: merged: 18 trajectories in 9 groups" in by_hand(run).out
     loaded = load(out)
     assert [item["task_index"] for item in loaded["trajectories"]] == [
         task for task in range(9) for _ in range(2)
@@ -320,26 +318,23 @@ def test_by_hand_shows_what_there_is_and_merges_it(run: RunPaths, capsys: pytest
     assert (metadata["run_id"], metadata["generation"], metadata["policy_version"]) == ("run-1", 2, 3)
     assert names(out.parent) == {*before, out.name}
     stat = out.stat()
-    assert by_hand(run) == 0
-    assert "train: already merged" in capsys.readouterr().out
+    assert "train: already merged" in by_hand(run).out
     assert out.stat().st_mtime_ns == stat.st_mtime_ns
 
 
-def test_by_hand_refuses_what_is_incomplete(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+def test_by_hand_refuses_what_is_incomplete(run: RunPaths) -> None:
     run.part("train", 5, 1, 1, 1).unlink()
-    assert by_hand(run) == 2
-    assert "1 task is missing (5). To merge without them: --allow-partial" in capsys.readouterr().err
+    said = by_hand(run, code=2)
+    assert "1 task is missing (5). To merge without them: --allow-partial" in said.err
     assert not run.merged("train", 5).exists()
-    assert by_hand(run, "--allow-partial") == 0
+    by_hand(run, "--allow-partial")
     assert load(run.merged("train", 5))["metadata"]["missing"] == [5]
     write_part(run.part("train", 5, 1, 3, 1), [5], rank=1, generation=3)
-    assert by_hand(run) == 0  # now there is more than was merged
+    by_hand(run)  # now there is more than was merged
     assert load(run.merged("train", 5))["metadata"]["missing"] == []
 
 
-def test_by_hand_names_the_tasks_of_a_rank_without_any_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_by_hand_names_the_tasks_of_a_rank_without_any_file(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
     header = {"run_id": "r", "node_rank": 0, "generation": 1, "expected": [5, 4, 3, 2, 1, 0], "keep": 4}
     part = paths.part("train", 5, 0, 1, 1)
@@ -347,46 +342,39 @@ def test_by_hand_names_the_tasks_of_a_rank_without_any_file(
     with RankFileWriter(part, header=header) as writer:
         for task in range(3):
             writer.append_group(task, group(task))
-    assert by_hand(paths) == 2
-    assert "3 tasks are missing (3, 4, 5)" in capsys.readouterr().err
+    assert "3 tasks are missing (3, 4, 5)" in by_hand(paths, code=2).err
     with RankFileWriter(paths.part("train", 5, 1, 1, 1), header=header) as writer:
         for task in range(3, 6):
             writer.append_group(task, group(task))
-    assert by_hand(paths) == 0
+    by_hand(paths)
     metadata = load(paths.merged("train", 5))["metadata"]
     assert metadata["groups"] == 4 and len(metadata["surplus"] + metadata["without_signal"]) == 2
 
 
-def states(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    return [item["state"] for item in json.loads(capsys.readouterr().out)["splits"]["train"]["files"]]
+def states(said: Said) -> list[str]:
+    return [item["state"] for item in json.loads(said.out)["splits"]["train"]["files"]]
 
 
-def test_by_hand_leaves_out_what_another_policy_rolled_out(
-    run: RunPaths, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_by_hand_leaves_out_what_another_policy_rolled_out(run: RunPaths) -> None:
     """The run was taken back to an earlier iteration: policy 3 is another one since generation 9."""
     write_part(
         run.part("train", 5, 3, 9, 1), range(9), rank=3, generation=9, policy="policy-000003.g0008:ffff"
     )
-    assert by_hand(run, "--json") == 0
-    assert sorted(states(capsys)) == [*["other policy"] * 4, "partial"]
+    assert sorted(states(by_hand(run, "--json"))) == [*["other policy"] * 4, "partial"]
     merged = load(run.merged("train", 5))
     assert merged["metadata"]["policy"] == "policy-000003.g0008:ffff"
     assert {record["node_rank"] for record in merged["trajectories"]} == {3}
 
 
-def test_by_hand_refuses_what_it_cannot_read(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+def test_by_hand_refuses_what_it_cannot_read(run: RunPaths) -> None:
     part = run.part("train", 5, 3, 2, 1)
     part.write_bytes(run.part("train", 5, 2, 2, 1).read_bytes().replace(b"run-1", b"run-2"))
-    assert by_hand(run) == 2  # its first checksum no longer fits
-    assert "its header is damaged; move it away" in capsys.readouterr().err
-    assert by_hand(run, "--json", "--allow-partial") == 0
-    assert states(capsys).count("damaged") == 1
+    assert "its header is damaged; move it away" in by_hand(run, code=2).err
+    assert states(by_hand(run, "--json", "--allow-partial")).count("damaged") == 1
     run.merged("train", 5).write_bytes(b"somebody's own file")
     part.unlink()
     for words in ([], ["--dry-run"]):
-        assert by_hand(run, *words) == 2
-        assert "move it away" in capsys.readouterr().err
+        assert "move it away" in by_hand(run, *words, code=2).err
 
 
 @pytest.mark.parametrize(

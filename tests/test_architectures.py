@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import typed
 from engine_bench import NEVER, largest_gap, make_model, roll_out
 from trainer_bench import Bench, rollouts, settings, write_groups
 
-from fsbarrier.cli import main
 from fsbarrier.cli.start.policy_export import VersionToExport, export
 from fsbarrier.engine.engine import Engine, EngineInfo
 from fsbarrier.rundir import checkpoints, runrecord
@@ -124,7 +124,7 @@ def test_an_export_of_what_two_processes_trained_in_parts(
     os.rename(tmp_path / "v1", published)
     checkpoints.publish_link(run, published)
     out = tmp_path / "out"
-    assert main(["export", str(out), "--log-path", str(run)]) == 0
+    typed("export", out, "--log-path", run)
 
     engine = real_engine(tmp_path)
     try:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from commands import typed
 from waiting import DEADLINE_S
-
-from fsbarrier.cli import main
 
 REPO = Path(__file__).resolve().parent.parent
 TASK = {"prompt": "2+2=", "answer": "4"}
@@ -121,9 +120,7 @@ def real(place: Path) -> Call:
 
 
 @pytest.fixture
-def quick(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], warm_programs: None
-) -> Call:
+def quick(place: Path, monkeypatch: pytest.MonkeyPatch, warm_programs: None) -> Call:
     """Runs a command line in this process, in `place`."""
 
     def call(words: Sequence[str], **environ: str) -> Outcome:
@@ -132,9 +129,8 @@ def quick(
             monkeypatch.delenv(name)
         for name, value in {**clean_environ(place), **environ}.items():
             monkeypatch.setenv(name, value)
-        code = main(list(words))
-        shown = capsys.readouterr()
-        return Outcome(code, shown.out, shown.err)
+        shown = typed(*words, code=None)
+        return Outcome(shown.code, shown.out, shown.err)
 
     return call
 

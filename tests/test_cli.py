@@ -16,11 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import typed
 from fake_run import long_run
 from waiting import DEADLINE_S
 
 from fsbarrier import errors
-from fsbarrier.cli import COMMANDS, load_command, main
+from fsbarrier.cli import COMMANDS, load_command
 from fsbarrier.cli.run_command import Parser
 from fsbarrier.cli.start import preflight
 
@@ -65,17 +66,15 @@ def raising(error: BaseException) -> Callable[[argparse.Namespace], int]:
 # --- help ---------------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_command_help_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    shown = capsys.readouterr()
+def test_without_a_command_help_and_exit_code_2() -> None:
+    shown = typed(code=2)
     assert shown.out == ""
     assert all(name in shown.err for name in COMMANDS)
 
 
 @pytest.mark.parametrize("word", ["--help", "-h", "help"])
-def test_help_is_asked_for(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([word]) == 0
-    assert "fsbarrier run --demo" in capsys.readouterr().out
+def test_help_is_asked_for(word: str) -> None:
+    assert "fsbarrier run --demo" in typed(word).out
 
 
 def test_help_of_a_command_is_asked_for_in_either_order() -> None:
@@ -159,23 +158,18 @@ def test_wrong_flags(words: list[str], message: str) -> None:
         (errors.Fenced("newer"), 6),
     ],
 )
-def test_each_family_has_its_exit_code(
-    error: Exception, code: int, command: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_family_has_its_exit_code(error: Exception, code: int, command: Callable[..., None]) -> None:
     command(raising(error))
-    assert main(["fake"]) == code
-    lines = capsys.readouterr().err.splitlines()
+    lines = typed("fake", code=code).err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("fsbarrier: error: ")
     assert "\x1b" not in lines[0]
 
 
-def test_a_failed_program_shows_its_last_log_lines(
-    command: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_program_shows_its_last_log_lines(command: Callable[..., None]) -> None:
     command(raising(errors.ProgramFailed("node 1: update failed\n  | CUDA out\n  | of memory")))
-    assert main(["fake"]) == 4
-    assert capsys.readouterr().err.splitlines() == [
+    said = typed("fake", code=4)
+    assert said.err.splitlines() == [
         "fsbarrier: error: node 1: update failed",
         "| CUDA out",
         "| of memory",
@@ -183,15 +177,11 @@ def test_a_failed_program_shows_its_last_log_lines(
 
 
 def test_a_bug_is_one_line_and_a_saved_traceback(
-    tmp_path: Path,
-    command: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, command: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     command(raising(ZeroDivisionError("by zero\nindeed")))
-    assert main(["fake"]) == 1
-    line = capsys.readouterr().err
+    line = typed("fake", code=1).err
     assert line.count("\n") == 1
     found = re.fullmatch(
         r"fsbarrier: internal error: ZeroDivisionError: by zero indeed \(traceback: (.*)\)\n", line
@@ -206,14 +196,13 @@ def test_a_bug_is_one_line_and_a_saved_traceback(
 def test_a_saved_traceback_has_no_password(
     tmp_path: Path,
     command: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     command(raising(ZeroDivisionError("at http://me:canary@host")))
-    assert main(["fake"]) == 1
+    said = typed("fake", code=1)
     (saved,) = tmp_path.iterdir()
-    assert str(saved) in capsys.readouterr().err and "me:***@host" in saved.read_text()
+    assert str(saved) in said.err and "me:***@host" in saved.read_text()
 
 
 @pytest.mark.parametrize("words", [("--help",), ("status", "--no-watch", "--log-path", "run")])
@@ -253,7 +242,7 @@ def test_a_dry_run_as_json(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_in_an_environment_that_only_shows_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is missing there says nothing of the nodes of a run; a start is refused. Elsewhere it is missing from the run too."""
     (tmp_path / "own.py").write_text("import a_package_of_the_nodes\ndef judge(answer, task): return 1.0\n")
@@ -273,18 +262,16 @@ def test_a_dry_run_in_an_environment_that_only_shows_runs(
     ]
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else found(name))
-        assert main([*words, "--dry-run"]) == 2
-        assert "mlflow" in capsys.readouterr().err
+        assert "mlflow" in typed(*words, "--dry-run", code=2).err
         patch.setattr(sys, "prefix", str(tmp_path / "light"))
         (tmp_path / "light").mkdir()
         (tmp_path / "light" / "only-shows-runs").touch()
-        assert main([*words, "--dry-run"]) == 0
-        assert "This is the light environment for dry runs" in capsys.readouterr().out
-        assert main([*words, "--dry-run", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["light_environment"] is True
-        assert main(words) == 2
-        assert "mlflow" in capsys.readouterr().err
-    assert main([*words, "--dry-run"]) == 2
+        said = typed(*words, "--dry-run")
+        assert "This is the light environment for dry runs" in said.out
+        said = typed(*words, "--dry-run", "--json")
+        assert json.loads(said.out)["light_environment"] is True
+        assert "mlflow" in typed(*words, code=2).err
+    typed(*words, "--dry-run", code=2)
 
 
 def test_a_clone_keeps_its_runs_wherever_one_stands(

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import typed
 from fake_run import FakeRun, long_run
 from rich.console import Console
 
-from fsbarrier import cli
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.succession import RENEWED
 from fsbarrier.rundir.journal import parse
@@ -269,19 +269,14 @@ def plain() -> tuple[Console, io.StringIO]:
     return Console(file=out, force_terminal=False, width=80, highlight=False), out
 
 
-def test_no_run_is_an_error_before_the_terminal_is_touched(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["top", "--log-path", str(tmp_path)]) == 2
-    assert "no run.json" in capsys.readouterr().err
+def test_no_run_is_an_error_before_the_terminal_is_touched(tmp_path: Path) -> None:
+    assert "no run.json" in typed("top", "--log-path", tmp_path, code=2).err
 
 
-def test_without_a_terminal_it_ends_with_the_run_and_its_summary(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_terminal_it_ends_with_the_run_and_its_summary(tmp_path: Path) -> None:
     run = long_run(tmp_path / "run", 2, extra=QUICK)
-    assert cli.main(["top", "--log-path", str(run.log_path)]) == 0
-    assert f"fsbarrier report --log-path {run.log_path}" in " ".join(capsys.readouterr().out.split())
+    said = typed("top", "--log-path", run.log_path)
+    assert f"fsbarrier report --log-path {run.log_path}" in " ".join(said.out.split())
 
 
 def test_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
@@ -351,10 +346,10 @@ def test_the_summary_has_rewards_times_events_and_files(tmp_path: Path) -> None:
         assert wanted in text, wanted
 
 
-def test_the_curve_of_rewards_shows_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_curve_of_rewards_shows_the_newest(tmp_path: Path) -> None:
     run = long_run(tmp_path / "run", 70, lose_at=None)
-    assert cli.main(["status", "--no-watch", "--log-path", str(run.log_path)]) == 0
-    (curve,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("reward train"))
+    said = typed("status", "--no-watch", "--log-path", run.log_path)
+    (curve,) = (line for line in said.out.splitlines() if line.startswith("reward train"))
     assert "█" in curve and "▁" not in curve, "they rise"
 
 

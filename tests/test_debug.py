@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
+from commands import typed
 from fake_run import FakeRun
 from waiting import until
 
-from fsbarrier import cli
 from fsbarrier.processes.stacks import write_stacks
 from fsbarrier.processes.supervisor import Child, with_this_package
 from fsbarrier.rundir.paths import RunPaths
@@ -69,7 +69,7 @@ def test_every_program_writes_its_stack_into_its_own_log(
         hostile_files(paths, tmp_path / "outside.log")
 
         def collected() -> dict[str, str]:
-            assert cli.main(["debug", "--log-path", str(cluster.log_path), "--out", str(out)]) == 0
+            typed("debug", "--log-path", cluster.log_path, "--out", out)
             return unpacked(out)
 
         files = collected()
@@ -104,7 +104,7 @@ def test_the_archive_has_the_ends_of_the_newest_logs(tmp_path: Path) -> None:
         run.join(0)
         log = run.paths.node_logs(run.incarnations[0], 0) / "daemon.log"
         log.write_text(f"{start} began\n" + "it went on and on\n" * 30_000 + f"{start} ended\n")
-    assert cli.main(["debug", "--log-path", str(run.log_path), "--out", str(out)]) == 0
+    typed("debug", "--log-path", run.log_path, "--out", out)
     files = unpacked(out)
     assert [name for name in files if name.endswith("daemon.log")] == ["logs/attempt_2/node_0/daemon.log"]
     text = files["logs/attempt_2/node_0/daemon.log"]

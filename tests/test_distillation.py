@@ -149,9 +149,7 @@ def test_a_run_learns_from_a_teacher(bench: Bench, tmp_path: Path) -> None:
         (["algorithm.loss=grpo", "algorithm.distil_reward=1"], "algorithm.distil_reward=1.0: requires algorithm.loss=distil"),
     ],
 )  # fmt: skip
-def test_a_mistake_ends_the_start(
-    tmp_path: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_ends_the_start(tmp_path: Path, words: list[str], said: str) -> None:
     write_model(tmp_path / "M", architectures=["Qwen2ForCausalLM"])
     (tmp_path / "M" / "tokenizer.json").write_text("{}")
     longer = (
@@ -161,7 +159,7 @@ def test_a_mistake_ends_the_start(
         if "teacher.model" in str(words)
         else []
     )
-    assert said in refusal(tmp_path, ["algorithm.loss=distil", *words, *longer], capsys)
+    assert said in refusal(tmp_path, ["algorithm.loss=distil", *words, *longer])
 
 
 @pytest.mark.engine

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import typed
 
-from fsbarrier import cli
 from fsbarrier.doctor import between, examine, mount_options
 from fsbarrier.doctor.between import ROUNDS, NodeFindings
 from fsbarrier.doctor.findings import Check
@@ -167,17 +167,13 @@ def test_races_with_errors_or_another_ones_record_are_told() -> None:
 # --- one node, for real ---------------------------------------------------------------------------------------------------
 
 
-def test_one_node_finds_its_disk_fit_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["doctor", str(tmp_path), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+def test_one_node_finds_its_disk_fit_and_leaves_nothing(tmp_path: Path) -> None:
+    report = json.loads(typed("doctor", tmp_path, "--json").out)
     assert report["fit"] and "this node only" in report["proven"]
     names = {check["name"] for check in report["checks"]}
     assert {"mount", "exclusive create", "list", "free space", "open files"} <= names
     assert os.listdir(tmp_path) == []
-    assert cli.main(["doctor", str(tmp_path)]) == 0
-    assert "can support a run" in capsys.readouterr().out
+    assert "can support a run" in typed("doctor", tmp_path).out
 
 
 @pytest.mark.parametrize(
@@ -191,15 +187,10 @@ def test_one_node_finds_its_disk_fit_and_leaves_nothing(
     ],
 )
 def test_mistakes_are_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    message: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["doctor", *words]) == 2
-    error = capsys.readouterr().err
+    error = typed("doctor", *words, code=2).err
     assert message in error and error.count("\n") == 1
 
 
@@ -212,33 +203,33 @@ def pretend(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
 def test_a_directory_that_takes_no_files_is_one_line(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path) -> None:
         raise OSError(number, os.strerror(number), f"{path}/.fsbarrier-doctor-1")
 
     monkeypatch.setattr(examine, "alone", refuse)
-    assert cli.main(["doctor", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"fsbarrier: error: {tmp_path}: not writable ({os.strerror(number)})\n"
+    said = typed("doctor", tmp_path, code=2)
+    assert said.err == f"fsbarrier: error: {tmp_path}: not writable ({os.strerror(number)})\n"
 
 
 def test_a_start_on_an_object_store_is_refused_and_makes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, "fuse.blobfuse2")
     words = ["run", "--log-path", str(tmp_path / "run"), "--program", "ping", "--iterations", "1"]
-    assert cli.main(words) == cli.main([*words, "--dry-run"]) == 3
-    error = capsys.readouterr().err
-    assert "cannot support a run" in error and "NFS" in error
-    assert cli.main(["doctor", str(tmp_path)]) == cli.main(["doctor", str(tmp_path), "--json"]) == 3
-    assert "cannot support a run" in capsys.readouterr().out
+    for more in ([], ["--dry-run"]):
+        error = typed(*words, *more, code=3).err
+        assert "cannot support a run" in error and "NFS" in error
+    assert "cannot support a run" in typed("doctor", tmp_path, code=3).out
+    typed("doctor", tmp_path, "--json", code=3)
     assert os.listdir(tmp_path) == []
 
 
 def test_a_start_waits_as_long_on_every_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "fuse.sshfs")
     words = ["run", "--program", "ping", "--iterations", "1", "--log-path"]
-    assert cli.main([*words, str(tmp_path / "run")]) == 0
+    typed(*words, tmp_path / "run")
     coordination = runrecord.load(tmp_path / "run").settings.coordination
     assert coordination.dead_s == 10
     assert os.listdir(tmp_path) == ["run"]

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import Said, typed
 from hub_stand_in import Hub
 
-from fsbarrier.cli import main
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints, runrecord
 from fsbarrier.rundir.paths import RunPaths
@@ -55,12 +55,12 @@ def run(tmp_path: Path) -> Path:
 
 def test_of_two_attempts_at_a_version_the_one_that_is_served_is_exported(run: Path, tmp_path: Path) -> None:
     checkpoints.publish_link(run, RunPaths(run).checkpoint(2, 1))
-    assert export(run, tmp_path / "out", "--policy-version", "2") == 0
+    export(run, tmp_path / "out", "--policy-version", "2")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights("two, first try")
 
 
-def export(run: Path, to: Path, *words: str) -> int:
-    return main(["export", str(to), "--log-path", str(run), *words])
+def export(run: Path, to: Path, *words: str, code: int = 0) -> Said:
+    return typed("export", to, "--log-path", run, *words, code=code)
 
 
 @pytest.mark.parametrize(
@@ -68,45 +68,35 @@ def export(run: Path, to: Path, *words: str) -> int:
     [([], "one", 1), (["--policy-version", "2"], "two", 2), (["--policy-version", "0"], "zero", 0)],
 )
 def test_the_policy_that_is_asked_for(
-    run: Path,
-    tmp_path: Path,
-    words: list[str],
-    content: str,
-    version: int,
-    capsys: pytest.CaptureFixture[str],
+    run: Path, tmp_path: Path, words: list[str], content: str, version: int
 ) -> None:
     to = tmp_path / "deep" / "out"
-    assert export(run, to, "--json", *words) == 0
+    told = json.loads(export(run, to, "--json", *words).out)
     assert (to / "model.safetensors").read_bytes() == weights(content)
-    told = json.loads(capsys.readouterr().out)
     assert (told["policy_version"], told["checked"]) == (version, version > 0)
     assert [path.name for path in to.parent.iterdir()] == ["out"]
 
 
-def test_a_wrong_export_is_refused_and_says_what_there_is(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_export_is_refused_and_says_what_there_is(run: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("x")
-    assert export(run, tmp_path / "full") == 2
-    assert "name a new folder" in capsys.readouterr().err
-    assert export(run, tmp_path / "out", "--policy-version", "7") == 2
-    assert "--policy-version 7: not on disk; available: 0, 1, 2" in capsys.readouterr().err
+    assert "name a new folder" in export(run, tmp_path / "full", code=2).err
+    said = export(run, tmp_path / "out", "--policy-version", "7", code=2)
+    assert "--policy-version 7: not on disk; available: 0, 1, 2" in said.err
     checkpoint(run, 3, 1, "three, half", complete=False)
-    assert export(run, tmp_path / "out", "--policy-version", "3") == 2
-    assert "--policy-version 3: not on disk; available: 0, 1, 2 (" in capsys.readouterr().err
-    assert export(run, tmp_path / "out", "--critic") == 2
-    assert "--critic: policy version 1 was saved without a critic" in capsys.readouterr().err
-    assert export(run, tmp_path / "out", "--critic", "--policy-version", "0") == 2
-    assert "--critic: the initial policy has none yet" in capsys.readouterr().err
+    said = export(run, tmp_path / "out", "--policy-version", "3", code=2)
+    assert "--policy-version 3: not on disk; available: 0, 1, 2 (" in said.err
+    said = export(run, tmp_path / "out", "--critic", code=2)
+    assert "--critic: policy version 1 was saved without a critic" in said.err
+    said = export(run, tmp_path / "out", "--critic", "--policy-version", "0", code=2)
+    assert "--critic: the initial policy has none yet" in said.err
     # As the toy program leaves it.
     (checkpoint(run, 4, 1, "") / "model" / "model.safetensors").unlink()
     checkpoints.write_manifest(RunPaths(run).checkpoint(4, 1), 4)
-    assert export(run, tmp_path / "out", "--policy-version", "4") == 2
-    assert "this run has no policy to export (program rl)" in capsys.readouterr().err
+    said = export(run, tmp_path / "out", "--policy-version", "4", code=2)
+    assert "this run has no policy to export (program rl)" in said.err
     (RunPaths(run).checkpoint(1, 1) / "model" / "model.safetensors").write_bytes(weights("eno"))
-    assert export(run, tmp_path / "out") == 4
-    assert "model.safetensors differs" in capsys.readouterr().err
+    assert "model.safetensors differs" in export(run, tmp_path / "out", code=4).err
     assert not (tmp_path / "out").exists()
 
 
@@ -117,7 +107,7 @@ def test_a_wrong_export_is_refused_and_says_what_there_is(
     ],
 )
 def test_a_model_that_is_not_whole_is_not_exported(
-    run: Path, tmp_path: Path, files: list[str], missing: str, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, files: list[str], missing: str
 ) -> None:
     """What a trainer of the user's own may leave: its manifest lists all that is there."""
     folder = RunPaths(run).checkpoint(3, 3)
@@ -131,8 +121,7 @@ def test_a_model_that_is_not_whole_is_not_exported(
         else:
             (folder / "model" / name).write_bytes(weights("x"))
     checkpoints.write_manifest(folder, 3)
-    assert export(run, tmp_path / "out", "--policy-version", "3") == 4
-    assert missing in capsys.readouterr().err
+    assert missing in export(run, tmp_path / "out", "--policy-version", "3", code=4).err
     assert {path.name for path in tmp_path.iterdir()} == {"run", "first"}, "nothing is left of it"
 
 
@@ -163,9 +152,7 @@ def test_a_hub_that_refuses(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [".hidden", "more.txt"])
 @pytest.mark.parametrize("version", [0, 1])
-def test_no_file_outside_is_copied_through_a_link(
-    tmp_path: Path, name: str, version: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_file_outside_is_copied_through_a_link(tmp_path: Path, name: str, version: int) -> None:
     log_path, outside = tmp_path / "run", tmp_path / "private"
     outside.write_text("a canary")
     first = RunPaths(log_path).first_policy / "model"
@@ -175,8 +162,7 @@ def test_no_file_outside_is_copied_through_a_link(
     runrecord.publish(runrecord.new(log_path, Settings(), tasks={}, model=str(first)))
     model = checkpoint(log_path, 1, 1, "one") / "model" if version else first
     (model / name).symlink_to(outside)
-    code = export(log_path, tmp_path / "out", "--policy-version", str(version))
-    assert code == (0 if version else 4), capsys.readouterr().err
+    export(log_path, tmp_path / "out", "--policy-version", str(version), code=0 if version else 4)
     assert not any((tmp_path / "out").rglob(name))
 
 

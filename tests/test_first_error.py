@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import typed
 from fake_run import FakeRun, long_run
-
-from fsbarrier.cli import main
 
 TRACE = [
     "step 41",
@@ -22,14 +21,11 @@ TRACE = [
 ]
 
 
-def shown(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(["logs", "--log-path", str(run.log_path), "--first-error"]) == 0
-    return capsys.readouterr().out
+def shown(run: FakeRun) -> str:
+    return typed("logs", "--log-path", run.log_path, "--first-error").out
 
 
-def test_a_failed_program_is_shown_with_its_log_and_its_neighbours(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_program_is_shown_with_its_log_and_its_neighbours(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run")
     run.start()
     run.iteration(1)
@@ -40,25 +36,20 @@ def test_a_failed_program_is_shown_with_its_log_and_its_neighbours(
     log.write_text("\n".join([header, "RuntimeError: of an earlier start", header, *TRACE, ""]))
     run.fail(1, 2, 10, "torchrun ended with exit code 1", [f"(from {log})", "later"])
     run.lose(2, 2, 10, after=5.0, resume=1)
-    out = shown(run, capsys)
+    out = shown(run)
     assert "torchrun ended with exit code 1" in out.split("events around it")[0]
     assert f"the error in {log}:" in out
     assert "step 41" in out and "ValueError" in out and "earlier start" not in out
     assert "\x1b" not in out and "iteration 1" not in out.split("events around it")[1], "a minute before"
-    assert (
-        main(["logs", "--log-path", str(run.log_path), "--file", "update", "--attempt", "1", "--lines", "1"])
-        == 0
-    )
-    assert capsys.readouterr().out.strip().endswith("later")
+    said = typed("logs", "--log-path", run.log_path, "--file", "update", "--attempt", "1", "--lines", "1")
+    assert said.out.strip().endswith("later")
     assert "node 2" in out.split("events around it")[1], "what happened next stands there, too"
 
 
-def test_a_lost_node_counts_and_a_good_run_has_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "node 2" in shown(long_run(tmp_path / "lost", 4), capsys)
+def test_a_lost_node_counts_and_a_good_run_has_none(tmp_path: Path) -> None:
+    assert "node 2" in shown(long_run(tmp_path / "lost", 4))
     good = long_run(tmp_path / "good", 2, lose_at=None)
-    assert shown(good, capsys) == "no node, program or phase of this run has failed\n"
+    assert shown(good) == "no node, program or phase of this run has failed\n"
 
 
 @pytest.fixture
@@ -84,14 +75,14 @@ def logged(tmp_path: Path) -> FakeRun:
     ],
 )
 def test_the_last_lines_of_each_nodes_latest_start(
-    logged: FakeRun, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], starts: list[str]
+    logged: FakeRun, flags: tuple[str, ...], starts: list[str]
 ) -> None:
-    assert main(["logs", "--log-path", str(logged.log_path), "-n", "2", *flags]) == 0
+    said = typed("logs", "--log-path", logged.log_path, "-n", "2", *flags)
     labels = [f"[node {start.split()[1]} {start.split()[0]}]" for start in starts]
     expected = [
         f"{label} {start} line {n}" for label, start in zip(labels, starts, strict=True) for n in (2, 3)
     ]
-    assert capsys.readouterr().out.splitlines() == expected
+    assert said.out.splitlines() == expected
 
 
 def test_new_lines_are_followed(logged: FakeRun) -> None:

@@ -238,15 +238,13 @@ def test_a_lost_node_takes_its_engines_along() -> None:
         (["engines.x.model=M", "judge.model=engines.x", "judge.url=http://h/v1"], "judge.model=engines.x: contradicts judge.url=http://h/v1"),
     ],
 )  # fmt: skip
-def test_a_mistake_ends_the_start(
-    tmp_path: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_ends_the_start(tmp_path: Path, words: list[str], said: str) -> None:
     tokens = {"M": {"a": 0, "b": 1}, "RM": {"a": 0, "b": 1, "c": 2}, "OTHER": {"a": 1, "b": 0}}
     for name, vocabulary in tokens.items():
         kind = "ForCausalLM" if name == "M" else "ForSequenceClassification"
         write_model(tmp_path / name, architectures=[f"Qwen2{kind}"])
         (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
-    assert said in refusal(tmp_path, words, capsys)
+    assert said in refusal(tmp_path, words)
 
 
 def test_engines_on_one_accelerator_must_fit_together() -> None:

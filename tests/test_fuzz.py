@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import typed
 from fake_run import long_run
 from group_members import REPO
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trajectory_files import group, write_part
 
-from fsbarrier import aggregate, cli
+from fsbarrier import aggregate
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.data.tasks import read_tasks
 from fsbarrier.errors import EXIT_INTERNAL, ProgramFailed, StoreError, UsageError
@@ -300,17 +301,15 @@ def test_a_manifest(policy: Path) -> None:
 
 @settings(fuzz, max_examples=max(1, EXAMPLES // 20))
 @given(st.data())
-def test_commands_that_look_at_a_run(
-    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str], data: st.DataObject
-) -> None:
+def test_commands_that_look_at_a_run(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("run")
     long_run(folder, iterations=2, extra=QUICK)
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in data.draw(st.lists(st.sampled_from(found), min_size=1, max_size=3)):
         path.write_bytes(data.draw(bytes_like(path.read_bytes())))
-    for words in (["status", "--json"], ["report", "--out", str(folder / "page.html")], ["logs"]):
-        assert cli.main([*words, "--log-path", str(folder)]) != EXIT_INTERNAL, capsys.readouterr()
-    assert cli.main(["recover", "--iteration", "1", "--dry-run", "--log-path", str(folder)]) != EXIT_INTERNAL
+    recover = ["recover", "--iteration", "1", "--dry-run"]
+    for words in (["status", "--json"], ["report", "--out", folder / "page.html"], ["logs"], recover):
+        assert (said := typed(*words, "--log-path", folder, code=None)).code != EXIT_INTERNAL, said
 
 
 # --- settings and tasks -------------------------------------------------------------------------------------------------------

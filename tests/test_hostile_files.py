@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from commands import typed
 from fake_run import long_run
 from trajectory_files import write_part
 
-from fsbarrier import cli
 from fsbarrier.cli.commands import stop
 from fsbarrier.errors import EXIT_INTERNAL, ProgramFailed
 from fsbarrier.run.job import Surroundings
@@ -215,11 +215,10 @@ def test_every_command_ends_and_touches_nothing_outside(
     out.mkdir()
     for command in COMMANDS:
         words = command.format(out=out).split()
-        code = cli.main([*words, "--log-path", str(run)])
-        said = capfd.readouterr()
-        assert code != EXIT_INTERNAL, (command, said.err)
-        assert SECRET not in said.out + said.err, command
-        assert "\x1b" not in said.out + said.err, command
+        said = typed(*words, "--log-path", run, code=None)
+        assert said.code != EXIT_INTERNAL, (command, said.err)
+        shown = said.out + said.err + "".join(capfd.readouterr())
+        assert SECRET not in shown and "\x1b" not in shown, command
     for file in out.rglob("*"):
         if file.name.endswith(".tar.gz"):
             with tarfile.open(file) as tar:
@@ -249,7 +248,7 @@ def test_what_is_no_plain_file_holds_no_trajectories_and_stops_nobody(kind: str,
     assert [part.tasks for part in Surroundings().parts_on_disk(paths, "train", 1)] == [(3,)]
 
 
-def test_logs_behind_a_link_are_not_this_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_behind_a_link_are_not_this_runs(tmp_path: Path) -> None:
     paths, outside = long_run(tmp_path / "run", 2).paths, tmp_path / "outside"
     for planted, log in (
         (paths.logs / "attempt_8", "node_0/daemon.log"),
@@ -260,6 +259,5 @@ def test_logs_behind_a_link_are_not_this_runs(tmp_path: Path, capsys: pytest.Cap
         planted.parent.mkdir(parents=True, exist_ok=True)
         planted.symlink_to(outside)
     assert last_lines_of_node(paths, 0, 9) == last_lines_of_node(paths, 1, 9) == []
-    cli.main(["logs", "--log-path", str(paths.root)])
-    said = capsys.readouterr()
+    said = typed("logs", "--log-path", paths.root, code=None)
     assert SECRET not in said.out + said.err

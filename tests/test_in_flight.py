@@ -96,10 +96,8 @@ def test_running_requests_are_kept_and_a_server_that_cannot_is_left_as_it_is(
         (["engine.url=localhost"], ": the server is not this run's; drop engine.url=localhost"),
     ],
 )
-def test_a_mistake_ends_the_start(
-    tmp_path: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said in refusal(tmp_path, ["--num-nodes", "2", *IN_FLIGHT, *words], capsys)
+def test_a_mistake_ends_the_start(tmp_path: Path, words: list[str], said: str) -> None:
+    assert said in refusal(tmp_path, ["--num-nodes", "2", *IN_FLIGHT, *words])
 
 
 def label(fake: Fake, version: int) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from cluster import leftovers
+from commands import typed
 from fake_run import FakeRun
 from waiting import DEADLINE_S, until
 
-from fsbarrier.cli import main
 from fsbarrier.cli.commands.run import demo_path, is_finished
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Beat
@@ -178,11 +178,11 @@ def test_a_start_names_the_nodes_that_it_waits_for(tmp_path: Path) -> None:
     )
 
 
-def test_the_demo_leaves_another_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_leaves_another_run_alone(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", program="toy")
     before = run.paths.record.read_bytes()
-    assert main(["run", "--demo", "--log-path", str(run.log_path)]) == 2
-    assert "contains a run that is not a demo" in capsys.readouterr().err
+    said = typed("run", "--demo", "--log-path", run.log_path, code=2)
+    assert "contains a run that is not a demo" in said.err
     assert run.paths.record.read_bytes() == before and not [*run.paths.joins.iterdir()]
 
 

@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 import yaml
 from cluster import leftovers
+from commands import typed
 from waiting import DEADLINE_S, free_port, until
 
-from fsbarrier.cli import main
 from fsbarrier.rundir.journal import read_events
 
 REPO = Path(__file__).resolve().parent.parent
@@ -177,13 +177,12 @@ def test_a_node_that_is_killed_later_ends_nobody(connection: str, launched: Call
 # --- files --------------------------------------------------------------------------------------------------------------
 
 
-def text_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["launch", *words, "--dry-run"]) == 0
-    return capsys.readouterr().out
+def text_of(*words: str) -> str:
+    return typed("launch", *words, "--dry-run").out
 
 
 def test_a_slurm_job_keeps_every_word_and_asks_for_the_queue_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, tools, said = tmp_path / "it's here", tmp_path / "tools", tmp_path / "said"
     folder.mkdir()
@@ -207,8 +206,7 @@ def test_a_slurm_job_keeps_every_word_and_asks_for_the_queue_again(
     words = ["--nodes", "3", "--gpus-per-node", "8", "--time", "1:00:00", "--log-path", log_path]
     words += ["--sbatch=--partition=gpu", "--fsbarrier", "fsbarrier", "--program", "toy", "--resume", setting]
     words += ["--warn", "90"]
-    assert main(["launch", "slurm", *words]) == 0
-    out = capsys.readouterr().out
+    out = typed("launch", "slurm", *words).out
     assert "as Slurm job 17, 3 nodes" in out and f"{folder}/fsbarrier-17.log" in out and "scancel 17" in out
     assert shlex.join(["fsbarrier", "status", "--log-path", log_path]) in out
     with subprocess.Popen(["bash", str(folder / "fsbarrier.sbatch")], cwd=tmp_path) as process:
@@ -243,12 +241,10 @@ def test_a_slurm_job_keeps_every_word_and_asks_for_the_queue_again(
         ("dstack", (), ["nodes: 2", "gpu: 8", '- "claim:/shared"']),
     ],
 )
-def test_files_for_containers(
-    capsys: pytest.CaptureFixture[str], place: str, more: tuple[str, ...], has: list[str]
-) -> None:
+def test_files_for_containers(place: str, more: tuple[str, ...], has: list[str]) -> None:
     setting = 'reward.kind=a b.py:$$(judge) $(x) "x"\nsetup: touch x\n- &a !!python/object *a\'{{ y }} ${{ run.args }} #\t\x85 \U0001f600'
     words = (*IN_CONTAINERS, "--log-path", "/shared/run", "--gpus-per-node", "8", *more)
-    text = text_of(capsys, place, *words, setting)
+    text = text_of(place, *words, setting)
     for each in has:
         assert each in text
     written = yaml.safe_load(text)
@@ -268,8 +264,8 @@ def test_files_for_containers(
     assert not doubled or found.count("$") == 2 * found.count("$$")
 
 
-def test_the_volume_of_containers_is_where_the_user_mounts_it(capsys: pytest.CaptureFixture[str]) -> None:
-    text = text_of(capsys, "kubernetes", *IN_CONTAINERS, "--mount", "/data", "--log-path", "/data/run")
+def test_the_volume_of_containers_is_where_the_user_mounts_it() -> None:
+    text = text_of("kubernetes", *IN_CONTAINERS, "--mount", "/data", "--log-path", "/data/run")
     assert 'mountPath: "/data"' in text
 
 
@@ -307,29 +303,26 @@ def test_the_volume_of_containers_is_where_the_user_mounts_it(capsys: pytest.Cap
         ),
     ],
 )
-def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
-    assert main(["launch", *words, "--dry-run"]) == 2
-    captured = capsys.readouterr()
+def test_mistakes_are_one_line(words: list[str], says: str) -> None:
+    captured = typed("launch", *words, "--dry-run", code=2)
     assert captured.out == "" and captured.err.count("\n") == 1 and says in captured.err
     assert "hunter2" not in captured.err
 
 
-def test_each_host_gets_its_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    words = shlex.split(text_of(capsys, "ssh", "--hosts", "gpu-a, me@gpu-b"))
+def test_each_host_gets_its_rank() -> None:
+    words = shlex.split(text_of("ssh", "--hosts", "gpu-a, me@gpu-b"))
     scripts = {words[at - 1]: word for at, word in enumerate(words) if "NODE_RANK=" in word}
     assert [*scripts] == ["gpu-a", "me@gpu-b"]
     for rank, script in enumerate(scripts.values()):
         assert f"NODE_RANK={rank} NNODES=2" in script
 
 
-def test_a_node_ends_when_its_connection_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_ends_when_its_connection_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the folder of the launch: what sshd would run, without a guard around it."""
     (tmp_path / "node").write_text("#!/bin/sh\ntrap 'exit 7' TERM\npwd -P\nwhile :; do sleep 0.01; done\n")
     (tmp_path / "node").chmod(0o700)
     monkeypatch.chdir(tmp_path)
-    command = text_of(capsys, "ssh", "--hosts", "a", "--fsbarrier", str(tmp_path / "node"))
+    command = text_of("ssh", "--hosts", "a", "--fsbarrier", str(tmp_path / "node"))
     argv = ["sh", "-c", shlex.split(command)[-1]]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/") as process:
         assert process.stdin is not None and process.stdout is not None
@@ -351,13 +344,13 @@ def test_of_several_exit_codes_the_nearest_to_the_cause_counts(
 
 
 def test_a_clone_is_started_by_its_own_script_and_keeps_its_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever the user is."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FSBARRIER_VENV", raising=False)
     for words in (("ssh", "--hosts", "a"), ("slurm", "--nodes", "2")):
-        text = text_of(capsys, *words)
+        text = text_of(*words)
         assert f"{REPO}/run.sh " in text and f"--log-path {REPO}/runs/default" in text
 
 
@@ -457,22 +450,22 @@ def slurm_says(*words: str) -> str:
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def submitted(capsys: pytest.CaptureFixture[str], log_path: Path, **options: str) -> str:
+def submitted(log_path: Path, **options: str) -> str:
     """Start a toy's run as a Slurm job; gives its number."""
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     words += ["--log-path", str(log_path), "--fsbarrier", FSBARRIER]
-    assert main(["launch", "slurm", *words, "--program", "toy", "toy.tasks=6", "toy.phase_s=0.1"]) == 0
-    return capsys.readouterr().out.split()[-1]  # … scancel JOB
+    said = typed("launch", "slurm", *words, "--program", "toy", "toy.tasks=6", "toy.phase_s=0.1")
+    return said.out.split()[-1]  # … scancel JOB
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_real_slurm_job_stops_at_its_time_limit_and_goes_on(
-    tmp_path: Path, slurm: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, slurm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     log_path = tmp_path / "run"
-    job = submitted(capsys, log_path, nodes="3", time="3", warn="120")
+    job = submitted(log_path, nodes="3", time="3", warn="120")
 
     def finished() -> list[int]:
         events = read_events(log_path) if log_path.is_dir() else []
@@ -498,12 +491,12 @@ def test_a_real_slurm_job_stops_at_its_time_limit_and_goes_on(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_real_slurm_job_goes_on_with_more_nodes(
-    tmp_path: Path, slurm: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, slurm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     log_path = tmp_path / "run"
     for nodes, iterations in (("2", "1"), ("3", "2")):
-        job = submitted(capsys, log_path, nodes=nodes, iterations=iterations)
+        job = submitted(log_path, nodes=nodes, iterations=iterations)
         # Whoever is refused would leave the others with the allocation.
         until(lambda job=job: slurm_says("squeue", "-h", "-j", job) == "")
         told = (tmp_path / f"fsbarrier-{job}.log").read_text()

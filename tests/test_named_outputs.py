@@ -8,10 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import typed
 from fake_run import long_run
 from other_user import needs_root
-
-from fsbarrier.cli import main
 
 COMMANDS = {
     "--out": "report --out {out} --log-path {run}",
@@ -34,12 +33,12 @@ PLANTED: dict[str, Callable[[Path], None]] = {
 }
 
 
-def test_a_file_below_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_below_a_file_is_refused(tmp_path: Path) -> None:
     run, out = long_run(tmp_path / "run", 1).log_path, tmp_path / "file" / "out"
     out.parent.write_text("theirs")
     for name, command in COMMANDS.items():
-        assert main(command.format(out=out, run=run).split()) == 2, name
-        assert f"{out}: " in (said := capsys.readouterr().err) and len(said.splitlines()) == 1, said
+        said = typed(*command.format(out=out, run=run).split(), code=2).err
+        assert f"{out}: " in said and len(said.splitlines()) == 1, name
     assert out.parent.read_text() == "theirs"
 
 
@@ -50,9 +49,7 @@ def identity(path: Path) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", pytest.param("device", marks=needs_root)])
-def test_what_is_no_plain_file_is_refused(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_plain_file_is_refused(kind: str, tmp_path: Path) -> None:
     run, out = long_run(tmp_path / "run", 1).log_path, tmp_path / "out"
     (tmp_path / "elsewhere").write_text("theirs")
     try:
@@ -61,7 +58,6 @@ def test_what_is_no_plain_file_is_refused(
         pytest.skip("no devices can be made here")
     before = identity(out)
     for name, command in COMMANDS.items():
-        words = command.format(out=out, run=run).split()
-        assert main(words) == 2, name
-        assert f"{out}: " in (said := capsys.readouterr().err) and "not a plain file" in said, said
+        said = typed(*command.format(out=out, run=run).split(), code=2).err
+        assert f"{out}: " in said and "not a plain file" in said, name
     assert identity(out) == before and (tmp_path / "elsewhere").read_text() == "theirs"

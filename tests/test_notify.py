@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from cluster import FAST, Cluster
+from commands import typed
 
-from fsbarrier.cli import main
 from fsbarrier.protocol.facts import Generation, Member, Position
 from fsbarrier.protocol.state import Node
 from fsbarrier.run.notifier import Notifier
@@ -91,8 +91,8 @@ def test_a_command_that_fails_or_hangs_holds_nobody_up(
     )
 
 
-def test_a_command_that_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_cannot_be_is_refused(tmp_path: Path) -> None:
     words = ["run", "--program", "ping", "--log-path", str(tmp_path / "run")]
     for command, says in (("/nowhere/program x", "not found on this node"), ("'x", "No closing quotation")):
-        assert main([*words, f"notify.command={command}"]) == 2
-        assert f"notify.command={command}: " in (said := capsys.readouterr().err) and says in said
+        said = typed(*words, f"notify.command={command}", code=2)
+        assert f"notify.command={command}: " in said.err and says in said.err

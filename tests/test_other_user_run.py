@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 from cluster import FAST, Cluster
+from commands import typed
 from other_user import attacked, needs_root, opened_by
-
-from fsbarrier import cli
 
 KEYS = {name: f"canary-{name.lower()}-7f3a9c1e5b2d" for name in ("HF_TOKEN", "WANDB_API_KEY", "JUDGE_KEY")}
 SETTING, PASSWORD = "canary-setting-7f3a9c1e5b2d", "canary-password-7f3a9c1e5b2d"
@@ -72,14 +71,9 @@ def test_another_user_learns_nothing_and_no_key_is_left(
         assert attack(cluster, place) == ([], {})
     assert [path.name for path in (place / "tmp").iterdir()] == [f"fsbarrier-{os.geteuid()}"]
     log_path = str(cluster.log_path)
-    assert (
-        cli.main(
-            ["report", "--log-path", log_path, "--csv", str(shown / "csv"), "--out", str(shown / "page")]
-        )
-        == 0
-    )
-    assert cli.main(["run", "--master", "--dry-run", "--log-path", log_path]) == 0
-    assert cli.main(["status", "--no-watch", "--json", "--log-path", log_path]) == 0
+    typed("report", "--log-path", log_path, "--csv", shown / "csv", "--out", shown / "page")
+    typed("run", "--master", "--dry-run", "--log-path", log_path)
+    typed("status", "--no-watch", "--json", "--log-path", log_path)
     said = capfd.readouterr()
     assert "7f3a9c1e5b2d" not in said.out + said.err
     # Settings are in the run's own record, which only its owner can read.

@@ -8,33 +8,31 @@ from pathlib import Path
 
 import pytest
 from cluster import FAST, REPO, Cluster
+from commands import typed
 from engine_bench import write_model
-
-from fsbarrier.cli import main
 
 TESTS = Path(__file__).parent
 CRASHING = TESTS / "programs" / "crashing.py"
 HEAD_DIM = "RuntimeError: Unsupported CPU attention configuration: head_dim=16"
 
 
-def looked_up(log_path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def looked_up(log_path: Path, *words: str) -> str:
     """What a command says about the run, without its line breaks."""
-    main([*words, "--log-path", str(log_path)])
-    return " ".join(capsys.readouterr().out.split())
+    return " ".join(typed(*words, "--log-path", log_path, code=None).out.split())
 
 
-def assert_said_everywhere(cluster: Cluster, line: str, log: str, capsys: pytest.CaptureFixture[str]) -> None:
+def assert_said_everywhere(cluster: Cluster, line: str, log: str) -> None:
     """In the node's own output (the live view and the summary), in its log, `status`, `logs --first-error` and the report."""
     path = cluster.log_path
     (daemon_log,) = path.glob("logs/attempt_*/node_0/daemon.log")
     report = cluster.output / "report.html"
-    main(["report", "--log-path", str(path), "--out", str(report)])
+    typed("report", "--log-path", path, "--out", report)
     places = {
         "output": cluster.said(0),
         "daemon.log": daemon_log.read_text(),
-        "status": looked_up(path, capsys, "status"),
-        "status --json": looked_up(path, capsys, "status", "--json"),
-        "first error": looked_up(path, capsys, "logs", "--first-error"),
+        "status": looked_up(path, "status"),
+        "status --json": looked_up(path, "status", "--json"),
+        "first error": looked_up(path, "logs", "--first-error"),
         "report": report.read_text(),
     }
     for place, text in places.items():
@@ -94,15 +92,13 @@ def rollouts(folder: Path, *flags: str) -> Cluster:
         pytest.param("port", "vLLM ended with exit code 1: OSError: [Errno 98] Address already in use", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_an_engine_that_cannot_work_is_said_with_its_own_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], crash: str, line: str
-) -> None:
+def test_an_engine_that_cannot_work_is_said_with_its_own_words(tmp_path: Path, crash: str, line: str) -> None:
     """Nor is it tried nine times: two attempts."""
     with rollouts(tmp_path) as cluster:
         cluster.env[0] = plant_vllm(tmp_path, crash=crash)
         cluster.start()
         assert cluster.wait() == {0: 4}, cluster.said(0)
-        assert_said_everywhere(cluster, line, "logs/attempt_1/node_0/vllm.log", capsys)
+        assert_said_everywhere(cluster, line, "logs/attempt_1/node_0/vllm.log")
         (log,) = cluster.log_path.glob("logs/attempt_1/node_0/vllm.log")
         starts = log.read_text().count("start vllm:")
         # A server that dies of the first prompt may do so before it was seen to be ready: then that attempt has other words.
@@ -135,7 +131,7 @@ CRASHES = {
     ],
 )  # fmt: skip
 def test_a_program_that_crashes_is_said_with_its_own_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], row: int, crash: str, line: str
+    tmp_path: Path, row: int, crash: str, line: str
 ) -> None:
     script = tmp_path / "crash.py"
     script.write_text(CRASHES[crash])
@@ -145,8 +141,6 @@ def test_a_program_that_crashes_is_said_with_its_own_words(
             cluster.env[0] = {"PYTHONPATH": str(REPO)}
         cluster.start()
         assert cluster.wait() == {0: 4}, cluster.said(0)
-        assert_said_everywhere(
-            cluster, line.replace("[rank1]: ", ""), "logs/attempt_1/node_0/crash.log", capsys
-        )
+        assert_said_everywhere(cluster, line.replace("[rank1]: ", ""), "logs/attempt_1/node_0/crash.log")
         failed = [event for event in cluster.events() if event["event"] == "work_failed"]
         assert [event["phase"] for event in failed] == [row] * 2

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from cluster import FAST, Cluster
+from commands import typed
 from waiting import until
 
-from fsbarrier.cli import main
 from fsbarrier.run.admission import check_nodes
 from fsbarrier.run.fingerprint import Fingerprint
 from fsbarrier.rundir.paths import RunPaths
@@ -75,12 +75,9 @@ def test_what_is_no_range_is_refused(text: str) -> None:
         (["rollout.ahead=2", *APART], "rollout.ahead: must be a whole number ≥ 0 and ≤ 1, got 2"),
     ],
 )
-def test_a_mistake_ends_the_start(
-    tmp_path: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_ends_the_start(tmp_path: Path, words: list[str], said: str) -> None:
     start = ("run", "--master", "--num-nodes", "3", "--program", "toy", "--log-path", str(tmp_path / "run"))
-    assert main([*start, *words]) == 2
-    told = capsys.readouterr().err
+    told = typed(*start, *words, code=2).err
     assert said in told and told.count("\n") == 1, told
     assert not (tmp_path / "run").exists()
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import typed
 
-from fsbarrier.cli import main
 from fsbarrier.planning import plan_text
 from fsbarrier.planning.cluster_plan import Cluster, ClusterPlan, make_plan
 from fsbarrier.planning.memory import GIB, UpdateLoad
@@ -274,23 +274,18 @@ def test_accelerators_in_odd_numbers(config: dict[str, Any], accelerators: int, 
 
 
 @pytest.mark.usefixtures("warm_programs")
-def test_the_command_plans_for_a_cluster_that_is_not_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_plans_for_a_cluster_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
     there = ["plan", "--model", str(tmp_path), "--accelerators", "8", "--accelerator-memory-gb", "80"]
-    assert main([*there, "--nodes", "3", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(typed(*there, "--nodes", "3", "--json").out)
     assert (told["parameters"], told["world"], told["rollout"]["replicas"]) == (4_022_468_096, 24, 8)
     assert told["cluster"] == {"nodes": 3, "accelerators": 8, "memory_bytes": 80_000_000_000}
     (tmp_path / "run.toml").write_text("num_nodes = 2\n[engine]\ntensor_parallel_size = 2\n")
-    assert main([*there, "--config", str(tmp_path / "run.toml"), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(typed(*there, "--config", tmp_path / "run.toml", "--json").out)
     assert (told["world"], told["rollout"]["replicas"]) == (16, 4)
-    assert (
-        main([*there, "--nodes", "1", "trainer.shard=none", "trainer.max_tokens_per_micro_batch=65536"]) == 2
+    output = typed(
+        *there, "--nodes", "1", "trainer.shard=none", "trainer.max_tokens_per_micro_batch=65536", code=2
     )
-    output = capsys.readouterr()
     assert "8 processes, shard=none: a copy on each" in output.out
     assert (
         output.err.startswith("fsbarrier: error: trainer.shard=none: the update needs ")
@@ -334,7 +329,7 @@ def test_a_critic_is_a_second_model_with_all_that_training_takes() -> None:
 
 
 @pytest.mark.usefixtures("warm_programs")
-def test_each_role_is_planned_on_the_accelerators_that_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_role_is_planned_on_the_accelerators_that_it_has() -> None:
     there = [
         "plan",
         "--model",
@@ -352,20 +347,18 @@ def test_each_role_is_planned_on_the_accelerators_that_it_has(capsys: pytest.Cap
         "placement.judge=20-23",
         "engines.judge.model=qwen-32b",
     ]
-    assert main([*there, *placed, "engines.judge.tensor_parallel_size=4"]) == 0
-    told = capsys.readouterr().out
+    told = typed(*there, *placed, "engines.judge.tensor_parallel_size=4").out
     assert "rollouts      8 engines a node on 2 nodes" in told and "update        8 processes" in told
     assert "judge         1 engine a node on 1 node\n  each accelerator: weights 15.3 GiB" in told
-    assert main([*there, *placed, "engines.judge.gpu_memory_utilization=0.5"]) == 2
-    said = capsys.readouterr().err
+    said = typed(*there, *placed, "engines.judge.gpu_memory_utilization=0.5", code=2).err
     assert "engines.judge.tensor_parallel_size=1: there is room for 0 tokens" in said
     assert "the nearest that works: engines.judge.tensor_parallel_size=2" in said
-    assert main([*there, "placement.update=32"]) == 2
-    assert "placement.update=32: there is no accelerator 32" in capsys.readouterr().err
+    said = typed(*there, "placement.update=32", code=2)
+    assert "placement.update=32: there is no accelerator 32" in said.err
 
 
 @pytest.mark.usefixtures("warm_programs")
-def test_a_size_stands_for_a_published_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_size_stands_for_a_published_model() -> None:
     words = [
         "plan",
         "--model",
@@ -377,18 +370,15 @@ def test_a_size_stands_for_a_published_model(capsys: pytest.CaptureFixture[str])
         "--accelerator-memory-gb",
         "80",
     ]
-    assert main(words) == 0
-    assert capsys.readouterr().out.startswith("7.62 billion parameters on 3 nodes of 8 accelerators")
+    said = typed(*words)
+    assert said.out.startswith("7.62 billion parameters on 3 nodes of 8 accelerators")
 
 
 @pytest.mark.usefixtures("warm_programs")
-def test_a_model_that_transformers_cannot_make_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_transformers_cannot_make_is_one_line(tmp_path: Path) -> None:
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 16}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mystery", **sizes}))
-    assert main(["plan", "--model", str(tmp_path), "--accelerators", "0"]) == 2
-    said = capsys.readouterr().err
+    said = typed("plan", "--model", tmp_path, "--accelerators", "0", code=2).err
     assert said.count("\n") == 1 and f"the model in {tmp_path} cannot be loaded" in said and "mystery" in said
 
 

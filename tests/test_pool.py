@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 from cluster import REPO, leftovers
+from commands import typed
 from waiting import until
 
-from fsbarrier.cli import follow_logs, main
+from fsbarrier.cli import follow_logs
 from fsbarrier.cli.pool import directory
 from fsbarrier.cli.pool.directory import RECORD, Pool, existing
 from fsbarrier.cli.pool.queue import (
@@ -212,23 +213,18 @@ JOB_FIELDS = {
         {"type": "unknown"},
     ],
 )
-def test_a_record_that_nodes_could_not_follow_is_one_clear_line(
-    pool: Pool, capsys: pytest.CaptureFixture[str], content: object
-) -> None:
+def test_a_record_that_nodes_could_not_follow_is_one_clear_line(pool: Pool, content: object) -> None:
     pool.submit(job())
     path = pool.root / "log" / RECORD.build(2)
     path.write_text(json.dumps(content))
-    assert main(["jobs", str(pool.root)]) == 3
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = typed("jobs", pool.root, code=3).err.splitlines()
     assert f"{path}: not a record of this version of fsbarrier" in line
 
 
-def test_the_list_says_what_a_job_in_the_queue_could_get(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_list_says_what_a_job_in_the_queue_could_get(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     pool.submit(job(2))
-    assert main(["jobs", str(pool.root)]) == 0
-    assert "the pool has 0 nodes, of which 0 can take a job\n" in capsys.readouterr().out
+    said = typed("jobs", pool.root)
+    assert "the pool has 0 nodes, of which 0 can take a job\n" in said.out
     # However slow this machine is, the node that lives is seen before the watch ends.
     monkeypatch.setattr(directory, "WATCH_S", DEADLINE_S)
     number = pool.append(Joined("host", 1))
@@ -245,18 +241,16 @@ def test_the_list_says_what_a_job_in_the_queue_could_get(
     beating = threading.Thread(target=beat_on)
     beating.start()
     try:
-        assert main(["jobs", str(pool.root)]) == 0
-        assert "the pool has 1 node, of which 1 can take a job\n" in capsys.readouterr().out
-        assert main(["jobs", "logs", str(pool.root), "1"]) == 2
-        assert "job 1 has no output yet: it is queued\n" in capsys.readouterr().err
+        said = typed("jobs", pool.root)
+        assert "the pool has 1 node, of which 1 can take a job\n" in said.out
+        said = typed("jobs", "logs", pool.root, "1", code=2)
+        assert "job 1 has no output yet: it is queued\n" in said.err
     finally:
         over.set()
         beating.join()
 
 
-def test_the_list_names_each_job_s_hosts_its_run_and_its_iteration(
-    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_list_names_each_job_s_hosts_its_run_and_its_iteration(pool: Pool, tmp_path: Path) -> None:
     first, second = pool.append(Joined("gpu-4", 1)), pool.append(Joined("gpu-7", 1))
     pool.submit(job(2, log_path=str(tmp_path / "run")))
     pool.submit(job(3, log_path=""))
@@ -265,8 +259,7 @@ def test_the_list_names_each_job_s_hosts_its_run_and_its_iteration(
     PosixStore().make_dir(run.status)
     for rank, iteration in ((0, 5), (1, 4)):
         PosixStore().put(run.beat(rank, 1), Beat(rank, 1, 9, "host", 1, "running", iteration=iteration))
-    assert main(["jobs", str(pool.root)]) == 0
-    header, one, two, *_ = capsys.readouterr().out.splitlines()
+    header, one, two, *_ = typed("jobs", pool.root).out.splitlines()
     assert header.split()[4:8] == ["nodes", "iteration", "run", "directory"]
     assert "2 (gpu-4, gpu-7)          5  " in one and f"{tmp_path}/run" in one
     assert "–  runs/job-000002" in two
@@ -275,16 +268,13 @@ def test_the_list_names_each_job_s_hosts_its_run_and_its_iteration(
     pool.append(Over(2, 143))
     pool.submit(job())
     pool.append(Over(3, 0))
-    assert main(["jobs", str(pool.root), "--json"]) == 0
-    found = [(row["state"], row["exit_code"]) for row in json.loads(capsys.readouterr().out)]
+    said = typed("jobs", pool.root, "--json")
+    found = [(row["state"], row["exit_code"]) for row in json.loads(said.out)]
     assert found == [("failed", 4), ("stopped", 143), ("finished", 0)]
-    assert main(["jobs", str(pool.root)]) == 0
-    assert "failed (4)" in capsys.readouterr().out
+    assert "failed (4)" in typed("jobs", pool.root).out
 
 
-def test_logs_are_followed_until_the_job_is_over(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_are_followed_until_the_job_is_over(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     pool.submit(job())
     pool.append(Placed(1, {0: 1}))
     said: list[str] = []
@@ -293,7 +283,7 @@ def test_logs_are_followed_until_the_job_is_over(
         """What happens between two looks."""
 
         def wait(self, seconds: float) -> None:
-            said.append(capsys.readouterr().out)
+            said.append(sys.stdout.buffer.getvalue().decode())
             path = pool.log(1, 0)
             if len(said) == 1:
                 path.parent.mkdir(parents=True)
@@ -303,31 +293,25 @@ def test_logs_are_followed_until_the_job_is_over(
                 pool.append(Over(1, 0))
 
     monkeypatch.setattr(follow_logs.threading, "Event", Pause)
-    assert main(["jobs", "logs", str(pool.root), "1", "--follow"]) == 0
-    said.append(capsys.readouterr().out)
-    assert said == ["", "[node 0] one\n[node 0] two\n", "[node 0] three\n"]
-    assert main(["jobs", "logs", str(pool.root), "1", "--node", "0", "--lines", "1"]) == 0
-    assert capsys.readouterr().out == "[node 0] three\n"
+    ended = typed("jobs", "logs", pool.root, "1", "--follow").out
+    followed = "[node 0] one\n[node 0] two\n"
+    assert said == ["", followed] and ended == f"{followed}[node 0] three\n"
     pool.log(1, 1).write_text("four\n")
-    for flags, said in (((), "[node 0] three\n[node 1] four\n"), (("--node", "1"), "[node 1] four\n")):
-        assert main(["jobs", "logs", str(pool.root), "1", "--lines", "1", *flags]) == 0
-        assert capsys.readouterr().out == said
-    assert main(["submit", str(pool.root), "--name", "nightly", "--program", "toy"]) == 0
-    assert main(["jobs", str(pool.root), "--json"]) == 0
-    assert '"nightly"' in capsys.readouterr().out
+    three, four = "[node 0] three\n", "[node 1] four\n"
+    for flags, shown in (((), three + four), (("--node", "0"), three), (("--node", "1"), four)):
+        assert typed("jobs", "logs", pool.root, "1", "--lines", "1", *flags).out == shown
+    typed("submit", pool.root, "--name", "nightly", "--program", "toy")
+    assert '"nightly"' in typed("jobs", pool.root, "--json").out
 
 
-def test_a_pool_that_others_may_write_is_refused(
-    pool: Pool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_that_others_may_write_is_refused(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     # The group has other members.
     monkeypatch.setattr("fsbarrier.store.trusted_folder._is_only_ours", lambda group: False)
     assert pool.root.stat().st_mode & 0o777 == 0o700
     (pool.root / "log").chmod(0o770)
-    assert main(["daemon", str(pool.root)]) == 2
-    assert "its group may write" in capsys.readouterr().err
+    assert "its group may write" in typed("daemon", pool.root, code=2).err
     (pool.root / "log").chmod(0o777)
-    assert main(["daemon", str(pool.root), "--shared-group"]) == 2
+    typed("daemon", pool.root, "--shared-group", code=2)
 
 
 @pytest.mark.parametrize(
@@ -342,11 +326,8 @@ def test_a_pool_that_others_may_write_is_refused(
         (("daemon", "POOL", "--dead", "0"), "--dead 0"),
     ],
 )
-def test_wrong_command_lines_say_what_to_do(
-    pool: Pool, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str
-) -> None:
-    assert main([str(pool.root) if word == "POOL" else word for word in words]) == 2
-    assert says in capsys.readouterr().err
+def test_wrong_command_lines_say_what_to_do(pool: Pool, words: tuple[str, ...], says: str) -> None:
+    assert says in typed(*(pool.root if word == "POOL" else word for word in words), code=2).err
 
 
 # --- real daemons -----------------------------------------------------------------------------------------------------------
@@ -396,7 +377,7 @@ def daemons(tmp_path: Path) -> Iterator[Daemons]:
 
 def submit(root: Path, *words: str, nodes: int = 1) -> None:
     calm = ("--program", "toy", "toy.phase_s=1", "toy.tasks=4")
-    assert main(["submit", str(root), "--nodes", str(nodes), *calm, *words]) == 0
+    typed("submit", root, "--nodes", nodes, *calm, *words)
 
 
 def starts(log_path: Path) -> list[StartName]:
@@ -415,13 +396,13 @@ def test_a_job_outlives_the_daemons_and_ends_when_it_is_told(daemons: Daemons, t
     daemons.until(lambda queue: bool(queue.jobs[1].places))
     submit(root, "--priority", "3")
     daemons.until(lambda queue: len(starts(run)) == 2)
-    assert main(["jobs", "stop", str(root), "2"]) == 0
+    typed("jobs", "stop", root, "2")
     daemons.until(lambda queue: queue.jobs[2].word == "stopped")
     # Its guard ends what a daemon ran, however the daemon ended; and the next one there takes it up again.
     assert daemons.end(1, signal.SIGKILL) == -signal.SIGKILL
     daemons.start(1, dead_s=15.0)
     daemons.until(lambda queue: len(starts(run)) >= 3)
-    assert main(["jobs", "stop", str(root), "1"]) == 0
+    typed("jobs", "stop", root, "1")
     daemons.until(lambda queue: queue.jobs[1].word == "stopped")
     daemons.until(lambda queue: leftovers(run) == {})
     submit(root, "--iterations", "1", nodes=2)

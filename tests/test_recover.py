@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster import FAST, Cluster, all_gone, assert_exactly_once, rolled_out_twice
+from commands import typed
 from waiting import until
 
-from fsbarrier.cli import main
 from fsbarrier.trajectories import RankFileWriter, load, scan_rank_file
 
 
 def recover(log_path: Path, *flags: str, code: int = 0) -> str:
-    out, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-        ended = main(["recover", "--log-path", str(log_path), "--iteration", "1", *flags])
-    assert ended == code, out.getvalue() + errors.getvalue()
-    return out.getvalue() if code == 0 else errors.getvalue()
+    said = typed("recover", "--log-path", log_path, "--iteration", "1", *flags, code=code)
+    return said.err if code else said.out
 
 
 def everything(folder: Path) -> dict[str, tuple[int, int]]:

@@ -8,9 +8,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from commands import typed
 from fake_run import FakeRun, long_run
-
-from fsbarrier import cli
 
 VOID = {"meta", "br", "img", "link", "input"}
 
@@ -51,7 +50,7 @@ class Page(HTMLParser):
 
 def report(run: FakeRun, *more: str) -> str:
     out = run.log_path.parent / "report.html"
-    assert cli.main(["report", "--log-path", str(run.log_path), "--out", str(out), *more]) == 0
+    typed("report", "--log-path", run.log_path, "--out", out, *more)
     return out.read_text(encoding="utf-8")
 
 
@@ -98,23 +97,19 @@ def test_a_report_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
     assert not re.search(r"url\(|@import|https?://", html)
 
 
-def test_a_report_is_private_and_beside_the_run_by_default(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_is_private_and_beside_the_run_by_default(tmp_path: Path) -> None:
     run = long_run(tmp_path / "run", 2)
-    assert cli.main(["report", "--log-path", str(run.log_path)]) == 0
+    said = typed("report", "--log-path", run.log_path)
     out = run.log_path / "report.html"
-    assert capsys.readouterr().out.strip() == str(out)
+    assert said.out.strip() == str(out)
     assert stat.S_IMODE(out.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("out", ["missing/report.html", "."])
-def test_a_place_that_cannot_be_written_is_one_line(
-    tmp_path: Path, out: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, out: str) -> None:
     run = long_run(tmp_path / "run", 1, lose_at=None)
-    assert cli.main(["report", "--log-path", str(run.log_path), "--out", str(tmp_path / out)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    said = typed("report", "--log-path", run.log_path, "--out", tmp_path / out, code=2)
+    assert said.err.count("\n") == 1
 
 
 def test_what_a_run_contains_cannot_break_out(tmp_path: Path) -> None:

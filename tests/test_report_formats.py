@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
+from commands import typed
 from fake_run import FakeRun, long_run
 
-from fsbarrier.cli import main
 from fsbarrier.program import PHASE_NAMES
 
 SAMPLE = re.compile(r'^fsbarrier_[a-z0-9_]+\{run="[^"]*"(,state="[a-z]+")?\} -?[0-9.e+-]+$')
@@ -18,13 +18,13 @@ SAMPLE = re.compile(r'^fsbarrier_[a-z0-9_]+\{run="[^"]*"(,state="[a-z]+")?\} -?[
 
 def written(run: FakeRun, tmp_path: Path, *formats: str) -> list[str]:
     words = [word for name in formats for word in (f"--{name}", str(tmp_path / name))]
-    assert main(["report", "--log-path", str(run.log_path), *words]) == 0
+    said = typed("report", "--log-path", run.log_path, *words)
+    assert said.out == "".join(f"{tmp_path / name}\n" for name in formats)
     return [(tmp_path / name).read_text() for name in formats]
 
 
-def test_the_table_has_a_line_an_iteration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_a_line_an_iteration(tmp_path: Path) -> None:
     (text,) = written(long_run(tmp_path / "run", 6), tmp_path, "csv")
-    assert capsys.readouterr().out == f"{tmp_path / 'csv'}\n"
     assert not (tmp_path / "run" / "report.html").exists(), "the page was not asked for"
     rows = list(csv.DictReader(text.splitlines()))
     assert [int(row["iteration"]) for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -98,7 +98,7 @@ def test_the_last_policy_and_each_set_have_figures_of_their_own(tmp_path: Path) 
     assert (last["eval_aime_pass_at_8"], last["eval_aime_pass_at_8_se"]) == ("0.25", "0.125")
     assert all(SAMPLE.match(line) for line in metrics.splitlines() if not line.startswith("#"))
     assert "fsbarrier_eval_aime_pass_at_8{" in metrics
-    assert main(["report", "--log-path", str(run.log_path), "--out", str(tmp_path / "page.html")]) == 0
+    typed("report", "--log-path", run.log_path, "--out", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "0.25 ± 0.12" in page and "Reward: right" in page and "Tokens per answer" in page
     before = list(csv.DictReader(table.splitlines()))[-2]
@@ -106,7 +106,7 @@ def test_the_last_policy_and_each_set_have_figures_of_their_own(tmp_path: Path) 
     assert "rollout_agent_errors" not in before and before["rollout_reward_errors"] == "3.0"
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     run = long_run(tmp_path / "run", 1, lose_at=None)
-    assert main(["report", "--log-path", str(run.log_path), "--csv", str(tmp_path)]) == 2
-    assert f"--csv {tmp_path}: is a directory" in capsys.readouterr().err
+    said = typed("report", "--log-path", run.log_path, "--csv", tmp_path, code=2)
+    assert f"--csv {tmp_path}: is a directory" in said.err

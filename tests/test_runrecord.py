@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import typed
 
-from fsbarrier import cli
 from fsbarrier.cli.start.begin import Request, Start
 from fsbarrier.cli.start.begin import begin as begin_node
 from fsbarrier.errors import UsageError
@@ -239,6 +239,6 @@ def test_what_a_command_writes_into_a_shared_run_is_open_to_the_group(
     paths.rank_checkpoint("train", 1, 0).write_bytes(b"of nobody")
     # The command is a process of its own.
     files.set_shared_group(False)
-    assert cli.main([words[0], "--log-path", str(tmp_path / "run"), *words[1:]]) == 0
+    typed(words[0], "--log-path", tmp_path / "run", *words[1:])
     files.set_shared_group(False)
     assert stat.S_IMODE((tmp_path / "run" / written).stat().st_mode) in (0o660, 0o770)

@@ -10,17 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import typed
 from fake_run import FakeRun, long_run
 
-from fsbarrier.cli import main
 from fsbarrier.rundir import runrecord
 
 QUICK = {"coordination.beat_s": 0.05}
 
 
-def test_each_run_is_one_line_the_newest_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_run_is_one_line_the_newest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsbarrier.rundir.runrecord.TORN_S", 0.1)
     long_run(tmp_path / "done", 3, lose_at=None, extra=QUICK)
     begun = FakeRun(tmp_path / "begun", nodes=2, extra=QUICK)
@@ -39,20 +37,18 @@ def test_each_run_is_one_line_the_newest_first(
     os.symlink("/nowhere", tmp_path / "gone")
     for beat in (tmp_path / "done").rglob("node-*.json"):
         os.utime(beat, (1.0, 1.0))
-    assert main(["runs", str(tmp_path), "--json"]) == 0
-    captured = capsys.readouterr()
+    captured = typed("runs", tmp_path, "--json")
     assert "fsbarrier: skipped torn: " in captured.err and captured.err.count("\n") == 2
     assert "fsbarrier: skipped no text: " in captured.err and "not a run's record" in captured.err
     runs = json.loads(captured.out)
     assert [Path(run["path"]).name for run in runs] == ["begun", "done"]
     assert runs[1]["state"] == "finished" and runs[1]["iteration"] == 3 and runs[1]["nodes"] == 3
-    assert main(["status", "--log-path", str(tmp_path / "done"), "--json", "--no-watch"]) == 0
-    *_, newest = json.loads(capsys.readouterr().out)["rewards"]
+    said = typed("status", "--log-path", tmp_path / "done", "--json", "--no-watch")
+    *_, newest = json.loads(said.out)["rewards"]
     assert (runs[1]["train_reward"], runs[1]["test_reward"]) == (newest["train"], newest["test"])
     assert newest["train"] != newest["test"]
     assert runs[0]["state"] != "finished" and runs[0]["train_reward"] is None
-    assert main(["runs", str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = typed("runs", tmp_path).out.splitlines()
     assert len(lines) == 3 and lines[0].split()[:3] == ["run", "state", "iteration"]
     assert lines[2].startswith("done")
     assert [float(word) for word in lines[2].split()[6:8]] == [

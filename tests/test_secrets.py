@@ -8,9 +8,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from commands import typed
 from fake_run import FakeRun
 
-from fsbarrier import cli
 from fsbarrier.cli.pool.directory import Pool
 from fsbarrier.engine.engine import Engine
 from fsbarrier.processes.secret_variables import without_secrets
@@ -67,7 +67,7 @@ def test_only_their_own_program_gets_the_keys_of_a_runs_trackers(monkeypatch: py
             assert {name for name, value in found.items() if value == CANARY} == kept
 
 
-def test_settings_that_are_shown_have_no_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_are_shown_have_no_secrets(tmp_path: Path) -> None:
     settings = resolve(
         [],
         {
@@ -83,28 +83,23 @@ def test_settings_that_are_shown_have_no_secrets(tmp_path: Path, capsys: pytest.
     assert set(seen) == set(settings.as_json())
 
 
-def test_no_secret_is_in_the_report_or_the_dry_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_secret_is_in_the_report_or_the_dry_run(tmp_path: Path) -> None:
     chosen = ("--program", "ping", f"custom.secret.key={CANARY}", f"judge.url=https://me:{CANARY}@judge/v1")
     for more in ((), ("--json",)):
         log_path = str(tmp_path / "dry")
-        assert (
-            cli.main(
-                ["run", "--master", "--num-nodes", "1", "--log-path", log_path, "--dry-run", *more, *chosen]
-            )
-            == 0
+        said = typed(
+            "run", "--master", "--num-nodes", "1", "--log-path", log_path, "--dry-run", *more, *chosen
         )
-        assert CANARY not in (said := capsys.readouterr().out) and "custom" in said
+        assert CANARY not in (said := said.out) and "custom" in said
     secrets = {"custom": {"secret.key": CANARY}, "judge.url": f"http://me:{CANARY}@j"}
     run = FakeRun(tmp_path / "run", extra=secrets)
     run.start()
-    assert cli.main(["report", "--log-path", str(run.log_path), "--out", str(tmp_path / "report.html")]) == 0
+    typed("report", "--log-path", run.log_path, "--out", tmp_path / "report.html")
     assert CANARY not in (tmp_path / "report.html").read_text()
 
 
 def test_what_is_handed_on_to_nodes_stands_in_no_list_of_processes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start that goes on with a run hands node 0 the settings that may change, also those of a settings file."""
     config, began = tmp_path / "config.toml", list[list[str]]()
@@ -124,13 +119,12 @@ def test_what_is_handed_on_to_nodes_stands_in_no_list_of_processes(
 
     monkeypatch.setattr(Child, "start", start)
     words = ["--log-path", log_path, "--config", str(config)]
-    assert cli.main(["launch", "local", *words]) == 4, capsys.readouterr().err
+    typed("launch", "local", *words, code=4)
     assert began and CANARY not in " ".join(began[0])
     pool = Pool(tmp_path / "pool")
     pool.make(shared_group=False)
     secret = f"custom.secret.key={CANARY}"
-    assert cli.main(["submit", str(pool.root), "--nodes", "1", "--program", "ping", secret]) == 2
-    said = capsys.readouterr()
+    said = typed("submit", pool.root, "--nodes", "1", "--program", "ping", secret, code=2)
     assert (
         "custom.secret.key=*** would be visible to other users" in said.err
         and CANARY not in said.out + said.err

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from cluster import FAST, Cluster
+from commands import typed
 from fake_run import FakeRun, long_run
 
-from fsbarrier import cli
 from fsbarrier.store import files
 from fsbarrier.store.identity import boot_id
 from fsbarrier.view import terminal_lines
@@ -64,9 +64,7 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert all(one.complete for one in status.times)
 
 
-def test_frozen_engines_and_environments_stand_below_their_node(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_frozen_engines_and_environments_stand_below_their_node(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", nodes=2, **HERE)
     for rank in range(2):
         run.join(rank, pid=os.getpid())
@@ -85,12 +83,10 @@ def test_frozen_engines_and_environments_stand_below_their_node(
     run.beat(0, 1, at=(1, 2), done=1, total=8, frozen=frozen, environments=shown)
     run.beat(1, 1, at=(1, 2), frozen=["not", "ours"], environments={"odd": {"states": 7, "sessions": "x"}})
     show = ("status", "--no-watch", "--log-path", str(run.log_path))
-    assert cli.main([*show, "--json"]) == 0
-    first, second = json.loads(capsys.readouterr().out)["nodes"]
+    first, second = json.loads(typed(*show, "--json").out)["nodes"]
     assert first["engines"] == {"judge": judge, "rm": {"states": ["asleep"]}} and second["engines"] == {}
     assert first["progress"] == {"done": 1, "total": 8, "environments": shown}
-    assert cli.main(show) == 0
-    lines = [" ".join(one.split()) for one in capsys.readouterr().out.splitlines()]
+    lines = [" ".join(one.split()) for one in typed(*show).out.splitlines()]
     assert "down engines.judge restarted 2 times: vLLM died" in lines, lines
     assert "asleep engines.rm" in lines, lines
     assert "up environment sessions 1, 0 waiting" in lines, lines
@@ -99,16 +95,14 @@ def test_frozen_engines_and_environments_stand_below_their_node(
     )
 
 
-def test_an_iteration_is_complete_once_its_last_row_was_passed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_iteration_is_complete_once_its_last_row_was_passed(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run")
     run.start()
     run.iteration(1)
     run.iteration(2, range(13))
     run.lose(2, 2, 13, after=5.0, resume=13)
-    assert cli.main(["status", "--json", "--no-watch", "--log-path", str(run.log_path)]) == 0
-    assert [one["iteration"] for one in json.loads(capsys.readouterr().out)["coordination"]] == [1]
+    said = typed("status", "--json", "--no-watch", "--log-path", run.log_path)
+    assert [one["iteration"] for one in json.loads(said.out)["coordination"]] == [1]
 
 
 def test_the_newest_files_are_named(tmp_path: Path) -> None:
@@ -124,10 +118,9 @@ def test_the_newest_files_are_named(tmp_path: Path) -> None:
     assert node(status, 0).logs == str(run.paths.node_logs(2, 0))
 
 
-def test_the_json_has_what_scripts_rely_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_has_what_scripts_rely_on(tmp_path: Path) -> None:
     run = long_run(tmp_path / "run")
-    assert cli.main(["status", "--json", "--log-path", str(run.log_path)]) == 0
-    body = json.loads(capsys.readouterr().out)
+    body = json.loads(typed("status", "--json", "--log-path", run.log_path).out)
     assert {"state", "run_id", "generation", "iteration", "phase", "leader", "nodes"} <= body.keys()
     assert body["phase"] == {"index": 13, "name": "iteration_end"}
     (lost,) = body["interruptions"]
@@ -272,11 +265,7 @@ def test_a_lost_node_stays_named_while_the_others_go_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["status", "top", "report"])
 @pytest.mark.parametrize("there", ["nothing", "empty", "file", "torn", "binary"])
 def test_no_run_is_one_clear_line(
-    tmp_path: Path,
-    command: str,
-    there: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, command: str, there: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fsbarrier.rundir.runrecord.TORN_S", 0.1)
     path = tmp_path / "run"
@@ -288,8 +277,7 @@ def test_no_run_is_one_clear_line(
         (path / "run.json").write_text('{"format": 1, "run_id": "2026')
     if there == "binary":
         (path / "run.json").write_bytes(os.urandom(300))
-    assert cli.main([command, "--log-path", str(path)]) == 2
-    captured = capsys.readouterr()
+    captured = typed(command, "--log-path", path, code=2)
     assert captured.out == "" and captured.err.count("\n") == 1
     if there in ("nothing", "empty", "file"):
         assert f"no run at {path}: {'not a directory' if there == 'file' else 'no '}" in captured.err

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Said, typed
 
 from fsbarrier.aggregate import Part, aggregate
-from fsbarrier.cli import main
 from fsbarrier.data import tables
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import RankFileWriter
@@ -69,13 +69,13 @@ def run(tmp_path: Path) -> Path:
     return paths.root
 
 
-def export(run: Path, out: Path, *words: str) -> int:
-    return main(["export", str(out), "--log-path", str(run), *words])
+def export(run: Path, out: Path, *words: str, code: int = 0) -> Said:
+    return typed("export", out, "--log-path", run, *words, code=code)
 
 
 def test_json_lines_hold_everything(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out" / "all.jsonl"
-    assert export(run, out) == 0
+    export(run, out)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["task_index"] for row in rows] == [task for task in range(7) for _ in range(2)]
     whole = {
@@ -87,10 +87,10 @@ def test_json_lines_hold_everything(run: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_parquet_has_typed_columns(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parquet_has_typed_columns(run: Path, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
-    assert export(run, tmp_path / "two.parquet", "--iteration", "2", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
+    said = export(run, tmp_path / "two.parquet", "--iteration", "2", "--json")
+    told = json.loads(said.out)
     assert told["trajectories"] == 6 and len(told["from"]) == 2
     rows = parquet.read_table(tmp_path / "two.parquet").to_pylist()
     assert [row["task_index"] for row in rows] == [4, 4, 5, 5, 6, 6]
@@ -126,9 +126,7 @@ def test_a_file_takes_no_more_memory_than_a_group(
     assert memory(many, tmp_path / f"many{suffix}") < 1.5 * memory(few, tmp_path / f"few{suffix}")
 
 
-def test_what_is_wrong_is_one_line_and_leaves_nothing(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_is_one_line_and_leaves_nothing(run: Path, tmp_path: Path) -> None:
     (tmp_path / "there.jsonl").write_text("x")
     other = tmp_path / "other"
     other.write_bytes(b"PK")
@@ -140,12 +138,11 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing(
         ("folder", ["--no-tokens"], "--no-tokens: only for exporting trajectories"),
         ("other/a.jsonl", [], "cannot create its folder"),
     ):
-        assert export(run, tmp_path / out, *words) == 2, said
-        assert said in capsys.readouterr().err
+        assert said in export(run, tmp_path / out, *words, code=2).err
     damaged = RunPaths(run).merged("train", 1)
     content = bytearray(damaged.read_bytes())
     content[content.index(b"\x00\x00\x00\xbf")] ^= 1
     damaged.write_bytes(content)
-    assert export(run, tmp_path / "a.jsonl", "--iteration", "1") == 2
-    assert "merge the valid groups by hand" in capsys.readouterr().err
+    said = export(run, tmp_path / "a.jsonl", "--iteration", "1", code=2)
+    assert "merge the valid groups by hand" in said.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "run", "there.jsonl"]

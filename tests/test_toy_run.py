@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from cluster import FAST, Cluster, assert_exactly_once, leftovers
+from commands import typed
 from fake_run import FakeRun
 from waiting import until
 
-from fsbarrier.cli import main
 from fsbarrier.cli.commands import stop
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.rundir.heartbeats import read_beats
@@ -192,9 +192,7 @@ def test_rollouts_and_updates_can_be_started_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["in a phase", "about to join"])
-def test_stop_names_all_nodes_that_it_ends(
-    tmp_path: Path, begun: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stop_names_all_nodes_that_it_ends(tmp_path: Path, begun: bool) -> None:
     """Also those that end while it looks whom it reaches, and those that appear only then."""
     nodes = 3 if begun else 1
     with Cluster(tmp_path, nodes, *FAST, "toy.phase_s=30") as cluster:
@@ -205,18 +203,15 @@ def test_stop_names_all_nodes_that_it_ends(
                 cluster.in_phase(rank, 2)
         else:
             until(record.exists, cluster.said_by_all)
-        assert main(["stop", "--now", "--log-path", str(cluster.log_path)]) == 0
+        said = typed("stop", "--now", "--log-path", cluster.log_path)
         who = "nodes 0, 1, 2" if begun else "node 0"
-        assert f"asked {who} of run" in capsys.readouterr().out
+        assert f"asked {who} of run" in said.out
         assert cluster.wait() == dict.fromkeys(range(nodes), 0)
 
 
-def test_stop_says_that_nobody_is_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_says_that_nobody_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop, "LEAST_S", 0.2)
     run = FakeRun(tmp_path / "run", nodes=1)
     run.join(0)
     run.beat(0, 5, state="finished")
-    assert main(["stop", "--log-path", str(run.log_path)]) == 0
-    assert "no node of run" in capsys.readouterr().out
+    assert "no node of run" in typed("stop", "--log-path", run.log_path).out

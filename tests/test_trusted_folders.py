@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import typed
 
-from fsbarrier.cli import main
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir import runrecord
 from fsbarrier.store import trusted_folder
@@ -39,7 +39,7 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "--iterations",
         "1",
     ]
-    assert main(words) == 0
+    typed(*words)
     (place / "mine.py").with_name("ran").unlink()
     for path in (place, *place.rglob("*")):
         os.chown(path, SOMEBODY, SOMEBODY, follow_symlinks=False)
@@ -60,13 +60,10 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
     ids=" ".join,
 )
-def test_another_users_run_is_refused_and_its_program_is_not_loaded(
-    words: list[str], foreign: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_users_run_is_refused_and_its_program_is_not_loaded(words: list[str], foreign: Path) -> None:
     # A damaged generation makes `recover` ask the program where to continue.
     (foreign / "run" / "coordination" / "generations" / "gen-000001.json").write_text("{")
-    assert main([*words, "--log-path", str(foreign / "run")]) == 2
-    said = capsys.readouterr().err
+    said = typed(*words, "--log-path", foreign / "run", code=2).err
     assert "belongs to nobody" in said and "could run code as you" in said and said.count("\n") == 1
     assert not (foreign / "ran").exists(), "the other user's program ran"
 
@@ -74,11 +71,7 @@ def test_another_users_run_is_refused_and_its_program_is_not_loaded(
 @needs_root
 @pytest.mark.parametrize("record", [True, False], ids=["with a record", "empty"])
 def test_a_run_directory_that_somebody_else_makes_during_the_start_is_refused(
-    record: bool,
-    foreign: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    record: bool, foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a sticky folder such as /tmp, everybody may make what is not there yet."""
     log_path, new = tmp_path / "run", runrecord.new
@@ -90,23 +83,22 @@ def test_a_run_directory_that_somebody_else_makes_during_the_start_is_refused(
         return new(*args, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(runrecord, "new", meanwhile)
-    assert main(["run", "--program", "ping", "--iterations", "1", "--log-path", str(log_path)]) == 2
-    assert "belongs to nobody" in capsys.readouterr().err
+    said = typed("run", "--program", "ping", "--iterations", "1", "--log-path", log_path, code=2)
+    assert "belongs to nobody" in said.err
     assert not (foreign / "ran").exists(), "the other user's program ran"
 
 
 @needs_root
-def test_another_users_pool_is_refused(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_users_pool_is_refused(foreign: Path) -> None:
     pool = foreign / "pool"
     pool.mkdir()
     os.chown(pool, SOMEBODY, SOMEBODY)
-    assert main(["daemon", str(pool)]) == 2
-    assert "belongs to nobody" in capsys.readouterr().err and not list(pool.iterdir())
+    said = typed("daemon", pool, code=2)
+    assert "belongs to nobody" in said.err and not list(pool.iterdir())
     for name in ("log", "logs", "runs", "coordination"):
         (pool / name).mkdir()
     for words in (["daemon", str(pool)], ["submit", str(pool), "--program", "ping"]):
-        assert main(words) == 2
-        assert "belongs to nobody" in capsys.readouterr().err
+        assert "belongs to nobody" in typed(*words, code=2).err
 
 
 @needs_root
