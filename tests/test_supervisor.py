@@ -15,7 +15,7 @@ import pytest
 from process_tree import DEADLINE_S
 
 from fsbarrier.errors import ProgramFailed, StoreError
-from fsbarrier.processes import processes, supervisor
+from fsbarrier.processes import processes
 from fsbarrier.processes.supervisor import Child, StartFailed
 
 Start = Callable[..., Child]
@@ -206,21 +206,3 @@ def test_stop_reaches_a_stopped_program(start: Start) -> None:
         assert not select.select([pidfd], [], [], 0.001)[0]
     os.close(pidfd)
     assert child.stop(DEADLINE_S) == 5
-
-
-def test_without_standard_streams_of_our_own(tmp_path: Path) -> None:
-    """A daemon started with its streams closed: the descriptors 0 to 2 are then given to whoever asks first."""
-    code = f"""
-import os, sys
-sys.path.insert(0, {str(Path(supervisor.__file__).parents[2])!r})
-from pathlib import Path
-from fsbarrier.processes.supervisor import Child
-os.closerange(0, 3)
-child = Child.start(["sh", "-c", "echo out; exit 9"], log_file=Path({str(tmp_path / "log")!r}), name="work")
-os._exit(child.wait({DEADLINE_S}))
-"""
-    assert (
-        os.waitstatus_to_exitcode(os.system(f"exec {sys.executable} -c '{code.replace(chr(39), chr(34))}'"))
-        == 9
-    )
-    assert (tmp_path / "log").read_text().endswith("\nout\n")

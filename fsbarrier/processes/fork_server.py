@@ -31,7 +31,7 @@ import msgspec
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.processes import last_words
 from fsbarrier.processes.guard import ENDING, PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, Guard, prctl
-from fsbarrier.processes.stack_signal import SIGNAL
+from fsbarrier.processes.stacks import SIGNAL
 
 # Longest message between our program and a job, and longest report of the server.
 MAX_MESSAGE, MAX_REPORT = 64 << 20, 16 << 10

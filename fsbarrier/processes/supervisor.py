@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import select
 import shlex
@@ -30,7 +29,7 @@ from typing import Self
 
 import fsbarrier
 from fsbarrier.errors import ProgramFailed, StoreError
-from fsbarrier.processes import guard, orphans, processes, stack_signal
+from fsbarrier.processes import guard, orphans, processes, stacks
 from fsbarrier.rundir import log_tail
 from fsbarrier.store import files
 from fsbarrier.store.printable import without_passwords
@@ -107,7 +106,8 @@ class Child:
             raise ValueError(f"empty command: {list(argv)!r}")
         log_fd, log_start = _open_log(log_file, name, argv)
         child = cls(name, log_file, log_start)
-        child._socket, theirs = _socket_pair()
+        # Both are close-on-exec: a copy of ours in another program would hide our death.
+        child._socket, theirs = socket.socketpair()
         try:
             child._guard = subprocess.Popen(
                 [
@@ -276,17 +276,7 @@ def with_this_package(environ: Mapping[str, str]) -> dict[str, str]:
     package = Path(fsbarrier.__file__).resolve().parents[1]
     search_path = (str(package), *environ.get("PYTHONPATH", "").split(os.pathsep))
     joined = os.pathsep.join(dict.fromkeys(folder for folder in search_path if folder))
-    return {**environ, "PYTHONPATH": joined, "PYTHONUNBUFFERED": "1", stack_signal.ASKED: "1"}
-
-
-def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Our end of the socket and the guard's. Both are close-on-exec: a copy of ours in another program would hide our death."""
-    ours, theirs = socket.socketpair()
-    if theirs.fileno() <= 2:
-        # In a daemon without standard streams the socket may have one of their numbers, which the guard's streams need.
-        with theirs:
-            return ours, socket.socket(fileno=fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 3))
-    return ours, theirs
+    return {**environ, "PYTHONPATH": joined, "PYTHONUNBUFFERED": "1", stacks.ASKED: "1"}
 
 
 def _open_log(path: Path, name: str, argv: Sequence[str]) -> tuple[int, int]:
