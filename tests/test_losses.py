@@ -125,7 +125,7 @@ def test_masked_tokens_cannot_spoil_the_loss(case: str) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_are_settings_that_give_a_loss(preset: str) -> None:
-    own = {name: value for name, value in PRESETS[preset][1].items() if "." not in name}
+    own = {name: value for name, value in PRESETS[preset].items() if "." not in name}
     algorithm = replace(AlgorithmSettings(), **own)  # type: ignore[arg-type]
     loss, gradient, _ = loss_of(algorithm)
     assert loss == loss and bool((gradient[:, :2] == gradient[:, :2]).all())

@@ -369,15 +369,3 @@ def test_what_is_given_wins_over_a_preset() -> None:
 def test_a_preset_is_what_its_paper_says(preset: str, by_its_paper: dict[str, Any]) -> None:
     algorithm = resolve(f"algorithm.preset={preset}").algorithm
     assert {name: getattr(algorithm, name) for name in by_its_paper} == by_its_paper
-
-
-def test_a_dry_run_shows_what_a_preset_means() -> None:
-    from fsbarrier.cli.start.dryrun import preset_lines
-
-    lines = preset_lines(resolve("algorithm.preset=dr_grpo", "algorithm.clip_high=0.3"))
-    assert lines[0] == "algorithm.preset=dr_grpo: Understanding R1-Zero-like training, arXiv 2503.20783"
-    assert "  algorithm.clip_high = 0.2 (this run uses 0.3)" in lines
-    assert '  algorithm.aggregation = "seq-mean-token-sum-norm"' in lines
-    assert preset_lines(resolve()) == []
-    refills = preset_lines(resolve("algorithm.preset=dapo", "rollout.max_refills=2"))
-    assert "  rollout.max_refills = 9 (this run uses 2)" in refills

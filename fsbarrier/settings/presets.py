@@ -22,114 +22,92 @@ _REINFORCE_PLUS_PLUS: Mapping[str, object] = {
     "normalize_std": True,
 }
 
-#: preset -> source, settings; names without a section are of `algorithm`
-PRESETS: Mapping[str, tuple[str, Mapping[str, object]]] = {
-    "grpo": (
-        "DeepSeekMath, arXiv 2402.03300",
-        {
-            **_PPO_CLIP,
-            **_EVERY_GROUP,
-            "aggregation": "seq-mean-token-mean",
-            **_GROUPS_MEAN,
-            "kl_coef": 0.04,
-            "kl_estimator": "k3",
-        },
-    ),
-    "dr_grpo": (
-        "Understanding R1-Zero-like training, arXiv 2503.20783",
-        {
-            **_PPO_CLIP,
-            **_NO_KL,
-            **_EVERY_GROUP,
-            "aggregation": "seq-mean-token-sum-norm",
-            **_GROUPS_MEAN,
-            "normalize_std": False,
-        },
-    ),
-    "dapo": (
-        "DAPO, arXiv 2503.14476",
-        {
-            **_NO_KL,
-            **_PPO_CLIP,
-            "clip_high": 0.28,
-            "aggregation": "token-mean",
-            **_GROUPS_MEAN,
-            "drop_zero_signal": True,
-            "truncated": "shape",
-            # Ten rounds in total, as in verl's recipe; the paper gives no limit.
-            "rollout.max_refills": 9,
-        },
-    ),
-    "gspo": (
-        "GSPO, arXiv 2507.18071",
-        {
-            **_NO_KL,
-            "loss": "gspo",
-            "clip_low": 3e-4,
-            "clip_high": 4e-4,
-            "dual_clip": None,
-            "aggregation": "seq-mean-token-mean",
-            **_GROUPS_MEAN,
-        },
-    ),
-    "cispo": (
-        "MiniMax-M1, arXiv 2506.13585; the bound of 5 is from ScaleRL, arXiv 2510.13786",
-        {
-            **_NO_KL,
-            "loss": "cispo",
-            "clip_low": 1.0,
-            "clip_high": 4.0,
-            "aggregation": "token-mean",
-            **_GROUPS_MEAN,
-        },
-    ),
-    "sapo": (
-        "SAPO, arXiv 2511.20347",
-        {**_NO_KL, "loss": "sapo", "aggregation": "seq-mean-token-mean", **_GROUPS_MEAN},
-    ),
-    "ppo": (
-        "PPO with a critic, arXiv 1707.06347 and 1506.02438, as verl has it",
-        {
-            **_PPO_CLIP,
-            **_NO_KL,
-            "dual_clip": 3.0,
-            "aggregation": "token-mean",
-            "advantage": "gae",
-            "gamma": 1.0,
-            "lam": 1.0,
-            "normalize_std": True,
-            "critic.clip": 0.5,
-        },
-    ),
-    "rloo": (
-        "Back to Basics, arXiv 2402.14740",
-        {
-            **_PPO_CLIP,
-            **_EVERY_GROUP,
-            "aggregation": "seq-mean-token-sum",
-            "advantage": "rloo",
-            "normalize_std": False,
-            **_NO_KL,
-            "kl_in_reward": 0.03,
-        },
-    ),
-    "reinforce_plus_plus": (
-        "REINFORCE++, arXiv 2501.03262",
-        {**_REINFORCE_PLUS_PLUS, **_NO_KL, "kl_in_reward": 0.001},
-    ),
-    "reinforce_plus_plus_baseline": (
-        "REINFORCE++ with a baseline, arXiv 2501.03262",
-        {
-            **_REINFORCE_PLUS_PLUS,
-            "advantage": "reinforce_plus_plus_baseline",
-            "kl_coef": 0.001,
-            "kl_estimator": "k2",
-        },
-    ),
-    "rft": (
-        "Rejection-sampling fine-tuning, arXiv 2308.01825",
-        {**_NO_KL, "loss": "rft", "aggregation": "token-mean"},
-    ),
+#: preset -> settings; names without a section are of `algorithm`
+PRESETS: Mapping[str, Mapping[str, object]] = {
+    # DeepSeekMath, arXiv 2402.03300
+    "grpo": {
+        **_PPO_CLIP,
+        **_EVERY_GROUP,
+        "aggregation": "seq-mean-token-mean",
+        **_GROUPS_MEAN,
+        "kl_coef": 0.04,
+        "kl_estimator": "k3",
+    },
+    # Understanding R1-Zero-like training, arXiv 2503.20783
+    "dr_grpo": {
+        **_PPO_CLIP,
+        **_NO_KL,
+        **_EVERY_GROUP,
+        "aggregation": "seq-mean-token-sum-norm",
+        **_GROUPS_MEAN,
+        "normalize_std": False,
+    },
+    # DAPO, arXiv 2503.14476
+    "dapo": {
+        **_NO_KL,
+        **_PPO_CLIP,
+        "clip_high": 0.28,
+        "aggregation": "token-mean",
+        **_GROUPS_MEAN,
+        "drop_zero_signal": True,
+        "truncated": "shape",
+        # Ten rounds in total, as in verl's recipe; the paper gives no limit.
+        "rollout.max_refills": 9,
+    },
+    # GSPO, arXiv 2507.18071
+    "gspo": {
+        **_NO_KL,
+        "loss": "gspo",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "dual_clip": None,
+        "aggregation": "seq-mean-token-mean",
+        **_GROUPS_MEAN,
+    },
+    # MiniMax-M1, arXiv 2506.13585; the bound of 5 is from ScaleRL, arXiv 2510.13786
+    "cispo": {
+        **_NO_KL,
+        "loss": "cispo",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+        "aggregation": "token-mean",
+        **_GROUPS_MEAN,
+    },
+    # SAPO, arXiv 2511.20347
+    "sapo": {**_NO_KL, "loss": "sapo", "aggregation": "seq-mean-token-mean", **_GROUPS_MEAN},
+    # PPO with a critic, arXiv 1707.06347 and 1506.02438, as verl has it
+    "ppo": {
+        **_PPO_CLIP,
+        **_NO_KL,
+        "dual_clip": 3.0,
+        "aggregation": "token-mean",
+        "advantage": "gae",
+        "gamma": 1.0,
+        "lam": 1.0,
+        "normalize_std": True,
+        "critic.clip": 0.5,
+    },
+    # Back to Basics, arXiv 2402.14740
+    "rloo": {
+        **_PPO_CLIP,
+        **_EVERY_GROUP,
+        "aggregation": "seq-mean-token-sum",
+        "advantage": "rloo",
+        "normalize_std": False,
+        **_NO_KL,
+        "kl_in_reward": 0.03,
+    },
+    # REINFORCE++, arXiv 2501.03262
+    "reinforce_plus_plus": {**_REINFORCE_PLUS_PLUS, **_NO_KL, "kl_in_reward": 0.001},
+    # REINFORCE++ with a baseline, arXiv 2501.03262
+    "reinforce_plus_plus_baseline": {
+        **_REINFORCE_PLUS_PLUS,
+        "advantage": "reinforce_plus_plus_baseline",
+        "kl_coef": 0.001,
+        "kl_estimator": "k2",
+    },
+    # Rejection-sampling fine-tuning, arXiv 2308.01825
+    "rft": {**_NO_KL, "loss": "rft", "aggregation": "token-mean"},
 }
 
 
@@ -141,5 +119,5 @@ else:
 
 def preset_values(preset: object) -> dict[str, object]:
     """The preset's values by dotted name; {} if there is no such preset."""
-    _, values = PRESETS.get(str(preset), ("", {}))
+    values = PRESETS.get(str(preset), {})
     return {key if "." in key else f"algorithm.{key}": value for key, value in values.items()}

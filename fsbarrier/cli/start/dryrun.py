@@ -19,7 +19,6 @@ from fsbarrier.run import work_kinds
 from fsbarrier.rundir.runrecord import RunRecord, numbers_in
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.placement import ALL, Ranges
-from fsbarrier.settings.presets import PRESETS, preset_values
 from fsbarrier.settings.section import leaves
 from fsbarrier.settings.sections import Settings
 from fsbarrier.store.printable import printable, without_passwords
@@ -47,8 +46,6 @@ def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
         print(
             "# This is the light environment for dry runs. A real start creates the full one, and then checks packages and your code."
         )
-    for line in preset_lines(settings):
-        print(f"# {printable(line)}")
     print(f"# settings (digest {record.settings_digest[:12]})")
     for key, value in leaves(shown(settings.as_json())):
         print(f"{key} = {json.dumps(value)}")
@@ -60,20 +57,6 @@ def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
             if rank == node_rank:
                 print(f"{index:2d} {name:<18} {command}")
     return 0
-
-
-def preset_lines(settings: Settings) -> list[str]:
-    """The settings of the preset, and which of them this run overrides."""
-    preset = settings.algorithm.preset
-    if preset is None:
-        return []
-    lines = [f"algorithm.preset={preset}: {PRESETS[preset][0]}"]
-    for name, value in preset_values(preset).items():
-        section, _, field = name.partition(".")
-        used = getattr(getattr(settings, section), field)
-        other = "" if used == value else f" (this run uses {json.dumps(used)})"
-        lines.append(f"  {name} = {json.dumps(value)}{other}")
-    return lines
 
 
 def describe(record: RunRecord, settings: Settings) -> Iterator[tuple[int, int, str, str]]:
