@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+import heapq
+import math
+import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, TypeVar
 
 import torch
 
@@ -23,8 +27,9 @@ from fsbarrier.settings.sections import AlgorithmSettings, Settings
 from fsbarrier.store import reading
 from fsbarrier.training.advantages import batch_advantages, counted_reward, weigh_group
 from fsbarrier.training.batch import TrainingSequence, check, minibatches, sequences_of, write_batch
-from fsbarrier.training.replay import drawn
-from fsbarrier.training.trajectory_source import read_merged
+from fsbarrier.trajectories import load
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -123,6 +128,60 @@ def teaching_groups(
                 sequences += made
         if sequences:
             yield sequences
+
+
+def drawn(by_age: Iterable[tuple[int, Iterable[T]]], iterations: int, *, seed: str) -> Sequence[T]:
+    """Of the last `iterations` iterations, the newest one (age 0) first, as many groups as that has; in the order in which they come.
+
+    Weighted sampling without replacement in one pass: each group gets the key u ** (1 / weight), u uniform, and the largest keys win
+    (Efraimidis and Spirakis 2006). Other groups are discarded immediately, so memory holds only one batch.
+    """
+    generator = random.Random(seed)
+
+    def keyed(age: int, groups: Iterable[T]) -> Iterable[tuple[float, int, int, T]]:
+        # A group weighs from 1 in the newest to nearly 0. Of its key the logarithm, which may be too small for a float otherwise.
+        weight = ((iterations - age) / iterations) ** 2
+        return (
+            (math.log(1.0 - generator.random()) / weight, age, place, one) for place, one in enumerate(groups)
+        )
+
+    first, *others = (keyed(age, groups) for age, groups in by_age)
+    newest = list(first)
+    best = heapq.nlargest(len(newest), chain(newest, *others), key=lambda one: one[0])
+    return [group for _, _, _, group in sorted(best, key=lambda one: one[1:3])]
+
+
+def read_merged(path: Path) -> tuple[str | None, Iterator[list[Trajectory]]]:
+    """The run that made a merged file (None: unknown), and its groups. The file may also be one that the user made with torch.save.
+
+    Raises UsageError for other files, StoreError.
+    """
+    found = load(path)
+    run_id, metadata = None, found["metadata"]
+    if metadata.get("finished") is False:
+        # A growing file of a rank contains only a part of the rollouts.
+        raise UsageError(f"{path} is a rank's unfinished file; merge it first (fsbarrier aggregate)")
+    if metadata.get("run_id") is not None:
+        run_id = str(metadata["run_id"])
+    if not all(isinstance(one, dict) for one in found["trajectories"]):
+        raise UsageError(f"{path}: a trajectory is no dictionary")
+    return run_id, _groups_of(found["trajectories"])
+
+
+def _groups_of(trajectories: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
+    """Group consecutive trajectories by task and policy version; in a merged file groups are contiguous."""
+    group: list[Trajectory] = []
+    for trajectory in trajectories:
+        if group and _origin(trajectory) != _origin(group[0]):
+            yield group
+            group = []
+        group.append(trajectory)
+    if group:
+        yield group
+
+
+def _origin(trajectory: Trajectory) -> tuple[object, object]:
+    return trajectory.get("task_index", trajectory.get("task_id")), trajectory.get("policy_version")
 
 
 def mean_version(trajectory: Trajectory) -> float:

@@ -183,7 +183,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
         fixed |= {"model": str(policy.model)}
     below = {**program.defaults, **defaults, **program.fixed, **fixed}
     settings = resolve(chosen.values(), below)
-    settings = _with_engines_folders(settings, settings.data_path, request.environ)
+    settings = model_folder.with_engines_folders(settings, settings.data_path, request.environ)
     asked.check_rank(rank, settings.num_nodes)
     check_node(settings, program, request.environ, dry_run=request.dry_run)
     tasks, model = _inputs(settings, program, asked, demo_tasks.FOLDER if is_demo else None)
@@ -336,12 +336,8 @@ def _with_models_folder(
     typed: Settings, record: RunRecord, data_path: str | None, environ: Mapping[str, str]
 ) -> Settings:
     """The user's settings, with the names of models resolved to their folders as in the record."""
-    typed = _with_engines_folders(typed, data_path, environ)
+    typed = model_folder.with_engines_folders(typed, data_path, environ)
     if typed.model is None or typed.model == record.model:
         return typed
     folder = model_folder.find_model(typed.model, Path(data_path) if data_path else None, environ)
     return replace(typed, model=str(folder))
-
-
-def _with_engines_folders(settings: Settings, data_path: str | None, environ: Mapping[str, str]) -> Settings:
-    return model_folder.with_engines_folders(settings, Path(data_path) if data_path else None, environ)

@@ -84,7 +84,7 @@ def check_examples(
 
 
 def _renderer(folder: Path, what: str) -> Callable[..., str] | None:
-    """The function that renders the folder's template; None if it has several, or the package jinja2 is missing. Raises UsageError."""
+    """The function that renders the folder's template; None if it has several. Raises UsageError."""
     source = _source(folder)
     if source is None:
         if (folder / "additional_chat_templates").is_dir():
@@ -94,11 +94,8 @@ def _renderer(folder: Path, what: str) -> Callable[..., str] | None:
             "(chat_template.jinja, or chat_template in tokenizer_config.json); use a text prompt, or add the chat template "
             "of an instruct model"
         )
-    try:
-        from jinja2 import TemplateSyntaxError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        return None
+    from jinja2 import TemplateSyntaxError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def refuse(message: str) -> NoReturn:
         raise _Refused(message)

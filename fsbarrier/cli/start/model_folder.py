@@ -85,18 +85,18 @@ def _check_model(said: str, folder: Path, tokenizer: Collection[str]) -> None:
             raise UsageError(f"{said}: {folder} {what}; give a Hugging Face model folder")
 
 
-def with_engines_folders(settings: Settings, data_path: Path | None, environ: Environ) -> Settings:
+def with_engines_folders(settings: Settings, data_path: str | None, environ: Environ) -> Settings:
     """The settings with the folders of the models of the frozen engines and the critic. Raises UsageError."""
-    found = dict(settings.engines)
+    found, data = dict(settings.engines), Path(data_path) if data_path else None
     for name, one in settings.engines.items():
         if one.model is not None:
-            folder = find_model(one.model, data_path, environ, f"engines.{name}.model")
+            folder = find_model(one.model, data, environ, f"engines.{name}.model")
             # The link of another run, which may be going on, leads elsewhere later.
             found[name] = replace(one, model=str(folder.resolve()))
     critic = settings.critic
     if critic.model is not None:
         # It gets the policy's tokens, so it needs no tokenizer.
-        folder = find_model(critic.model, data_path, environ, "critic.model", ())
+        folder = find_model(critic.model, data, environ, "critic.model", ())
         critic = replace(critic, model=str(folder.resolve()))
     return replace(settings, engines=found, critic=critic)
 

@@ -113,7 +113,10 @@ def export(chosen: VersionToExport, target: Path) -> None:
 
 def _copy(chosen: VersionToExport, out: Path) -> None:
     if not chosen.digests:
-        _copy_first_model(chosen, out)
+        # A user's own folder may contain links, as the Hugging Face cache does.
+        shutil.copytree(
+            chosen.model, out, copy_function=lambda one, to: copy_hashed(Path(one), Path(to), chosen.root)
+        )
     for name, digest in chosen.digests.items():
         files.make_dirs((out / name).parent)
         checkpoints.copy_listed(chosen.model / name, out / name, digest, chosen.root)
@@ -127,15 +130,6 @@ def _refuse_links(model: Path, root: Path) -> None:
             raise ProgramFailed(
                 f"{path} is a symbolic link, which could lead out of the run; not exporting it"
             )
-
-
-def _copy_first_model(chosen: VersionToExport, out: Path) -> None:
-    """Copy the initial model, which has no manifest. A user's own folder may contain links, as the Hugging Face cache does."""
-
-    def copy(source: str, target: str) -> None:
-        copy_hashed(Path(source), Path(target), chosen.root)
-
-    shutil.copytree(chosen.model, out, copy_function=copy)
 
 
 def push(folder: Path, repository: str, message: str) -> str:
