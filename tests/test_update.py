@@ -264,7 +264,7 @@ def test_nothing_to_learn_from_is_no_failure(tmp_path: Path) -> None:
     assert work.prepare()["dropped_groups"] == 6
     result = work.update("v1")
     assert result["optimizer_steps"] == 0 and "unchanged" in result["note"]
-    assert result["memory_estimate_gb"] > 2 and 0.1 < result["memory_peak_gb"] < 10
+    assert 0.1 < result["memory_peak_gb"] < 10
     assert largest_difference(work.weights("v1"), first_weights(tmp_path)) == 0
     assert checkpoints.verify(tmp_path / "v1").policy_version == 1
     (tmp_path / "merged").unlink()

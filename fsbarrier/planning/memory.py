@@ -1,6 +1,6 @@
 """Estimates the memory of one process of an update, and finds a sharding that fits. Pure.
 
-The real memory also depends on kernels and on fragmentation. The journal contains both the estimate and the real memory of each update.
+The real memory also depends on kernels and on fragmentation; the journal has that of each update.
 """
 
 from __future__ import annotations

@@ -237,12 +237,8 @@ def _accelerator() -> Any:
 
 def _deepspeed() -> Any:
     """The package, which says what it does only where something is wrong."""
-    try:
-        import deepspeed
-    except ImportError:
-        raise UsageError(
-            "trainer.backend=deepspeed: needs the package deepspeed, which is not installed here"
-        ) from None
+    import deepspeed
+
     deepspeed.utils.logger.setLevel(logging.WARNING)
     # DeepSpeed calls functions for which torch has newer names, and torch would warn at each step.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

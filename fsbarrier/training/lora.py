@@ -38,12 +38,8 @@ class Adapters:
     @classmethod
     def put_into(cls, causal: PreTrainedModel, settings: LoraSettings, folder: Path) -> Self:
         """Add freshly initialised adapters to the model of `folder`, and freeze the rest. Raises UsageError."""
-        try:
-            import peft
-        except ImportError:
-            raise UsageError(
-                f"lora.rank={settings.rank}: needs the package peft, which is not installed on this node"
-            ) from None
+        import peft
+
         config = peft.LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,

@@ -18,7 +18,7 @@ from typing import Self
 
 import torch
 
-from fsbarrier.errors import FsbarrierError, UsageError
+from fsbarrier.errors import FsbarrierError
 from fsbarrier.processes.kept_program import JOBS
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.rundir.paths import RunPaths
@@ -36,7 +36,7 @@ from fsbarrier.training.profiling import profiled
 from fsbarrier.training.resume import Beginning, KeptTrainer, UpdateSpec, begin, go_on
 from fsbarrier.training.self_certainty import with_self_certainty
 from fsbarrier.training.token_advantages import adapted, with_token_weights
-from fsbarrier.training.trainer import Trainer, update_load
+from fsbarrier.training.trainer import Trainer
 from fsbarrier.training.weights_copy import WeightsCopy
 
 NO_SIGNAL = "no group had a training signal, so the weights are unchanged"
@@ -110,6 +110,7 @@ class Updates:
             # Whether it continued with the state kept in memory since the previous update.
             "went_on": went_on,
             **{name: round(seconds, 3) for name, seconds in times.items()},
+            # Of one process; the host's memory on a CPU.
             "memory_peak_gb": round(peak / 1e9, 3),
         }
 
@@ -224,8 +225,6 @@ class Update:
             **metrics(totals, self.batch),
             "max_tokens_per_micro_batch": self.settings.trainer.max_tokens_per_micro_batch,
             "device": str(self.processes.device),
-            # Of one process, as fsbarrier/planning/ has it; `memory_peak_gb` is what it was: the host's memory on a CPU.
-            "memory_estimate_gb": estimated_memory_gb(start.model, self.settings, trainer),
             "distributed": trainer.layout.described(self.processes),
             "note": start.went_back or self.note,
         }
@@ -244,15 +243,6 @@ def shrink_micro_batch(settings: Settings, attempt: int) -> Settings:
     """
     less = max(1, settings.trainer.max_tokens_per_micro_batch >> (2 * attempt))
     return replace(settings, trainer=replace(settings.trainer, max_tokens_per_micro_batch=less))
-
-
-def estimated_memory_gb(model_folder: Path, settings: Settings, trainer: Trainer) -> float | None:
-    """The planned memory of one process; None for an unknown model type."""
-    try:
-        load = update_load(model_folder, settings, trainer.processes)
-    except UsageError:
-        return None
-    return round(replace(load, shards=trainer.layout.shards).total / 1e9, 3)
 
 
 def metrics(totals: Sums, batch: TrainingBatch) -> dict[str, object]:
