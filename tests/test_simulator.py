@@ -81,13 +81,13 @@ def test_faults_really_strike() -> None:
 
 def test_a_seed_replays_identically_also_in_another_process() -> None:
     seeds, setup = (7, 21, 40), replace(ALL, iterations=2)
-    told = [transcript(make_world(seed, setup).run(), every_row=True) for seed in seeds]
-    assert told == [transcript(make_world(seed, setup).run(), every_row=True) for seed in seeds]
+    told = [transcript(make_world(seed, setup).run()) for seed in seeds]
+    assert told == [transcript(make_world(seed, setup).run()) for seed in seeds]
     code = (
         "import sys, json; from fsbarrier.sim.campaign import make_world; from fsbarrier.sim.setup import Setup;"
         "from fsbarrier.sim.setup import USUAL; from fsbarrier.sim.transcript import transcript;"
         "setup = Setup(mix=USUAL, iterations=2);"
-        f"print(json.dumps([transcript(make_world(seed, setup).run(), every_row=True) for seed in {seeds}]))"
+        f"print(json.dumps([transcript(make_world(seed, setup).run()) for seed in {seeds}]))"
     )
     root = str(Path(observer.__file__).parents[2])
     environ = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": root}

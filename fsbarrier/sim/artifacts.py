@@ -25,15 +25,14 @@ WEIGHTS = "model.safetensors"
 
 @dataclass
 class PartFile:
-    """A rank's growing file of durable groups. `policy`: the policy in its header; `made_by`: the policy that the engine really served."""
+    """A rank's growing file of durable groups. `policy`: the policy in its header."""
 
     generation: int
     iteration: int
     split: str
     policy: str
-    made_by: str
-    #: (task, when)
-    groups: list[tuple[int, float]] = field(default_factory=list)
+    #: (task, when, the policy that the engine really served)
+    groups: list[tuple[int, float, str]] = field(default_factory=list)
 
 
 @dataclass
@@ -41,19 +40,21 @@ class SimTorchrun:
     """A torchrun's job: it continues when all its nodes are there, and no node can finish it alone."""
 
     size: int
-    programs: dict[int, Partner] = field(default_factory=dict)
+    programs: dict[int, Program] = field(default_factory=dict)
     lost: bool = False
     #: the weights that it makes
     weights: str = ""
 
 
-class Partner(Protocol):
-    """A node's part in a torchrun. `broken`: why it fails in its next step."""
+class Program(Protocol):
+    """A program of a node, which its guard ends with it; perhaps its part in a torchrun. `broken`: why it fails in its next step."""
 
     alive: bool
     broken: str
 
     def advance(self) -> None: ...
+
+    def stop(self, grace_s: float = 0.0) -> None: ...
 
 
 class Artifacts:

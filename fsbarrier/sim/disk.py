@@ -35,9 +35,6 @@ class SimPath(str):
     def parent(self) -> SimPath:
         return SimPath(self.rpartition("/")[0])
 
-    def with_name(self, name: str) -> SimPath:
-        return SimPath(f"{self.rpartition('/')[0]}/{name}")
-
 
 #: a record, or damaged bytes
 Content = Record | bytes
@@ -107,7 +104,6 @@ class Disk:
         self.now = 0.0
         self.files: dict[str, File] = {}
         self.dirs: dict[str, Directory] = {}
-        self.torn: set[str] = set()
         self.coarse_s, self._encode = coarse_s, encode
         # path -> the damaged content, until an operator restores the record
         self.spoilt: dict[str, bytes] = {}
@@ -235,7 +231,6 @@ class Disk:
             elif fate < 0.9:
                 whole = as_bytes(file.content)
                 file.content = bytes(len(whole)) if fate < 0.8 else whole[: int(rng.random() * len(whole))]
-                self.torn.add(path)
             else:
                 file.host = "gone"
         for path in [path for path in hurt if self.files[path].host == "gone"]:

@@ -152,8 +152,6 @@ class History:
     hidden_s: float = 0.0
     # whether this schedule's mounts cache anything
     caches: bool = False
-    # how many iterations a generation lasts
-    longest: int = 100
     # what the run began with, of the settings that later starts name
     settings: Payload = field(default_factory=dict)
     # what the first session runs, and the rows of each choice
@@ -161,8 +159,9 @@ class History:
     spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     # split -> number of tasks of an iteration
     tasks: Mapping[str, int] = field(default_factory=dict)
-    # `rollout.ahead`
+    # `rollout.ahead` and `rollout.in_flight`
     ahead: int = 0
+    in_flight: bool = False
     # the lines of all journals
     events: list[JournalLine] = field(default_factory=list)
     # the same, and what else happened, in order

@@ -16,6 +16,7 @@ from fsbarrier.sim.history import Done, History, Merged, Place
 from fsbarrier.sim.published import no_fact_is_needed_after_its_removal, published_too_late
 from fsbarrier.sim.sessions import ended_by_an_old_start, finished, nothing_was_left, start_positions
 from fsbarrier.sim.settings import i16_the_same_settings
+from fsbarrier.sim.setup import LIMITS
 from fsbarrier.sim.verdicts import gave_up_for_a_reason, i7_no_false_death, i15_only_for_a_reason
 from fsbarrier.sim.world import World
 
@@ -129,7 +130,7 @@ def i3_only_forward(history: History) -> Iterator[str]:
     for removed in history.removed:
         removals[removed.path].append(removed.time)
     for write in history.writes:
-        # A late seal may have the name of a removed fact (fsbarrier/coordination/fact_removal.py).
+        # A late seal may have the name of a removed fact (fsbarrier/coordination/own_facts.py).
         life = sum(1 for time in removals.get(write.path, ()) if time <= write.time)
         first = once.setdefault((write.path, life), write.record)
         if first is not write.record and first != write.record:
@@ -163,7 +164,8 @@ def i4_nothing_old_is_merged(history: History) -> Iterator[str]:
 
 
 def i17_young_enough(history: History) -> Iterator[str]:
-    """The groups of a merge are of the policy of its iteration; with `rollout.ahead`, of that of the iteration before at most."""
+    """The groups of a merge are of the policy of its iteration; with `rollout.ahead`, of that of the iteration before at most. In flight,
+    engines take it before it is published; if it is made anew then, both are of one version."""
     trained = [merged for merged in history.merges if merged.split == "train"]
     for merged in history.merges:
         policies = {merged.policy}
@@ -173,7 +175,8 @@ def i17_young_enough(history: History) -> Iterator[str]:
             ]
             policies |= {one.policy for one in before}
         for entry in merged.entries:
-            if entry.policy not in policies:
+            same_version = entry.policy.partition(".")[0] == merged.policy.partition(".")[0]
+            if entry.policy not in policies and not (history.in_flight and same_version):
                 yield f"{merged.out}: task {entry.task} was rolled out by policy {entry.policy}"
 
 
@@ -241,7 +244,7 @@ def outcomes(world: World) -> Iterator[str]:
         allowed |= {3}
     if "program" in struck:
         allowed |= {4}
-    hasty = rules.limits.join_timeout_s < world.setup.limits.join_timeout_s
+    hasty = rules.limits.join_timeout_s < LIMITS.join_timeout_s
     hasty = hasty or rules.limits.last_call_s is not None
     if (struck or hasty) and (
         rules.on_node_failure != "shrink" or rules.min_nodes > 1 or rules.lacks_role(())

@@ -20,7 +20,7 @@ FOREVER = float("inf")
 Waiting = Generator[float, None, JsonObject]
 # the size of one group of trajectories in a simulated part
 GROUP_BYTES = 100
-# how long a program's end may stay unnoticed where nothing else happens
+# how long a program's end may stay unnoticed where nothing else happens, and its node need not look for weights
 POLL_S = 2.0
 # what a process says whose partner has gone
 PARTNER_GONE = "connection closed by peer"
@@ -80,6 +80,7 @@ class SimProgram:
         self._steps: Waiting
         self._node: Node
         self._fails: tuple[float, str] | None = None
+        self._in_flight = False
         # which job the pending steps belong to
         self._job = 0
 
@@ -103,7 +104,7 @@ class SimProgram:
         module = told.get("module") or program_name(self._argv)
         self._code, self._result, self._job = None, Path(told["result"]), self._job + 1
         assert self.host.node is not None
-        self._node = self.host.node
+        self._node, self._in_flight = self.host.node, told.get("in_flight", False)
         self._fails = failure_of_a_program(world, self.host.process.rank, told["phase_name"])
         works: dict[str, Callable[[Payload], Waiting]] = {
             "fsbarrier.workers.rollout": self._rollout,
@@ -116,7 +117,7 @@ class SimProgram:
 
     def wait(self, timeout_s: float) -> int | None:
         if self._code is None:
-            self.host.sleep(max(timeout_s, POLL_S))
+            self.host.sleep(timeout_s if self._in_flight else POLL_S)
         return self._code
 
     def stop(self, grace_s: float = 0.0) -> None:
@@ -198,16 +199,15 @@ class SimProgram:
     def _rollout(self, spec: Payload) -> Waiting:
         artifacts, world = self.host.artifacts, self.host.world
         self._need(spec)
-        serving = self.host.serving
-        fresh = PartFile(spec["generation"], spec["iteration"], spec["split"], spec["policy"], serving)
+        fresh = PartFile(spec["generation"], spec["iteration"], spec["split"], spec["policy"])
         self._only_writer(spec["part"])
         part = artifacts.parts.setdefault(spec["part"], fresh)
-        done = {task for task, _ in part.groups}
+        done = {task for task, *_ in part.groups}
         tasks, rounds = _tasks_of_rounds(spec)
         left = [task for task in tasks if task not in done]
         for task, wait in zip(left, self._busy(len(left)), strict=True):
             yield wait
-            part.groups.append((task, world.now))
+            part.groups.append((task, world.now, self.host.serving))
         return {"groups": len(part.groups), "tasks": tasks, "rounds": rounds}
 
     def _aggregate(self, spec: Payload) -> Waiting:
@@ -245,9 +245,10 @@ class SimProgram:
         taken: dict[int, MergedGroup] = {}
         for source in sources:
             part, valid = self.host.artifacts.parts[source["path"]], source["valid_bytes"]
-            for index, (task, _) in enumerate(part.groups[: None if valid is None else valid // GROUP_BYTES]):
+            durable = part.groups[: None if valid is None else valid // GROUP_BYTES]
+            for index, (task, _, policy) in enumerate(durable):
                 if task in source["tasks"] and task in expected:
-                    entry = MergedGroup(task, source["path"], index, part.generation, part.made_by)
+                    entry = MergedGroup(task, source["path"], index, part.generation, policy)
                     taken.setdefault(task, entry)
         return [*taken.values()]
 

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import Protocol
 
 from fsbarrier.protocol.facts import Pulse
 from fsbarrier.protocol.state import Node
-from fsbarrier.sim.artifacts import Artifacts
+from fsbarrier.sim.artifacts import Artifacts, Program
 from fsbarrier.sim.history import History, ProcessEnd, Said
 from fsbarrier.sim.setup import Draw
 from fsbarrier.sim.store import After, MountClient, nothing
@@ -93,14 +92,6 @@ class Schedule:
     def entered(self, node: Node) -> None:
         """A node has entered a row."""
         raise NotImplementedError
-
-
-class Program(Protocol):
-    """A program of a node, which its guard ends with it."""
-
-    alive: bool
-
-    def stop(self, grace_s: float = 0.0) -> None: ...
 
 
 class Start:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -19,9 +19,7 @@ from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Rules
 from fsbarrier.protocol.timing import BEAT_S
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.settings.sections import (
-    Settings,
-)
+from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.value_types import RlPhase
 from fsbarrier.sim.disk import SimPath
 from fsbarrier.sim.store import Habits, ReadFaults
@@ -57,6 +55,9 @@ SMALL: Payload = {
 }
 ROOT = SimPath("/run")
 PATHS = RunPaths(cast(Path, ROOT))
+LIMITS = Limits(dead_s=15.0, join_timeout_s=60.0, rejoin_timeout_s=40.0)
+# Some outages are longer.
+OUTAGE_S = 25.0
 # the shortest time that starting nodes wait for each other
 HASTY_S = 4.0
 
@@ -100,11 +101,6 @@ class Setup:
     phases: RlPhase | None = None
     # seconds between a node's heartbeats
     beat_s: float | None = None
-    limits: Limits = field(
-        default_factory=lambda: Limits(dead_s=15.0, join_timeout_s=60.0, rejoin_timeout_s=40.0)
-    )
-    # Some outages are longer.
-    outage_s: float = 25.0
     # durations of a working phase in seconds, of which one is drawn each time
     lengths: tuple[float, ...] | None = None
     habits: Habits | None = None
@@ -143,8 +139,13 @@ def draw_placement(rng: Random, nodes: int) -> dict[str, object]:
     several = f"node:{first}-{last}" if first < last else f"node:{first}"
     one = f"node:{({*range(nodes)} - {*range(first, last + 1)}).pop()}"
     rollout, update = rng.choice(((several, one), (one, several), (several, one), (several, "all")))
-    ahead = 0 if update == "all" else rng.choice((0, 1, 1))
-    return {"placement.rollout": rollout, "placement.update": update, "rollout.ahead": ahead}
+    ahead = "" if update == "all" else rng.choice(("", "ahead", "in flight"))
+    return {
+        "placement.rollout": rollout,
+        "placement.update": update,
+        "rollout.ahead": int(ahead != ""),
+        "rollout.in_flight": ahead == "in flight",
+    }
 
 
 @cache
@@ -177,7 +178,7 @@ class Draw:
         self.rules = replace(rules, limits=self._limits(), longest=longest)
         usual = poll_intervals(self.settings.with_values({"coordination.beat_s": self.beat_s}))
         self.intervals: PollIntervals = replace(
-            usual, dead_s=setup.limits.dead_s, outage_s=setup.outage_s, join_factor=3.0
+            usual, dead_s=LIMITS.dead_s, outage_s=OUTAGE_S, join_factor=3.0
         )
         self.lengths: tuple[float, ...] = setup.lengths or rng.choice(LENGTHS)
         self._draw_mounts(mix)
@@ -200,13 +201,13 @@ class Draw:
 
     def _limits(self) -> Limits:
         """With faults, sessions sometimes begin before all nodes are there."""
-        rng, limits, faulty = self.rng, self.setup.limits, bool(self.setup.mix)
+        rng, faulty = self.rng, bool(self.setup.mix)
         # A session may begin while members of the last one are still suspended.
-        join_s = HASTY_S if faulty and rng.random() < 0.15 else limits.join_timeout_s
+        join_s = HASTY_S if faulty and rng.random() < 0.15 else LIMITS.join_timeout_s
         # A run with a range of nodes, some of which join later.
         last_call_s = rng.choice((0.0, 2.0, 10.0)) if faulty and rng.random() < 0.15 else None
-        stagger_s = limits.stagger_s * self.beat_s / BEAT_S
-        return replace(limits, join_timeout_s=join_s, last_call_s=last_call_s, stagger_s=stagger_s)
+        stagger_s = LIMITS.stagger_s * self.beat_s / BEAT_S
+        return replace(LIMITS, join_timeout_s=join_s, last_call_s=last_call_s, stagger_s=stagger_s)
 
     def _draw_mounts(self, mix: Collection[str]) -> None:
         rng, self.habits, self.coarse_s = self.rng, Habits(), 0.0

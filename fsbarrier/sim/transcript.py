@@ -12,11 +12,10 @@ from fsbarrier.sim.invariants import Violation
 WIDTH = 150
 
 
-def transcript(history: History, *, every_row: bool = False) -> str:
-    """The whole transcript. `every_row`: one line for each row, even if nothing happens in between."""
-    lines = [line for line in _lines(history.told) if line.text]
-    lines = [line._replace(text=line.text.replace(history.root, "/run")) for line in lines]
-    return "\n".join(_rendered(lines if every_row else _joined(lines))) + "\n"
+def transcript(history: History) -> str:
+    """The whole transcript."""
+    told = [line for line in _lines(history.told) if line.text]
+    return "".join(map(_rendered, told)).replace(history.root, "/run")
 
 
 def violations(found: Iterable[Violation]) -> str:
@@ -74,31 +73,8 @@ def _row(phase: int) -> str:
     return f"{phase:02d} {PHASE_NAMES[phase]}"
 
 
-def _joined(lines: list[Said]) -> Iterator[Said]:
-    """Join consecutive rows with nothing in between into one line."""
-    held: list[Said] = []
-    for line in lines:
-        if line.text.startswith("passed: "):
-            held.append(line)
-            continue
-        yield from _run_of_rows(held)
-        held = []
-        yield line
-    yield from _run_of_rows(held)
-
-
-def _run_of_rows(held: list[Said]) -> Iterator[Said]:
-    if len(held) > 1:
-        first, last = held[0].text.removeprefix("passed: "), held[-1].text.removeprefix("passed: ")
-        same = first.partition(",")[0] == last.partition(",")[0]
-        yield Said(held[-1].time, "=", f"passed: {first} to {last.partition(', ')[2] if same else last}")
-    else:
-        yield from held
-
-
-def _rendered(lines: Iterable[Said]) -> Iterator[str]:
-    for line in lines:
-        first, *rest = line.text.splitlines() or [""]
-        text = first if len(first) <= WIDTH else first[: WIDTH - 3] + "..."
-        yield f"{line.time:9.2f} {line.mark} {text}"
-        yield from (f"{'':12}{more.strip()}" for more in rest)
+def _rendered(line: Said) -> str:
+    first, *rest = line.text.splitlines()
+    text = first if len(first) <= WIDTH else first[: WIDTH - 3] + "..."
+    more = "".join(f"{'':12}{line.strip()}\n" for line in rest)
+    return f"{line.time:9.2f} {line.mark} {text}\n{more}"

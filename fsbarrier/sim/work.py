@@ -171,7 +171,7 @@ class SimHost(Place, Surroundings):
         found = []
         for path, part in sorted(self.artifacts.parts.items()):
             if (part.split, part.iteration) == (split, iteration):
-                tasks = tuple(task for task, when in part.groups if when <= until)
+                tasks = tuple(task for task, when, _ in part.groups if when <= until)
                 if tasks:
                     found.append(PartOnDisk(Path(path).name, part.policy, len(tasks) * GROUP_BYTES, tasks))
         return tuple(found)

@@ -18,7 +18,7 @@ from fsbarrier.sim.process import Process
 from fsbarrier.sim.schedule import Action, Mishap, Schedule, Start
 from fsbarrier.sim.sessions import OTHERS, Session, another
 from fsbarrier.sim.settings import CommandLines
-from fsbarrier.sim.setup import ROOT, START_SETTINGS, Draw, Setup, program
+from fsbarrier.sim.setup import LIMITS, ROOT, START_SETTINGS, Draw, Setup, program
 from fsbarrier.sim.store import After, Habits, MountClient, nothing
 
 # the limit for each node and iteration, a hundred times the usual number; more is a livelock
@@ -298,14 +298,14 @@ def _new_history(draw: Draw) -> History:
     return History(
         first,
         last,
-        dead_s=setup.limits.dead_s,
+        dead_s=LIMITS.dead_s,
         poll_gap_s=poll_gap_s,
         hidden_s=habits.oldest_s + habits.absence_s + poll_gap_s,
         caches=habits != Habits() or bool(draw.coarse_s),
-        longest=draw.rules.longest,
         phases=settings.rl_phase,
         spans={phases: program().span(phases) for phases in OTHERS},
         settings={**START_SETTINGS, "num_nodes": setup.nodes, "rank_weights": [1.0] * setup.nodes},
         ahead=settings.rollout.ahead,
+        in_flight=settings.rollout.in_flight,
         tasks={"train": settings.rollout.tasks, "test": settings.eval.tasks},
     )

@@ -79,7 +79,7 @@ def _trace(seed: int, setup: Setup) -> int:
         f"seed {seed}: {counted(setup.nodes, 'node')}, --on-node-failure {rules.on_node_failure}, --min-nodes {rules.min_nodes}"
     )
     print(f"mounts: {world.draw.habits}; directory times in steps of {world.disk.coarse_s:g} s")
-    print(transcript(history, every_row=True), end="")
+    print(transcript(history), end="")
     print(violations(found) or "every invariant held")
     return EXIT_INTERNAL if found else 0
 
