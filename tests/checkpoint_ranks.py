@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
 from fsbarrier.training import checkpoint_write, safetensors_file, trainer_state
-from fsbarrier.training.node_copy import NodeCopy
+from fsbarrier.training.checkpoint_write import NodeCopy
 from fsbarrier.training.slices import local_part
 from fsbarrier.training.weights_copy import WeightsCopy
 

@@ -30,13 +30,12 @@ from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.names import POLICY_FOLDER
 from fsbarrier.training import checkpoint_write
 from fsbarrier.training.batch import TrainingBatch
+from fsbarrier.training.checkpoint_write import NodeCopy
 from fsbarrier.training.deepspeed_backend import DeepSpeedBackend
-from fsbarrier.training.node_copy import NodeCopy
-from fsbarrier.training.policy_model import PolicyModel
+from fsbarrier.training.policy_model import PolicyModel, ValueModel
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.torch_backend import TorchBackend
 from fsbarrier.training.trainer import Trainer
-from fsbarrier.training.value_model import ValueModel
 from fsbarrier.training.weights_copy import WeightsCopy
 from fsbarrier.workers.update import Updates
 

@@ -48,8 +48,8 @@ def test_the_worked_numbers() -> None:
     """Of slime's form: the advantage t - o in a clipped loss. Outside the sampled tokens nothing counts."""
     import torch
 
-    from fsbarrier.training.distillation import with_distillation
     from fsbarrier.training.losses import Divisor, TokenValues, minibatch_loss
+    from fsbarrier.training.token_advantages import with_distillation
 
     algorithm = AlgorithmSettings(loss="distil")
     batch = with_distillation(batch_of(OLD, TEACHER), algorithm)
@@ -68,7 +68,7 @@ def test_the_worked_numbers() -> None:
 def test_it_is_added_to_what_the_reward_says() -> None:
     import torch
 
-    from fsbarrier.training.distillation import with_distillation
+    from fsbarrier.training.token_advantages import with_distillation
 
     both = AlgorithmSettings(loss="distil", distil_reward=0.5)
     apart = np.array(TEACHER) - np.array(OLD)

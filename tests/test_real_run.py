@@ -70,7 +70,7 @@ WAITS_AFTER_ITS_COPY = """
 import os, signal, sys
 from pathlib import Path
 if "-m" in sys.orig_argv and sys.orig_argv[sys.orig_argv.index("-m") + 1] == "fsbarrier.workers.update":
-    from fsbarrier.training.node_copy import NodeCopy
+    from fsbarrier.training.checkpoint_write import NodeCopy
     write = NodeCopy.write
     def write_and_wait(self, *args):
         write(self, *args)

@@ -75,7 +75,7 @@ def batch_of(certainty: list[list[float]], groups: list[int], rewards: list[floa
 
 
 def weights(batch: Any, **algorithm: Any) -> list[float]:
-    from fsbarrier.training.self_certainty import with_self_certainty
+    from fsbarrier.training.token_advantages import with_self_certainty
 
     settings = AlgorithmSettings(**{"self_certainty": 1.0, **algorithm})
     found: list[float] = with_self_certainty(batch, settings).weights.tolist()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -35,11 +36,11 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.store import files, owned
 from fsbarrier.training import safetensors_file
 from fsbarrier.training.lora import Adapters
-from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.processes import gather_json
 from fsbarrier.training.slices import Shares, parts_to_write, whole_tensor
 from fsbarrier.training.stored_tensors import StoredPart, StoredTensor
 from fsbarrier.training.trainer_state import CRITIC, LAYOUT, StateLayout, TrainerState
+from fsbarrier.training.weights_copy import WeightsCopy
 
 T = TypeVar("T")
 
@@ -51,6 +52,30 @@ WRITTEN = frozenset({"config.json", "generation_config.json"})
 FOLDERS = ("model", "trainer", CRITIC)
 # Subfolder of a model folder with the adapters merged into its weights.
 ADAPTER = "adapter"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCopy:
+    """This node's local copy of the new weights for its engines; each process of the update writes some of the files.
+
+    `ranks`: the ranks of this node's processes; the first one does the work that only one process may do.
+    """
+
+    place: WeightsCopy
+    ranks: range
+
+    def writer(self, number: int, owner: int) -> int:
+        """The process of this node that copies file `number`: `owner`, which writes it to the shared directory, if it is on this node."""
+        return owner if owner in self.ranks else self.ranks[number % len(self.ranks)]
+
+    def write(self, version: str, file: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write one file of the copy. A failure only means that there is no copy; the update continues."""
+        path = self.place.unchecked(version) / file
+        try:
+            safetensors_file.write_unhashed(path, tensors)
+        except OSError as error:
+            print(f"{path}: {error.strerror or error}: no copy of the weights on this node", file=sys.stderr)
+            self.place.give_up(version)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The policy during an update: computes log-probabilities, entropies and self-certainties of the requested tokens."""
+"""What an update computes of the requested tokens: the policy log-probabilities, entropies and self-certainties, the critic values."""
 
 from __future__ import annotations
 
@@ -77,6 +77,21 @@ class PolicyModel(TokenModel):
             hidden.flatten(0, 1)[at - 1], tokens.flatten()[at], temperature
         )
         return found
+
+
+class ValueModel(TokenModel):
+    """A token classifier of transformers with one label. Its output head is a part of the outermost unit when it is sharded."""
+
+    def __init__(self, classifier: PreTrainedModel) -> None:
+        super().__init__()
+        self.causal = classifier
+        self.head = None
+
+    def forward(self, inputs: Mapping[str, Tensor], wanted: Tensor, temperature: float) -> tuple[Tensor]:
+        """The value of each token: what is still to come, as far as the tokens before it tell."""
+        values = self.causal(**inputs, use_cache=False).logits.flatten()
+        at = wanted.flatten().nonzero().squeeze(1)
+        return (values[at - 1].float(),)
 
 
 def packs(causal: PreTrainedModel) -> bool:

@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
-from fsbarrier.training.node_copy import NodeCopy
+from fsbarrier.training.checkpoint_write import NodeCopy
 from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.training.trainer import Trainer
 

@@ -1,10 +1,20 @@
-"""Advantages token by token: with a critic, or where the KL divergence from the reference policy is in the reward.
+"""Advantages that need a model's numbers, so that the update makes them: token by token with a critic or a KL divergence in the reward, of
+self-certainty, and of a teacher.
 
 Each token has a reward: minus the coefficient times its log-ratio policy / reference (`algorithm.kl_in_reward`); the last one of a
 trajectory has the trajectory's own in addition. With a critic its advantage is generalised advantage estimation's (Schulman et al. 2016,
 arXiv 1506.02438). Without one it is the sum of the rewards from it on, which is what it can still change (Ouyang et al. 2022, 2203.02155;
 Hu et al. 2025, 2501.03262), and the same formula with values of 0. The sampled tokens of a trajectory follow each other here: what lies
 between two of them, like an answer of a tool or the border of two segments, has no reward and no value.
+
+An answer's self-certainty (`algorithm.self_certainty`: Zhao et al. 2025, Intuitor, arXiv 2505.19590, computed as its verl variant) is the
+mean over its tokens of the KL divergence of the uniform distribution over the vocabulary from the one that the token was drawn from, at the
+sampling temperature. Phase 8 leaves the rewards in the place of the weights.
+
+On-policy distillation (`algorithm.loss=distil`): the advantage of a sampled token is by how much the teacher finds it likelier than the
+policy did before the first step, log(teacher / policy). Its policy gradient is that of the reverse KL divergence KL(policy || teacher)
+token by token, without later tokens (Agarwal et al. 2024, arXiv 2306.13649; thinkingmachines.ai/blog/on-policy-distillation). The
+clipped loss of `grpo` applies. `algorithm.distil_reward` adds the advantages of the run's reward.
 """
 
 from __future__ import annotations
@@ -15,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fsbarrier.settings.sections import AlgorithmSettings
-from fsbarrier.training.advantages import batch_advantages
+from fsbarrier.training.advantages import batch_advantages, group_advantages
 from fsbarrier.training.batch import TrainingBatch
 
 # The most by which one update changes the adaptive coefficient for an error in the KL divergence, before the horizon.
@@ -78,3 +88,42 @@ def gae(rewards: Tensor, values: Tensor, counts: Tensor, gamma: float, lam: floa
         advantage, next_value = error + gamma * lam * advantage[:there], values[at]
         found[at] = advantage
     return found
+
+
+def with_self_certainty(batch: TrainingBatch, algorithm: AlgorithmSettings) -> TrainingBatch:
+    """The batch with advantages of rewards and self-certainties, if the settings ask for it; every process has all of both."""
+    if not algorithm.self_certainty or batch.certainty is None:
+        return batch
+    begins = batch.continues == 0
+    trajectory = begins.cumsum(0) - 1
+    sampled = batch.loss_mask.double()
+    of_token = trajectory.repeat_interleave(batch.offsets.diff())
+    sums, counts = (
+        torch.zeros(int(begins.sum()), dtype=torch.float64).index_add(0, of_token, values)
+        for values in (sampled * batch.certainty, sampled)
+    )
+    share = algorithm.self_certainty
+    rewards = (1 - share) * batch.weights[begins].double() + share * sums / counts
+    _, sizes = batch.groups[begins].unique_consecutive(return_counts=True)
+    advantages = torch.cat([group_advantages(one, algorithm) for one in rewards.split(sizes.tolist())])
+    weights = advantages[trajectory]
+    if not algorithm.kl_in_reward and not algorithm.has_critic:
+        tokens = batch.sampled_tokens(torch.arange(len(weights)))
+        weights = batch_advantages(weights, tokens, algorithm)
+    return replace(batch, weights=weights.float())
+
+
+def with_distillation(batch: TrainingBatch, algorithm: AlgorithmSettings) -> TrainingBatch:
+    """The batch with the teacher's advantages, if the settings ask for them; what it has by then are those of the reward."""
+    if algorithm.loss != "distil" or batch.teacher is None:
+        return batch
+    by_token = batch.token_weights
+    of_reward = batch.weights.repeat_interleave(batch.offsets.diff()) if by_token is None else by_token
+    weights = algorithm.distil_reward * of_reward.double() + behind_teacher(batch, batch.teacher)
+    return replace(batch, token_weights=torch.where(batch.loss_mask.bool(), weights, 0.0).float())
+
+
+def behind_teacher(batch: TrainingBatch, teacher: Tensor) -> Tensor:
+    """log(teacher / policy) of each token, float64."""
+    policy = batch.logprobs if batch.old is None else batch.old
+    return teacher.double() - policy.double()

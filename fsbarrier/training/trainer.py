@@ -16,7 +16,7 @@ from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import OptimizerSettings, Settings
 from fsbarrier.training import checkpoint_write, policy
 from fsbarrier.training.architecture import shape_of
-from fsbarrier.training.checkpoint_write import NewVersion
+from fsbarrier.training.checkpoint_write import NewVersion, NodeCopy
 from fsbarrier.training.deepspeed_backend import (
     DeepSpeedBackend,
     configuration,
@@ -24,13 +24,11 @@ from fsbarrier.training.deepspeed_backend import (
     partitioned_model,
 )
 from fsbarrier.training.lora import Adapters
-from fsbarrier.training.node_copy import NodeCopy
-from fsbarrier.training.policy_model import PolicyModel, TokenModel, packs
+from fsbarrier.training.policy_model import PolicyModel, TokenModel, ValueModel, packs
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout, choose_layout
 from fsbarrier.training.torch_backend import TorchBackend
 from fsbarrier.training.trainer_state import CRITIC
-from fsbarrier.training.value_model import ValueModel
 
 
 @dataclass

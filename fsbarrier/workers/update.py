@@ -6,41 +6,47 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 import torch
 
-from fsbarrier.errors import FsbarrierError
+from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.processes.kept_program import JOBS
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
+from fsbarrier.store import files
 from fsbarrier.training.batch import TrainingBatch
+from fsbarrier.training.checkpoint_write import NodeCopy
 from fsbarrier.training.critic import train_critic, with_values
-from fsbarrier.training.distillation import behind_teacher, with_distillation
 from fsbarrier.training.eyes import Eyes
-from fsbarrier.training.failures import explained, tell_torchrun
 from fsbarrier.training.log_prob_pass import held_out_loss, with_old, with_reference
-from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes, gather_json
-from fsbarrier.training.profiling import profiled
 from fsbarrier.training.resume import Beginning, KeptTrainer, UpdateSpec, begin, go_on
-from fsbarrier.training.self_certainty import with_self_certainty
-from fsbarrier.training.token_advantages import adapted, with_token_weights
+from fsbarrier.training.token_advantages import (
+    adapted,
+    behind_teacher,
+    with_distillation,
+    with_self_certainty,
+    with_token_weights,
+)
 from fsbarrier.training.trainer import Trainer
 from fsbarrier.training.weights_copy import WeightsCopy
 
 NO_SIGNAL = "no group had a training signal, so the weights are unchanged"
 WARM_UP = "the critic alone was trained (critic.warmup)"
+# Parts of error messages about a lost peer.
+PEER_GONE = ("gloo", "connection closed", "connection reset", "connect()", "broken pipe", "timed out")
 
 
 class Updates:
@@ -228,6 +234,45 @@ class Update:
             "distributed": trainer.layout.described(self.processes),
             "note": start.went_back or self.note,
         }
+
+
+@contextmanager
+def profiled(into: Path, name: str) -> Iterator[None]:
+    """Torch's profiler, and on an accelerator the history of its memory: write what happens meanwhile in this process to `name`.json.gz,
+    and `name`.pickle."""
+    memory = torch.cuda.is_available()
+    if memory:
+        torch.cuda.memory._record_memory_history()
+    with torch.profiler.profile(record_shapes=True, profile_memory=True) as profiler:
+        yield
+    files.make_dirs(into)
+    profiler.export_chrome_trace(str(into / f"{name}.json.gz"))
+    if memory:
+        torch.cuda.memory._dump_snapshot(str(into / f"{name}.pickle"))
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def explained(error: RuntimeError) -> Exception:
+    """torch's error as a one-line message with advice; `error` itself if it is not a known kind."""
+    first = (str(error).splitlines() or [""])[0]
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in first:
+        hint = (
+            "a retry quarters the micro-batch; otherwise lower trainer.max_tokens_per_micro_batch, or "
+            "engine.gpu_memory_utilization if the engine keeps its memory"
+        )
+        return ProgramFailed(f"out of memory: {first}; {hint}")
+    if isinstance(error, torch.distributed.DistError) or any(word in first.lower() for word in PEER_GONE):
+        return ProgramFailed(f"lost contact with the trainer on another node (see its log): {first}")
+    return error
+
+
+def tell_torchrun(error: Exception) -> None:
+    """Put the reason into the table of failures that torchrun prints at the end, instead of "enable traceback"."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        extra = {"py_callstack": str(error), "timestamp": str(int(time.time()))}
+        message = {"message": {"message": str(error), "extraInfo": extra}}
+        files.write_atomic(Path(file), json.dumps(message).encode())
 
 
 def leave() -> None:
