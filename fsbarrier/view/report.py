@@ -19,10 +19,10 @@ from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir.journal import Event
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.section import leaves
-from fsbarrier.view import figures
 from fsbarrier.view.amounts import amount, duration, one_line, percent
 from fsbarrier.view.event_wording import event_text
 from fsbarrier.view.report_charts import Bar, Piece, Series, line_chart, piece
+from fsbarrier.view.report_formats import Row, iteration_rows
 from fsbarrier.view.report_samples import samples
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
@@ -40,6 +40,31 @@ LEAST_SHARE = 0.002
 #: A bar this many times as long as the middle one ends with the page, so that the others can be seen. Its value stands beside it.
 OUTLIER = 3.0
 NOTHING = "–"
+#: the curves beside the rewards, in their order: column of the table -> title
+CURVES = {
+    "update_entropy": "Entropy",
+    "update_self_certainty": "Self-certainty",
+    "update_teacher_kl": "KL to the teacher",
+    "update_policy_kl": "KL to the previous policy",
+    "update_kl": "KL to the reference policy",
+    "update_reward_kl": "KL to the reference policy, in the reward",
+    "update_clip_fraction": "Clip fraction",
+    "update_logprob_gap_mean": "Engine-trainer log-prob gap",
+    "update_mismatch_kl": "KL between engine and trainer",
+    "update_explained_variance": "Share of the returns' variance that the critic foresees",
+    "update_value_loss": "Loss of the critic",
+    "update_grad_norm": "Gradient norm",
+    "update_lr": "Learning rate",
+    "update_loss": "Loss",
+    "update_held_out_loss": "Held-out loss",
+    "rollout_answer_tokens_mean": "Tokens per answer",
+    "rollout_truncated_share": "Share of answers truncated",
+    "rollout_groups_without_signal": "Groups without signal",
+    "rollout_reward_std": "Std of rewards within a group",
+    "batch_staleness": "Staleness in policy versions",
+}
+#: columns with these beginnings have curves too
+PARTS = {"rollout_reward_parts_": "Reward", "rollout_train_reward_": "Reward", "eval_": "Evaluation"}
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
 
@@ -140,47 +165,45 @@ def _tiles(
 
 def _curves(reader: RunReader, status: RunStatus) -> list[tuple[str, str, str]]:
     """(title, newest value, chart) of the rewards, and of each metric that is not always 0."""
-    rollouts, evaluations = (reader.history.reports(name) for name in ("rolled_out", "evaluated"))
-    parts = [name for name in figures.rollout_columns(rollouts.values()) if name.startswith(figures.PARTS)]
-    sets = [
-        name
-        for name in figures.evaluation_figures(evaluations.values())
-        if not name.endswith(("_se", "reward_mean"))
-    ]
-    both = (("train", "rolled_out"), ("held-out", "evaluated"))
-    found = [("Reward", [(name, event, "reward_mean") for name, event in both])] + [
-        (title, [(title, event, name)])
-        for event, name, title in (
-            *figures.CURVES,
-            *(("rolled_out", name, f"Reward: {name.partition('/')[2]}") for name in parts),
-            *(("evaluated", name, f"Evaluation: {name}") for name in sets),
-        )
-    ]
+    rows = iteration_rows(reader, status)
+    columns = [*next(iter(rows.values()), {})]
+    charts = {"Reward": ("train_reward", "test_reward")}
+    charts |= {title: (column,) for column, title in CURVES.items()}
+    for prefix, title in PARTS.items():
+        own = [
+            one
+            for one in columns
+            if one.startswith(prefix) and not one.endswith(("_se", "_s", "reward_mean"))
+        ]
+        charts |= {f"{title}: {column.removeprefix(prefix)}": (column,) for column in own}
     # The evaluation of a session's last policy belongs to no iteration.
+    rollouts, evaluations = (reader.history.reports(name) for name in ("rolled_out", "evaluated"))
     end = max(evaluations, default=0)
     at_end = end not in rollouts and end in evaluations and evaluations[end].fields.get("final") is True
     changes, curves = _changes(reader), []
-    for title, named in found:
+    for title, of_chart in charts.items():
+        names = {"train_reward": "train", "test_reward": "held-out"}
         series = [
-            Series(name, "test" if event == "evaluated" else "train", points)
-            for name, event, field in named
-            if (points := _points(reader.history.reports(event), field))
+            Series(
+                names.get(column, title), "test" if column.startswith(("test", "eval")) else "train", points
+            )
+            for column in of_chart
+            if (points := _points(rows, column))
         ]
         if any(value for one in series for _, value in one.points):
             last = "end" if at_end and max(one.points[-1][0] for one in series) == end else ""
             several = len(series) > 1
             newest = ", ".join(f"{one.name} " * several + _figure(one.points[-1][1]) for one in series)
-            _, event, field = named[-1]
-            error = list(reader.history.reports(event).values())[-1:]
-            if error and (se := error[0].number(f"{field.removesuffix('_mean')}_se")) is not None:
-                newest += f" ± {amount(se)}"
+            error = "eval_reward_se" if title == "Reward" else f"{of_chart[0]}_se"
+            if deviations := _points(rows, error):
+                newest += f" ± {amount(deviations[-1][1])}"
             curves.append((title, newest, line_chart(series, last=last, marks=changes)))
     return curves
 
 
-def _points(reports: Mapping[int, Event], name: str) -> list[tuple[float, float]]:
-    found = ((float(iteration), event.number(name)) for iteration, event in reports.items())
-    return [(iteration, value) for iteration, value in found if value is not None]
+def _points(rows: Mapping[int, Row], column: str) -> list[tuple[float, float]]:
+    found = ((float(iteration), row.get(column)) for iteration, row in rows.items())
+    return [(iteration, value) for iteration, value in found if isinstance(value, int | float)]
 
 
 def _changes(reader: RunReader) -> dict[int, str]:

@@ -9,15 +9,38 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from fsbarrier.rundir.journal import Event
-from fsbarrier.view.figures import evaluation_figures, rollout_columns, update_columns
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
 from fsbarrier.view.timings import Span
 
 Row = dict[str, object]
+#: event -> the prefix of its columns, the fields that become columns, and those of them that do so even if they were always 0: parts of a
+#: reward, and what evaluations measure (rewards/evaluation.py), with an optional set name
+MEASURES = {
+    "rolled_out": (
+        "rollout",
+        re.compile(
+            "reward_std|groups_without_signal|rounds|left_out|(reward|agent|environment)_errors|answer_tokens_(mean|min|max)"
+            "|truncated_share|(reward_parts|train_reward)/.+"
+        ),
+        re.compile("(reward_parts|train_reward)/.+(?<!_failed)"),
+    ),
+    "evaluated": (
+        "eval",
+        re.compile(r"(?!reward_mean$)([^/]+/)?(reward_mean|reward(/.+)?|pass_at_\d+|majority_at_\d+)(_se)?"),
+        re.compile(".+"),
+    ),
+    # All numbers but times and places.
+    "updated": (
+        "update",
+        re.compile(r"(?!(node_rank|incarnation|generation|iteration|phase|policy_version)$).+(?<!_s)"),
+        re.compile("(?!)"),
+    ),
+    "batch_prepared": ("batch", re.compile("staleness"), re.compile("(?!)")),
+}
 
 
 def csv_table(reader: RunReader, status: RunStatus) -> str:
@@ -34,17 +57,14 @@ def csv_table(reader: RunReader, status: RunStatus) -> str:
 
 
 def iteration_rows(reader: RunReader, status: RunStatus) -> dict[int, Row]:
-    """The values by iteration. All iterations use the same column order."""
-    updates, evaluations = reader.history.reports("updated"), reader.history.reports("evaluated")
-    figures = [name for name in evaluation_figures(evaluations.values()) if name != "reward_mean"]
-    rollouts = reader.history.reports("rolled_out")
-    rolled_out = rollout_columns(rollouts.values())
+    """The values by iteration, for tables, curves and trackers. All iterations use the same column order."""
+    reports = {name: reader.history.reports(name) for name in MEASURES}
+    measured = {name: _measured(name, events.values()) for name, events in reports.items()}
     times = {one.iteration: one for one in status.times}
     rewards = {one.iteration: one for one in status.rewards}
     phases = sorted({phase for one in status.times for phase in one.phases})
-    measured = update_columns(updates.values())
     found: dict[int, Row] = {}
-    for iteration in sorted({*updates, *times, *rewards}):
+    for iteration in sorted({*reports["updated"], *times, *rewards}):
         reward, time = rewards.get(iteration), times.get(iteration)
         row: Row = {
             "iteration": iteration,
@@ -58,20 +78,30 @@ def iteration_rows(reader: RunReader, status: RunStatus) -> dict[int, Row]:
         row |= {
             f"{column(name)}_s": time.phases.get((number, name)) if time else None for number, name in phases
         }
-        row |= {f"rollout_{column(name)}": _number(rollouts.get(iteration), name) for name in rolled_out}
-        row |= {f"eval_{column(name)}": _number(evaluations.get(iteration), name) for name in figures}
-        row |= {f"update_{name}": _number(updates.get(iteration), name) for name in measured}
+        for name, fields in measured.items():
+            event, prefix = reports[name].get(iteration), MEASURES[name][0]
+            row |= {f"{prefix}_{column(field)}": event.number(field) if event else None for field in fields}
         found[iteration] = row
     return found
+
+
+def _measured(name: str, events: Collection[Event]) -> list[str]:
+    """The fields of these events that become columns, without those that were always 0: a KL that nobody asks for is not computed."""
+    fields: dict[str, None] = {}
+    for event in events:
+        fields |= dict.fromkeys(event.fields)
+    wanted, zeros = MEASURES[name][1:]
+    return [
+        field
+        for field in fields
+        if wanted.fullmatch(field)
+        and (zeros.fullmatch(field) or any(event.number(field) for event in events))
+    ]
 
 
 def column(phase: str) -> str:
     """A phase's name as a column or metric name, sanitized because a spreadsheet could take it for a formula."""
     return re.sub(r"\W", "_", phase, flags=re.ASCII)
-
-
-def _number(event: Event | None, name: str) -> float | None:
-    return event.number(name) if event is not None else None
 
 
 def perfetto_trace(reader: RunReader) -> str:
