@@ -16,7 +16,6 @@ from statistics import median
 import fsbarrier
 from fsbarrier.protocol.session import shown as plain
 from fsbarrier.protocol.wording import counted
-from fsbarrier.rundir.journal import Event
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.section import leaves
 from fsbarrier.view.amounts import amount, duration, one_line, percent
