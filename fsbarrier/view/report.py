@@ -166,7 +166,7 @@ def _curves(reader: RunReader, status: RunStatus) -> list[tuple[str, str, str]]:
     """(title, newest value, chart) of the rewards, and of each metric that is not always 0."""
     rows = iteration_rows(reader, status)
     columns = [*next(iter(rows.values()), {})]
-    charts = {"Reward": ("train_reward", "test_reward")}
+    charts: dict[str, tuple[str, ...]] = {"Reward": ("train_reward", "test_reward")}
     charts |= {title: (column,) for column, title in CURVES.items()}
     for prefix, title in PARTS.items():
         own = [
