@@ -657,7 +657,7 @@ PROGRAM = Program(
         Phase(9, "update_ready", each=probe_addresses, leader=choose_address, resume="engine_stop"),
         Phase(10, "update", each=update, resume="engine_stop"),
         Phase(11, "weights_publish", leader=publish_weights),
-        Phase(12, "engine_start", each=start_engine),
+        Phase(12, "engine_start", each=start_engine, ready=True),
         Phase(13, "iteration_end"),
     ),
     RL_SLICES,

@@ -13,6 +13,8 @@ from core_builders import (
     NOW,
     OPEN,
     ROLL_OUT,
+    TABLE,
+    UPDATE,
     asked_to_stop,
     at_row,
     decided,
@@ -25,13 +27,24 @@ from core_builders import (
     started,
     waiters,
     waiting,
+    worked,
 )
 from core_cases import ENDED, NOBODY, Case, ends, entered, goes_along, lost, over, proposes
 
 from fsbarrier.protocol import machine
-from fsbarrier.protocol.facts import Verdict
+from fsbarrier.protocol.facts import Position, Verdict
 from fsbarrier.protocol.membership import JOINING
-from fsbarrier.protocol.state import Action, Exit, FindResumePoint, Node, Note, View
+from fsbarrier.protocol.state import (
+    Action,
+    CancelWork,
+    Exit,
+    FindResumePoint,
+    Launch,
+    Node,
+    Note,
+    RowPart,
+    View,
+)
 
 TWO_TO_THREE = rules(min_nodes=2, limits=replace(LIMITS, last_call_s=10.0))
 TAKEN = "node 1 was started again on host1, process 7; this older one ends"
@@ -208,7 +221,104 @@ NOTHING_TO_DO = Exit(
 )
 UP_TO_3 = started(0, 1, 2, incarnation=2, until=3)
 
+#: of the same rows, one makes a node ready
+READY_RULES = rules(
+    table=replace(TABLE, rows=tuple(replace(row, ready=row.index == UPDATE) for row in TABLE.rows))
+)
+WITHOUT_1 = generation(2, (0, 2), start=(4, MERGE))
+IS_BACK = {"joins": {**started(0, 2), **started(1, incarnation=2)}, "ledger": heard(ranks=(0, 2))}
+AS_MEMBER = back(
+    1,
+    baseline=2,
+    generation=generation(2, start=(4, MERGE), restarted={1: 2}, leader=0),
+    position=Position(4, UPDATE),
+)
+ALL_KILLED = heard(seen(0, state="killed"), seen(2, state="killed"), ranks=())
+
+GETTING_READY = [
+    Case(
+        "the others are about to go on without a node that is back: it does not ask to be admitted",
+        back(1),
+        sees(FIRST, **IS_BACK),
+        machine.get_ready,
+        becomes={"part": RowPart.GATHER},
+        rules=READY_RULES,
+    ),
+    Case(
+        "once they have, it makes itself ready, as if it were a member",
+        back(1, baseline=2, part=RowPart.GATHER),
+        sees(WITHOUT_1, **IS_BACK),
+        machine.get_ready,
+        (Launch(RowPart.EACH, at=replace(AS_MEMBER, part=RowPart.GATHER)),),
+        {"part": RowPart.EACH},
+        rules=READY_RULES,
+    ),
+    Case(
+        "and so does one that was never there",
+        back(1, baseline=2),
+        sees(WITHOUT_1, **IS_BACK),
+        machine.get_ready,
+        (Launch(RowPart.EACH, at=AS_MEMBER),),
+        {"part": RowPart.EACH},
+        rules=READY_RULES,
+    ),
+    Case(
+        "it waits meanwhile",
+        back(1, baseline=2, part=RowPart.EACH, saw_others_at_work=True),
+        sees(WITHOUT_1, **IS_BACK),
+        machine.wait_to_be_admitted,
+        rules=READY_RULES,
+    ),
+    Case(
+        "ready or not: what has failed fails again where it counts",
+        back(1, baseline=2, part=RowPart.EACH),
+        sees(WITHOUT_1, work=worked(RowPart.EACH, ok=False), **IS_BACK),
+        machine.get_ready,
+        becomes={"part": RowPart.ANNOUNCED},
+        rules=READY_RULES,
+    ),
+    Case(
+        "a node that is ready waits",
+        back(1, baseline=2, part=RowPart.ANNOUNCED, saw_others_at_work=True),
+        sees(WITHOUT_1, **IS_BACK),
+        machine.wait_to_be_admitted,
+        rules=READY_RULES,
+    ),
+    Case(
+        "a node for which the others wait asks at once",
+        back(1, saw_others_at_work=True),
+        sees(FIRST, **IS_BACK),
+        machine.wait_to_be_admitted,
+        rules=replace(READY_RULES, on_node_failure="wait"),
+    ),
+    Case(
+        "also where it alone can hold a role",
+        back(1, saw_others_at_work=True),
+        sees(FIRST, **IS_BACK),
+        machine.wait_to_be_admitted,
+        rules=replace(READY_RULES, roles_of=lambda settings: {"update": frozenset({1})}),
+    ),
+    Case(
+        "if nobody is left at work, it is needed, and stops getting ready",
+        back(1, baseline=2, part=RowPart.EACH),
+        sees(WITHOUT_1, joins=IS_BACK["joins"], ledger=ALL_KILLED),
+        machine.get_ready,
+        (CancelWork(),),
+        {"part": RowPart.NONE},
+        rules=READY_RULES,
+    ),
+    Case(
+        "where all start again, nobody gets ready first",
+        back(1),
+        sees(FIRST, joins=IS_BACK["joins"], ledger=ALL_KILLED),
+        machine.look_where_the_run_was_left,
+        (FindResumePoint(),),
+        rules=READY_RULES,
+    ),
+]
+
 JOINING_ROWS = [
+    *GETTING_READY,
     Case(
         "once only",
         waiting(2, baseline=1),

@@ -104,7 +104,7 @@ RUNNING_ROWS = [
         sees(generation(2, (0, 2))),
         machine.rejoin_when_left_behind,
         (CancelWork(), LEFT_BEHIND, Announce(2)),
-        Node(1, 2, NOW, "host1", baseline=2, saw_others_at_work=True),
+        Node(1, 2, NOW, "host1", baseline=2, saw_others_at_work=True, part=RowPart.ANNOUNCED),
     ),
     # --- stops
     Case(

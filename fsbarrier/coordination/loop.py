@@ -21,8 +21,9 @@ from fsbarrier.errors import Fenced
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Payload, Position
 from fsbarrier.protocol.machine import awaited, step
-from fsbarrier.protocol.membership import JOINING
+from fsbarrier.protocol.membership import JOINING, PREPARING
 from fsbarrier.protocol.state import (
+    UNREADY,
     Action,
     Announce,
     CancelWork,
@@ -227,6 +228,8 @@ class NodeLoop:
         if self.announced != node.incarnation and state == JOINING:
             # It is about to rejoin. Nobody may admit the incarnation that was in the old generation.
             state = "leaving"
+        elif state == JOINING and node.part in UNREADY:
+            state = PREPARING
         here, where = self.join, _place_values(node, node.position, self.rules)
         about = self.announced, self.counter, here.host, here.pid, state
         return Beat(node.rank, *about, *where, self.work.progress())
@@ -275,8 +278,8 @@ class NodeLoop:
                 self._tell_of(fact, now)
             case Entered():
                 self._enter(action)
-            case Launch(part):
-                self.work.launch(self.node, part)
+            case Launch(part, at):
+                self.work.launch(at or self.node, part)
                 return LookAgain.LATER
             case Note(event, fields, at):
                 self.write_event(event, at or self.node, fields)

@@ -78,7 +78,7 @@ class Observer:
         last time if nothing is new and only the row was due. Raises OSError when the filesystem fails, also if this node cannot write its
         heartbeats: then it cannot take part, and the others go on."""
         self._look_around(node, now)
-        watches = work is None and node.part in WATCHING
+        watches = work is None and node.generation is not None and node.part in WATCHING
         try:
             if watches:
                 self.row.look(node)

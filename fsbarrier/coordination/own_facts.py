@@ -100,7 +100,7 @@ class OwnFacts:
 
     def refresh(self, node: Node, now: float) -> None:
         """Refresh this node's listing of the row if the others are still awaited and that is due. Raises OSError."""
-        if node.part not in (RowPart.GATHER, RowPart.ANNOUNCED):
+        if node.generation is None or node.part not in (RowPart.GATHER, RowPart.ANNOUNCED):
             return
         generation, position = node.place
         if (here := (generation.number, position, node.part)) != self._waits_in:

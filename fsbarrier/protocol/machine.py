@@ -29,7 +29,7 @@ from fsbarrier.errors import EXIT_DONE, Fenced, ProgramFailed, TooFewNodes, Usag
 from fsbarrier.protocol.attempts import after_a_failure, failures_so_far, pause_s
 from fsbarrier.protocol.facts import Fact, Generation, Member, Position, Verdict
 from fsbarrier.protocol.lost import found_by_others, last_news, lost_as_fields, lost_as_text
-from fsbarrier.protocol.membership import FINISHED, GONE, occupied, silent_members
+from fsbarrier.protocol.membership import FINISHED, GONE, silent_members
 from fsbarrier.protocol.rows import Row
 from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.state import (
@@ -204,11 +204,33 @@ def stop_before_the_start(at: Situation) -> Step | None:
     return _end(at, EXIT_DONE, "stopped", f"stopped before it began, as {at.view.stop.who} asked")
 
 
+def get_ready(at: Situation) -> Step | None:
+    """The others go on without this node: before it asks them to admit it, it does the work that makes a node ready.
+
+    Example: a node is back, and needs a minute to start its engine. Otherwise all would wait for it in the next rollout. If nobody is left
+    at work, or they wait for this node, it stops that and asks at once. A failure counts only when it is a member.
+    """
+    node, newest, index = at.node, at.view.newest, at.rules.table.ready
+    if index is None or newest is None or node.part is RowPart.ANNOUNCED:
+        return None
+    if not at.occupied or at.awaited:
+        return (replace(node, part=RowPart.NONE), (CancelWork(),)) if node.part is not RowPart.NONE else None
+    if node.part is RowPart.EACH:
+        return (replace(node, part=RowPart.ANNOUNCED), NOTHING) if at.view.work is not None else None
+    if newest.incarnation_of(node.rank) is not None:
+        # The next generation is about to go on without this rank.
+        return (replace(node, part=RowPart.GATHER), NOTHING) if node.part is RowPart.NONE else None
+    # No decisions: it works with what the run began with, since older results may be removed.
+    members = (*newest.members, Member(node.rank, node.incarnation, node.host))
+    generation = replace(newest, members=tuple(sorted(members, key=lambda one: one.rank)))
+    member = replace(node, generation=generation, position=Position(newest.start.iteration, index))
+    return replace(node, part=RowPart.EACH), (Launch(RowPart.EACH, at=member),)
+
+
 def wait_to_be_admitted(at: Situation) -> Step | None:
     """A member of the newest generation may be alive: that generation goes on, and admits this node when an iteration starts."""
     node, view = at.node, at.view
-    since = node.watches_since(view.ledger)
-    if not occupied(view.newest, node.rank, view.joins, view.ledger, since, at.rules.limits):
+    if not at.occupied:
         return None
     seen_at_work = not node.saw_others_at_work and any(view.ledger.moved(member) for member in at.others)
     return replace(node, saw_others_at_work=True) if seen_at_work else node, NOTHING
@@ -340,6 +362,8 @@ def rejoin_when_left_behind(at: Situation) -> Step | None:
         baseline=newest.number,
         saw_others_at_work=True,
         missed_s=at.view.ledger.missed_s,
+        # Its engine still runs.
+        part=RowPart.ANNOUNCED,
     )
     left = Note("left_generation", {"newest": newest.number, "reason": newest.reason})
     return renewed, (CancelWork(), left, Announce(renewed.incarnation))
@@ -634,6 +658,7 @@ RULES: dict[Stage, tuple[Rule, ...]] = {
         take_note_of_a_generation,
         end_when_the_code_differs,
         stop_before_the_start,
+        get_ready,
         wait_to_be_admitted,
         end_when_too_late,
         look_where_the_run_was_left,

@@ -15,6 +15,8 @@ from fsbarrier.protocol.timing import DEAD_S, JOIN_TIMEOUT_S, REJOIN_TIMEOUT_S, 
 
 #: the heartbeat's state of a node that waits to join
 JOINING = "joining"
+#: of one that is not ready for the others yet
+PREPARING = "preparing"
 #: the state of a node that ended because nothing was left to do. With a generation's number: it has passed that one's last row
 FINISHED = "finished"
 #: the state that the epitaph of a killed daemon gives its last heartbeat (processes/epitaph.py)

@@ -34,6 +34,8 @@ class Row(Generic[Work_co]):
     resume: str = ""
     #: the result is no decision: later generations do not adopt it, and it need not survive a power failure
     transient: bool = False
+    #: a node does this work before it asks the nodes at work to admit it, so that they need not wait for it
+    ready: bool = False
 
     def needs_only_a_name(self, fact: Fact) -> bool:
         """Whether nobody reads the content of a member's fact, because the file's name says everything."""
@@ -102,6 +104,11 @@ class Table(Generic[Work_co]):
     def index(self, name: str) -> int:
         """The number of the row with this name. Raises KeyError."""
         return self._indices[name]
+
+    @property
+    def ready(self) -> int | None:
+        """The number of the row whose work makes a node ready."""
+        return next((i for i, row in enumerate(self.rows) if row.ready and row.each is not None), None)
 
     def resume_index(self, row: Row[object]) -> int:
         """The number of the row where a new generation resumes if it interrupts `row`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Payload, Position
-from fsbarrier.protocol.membership import GONE, Loss, live_joiners, losses
+from fsbarrier.protocol.membership import GONE, Loss, live_joiners, losses, occupied
 from fsbarrier.protocol.rows import Row
 from fsbarrier.protocol.session import MASTER, contradiction
 from fsbarrier.protocol.state import Node, Rules, View
@@ -116,6 +116,20 @@ class Situation:
         return contradiction(join.stated, {**self.rules.settings, **self.settings}) if join.stated else ""
 
     # --- who is alive ---
+
+    @cached_property
+    def occupied(self) -> bool:
+        """Whether a member of the newest generation may still be alive, so that this generation goes on."""
+        node, view = self.node, self.view
+        since = node.watches_since(view.ledger)
+        return occupied(view.newest, node.rank, view.joins, view.ledger, since, self.rules.limits)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the others wait for this rank, which the newest generation names."""
+        newest, ranks = self.view.newest, [member.rank for member in self.others]
+        waits = self.rules.on_node_failure == "wait" or bool(self.rules.lacks_role(ranks))
+        return waits and newest is not None and newest.incarnation_of(self.node.rank) is not None
 
     @cached_property
     def gone(self) -> Sequence[Loss]:

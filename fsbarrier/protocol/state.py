@@ -43,6 +43,8 @@ class RowPart(Enum):
 
 #: the parts in which a node reads what the others have published about its row
 WATCHING = (RowPart.ANNOUNCED, RowPart.GATHER, RowPart.EACH)
+#: those of a joining node that is not ready yet
+UNREADY = (RowPart.GATHER, RowPart.EACH)
 
 
 #: setting -> the field of Rules that follows it
@@ -216,9 +218,10 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Start this node's work in its row."""
+    """Start this node's work in its row. `at`: as this member, while it waits to become one."""
 
     part: RowPart
+    at: Node | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,8 @@ class SimEngines:
         in_flight: bool = False,
     ) -> list[EngineInfo]:
         world, rank = self._host.world, self._host.process.rank
-        if cancel.wait(world.length() / 4):
+        # A start takes long.
+        if cancel.wait(world.length() / (4 if self._host.serving else 1)):
             raise ProgramFailed("cancelled")
         wanted = self._host.artifacts.policy_in(weights) if policy_version else "start"
         action = "kept" if wanted == self._host.serving else "reloaded"

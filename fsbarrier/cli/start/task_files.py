@@ -64,9 +64,7 @@ def read_tasks(
         read = tasks.read_tasks(path)
         if read.count == 0:
             raise UsageError(f"{path}: contains no tasks")
-        check_answers(
-            settings.reward.kind, read.tasks.values(), path, agent=settings.rollout.agent is not None
-        )
+        check_answers(settings.reward.kind, read.tasks.values(), path)
         _check_environments(read.tasks.values(), path, settings)
         if model is not None:
             _check_lengths(read.tasks.values(), path, settings.engine.max_model_len)
