@@ -1,16 +1,26 @@
-"""Finds the folder from which a node's engines load a policy version, and verifies it against the version's manifest."""
+"""Finds the folder from which a node's engines load a policy version, and verifies it against the version's manifest; also while a
+program runs (`InFlight`).
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from fsbarrier.engine.engine import EngineInfo
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.program import ServeWeights
+from fsbarrier.protocol.facts import Payload
 from fsbarrier.run.job import Result, RowJob, Workplace
 from fsbarrier.rundir import checkpoints
 
 #: files beside weights that no engine reads
 NOT_LOADED = (".md", ".log")
+#: how often a node looks for weights that its engines take in flight
+LOOK_S = 1.0
 
 
 def checked_weights(
@@ -58,3 +68,46 @@ def _check_all(model: Path, job: RowJob) -> None:
             raise ProgramFailed(
                 f"{path} is not listed in {checkpoints.MANIFEST}, and an engine might load it; move it away"
             )
+
+
+def ready_lines(infos: Sequence[EngineInfo], **more: object) -> list[Payload]:
+    """Lines for the journal about the replicas that were changed."""
+    return [
+        {
+            "event": "engine_ready",
+            "replica": number,
+            **more,
+            "engine_action": info.action,
+            "engine_s": round(info.seconds, 3),
+            **({"engine_note": info.note} if info.note else {}),
+        }
+        for number, info in enumerate(infos)
+        if info.note or info.action != "kept"
+    ]
+
+
+@dataclass
+class InFlight:
+    """Looks now and then, while a program runs, whether a policy version is complete, and then has this node's engines take it."""
+
+    work: ServeWeights
+    job: RowJob
+    workplace: Workplace
+    # When to look again; never once they have taken it.
+    next_look: float = 0.0
+
+    def look(self) -> None:
+        """Raises ProgramFailed, Cancelled, OSError."""
+        work, job, workplace = self.work, self.job, self.workplace
+        if job.clock() < self.next_look:
+            return
+        self.next_look = job.clock() + LOOK_S
+        with job.using_directory("looking for new weights"):
+            if not workplace.patiently(job, partial(checkpoints.is_complete, work.folder.parent)):
+                return
+        self.next_look = math.inf
+        folder, lines = checked_weights(work.folder, job, workplace)
+        infos = workplace.own_engines.ensure(
+            folder, work.policy_version, threads=work.threads, cancel=job.cancel, in_flight=True
+        )
+        job.events += [*lines, *ready_lines(infos, serving=work.policy_version, in_flight=True)]

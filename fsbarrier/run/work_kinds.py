@@ -6,10 +6,9 @@ KINDS, at the end, is the table. run/job_runner.py does the work in a thread; cl
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 
 from fsbarrier.decisions import PublishDecision
 from fsbarrier.engine import accelerators, command, model
-from fsbarrier.engine.engine import EngineInfo
 from fsbarrier.engine.placement import replicas
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes.rendezvous import LOOPBACK, port_of
@@ -37,14 +35,12 @@ from fsbarrier.program import (
 )
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.run.job import Result, RowJob, Workplace, journal_line
-from fsbarrier.run.weights import checked_weights
+from fsbarrier.run.weights import checked_weights, ready_lines
 from fsbarrier.run.worker_program import run_program
 from fsbarrier.rundir import checkpoints, journal, retention
 from fsbarrier.settings.sections import ServerSettings, Settings
 from fsbarrier.store import files
 
-# How often a node looks for weights that its engines take in flight.
-LOOK_S = 1.0
 # What a dry run shows in place of values that are only known in a run, and how much of a value.
 PORT, SOCKET, SHOWN_CHARACTERS = "PORT", "SOCKET", 160
 
@@ -132,7 +128,7 @@ def _serve_weights(work: ServeWeights, context: Context, job: RowJob, workplace:
     workplace.engine_access = [{"url": i.url, "api_key": i.api_key, "model": i.model} for i in infos]
     # Known only if the weights have just been verified: once after each update.
     source = {"weights_from": lines[-1]["weights_from"]} if lines else {}
-    ready = _ready_lines(infos, serving=work.policy_version, **source)
+    ready = ready_lines(infos, serving=work.policy_version, **source)
     job.events += [*(line for line in lines if line["note"]), *ready]
     return {
         "engines": len(infos),
@@ -140,28 +136,12 @@ def _serve_weights(work: ServeWeights, context: Context, job: RowJob, workplace:
     }
 
 
-def _ready_lines(infos: Sequence[EngineInfo], **more: object) -> list[Payload]:
-    """Lines for the journal about the replicas that were changed."""
-    return [
-        {
-            "event": "engine_ready",
-            "replica": number,
-            **more,
-            "engine_action": info.action,
-            "engine_s": round(info.seconds, 3),
-            **({"engine_note": info.note} if info.note else {}),
-        }
-        for number, info in enumerate(infos)
-        if info.note or info.action != "kept"
-    ]
-
-
 def _serve_frozen(work: ServeFrozen, context: Context, job: RowJob, workplace: Workplace) -> Result:
     """Make this node's servers of a frozen engine answer; returns when they do."""
     engine, folder = workplace.frozen[work.name], context.settings.engines[work.name].model
     job.progress = {"note": f"engines.{work.name}: starting"}
     infos = engine.ensure(Path(str(folder)), work.devices, threads=work.threads, cancel=job.cancel)
-    job.events += _ready_lines(infos, engine=work.name)
+    job.events += ready_lines(infos, engine=work.name)
     return {}
 
 
@@ -301,38 +281,6 @@ def _describe_publication(work: PublishWeights, settings: Settings) -> list[str]
 # --- programs ---------------------------------------------------------------------------------------------------------------
 
 
-def _run_command(work: Command, context: Context, job: RowJob, workplace: Workplace) -> Result:
-    newer = None if work.in_flight is None else _InFlight(work.in_flight, job, workplace)
-    return run_program(work, context, job, workplace, newer)
-
-
-@dataclass
-class _InFlight:
-    """Looks now and then, while a program runs, whether a policy version is complete, and then has this node's engines take it."""
-
-    work: ServeWeights
-    job: RowJob
-    workplace: Workplace
-    # When to look again; never once they have taken it.
-    next_look: float = 0.0
-
-    def __call__(self) -> None:
-        """Raises ProgramFailed, Cancelled, OSError."""
-        work, job, workplace = self.work, self.job, self.workplace
-        if job.clock() < self.next_look:
-            return
-        self.next_look = job.clock() + LOOK_S
-        with job.using_directory("looking for new weights"):
-            if not workplace.patiently(job, partial(checkpoints.is_complete, work.folder.parent)):
-                return
-        self.next_look = math.inf
-        folder, lines = checked_weights(work.folder, job, workplace)
-        infos = workplace.own_engines.ensure(
-            folder, work.policy_version, threads=work.threads, cancel=job.cancel, in_flight=True
-        )
-        job.events += [*lines, *_ready_lines(infos, serving=work.policy_version, in_flight=True)]
-
-
 def _describe_command(work: Command, settings: Settings) -> list[str]:
     words = [f"{name}={value}" for name, value in work.env.items()]
     return [shlex.join([*words, *(word.replace("{spec}", "SPEC.json") for word in work.argv)])]
@@ -347,7 +295,7 @@ KINDS: Mapping[type[Any], Kind] = {
         lambda work, settings: [text for one in work.works for text in describe(one, settings)],
         lambda work: {key: value for one in work.works for key, value in expected(one).items()},
     ),
-    Command: Kind(_run_command, _describe_command, lambda work: work.extra),
+    Command: Kind(run_program, _describe_command, lambda work: work.extra),
     ServeWeights: Kind(_serve_weights, _describe_serving),
     ServeFrozen: Kind(_serve_frozen, _describe_frozen),
     ReleaseEngine: Kind(_release_engine, lambda work, settings: ["engine: free the accelerator's memory"]),

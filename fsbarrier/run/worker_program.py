@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from fsbarrier.processes.worker_contract import NOT_PERMITTED, WorkerFiles, read
 from fsbarrier.program import HELPER, Command, Context, Resident
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.run.job import Cancelled, NodeUnfit, Result, RowJob, Workplace, journal_line
+from fsbarrier.run.weights import InFlight
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.store import owned
@@ -36,16 +37,9 @@ class DirectoryFailed(ProgramFailed):
     """The program ended, or could not be started, because the shared directory fails."""
 
 
-def run_program(
-    work: Command,
-    context: Context,
-    job: RowJob,
-    workplace: Workplace,
-    meanwhile: Callable[[], None] | None = None,
-) -> Result:
+def run_program(work: Command, context: Context, job: RowJob, workplace: Workplace) -> Result:
     """Run the program to its end; returns its result. Raises ProgramFailed, StartFailed, NodeUnfit, Cancelled.
 
-    `meanwhile`: called now and then while it runs.
     While the shared directory fails, the program is started again, and continues where it was, for `outage_s`. Then this node is unfit,
     and not the program. The programs of an update belong together: torchrun fails with 1, so their failure is one of the attempt.
     """
@@ -53,7 +47,7 @@ def run_program(
 
     def run() -> Result:
         try:
-            return _run_once(work, context, job, workplace, meanwhile)
+            return _run_once(work, context, job, workplace)
         except DirectoryFailed as error:
             failures.append(str(error))
             raise
@@ -75,13 +69,7 @@ def run_program(
     return value
 
 
-def _run_once(
-    work: Command,
-    context: Context,
-    job: RowJob,
-    workplace: Workplace,
-    meanwhile: Callable[[], None] | None,
-) -> Result:
+def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace) -> Result:
     """Raises DirectoryFailed, and as `run_program`."""
     if not work.listens:
         workplace.close_rendezvous()
@@ -128,7 +116,8 @@ def _run_once(
     except StoreError as error:
         raise DirectoryFailed(str(error)) from None
     workplace.close_rendezvous()
-    code = _watch(program, context, job, workplace, meanwhile, uses_engines=uses_engines)
+    newer = None if work.in_flight is None else InFlight(work.in_flight, job, workplace)
+    code = _watch(program, context, job, workplace, newer, uses_engines=uses_engines)
     if code != 0:
         said, log = _why_it_failed(program, argv, code), _end_of_log(program)
         ours = program_name(argv).startswith("fsbarrier.")
@@ -227,7 +216,7 @@ def _watch(
     context: Context,
     job: RowJob,
     workplace: Workplace,
-    meanwhile: Callable[[], None] | None,
+    newer: InFlight | None,
     *,
     uses_engines: bool,
 ) -> int:
@@ -242,10 +231,10 @@ def _watch(
         if uses_engines and (how := workplace.engines_gone()):
             child.stop(workplace.grace_s)
             raise ProgramFailed(how)
-        if meanwhile is not None:
+        if newer is not None:
             begin = job.clock()
             try:
-                meanwhile()
+                newer.look()
             except BaseException:
                 child.stop(workplace.grace_s)
                 raise
