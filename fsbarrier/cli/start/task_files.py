@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from fsbarrier.data.tasks import Task
     from fsbarrier.settings.sections import Settings
 
-# The longest tokens of usual vocabularies are 128 blanks.
-MOST_CHARACTERS_PER_TOKEN = 128
-
 
 def needed_files(settings: Settings) -> dict[str, str | None]:
     """The task files that a run reads: `train`, or `train.NAME` of each set, and the evaluation sets, by name. The value is the file that
@@ -62,15 +59,12 @@ def read_tasks(
     for split, file in named.items():
         path = _task_file(data_path, split) if file is None else _named_file(data_path, split, file)
         read = tasks.read_tasks(path)
-        if read.count == 0:
-            raise UsageError(f"{path}: contains no tasks")
+        found[split] = _source(path, read.count)
         check_answers(settings.reward.kind, read.tasks.values(), path)
         _check_environments(read.tasks.values(), path, settings)
         if model is not None:
-            _check_lengths(read.tasks.values(), path, settings.engine.max_model_len)
             _check_images(read.tasks.values(), path, model, settings)
             chat_template.check(model, read.tasks.values(), path, settings.rollout.template_arguments)
-        found[split] = {"path": str(path), "count": read.count, "sha256": files.sha256_file(path)}
         where = (
             settings.train.sets[split.removeprefix(TRAIN_SET)].where if split.startswith(TRAIN_SET) else None
         )
@@ -112,23 +106,16 @@ def read_examples(
     for split in named:
         path = _task_file(data_path, split)
         count, examples = tasks.read_examples(path)
-        if count == 0:
-            raise UsageError(f"{path}: contains no examples")
+        found[split] = _source(path, count)
         if model is not None:
             chat_template.check_examples(model, examples.values(), path, settings.rollout.template_arguments)
-        found[split] = {"path": str(path), "count": count, "sha256": files.sha256_file(path)}
     return found
 
 
-def _check_lengths(tasks: Iterable[Task], path: Path, max_model_len: int) -> None:
-    """Refuse a prompt that cannot fit however it is cut into tokens; whether one of about the right size does, the engine knows."""
-    for task in tasks:
-        length = sum(len(images.text_of(message["content"])) for message in task.messages)
-        if length > MOST_CHARACTERS_PER_TOKEN * max_model_len:
-            raise UsageError(
-                f"{path}, task {task.index}: the prompt has {length} characters, which do not fit into the {max_model_len} tokens of "
-                "engine.max_model_len"
-            )
+def _source(path: Path, count: int) -> TaskSource:
+    if count == 0:
+        raise UsageError(f"{path}: contains no tasks")
+    return {"path": str(path), "count": count, "sha256": files.sha256_file(path)}
 
 
 def _check_environments(tasks: Iterable[Task], path: Path, settings: Settings) -> None:
