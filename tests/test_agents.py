@@ -18,8 +18,10 @@ import pytest
 from test_rollout import KEY, SAMPLES, Fake, assert_one_line, finish, make_spec, rolled_out, run, start
 from waiting import until
 
+from fsbarrier.data.tasks import read_tasks
 from fsbarrier.errors import UsageError
 from fsbarrier.processes.processes import Stat, below
+from fsbarrier.rewards.kinds import check_answers
 from fsbarrier.rollouts.agent_client import Recorder, finished
 from fsbarrier.rollouts.agent_http import Endpoint
 from fsbarrier.rollouts.agents import load_agent
@@ -346,6 +348,27 @@ def test_episodes_become_trajectories(tmp_path: Path, fake: Fake, file: Path) ->
         sum(t["loss_mask"]) for g in rolled_out(tmp_path).values() for t in g
     )
     assert sorted(rolled_out(tmp_path)) == [0, 1] and len(rolled_out(tmp_path)[1]) == SAMPLES
+
+
+def test_a_task_without_an_answer_needs_an_agent_that_gives_the_reward(
+    tmp_path: Path, fake: Fake, file: Path
+) -> None:
+    spec = agent_spec(
+        tmp_path, fake, ["ab!own", "ab!none"], f"{file}:Twice", **{"rollout.max_error_share": 0.5}
+    )
+    tasks = tmp_path / "train.jsonl"
+    tasks.write_text('{"prompt": "ab!own"}\n{"prompt": "ab!none"}\n')
+    done = run(spec)
+    assert (done.code, done.result["reward_errors"]) == (0, SAMPLES), done.stderr
+    own, judged = rolled_out(tmp_path)[0][0], rolled_out(tmp_path)[1][0]
+    assert (own["reward"], own["valid"], judged["valid"]) == (0.25, True, False)
+    assert judged["metadata"]["reward_error"] == "reward.kind=exact needs an answer, and the task has none"
+    check_answers("exact", read_tasks(tasks).tasks.values(), tasks, agent=True)
+    said = (
+        "train.jsonl, line 1: reward.kind=exact needs an answer, and the task has none (its fields: prompt)"
+    )
+    with pytest.raises(UsageError, match=re.escape(said)):
+        check_answers("exact", read_tasks(tasks).tasks.values(), tasks)
 
 
 def test_an_agent_that_raises_is_marked_counted_and_ends_the_phase_above_a_share(

@@ -451,7 +451,7 @@ CASES = {
     ),
     "the second reward cannot use an answer": (
         "run --data-path words --model model reward.kind=exact,numeric",
-        ["words/train.jsonl, task 0: reward.kind=numeric", "contains no number"],
+        ["words/train.jsonl, line 1: reward.kind=numeric needs an answer with a number, not 'four'"],
     ),
     "loss file is missing": (RL + "algorithm.loss=none.py:loss", ["algorithm.loss=", "no such file"]),
     "loss without a gradient": (

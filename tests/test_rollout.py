@@ -441,7 +441,6 @@ def test_a_reward_of_ones_own_and_its_failures(tmp_path: Path, fake: Fake) -> No
     ("changes", "message"),
     [
         ({"sampling": {"temperature": 0}}, "at temperature 0 would be identical"),
-        ({"reward.kind": "numeric"}, "task 0: reward.kind=numeric, but the answer contains no number: 'ab'"),
         ({"reward.kind": "none.py:f"}, "no such file: none.py"),
         ({"tasks": [0, 5], "shares": {"2": [0, 5]}}, "train.jsonl: has 1 tasks, so none with index 5"),
     ],

@@ -90,7 +90,6 @@ GOOD = {"prompt": "a", "answer": "b"}
         ([GOOD, "", GOOD], "line 2: is empty"),
         (["[1]"], "line 1: must be a JSON object, got [1]"),
         ([{"answer": "b", "question": "a"}], "line 1: has no field prompt (its fields: answer, question)"),
-        ([{"prompt": "a", "solution": "b"}], "line 1: has no field answer, nor reward_model.ground_truth"),
         ([{"prompt": "", "answer": "b"}], "line 1: prompt is empty"),
         ([{"prompt": 5, "answer": "b"}], "line 1: prompt must be text or a list of chat messages, got 5"),
         ([{"prompt": [], "answer": "b"}], "line 1: prompt is an empty list"),

@@ -6,8 +6,8 @@ index throughout a run, so a file must not change while a run uses it. Fields:
     prompt    text, or chat messages [{"role": "user", "content": "..."}, ...]. A content may be a list of parts,
               {"type": "text", "text": "..."} and {"type": "image", "image": a path relative to the file, or a data: URL}; or, as in
               verl, a field `images` has them, in the places of `<image>` in the texts
-    answer    the reference for the reward; or `reward_model.ground_truth` as in verl. null: no reference, which
-              requires a user's own reward function
+    answer    the reference for the reward; or `reward_model.ground_truth` as in verl. null or missing: no reference, which
+              requires a reward that needs none, or an agent that gives it
     task_id   optional; default: file name and index
     (others)  the task's metadata, passed to the reward function and stored with each trajectory
 """
@@ -37,8 +37,6 @@ BATCH_ROWS = 1024
 
 #: the role whose messages are trained on
 ASSISTANT = "assistant"
-
-_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ def read_examples(path: Path, indices: Collection[int] | None = None) -> tuple[i
         try:
             "".join(message["content"] for message in example.messages).encode()
         except UnicodeEncodeError:
-            raise _task_error(path, index, "contains an unpaired surrogate (\\ud800 to \\udfff)") from None
+            raise task_error(path, index, "contains an unpaired surrogate (\\ud800 to \\udfff)") from None
     return count, found
 
 
@@ -152,13 +150,13 @@ def _checked_tasks(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[
             task = _task(path, index, row)
             "".join((task.task_id, *(images.text_of(one["content"]) for one in task.messages))).encode()
         except RecursionError:
-            raise _task_error(path, index, "is nested too deeply") from None
+            raise task_error(path, index, "is nested too deeply") from None
         except UnicodeEncodeError:
-            raise _task_error(path, index, "contains an unpaired surrogate (\\ud800 to \\udfff)") from None
+            raise task_error(path, index, "contains an unpaired surrogate (\\ud800 to \\udfff)") from None
         first = seen.setdefault(task.task_id, index)
         if first != index:
             already = f"task_id {_shown(task.task_id)} is already used by {place(path, first)}"
-            raise _task_error(path, index, already)
+            raise task_error(path, index, already)
         yield index, task
 
 
@@ -183,13 +181,13 @@ def _json_rows(
         # Not by lines: a file that is only a hole would be one line of any length.
         for index, line in enumerate(iter(lambda: stream.readline(TASK_BYTES + 1), b"")):
             if len(line) > TASK_BYTES:
-                raise _task_error(path, index, f"is longer than {TASK_BYTES >> 20} MiB")
+                raise task_error(path, index, f"is longer than {TASK_BYTES >> 20} MiB")
             if not line.strip():
                 empty = index if empty is None else empty
                 continue
             # Empty lines are only allowed at the end of a file, because they would shift the indices.
             if empty is not None:
-                raise _task_error(path, empty, "is empty")
+                raise task_error(path, empty, "is empty")
             yield index, None if wanted is not None and index not in wanted else _parsed(path, index, line)
 
 
@@ -197,16 +195,16 @@ def _parsed(path: Path, index: int, line: bytes) -> Mapping[str, object]:
     try:
         row = json.loads(line, parse_constant=_no_constant)
     except UnicodeDecodeError:
-        raise _task_error(path, index, "is not UTF-8") from None
+        raise task_error(path, index, "is not UTF-8") from None
     except ValueError as error:
         reason = (
             f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         )
-        raise _task_error(path, index, f"is not JSON: {reason}") from None
+        raise task_error(path, index, f"is not JSON: {reason}") from None
     except RecursionError:
-        raise _task_error(path, index, "is not JSON: nested too deeply") from None
+        raise task_error(path, index, "is not JSON: nested too deeply") from None
     if not isinstance(row, dict):
-        raise _task_error(path, index, f"must be a JSON object, got {_shown(row)}")
+        raise task_error(path, index, f"must be a JSON object, got {_shown(row)}")
     return row
 
 
@@ -249,19 +247,19 @@ def _task(path: Path, index: int, row: Mapping[str, object]) -> Task:
     rest = dict(row)
     if rest.get("prompt") is None:
         known = ", ".join(map(str, row)) or "none"
-        raise _task_error(path, index, f"has no field prompt (its fields: {known})")
+        raise task_error(path, index, f"has no field prompt (its fields: {known})")
     prompt = _prompt(path, index, rest.pop("prompt"), may_see=True)
     if not isinstance(prompt, str) and isinstance(rest.get("images"), list):
         try:
             prompt = images.in_places(prompt, rest.pop("images"), path.parent)
         except ValueError as error:
-            raise _task_error(path, index, str(error)) from None
+            raise task_error(path, index, str(error)) from None
     task_id = rest.pop("task_id", None)
     if task_id is None:
         task_id = f"{path.stem}-{index}"
     if isinstance(task_id, bool) or not isinstance(task_id, str | int) or task_id == "":
-        raise _task_error(path, index, f"task_id must be text or a whole number, got {_shown(task_id)}")
-    answer = _answer(path, index, rest)
+        raise task_error(path, index, f"task_id must be text or a whole number, got {_shown(task_id)}")
+    answer = _answer(rest)
     metadata = {str(name): plain(value) for name, value in rest.items()}
     return Task(index, str(task_id), prompt, plain(answer), metadata)
 
@@ -272,29 +270,29 @@ def _prompt(
     """A text, or the messages of a conversation, in the field `name`. `may_see`: with images among them."""
     if isinstance(value, str):
         if not value.strip():
-            raise _task_error(path, index, f"{name} is blank" if value else f"{name} is empty")
+            raise task_error(path, index, f"{name} is blank" if value else f"{name} is empty")
         return value
     if not isinstance(value, list):
-        raise _task_error(path, index, f"{name} must be text or a list of chat messages, got {_shown(value)}")
+        raise task_error(path, index, f"{name} must be text or a list of chat messages, got {_shown(value)}")
     if not value:
-        raise _task_error(path, index, f"{name} is an empty list")
+        raise task_error(path, index, f"{name} is an empty list")
     messages = []
     for number, message in enumerate(value, start=1):
         if not isinstance(message, Mapping):
-            raise _task_error(
+            raise task_error(
                 path, index, f"{name}: message {number} must be an object, got {_shown(message)}"
             )
         role, content = message.get("role"), message.get("content")
         where = f"{name}: message {number}"
         if not isinstance(role, str) or not role:
-            raise _task_error(path, index, f"{where} needs a role (text), got {_shown(role)}")
+            raise task_error(path, index, f"{where} needs a role (text), got {_shown(role)}")
         if isinstance(content, list) and may_see:
             content = [_part(path, index, f"{where}, part {n}", one) for n, one in enumerate(content, 1)]
         elif not isinstance(content, str):
-            raise _task_error(path, index, f"{where} needs a content (text), got {_shown(content)}")
+            raise task_error(path, index, f"{where} needs a content (text), got {_shown(content)}")
         messages.append({"role": role, "content": content})
     if not any(images.text_of(one["content"]).strip() or any(images.sources([one])) for one in messages):
-        raise _task_error(path, index, f"{name}: all messages are blank")
+        raise task_error(path, index, f"{name}: all messages are blank")
     return tuple(messages)
 
 
@@ -303,21 +301,21 @@ def _part(path: Path, index: int, where: str, part: object) -> dict[str, object]
     try:
         return images.part(part, path.parent)
     except ValueError as error:
-        raise _task_error(path, index, f"{where} {error}") from None
+        raise task_error(path, index, f"{where} {error}") from None
 
 
 def _example(path: Path, index: int, row: Mapping[str, object]) -> Example:
     completion = row.get("completion", row.get("answer"))
     if row.get("images"):
-        raise _task_error(path, index, "has images, which supervised fine-tuning does not read")
+        raise task_error(path, index, "has images, which supervised fine-tuning does not read")
     if row.get("messages") is not None:
         said = _prompt(path, index, row["messages"], "messages")
         if isinstance(said, str):
-            raise _task_error(path, index, f"messages must be a list of chat messages, got {_shown(said)}")
+            raise task_error(path, index, f"messages must be a list of chat messages, got {_shown(said)}")
         example = Example(index, said)
     elif row.get("prompt") is None or completion is None:
         known = ", ".join(map(str, row)) or "none"
-        raise _task_error(path, index, f"needs messages, or prompt and completion (its fields: {known})")
+        raise task_error(path, index, f"needs messages, or prompt and completion (its fields: {known})")
     else:
         before, after = (_prompt(path, index, row["prompt"]), _prompt(path, index, completion, "completion"))
         plain = isinstance(before, str) and isinstance(after, str)
@@ -325,7 +323,7 @@ def _example(path: Path, index: int, row: Mapping[str, object]) -> Example:
         answer = ({"role": ASSISTANT, "content": after},) if isinstance(after, str) else after
         example = Example(index, prompt + answer, len(prompt), plain)
     if all(message["role"] != ASSISTANT for message in example.messages[example.first :]):
-        raise _task_error(path, index, f"has no message of the role {ASSISTANT}, so nothing to train on")
+        raise task_error(path, index, f"has no message of the role {ASSISTANT}, so nothing to train on")
     return example
 
 
@@ -345,16 +343,9 @@ def in_set(where: str | None) -> Callable[[Task], bool]:
     return fits
 
 
-def _answer(path: Path, index: int, rest: dict[str, object]) -> object:
-    own, model = rest.pop("answer", _MISSING), rest.get("reward_model")
-    if own in (None, _MISSING) and isinstance(model, Mapping) and "ground_truth" in model:
-        return model["ground_truth"]
-    if own is not _MISSING:
-        return own
-    known = ", ".join(["prompt", *map(str, rest)])
-    raise _task_error(
-        path, index, f"has no field answer, nor reward_model.ground_truth (its fields: {known})"
-    )
+def _answer(rest: dict[str, object]) -> object:
+    own, model = rest.pop("answer", None), rest.get("reward_model")
+    return model.get("ground_truth") if own is None and isinstance(model, Mapping) else own
 
 
 def plain(value: object, depth: int = 0) -> object:
@@ -377,7 +368,8 @@ def plain(value: object, depth: int = 0) -> object:
     return str(value)
 
 
-def _task_error(path: Path, index: int, what: str) -> UsageError:
+def task_error(path: Path, index: int, what: str) -> UsageError:
+    """What is wrong with a task."""
     return UsageError(f"{place(path, index)}: {_printable(what)}")
 
 

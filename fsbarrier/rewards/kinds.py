@@ -13,9 +13,9 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsbarrier.data.tasks import Task
+from fsbarrier.data.tasks import Task, task_error
 from fsbarrier.errors import UsageError
-from fsbarrier.rewards.matching import MatchReward, exact, last_number, numeric
+from fsbarrier.rewards.matching import MatchReward, exact, numeric, unusable
 from fsbarrier.rewards.math_verify import MathReward
 from fsbarrier.rewards.score import AddedRewards, Reward
 from fsbarrier.rewards.user_function import (
@@ -132,12 +132,12 @@ def _open_judge(
     return Judge(settings, timeout_s)
 
 
-def check_answers(kinds: str, tasks: Iterable[Task], path: Path) -> None:
-    """Raises UsageError naming the first task whose answer is unusable for one of `kinds`."""
+def check_answers(kinds: str, tasks: Iterable[Task], path: Path, *, agent: bool = False) -> None:
+    """Raises UsageError naming the first task whose answer is unusable for one of `kinds`. `agent`: it may give the reward itself, so there
+    may be tasks without an answer."""
     compared = [kind for kind in reward_kinds(kinds) if kind in KINDS]
     for kind, task in product(compared, tasks):
-        place = f"{path}, task {task.index}: reward.kind={kind}"
-        if task.answer is None or not str(task.answer).strip():
-            raise UsageError(f"{place} needs an answer, but the task has none")
-        if kind == "numeric" and last_number(str(task.answer)) is None:
-            raise UsageError(f"{place}, but the answer contains no number: {task.answer!r}")
+        problem = unusable(kind, task.answer)
+        if problem is not None and not (agent and task.answer is None):
+            fields = ", ".join(["prompt", *task.metadata])
+            raise task_error(path, task.index, f"{problem} (its fields: {fields})")

@@ -33,8 +33,19 @@ class MatchReward(Reward):
         self.kind, self.match = kind, match
 
     async def score(self, task: Task, response: str, messages: Messages | None = None) -> Score:
+        if (problem := unusable(self.kind, task.answer)) is not None:
+            return Score(0.0, error=problem)
         reward = self.match(response, task.answer)
         return Score(reward, {self.kind: reward})
+
+
+def unusable(kind: str, answer: object) -> str | None:
+    """Why a reward of this kind cannot compare with a task's answer."""
+    if answer is None or not str(answer).strip():
+        return f"reward.kind={kind} needs an answer, and the task has none"
+    if kind == "numeric" and last_number(str(answer)) is None:
+        return f"reward.kind={kind} needs an answer with a number, not {answer!r}"
+    return None
 
 
 def exact(response: str, answer: object) -> float:

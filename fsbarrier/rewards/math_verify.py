@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 
 from fsbarrier.data.tasks import Task
+from fsbarrier.rewards.matching import unusable
 from fsbarrier.rewards.score import Messages, Reward, Score
 
 #: maximum number of processes; each is started on demand
@@ -34,6 +35,8 @@ class MathReward(Reward):
         self._all: set[asyncio.subprocess.Process] = set()
 
     async def score(self, task: Task, response: str, messages: Messages | None = None) -> Score:
+        if (problem := unusable("math", task.answer)) is not None:
+            return Score(0.0, error=problem)
         async with self._free:
             started = time.monotonic()
             verdict = await self._verdict({"answer": str(task.answer), "response": response})

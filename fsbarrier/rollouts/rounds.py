@@ -7,7 +7,7 @@ and sampling parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -31,11 +31,9 @@ class Round:
         return self.sampling.samples
 
 
-def read_rounds(
-    spec: Payload, within_reach: Collection[int], check: Callable[[Iterable[Task], Path], None]
-) -> list[Round]:
+def read_rounds(spec: Payload, within_reach: Collection[int]) -> list[Round]:
     """The rounds in the spec, each with `tasks`, `sampling`, and `files`: each task file with the number of its first task. With several
-    evaluation sets also `eval_set`, the set's name. `check` is given the tasks of each file. Raises UsageError."""
+    evaluation sets also `eval_set`, the set's name. Raises UsageError."""
     here = frozenset(within_reach)
     places = {
         task: file_of(task, one["files"])
@@ -47,8 +45,6 @@ def read_rounds(
         indices[path].add(task - first)
     # Read each file only once, because ten rounds may share a large one.
     found = {path: read_tasks(Path(path), wanted).tasks for path, wanted in indices.items()}
-    for path, tasks in found.items():
-        check(tasks.values(), Path(path))
     known = {task: replace(found[path][task - first], index=task) for task, (path, first) in places.items()}
     return [_round(one, known) for one in spec["rounds"]]
 

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from fsbarrier.engine.openai_http import EngineAddress
 from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.protocol.facts import JsonObject
-from fsbarrier.rewards.kinds import check_answers, open_reward
+from fsbarrier.rewards.kinds import open_reward
 from fsbarrier.rollouts.agent_sampler import AgentSampler
 from fsbarrier.rollouts.claims import PAUSES, EarlyEnd, Refills
 from fsbarrier.rollouts.counts import Counts, CountsProgress
@@ -62,7 +61,7 @@ class Rollout:
     def __init__(self, spec: JsonObject, settings: Settings, progress: ProgressWriter) -> None:
         self.settings, self.assignment = settings, Assignment.from_spec(spec)
         assignment = self.assignment
-        self.rounds = read_rounds(spec, assignment.within_reach, partial(check_answers, settings.reward.kind))
+        self.rounds = read_rounds(spec, assignment.within_reach)
         most_samples = max(one.samples for one in self.rounds)
         servers = servers_of(spec, settings)
         agent = settings.rollout.agent

@@ -42,7 +42,7 @@ def write_tasks(folder: Path, count: int, config: str) -> None:
     with (folder / "train.jsonl").open("w") as out:
         for index, task in enumerate(islice(iter(environment(config).taskset), count)):
             prompt = task.data.prompt if isinstance(task.data.prompt, str) else f"task {index}"
-            out.write(json.dumps({"prompt": prompt or f"task {index}", "answer": "-", "index": index}) + "\n")
+            out.write(json.dumps({"prompt": prompt or f"task {index}", "index": index}) + "\n")
 
 
 class Served:

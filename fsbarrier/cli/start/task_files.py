@@ -60,7 +60,9 @@ def read_tasks(
         path = _task_file(data_path, split) if file is None else _named_file(data_path, split, file)
         read = tasks.read_tasks(path)
         found[split] = _source(path, read.count)
-        check_answers(settings.reward.kind, read.tasks.values(), path)
+        check_answers(
+            settings.reward.kind, read.tasks.values(), path, agent=settings.rollout.agent is not None
+        )
         _check_environments(read.tasks.values(), path, settings)
         if model is not None:
             _check_images(read.tasks.values(), path, model, settings)
