@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from commands import typed
 
-from fsbarrier.planning import plan_text
+from fsbarrier.planning import cluster_plan
 from fsbarrier.planning.cluster_plan import Cluster, ClusterPlan, make_plan
 from fsbarrier.planning.memory import GIB, UpdateLoad
 from fsbarrier.planning.model_shape import SIZES, ModelShape
@@ -215,14 +215,14 @@ def test_deepspeed_s_stages_are_told_apart() -> None:
     for stage in (1, 2):
         made = plan(QWEN_7B, 3, **chosen, **{"trainer.zero_stage": stage})
         assert made.problems == () and (made.world, made.shards, made.copies) == (24, 24, 24)
-        assert f"24 processes, DeepSpeed ZeRO-{stage}: a copy on each" in "\n".join(plan_text.lines(made))
+        assert f"24 processes, DeepSpeed ZeRO-{stage}: a copy on each" in "\n".join(cluster_plan.lines(made))
         # 2 + 4/24 bytes a parameter for weights, 4 for gradients, 8/24 for moments.
         assert made.update["weights"] == 2 * count + 4 * count // 24
         assert made.update["gradients"] == 4 * count and made.update["moments"] == 8 * count // 24
     made = plan(QWEN_7B, 3, **chosen)
     assert made.problems == () and made.copies == 1
     assert made.update == plan(QWEN_7B, 3, **{"trainer.shard": "all"}).update
-    assert "24 processes, DeepSpeed ZeRO-3: 1 copy, each over 24" in "\n".join(plan_text.lines(made))
+    assert "24 processes, DeepSpeed ZeRO-3: 1 copy, each over 24" in "\n".join(cluster_plan.lines(made))
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_what_is_offloaded_held_beside_or_not_trained_changes_the_memory() -> No
     adapters = planned(lora__rank=8, lora__targets=["q_proj"])
     assert adapters.update["moments"] == 2 * adapters.update["gradients"] < whole // 1000
     text = "\n".join(
-        plan_text.lines(planned(engine__replicas=3, trainer__minibatch=64, trainer__shard="node"))
+        cluster_plan.lines(planned(engine__replicas=3, trainer__minibatch=64, trainer__shard="node"))
     )
     assert "3 engines a node over 3 accelerators, 5 idle" in text and "micro-batches of" in text
     assert "with 80.0 GiB" in text and "weights 3.5 GiB, " in text

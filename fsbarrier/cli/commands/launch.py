@@ -23,12 +23,14 @@ from pathlib import Path
 from fsbarrier.cli.commands import flags
 from fsbarrier.cli.launchers.job import (
     ClusterJob,
+    batch_file,
     check_below_mount,
     check_name,
     commands_here,
     fill,
     is_foreign,
     split,
+    submit,
 )
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.wording import counted
@@ -159,14 +161,12 @@ def _ssh(args: argparse.Namespace) -> int:
 
 
 def _slurm(args: argparse.Namespace) -> int:
-    from fsbarrier.cli.launchers import slurm
-
     job = _job(args, _nodes(args), str(flags.find_log_path(args)))
     warn_s = _count("--warn", args.warn or "600")
-    text = slurm.batch_file(job, time_limit=args.time, warn_s=warn_s, extra=args.sbatch or ())
+    text = batch_file(job, time_limit=args.time, warn_s=warn_s, extra=args.sbatch or ())
     path = _written(args, text, f"{job.name}.sbatch")
     if path is not None:
-        number = slurm.submit(path)
+        number = submit(path)
         print(f"submitted {path} as Slurm job {number}, {counted(job.nodes, 'node')}")
         if not any(option.startswith("--output") for option in args.sbatch or ()):
             print(f"output of all nodes: {job.folder / f'{job.name}-{number}.log'}")

@@ -42,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from fsbarrier.cli.start import preflight
     from fsbarrier.cli.start.model_folder import check_trainable, find_model
-    from fsbarrier.planning import plan_text
-    from fsbarrier.planning.cluster_plan import make_plan
+    from fsbarrier.planning import cluster_plan
     from fsbarrier.planning.model_shape import ModelShape
     from fsbarrier.settings.resolve import resolve
     from fsbarrier.settings.sections import LoraSettings, known_names
@@ -73,11 +72,11 @@ def main(args: argparse.Namespace) -> int:
     frozen = {
         name: shape_of(str(one.model), f"engines.{name}.model") for name, one in settings.engines.items()
     }
-    plan = make_plan(shape_of(args.model, "--model"), settings, cluster, frozen)
+    plan = cluster_plan.make_plan(shape_of(args.model, "--model"), settings, cluster, frozen)
     if args.json:
-        print(json.dumps(plan_text.as_json(plan)))
+        print(json.dumps(cluster_plan.as_json(plan)))
     else:
-        print("\n".join(plan_text.lines(plan)))
+        print("\n".join(cluster_plan.lines(plan)))
     sys.stdout.flush()
     if plan.problems:
         raise UsageError("; ".join(plan.problems))

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from fsbarrier.cli.start import (
     demo_folder,
-    filesystem,
     model_folder,
     policy_export,
     preflight,
@@ -23,7 +22,8 @@ from fsbarrier.cli.start import (
 from fsbarrier.cli.start.node_checks import check_node, check_used
 from fsbarrier.cli.start.policy_export import VersionToExport
 from fsbarrier.data import demo_tasks
-from fsbarrier.errors import UsageError
+from fsbarrier.doctor import examine
+from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.program import Program
 from fsbarrier.protocol.session import MASTER, shown
@@ -38,6 +38,7 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import ChosenValue
 from fsbarrier.store import files, trusted_folder
 from fsbarrier.store.printable import printable
+from fsbarrier.store.retry import fails, patiently
 
 Say = Callable[[str], None]
 
@@ -88,11 +89,30 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
     if (count := _launchers_count(request, chosen, there=runrecord.exists(log_path))) is not None:
         chosen["num_nodes"] = ChosenValue("num_nodes", count.value, count.source)
         asked = replace(asked, typed=replace(typed, num_nodes=count.value))
-    filesystem.admit(log_path, write=not request.dry_run)
+    _admit(log_path, write=not request.dry_run)
     known = asked.typed.num_nodes if "num_nodes" in chosen else None
     rank = _rank(request, known)
     record = _find_record(asked, rank)
     return _create(asked, rank) if record is None else _join(asked, record, rank)
+
+
+def _admit(log_path: Path, *, write: bool) -> None:
+    """A short `fsbarrier doctor`: a quick check of the filesystem under `log_path`, which need not exist yet. `write`: include write tests.
+
+    Raises StoreError if the filesystem fails or is unsuitable, UsageError without write permission.
+    """
+    try:
+        report = patiently(lambda: examine.short(log_path, write=write))
+    except OSError as error:
+        if fails(error):
+            raise StoreError(f"--log-path {log_path}: {error.strerror}") from None
+        raise UsageError(f"--log-path {log_path}: not writable: {error.strerror or error}") from None
+    if report.refused:
+        found = report.refused[0]
+        advice = f"; {found.advice}" if found.advice else ""
+        raise StoreError(
+            f"--log-path {log_path}: its filesystem cannot support a run: {found.finding}{advice} (details: fsbarrier doctor)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
