@@ -245,7 +245,6 @@ def test_a_frame_shows_what_people_look_for(busy: dict[int, RunReader]) -> None:
         *(
             "reward train",
             "reward held-out",
-            "(so far)",
             "coordination 56 ms",
             "node 2 (c) has had no heartbeat for 6 s",
         ),

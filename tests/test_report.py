@@ -57,15 +57,14 @@ def report(run: FakeRun, *more: str) -> str:
 def test_a_report_has_all_its_parts(tmp_path: Path) -> None:
     page = Page(report(long_run(tmp_path / "run")))
     for wanted in (
-        *("finished", "0.25 → 0.74", "0.06 %", "Where the time goes", "wall clocks", "rollout.temperature"),
-        *("Iteration 4: ", "Iteration 6: 85 s"),
+        *("finished", "0.25 → 0.74", "0.06 %", "Where the time goes", "rollout.temperature"),
         "node 2 (gpu-c) is lost: no heartbeat for 15.4 s",
         "node 2 (gpu-c) has had no heartbeat for 6 s",
         "generation 2: nodes 0, 1; leader 0",
     ):
         assert wanted in page.text, wanted
-    # The legend, a bar an iteration, and a bar a node in each of the last three iterations.
-    assert page.attributes.count(("class", "p2")) == 1 + 6 + 2 + 3 + 3
+    # The legend, and a bar an iteration.
+    assert page.attributes.count(("class", "p2")) == 1 + 6
     assert page.tags.count("svg") == 7
     curves = (
         "Reward",
@@ -78,13 +77,6 @@ def test_a_report_has_all_its_parts(tmp_path: Path) -> None:
     )
     assert [text for text in page.texts if text.strip() in curves] and "KL to the reference" not in page.text
     assert re.search(r"[\d.]+ % of (node \d's time|the time of nodes [\d, ]+): \w+", page.text)
-
-
-def test_as_many_timelines_as_are_asked_for(tmp_path: Path) -> None:
-    run = long_run(tmp_path / "run", 4, lose_at=None)
-    for flags, drawn in (((), {2, 3, 4}), (("--iterations", "1"), {4}), (("--iterations", "0"), set[int]())):
-        titles = re.findall(r"Iteration (\d): [\d.]+ (?:s|min)", report(run, *flags))
-        assert set(map(int, titles)) == drawn
 
 
 def test_a_report_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
@@ -135,7 +127,6 @@ def test_empty_and_short_runs(tmp_path: Path) -> None:
     for rank in range(3):
         begun.line(rank, "phase_started", (1, 1, 0))
     Page(report(begun))
-    Page(report(begun, "--iterations", "0"))
 
 
 def test_what_was_measured_has_a_curve_and_what_was_not_has_none(tmp_path: Path) -> None:

@@ -131,16 +131,12 @@ def frame(status: RunStatus, reader: RunReader, width: int, height: int) -> Rend
 
     from fsbarrier.view import terminal_lines as lines
     from fsbarrier.view.node_table import nodes_table
+    from fsbarrier.view.summary import result_lines
 
     rule = Text("─" * width, style="dim", no_wrap=True)
     top = [*lines.header(status, width, elapsed_s(reader)), rule]
     troubles = [*lines.waiting_line(status), *lines.problem_lines(status, width, 5)]
-    rewards = lines.reward_lines(status.rewards, width, lines.reward_so_far(status))
-    results = [
-        *rewards,
-        *lines.time_line(status.finished_times[-1:], width),
-        *lines.figures_line(status.figures, width),
-    ]
+    results = [*result_lines(status, status.finished_times[-1:], width)]
     # The node table gets the space that the other parts leave, and the events the rest. The 3 lines are the table's header and two rules.
     fixed = len(top) + len(troubles) + len(results) + 3
     table_rows = max(2, min(len(status.nodes), height - fixed - 4))

@@ -7,7 +7,7 @@ what `--csv` writes.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,12 +25,11 @@ from fsbarrier.view.report_formats import Row, iteration_rows
 from fsbarrier.view.report_samples import samples
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
-from fsbarrier.view.timings import PASSED, IterationTime, Span, together
+from fsbarrier.view.timings import IterationTime, Span, together
 from fsbarrier.view.wastes import wastes
 
-#: maximum numbers to show, newest first: iterations as bars, nodes in a timeline, events
+#: maximum numbers to show, newest first: iterations as bars, events
 BARS = 30
-LANES = 64
 EVENT_ROWS = 500
 #: maximum interruptions to show, the longest first
 INTERRUPTIONS = 5
@@ -76,8 +75,8 @@ class Table:
     left: Collection[int] = (0,)
 
 
-def page(reader: RunReader, status: RunStatus, *, iterations: int = 3, with_samples: bool = True) -> str:
-    """The whole report. `iterations`: number of recent iterations with a timeline; `with_samples`: include some prompts and answers."""
+def page(reader: RunReader, status: RunStatus, *, with_samples: bool = True) -> str:
+    """The whole report. `with_samples`: include some prompts and answers."""
     import jinja2
 
     finished = status.finished_times
@@ -102,7 +101,6 @@ def page(reader: RunReader, status: RunStatus, *, iterations: int = 3, with_samp
             f"{duration(one.cost_s)} before generation {one.generation}: {one.reason or 'unknown reason'}"
             for one in status.interruptions[:INTERRUPTIONS]
         ],
-        timelines=_timelines(reader, status, iterations),
         nodes=_nodes(status),
         events=_events(reader),
         settings=_settings(reader),
@@ -244,37 +242,6 @@ def _times(times: Sequence[IterationTime]) -> list[Bar]:
             begin += seconds
         bars.append(Bar(str(one.iteration), pieces, duration(one.seconds)))
     return bars
-
-
-def _timelines(reader: RunReader, status: RunStatus, newest: int) -> list[tuple[str, list[Bar]]]:
-    """(title, a bar a node) of the `newest` iterations: work in full colour, waiting pale, by the nodes' wall clocks."""
-    known = sorted({one.iteration for one in status.times} | {status.iteration})
-    shown = known[-newest:] if newest > 0 else []
-    by_iteration: dict[int, list[Span]] = {iteration: [] for iteration in shown}
-    for span in _spans_of(reader, shown):
-        by_iteration[span.iteration].append(span)
-    found = []
-    for iteration, spans in by_iteration.items():
-        begin = min((span.began_at for span in spans), default=0.0)
-        seconds = max((span.ended_at for span in spans), default=0.0) - begin
-        if seconds > 0:
-            ranks = sorted({span.node_rank for span in spans})[:LANES]
-            bars = [
-                Bar(f"node {rank}", [*_lane([s for s in spans if s.node_rank == rank], begin, seconds)], "")
-                for rank in ranks
-            ]
-            found.append((f"Iteration {iteration}: {duration(seconds)}", bars))
-    return found
-
-
-def _lane(spans: Sequence[Span], begin: float, seconds: float) -> Iterable[Piece]:
-    for span in spans:
-        style, name = f"p{span.phase}", one_line(span.phase_name)
-        cut = ", aborted," if span.outcome != PASSED or span.failed else ""
-        done_s = span.seconds if span.done_s is None else max(0.0, min(span.done_s, span.seconds))
-        at = span.began_at - begin
-        yield piece(f"{style} cut" if cut else style, f"{name}: worked{cut}", at, done_s, seconds)
-        yield piece(f"{style} pale", f"{name}: waited", at + done_s, span.seconds - done_s, seconds)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------------

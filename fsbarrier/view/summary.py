@@ -28,7 +28,7 @@ def print_status(status: RunStatus) -> None:
     console = Console(highlight=False)
     width = min(console.width, 120)
     nodes = [nodes_table(status, width), *lines.waiting_line(status), *lines.problem_lines(status, width, 20)]
-    results = _results(status, status.finished_times[-1:], width)
+    results = result_lines(status, status.finished_times[-1:], width)
     _print(console, [*lines.header(status, width), "", *nodes, "", *results, *lines.file_lines(status)])
 
 
@@ -38,7 +38,7 @@ def print_summary(log_path: Path, output: Console | None = None) -> None:
     reader, status = look_once(log_path)
     width = min(console.width, 100)
     top = [*lines.header(status, width, elapsed_s(reader)), *lines.problem_lines(status, width, 24)]
-    results = [*_results(status, status.finished_times, width)]
+    results = [*result_lines(status, status.finished_times, width)]
     if happened := [*_happened(reader, width)]:
         results += [Text(), *happened]
     report = lines.file_line("report", f"fsbarrier report --log-path {shlex.quote(status.log_path)}")
@@ -51,7 +51,8 @@ def _print(console: Console, parts: Sequence[RenderableType]) -> None:
         console.print(part, soft_wrap=not isinstance(part, Table))
 
 
-def _results(status: RunStatus, times: Sequence[IterationTime], width: int) -> Iterator[Text]:
+def result_lines(status: RunStatus, times: Sequence[IterationTime], width: int) -> Iterator[Text]:
+    """Rewards, times and figures of the training."""
     yield from lines.reward_lines(status.rewards, width)
     yield from lines.time_line(times, width)
     yield from lines.figures_line(status.figures, width)

@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from fsbarrier.protocol.wording import counted
-from fsbarrier.rundir.journal import Event, number
+from fsbarrier.rundir.journal import Event
 from fsbarrier.store.printable import printable
 from fsbarrier.view import phase_names
 from fsbarrier.view.amounts import amount, clock_time, duration, one_line, percent, ranks, short, sparkline
@@ -154,12 +154,12 @@ def problem_lines(status: RunStatus, width: int, most: int) -> list[Text]:
 # --- rewards, times, events -----------------------------------------------------------------------------------------------
 
 
-def reward_lines(rewards: Sequence[Rewards], width: int, so_far: float | None = None) -> list[Text]:
+def reward_lines(rewards: Sequence[Rewards], width: int) -> list[Text]:
     """Up to two lines: sparklines of training and held-out reward with first and last value."""
-    train: list[float | None] = [one.train for one in rewards]
-    if so_far is not None:
-        train.append(so_far)
-    curves = (("train", TRAIN, train), ("held-out", TEST, [one.test for one in rewards]))
+    curves = (
+        ("train", TRAIN, [one.train for one in rewards]),
+        ("held-out", TEST, [one.test for one in rewards]),
+    )
     known = [value for _, _, curve in curves for value in curve if value is not None]
     low, high = (min(known), max(known)) if known else (0.0, 1.0)
     high = max(high, low + LEAST_RANGE * max(abs(low), abs(high)))
@@ -170,24 +170,8 @@ def reward_lines(rewards: Sequence[Rewards], width: int, so_far: float | None = 
             continue
         spark = sparkline(curve, max(8, min(60, width - 50)), low, high)
         change = amount(values[0]) + (f" → {amount(values[-1])}" if len(values) > 1 else "")
-        note = "  (so far)" if name == "train" and so_far is not None else ""
-        found.append(
-            line(f"reward {name:<8} ", (spark, style), "  ", (change, f"bold {style}"), (note, "dim"))
-        )
+        found.append(line(f"reward {name:<8} ", (spark, style), "  ", (change, f"bold {style}")))
     return found
-
-
-def reward_so_far(status: RunStatus) -> float | None:
-    """The mean reward of the current training rollout, weighted by each node's progress."""
-    if status.phase is None or status.phase.name != phase_names.TRAIN_ROLLOUT:
-        return None
-    total, done_by_all = 0.0, 0.0
-    for node in status.nodes:
-        reward, done = number(node.progress or {}, "reward_mean"), number(node.progress or {}, "done")
-        if reward is not None and done:
-            total += reward * done
-            done_by_all += done
-    return total / done_by_all if done_by_all > 0 else None
 
 
 def time_line(iterations: Sequence[IterationTime], width: int) -> list[Text]:

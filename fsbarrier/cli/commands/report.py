@@ -1,4 +1,4 @@
-"""Write a run's rewards, timings, node timelines and events as one self-contained HTML file. The run may still be in progress."""
+"""Write a run's rewards, timings and events as one self-contained HTML file. The run may still be in progress."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ FORMATS = {
 }
 FLAGS = {
     "--out FILE": "the HTML file (default: report.html in the run directory)",
-    "--iterations N": "number of recent iterations to draw timelines for (default 3)",
     "--no-samples": "leave out prompts and answers, for sharing the page",
     **{
         f"{flag} FILE": f"{what}; the HTML page is then written only with --out"
@@ -28,7 +27,7 @@ FLAGS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_log_path(parser)
-    flags.add(parser, FLAGS, iterations=3)
+    flags.add(parser, FLAGS)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -47,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
     if args.prometheus:
         texts["--prometheus"] = (args.prometheus, report_formats.prometheus_text(reader, status))
     if args.out or not texts:
-        html = page(reader, status, iterations=args.iterations, with_samples=not args.no_samples)
+        html = page(reader, status, with_samples=not args.no_samples)
         texts["--out"] = (args.out or str(log_path / "report.html"), html)
     for flag, (name, text) in texts.items():
         print(flags.write_file(flag, name, text.encode()))
