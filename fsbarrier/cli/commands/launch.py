@@ -59,7 +59,7 @@ FLAGS = {
         "path of the file to write (default: NAME with a suffix, in this folder)",
     ),
     "--time": (("slurm",), "LIMIT", "time limit, for example 12:00:00"),
-    "--warn": (("slurm",), "S", "stop and requeue this many seconds before the time limit (default: 600)"),
+    "--warn": (("slurm",), "N", "stop and requeue this many seconds before the time limit (default: 600)"),
     "--sbatch": (
         ("slurm",),
         "OPTION",
@@ -80,7 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", nargs="?", default="", metavar="PLACE", help=", ".join(PLACES))
     for flag, (places, value, text) in FLAGS.items():
         action = "append" if flag == "--sbatch" else "store"
-        parser.add_argument(flag, metavar=value, action=action, help=f"{', '.join(places)}: {text}")
+        kind = flags.TYPES.get(value, str)
+        parser.add_argument(
+            flag, metavar=value, action=action, type=kind, help=f"{', '.join(places)}: {text}"
+        )
     flags.add_run_flags(parser)
 
 
@@ -119,7 +122,7 @@ def _job(args: argparse.Namespace, nodes: int, log_path: str) -> ClusterJob:
     return ClusterJob(
         name=check_name(args.name or "fsbarrier"),
         nodes=nodes,
-        gpus_per_node=_count("--gpus-per-node", args.gpus_per_node, least=0) if args.gpus_per_node else 0,
+        gpus_per_node=args.gpus_per_node or 0,
         folder=Path.cwd(),
         log_path=log_path,
         run=run,
@@ -131,13 +134,9 @@ def _job(args: argparse.Namespace, nodes: int, log_path: str) -> ClusterJob:
 def _nodes(args: argparse.Namespace) -> int:
     if args.num_nodes is None:
         raise UsageError(f"launch {args.place}: give --num-nodes N")
-    return _count("--num-nodes", args.num_nodes)
-
-
-def _count(flag: str, text: str, least: int = 1) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise UsageError(f"{flag} {text}: must be a whole number, {least} or more")
-    return int(text)
+    if not args.num_nodes.isdecimal() or not int(args.num_nodes):
+        raise UsageError(f"--num-nodes {args.num_nodes}: must be a whole number, 1 or more")
+    return int(args.num_nodes)
 
 
 def _ssh(args: argparse.Namespace) -> int:
@@ -162,8 +161,9 @@ def _ssh(args: argparse.Namespace) -> int:
 
 def _slurm(args: argparse.Namespace) -> int:
     job = _job(args, _nodes(args), str(flags.find_log_path(args)))
-    warn_s = _count("--warn", args.warn or "600")
-    text = batch_file(job, time_limit=args.time, warn_s=warn_s, extra=args.sbatch or ())
+    text = batch_file(
+        job, time_limit=args.time, warn_s=600 if args.warn is None else args.warn, extra=args.sbatch or ()
+    )
     path = _written(args, text, f"{job.name}.sbatch")
     if path is not None:
         number = submit(path)
@@ -177,7 +177,7 @@ def _slurm(args: argparse.Namespace) -> int:
 
 
 def _in_containers(args: argparse.Namespace) -> int:
-    if args.place == "skypilot" and args.gpus_per_node not in (None, "0") and not args.accelerator:
+    if args.place == "skypilot" and args.gpus_per_node and not args.accelerator:
         raise UsageError("launch skypilot: --gpus-per-node needs --accelerator NAME, for example H100")
     needed = {
         "--image": (args.image, "a container image with fsbarrier installed"),

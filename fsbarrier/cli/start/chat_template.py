@@ -39,14 +39,14 @@ def check(folder: Path, tasks: Iterable[Task], path: Path, arguments: Mapping[st
     for task in tasks:
         if isinstance(task.prompt, str):
             continue
-        if not seen:
-            render = _renderer(folder, f"{path}, task {task.index}: the prompt")
+        where = f"{path}, task {task.index}"
+        render = render or _renderer(folder, f"{where}: the prompt")
+        if render is None:
+            return
         roles = tuple(f"{one['role']} {type(one['content']).__name__}" for one in task.prompt)
-        if render is None or roles in seen:
-            seen.add(roles)
+        if roles in seen:
             continue
         seen.add(roles)
-        where = f"{path}, task {task.index}"
         try:
             text = render(messages=task.messages, add_generation_prompt=True, **arguments)
         except Exception as error:
