@@ -132,19 +132,16 @@ def progress_bar(progress: Fields, width: int) -> Text:
     if done is None or total is None or total <= 0:
         return line((note, "dim"))
     position = f" {short(done)}/{short(total)}" if total >= 10_000 else f" {done:.0f}/{total:.0f}"
-    # The texts beside the bar, each in a long and a short form.
-    beside = []
     reward, speed = number(progress, "reward_mean"), number(progress, "tokens_per_s")
-    if reward is not None:
-        beside.append((f"  reward {amount(reward)}", f" r {amount(reward)}"))
-    if speed is not None:
-        beside.append((f"  {short(speed)} tokens/s", f" {short(speed)}/s"))
-    if note:
-        beside.append((f"  {note}", ""))
+    beside = [
+        f"  reward {amount(reward)}" if reward is not None else "",
+        f"  {short(speed)} tokens/s" if speed is not None else "",
+        f"  {note}" if note else "",
+    ]
     fitting, used = "", cell_len(position)
-    for forms in beside:
-        form = next((form for form in forms if used + cell_len(form) + KEPT_FOR_BAR <= width), "")
-        fitting, used = fitting + form, used + cell_len(form)
+    for one in beside:
+        if used + cell_len(one) + KEPT_FOR_BAR <= width:
+            fitting, used = fitting + one, used + cell_len(one)
     least, most = BAR_CELLS
     cells = max(least, min(most, width - used))
     return line(bar(done / total, cells, "green"), position, (fitting, "dim"))
