@@ -25,8 +25,7 @@ from fsbarrier.view.report_formats import Row, iteration_rows
 from fsbarrier.view.report_samples import samples
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
-from fsbarrier.view.timings import IterationTime, Span, together
-from fsbarrier.view.wastes import wastes
+from fsbarrier.view.timings import IterationTime, Span, together, wastes
 
 #: maximum numbers to show, newest first: iterations as bars, events
 BARS = 30
