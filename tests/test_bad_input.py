@@ -577,13 +577,6 @@ def test_the_chat_template_is_tried_with_each_kind_of_prompt(place: Path, quick:
     refused(quick, RL, place=place, says=["train.jsonl, task 1", "leaves out the message of role 'system'"])
 
 
-def test_a_prompt_that_cannot_fit(place: Path, quick: Call) -> None:
-    task = {"prompt": "9" * (128 * 256 + 1), "answer": "4"}
-    (place / "data" / "test.jsonl").write_text(json.dumps(TASK) + "\n" + json.dumps(task) + "\n")
-    words = [*RL.split(), "engine.max_model_len=256", "rollout.max_tokens=64"]
-    refused(quick, words, place=place, says=["test.jsonl, task 1", "32769 characters", "256 tokens"])
-
-
 def test_a_model_in_a_cache_is_its_main_revision(place: Path, quick: Call) -> None:
     cached = place / "hub" / "models--me--tiny"
     for name in ("aaa", "bbb", "ccc"):

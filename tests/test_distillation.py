@@ -141,7 +141,7 @@ def test_a_run_learns_from_a_teacher(bench: Bench, tmp_path: Path) -> None:
         (["engines.teacher.model=M", "rollout.temperature=0.7"], "rollout.temperature=0.7: must be 1 with algorithm.loss=distil"),
         (["engines.teacher.model=M", "rollout.max_refills=1"], "rollout.max_refills=1: no group is without signal"),
         (["engines.teacher.model=M", "algorithm.truncated=shape"], "algorithm.truncated=shape: changes the reward, which"),
-        (["engines.teacher.model=M", "algorithm.self_certainty=1"], "algorithm.self_certainty=1.0: changes the reward"),
+        (["engines.teacher.model=M", "algorithm.self_certainty=1"], "algorithm.self_certainty=1: changes the reward"),
         (
             ["engines.teacher.model=M", "algorithm.kl_in_reward=0.1", "algorithm.normalize_std=false"],
             "algorithm.kl_in_reward=0.1: changes the reward",

@@ -105,7 +105,7 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
         ),
         (["eval.max_tokens=4096"], "eval.max_tokens=4096: leaves no room"),
         (["trainer.attention=flash_attention_2", "trainer.dtype=float32"], "supports only bfloat16"),
-        (["rollout.temperature=0"], "rollout.temperature=0.0: all samples of a task would be identical"),
+        (["rollout.temperature=0"], "rollout.temperature=0: all samples of a task would be identical"),
         (["rollout.samples=1"], "algorithm.loss=grpo compares the samples of a task"),
         (
             ["rollout.chat_template_kwargs=thinking"],
@@ -138,7 +138,7 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
         ),
         (
             ["algorithm.self_certainty=1", "algorithm.truncated=shape"],
-            "algorithm.truncated=shape: long answers lose a part of the reward, and algorithm.self_certainty=1.0 counts none",
+            "algorithm.truncated=shape: long answers lose a part of the reward, and algorithm.self_certainty=1 counts none",
         ),
         (
             ["algorithm.kl_in_reward=0.1"],
@@ -159,7 +159,7 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
         ),
         (
             ["algorithm.self_certainty=1", "trainer.command=mine {out}"],
-            "algorithm.self_certainty=1.0: only the built-in trainer computes it; drop it, or trainer.command",
+            "algorithm.self_certainty=1: only the built-in trainer computes it; drop it, or trainer.command",
         ),
         (
             ["algorithm.kl_target=0.1"],

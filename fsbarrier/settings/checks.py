@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.assign import split_by_weight
+from fsbarrier.protocol.session import shown as as_typed
 from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.placement import ROLES, Ranges
 from fsbarrier.settings.sources import ChosenValue, nearest, stored_as
@@ -47,12 +48,8 @@ def _as_chosen(settings: Settings, chosen: Mapping[str, ChosenValue], key: str) 
     value: Any = settings
     for part in key.split("."):
         value = value[part] if isinstance(value, Mapping) else getattr(value, part)
-    if isinstance(value, tuple):
-        value = ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in value)
-    # true, false and none, as they are typed.
-    if value is None or isinstance(value, bool):
-        value = str(value).lower()
-    return chosen[key].written(value) if key in chosen else f"{key}={value}"
+    text = as_typed(value)
+    return chosen[key].written(text) if key in chosen else f"{key}={text}"
 
 
 # --- the rules: each group yields one message per broken rule -----------------------------------------------------------------

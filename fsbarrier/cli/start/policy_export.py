@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsbarrier.engine import model as model_folder
-from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.errors import ProgramFailed, UsageError, first_line
 from fsbarrier.rundir import checkpoints, runrecord
 from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed
 from fsbarrier.rundir.runrecord import RunRecord
@@ -150,8 +150,7 @@ def push(folder: Path, repository: str, message: str) -> str:
         hub.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message)
         return str(made)
     except (HfHubHTTPError, HTTPError, OSError, ValueError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ProgramFailed(f"--push {repository}: {first}; the folder is in {folder}") from None
+        raise ProgramFailed(f"--push {repository}: {first_line(error)}; the folder is in {folder}") from None
 
 
 # --- init_from ------------------------------------------------------------------------------------------------------------
