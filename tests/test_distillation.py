@@ -146,7 +146,7 @@ def test_a_run_learns_from_a_teacher(bench: Bench, tmp_path: Path) -> None:
             ["engines.teacher.model=M", "algorithm.kl_in_reward=0.1", "algorithm.normalize_std=false"],
             "algorithm.kl_in_reward=0.1: changes the reward",
         ),
-        (["algorithm.loss=grpo", "algorithm.distil_reward=1"], "algorithm.distil_reward=1.0: requires algorithm.loss=distil"),
+        (["algorithm.loss=grpo", "algorithm.distil_reward=1"], "algorithm.distil_reward=1: requires algorithm.loss=distil"),
     ],
 )  # fmt: skip
 def test_a_mistake_ends_the_start(tmp_path: Path, words: list[str], said: str) -> None:
