@@ -1,4 +1,4 @@
-"""Real daemons under random strikes (scripts/lab/chaos.py), and that their judge (outside_checker.py) sees what is wrong."""
+"""Real daemons under random strikes (scripts/lab/chaos.py, soak.py), and that their judge (outside_checker.py) sees what is wrong."""
 
 from __future__ import annotations
 
@@ -186,3 +186,22 @@ def test_the_judge_sees(struck: Path, tmp_path: Path, harm: Callable[[Path], Non
     harm(run)
     wrong = outside_checker.judge(run, TASKS)
     assert any(re.search(words, line) for line in wrong), wrong
+
+
+# --- soak -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_hundred_iterations_of_three_struck_nodes() -> None:
+    argv = [
+        sys.executable,
+        str(REPO / "scripts" / "lab" / "soak.py"),
+        "--nodes",
+        "3",
+        "--iterations",
+        "200",
+        "--seed",
+        "3",
+    ]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -1,8 +1,9 @@
-"""Which iterations of a run evaluate, whatever part of them a session runs, and where it ends: each run to its end, then on from there."""
+"""Complete runs of the default program: evaluation, agents, trainers, recipes, schedules, and the same seeds in every run."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 from complete_runs import Bench
 
+from fsbarrier.data.demo_tasks import FOLDER
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.trajectories import load
 from fsbarrier.view.report import page
 from fsbarrier.view.run_status import look_once
-
-pytestmark = pytest.mark.torch
 
 #: What a session runs of its iterations.
 PARTS = {
@@ -33,6 +35,7 @@ CASES = [
 ]
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(("interval", "part", "last"), CASES)
 def test_a_run_evaluates_when_it_says_so_and_goes_on_from_its_end(
     bench: Bench, tmp_path: Path, interval: int, part: str, last: int
@@ -72,6 +75,7 @@ def numbers(events: list[dict[str, Any]], name: str) -> list[int]:
     return [event[name] for event in events]
 
 
+@pytest.mark.torch
 def test_the_last_version_of_a_session_has_its_trainers_state(bench: Bench, tmp_path: Path) -> None:
     """So the next one goes on with it, however seldom it is saved."""
     for last in (2, 3):
@@ -94,6 +98,7 @@ write_manifest(out, spec["new_policy_version"])
 """
 
 
+@pytest.mark.torch
 def test_a_trainer_of_the_users_own_makes_the_versions(bench: Bench, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TRAINER)
     words = "{spec} {model} {out} {node_rank} {num_nodes} {batch} {trainer_state}"
@@ -121,6 +126,7 @@ def reward(prompt, response, answer, metadata):
 """
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(("agent", "why"), [("Fails", "the tool"), ("Answers", "the score")])
 def test_an_agent_or_its_reward_that_fails_too_often_ends_the_run(
     bench: Bench, tmp_path: Path, agent: str, why: str
@@ -135,6 +141,7 @@ def test_an_agent_or_its_reward_that_fails_too_often_ends_the_run(
     assert not ended.events("weights_published")
 
 
+@pytest.mark.torch
 def test_a_run_with_rollouts_ahead_trains_on_samples_one_version_old_and_says_so(
     bench: Bench, tmp_path: Path
 ) -> None:
@@ -145,6 +152,7 @@ def test_a_run_with_rollouts_ahead_trains_on_samples_one_version_old_and_says_so
     assert "Staleness in policy versions" in page(*look_once(ran.log_path))
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("preset", ["rloo", "reinforce_plus_plus"])
 def test_a_recipe_with_the_kl_in_the_reward_reaches_its_end(
     bench: Bench, tmp_path: Path, preset: str
@@ -175,6 +183,7 @@ def test_a_recipe_with_the_kl_in_the_reward_reaches_its_end(
             assert "reward_kl" not in updates[-1]
 
 
+@pytest.mark.torch
 def test_ppo_with_a_critic_reaches_its_end_and_its_critic_is_exported(bench: Bench, tmp_path: Path) -> None:
     """Two nodes; the first update is the critic's alone; then another run begins with this one's critic."""
     ppo = ("algorithm.preset=ppo", "rollout.samples=1", "algorithm.max_logprob_gap=99", "critic.lr=0.001")
@@ -192,6 +201,7 @@ def test_ppo_with_a_critic_reaches_its_end_and_its_critic_is_exported(bench: Ben
     bench.run(tmp_path / "more", "--iterations", "1", *ppo, *more, "trainer.shard=all", nodes=2).check()
 
 
+@pytest.mark.torch
 def test_recover_finds_nothing_missing_in_a_finished_run_and_refuses_other_iterations(
     bench: Bench, tmp_path: Path
 ) -> None:
@@ -209,3 +219,98 @@ def test_recover_finds_nothing_missing_in_a_finished_run_and_refuses_other_itera
     assert f"{merged.name} is missing, but the run needs it" in shown
     bench.type(run, "recover", "--iteration", "2", "--aggregate").check()
     assert merged.exists()
+
+
+# --- updates that go on from each other -----------------------------------------------------------------------------------------
+
+
+#: One optimizer step an update, whatever the rollouts were.
+ONE_STEP = ("--eval-interval", "0", "trainer.minibatch=64", "algorithm.max_logprob_gap=100")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("keep", ["process", "nothing"])
+def test_a_schedule_of_learning_rates_goes_on_from_update_to_update(
+    bench: Bench, tmp_path: Path, keep: str
+) -> None:
+    schedule = ("optimizer.lr=8e-6", "optimizer.warmup_steps=2", "optimizer.schedule=linear")
+    more = (*ONE_STEP, *schedule, "optimizer.decay_steps=6")
+    # The second session is a restart.
+    for last in (2, 4):
+        words = ("--iterations", str(last), f"trainer.keep={keep}")
+        ended = bench.run(tmp_path / "run", *words, *more).check()
+    rates = [event["lr"] for event in ended.events("updated")]
+    assert rates == pytest.approx([4e-6, 8e-6, 6e-6, 4e-6])
+
+
+@pytest.mark.torch
+def test_replayed_samples_are_corrected_for_the_policy_that_sampled_them(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """In an update's only step this policy's own samples have the ratio 1, and so no divergence; those of an earlier policy have one."""
+
+    def updates(name: str, recency: int) -> list[dict[str, Any]]:
+        learning = ("optimizer.lr=0.03", "optimizer.warmup_steps=0", "algorithm.old_logprobs=trainer")
+        iterations = ("--iterations", "2", f"update.recency={recency}")
+        run = tmp_path / name
+        # The second update is of a session of its own.
+        bench.run(run, *ONE_STEP, *learning, "--iterations", "1", *iterations[2:]).check()
+        return bench.run(run, *ONE_STEP, *learning, *iterations).check().events("updated")
+
+    (first, own), (_, mixed) = updates("own", 1), updates("mixed", 2)
+    assert own["replayed"] == 0 and mixed["replayed"] > 0
+    assert first["policy_kl"] == pytest.approx(0, abs=1e-9) == own["policy_kl"]
+    assert mixed["policy_kl"] > 1e-4
+
+
+# --- reproducible ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.torch
+def test_each_task_of_each_iteration_has_a_seed_in_every_run(bench: Bench, tmp_path: Path) -> None:
+    log = bench.folder / "fake" / "requests.jsonl"
+
+    def seeds(run: str, *words: str) -> list[dict[str, int]]:
+        before = log.stat().st_size if log.exists() else 0
+        words = (
+            "--iterations",
+            "1",
+            "rollout.tasks=3",
+            "rollout.samples=3",
+            "rollout.reproducible=true",
+            *words,
+        )
+        bench.run(tmp_path / run, *words).check()
+        with log.open() as stream:
+            stream.seek(before)
+            asked = [one for line in stream if (one := json.loads(line))["path"] == "/v1/completions"]
+        assert all(len(one["prompt"]) == 1 for one in asked)
+        # Trained on, evaluated before that, and evaluated at the end.
+        of_kinds = [[one for one in asked if one["n"] == n] for n in (3, 1)]
+        return [{str(one["prompt"][0]): one["seed"] for one in kind} for kind in of_kinds]
+
+    train, test = seeds("first")
+    assert seeds("second") == [train, test] != seeds("other", "rollout.seed=1")
+    assert len({*train.values(), *test.values()}) == len(train) + len(test) == 3 + 2
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_runs_of_the_demo_sample_and_learn_the_same(tmp_path: Path) -> None:
+    """With the real vLLM on a CPU. How the tasks meet in a batch differs, so the last bits of log-probabilities may."""
+    small = ("rollout.tasks=24", "rollout.samples=8", "trainer.minibatch=96", "rollout.reproducible=true")
+
+    def run(name: str) -> list[list[dict[str, Any]]]:
+        argv = [sys.executable, "-m", "fsbarrier", "run", "--log-path", str(tmp_path / name)]
+        words = [*argv, "--iterations", "2", "--eval-interval", "0", *small]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=800)
+        assert done.returncode == 0, done.stderr
+        files = [RunPaths(tmp_path / name).merged("train", iteration) for iteration in (1, 2)]
+        return [[*load(file)["trajectories"]] for file in files]
+
+    assert FOLDER.is_dir()
+    for one, other in zip(run("a"), run("b"), strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert [*a["token_ids"]] == [*b["token_ids"]] and a["reward"] == b["reward"]
+            assert [*a["logprobs"]] == pytest.approx([*b["logprobs"]], abs=1e-5)

@@ -1,13 +1,15 @@
-"""Models that take images: all of them is loaded and published, the right parts are trained, on the images that the engine saw."""
+"""Images: seen by the engine as they are trained on, in families of models that have eyes."""
 
 from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_rollout import make_spec, rolled_out, run
 from trainer_bench import (
     REPO,
     Bench,
@@ -19,13 +21,13 @@ from trainer_bench import (
     write_groups,
 )
 
+from fsbarrier.engine.engine import Engine
 from fsbarrier.engine.model import inspect
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
+from fsbarrier.settings.resolve import resolve
 
 sys.path.insert(0, str(REPO / "scripts"))
-
-pytestmark = pytest.mark.torch
 
 
 def eyes(folder: Path, *, tied: bool = False) -> Any:
@@ -102,6 +104,7 @@ def looked(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.torch
 def test_images_are_trained_on_as_the_engine_saw_them(tmp_path: Path) -> None:
     """The log-probabilities are those of the model itself, on its processor's pixels. All of it is published, and only its language model
     has changed. A file that was changed since is refused."""
@@ -128,6 +131,7 @@ def test_images_are_trained_on_as_the_engine_saw_them(tmp_path: Path) -> None:
         work.update("v2")
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 def test_the_vision_tower_is_trained_too_if_it_is_not_frozen(tmp_path: Path) -> None:
     looked(tmp_path)
@@ -141,6 +145,7 @@ def test_the_vision_tower_is_trained_too_if_it_is_not_frozen(tmp_path: Path) -> 
     assert work.update("v2", version=2, before="v1")["optimizer_steps"] > 1
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("freeze", ["vision", "none"])
@@ -164,6 +169,7 @@ def test_sharded_over_processes_of_which_some_have_no_images(tmp_path: Path, fre
         assert float((weight - two[name]).norm()) <= 0.02 * moved + 1e-7, name
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 def test_adapters_are_put_into_the_language_model_alone(tmp_path: Path) -> None:
     looked(tmp_path)
@@ -175,6 +181,7 @@ def test_adapters_are_put_into_the_language_model_alone(tmp_path: Path) -> None:
     assert moved and all("language_model.layers" in name for name in moved)
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 def test_a_family_whose_class_for_text_would_lose_its_eyes_is_published_whole(tmp_path: Path) -> None:
     """Qwen3.5: as a causal model it has neither the vision tower nor the configuration that the engine wants."""
@@ -221,3 +228,134 @@ def test_a_family_whose_class_for_text_would_lose_its_eyes_is_published_whole(tm
     moved = {name for name in before if bool((before[name] != after[name]).any())}
     assert before.keys() == after.keys() and moved and not any(".visual." in name for name in moved)
     assert inspect(tmp_path / "model").signature == inspect(tmp_path / "v1" / "model").signature
+
+
+# --- the real engine ------------------------------------------------------------------------------------------------------------
+
+sys.path.insert(0, str(REPO / "scripts"))
+
+
+AGENT = REPO / "tests" / "programs" / "looking_agent.py"
+
+
+@pytest.mark.engine
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_is_recorded_is_what_the_model_saw(tmp_path: Path) -> None:
+    """One answer to a task's image, and an agent that shows three in three turns; then with other weights in the same engine."""
+    import torch
+    from picture_model import draw, write_model
+
+    # With a head that is the embedding, as the small models of the family have it.
+    model = eyes(tmp_path / "model", tied=True)
+    import random
+
+    for number in range(3):
+        draw(random.Random(number), "r", number + 1).save(tmp_path / f"{number}.png")
+    prompts = [
+        [
+            {"role": "system", "content": "Look."},
+            {
+                "role": "user",
+                "content": [{"type": "image", "image": f"{n}.png"}, {"type": "text", "text": "what?"}],
+            },
+        ]
+        for n in range(3)
+    ]
+    chosen = {"engine.max_model_len": 512, "rollout.max_tokens": 20, "rollout.samples": 4}
+    resolved = resolve([], chosen, cross_checks=False)
+    engine = Engine(resolved.engine, log_file=tmp_path / "vllm.log", work_dir=tmp_path / "work", threads=1)
+    found: list[tuple[Path, Path]] = []
+    try:
+        for version, agent in enumerate(({}, {"rollout.agent": f"{AGENT}:Looks"})):
+            folder, weights = tmp_path / f"run{version}", tmp_path / f"model{version}"
+            with torch.no_grad():
+                for one in model.parameters():
+                    one.add_(0.02 * torch.randn_like(one))
+            write_model(model, weights)
+            info = engine.ensure(weights, version, cancel=threading.Event())
+            # The second time the engine, which has seen the tasks' images, loads other weights.
+            assert info.action == ("reloaded" if version else "started"), info.note
+            served = [{"url": info.url, "api_key": info.api_key, "model": info.model}]
+            folder.mkdir()
+            for number in range(3):
+                (folder / f"{number}.png").write_bytes((tmp_path / f"{number}.png").read_bytes())
+            tasks = [{"prompt": prompt, "answer": "x"} for prompt in prompts]
+            sampling = {"samples": 4, "max_tokens": 20}
+            texts = ["x"] * len(prompts)
+            own = {"engine": served, "model": str(weights), "policy_version": version, "sampling": sampling}
+            spec = make_spec(folder, info.url, texts, **own, **chosen, **agent)
+            (folder / "train.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+            done = run(spec)
+            assert (done.code, done.stderr) == (0, ""), done.stderr
+            found.append((folder, weights))
+    finally:
+        engine.stop()
+    for folder, weights in found:
+        trajectories = [one for group in rolled_out(folder).values() for one in group]
+        turns = 3 if folder.name == "run1" else 1
+        assert [one["turns"] for one in trajectories if "turns" in one] == [3] * 12 * (turns == 3)
+        for one in trajectories:
+            check(folder / "trajectories" / "train_images.iteration5", weights, one, images=turns)
+    folder, weights = found[1]
+    (tmp_path / "merged").hardlink_to(folder / "trajectories" / "checkpoint")
+    (tmp_path / "train_images.iteration5").symlink_to(folder / "trajectories" / "train_images.iteration5")
+    bench = Bench(tmp_path, settings())
+    assert bench.prepare(policy_version=1, run_id="run", model=str(weights))["trajectories"] > 0
+    result = bench.update("v2", version=2, trainer_state=None, model=str(weights))
+    assert result["optimizer_steps"] > 0 and result["logprob_gap_max"] < 1e-3
+
+
+def check(folder: Path, weights: Path, trajectory: dict[str, Any], *, images: int) -> None:
+    """Its tokens are those of transformers' own processor, and its log-probabilities those of transformers' model."""
+    import torch
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(weights)
+    model = AutoModelForImageTextToText.from_pretrained(weights)
+    (names,) = trajectory["images"]
+    assert len(names) == images
+    messages = json.loads(json.dumps(trajectory["messages"]))
+    parts = [
+        part for message in messages if isinstance(message["content"], list) for part in message["content"]
+    ]
+    assert [part["image"] for part in parts if part["type"] == "image"] == names
+    text = processor.apply_chat_template(messages, tokenize=False)
+    seen = [Image.open(folder / name) for name in names]
+    given = processor(text=[text], images=seen, return_tensors="pt")
+    ids = torch.tensor([list(trajectory["token_ids"])])
+    # The first prompt token by token; afterwards answers are what was sampled, which no text says.
+    prompt = trajectory["prompt_tokens"]
+    assert ids[0, :prompt].tolist() == given["input_ids"][0, :prompt].tolist()
+    placeholder = model.config.image_token_id
+    assert (ids == placeholder).sum() == (given["input_ids"] == placeholder).sum()
+    with torch.no_grad():
+        logits = model(
+            input_ids=ids,
+            pixel_values=given["pixel_values"],
+            image_grid_thw=given["image_grid_thw"],
+            mm_token_type_ids=(ids == placeholder).long(),
+        ).logits[0, :-1]
+    logits[:, [placeholder, model.config.video_token_id]] = -torch.inf
+    own = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
+    sampled = torch.tensor(list(trajectory["loss_mask"]), dtype=torch.bool)[1:]
+    told = torch.tensor(list(trajectory["logprobs"]))[1:]
+    assert float((own - told)[sampled].abs().max()) < 1e-3
+
+
+@pytest.mark.engine
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("task", ["pictures", "blind"])
+def test_a_policy_learns_from_what_it_sees_and_from_nothing_else(tmp_path: Path, task: str) -> None:
+    """scripts/learning_curve.py, with one seed on one node."""
+    import subprocess
+
+    words = ["--task", task, "--seeds", "0", "--nodes", "1", "--out", str(tmp_path)]
+    curve = [sys.executable, str(REPO / "scripts" / "learning_curve.py"), *words]
+    done = subprocess.run(curve, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

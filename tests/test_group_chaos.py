@@ -1,4 +1,4 @@
-"""Groups of processes that are killed, stopped and started anew at random while they call at random (scripts/lab/group_fuzz.py)."""
+"""Groups under random strikes: real processes, and the simulator."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import pytest
 from cluster import REPO
 from group_members import Failed, Member, Members
 from waiting import DEADLINE_S
+
+from fsbarrier.sim.campaign import campaign
+from fsbarrier.sim.setup import USUAL, Setup
 
 sys.path.insert(0, str(REPO / "scripts" / "lab"))
 import group_fuzz
@@ -62,3 +65,24 @@ def test_the_survivors_of_every_instant_agree(tmp_path: Path) -> None:
         ends = [outcome(group[rank], DEADLINE_S) for rank in (3, 4)]
         assert all(isinstance(end, dict) for end in ends), ends
         assert ends[0]["step"] == ends[1]["step"]
+
+
+# --- simulated ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nodes", "seeds", "mix"),
+    [
+        (2, 20, USUAL),
+        (3, 40, USUAL),
+        (3, 30, frozenset({"stale"})),
+        (3, 15, frozenset()),
+        (5, 10, USUAL),
+        pytest.param(3, 400, USUAL, marks=pytest.mark.slow),
+    ],
+    ids=["two", "three", "old listings", "nothing", "five", "many"],
+)
+def test_groups_hold_under_faults(nodes: int, seeds: int, mix: frozenset[str]) -> None:
+    setup = Setup(nodes=nodes, mix=mix, groups=True)
+    broken = [(v.seed, v.violations) for v in campaign(range(seeds), setup) if v.violations]
+    assert broken == []

@@ -1,14 +1,18 @@
-"""Names under the run directory: what was built is read back as it was, and nothing else is taken for one of ours."""
+"""Names under the run directory: read back as they were built, and none leads out of the run."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, is_dataclass
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_assign import context, rl
 
+from fsbarrier.errors import ProgramFailed
+from fsbarrier.program import Command, Context, Steps, Work
 from fsbarrier.rundir import names
 from fsbarrier.rundir.names import Name
 
@@ -65,3 +69,77 @@ def test_the_names_that_scripts_rely_on() -> None:
     assert names.JOURNAL.build(1, 2) == "node_1.inc-0002.jsonl"
     assert names.PHASE_FOLDER.parse("p02-train_rollout") == names.PhaseName(2, "train_rollout")
     assert names.FACT.parse("iter-000007.node-0001.done") == names.FactName(7, 1, "done")
+
+
+# --- in records -----------------------------------------------------------------------------------------------------------------
+
+POLICY = "policy-000003.g0002"
+
+
+def decided(phase: str, iteration: int = 3, **value: Any) -> Mapping[str, Any]:
+    return {phase: {"iteration": iteration, "value": value}}
+
+
+def spec_of(work: Work) -> Mapping[str, Any]:
+    """What the first program of a work is told."""
+    first = work.works[0] if isinstance(work, Steps) else work
+    for one in work.works if isinstance(work, Steps) else (first,):
+        if isinstance(one, Command):
+            return one.spec
+    raise AssertionError(work)
+
+
+def published(path: str) -> Mapping[str, Any]:
+    return decided("weights_publish", 2, folder=path, policy_version=3, digest="d")
+
+
+def update(ctx: Context) -> Work:
+    work: Work = rl.update(ctx)
+    return work
+
+
+def readers(said: str) -> dict[str, Callable[[], object]]:
+    """What reads a name in each of the records; `said`: a pattern for the names."""
+    named = said.format
+    decision = {"wanted": [1, 2], "shares": {"0": [2], "1": []}, "fixed_shares": ""}
+    adopted = [{"name": named("part"), "valid_bytes": 10, "tasks": [1]}]
+    ready = {"master_addr": "127.0.0.1", "master_port": 1, "trainer": ""}
+    merged = decided("train_aggregate", merged=named("merged"), earlier=[named("merged")])
+    made = decided("update", folder=named(POLICY), policy_version=3)
+    batch = {**decided("batch_prepare", batch=named("batch"), port=1), **decided("update_ready", **ready)}
+
+    def parts(adopted: list[dict[str, Any]], report: dict[str, Any]) -> list[str]:
+        assigned = decided("train_assign", **decision, adopted=adopted)
+        ctx = context("train_aggregate", decisions=assigned, reports=lambda phase: {0: report})
+        return [one["path"] for one in spec_of(rl.aggregate_train(ctx))["parts"]]
+
+    return {
+        "policy": lambda: str(context(decisions=published(named(POLICY))).policy.model),
+        "merged": lambda: rl.learned_from(context("batch_prepare", decisions=merged)),
+        "adopted": lambda: parts(adopted, {"tasks": [2]}),
+        "report": lambda: parts([], {"part": named("part"), "tasks": [2]}),
+        "batch": lambda: spec_of(
+            update(context("update", decisions=batch, joins={}, accelerators=0, cpus=2))
+        )["batch"],
+        "update": lambda: str(rl.publish_weights(context("weights_publish", decisions=made)).folder),
+    }
+
+
+def test_what_decisions_name_is_looked_for_in_the_run() -> None:
+    found = {name: read() for name, read in readers("{}").items()}
+    rollouts, checkpoints = "/run/train_trajectories", "/run/checkpoints"
+    assert found == {
+        "policy": f"{checkpoints}/{POLICY}/model",
+        "merged": [f"{rollouts}/merged"] * 2,
+        "adopted": [f"{rollouts}/part"],
+        "report": [f"{rollouts}/part"],
+        "batch": f"{checkpoints}/batches/batch",
+        "update": f"{checkpoints}/{POLICY}",
+    }
+
+
+@pytest.mark.parametrize("said", ("/outside/{}", "../../outside/{}", "outside/{}", "..", "{}\0"))
+def test_what_leads_out_of_the_run_is_refused(said: str) -> None:
+    for read in readers(said).values():
+        with pytest.raises(ProgramFailed, match="which is no file in /run/"):
+            read()

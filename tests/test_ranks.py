@@ -1,12 +1,30 @@
-"""Ranks, numbers of nodes and addresses, from every launcher's variables."""
+"""Which rank a node has: from the launcher's environment, a free one by --rank auto, and that one process has it."""
 
 from __future__ import annotations
 
+import tempfile
+import threading
+from pathlib import Path
+
 import pytest
+from cluster import Cluster
 
 from fsbarrier.cli.start import ranks
+from fsbarrier.coordination.loop import NodeLoop
+from fsbarrier.coordination.observer import Observer
+from fsbarrier.coordination.ranks import free_ranks, hold_rank
+from fsbarrier.coordination.run_rules import poll_intervals
 from fsbarrier.errors import UsageError
 from fsbarrier.processes import addresses
+from fsbarrier.protocol.facts import Beat, Join
+from fsbarrier.protocol.membership import GONE, epitaph
+from fsbarrier.rundir import runrecord
+from fsbarrier.rundir.heartbeats import beats_of_newest_starts
+from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.settings.resolve import resolve
+from fsbarrier.store import reading
+from fsbarrier.store.identity import host_name
 
 
 def rank(
@@ -121,3 +139,217 @@ def test_the_number_of_nodes_comes_from_the_same_launcher() -> None:
 )
 def test_kinds_of_addresses(host: str, interface: str, kind: str) -> None:
     assert addresses.kind_of(host, interface, {"192.0.2.5"}) == kind
+
+
+# --- --rank auto ----------------------------------------------------------------------------------------------------------------
+
+STORE = PosixStore()
+#: nothing here is found out by a silence, however slow the machine is
+PATIENT = (
+    "coordination.beat_s=0.2",
+    "coordination.dead_s=120",
+    "coordination.last_call_s=0.5",
+)
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> RunRecord:
+    values = {"program": "ping", "num_nodes": 5, "coordination.dead_s": 2.0}
+    settings = resolve((), values, cross_checks=False)
+    return runrecord.publish(runrecord.new(tmp_path / "run", settings, tasks={}, model=None))
+
+
+def started(record: RunRecord, rank: int, host: str, *, incarnation: int = 1) -> None:
+    STORE.make_dir(record.paths.joins)
+    assert STORE.create(record.paths.join(rank, incarnation), Join(rank, incarnation, host, 1, "boot"))
+
+
+def beat(
+    record: RunRecord, rank: int, state: str = "running", counter: int = 1, host: str = "elsewhere"
+) -> None:
+    STORE.make_dir(record.paths.status)
+    STORE.put(record.paths.beat(rank, 1), Beat(rank, 1, counter, host, 1, state))
+
+
+def order(record: RunRecord) -> list[tuple[int, int]]:
+    return [(start.rank, start.incarnation) for start in free_ranks(record.paths, 5, 2.0)]
+
+
+def test_one_s_own_rank_first_then_free_ones_then_those_that_ended_then_silent_ones(
+    record: RunRecord,
+) -> None:
+    started(record, 0, "a")
+    beat(record, 0)
+    started(record, 1, "b")
+    beat(record, 1, "left")
+    started(record, 2, host_name())
+    beat(record, 2, host=host_name())
+    # It has joined and is about to write its first heartbeat.
+    started(record, 4, host_name())
+    assert order(record) == [(2, 2), (3, 1), (1, 2), (0, 2), (2, 2), (4, 2)]
+
+
+def test_a_rank_of_which_something_is_heard_is_not_free(record: RunRecord) -> None:
+    for rank in range(5):
+        started(record, rank, "a")
+        beat(record, rank)
+    ended = threading.Event()
+
+    def beating() -> None:
+        counter = 1
+        while not ended.wait(0.01):
+            counter += 1
+            for rank in (0, 1, 2):
+                beat(record, rank, counter=counter)
+
+    thread = threading.Thread(target=beating)
+    thread.start()
+    try:
+        assert order(record) == [(3, 2), (4, 2)]
+    finally:
+        ended.set()
+        thread.join()
+
+
+def loop(record: RunRecord, pid: int) -> NodeLoop:
+    observer = Observer(STORE, record.paths, None, poll_intervals(record.settings))  # type: ignore[arg-type]
+    observer.prepare()
+    join = Join(1, 0, "h", pid, "boot")
+    return NodeLoop(STORE, observer, None, None, join, lambda *_: None)  # type: ignore[arg-type]
+
+
+def members(cluster: Cluster, ranks: list[int]) -> None:
+    cluster.wait_for(lambda e: e["event"] == "generation_started" and sorted(e["members"]) == ranks)
+
+
+def test_nodes_find_their_ranks_and_come_back_to_them(tmp_path: Path) -> None:
+    """Each with a temporary folder of its own, so that only the shared directory tells them apart, as on hosts of their own."""
+    words = ("--program", "ping", "--rank", "auto", "--num-nodes", "2:3", *PATIENT)
+    with Cluster(tmp_path, 4, program="ping") as cluster:
+
+        def start(*numbers: int) -> None:
+            for number in numbers:
+                folder = tmp_path / f"host{number}"
+                folder.mkdir(exist_ok=True)
+                cluster.env[number] = {"TMPDIR": str(folder)}
+                cluster.start_as(number, *words)
+
+        start(0, 1)
+        members(cluster, [0, 1])
+        start(2)
+        members(cluster, [0, 1, 2])
+        start(3)
+        assert cluster.wait(3) == {3: 2}, cluster.said(3)
+        assert "all 3 ranks of" in cluster.said(3)
+        joined = {e["pid"]: e["node_rank"] for e in cluster.events() if e["event"] == "node_joined"}
+        ranks = {number: joined[cluster.processes[number].pid] for number in (0, 1, 2)}
+        assert sorted(ranks.values()) == [0, 1, 2]
+        assert f"this is node {ranks[2]}" in cluster.said(2)
+        cluster.kill(1)
+        start(1)
+        again = cluster.wait_for(lambda e: e["event"] == "node_joined" and e["incarnation"] == 2)
+        assert (again["node_rank"], again["pid"]) == (ranks[1], cluster.processes[1].pid)
+
+
+# --- one process a rank ---------------------------------------------------------------------------------------------------------
+
+FOREVER_S = 250.0
+
+
+@pytest.fixture
+def locked_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunRecord:
+    """A run; its nodes see a temporary directory of their own, as in a container."""
+    in_container(monkeypatch, tmp_path / "one")
+    settings = resolve((), {"program": "ping"}, cross_checks=False)
+    return runrecord.publish(runrecord.new(tmp_path / "run", settings, tasks={}, model=None))
+
+
+def in_container(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> None:
+    temporary.mkdir(exist_ok=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+
+
+def beat_beside_lock(locked_run: RunRecord, incarnation: int, counter: int, state: str = "running") -> None:
+    PosixStore().make_dir(locked_run.paths.status)
+    written = Beat(2, incarnation, counter, host_name(), 1, state)
+    PosixStore().put(locked_run.paths.beat(2, incarnation), written)
+
+
+def test_a_daemon_in_another_container_of_this_host_is_left_alone(
+    locked_run: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hold_rank(locked_run.log_path, 2, FOREVER_S):
+        ended = threading.Event()
+
+        def beating() -> None:
+            counter = 0
+            while not ended.wait(0.01):
+                beat_beside_lock(locked_run, 1, counter := counter + 1)
+
+        beat_beside_lock(locked_run, 1, 0)
+        thread = threading.Thread(target=beating)
+        thread.start()
+        in_container(monkeypatch, tmp_path / "two")
+        try:
+            with pytest.raises(UsageError, match=rf"already running on {host_name()}, process 1"):
+                hold_rank(locked_run.log_path, 2, FOREVER_S).__enter__()
+        finally:
+            ended.set()
+            thread.join()
+
+
+@pytest.mark.parametrize("older", [None, "left"])
+def test_a_heartbeat_that_is_met_in_its_replacement_is_watched(
+    locked_run: RunRecord, monkeypatch: pytest.MonkeyPatch, older: str | None
+) -> None:
+    """It cannot be read in that moment, and belongs to a node that lives, whatever an older start of the rank said last."""
+    if older is not None:
+        beat_beside_lock(locked_run, 3, 9, older)
+    beat_beside_lock(locked_run, 4, 1)
+    path, ended, half, read = (
+        locked_run.paths.beat(2, 4),
+        threading.Event(),
+        [True, True],
+        reading.read_bytes,
+    )
+
+    def beating() -> None:
+        counter = 1
+        while not ended.wait(0.01):
+            beat_beside_lock(locked_run, 4, counter := counter + 1)
+
+    def read_half(found: Path, most: int) -> bytes:
+        data = read(found, most)
+        return data[:-5] if found == path and half and half.pop() else data
+
+    monkeypatch.setattr(reading, "read_bytes", read_half)
+    thread = threading.Thread(target=beating)
+    thread.start()
+    try:
+        with pytest.raises(UsageError, match="already running on"):
+            hold_rank(locked_run.log_path, 2, FOREVER_S).__enter__()
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_killed_node_starts_again_at_once(tmp_path: Path) -> None:
+    """Its epitaph says that it is dead: it waits for no time-out, however long that is."""
+    flags = ("coordination.dead_s=251",)
+    with Cluster(tmp_path, 1, *flags, program="ping") as cluster:
+        cluster.start()
+        cluster.in_phase(0, 1)
+        cluster.kill(0)
+        cluster.start()
+        cluster.wait_for(lambda e: e["event"] == "node_joined" and e["incarnation"] == 2)
+
+
+def test_the_epitaph_of_an_earlier_start_proves_nothing(locked_run: RunRecord) -> None:
+    for incarnation in (3, 4):
+        beat_beside_lock(locked_run, incarnation, 9)
+    PosixStore().make_dir(locked_run.paths.beats)
+    for incarnation, proven in ((3, False), (4, True)):
+        last = Beat(2, incarnation, 9, host_name(), 1, "running")
+        PosixStore().mark(locked_run.paths.pulse(epitaph(last)), last)
+        watched = beats_of_newest_starts(locked_run.log_path, 2)[2]
+        assert watched is not None and (watched.state in GONE) == proven

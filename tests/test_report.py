@@ -1,15 +1,22 @@
-"""The report: one well-formed file that loads nothing, says what happened, and cannot be broken by what a run contains."""
+"""The report and the files that a command is asked to write."""
 
 from __future__ import annotations
 
+import csv
+import json
+import os
 import re
 import stat
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from commands import typed
 from fake_run import FakeRun, long_run
+from other_user import needs_root
+
+from fsbarrier.program import PHASE_NAMES
 
 VOID = {"meta", "br", "img", "link", "input"}
 
@@ -154,3 +161,157 @@ def test_the_evaluation_at_the_end_belongs_to_no_iteration(tmp_path: Path) -> No
     html = report(run)
     assert "iteration 3 of 3" in html
     assert re.search(r'text-anchor="middle">end</text>', html)
+
+
+# --- other formats --------------------------------------------------------------------------------------------------------------
+
+SAMPLE = re.compile(r'^fsbarrier_[a-z0-9_]+\{run="[^"]*"(,state="[a-z]+")?\} -?[0-9.e+-]+$')
+
+
+def written(run: FakeRun, tmp_path: Path, *formats: str) -> list[str]:
+    words = [word for name in formats for word in (f"--{name}", str(tmp_path / name))]
+    said = typed("report", "--log-path", run.log_path, *words)
+    assert said.out == "".join(f"{tmp_path / name}\n" for name in formats)
+    return [(tmp_path / name).read_text() for name in formats]
+
+
+def test_the_table_has_a_line_an_iteration(tmp_path: Path) -> None:
+    (text,) = written(long_run(tmp_path / "run", 6), tmp_path, "csv")
+    assert not (tmp_path / "run" / "report.html").exists(), "the page was not asked for"
+    rows = list(csv.DictReader(text.splitlines()))
+    assert [int(row["iteration"]) for row in rows] == [1, 2, 3, 4, 5, 6]
+    for row in rows:
+        phases = sum(float(row[f"{name}_s"]) for name in PHASE_NAMES if row.get(f"{name}_s"))
+        assert float(row["seconds"]) == pytest.approx(phases, rel=1e-3)
+    for row in rows:
+        assert (
+            0 <= float(row["train_reward"]) <= 1 and int(row["policy_version"]) == int(row["iteration"]) - 1
+        )
+    assert float(rows[-1]["update_loss"]) == float(rows[-1]["update_loss"])
+
+
+def test_the_trace_has_every_nodes_rows_and_their_work(tmp_path: Path) -> None:
+    (text,) = written(long_run(tmp_path / "run", 2, lose_at=None), tmp_path, "perfetto")
+    events = json.loads(text)["traceEvents"]
+    names = {
+        event["args"]["name"] for event in events if event["ph"] == "M" and event["name"] == "process_name"
+    }
+    assert names == {"node 0", "node 1", "node 2"}
+    complete = [event for event in events if event["ph"] == "X"]
+    rows = [event for event in complete if event["tid"] == 0]
+    assert len(rows) == 3 * 2 * 14 and {event["args"]["iteration"] for event in rows} == {1, 2}
+    assert all(event["dur"] >= 0 and event["ts"] > 1e15 for event in complete), "microseconds since 1970"
+    for work in (event for event in complete if event["tid"] == 1):
+        row = next(
+            event
+            for event in rows
+            if (event["pid"], event["args"]) == (work["pid"], work["args"])
+            and work["name"].startswith(f"{event['name']}: ")
+        )
+        assert work["name"].split(": ")[1] in ("start", "work")
+        assert row["ts"] - 1 <= work["ts"] and work["ts"] + work["dur"] <= row["ts"] + row["dur"] + 1
+
+
+def test_the_metrics_are_prometheus_text(tmp_path: Path) -> None:
+    (text,) = written(long_run(tmp_path / "run", 4), tmp_path, "prometheus")
+    assert text.endswith("\n")
+    samples = [line for line in text.splitlines() if not line.startswith("#")]
+    assert all(SAMPLE.match(line) for line in samples), samples
+    values = {line.split("{")[0]: line.split()[-1] for line in samples}
+    assert values["fsbarrier_iteration"] == "4" and values["fsbarrier_nodes_lost_total"] == "1"
+    assert (values["fsbarrier_nodes"], values["fsbarrier_nodes_running"]) == ("3", "0")
+    assert "fsbarrier_train_reward" in values and ',state="' in text
+    typed = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(typed) == len(set(typed)) == len(samples)
+
+
+def test_a_phases_name_is_no_formula_and_no_line_of_its_own(tmp_path: Path) -> None:
+    run = long_run(tmp_path / "run", 2)
+    for journal in run.paths.events.iterdir():
+        journal.write_text(journal.read_text().replace('"train_rollout"', '"=cmd()\\nevil 1\\u001b[31m"'))
+    table, trace, metrics = written(run, tmp_path, "csv", "perfetto", "prometheus")
+    columns = next(csv.reader(table.splitlines()))
+    assert all(re.fullmatch(r"\w+", name, re.ASCII) for name in columns)
+    assert "_cmd___evil_1__31m_s" in columns and json.loads(trace)
+    samples = [line for line in metrics.splitlines() if not line.startswith("#")]
+    assert all(SAMPLE.match(line) for line in samples) and "\x1b" not in metrics
+
+
+def test_the_last_policy_and_each_set_have_figures_of_their_own(tmp_path: Path) -> None:
+    run = long_run(tmp_path / "run", 2, lose_at=None)
+    parts = {"reward_parts/right": 0.75, "reward_parts/right_failed": 0, "answer_tokens_mean": 12.5}
+    run.line(0, "rolled_out", (2, 4, 0), after=1, split="train", reward_mean=0.4, reward_errors=3, **parts)
+    figures = {"reward_mean": 0.5, "policy_version": 2, "aime/pass_at_8": 0.25, "aime/pass_at_8_se": 0.125}
+    run.line(0, "evaluated", (2, 13, 0), final=True, split="test", **figures)
+    table, metrics = written(run, tmp_path, "csv", "prometheus")
+    last = list(csv.DictReader(table.splitlines()))[-1]
+    # As the iteration that would begin with this policy.
+    assert (last["iteration"], last["policy_version"], last["test_reward"]) == ("3", "2", "0.5")
+    assert (last["eval_aime_pass_at_8"], last["eval_aime_pass_at_8_se"]) == ("0.25", "0.125")
+    assert all(SAMPLE.match(line) for line in metrics.splitlines() if not line.startswith("#"))
+    assert "fsbarrier_eval_aime_pass_at_8{" in metrics
+    typed("report", "--log-path", run.log_path, "--out", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "0.25 ± 0.12" in page and "Reward: right" in page and "Tokens per answer" in page
+    before = list(csv.DictReader(table.splitlines()))[-2]
+    assert (before["rollout_reward_parts_right"], before["rollout_answer_tokens_mean"]) == ("0.75", "12.5")
+    assert "rollout_agent_errors" not in before and before["rollout_reward_errors"] == "3.0"
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    run = long_run(tmp_path / "run", 1, lose_at=None)
+    said = typed("report", "--log-path", run.log_path, "--csv", tmp_path, code=2)
+    assert f"--csv {tmp_path}: is a directory" in said.err
+
+
+# --- where they go --------------------------------------------------------------------------------------------------------------
+
+COMMANDS = {
+    "--out": "report --out {out} --log-path {run}",
+    "--csv": "report --csv {out} --log-path {run}",
+    "--perfetto": "report --perfetto {out} --log-path {run}",
+    "--prometheus": "report --prometheus {out} --log-path {run}",
+    "debug": "debug --out {out} --log-path {run}",
+    "--output": "launch slurm --nodes 2 --output {out} --program ping --log-path {run}",
+}
+
+
+def null_device(path: Path) -> None:
+    os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+
+
+PLANTED: dict[str, Callable[[Path], None]] = {
+    "fifo": os.mkfifo,
+    "link": lambda path: path.symlink_to(path.with_name("elsewhere")),
+    "device": null_device,
+}
+
+
+def test_a_file_below_a_file_is_refused(tmp_path: Path) -> None:
+    run, out = long_run(tmp_path / "run", 1).log_path, tmp_path / "file" / "out"
+    out.parent.write_text("theirs")
+    for name, command in COMMANDS.items():
+        said = typed(*command.format(out=out, run=run).split(), code=2).err
+        assert f"{out}: " in said and len(said.splitlines()) == 1, name
+    assert out.parent.read_text() == "theirs"
+
+
+def identity(path: Path) -> tuple[int, ...]:
+    """What tells whether a file was replaced or written. Not the time of the last look, which looking itself changes."""
+    found = path.lstat()
+    return found.st_mode, found.st_ino, found.st_uid, found.st_size, found.st_mtime_ns
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", pytest.param("device", marks=needs_root)])
+def test_what_is_no_plain_file_is_refused(kind: str, tmp_path: Path) -> None:
+    run, out = long_run(tmp_path / "run", 1).log_path, tmp_path / "out"
+    (tmp_path / "elsewhere").write_text("theirs")
+    try:
+        PLANTED[kind](out)
+    except PermissionError:
+        pytest.skip("no devices can be made here")
+    before = identity(out)
+    for name, command in COMMANDS.items():
+        said = typed(*command.format(out=out, run=run).split(), code=2).err
+        assert f"{out}: " in said and "not a plain file" in said, name
+    assert identity(out) == before and (tmp_path / "elsewhere").read_text() == "theirs"

@@ -1,17 +1,120 @@
-"""A run directory or a pool that somebody else made or can change is not used: its program would run as the victim."""
+"""Folders that are this user's alone: made while others clean up, refused where others may write, removed when nobody holds them."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cluster import Cluster
 from commands import typed
+from other_user import UID, needs_root
 
 from fsbarrier.errors import UsageError
+from fsbarrier.processes.memory import SHARED_MEMORY
 from fsbarrier.rundir import runrecord
-from fsbarrier.store import trusted_folder
+from fsbarrier.store import owned, trusted_folder
+from fsbarrier.store.scratch_dir import PREFIX, SHORT_PLACE, remove_abandoned, scratch_dir
+from fsbarrier.store.user_dir import user_dir
+
+
+def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, made = tempfile.mkdtemp, list[str]()
+
+    def mkdtemp(**where: object) -> str:
+        made.append(real(**where))  # type: ignore[call-overload]
+        if len(made) <= 2:
+            shutil.rmtree(made[-1])
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    with scratch_dir(tmp_path, "mine") as folder:
+        assert str(folder) == made[2] and folder.is_dir()
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_nobody_holds_is_removed_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / f"{PREFIX}old-x").mkdir()
+    (tmp_path / "other").mkdir()
+    with scratch_dir(tmp_path, "a") as first, scratch_dir(tmp_path, "b") as second:
+        assert sorted(os.listdir(tmp_path)) == sorted([first.name, second.name, "other"])
+
+
+@needs_root
+def test_another_users_is_left_alone_also_by_root(tmp_path: Path) -> None:
+    theirs = tmp_path / f"{PREFIX}theirs-x"
+    theirs.mkdir()
+    os.chown(theirs, UID, UID)
+    remove_abandoned(tmp_path)
+    assert theirs.is_dir()
+
+
+def test_no_link_is_followed_to_what_is_removed(tmp_path: Path) -> None:
+    precious, run = tmp_path / "precious", tmp_path / "run"
+    (precious / "letters").mkdir(parents=True)
+    run.mkdir()
+    (run / "old").symlink_to(precious)
+    with pytest.raises(OSError, match="is a link"):
+        owned.remove(run / "old" / "letters", run)
+    owned.remove(run / "old", run)
+    assert (precious / "letters").is_dir() and not os.path.lexists(run / "old")
+
+
+# --- the user's own folder ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    temporary.chmod(0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    return temporary
+
+
+def test_the_folder_is_in_the_temporary_directory_and_this_users_alone(temporary: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = user_dir()
+    finally:
+        os.umask(before)
+    assert folder == temporary / f"fsbarrier-{os.geteuid()}"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert user_dir() == folder
+
+
+@needs_root
+def test_what_another_user_has_put_there_is_named_and_not_used(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    (temporary / "fsbarrier-0").mkdir(parents=True)
+    os.chown(temporary / "fsbarrier-0", UID, UID)
+    with Cluster(tmp_path, 1, "--iterations", "1", program="ping", real=True) as cluster:
+        cluster.env[0] = {"TMPDIR": str(temporary)}
+        cluster.start()
+        assert cluster.wait() == {0: 2}, cluster.said(0)
+        said = cluster.said(0)
+        assert f"{temporary}/fsbarrier-0 belongs to user id {UID}; remove it, or set TMPDIR" in said
+    assert not list((temporary / "fsbarrier-0").iterdir())
+
+
+def test_a_start_clears_away_the_folders_of_killed_daemons_wherever_they_lie(tmp_path: Path) -> None:
+    """Also where it makes none itself: a folder for sockets, a copy of weights in memory."""
+    places = [place for place in (SHORT_PLACE, SHARED_MEMORY) if os.access(place, os.W_OK)]
+    left = [Path(tempfile.mkdtemp(prefix=PREFIX, dir=place)) for place in places]
+    with Cluster(tmp_path, 1, "--iterations", "1", program="ping", real=True) as cluster:
+        cluster.env[0] = {"TMPDIR": str(tmp_path)}
+        cluster.start()
+        assert cluster.wait() == {0: 0}, cluster.said(0)
+    assert not [folder for folder in left if folder.exists()]
+
+
+# --- where others may write -----------------------------------------------------------------------------------------------------
 
 SOMEBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes another user's files")

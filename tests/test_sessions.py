@@ -1,16 +1,22 @@
-"""A run is started again with another number of nodes and a larger `--iterations`, in every way in which people start nodes."""
+"""Runs that are stopped or killed as a whole and started again: with other nodes, and where only the last evaluation is missing."""
 
 from __future__ import annotations
 
+import random
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from cluster import FAST, REPO, Cluster, assert_exactly_once
+from cluster import FAST, REPO, Cluster, all_gone, assert_exactly_once, leftovers, rolled_out_twice
 from waiting import DEADLINE_S, until
+
+from fsbarrier.trajectories import load
 
 Way = Callable[[Cluster, int, Path], None]
 
@@ -150,3 +156,119 @@ def test_a_worker_that_waits_for_what_may_never_come_says_so(tmp_path: Path) -> 
         until(lambda: done in cluster.said(1), cluster.said_by_all)
         few = "node 7: this run has 2 nodes; waiting up to 1800 s for node 0 (--master) to be started with --num-nodes 8 "
         until(lambda: few in cluster.said(7), cluster.said_by_all)
+
+
+# --- killed at once -------------------------------------------------------------------------------------------------------------
+
+QUICK = (
+    "coordination.beat_s=0.2",
+    "coordination.dead_s=30",
+    "toy.phase_s=0.3",
+    "toy.tasks=24",
+)
+LATEST_S = 4.0  # after the start; an iteration takes about as long
+
+
+@pytest.mark.parametrize(
+    ("seed", "kills"), [(0, 2), *(pytest.param(seed, 20, marks=pytest.mark.slow) for seed in range(1, 6))]
+)
+@pytest.mark.timeout(600)
+def test_all_are_killed_and_started_again(tmp_path: Path, seed: int, kills: int) -> None:
+    nodes = 2 if kills == 2 else 3
+    generator, pause = random.Random(seed), threading.Event()
+    with Cluster(tmp_path, nodes, *QUICK, real=True) as cluster:
+        for start in range(1, kills + 1):
+            cluster.start()
+            for rank in range(nodes):
+                cluster.beating(rank, lambda beat, new=start: beat.incarnation >= new)
+            pause.wait(generator.uniform(0.0, LATEST_S))
+            tree = {pid: begun for rank in range(nodes) for pid, begun in cluster.tree(rank).items()}
+            for rank in generator.sample(range(nodes), nodes):
+                cluster.kill(rank)
+            assert all_gone(tree)
+        cluster.start()
+        cluster.wait_for(lambda e: e["event"] == "generation_started" and e["incarnation"] == kills + 1)
+        cluster.stop()
+        assert set(cluster.wait().values()) == {0}, cluster.said(0)
+        done = max(e["iteration"] for e in cluster.events() if e["event"] == "iteration_finished")
+        assert done >= 1
+        for split in ("train", "test"):
+            assert_exactly_once(cluster.log_path, done, split=split)
+            twice = {i: rolled_out_twice(cluster.log_path, i, split) for i in range(1, done + 2)}
+            assert not any(twice.values()), twice
+        assert not cluster.paths.merged("train", done + 2).exists()
+        assert leftovers(cluster.log_path) == {}
+
+
+# --- the last evaluation --------------------------------------------------------------------------------------------------------
+
+PROGRAM = Path(__file__).parent / "programs" / "closing.py"
+
+
+def final_evaluations(cluster: Cluster) -> list[dict[str, Any]]:
+    return [event for event in cluster.events() if event["event"] == "evaluated" and event.get("final")]
+
+
+def assert_evaluated(cluster: Cluster, iteration: int) -> None:
+    """The policy that iteration `iteration` has made was evaluated on every task."""
+    event = final_evaluations(cluster)[-1]
+    assert (event["iteration"], event["phase"], event["policy_version"]) == (iteration, 13, iteration)
+    merged = load(cluster.paths.merged("test", iteration + 1))
+    assert sorted(one["task_index"] for one in merged["trajectories"]) == list(range(24))
+    assert {one["policy_version"] for one in merged["trajectories"]} == {iteration}
+
+
+def test_the_final_evaluation_is_done_although_the_leader_dies_in_it(tmp_path: Path) -> None:
+    # Nodes that start together on a busy machine may come seconds apart, and node 0 that has nothing to do stays for `dead_s`.
+    flags = (*FAST, "coordination.dead_s=10", "--iterations", "1", "toy.phase_s=0.01", "custom.hold_s=60")
+    with Cluster(tmp_path, 2, *flags, program=str(PROGRAM)) as cluster:
+        cluster.start()
+        closing = ("phase_started", 0, 13)
+        cluster.wait_for(lambda e: (e["event"], e["node_rank"], e["phase"]) == closing)
+        cluster.kill(0)
+        assert cluster.wait(1) == {1: 0}, cluster.said(1)
+        assert_evaluated(cluster, 1)
+        # Whoever comes later finds nothing left to do.
+        cluster.start()
+        assert cluster.wait() == {0: 0, 1: 0}
+        assert len(final_evaluations(cluster)) == 1
+
+
+def test_a_run_whose_iterations_are_done_makes_up_for_a_missing_evaluation(tmp_path: Path) -> None:
+    """Its program did not evaluate at the end when it did them."""
+    program = tmp_path / "mine.py"
+    program.write_text('from fsbarrier.loader import load_module\nPROGRAM = load_module("toy").PROGRAM\n')
+    with Cluster(
+        tmp_path, 1, *FAST, "toy.phase_s=0.01", "--iterations", "2", program=str(program)
+    ) as cluster:
+        cluster.start()
+        assert cluster.wait() == {0: 0}, cluster.said(0)
+        assert not final_evaluations(cluster)
+        program.write_text(PROGRAM.read_text())
+        cluster.start()
+        assert cluster.wait() == {0: 0}, cluster.said(0)
+        assert_evaluated(cluster, 2)
+        assert [e["phase"] for e in cluster.events() if e["event"] == "phase_started"][-2:] == [12, 13]
+        # The run goes on from there: what was sampled then is iteration 3's evaluation, and is not done again.
+        cluster.flags = (*cluster.flags[:-1], "3")
+        cluster.start()
+        assert cluster.wait() == {0: 0}, cluster.said(0)
+        assert_evaluated(cluster, 3)
+        parts = cluster.paths.trajectories("test").glob("*iteration3_rank_*.part")
+        assert len([*parts]) == 1
+
+
+def test_a_run_that_was_stopped_in_row_13_and_is_to_end_there_evaluates(tmp_path: Path) -> None:
+    """The iteration was not to be the last one when the run was stopped."""
+    flags = (*FAST, "toy.phase_s=0.01", "custom.hold_s=60", "--iterations")
+    with Cluster(tmp_path, 1, *flags, "3", program=str(PROGRAM)) as cluster:
+        cluster.start()
+        cluster.in_phase(0, 13)
+        cluster.signal(0, signal.SIGTERM)
+        assert cluster.wait() == {0: 143}
+        cluster.flags = (*cluster.flags[:-1], "1")
+        cluster.start()
+        assert cluster.wait() == {0: 0}, cluster.said(0)
+        assert_evaluated(cluster, 1)
+        begun = [e["phase"] for e in cluster.events() if e["event"] == "phase_started"]
+        assert begun == [*range(14), 12, 13]

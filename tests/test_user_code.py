@@ -1,4 +1,4 @@
-"""All nodes of a run run the same code: what the digests cover, who is refused, and what is told of a change between two starts."""
+"""Code of the user's own: the modules beside it are found, and every node must have the same."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 
+from fsbarrier.cli.start.node_checks import try_user_code
+from fsbarrier.errors import UsageError
 from fsbarrier.run.code_digests import code_digests, one_digest
 from fsbarrier.settings.resolve import resolve
+from fsbarrier.settings.sources import ChosenValue
 
 
 @pytest.fixture
@@ -86,3 +89,29 @@ def test_a_node_with_another_reward_is_refused_and_a_later_start_may_change_it(t
         assert [event["what"] for event in told if event["node_rank"] == 0] == [["reward.kind"]]
         assert [event["what"] for event in told if event["node_rank"] == 1] == [["reward.kind"]] * 2
         assert "changed since the last start of this node: reward.kind" in cluster.said(0)
+
+
+# --- where one stands -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    for name in ("random", "tempfile", "queue"):
+        (folder / f"{name}.py").write_text("raise RuntimeError('this is not the library')\n")
+    return folder
+
+
+def test_a_reward_finds_its_own_modules_there(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "mine.py").write_text("FULL = 1.0\n")
+    (here / "rewards").mkdir()
+    file = here / "rewards" / "score.py"
+    monkeypatch.chdir(here)
+    settings = resolve([ChosenValue("reward.kind", f"{file}:score", "reward.kind")])
+    rest = "import FULL\n\ndef score(prompt, response, answer, metadata):\n    return FULL\n"
+    file.write_text(f"import random\nfrom mine {rest}")
+    try_user_code(settings)
+    file.write_text(f"from theirs {rest}")
+    with pytest.raises(UsageError, match="theirs"):
+        try_user_code(settings)
