@@ -239,7 +239,7 @@ def write(
 
 @pytest.fixture
 def merged_run(tmp_path: Path) -> Path:
-    """A merged_run with a merged first iteration, and of the second what two ranks left: one whole, one cut off in the middle."""
+    """A run with a merged first iteration, and of the second what two ranks left: one whole, one cut off in the middle."""
     paths = RunPaths(tmp_path / "run")
     parts = [write(paths.part("train", 1, rank, 1, 1), 1, [rank, rank + 2], rank=rank) for rank in (0, 1)]
     aggregate([Part(part, None) for part in parts], paths.merged("train", 1), metadata={}, expected=None)

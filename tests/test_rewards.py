@@ -378,7 +378,7 @@ def test_the_judges_grade_is_the_reward(judged_by: StandIn) -> None:
 def test_the_judge_is_asked_again_where_that_may_help(judged_by: StandIn) -> None:
     busy, limited, refused = scores("judge", judged_by.settings(), "busy, say 1", "too busy, say 1", "refuse")
     assert (busy.reward, busy.error) == (limited.reward, limited.error) == (1.0, None)
-    assert refused.error == "the judged_by refuses: HTTP 400: not now"
+    assert refused.error == "the judge refuses: HTTP 400: not now"
     assert len(judged_by.asked) == 5
 
 
@@ -392,8 +392,8 @@ def test_a_grade_is_between_0_and_1_and_few_are_asked_for_at_once(
 
 
 MINE = """
-async def asks(prompt, response, answer, metadata, judged_by):
-    said = await judged_by.ask(f"{response} together, say {answer}")
+async def asks(prompt, response, answer, metadata, judge):
+    said = await judge.ask(f"{response} together, say {answer}")
     return {"reward": float(said.split()[-1]) / 8, "said": said}
 
 def plain(prompt, response, answer, metadata):
@@ -413,7 +413,7 @@ def test_a_function_of_ones_own_may_ask_it(
     for kind in ("judge", f"{tmp_path}/mine.py:asks"):
         with pytest.raises(
             UsageError,
-            match=r"uses a judged_by, which needs judged_by.model=engines.NAME, or judged_by.url and judged_by.model",
+            match=r"uses a judge, which needs judge.model=engines.NAME, or judge.url and judge.model",
         ):
             open_reward(kind, judge=JudgeSettings())
 
@@ -443,15 +443,15 @@ def test_an_answer_is_bounded_and_no_password_is_stored(question: str, says: str
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
     async def ask(port: int) -> str:
-        judged_by = Judge(
+        judge = Judge(
             JudgeSettings(url=f"http://me:hidden@127.0.0.1:{port}/v1", model="wise"), timeout_s=60.0
         )
         try:
             with pytest.raises(JudgeError) as failed:
-                await judged_by.ask(question)
+                await judge.ask(question)
             return str(failed.value)
         finally:
-            await judged_by.close()
+            await judge.close()
 
     try:
         assert says in asyncio.run(ask(server.server_port))

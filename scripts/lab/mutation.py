@@ -5,7 +5,7 @@ scripts/lab/faults.txt holds the faults, one block each:
     @ Situation.joiners: I14, only nodes of one code become members
     - not self.differs(join)
     + True
-    ? unreadable admission
+    ? unreadable placement
 
 `@` names the function (its class before it; `<module>` for what stands in none; with a file's name before a slash where two files have
 the same function and code), the invariant of docs/protocol.md that the fault breaks, and the promise. `-` and `+` are what is there and
