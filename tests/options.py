@@ -74,7 +74,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "reward.kind=numeric,exact reward.weights=-0.5,1",
         "reward.kind={bench}/mine.py:reward reward.timeout_s=20 custom.any=1",
         "reward.kind=math,exact",
-        "reward.kind=judge,exact judge.url={judge} judge.model=m judge.api_key_env=JUDGE_KEY",
+        "reward.kind=judge,exact judge.url={judge} judge.model=m judge.api_key_env=JUDGE_KEY judge.images=last",
         "reward.kind={bench}/mine.py:judged judge.url={judge} judge.model=m judge.api_key_env=none",
         "reward.kind=engines.rm,judge judge.model=engines.wise engines.rm.model={bench}/rm engines.rm.placement=all engines.rm.replicas=2"
         " engines.rm.max_model_len=64 engines.rm.start_timeout_s=30 engines.rm.tensor_parallel_size=1 engines.wise.model={bench}/model"
@@ -258,6 +258,8 @@ ELSEWHERE = {
     "engines.NAME.dtype": "as engine.dtype",
     "engines.NAME.model=none": "is refused (test_frozen.py)",
     "engines.NAME.placement=none": "what engines have that do not give one",
+    "judge.images=none": "what all runs have that do not give one",
+    "judge.images=all": "test_rewards.py",
     "judge.url=none": "what all runs have that do not give one",
     "judge.model=none": "what all runs have that do not give one",
 }

@@ -9,7 +9,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,20 @@ import pytest
 from test_rollout import KEY, SAMPLES, Fake, assert_one_line, finish, make_spec, rolled_out, run, start
 from waiting import until
 
-from fsbarrier.data.tasks import read_tasks
+from fsbarrier.data.images import sources
+from fsbarrier.data.tasks import Task, read_tasks
 from fsbarrier.errors import UsageError
 from fsbarrier.processes.processes import Stat, below
 from fsbarrier.rewards.kinds import check_answers
+from fsbarrier.rewards.score import Answer, Reward, Score
 from fsbarrier.rollouts.agent_client import Recorder, finished
 from fsbarrier.rollouts.agent_http import Endpoint
 from fsbarrier.rollouts.agents import load_agent
 from fsbarrier.rollouts.engine_pool import EnginePool, Place
-from fsbarrier.rollouts.episode import Trajectory
-from fsbarrier.rollouts.samples import Sampling
+from fsbarrier.rollouts.episode import Episode, Segment, Trajectory
+from fsbarrier.rollouts.group_trajectories import judged_group
+from fsbarrier.rollouts.rollout_spec import Origin
+from fsbarrier.rollouts.samples import Sample, SampledGroup, Sampling
 from fsbarrier.rollouts.sampling import SamplingServer
 
 END = 1
@@ -620,3 +624,30 @@ def test_what_is_asked_wrongly_is_answered_as_json(fake: Fake) -> None:
                 writer.close()
 
     assert talk(fake, wrongly).turns == 0
+
+
+def test_a_reward_is_given_the_images_of_all_segments_as_files(tmp_path: Path) -> None:
+    """Those that a later segment shows again too; and the messages that it gets name files that it can read."""
+
+    class Noting(Reward):
+        async def score_group(self, task: Task, answers: Sequence[Answer]) -> list[Score]:
+            noted.extend(answers)
+            return [Score(1.0)] * len(answers)
+
+    noted: list[Answer] = []
+    segments = []
+    for names in (["a.png", "b.png"], ["b.png", "c.png"]):
+        content = [{"type": "image", "image": name} for name in names]
+        segment = Segment(history=[{"role": "user", "content": content}], images=names)
+        segment.add_turn([5], Sample("x", [6], [0.0], "stop", 0.0))
+        segments.append(segment)
+    episode = Episode("x", [], [], "stop", 0.0, segments=tuple(segments))
+    group = SampledGroup(Task(0, "t", "look", None, {}), [], (episode,))
+    origin = Origin("run", "train", 1, 1, 0, 0, "policy")
+    (made,) = asyncio.run(judged_group(origin, group, Noting(), tmp_path))
+    (answer,) = noted
+    assert list(answer.images) == [str(tmp_path / f"{name}.png") for name in "abbc"]
+    assert answer.messages is not None
+    assert [*sources(answer.messages)] == [str(tmp_path / f"{name}.png") for name in "bc"]
+    # What is kept names them as ever.
+    assert [*sources(made["messages"])] == ["b.png", "c.png"]

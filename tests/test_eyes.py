@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 import sys
 import threading
 from pathlib import Path
@@ -22,10 +24,15 @@ from trainer_bench import (
 )
 
 from fsbarrier.engine.engine import Engine
+from fsbarrier.engine.frozen import FrozenEngine
 from fsbarrier.engine.model import inspect
+from fsbarrier.engine.replicas import Replicas
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.processes.rendezvous import LOOPBACK
+from fsbarrier.rewards.judge import Judge
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.resolve import resolve
+from fsbarrier.settings.sections import FrozenEngineSettings, JudgeSettings
 
 sys.path.insert(0, str(REPO / "scripts"))
 
@@ -249,8 +256,6 @@ def test_what_is_recorded_is_what_the_model_saw(tmp_path: Path) -> None:
 
     # With a head that is the embedding, as the small models of the family have it.
     model = eyes(tmp_path / "model", tied=True)
-    import random
-
     for number in range(3):
         draw(random.Random(number), "r", number + 1).save(tmp_path / f"{number}.png")
     prompts = [
@@ -305,6 +310,58 @@ def test_what_is_recorded_is_what_the_model_saw(tmp_path: Path) -> None:
     assert bench.prepare(policy_version=1, run_id="run", model=str(weights))["trajectories"] > 0
     result = bench.update("v2", version=2, trainer_state=None, model=str(weights))
     assert result["optimizer_steps"] > 0 and result["logprob_gap_max"] < 1e-3
+
+
+@pytest.mark.engine
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_judge_beside_the_policy_sees_the_images(tmp_path: Path) -> None:
+    """What it says of a file is what transformers' model says of it, to the letter."""
+    import torch
+    from picture_model import draw
+    from PIL import Image
+    from transformers import AutoProcessor
+
+    model = eyes(tmp_path / "model")
+    paths = [str(tmp_path / f"{number}.png") for number in range(2)]
+    for number, path in enumerate(paths):
+        draw(random.Random(number), "rg"[number], 3 * number + 1).save(path)
+    replicas = Replicas(
+        FrozenEngineSettings(max_model_len=512, dtype="float32"),
+        log_dir=tmp_path / "logs",
+        work_dir=tmp_path / "work",
+        frozen="wise",
+    )
+    engine = FrozenEngine(replicas, LOOPBACK)
+    content = [[{"type": "image", "image": path}, {"type": "text", "text": "what?"}] for path in paths]
+
+    async def ask() -> list[str]:
+        judge = Judge(JudgeSettings(model="engines.wise"), 300.0, engine.address)
+        try:
+            return [
+                await judge.ask([{"role": "user", "content": one}], max_tokens=12, ignore_eos=True)
+                for one in content
+            ]
+        finally:
+            await judge.close()
+
+    try:
+        engine.ensure(tmp_path / "model", None, threads=1, cancel=threading.Event())
+        said = asyncio.run(ask())
+    finally:
+        engine.stop()
+    processor = AutoProcessor.from_pretrained(tmp_path / "model")
+    for one, path, words in zip(content, paths, said, strict=True):
+        text = processor.apply_chat_template([{"role": "user", "content": one}], add_generation_prompt=True)
+        inputs = processor(text=[text], images=[Image.open(path)], return_tensors="pt")
+        with torch.no_grad():
+            out = model.generate(**inputs, max_new_tokens=12, min_new_tokens=12, do_sample=False)
+        expected = processor.tokenizer.decode(
+            out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+        assert words == expected
+    assert said[0] != said[1]
 
 
 def check(folder: Path, weights: Path, trajectory: dict[str, Any], *, images: int) -> None:

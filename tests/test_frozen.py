@@ -234,6 +234,8 @@ def test_a_lost_node_takes_its_engines_along() -> None:
         (["engines.x.model=M", "reward.kind=engines.x"], "has no classifier head"),
         (["engines.x.model=M", "engines.x.extra_args=-tp 2"], "engines.x.extra_args: -tp: not supported; use engines.x."),
         (["engines.rm.model=RM", "judge.model=engines.rm"], "RM has a classifier head and writes no text"),
+        (["engines.x.model=M", "reward.kind=judge", "judge.model=engines.x", "judge.images=all"], "M takes none (no vision_config)"),
+        (["judge.images=last"], "judge.images=last: is for reward.kind=judge, and this run has reward.kind=exact"),
         (["engines.other.model=OTHER", "reward.kind=engines.other"], "has another number for 'a' than that of"),
         (["engines.x.model=M", "judge.model=engines.x", "judge.url=http://h/v1"], "judge.model=engines.x: contradicts judge.url=http://h/v1"),
     ],

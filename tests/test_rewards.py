@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from PIL import Image
 
+from fsbarrier.data.images import text_of
 from fsbarrier.data.tasks import Task
 from fsbarrier.errors import UsageError
 from fsbarrier.rewards import model_server
@@ -318,9 +321,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         server = self.server
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        question = body["messages"][-1]["content"]
+        question = text_of(body["messages"][-1]["content"])
         with server.lock:
-            again = question in [each["messages"][-1]["content"] for each in server.asked]
+            again = question in [text_of(each["messages"][-1]["content"]) for each in server.asked]
             server.asked.append(body)
             server.now += 1
             server.most = max(server.most, server.now)
@@ -373,6 +376,45 @@ def test_the_judges_grade_is_the_reward(judged_by: StandIn) -> None:
     question = judged_by.asked[0]
     assert (question["model"], question["temperature"]) == ("wise", 0)
     assert all(part in question["messages"][0]["content"] for part in ("how much?", "4", "say "))
+
+
+@pytest.mark.parametrize(("shows", "seen"), [("none", ""), ("last", "a"), ("all", "ab")])
+def test_a_judge_is_shown_what_the_policy_saw(
+    judged_by: StandIn, tmp_path: Path, shows: Literal["none", "last", "all"], seen: str
+) -> None:
+    """Files, as the run keeps them: each once, in order, before the text; and one that is no image is an error of the reward."""
+    for name, kind in (("a", "PNG"), ("b", "JPEG")):
+        Image.new("RGB", (9, 9), (ord(name), 0, 0)).save(tmp_path / name, kind)
+    (tmp_path / "c").write_bytes(b"GIF89a")
+
+    async def run() -> list[Score]:
+        reward = open_reward("judge", judge=judged_by.settings(images=shows))
+        task = Task(0, "t", ({"role": "user", "content": [{"type": "text", "text": "where?"}]},), None, {})
+        answers = [
+            Answer(f"say {grade}", None, (), [str(tmp_path / one) for one in names])
+            for grade, names in ((1, "aba"), (0.5, ""), (0.25, "c"))
+        ]
+        try:
+            return await reward.score_group(task, answers)
+        finally:
+            await reward.close()
+
+    found = asyncio.run(run())
+    contents = {len(one["messages"][0]["content"]): one["messages"][0]["content"] for one in judged_by.asked}
+    texts = [text_of(one) for one in contents.values()]
+    assert all("Reference" not in text and "where?" in text for text in texts)
+    assert [one.reward for one in found[:2]] == [1.0, 0.5]
+    if shows == "none":
+        assert all(isinstance(one, str) for one in contents.values()) and found[2].reward == 0.25
+        return
+    assert str(found[2].error).startswith("an image for the judge: is no image of a known kind")
+    *pictures, text = contents[len(seen) + 1]
+    assert text["type"] == "text" and "seen" in text["text"]
+    kinds = {"a": "png", "b": "jpeg"}
+    for name, picture in zip(seen, pictures, strict=True):
+        head, _, data = picture["image_url"]["url"].partition(",")
+        assert head == f"data:image/{kinds[name]};base64"
+        assert base64.b64decode(data) == (tmp_path / name).read_bytes()
 
 
 def test_the_judge_is_asked_again_where_that_may_help(judged_by: StandIn) -> None:

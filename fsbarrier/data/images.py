@@ -11,6 +11,7 @@ import base64
 import binascii
 import hashlib
 import io
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,10 +142,21 @@ def data_of(source: str) -> bytes:
         raise ValueError(f"{source}: {error.strerror or error}") from None
 
 
+def as_url(source: str) -> str:
+    """The address of an image, for a server: a `data:` URL of a file. Raises ValueError with what is wrong."""
+    if source.startswith("data:") or "://" in source:
+        return source
+    data = data_of(source)
+    kind = str(opened(data).format).lower()
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
 def opened(data: bytes) -> Image.Image:
     """The decoded image. Raises ValueError with what is wrong."""
     from PIL import Image, UnidentifiedImageError
 
+    # What is too large is said below.
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     try:
         image = Image.open(io.BytesIO(data), formats=tuple(SUFFIXES))
         if image.width * image.height > IMAGE_PIXELS:

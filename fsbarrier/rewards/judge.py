@@ -6,16 +6,17 @@ The prompt is below. A user's reward function with a parameter `judge` gets the 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
 
-from fsbarrier.data.images import text_of
+from fsbarrier.data import images
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.openai_http import EngineAddress
 from fsbarrier.rewards.matching import last_number
 from fsbarrier.rewards.model_server import ModelServer, ModelServerError
-from fsbarrier.rewards.score import Messages, Reward, Score
+from fsbarrier.rewards.score import Answer, Messages, Reward, Score
 from fsbarrier.settings.sections import JudgeSettings
 
 QUESTION = """You judge an answer to a task.
@@ -23,14 +24,14 @@ QUESTION = """You judge an answer to a task.
 Task:
 {prompt}
 
-Reference answer:
-{answer}
-
-Answer to be judged:
+{more}Answer to be judged:
 {response}
 
 Is it right? End with a line that holds nothing but a number from 0 (wrong) to 1 (right)."""
 
+
+#: what is said of the images, by `judge.images`
+SHOWN = {"last": "The image is what was seen last.", "all": "The images are what was seen, in order."}
 
 #: the judge gave no answer; the message is the reason
 JudgeError = ModelServerError
@@ -54,8 +55,12 @@ class Judge:
         return self._server.patience_s
 
     async def ask(self, question: str | Sequence[Mapping[str, object]], **options: object) -> str:
-        """The judge's answer to a text or chat messages. `options` are added to the request (default temperature: 0)."""
-        messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+        """The judge's answer to a text or chat messages, with images as in tasks. `options` of the request (default temperature: 0)."""
+        asked = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+        try:
+            messages = await asyncio.to_thread(images.replaced, asked, _sent)
+        except ValueError as error:
+            raise JudgeError(f"an image for the judge: {error}") from None
         body = {"model": self.model, "temperature": 0, **options, "messages": messages}
         answer = await self._server.post("/chat/completions", body)
         try:
@@ -70,15 +75,27 @@ class Judge:
 class JudgeReward(Reward):
     """The number at the end of the judge's answer as a reward; the whole answer is kept in the Score's `info`."""
 
-    def __init__(self, judge: Judge) -> None:
-        self.judge = judge
+    def __init__(self, judge: Judge, shows: str) -> None:
+        """`shows`: `judge.images`."""
+        self.judge, self.shows = judge, shows
 
     async def score(self, task: Task, response: str, messages: Messages | None = None) -> Score:
+        return await self._score(task, Answer(response, messages))
+
+    async def score_group(self, task: Task, answers: Sequence[Answer]) -> list[Score]:
+        return list(await asyncio.gather(*(self._score(task, one) for one in answers)))
+
+    async def _score(self, task: Task, answer: Answer) -> Score:
         started = time.monotonic()
-        prompt = task.prompt if isinstance(task.prompt, str) else text_of(task.prompt[-1]["content"])
-        question = QUESTION.format(prompt=prompt, answer=task.answer, response=response)
+        shown = {"none": [], "last": answer.images[-1:], "all": dict.fromkeys(answer.images)}[self.shows]
+        prompt = task.prompt if isinstance(task.prompt, str) else images.text_of(task.prompt[-1]["content"])
+        more = "" if task.answer is None else f"Reference answer:\n{task.answer}\n\n"
+        if shown:
+            more += f"{SHOWN[self.shows]}\n\n"
+        text = QUESTION.format(prompt=prompt, more=more, response=answer.text)
+        content = [*({"type": "image", "image": one} for one in shown), {"type": "text", "text": text}]
         try:
-            said = await self.judge.ask(question)
+            said = await self.judge.ask([{"role": "user", "content": content if shown else text}])
         except JudgeError as error:
             return Score(0.0, error=str(error), seconds=time.monotonic() - started)
         grade, seconds = last_number(said.strip().rpartition("\n")[2]), time.monotonic() - started
@@ -89,3 +106,8 @@ class JudgeReward(Reward):
 
     async def close(self) -> None:
         await self.judge.close()
+
+
+def _sent(source: str) -> dict[str, object]:
+    """An image as OpenAI has it. Raises ValueError."""
+    return {"type": "image_url", "image_url": {"url": images.as_url(source)}}

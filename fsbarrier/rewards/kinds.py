@@ -73,7 +73,8 @@ def _open_one(
             # Imported late: only a judge needs httpx, which the checks before a run do not load.
             from fsbarrier.rewards.judge import JudgeReward
 
-            return JudgeReward(_open_judge(kind, judge, timeout_s, engines))
+            shows = judge.images if judge is not None else "none"
+            return JudgeReward(_open_judge(kind, judge, timeout_s, engines), shows)
     if kind.startswith(ENGINE):
         from fsbarrier.rewards.model_server import ClassifierReward
 

@@ -28,11 +28,12 @@ class Score:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """An answer to score. `messages`: the whole conversation of an agent's episode. `token_ids`: the policy's tokens of prompt and
-    answer, of an episode the last segment's."""
+    answer, of an episode the last segment's. `images`: where those are that it saw, in order, some more than once."""
 
     text: str
     messages: Messages | None = None
     token_ids: Sequence[int] = ()
+    images: Sequence[str] = ()
 
 
 def finite(value: Any) -> float | None:

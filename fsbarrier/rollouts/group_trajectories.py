@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
+from fsbarrier.data.images import replaced
 from fsbarrier.data.trajectory import Sampled, Trajectory
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.protocol.facts import JsonObject
@@ -13,9 +14,9 @@ from fsbarrier.rollouts.rollout_spec import Origin
 from fsbarrier.rollouts.samples import UNKNOWN, Sample, SampledGroup
 
 
-async def judged_group(origin: Origin, group: SampledGroup, reward: Reward) -> list[Trajectory]:
-    """The scored trajectories of a group."""
-    scores = await _scores(reward, group)
+async def judged_group(origin: Origin, group: SampledGroup, reward: Reward, folder: Path) -> list[Trajectory]:
+    """The scored trajectories of a group, whose images are in `folder`."""
+    scores = await _scores(reward, group, folder)
     return [
         _trajectory(origin, group, number, sample, score)
         for number, (sample, score) in enumerate(zip(group.samples, scores, strict=True))
@@ -28,18 +29,23 @@ def failed_group(origin: Origin, group: SampledGroup, samples: int) -> list[Traj
     return [_trajectory(origin, group, number, nothing, Score(0.0)) for number in range(samples)]
 
 
-async def _scores(reward: Reward, group: SampledGroup) -> list[Score]:
+async def _scores(reward: Reward, group: SampledGroup, folder: Path) -> list[Score]:
     """The samples' scores, or the agent's own rewards. Never raises."""
     known = [_known_score(sample) for sample in group.samples]
     open_ones = [sample for sample, score in zip(group.samples, known, strict=True) if score is None]
-    answers = [Answer(sample.text, sample.messages, _tokens(sample, group)) for sample in open_ones]
+    answers = [_answer(sample, group, folder) for sample in open_ones]
     found = iter(await reward.score_group(group.task, answers))
     return [next(found) if score is None else score for score in known]
 
 
-def _tokens(sample: Sample, group: SampledGroup) -> Sequence[int]:
-    record = sample.record(group)
-    return record["token_ids"][record.get("segments", [0])[-1] :]
+def _answer(sample: Sample, group: SampledGroup, folder: Path) -> Answer:
+    """What a reward is given, with the images as files that it can read."""
+    record, messages = sample.record(group), sample.messages
+    if messages is not None:
+        messages = replaced(messages, lambda name: {"type": "image", "image": str(folder / name)})
+    tokens = record["token_ids"][record.get("segments", [0])[-1] :]
+    seen = [str(folder / name) for of_segment in record.get("images", ()) for name in of_segment]
+    return Answer(sample.text, messages, tokens, seen)
 
 
 def _known_score(sample: Sample) -> Score | None:

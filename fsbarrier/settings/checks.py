@@ -118,6 +118,8 @@ def _engines(s: Settings, named: AsChosen) -> Iterator[str]:
             yield f"{named(setting)}: there is no engine {name}; give engines.{name}.model{there}"
     if s.judge.engine is not None and s.judge.url is not None:
         yield f"{named('judge.model')}: contradicts {named('judge.url')}; drop one of the two"
+    if s.judge.images != "none" and "judge" not in reward_kinds(s.reward.kind):
+        yield f"{named('judge.images')}: is for reward.kind=judge, and this run has {named('reward.kind')}"
 
 
 def _trainer(s: Settings, named: AsChosen) -> Iterator[str]:

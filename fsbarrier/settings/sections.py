@@ -227,6 +227,8 @@ class JudgeSettings(Section):
     url: EachSession[Name | None] = None
     #: Environment variable that contains the API key; none: send no key.
     api_key_env: Name | None = None
+    #: Which of the images that the policy saw `reward.kind=judge` sends along: `none`, the `last` one, or `all`.
+    images: EachSession[Literal["none", "last", "all"]] = "none"
 
     @property
     def engine(self) -> str | None:

@@ -322,7 +322,7 @@ class Rollout:
             print(f"task {group.task.index}: {why}{group.error}", file=sys.stderr)
             made = failed_group(origin, group, samples)
         else:
-            made = await judged_group(origin, group, self.reward)
+            made = await judged_group(origin, group, self.reward, self.assignment.images)
             for teacher in self.teachers:
                 await teacher.mark(made)
         await appending.append(group.task.index, made)

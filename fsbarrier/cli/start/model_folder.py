@@ -121,6 +121,10 @@ def check_engines(settings: Settings, policy: Path | None) -> None:
             raise UsageError(f"{said}: {folder} {lack} (architectures in its config.json); use another model")
         if sends:
             _check_vocabulary(said, folder, policy)
+        if name == settings.judge.engine and settings.judge.images != "none" and not sees(model.config):
+            raise UsageError(
+                f"judge.images={settings.judge.images}: the model {folder} takes none (no vision_config)"
+            )
         most, longest = model.max_positions, settings.engine.max_model_len
         if name == TEACHER and most is not None and most <= longest:
             raise UsageError(
