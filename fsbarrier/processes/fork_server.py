@@ -37,8 +37,6 @@ from fsbarrier.processes.stacks import SIGNAL
 MAX_MESSAGE, MAX_REPORT = 64 << 20, 16 << 10
 # How long a server that has closed its socket may take to end.
 END_S = 5.0
-# The libraries whose random numbers would be the same in every job; Python's own are not.
-SEEDED = {"numpy": "random.seed", "torch": "seed"}
 
 
 class Messages:
@@ -258,12 +256,11 @@ def _do(work: Work, messages: int, guard: int) -> NoReturn:
         # The guard died before prctl took effect.
         if os.getppid() != guard:
             os._exit(1)
-        for name, path in SEEDED.items():
-            found: Any = sys.modules.get(name)
-            for part in path.split(".") if found is not None else ():
-                found = getattr(found, part)
-            if found is not None:
-                found()
+        # Their random numbers would be the same in every job; Python's own are not.
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed()
+        if torch := sys.modules.get("torch"):
+            torch.seed()
         os.set_inheritable(messages, False)
         work(socket.socket(fileno=messages))
         sys.stdout.flush()

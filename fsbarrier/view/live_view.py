@@ -38,7 +38,7 @@ class StartedDaemon(Protocol):
 
 def follow(
     log_path: Path,
-    processes: Mapping[int, StartedDaemon] | Sequence[StartedDaemon] | None = None,
+    processes: Mapping[int, StartedDaemon] | None = None,
     *,
     failed: Callable[[], bool] = lambda: False,
     stop: threading.Event | None = None,
@@ -55,7 +55,7 @@ def follow(
 
     console = output or Console(highlight=False)
     reader = status_reader(log_path)
-    watched = list(processes.values() if isinstance(processes, Mapping) else processes or ())
+    watched = list((processes or {}).values())
     # For a run that was started here, show events from now on; otherwise also those of the last seconds.
     since = time.time() - (RECENT_S if processes is None else 0.0)
     view = _live(console, reader) if console.is_terminal else _plain(console, since)
