@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,7 +29,7 @@ from fsbarrier.protocol.facts import Generation, Join, Member, Position
 from fsbarrier.protocol.state import Node, RowPart, Rules
 from fsbarrier.rundir.heartbeats import read_beats
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.record_store import PosixStore, UnreadableRecord
+from fsbarrier.rundir.record_store import PosixStore
 
 HERE = socket.gethostname()
 
@@ -102,18 +101,6 @@ def test_only_what_json_keeps_can_be_sent(alone: Group) -> None:
         with pytest.raises(ValueError, match=r"cannot be sent|send its path"):
             alone.broadcast(wrong)
     assert alone.all_gather("still here") == ["still here"]
-
-
-def test_members_out_of_step_are_told(tmp_path: Path) -> None:
-    with Members(tmp_path, 2) as group:
-        group.start().joined()
-        group[1].tell("barrier")
-        said = group.ask("all_gather", 0, obj=1)[0]
-        assert (said.kind, "node 1" in said.message, "barrier()" in said.message) == (
-            "OutOfStep",
-            True,
-            True,
-        )
 
 
 def test_what_was_used_is_removed(tmp_path: Path, alone: Group) -> None:
@@ -252,33 +239,6 @@ def test_a_directory_that_fails_is_a_store_error(tmp_path: Path) -> None:
             group.barrier()
         assert (caught.value.rank, caught.value.host) == (0, HERE)
         assert caught.value.age is not None and caught.value.age >= FAST["dead_s"]
-
-
-def test_the_same_call_after_a_failed_read_is_the_same_collective(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, failing = PosixStore.must_read, threading.Event()
-
-    def unreadable(store: PosixStore, path: Path, cls: type[Any]) -> Any:
-        if path.name == "iter-000001.node-0001.done" and failing.is_set():
-            raise UnreadableRecord(path, "torn")
-        return read(store, path, cls)
-
-    def other() -> list[list[str]]:
-        with fsbarrier.join(tmp_path, node_rank=1, num_nodes=2, **FAST) as group:
-            return [group.all_gather("first of 1"), group.all_gather("second of 1")]
-
-    monkeypatch.setattr(PosixStore, "must_read", unreadable)
-    with ThreadPoolExecutor(1) as pool:
-        gathered = pool.submit(other)
-        with fsbarrier.join(tmp_path, node_rank=0, num_nodes=2, **FAST) as group:
-            failing.set()
-            with pytest.raises(fsbarrier.StoreError, match=r"all_gather\(\) no. 1: .*node-0001.done"):
-                group.all_gather("first of 0")
-            failing.clear()
-            assert group.all_gather("first of 0") == ["first of 0", "first of 1"]
-            assert group.all_gather("second of 0") == ["second of 0", "second of 1"]
-        assert gathered.result() == [["first of 0", "first of 1"], ["second of 0", "second of 1"]]
 
 
 # --- paths and arguments ------------------------------------------------------------------------------------------------------

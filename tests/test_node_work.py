@@ -100,16 +100,6 @@ def test_where_no_spec_can_be_written_it_is_the_node_that_fails(place: Workplace
         work_kinds.execute(python("pass"), context(), RowJob(), place)
 
 
-def test_an_older_generation_publishes_nothing(place: Workplace, tmp_path: Path) -> None:
-    (tmp_path / "made").write_text("new")
-    publish = PublishFile(tmp_path / "made", tmp_path / "public")
-    with pytest.raises(ProgramFailed, match="generation 1 has ended"):
-        work_kinds.execute(publish, context(newest=2), RowJob(), place)
-    assert not (tmp_path / "public").exists()
-    assert work_kinds.execute(publish, context(), RowJob(), place) == {}
-    assert (tmp_path / "public").read_text() == "new"
-
-
 def test_a_directory_that_hangs_makes_the_node_unfit(
     place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,23 +129,6 @@ def policy(tmp_path: Path) -> PublishWeights:
     (folder / "model" / "weights").write_bytes(b"w" * 100)
     checkpoints.write_manifest(folder, 1)
     return PublishWeights(folder, 1, keep=3)
-
-
-def test_a_leader_that_wakes_late_does_not_move_the_model_back(
-    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publish, check_sizes, woken = policy(tmp_path), checkpoints.check_sizes, context()
-
-    def check(*arguments: Any) -> Any:
-        # The others have gone on while this node checked its policy version.
-        monkeypatch.setattr(woken, "newest", lambda: 2)
-        return check_sizes(*arguments)
-
-    monkeypatch.setattr(checkpoints, "check_sizes", check)
-    with pytest.raises(ProgramFailed, match="generation 1 has ended"):
-        work_kinds.execute(publish, woken, RowJob(), place)
-    assert not (tmp_path / "model.pt").is_symlink()
-    assert work_kinds.execute(publish, context(newest=1), RowJob(), place)["policy_version"] == 1
 
 
 def made(log_path: Path, version: int, generation: int) -> Path:

@@ -284,13 +284,6 @@ FIRST = ["commit", "committed"]
 
 @pytest.mark.torch
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_process_that_is_killed_in_an_update_costs_that_update_alone(tmp_path: Path) -> None:
-    run_script("killed_updates.py", tmp_path, "forked", "2x1:all:4", "gather:0")
-
-
-@pytest.mark.torch
-@pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("case", ["2x1:none:4", "2x1:all:4:bf16", "2x1:auto:4:zero3"])
 def test_a_process_under_torchrun_is_killed_at_each_stage(tmp_path: Path, case: str) -> None:
