@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from cluster import FAST, Cluster
 
 from fsbarrier.protocol.membership import PREPARING
@@ -27,6 +28,7 @@ def takes_part(cluster: Cluster, incarnation: int) -> None:
     assert began["members"] == [0, 1] and began["phase"] == 0
 
 
+@pytest.mark.slow
 def test_the_others_wait_for_no_node_that_is_not_ready(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     with Cluster(tmp_path, 2, *FAST, program=UNREADY) as cluster:
