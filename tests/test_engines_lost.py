@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -214,6 +215,9 @@ def wait_for_groups(paths: Any, cluster: Cluster) -> None:
 
 def engine_of(daemon: int) -> int:
     """The server's process below a daemon: the innermost one whose command names it."""
-    below = psutil.Process(daemon).children(recursive=True)
-    servers = [each for each in below if "fsbarrier.workers.vllm_server" in each.cmdline()]
+    servers = []
+    for each in psutil.Process(daemon).children(recursive=True):
+        # One that ends just now, such as an episode of an agent, has no command line any more.
+        with contextlib.suppress(psutil.Error):
+            servers += [each] if "fsbarrier.workers.vllm_server" in each.cmdline() else []
     return int(servers[-1].pid)
