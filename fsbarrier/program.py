@@ -19,7 +19,7 @@ from fsbarrier.protocol.facts import Join, Member, Payload
 from fsbarrier.protocol.rows import Row, Slice, Table
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.settings.placement import Ranges
+from fsbarrier.settings.placement import Ranges, consecutive
 
 if TYPE_CHECKING:
     from fsbarrier.rundir.runrecord import TaskSource
@@ -44,6 +44,8 @@ PHASE_NAMES = (
     "engine_start",
     "iteration_end",
 )
+#: among the engines that a join offers: the policy's, if it spans nodes; no frozen engine has this name
+POLICY = ""
 #: the slices that `--rl-phase` can run alone
 RL_SLICES = (
     Slice("rollout", "iteration_start", "eval_rollout", result="train_aggregate"),
@@ -114,6 +116,20 @@ class Resident:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """The nodes of one engine (`engine.nodes`), its head first, by rank and incarnation; where the head is found."""
+
+    nodes: tuple[tuple[int, int], ...]
+    #: this node's place among them; 0: the head
+    place: int
+    addresses: tuple[str, ...]
+    port: int
+    key: str = field(repr=False)
+    #: the row in which they are asked to serve, by its generation and iteration
+    turn: tuple[int, int, int] = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class ServeWeights:
     """Make all local engines serve `folder` as `policy_version`: start them, reload them in place, or leave them as they are.
 
@@ -128,6 +144,8 @@ class ServeWeights:
     threads: int = 0
     policy: str = ""
     devices: tuple[int, ...] | None = None
+    #: the nodes that share one engine with this one; None: each has its own
+    span: Span | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,8 +417,39 @@ class Context:
 
     @property
     def samplers(self) -> dict[int, tuple[int, ...]]:
-        """The members that roll out, and their accelerators by number (`placement.rollout`)."""
-        return self._holders(self.settings.placement.rollout)
+        """The members that have the policy's engines, and their accelerators by number (`placement.rollout`)."""
+        held = self._holders(self.settings.placement.rollout)
+        return {rank: held[rank] for group in self.engine_groups for rank in group}
+
+    @property
+    def engine_groups(self) -> list[tuple[int, ...]]:
+        """The members that share an engine (`engine.nodes`). The first of each group rolls out; those left over have no engine.
+
+        Raises TooFewNodes if there is no group left.
+        """
+        size = self.settings.engine.nodes
+        found = consecutive(self._holders(self.settings.placement.rollout), size)
+        if not found:
+            raise TooFewNodes(f"engine.nodes={size}: fewer nodes are left that hold placement.rollout")
+        return found
+
+    @property
+    def span(self) -> Span | None:
+        """The nodes that share an engine with this one, if engines span several."""
+        if self.settings.engine.nodes == 1:
+            return None
+        group = next(ranks for ranks in self.engine_groups if self.node_rank in ranks)
+        joins = [self.joins[rank] for rank in group]
+        one_host = len({join.boot_id for join in joins}) == 1
+        offer = joins[0].engines.get(POLICY, {"port": 0, "key": ""})
+        return Span(
+            tuple((join.rank, join.incarnation) for join in joins),
+            group.index(self.node_rank),
+            ("127.0.0.1",) if one_host else joins[0].addresses,
+            int(offer["port"]),
+            str(offer["key"]),
+            (self.generation, self.iteration, self.phase.index),
+        )
 
     @property
     def trainers(self) -> dict[int, tuple[int, ...]]:

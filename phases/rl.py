@@ -148,7 +148,9 @@ def rollout(ctx: Context, decision: RolloutDecision, rounds: list[JsonObject]) -
     """One node's rollouts. `rounds`: the tasks of each round and how to sample them (fsbarrier/rollouts/rounds.py)."""
     frozen = serve_frozen(ctx)
     if not decision.shares.get(ctx.node_rank):
-        return Steps(frozen)
+        # Its part of an engine that another node asks.
+        asked = ctx.node_rank in ctx.samplers and decision.shares.get(head_of(ctx))
+        return Steps((serve(ctx), *frozen) if asked else frozen)
     policy = ctx.policy
     spec, newer = rollout_spec(ctx, decision), in_flight(ctx)
     command = ctx.worker(
@@ -169,7 +171,12 @@ def rollout(ctx: Context, decision: RolloutDecision, rounds: list[JsonObject]) -
 def serve(ctx: Context) -> ServeWeights:
     """The node's engines serve the newest published policy."""
     policy, devices = ctx.policy, chosen(ctx, ctx.samplers[ctx.node_rank])
-    return ServeWeights(policy.model, policy.version, ctx.threads, ctx.policy_identity, devices)
+    return ServeWeights(policy.model, policy.version, ctx.threads, ctx.policy_identity, devices, ctx.span)
+
+
+def head_of(ctx: Context) -> int:
+    """The node that rolls out with this node's engine: itself, or the first one of those that share it."""
+    return next(group[0] for group in ctx.engine_groups if ctx.node_rank in group)
 
 
 def in_flight(ctx: Context) -> ServeWeights | None:
@@ -603,6 +610,9 @@ def publish(ctx: Context, folder: Path, version: int) -> PublishWeights:
 def start_engine(ctx: Context) -> Work:
     """Every node that samples: vLLM serves the new weights, reloaded in place or started."""
     if ctx.settings.rl_phase == "update" or ctx.node_rank not in ctx.samplers:
+        return NOTHING
+    # Without decisions: a node that gets ready before it joins, alone. An engine over several nodes starts with the others.
+    if ctx.settings.engine.nodes > 1 and not ctx.decisions:
         return NOTHING
     return serve(ctx)
 

@@ -1,6 +1,6 @@
 """A stand-in for a vLLM server that fails on demand. It sorts letters: a prompt "dcba=" is answered "abcd".
 
-Run as a script with vLLM's flags; other flags are ignored. FAKE_VLLM is a JSON object that says how to behave:
+Run as a script with vLLM's flags (with --headless it waits; others are ignored). FAKE_VLLM is a JSON object that says how to behave:
 
     dir       a folder: requests.jsonl (each request as it came), marks of what was done once already, gates
     start     "fail" | "hang"
@@ -349,7 +349,10 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--uds")
     parser.add_argument("--model", default="")
+    parser.add_argument("--headless", action="store_true")
     options, _ = parser.parse_known_args()
+    if options.headless:
+        signal.pause()
     serving["model"] = options.model
     print("starting", options.model, flush=True)
     crash(at_start=True)

@@ -179,7 +179,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "update.recency=3",
     ),
     "engines": (
-        "engine.replicas=0 engine.tensor_parallel_size=1",
+        "engine.replicas=0 engine.nodes=1 engine.tensor_parallel_size=1",
         "engine.replicas=2 engine.start_timeout_s=30",
         "engine.extra_args='--max-num-seqs 8'",
         "engine.gpu_memory_utilization=0.5 engine.tensor_parallel_size=2",
@@ -218,6 +218,7 @@ ELSEWHERE = {
     "trainer.zero_stage": "test_update_processes.py",
     "trainer.command": "test_complete_runs.py",
     "engine.api_key_env=none": "the table's server of a user has a key",
+    "engine.nodes=2": "test_span.py",
     "engine.url=none": "what all runs have that do not give one",
     "algorithm.distil_reward": "only with a teacher (test_teachers.py)",
     "algorithm.kl_estimator=k1": "is refused with a KL in the loss (test_settings.py), and has no other use",

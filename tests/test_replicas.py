@@ -59,7 +59,7 @@ def test_every_accelerator_rolls_out() -> None:
 def test_what_does_not_fit_on_a_node_is_refused_with_what_does() -> None:
     with pytest.raises(
         UsageError,
-        match=r"tensor_parallel_size=16: .* 8 accelerators.*cannot span several nodes; use 8",
+        match=r"tensor_parallel_size=16: .* 8 accelerators; use 8 or fewer, or a larger engine\.nodes",
     ):
         placements(settings(tensor_parallel_size=16), devices(8), {}, [0])
     with pytest.raises(

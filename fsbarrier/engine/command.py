@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsbarrier.engine.model import ModelFolder, sees
+from fsbarrier.engine.span import Meeting
+from fsbarrier.processes.addresses import VARIABLES, interface_of
 from fsbarrier.processes.supervisor import with_this_package
 from fsbarrier.settings.sections import ServerSettings
 from fsbarrier.store.reading import MIB
@@ -49,6 +51,8 @@ class ServerPlan:
     # Maximum number of compute threads on a CPU.
     threads: int = 1
     served_name: str = SERVED_NAME
+    # Where it meets its parts on other nodes; None: it has none.
+    meeting: Meeting | None = None
 
     @property
     def group(self) -> str:
@@ -106,6 +110,11 @@ def argv(plan: ServerPlan) -> list[str]:
     if sees(plan.model.config):
         # No memory for videos.
         words += ["--limit-mm-per-prompt", '{"video": 0}']
+    if plan.meeting is not None:
+        words += ["--nnodes", str(plan.meeting.nodes), "--node-rank", str(plan.meeting.place)]
+        words += ["--master-addr", plan.meeting.address, "--master-port", str(plan.meeting.port)]
+        # Without Ray; the others have no API server.
+        words += ["--distributed-executor-backend", "mp", *(["--headless"] if plan.meeting.place else [])]
     if plan.sleeps:
         words += ["--enable-sleep-mode"]
     if plan.accelerated:
@@ -138,6 +147,11 @@ def environment(plan: ServerPlan, environ: Mapping[str, str], api_key: str) -> d
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
     }
+    if plan.meeting is not None:
+        env["VLLM_HOST_IP"] = plan.meeting.own_address
+        # By default gloo uses the address of the host's own name.
+        if interface := interface_of(plan.meeting.own_address):
+            env = dict.fromkeys(VARIABLES, interface) | env
     if not plan.accelerated:
         # Otherwise every server on a machine would bind its threads to the same cores.
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

@@ -15,9 +15,9 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fsbarrier.engine import accelerators, command, external
@@ -25,9 +25,11 @@ from fsbarrier.engine.client import EngineClient
 from fsbarrier.engine.model import ModelFolder, inspect
 from fsbarrier.engine.own_head import with_own_head
 from fsbarrier.engine.placement import ANYWHERE, ReplicaPlacement
-from fsbarrier.engine.server import Server
+from fsbarrier.engine.server import LOOKS, Server
+from fsbarrier.engine.span import Door, Link, Meeting, meet
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes.secret_variables import without_secrets
+from fsbarrier.program import Span
 from fsbarrier.settings.sections import EngineSettings, FrozenEngineSettings, ServerSettings
 from fsbarrier.store import files
 from fsbarrier.store.scratch_dir import SHORT_PLACE, scratch_dir
@@ -46,7 +48,8 @@ Release = dict[str, str | float]
 class EngineInfo:
     """What serves the policy now. `seconds`: duration of `ensure`. `note`: a message for the user.
 
-    `action`: started, reloaded (new weights in place), woken, kept (it served these weights already) or external (debug mode).
+    `action`: started, reloaded (new weights in place), woken, kept (it served these weights already), external (debug mode), or part (of
+    an engine that another node asks).
     """
 
     url: str
@@ -88,6 +91,7 @@ class Engine:
         secrets_named: Collection[str | None] = (),
         served_name: str = command.SERVED_NAME,
         api_key: str = "",
+        door: Door | None = None,
     ) -> None:
         self.settings, self.external = settings, external
         self._served_name, self._frozen = served_name, isinstance(settings, FrozenEngineSettings)
@@ -100,12 +104,22 @@ class Engine:
         self._short_folder = ExitStack()
         self._lock = threading.RLock()
         self._stopping = threading.Event()
+        # Where the other nodes of the engine come, and which these are; None: it is this node's alone.
+        self._door = door
+        self._span: Span | None = None
 
     def ensure(
-        self, weights: Path, policy_version: int, *, cancel: threading.Event, in_flight: bool = False
+        self,
+        weights: Path,
+        policy_version: int,
+        *,
+        cancel: threading.Event,
+        in_flight: bool = False,
+        span: Span | None = None,
     ) -> EngineInfo:
         """Serve the model folder `weights` as `policy_version`: start, reload in place, restart, or do nothing. `in_flight`: running
-        requests go on; if the server would have to be restarted for that, it keeps its weights.
+        requests go on; if the server would have to be restarted for that, it keeps its weights. `span`: the nodes that share the engine,
+        which all call this with the same weights.
 
         Returns when the server serves these weights, within `engine.start_timeout_s`. Raises ProgramFailed with the end of the server's log
         (damaged folder, failed start), also when `cancel` is set.
@@ -113,13 +127,21 @@ class Engine:
         begin = time.monotonic()
         with self._lock:
             self._stopping.clear()
+            if span != self._span:
+                self._stop_server()
+                self._span = span
             if self.external:
                 client, pid, action = self._external_client(), 0, "external"
                 name, note = external.what_it_serves(client, weights, policy_version, cancel)
             else:
                 deadline = begin + self.settings.start_timeout_s
                 model = inspect(weights)
-                server, action, note = self._bring_to(model, policy_version, deadline, cancel, in_flight)
+                if span is not None and span.place:
+                    server, action, note = self._follow(model, span, deadline, cancel), "part", ""
+                else:
+                    server, action, note = self._bring_to(model, policy_version, deadline, cancel, in_flight)
+                    if span is not None and server.bond is not None:
+                        server.bond.say_serving(span.turn)
                 client, pid, name = server.client, server.child.pid, self._served_name
             seconds = time.monotonic() - begin
             return EngineInfo(client.url, client.api_key, name, policy_version, pid, seconds, action, note)
@@ -219,7 +241,8 @@ class Engine:
         return self._start(model, policy_version, deadline, cancel), "started", note
 
     def _as_served(self, model: ModelFolder, policy_version: int) -> ModelFolder:
-        if self._frozen:
+        # The other nodes of an engine could not read what is made here.
+        if self._frozen or self._span is not None:
             return model
         return with_own_head(model, policy_version, self.work_dir / "served")
 
@@ -227,18 +250,10 @@ class Engine:
         self, model: ModelFolder, policy_version: int, deadline: float, cancel: threading.Event
     ) -> Server:
         """Start a server and wait until it is ready."""
-        files.make_dirs(self.work_dir)
-        before = accelerators.detect(self._environ)
-        served = self._as_served(model, policy_version)
-        self._server = server = Server.launch(
-            self._plan(served, before),
-            self.log_file,
-            self.work_dir,
-            api_key=self._api_key,
-            environ=self._environ,
-            stopping=self._stopping,
-            accelerators_before=before,
-        )
+        links, meeting = list[Link](), None
+        if self._span is not None and self._door is not None:
+            links, meeting = self._door.gather(self._span, deadline, self._called_off(cancel))
+        server = self._launch(self._as_served(model, policy_version), links, meeting)
         label = None if self._frozen else policy_version
         problem = server.wait_until_it_answers(deadline, cancel, label)
         if problem:
@@ -246,6 +261,48 @@ class Engine:
             self._stop_server()
             raise ProgramFailed(message)
         server.serving = (model.path, policy_version)
+        return server
+
+    def _follow(self, model: ModelFolder, span: Span, deadline: float, cancel: threading.Event) -> Server:
+        """Our part of an engine whose head, on another node, serves by now what it is asked for in this turn; started anew with it."""
+        called_off, pauses = self._called_off(cancel), iter(LOOKS)
+        if self.ended:
+            self._stop_server()
+        while True:
+            server = self._server
+            if server is None or server.child.poll() is not None:
+                if server is not None and server.bond is not None and not server.bond.broken:
+                    self._server = None
+                    raise ProgramFailed(server.how_it_ended())
+                link, meeting = meet(span, deadline, called_off)
+                server = self._launch(model, [link], meeting)
+            if server.bond is not None and server.bond.serving == [*span.turn]:
+                return server
+            if called_off() or time.monotonic() >= deadline:
+                message = server.failure_text("does not serve in time (engine.start_timeout_s)")
+                self._stop_server()
+                raise ProgramFailed(message)
+            cancel.wait(next(pauses))
+
+    def _called_off(self, cancel: threading.Event) -> Callable[[], bool]:
+        return lambda: cancel.is_set() or self._stopping.is_set()
+
+    def _launch(self, served: ModelFolder, links: Sequence[Link], meeting: Meeting | None) -> Server:
+        files.make_dirs(self.work_dir)
+        before = accelerators.detect(self._environ)
+        plan = self._plan(served, before)
+        if meeting is not None:
+            plan = replace(plan, meeting=meeting, seed=meeting.seed, sleeps=False)
+        self._server = server = Server.launch(
+            plan,
+            self.log_file,
+            self.work_dir,
+            api_key=self._api_key,
+            environ=self._environ,
+            stopping=self._stopping,
+            accelerators_before=before,
+            links=links,
+        )
         return server
 
     def _plan(self, model: ModelFolder, devices: list[accelerators.Accelerator]) -> command.ServerPlan:

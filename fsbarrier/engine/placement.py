@@ -48,7 +48,7 @@ def placements(
 
     `group`: how the names of the settings begin."""
     count = replicas(settings, len(devices), group)
-    size = settings.tensor_parallel_size
+    size = settings.accelerators
     if not devices:
         return _on_cpus(count, cpus)
     # A MIG instance has no device number; the single server uses the instance in the variable.
@@ -73,15 +73,18 @@ def visible(devices: Sequence[Accelerator]) -> dict[str, str]:
 
 def replicas(settings: ServerSettings, accelerators: int, group: str = "engine") -> int:
     """The number of servers on a node with this many accelerators. Raises UsageError if more are requested than fit."""
-    size = settings.tensor_parallel_size
+    size, over = settings.tensor_parallel_size, settings.tensor_parallel_size // settings.accelerators
     if not accelerators:
         return settings.replicas or 1
-    most = accelerators // size
+    most = accelerators // settings.accelerators
     if most == 0:
+        times, wider = (f" times engine.nodes={over}" if over > 1 else ""), ", or a larger engine.nodes"
         raise UsageError(
-            f"{group}.tensor_parallel_size={size}: exceeds this node's {accelerators} accelerators, and a replica cannot span several "
-            f"nodes; use {accelerators} or fewer"
+            f"{group}.tensor_parallel_size={size}: exceeds this node's {accelerators} accelerators{times}; use {accelerators * over} or "
+            f"fewer{wider if group == 'engine' else ''}"
         )
+    if over > 1:
+        return 1
     if settings.replicas > most:
         raise UsageError(
             f"{group}.replicas={settings.replicas}: with {group}.tensor_parallel_size={size} they need {settings.replicas * size} "
@@ -95,8 +98,8 @@ def check_arguments(settings: ServerSettings, group: str = "engine") -> None:
     for word in settings.extra_args:
         if (name := word.partition("=")[0]) in _NOT_OURS:
             raise UsageError(
-                f"{group}.extra_args: {name}: not supported; use {group}.tensor_parallel_size for the accelerators of a server and "
-                f"{group}.replicas for the number of servers"
+                f"{group}.extra_args: {name}: not supported; use {group}.tensor_parallel_size for the accelerators of a server, "
+                f"{group}.replicas for the number of servers, and engine.nodes for one over several nodes"
             )
 
 

@@ -22,7 +22,9 @@ from fsbarrier.engine.accelerators import Accelerator
 from fsbarrier.engine.command import SERVED_NAME
 from fsbarrier.engine.engine import Engine, EngineInfo, Release
 from fsbarrier.engine.placement import ANYWHERE, ReplicaPlacement, placements
+from fsbarrier.engine.span import Door
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.program import Span
 from fsbarrier.settings.sections import ServerSettings
 
 T = TypeVar("T")
@@ -42,14 +44,16 @@ class Replicas:
         python: str = sys.executable,
         secrets_named: Collection[str | None] = (),
         frozen: str = "",
+        door: Door | None = None,
     ) -> None:
         """`devices`: the accelerators that this node may use. `secrets_named`: variables with secrets, which the servers do not get.
-        `frozen`: the name of a frozen engine, whose replicas have one key; "": the policy's.
+        `frozen`: the name of a frozen engine, whose replicas have one key; "": the policy's. `door`: of an engine over several nodes.
 
         Raises UsageError if there are too few accelerators.
         """
         self.settings, self._external, self._devices = settings, external, devices
         self.frozen, self._group = frozen, f"engines.{frozen}" if frozen else "engine"
+        self.door = door
         self.api_key = secrets.token_urlsafe(24) if frozen else ""
         self._chosen: Sequence[int] | None = None
 
@@ -64,6 +68,7 @@ class Replicas:
                 secrets_named=secrets_named,
                 served_name=frozen or SERVED_NAME,
                 api_key=self.api_key,
+                door=door,
             )
 
         self._make = make
@@ -99,11 +104,12 @@ class Replicas:
         cancel: threading.Event,
         show: Callable[[int], None] = lambda ready: None,
         in_flight: bool = False,
+        span: Span | None = None,
     ) -> list[EngineInfo]:
         """Make every replica serve the model folder `weights` as `policy_version`; `show` receives the number of ready replicas.
 
-        `threads`: total compute threads on a CPU. `in_flight`: see Engine.ensure. Raises ProgramFailed with the first failure; the other
-        replicas are then ready, and a retry does not restart them.
+        `threads`: total compute threads on a CPU. `in_flight`, `span`: see Engine.ensure. Raises ProgramFailed with the first failure; the
+        other replicas are then ready, and a retry does not restart them.
         """
         for engine in self.engines:
             engine.threads = max(1, threads // len(self.engines)) if threads else 0
@@ -111,7 +117,7 @@ class Replicas:
 
         def bring(engine: Engine) -> EngineInfo:
             nonlocal ready
-            info = engine.ensure(weights, policy_version, cancel=cancel, in_flight=in_flight)
+            info = engine.ensure(weights, policy_version, cancel=cancel, in_flight=in_flight, span=span)
             with lock:
                 ready += 1
                 show(ready)

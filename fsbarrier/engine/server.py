@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from fsbarrier.engine import accelerators, command
 from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachable
 from fsbarrier.engine.model import ModelFolder
 from fsbarrier.engine.openai_http import UNIX
+from fsbarrier.engine.span import Bond, Link
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes import last_words
 from fsbarrier.processes.supervisor import Child
@@ -59,6 +60,8 @@ class Server:
     # The model folder and version it serves; None during a change, when the weights may be inconsistent.
     serving: tuple[Path, int] | None = None
     asleep: bool = False
+    # With its parts on other nodes, if it spans several.
+    bond: Bond | None = None
 
     @classmethod
     def launch(
@@ -71,8 +74,9 @@ class Server:
         environ: Mapping[str, str],
         stopping: threading.Event,
         accelerators_before: list[accelerators.Accelerator],
+        links: Sequence[Link],
     ) -> Self:
-        """Start the process, which is not ready yet. Raises StartFailed, StoreError."""
+        """Start the process, which is not ready yet. `links`: to the nodes that it spans. Raises StartFailed, StoreError."""
         # Remove the socket of a killed server, because it would block a new one.
         Path(plan.socket).unlink(missing_ok=True)
         child = Child.start(
@@ -93,6 +97,7 @@ class Server:
             accelerators_before=accelerators_before,
             can_sleep=plan.sleeps,
             stopping=stopping,
+            bond=Bond(child, links) if links else None,
         )
 
     def wait_until_it_answers(self, deadline: float, cancel: threading.Event, label: int | None) -> str:
@@ -101,7 +106,7 @@ class Server:
         while not self.client.healthy(cancel=cancel):
             code = self.child.poll()
             if code is not None:
-                return last_words.how_it_ended(code)
+                return self._end(code)
             if self.stopping.is_set() or cancel.is_set():
                 return "was stopped during its start"
             left_s = deadline - time.monotonic()
@@ -124,7 +129,11 @@ class Server:
         code = self.child.poll()
         if code is None:
             return "vLLM does not answer"
-        return self.failure_text(last_words.how_it_ended(code))
+        return self.failure_text(self._end(code))
+
+    def _end(self, code: int) -> str:
+        broken = self.bond is not None and self.bond.broken
+        return "was ended because its part on another node ended" if broken else last_words.how_it_ended(code)
 
     def failure_text(self, what: str) -> str:
         """A message: the problem with the server's own words, the log's path, and the end of the log."""

@@ -34,12 +34,14 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """The engines of one model: the nodes and how many each has; bytes per accelerator by part, and tokens in the cache of each."""
+    """The engines of one model: the nodes, how many each has, and how many nodes share one; bytes per accelerator by part, and tokens in
+    the cache of each."""
 
     nodes: int
     accelerators: int
     replicas: int = 0
     tensor_parallel_size: int = 1
+    over: int = 1
     parts: Mapping[str, int] = field(default_factory=dict)
     cache_tokens: int = 0
 
@@ -230,7 +232,8 @@ def _engine(
     shape: ModelShape, engine: ServerSettings, group: str, cluster: Cluster
 ) -> tuple[EnginePlan, list[str]]:
     """The engines of one model, and problems. `group`: how the names of their settings begin."""
-    plan = EnginePlan(cluster.nodes, cluster.accelerators, tensor_parallel_size=engine.tensor_parallel_size)
+    size, over = engine.tensor_parallel_size, engine.tensor_parallel_size // engine.accelerators
+    plan = EnginePlan(cluster.nodes, cluster.accelerators, tensor_parallel_size=size, over=over)
     try:
         check_arguments(engine, group)
         plan = replace(plan, replicas=replicas(engine, cluster.accelerators, group))
@@ -238,13 +241,13 @@ def _engine(
         return plan, [str(error)]
     if not cluster.accelerators:
         return plan, []
-    size, longest, most = engine.tensor_parallel_size, engine.max_model_len, cluster.accelerators
+    longest, most = engine.max_model_len, cluster.accelerators * over
     parts, tokens = _engine_parts(shape, engine, cluster, size)
     plan = replace(plan, parts=parts, cache_tokens=tokens)
     if tokens >= longest:
         return plan, []
     # Prefer sizes that leave no accelerator idle.
-    sizes = sorted(range(1, most + 1), key=lambda one: most % one > 0)
+    sizes = sorted(range(over, most + 1, over), key=lambda one: most % one > 0)
     fits = [one for one in sizes if _engine_parts(shape, engine, cluster, one)[1] >= longest]
     nearest = f"{group}.tensor_parallel_size={fits[0]}" if fits else "more memory, or a smaller model"
     why = (
@@ -334,10 +337,11 @@ def lines(plan: ClusterPlan) -> list[str]:
     each = "each accelerator" if cluster.accelerators else "each process"
     said = [machines]
     for what, engine in {"rollouts": plan.rollout, **plan.engines}.items():
-        used, there = engine.replicas * engine.tensor_parallel_size, engine.accelerators
+        used, there = engine.replicas * engine.tensor_parallel_size // engine.over, engine.accelerators
         idle = f" over {counted(used, 'accelerator')}, {there - used} idle" if 0 < used < there else ""
         some = f" on {counted(engine.nodes, 'node')}" if engine.nodes < cluster.nodes else ""
-        said.append(f"{what:<13} {counted(engine.replicas, 'engine')} a node{some}{idle}")
+        share = "a node" if engine.over == 1 else f"for each {engine.over} nodes"
+        said.append(f"{what:<13} {counted(engine.replicas, 'engine')} {share}{some}{idle}")
         if engine.parts:
             said.append(
                 f"  {each}: {_parts(engine.parts)}; the cache holds {engine.cache_tokens:,} tokens an engine"

@@ -66,7 +66,7 @@ def share_out(ctx: Context, split: str, sampled_how: str, rounds: Sequence[Seque
     missing = set(wanted).difference(*(part.tasks for part in adopted))
     signal_in = {part.name: part.with_signal for part in parts}
     with_signal = {task for part in adopted for task in part.tasks if task in signal_in[part.name]}
-    samplers = sorted(ctx.samplers)
+    samplers = [head for head, *_ in ctx.engine_groups]
     weights = [ctx.settings.rank_weights[rank] for rank in samplers]
     each = [split_by_weight([task for task in tasks if task in missing], weights) for tasks in rounds]
     shares = [[*chain.from_iterable(of_one_node)] for of_one_node in zip(*each, strict=True)]

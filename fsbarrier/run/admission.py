@@ -16,7 +16,7 @@ from fsbarrier.planning.cluster_plan import bytes_of_a_number, checkpoint_bytes
 from fsbarrier.program import Context
 from fsbarrier.protocol.wording import counted, gib
 from fsbarrier.run.fingerprint import PACKAGES, Fingerprint
-from fsbarrier.settings.placement import ROLES, Ranges
+from fsbarrier.settings.placement import ROLES, Ranges, consecutive
 from fsbarrier.settings.sections import FrozenEngineSettings, ServerSettings, Settings
 from fsbarrier.store.reading import GIB
 
@@ -136,6 +136,12 @@ def _misplaced(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
     ]
     if idle:
         yield Problem(False, "nothing to do", ", ".join(idle))
+    groups = consecutive(rollout, settings.engine.nodes)
+    if left := sorted({*rollout}.difference(*groups)):
+        what = ", ".join(f"node {rank}" for rank in left)
+        yield Problem(
+            not groups, f"engine.nodes={settings.engine.nodes}", f"{what} left over, without an engine"
+        )
 
 
 def _held(placed: str, nodes: Nodes) -> Mapping[int, Sequence[int]]:
@@ -175,7 +181,7 @@ def _crowded(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
         placed = one.placement if isinstance(one, FrozenEngineSettings) else None
         for rank, devices in _held(placed or settings.placement.rollout, nodes).items():
             try:
-                used = devices[: replicas(one, len(devices), group) * one.tensor_parallel_size]
+                used = devices[: replicas(one, len(devices), group) * one.accelerators]
             except UsageError as error:
                 yield Problem(True, group, f"node {rank}: {error}")
                 break

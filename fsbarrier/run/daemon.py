@@ -34,10 +34,12 @@ from fsbarrier.errors import (
     StoreError,
 )
 from fsbarrier.loader import load_program
+from fsbarrier.processes import rendezvous
 from fsbarrier.processes.addresses import candidate_addresses
 from fsbarrier.processes.epitaph import Epitaph
 from fsbarrier.processes.rendezvous import LOOPBACK
 from fsbarrier.processes.signals import ending_signals_handled
+from fsbarrier.program import POLICY
 from fsbarrier.protocol.facts import Beat, Join, Payload
 from fsbarrier.protocol.membership import epitaph
 from fsbarrier.protocol.timing import JOIN_TIMEOUT_S
@@ -123,6 +125,8 @@ class Daemon:
         fingerprint = Fingerprint.collect(devices, code, log_dir=log_dir)
         join = describe_start(rank, until, choices, stated, digest=one_digest(code), fingerprint=fingerprint)
         offered = {name: one.offer for name, one in self.workplace.frozen.items() if one.offered}
+        if engines := self.workplace.engines:
+            offered |= {POLICY: engines.door.offer} if engines.door is not None else {}
         join = replace(join, engines=offered)
         self._changed_code = last.other_code(join) if last else []
         events = self.events
@@ -318,9 +322,11 @@ def make_engines(
     """The local engines of this node. Raises UsageError if there are too few accelerators."""
     # Imported late: a program without a model does not need the engine's libraries.
     from fsbarrier.engine.replicas import Replicas
+    from fsbarrier.engine.span import Door
 
     return Replicas(
         settings.engine,
+        door=Door(rendezvous.listen(candidate_addresses())) if settings.engine.nodes > 1 else None,
         external=not settings.manages_engine,
         log_dir=log_dir,
         work_dir=work_dir,

@@ -83,7 +83,7 @@ def _run_as(
 def place_for_weights(settings: Settings, log_path: Path) -> Path | None:
     """The folder for this node's copy of the newest weights; None: its engines read the run directory. Raises UsageError, OSError."""
     wanted = settings.checkpoint.weights_dir
-    if wanted == "none" or not settings.manages_engine:
+    if wanted == "none" or not settings.manages_engine or settings.engine.nodes > 1:
         return None
     if wanted == "auto":
         elsewhere = mount_of(log_path).family.category != LOCAL

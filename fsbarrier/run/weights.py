@@ -108,6 +108,11 @@ class InFlight:
         self.next_look = math.inf
         folder, lines = checked_weights(work.folder, job, workplace)
         infos = workplace.own_engines.ensure(
-            folder, work.policy_version, threads=work.threads, cancel=job.cancel, in_flight=True
+            folder,
+            work.policy_version,
+            threads=work.threads,
+            cancel=job.cancel,
+            in_flight=True,
+            span=work.span,
         )
         job.events += [*lines, *ready_lines(infos, serving=work.policy_version, in_flight=True)]

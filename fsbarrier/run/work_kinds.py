@@ -123,7 +123,7 @@ def _serve_weights(work: ServeWeights, context: Context, job: RowJob, workplace:
 
     workplace.own_engines.use(work.devices)
     infos = workplace.own_engines.ensure(
-        folder, work.policy_version, threads=work.threads, cancel=job.cancel, show=show
+        folder, work.policy_version, threads=work.threads, cancel=job.cancel, show=show, span=work.span
     )
     workplace.engine_access = [{"url": i.url, "api_key": i.api_key, "model": i.model} for i in infos]
     # Known only if the weights have just been verified: once after each update.

@@ -103,7 +103,8 @@ def _placement(s: Settings, named: AsChosen) -> Iterator[str]:
 
 
 def _engines(s: Settings, named: AsChosen) -> Iterator[str]:
-    """Frozen engines: that those exist which something asks for, and have a model."""
+    """An engine over several nodes; frozen engines: that those exist which something asks for, and have a model."""
+    yield from _spanning(s, named)
     for name, one in s.engines.items():
         if one.model is None:
             placed = f"engines.{name}.placement"
@@ -120,6 +121,28 @@ def _engines(s: Settings, named: AsChosen) -> Iterator[str]:
         yield f"{named('judge.model')}: contradicts {named('judge.url')}; drop one of the two"
     if s.judge.images != "none" and "judge" not in reward_kinds(s.reward.kind):
         yield f"{named('judge.images')}: is for reward.kind=judge, and this run has {named('reward.kind')}"
+
+
+def _spanning(s: Settings, named: AsChosen) -> Iterator[str]:
+    """An engine over several nodes."""
+    size, engine = named("engine.nodes"), s.engine
+    if engine.nodes == 1:
+        return
+    if not s.manages_engine:
+        yield f"{size}: the server is not this run's; drop {'--debug-mode' if s.debug_mode else named('engine.url')}"
+    if engine.nodes > s.num_nodes:
+        yield f"{size}: the run has only {counted(s.num_nodes, 'node')} ({named('num_nodes')})"
+    elif s.min_nodes < engine.nodes:
+        yield f"{size}: fewer nodes than that serve no policy, so give --min-nodes {engine.nodes} or more ({named('min_nodes')})"
+    placed = Ranges.parse(s.placement.rollout)
+    if placed.nodes and sum(rank in placed for rank in range(s.num_nodes)) < engine.nodes:
+        yield f"{size}: {named('placement.rollout')} has fewer nodes"
+    if engine.tensor_parallel_size % engine.nodes:
+        yield f"{named('engine.tensor_parallel_size')}: must be a multiple of {size}, which all have equally many of the accelerators"
+    if engine.replicas > 1:
+        yield f"{named('engine.replicas')}: an engine over several nodes is the only one on each; drop it"
+    if s.checkpoint.weights_dir not in ("auto", "none"):
+        yield f"{named('checkpoint.weights_dir')}: {size} has all of an engine's nodes read the run directory; drop it"
 
 
 def _trainer(s: Settings, named: AsChosen) -> Iterator[str]:

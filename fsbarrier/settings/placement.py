@@ -16,6 +16,12 @@ ALL, NODE = "all", "node:"
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
+def consecutive(ranks: Iterable[int], size: int) -> list[tuple[int, ...]]:
+    """Nodes in groups of `size`, in rank order; those left over are in none."""
+    ordered = sorted(ranks)
+    return [tuple(ordered[first : first + size]) for first in range(0, len(ordered) - size + 1, size)]
+
+
 @dataclass(frozen=True, slots=True)
 class Ranges:
     """Inclusive ranges of accelerators, or of nodes; none: everything."""

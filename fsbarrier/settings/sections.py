@@ -428,7 +428,7 @@ class ServerSettings(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     #: Maximum length of prompt plus answer, in tokens.
     max_model_len: Count = 2048
-    #: Accelerators per server (tensor parallelism within a node).
+    #: Accelerators per server (tensor parallelism).
     tensor_parallel_size: Count = 1
     #: Servers per node, each on its own accelerators (on a CPU: its own cores); 0: as many as the accelerators allow, or 1 on a CPU.
     replicas: CountOrZero = 0
@@ -439,16 +439,28 @@ class ServerSettings(Section):
     #: Timeout for a started server to become ready, in seconds.
     start_timeout_s: Seconds = 900.0
 
+    @property
+    def accelerators(self) -> int:
+        """What a server has of each of its nodes."""
+        return self.tensor_parallel_size
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings(ServerSettings):
     """The vLLM servers on each node that serve the policy."""
 
+    #: Number of nodes that one server spans, with `engine.tensor_parallel_size` accelerators on all of them together: consecutive nodes of
+    #: `placement.rollout`, of which the first rolls out.
+    nodes: Count = 1
     #: URL, as seen from each node, of an existing server that fsbarrier uses but does not start or stop; none: fsbarrier starts its own,
     #: or uses http://127.0.0.1:8000 with `--debug-mode`.
     url: str | None = None
     #: Environment variable that contains the API key of the server at `engine.url`.
     api_key_env: str | None = None
+
+    @property
+    def accelerators(self) -> int:
+        return self.tensor_parallel_size // self.nodes
 
 
 @dataclass(frozen=True, slots=True)

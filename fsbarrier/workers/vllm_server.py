@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -62,6 +63,15 @@ def keep_to_own_cores() -> None:
 
 def main() -> None:
     keep_to_own_cores()
+    if "--headless" in sys.argv:
+        from vllm.entrypoints.cli.serve import run_headless
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        run_headless(
+            make_arg_parser(FlexibleArgumentParser()).parse_args([*sys.argv[1:], "--api-server-count", "0"])
+        )
+        return
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     serve()

@@ -1,0 +1,192 @@
+"""One engine over several nodes (`engine.nodes`): how its servers find each other, and end together.
+
+The first node of a group is its head, whose server answers requests; the others run vLLM's headless part. Each node's join tells a port and
+a key. The others connect to the head's, say which of its addresses they have reached, and are told where vLLM's processes meet. The
+connections stay: the head says on them what it serves, and each node whose server ends closes its own, upon which the others end theirs.
+vLLM does not do that: its head is healthy, it says, when another part has died, and a headless part outlives its head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from fsbarrier.errors import ProgramFailed
+from fsbarrier.processes import rendezvous
+from fsbarrier.processes.supervisor import Child
+from fsbarrier.program import Span
+from fsbarrier.protocol.facts import JsonObject
+
+# How quickly a wait notices its end, and a node the end of another's server.
+SLICE_S = 0.1
+# How long a connection may take to say who it is.
+HELLO_S = 3.0
+LONGEST_BYTES = 1 << 16
+# A host that has vanished does not close its connections.
+KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where vLLM's processes of all nodes meet. All have the same `seed`. `place`: this node's among them; `own_address`: its own."""
+
+    nodes: int
+    place: int
+    address: str
+    port: int
+    own_address: str
+    seed: int
+
+
+class Link:
+    """A connection between two nodes, with a JSON object a line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.ended, self._received = connection, False, b""
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEP_ALIVE:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def say(self, what: JsonObject) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.sendall(json.dumps(what).encode() + b"\n")
+
+    def hear(self, timeout_s: float) -> JsonObject | None:
+        """What the other says next; None: nothing yet, or it has ended."""
+        if b"\n" not in self._received and select.select([self.connection], [], [], timeout_s)[0]:
+            data = b""
+            with contextlib.suppress(OSError):
+                data = self.connection.recv(4096)
+            self._received += data
+            self.ended = not data or len(self._received) > LONGEST_BYTES
+        line, complete, rest = self._received.partition(b"\n")
+        if not complete:
+            return None
+        self._received = rest
+        try:
+            heard = json.loads(line)
+        except ValueError:
+            heard = None
+        self.ended = self.ended or not isinstance(heard, dict)
+        return None if self.ended else heard
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+class Door:
+    """Where the other nodes of an engine find this one, if it is their head."""
+
+    def __init__(self, listening: Sequence[socket.socket]) -> None:
+        self._listening, self._key = listening, secrets.token_urlsafe(24)
+
+    @property
+    def offer(self) -> JsonObject:
+        """What this node's join tells the others."""
+        return {"port": rendezvous.port_of(self._listening[0]), "key": self._key}
+
+    def gather(
+        self, span: Span, deadline: float, called_off: Callable[[], bool]
+    ) -> tuple[list[Link], Meeting]:
+        """Wait for all the others, and tell them where vLLM's processes meet. Raises ProgramFailed."""
+        came: dict[int, tuple[Link, list[str]]] = {}
+        while len(came) < len(span.nodes) - 1:
+            if called_off():
+                raise ProgramFailed("the start of an engine over several nodes was called off")
+            if time.monotonic() >= deadline:
+                missing = [
+                    str(rank) for place, (rank, _) in enumerate(span.nodes) if place and place not in came
+                ]
+                raise ProgramFailed(
+                    f"engine.nodes={len(span.nodes)}: node {', '.join(missing)} did not come in time (engine.start_timeout_s)"
+                )
+            for one in select.select(self._listening, [], [], SLICE_S)[0]:
+                if (guest := self._let_in(one.accept()[0], span)) is not None:
+                    came[guest[0]] = guest[1:]
+            for link, _ in came.values():
+                link.hear(0)
+            # One that has failed in the meantime comes again.
+            came = {place: known for place, known in came.items() if not known[0].ended}
+        address = next((a for a in span.addresses if all(a in reached for _, reached in came.values())), None)
+        if address is None:
+            tried = "; ".join(f"node {span.nodes[n][0]} reached {r or 'none'}" for n, (_, r) in came.items())
+            raise ProgramFailed(
+                f"no address of node {span.nodes[0][0]} is reached by all of its engine: {tried}"
+            )
+        # vLLM opens it itself, a moment later.
+        held = rendezvous.listen((address,))
+        port = rendezvous.port_of(held[0])
+        for one in held:
+            one.close()
+        meeting = Meeting(len(span.nodes), 0, address, port, address, secrets.randbits(31))
+        for link, _ in came.values():
+            link.say(asdict(meeting))
+        return [link for link, _ in came.values()], meeting
+
+    def _let_in(self, connection: socket.socket, span: Span) -> tuple[int, Link, list[str]] | None:
+        """The place of a node of this engine, and which addresses it has reached; None for whoever else connects."""
+        link = Link(connection)
+        match link.hear(HELLO_S):
+            case {"key": str(key), "nodes": nodes, "place": int(place), "reached": [*reached]} if (
+                hmac.compare_digest(key.encode(), self._key.encode())
+                and nodes == [list(n) for n in span.nodes]
+            ):
+                return place, link, [str(one) for one in reached]
+        link.close()
+        return None
+
+
+def meet(span: Span, deadline: float, called_off: Callable[[], bool]) -> tuple[Link, Meeting]:
+    """Connect to the head, and wait until it says where vLLM's processes meet. Raises ProgramFailed."""
+    head = f"node {span.nodes[0][0]}, the head of this node's engine"
+    link: Link | None = None
+    while True:
+        if called_off():
+            raise ProgramFailed("the start of an engine over several nodes was called off")
+        if time.monotonic() >= deadline:
+            raise ProgramFailed(f"{head}, did not answer at {', '.join(span.addresses)} port {span.port}")
+        if link is None or link.ended:
+            reached = rendezvous.reachable(span.addresses, span.port)
+            with contextlib.suppress(OSError, IndexError):
+                link = Link(socket.create_connection((reached[0], span.port), timeout=HELLO_S))
+                nodes = [list(one) for one in span.nodes]
+                link.say({"key": span.key, "nodes": nodes, "place": span.place, "reached": reached})
+        elif (told := link.hear(SLICE_S)) is not None:
+            own = str(link.connection.getsockname()[0])
+            return link, Meeting(**{**told, "place": span.place, "own_address": own})
+
+
+class Bond:
+    """Ends a server together with those on the other nodes of its engine."""
+
+    def __init__(self, child: Child, links: Sequence[Link]) -> None:
+        self._child, self._links = child, links
+        #: the last turn (`Span.turn`) in which the head has said that it serves
+        self.serving: object = None
+        #: whether another node's server has ended first
+        self.broken = False
+        threading.Thread(target=self._watch, name="bond", daemon=True).start()
+
+    def say_serving(self, turn: tuple[int, int, int]) -> None:
+        for link in self._links:
+            link.say({"serving": turn})
+
+    def _watch(self) -> None:
+        while self._child.poll() is None and not self.broken:
+            for link in self._links:
+                if (heard := link.hear(SLICE_S)) is not None:
+                    self.serving = heard.get("serving")
+                self.broken = self.broken or link.ended
+        for link in self._links:
+            link.close()
+        # What hangs in the kernel is named by the next one who wants to stop it.
+        with contextlib.suppress(ProgramFailed):
+            self._child.stop(0.0)
