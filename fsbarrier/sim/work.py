@@ -95,6 +95,7 @@ class SimEngines:
         cancel: threading.Event,
         show: Callable[[int], None] = lambda ready: None,
         in_flight: bool = False,
+        span: None = None,
     ) -> list[EngineInfo]:
         world, rank = self._host.world, self._host.process.rank
         # A start takes long.
