@@ -218,7 +218,6 @@ ELSEWHERE = {
     "trainer.zero_stage": "test_update_processes.py",
     "trainer.command": "test_complete_runs.py",
     "engine.api_key_env=none": "the table's server of a user has a key",
-    "engine.nodes=2": "test_span.py",
     "engine.url=none": "what all runs have that do not give one",
     "algorithm.distil_reward": "only with a teacher (test_teachers.py)",
     "algorithm.kl_estimator=k1": "is refused with a KL in the loss (test_settings.py), and has no other use",

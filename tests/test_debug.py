@@ -9,7 +9,6 @@ import sys
 import tarfile
 from pathlib import Path
 
-import pytest
 from cluster import Cluster
 from commands import typed
 from fake_run import FakeRun
@@ -54,9 +53,7 @@ def hostile_files(paths: RunPaths, outside: Path) -> None:
     paths.journal(7, 1).symlink_to(outside)
 
 
-def test_every_program_writes_its_stack_into_its_own_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_program_writes_its_stack_into_its_own_log(tmp_path: Path) -> None:
     timing = ("coordination.beat_s=0.2", "coordination.dead_s=16")
     flags = (*timing, "toy.phase_s=600", "toy.tasks=3000", f"custom.secret.word={SECRET}")
     with Cluster(tmp_path, 2, *flags, real=True) as cluster:
@@ -68,11 +65,11 @@ def test_every_program_writes_its_stack_into_its_own_log(
             cluster.beating(rank, lambda beat: beat.phase == 2 and beat.progress.get("done", 0) >= 1, 200)
         hostile_files(paths, tmp_path / "outside.log")
 
-        def collected() -> dict[str, str]:
-            typed("debug", "--log-path", cluster.log_path, "--out", out)
-            return unpacked(out)
+        def collected() -> tuple[dict[str, str], str]:
+            said = typed("debug", "--log-path", cluster.log_path, "--out", out)
+            return unpacked(out), said.out
 
-        files = collected()
+        files, said = collected()
         for rank in range(2):
             logs = f"logs/attempt_1/node_{rank}"
             assert "in pause" in files[f"{logs}/rollout.log"] and "/toy.py" in files[f"{logs}/rollout.log"]
@@ -84,17 +81,18 @@ def test_every_program_writes_its_stack_into_its_own_log(
         assert files["logs/attempt_1/node_0/link.log"].startswith("(not collected: ")
         assert files["logs/attempt_1/node_0/fifo.log"].startswith("(not collected: ")
         assert SECRET not in "".join(files.values())
-        assert "did not" not in capsys.readouterr().out
+        assert "did not" not in said
 
         cluster.signal(1, signal.SIGSTOP)
         stopped = f"process {cluster.processes[1].pid} did not: it is stopped, or hangs"
-        assert stopped in collected()["nodes.txt"] and stopped in capsys.readouterr().out
+        files, said = collected()
+        assert stopped in files["nodes.txt"] and stopped in said
 
         for rank in range(2):
             cluster.signal(rank, signal.SIGTERM)
             cluster.signal(rank, signal.SIGCONT)
         assert cluster.wait() == {0: 143, 1: 143}
-        assert "train_rollout" in collected()["events/node_0.inc-0001.jsonl"]
+        assert "train_rollout" in collected()[0]["events/node_0.inc-0001.jsonl"]
         assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
 
 

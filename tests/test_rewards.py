@@ -85,7 +85,7 @@ def test_math_reads_latex_and_survives_what_cannot_be_read() -> None:
         (r"\frac{1}{2}", r"Thus $x = 0.5$."),
         ("(1,2)", r"The pair is \boxed{(1, 2)}"),
         ("3", r"\boxed{4}"),
-        ("", r"\boxed{4}"),
+        ("$$", r"\boxed{4}"),
         ("$x^2+1$", r"$1+x^2$"),
     )
     assert [score.reward for score in (right, boxed, wrong, plain)] == [1.0, 1.0, 0.0, 1.0]

@@ -137,7 +137,7 @@ class ForkServer:
         job.ended = asyncio.create_task(_hear(said, started))
         try:
             async with self._one_at_a_time:
-                # If the server has died, the lifeline ends.
+                # Where the server has died, the lifeline ends.
                 with its_messages, its_lifeline, contextlib.suppress(OSError):
                     fds = [its_lifeline.fileno(), its_messages.fileno()]
                     socket.send_fds(self._control, [b"start"], fds)
@@ -148,6 +148,9 @@ class ForkServer:
                 raise ProgramFailed(f"cannot start a process for a job: {os.strerror(int(report[1]))}")
             yield job
         finally:
+            # One that was cancelled before it was its turn has these still, and its lifeline would never end.
+            its_messages.close()
+            its_lifeline.close()
             job.close()
             await asyncio.wait((job.ended,))
             job.lifeline.close()

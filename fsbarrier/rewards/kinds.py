@@ -27,7 +27,7 @@ from fsbarrier.rewards.user_function import (
 )
 from fsbarrier.settings.sections import RewardSettings
 from fsbarrier.settings.sources import nearest
-from fsbarrier.settings.value_types import ENGINE, reward_kinds
+from fsbarrier.settings.value_types import ENGINE, frozen_engine, reward_kinds
 from fsbarrier.user_code import load_named
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ def _open_judge(
 ) -> Judge:
     from fsbarrier.rewards.judge import Judge
 
-    if settings is not None and settings.engine is not None:
-        return Judge(settings, timeout_s, engines[settings.engine])
+    if settings is not None and (name := frozen_engine(settings.model)) is not None:
+        return Judge(settings, timeout_s, engines[name])
     if settings is None or not settings.url or not settings.model:
         raise UsageError(
             f"reward.kind={kind}: uses a judge, which needs judge.model=engines.NAME, or judge.url and judge.model"

@@ -15,7 +15,7 @@ from fsbarrier.protocol.session import shown as as_typed
 from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.placement import ROLES, Ranges
 from fsbarrier.settings.sources import ChosenValue, nearest, stored_as
-from fsbarrier.settings.value_types import LOSSES, TEACHER, reward_kinds, scoring_engines
+from fsbarrier.settings.value_types import LOSSES, TEACHER, frozen_engine, reward_kinds, scoring_engines
 
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings
@@ -111,13 +111,14 @@ def _engines(s: Settings, named: AsChosen) -> Iterator[str]:
             where = f"{named(placed)}: there" if one.placement is not None else f"engines.{name}: there"
             yield f"{where} is no engine {name}; give engines.{name}.model, or name a role ({', '.join(ROLES)})"
     scores = scoring_engines(s.reward.kind)
-    judges = [s.judge.engine] if s.judge.engine is not None else []
+    judge = frozen_engine(s.judge.model)
+    judges = [judge] if judge is not None else []
     asked = [*(("reward.kind", name) for name in scores), *(("judge.model", name) for name in judges)]
     for setting, name in asked:
         if name not in s.engines:
             there = f"; there is {', '.join(s.engines)}" if s.engines else ""
             yield f"{named(setting)}: there is no engine {name}; give engines.{name}.model{there}"
-    if s.judge.engine is not None and s.judge.url is not None:
+    if judge is not None and s.judge.url is not None:
         yield f"{named('judge.model')}: contradicts {named('judge.url')}; drop one of the two"
     if s.judge.images != "none" and "judge" not in reward_kinds(s.reward.kind):
         yield f"{named('judge.images')}: is for reward.kind=judge, and this run has {named('reward.kind')}"

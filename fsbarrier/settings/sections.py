@@ -19,7 +19,6 @@ from fsbarrier.settings.presets import Preset
 from fsbarrier.settings.section import Changes, EachSession, EachStart, Section
 from fsbarrier.settings.sources import ENGINE_NAME, ENVIRONMENT_NAME, SET_NAME, TRAIN_SET_NAME, known_as
 from fsbarrier.settings.value_types import (
-    ENGINE,
     AboveOne,
     Betas,
     CommandLine,
@@ -229,12 +228,6 @@ class JudgeSettings(Section):
     api_key_env: Name | None = None
     #: Which of the images that the policy saw `reward.kind=judge` sends along: `none`, the `last` one, or `all`.
     images: EachSession[Literal["none", "last", "all"]] = "none"
-
-    @property
-    def engine(self) -> str | None:
-        """NAME of the judge in `engines.NAME`; None: it is elsewhere."""
-        named = self.model or ""
-        return named.removeprefix(ENGINE) if named.startswith(ENGINE) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,15 +43,20 @@ def reward_kinds(kind: str) -> list[str]:
     return [one.strip() for one in kind.split(",")]
 
 
-#: how the reward of a frozen engine begins in `reward.kind`
+#: how one of this run's frozen engines begins in `reward.kind` and `judge.model`
 ENGINE = "engines."
 #: the frozen engine that teaches (`algorithm.loss=distil`)
 TEACHER = "teacher"
 
 
+def frozen_engine(named: str | None) -> str | None:
+    """NAME in `engines.NAME`; None: it is something else."""
+    return named.removeprefix(ENGINE) if named is not None and named.startswith(ENGINE) else None
+
+
 def scoring_engines(kind: str) -> list[str]:
     """The frozen engines among the rewards listed in `reward.kind`."""
-    return [one.removeprefix(ENGINE) for one in reward_kinds(kind) if one.startswith(ENGINE)]
+    return [name for one in reward_kinds(kind) if (name := frozen_engine(one)) is not None]
 
 
 def json_or_text(word: str) -> object:

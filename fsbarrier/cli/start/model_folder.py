@@ -14,7 +14,7 @@ from fsbarrier.engine.model import classifies, inspect, max_positions, sees, unt
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.planning.model_shape import examine
 from fsbarrier.settings.checks import answer_lengths
-from fsbarrier.settings.value_types import ENGINE, TEACHER, scoring_engines
+from fsbarrier.settings.value_types import ENGINE, TEACHER, frozen_engine, scoring_engines
 from fsbarrier.store import reading
 
 if TYPE_CHECKING:
@@ -109,8 +109,9 @@ def check_engines(settings: Settings, policy: Path | None) -> None:
     uses = [
         (f"reward.kind={ENGINE}{name}", name, True, True) for name in scoring_engines(settings.reward.kind)
     ]
-    if settings.judge.engine is not None:
-        uses.append((f"judge.model={settings.judge.model}", settings.judge.engine, False, False))
+    judge = frozen_engine(settings.judge.model)
+    if judge is not None:
+        uses.append((f"judge.model={settings.judge.model}", judge, False, False))
     if settings.algorithm.loss == "distil":
         uses.append(("algorithm.loss=distil", TEACHER, False, True))
     for said, name, scores, sends in uses:
@@ -121,7 +122,7 @@ def check_engines(settings: Settings, policy: Path | None) -> None:
             raise UsageError(f"{said}: {folder} {lack} (architectures in its config.json); use another model")
         if sends:
             _check_vocabulary(said, folder, policy)
-        if name == settings.judge.engine and settings.judge.images != "none" and not sees(model.config):
+        if name == judge and settings.judge.images != "none" and not sees(model.config):
             raise UsageError(
                 f"judge.images={settings.judge.images}: the model {folder} takes none (no vision_config)"
             )
