@@ -73,7 +73,7 @@ def visible(devices: Sequence[Accelerator]) -> dict[str, str]:
 
 def replicas(settings: ServerSettings, accelerators: int, group: str = "engine") -> int:
     """The number of servers on a node with this many accelerators. Raises UsageError if more are requested than fit."""
-    size, over = settings.tensor_parallel_size, settings.tensor_parallel_size // settings.accelerators
+    size, over = settings.tensor_parallel_size, settings.over
     if not accelerators:
         return settings.replicas or 1
     most = accelerators // settings.accelerators

@@ -232,7 +232,7 @@ def _engine(
     shape: ModelShape, engine: ServerSettings, group: str, cluster: Cluster
 ) -> tuple[EnginePlan, list[str]]:
     """The engines of one model, and problems. `group`: how the names of their settings begin."""
-    size, over = engine.tensor_parallel_size, engine.tensor_parallel_size // engine.accelerators
+    size, over = engine.tensor_parallel_size, engine.over
     plan = EnginePlan(cluster.nodes, cluster.accelerators, tensor_parallel_size=size, over=over)
     try:
         check_arguments(engine, group)

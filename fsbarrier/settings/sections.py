@@ -433,9 +433,14 @@ class ServerSettings(Section):
     start_timeout_s: Seconds = 900.0
 
     @property
+    def over(self) -> int:
+        """How many nodes share a server."""
+        return 1
+
+    @property
     def accelerators(self) -> int:
         """What a server has of each of its nodes."""
-        return self.tensor_parallel_size
+        return self.tensor_parallel_size // self.over
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,8 +457,8 @@ class EngineSettings(ServerSettings):
     api_key_env: str | None = None
 
     @property
-    def accelerators(self) -> int:
-        return self.tensor_parallel_size // self.nodes
+    def over(self) -> int:
+        return self.nodes
 
 
 @dataclass(frozen=True, slots=True)
