@@ -74,21 +74,21 @@ def test_who_is_in_no_generation_knows_heartbeats_alone() -> None:
 
 
 def test_lost_members_in_the_reason_of_a_generation() -> None:
-    at = situation(at_row(0, OPEN))
-    assert lost_as_text(at, [gone(1, at=None), gone(2, at=(1, MERGE), why="it left")]) == (
+    entered = situation(at_row(0, OPEN))
+    assert lost_as_text(entered, [gone(1, at=None), gone(2, at=(1, MERGE), why="it left")]) == (
         "node 1 (host1) is lost: silent; node 2 (host2) is lost: it left; last in iteration 1, phase 3 merge"
     )
-    assert lost_as_text(at, []) == ""
+    assert lost_as_text(entered, []) == ""
 
 
 def test_lost_members_in_the_journal() -> None:
-    at = situation(at_row(0, OPEN))
+    entered = situation(at_row(0, OPEN))
     known = {"node_rank": 2, "host": "host2", "incarnation": 1}
     nowhere = {"iteration": None, "phase": None, "phase_name": ""}
-    assert lost_as_fields(at, [gone(at=None, age=None)]) == [
+    assert lost_as_fields(entered, [gone(at=None, age=None)]) == [
         {**known, "why": "silent", **nowhere, "beat_age_s": None}
     ]
-    assert lost_as_fields(at, [gone(at=(1, MERGE), age=15.12351)]) == [
+    assert lost_as_fields(entered, [gone(at=(1, MERGE), age=15.12351)]) == [
         {
             **known,
             "why": "silent; last in iteration 1, phase 3 merge",
@@ -127,9 +127,9 @@ def test_time_in_which_this_node_was_stopped_is_no_silence_of_members_that_it_ne
 ) -> None:
     """I7: it entered its generation, was stopped before its next look, and then could not read their heartbeats."""
     ledger = Ledger(heard_until=NOW, missed_s=7.0).observe({}, NOW + 18.0, NOW + 18.0, poll_gap_s)
-    at = Situation(ENTERS_2, sees(ENTERS_2.generation, ledger=ledger), NOW + 18.0, rules())
-    assert [loss.member.rank for loss in at.gone] == lost
-    left_out = found_by_others(at, generation(3, (0,), created_by=3))
+    situation = Situation(ENTERS_2, sees(ENTERS_2.generation, ledger=ledger), NOW + 18.0, rules())
+    assert [loss.member.rank for loss in situation.gone] == lost
+    left_out = found_by_others(situation, generation(3, (0,), created_by=3))
     assert [loss.why.startswith("no heartbeat") for loss in left_out] == [bool(lost)] * 2
 
 

@@ -40,8 +40,8 @@ CASES = [*ANY_STAGE, *JOINING_ROWS, *RUNNING_ROWS, *SETTINGS_ROWS, *ENDED_ROWS]
 
 def who_answers(case: Case) -> Rule | None:
     """The rule that answers, and that it alone is what `step` is."""
-    at = Situation(case.node, case.view, case.now, case.rules)
-    return next((rule for rule in machine.RULES[case.node.stage] if rule(at) is not None), None)
+    situation = Situation(case.node, case.view, case.now, case.rules)
+    return next((rule for rule in machine.RULES[case.node.stage] if rule(situation) is not None), None)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -62,10 +62,10 @@ def test_every_rule_answers_in_a_row() -> None:
 def test_whom_a_start_waits_for(case: Case) -> None:
     """Those who are missing, if this is all that it waits for: not where it waits to be admitted, or for a last call to end."""
     named = machine.awaited(case.node, case.view, case.now, case.rules)
-    at = Situation(case.node, case.view, case.now, case.rules)
-    may_begin = case.rules.limits.last_call_s is not None and len(at.starting) >= case.rules.min_nodes
+    situation = Situation(case.node, case.view, case.now, case.rules)
+    may_begin = case.rules.limits.last_call_s is not None and len(situation.starting) >= case.rules.min_nodes
     waits = case.rule is machine.wait_for_all_nodes and not may_begin
-    assert list(named) == (list(at.missing) if waits else [])
+    assert list(named) == (list(situation.missing) if waits else [])
 
 
 def test_no_two_rows_have_one_name() -> None:

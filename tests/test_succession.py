@@ -101,9 +101,9 @@ def test_a_verdict_rides_in_it_and_nobody_need_be_left() -> None:
 def test_a_generation_and_a_verdict_have_the_settings_of_the_one_before() -> None:
     known = generation(3, settings={"lr": 3.0})
     joins = started(1) | started(0, incarnation=2, stated={"lr": 5.0})
-    at = situation(at_row(1, MERGE, generation=known), sees(known, joins=joins), settings={"lr": 1.0})
+    merging = situation(at_row(1, MERGE, generation=known), sees(known, joins=joins), settings={"lr": 1.0})
     for verdict in (None, Verdict(0, "asked to stop")):
-        assert successor(at, known.members, "why", verdict=verdict).settings == {"lr": 3.0}
+        assert successor(merging, known.members, "why", verdict=verdict).settings == {"lr": 3.0}
 
 
 # --- the first of a session ----------------------------------------------------------------------------------------------------

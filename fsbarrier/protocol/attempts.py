@@ -27,62 +27,62 @@ def failures_so_far(generation: Generation, position: Position) -> tuple[FailedP
     return generation.failures if position.iteration == generation.start.iteration else ()
 
 
-def pause_s(at: Situation, attempt: int) -> float:
+def pause_s(situation: Situation, attempt: int) -> float:
     """How long to wait before another attempt after `attempt` failed ones."""
-    return float(min(at.rules.limits.stagger_s * 2**attempt, MOST_PAUSE_S))
+    return float(min(situation.rules.limits.stagger_s * 2**attempt, MOST_PAUSE_S))
 
 
-def after_a_failure(at: Situation) -> Generation:
+def after_a_failure(situation: Situation) -> Generation:
     """The generation after the failures in this node's row."""
-    before, members = failures_so_far(at.generation, at.position), at.generation.members
+    before, members = failures_so_far(situation.generation, situation.position), situation.generation.members
     attempt = 1 + max((failure.attempt for failure in before), default=0)
-    failures = (*before, *_failures(at, attempt))
-    first = _first(at)
-    cause, log = _described(at, first)
+    failures = (*before, *_failures(situation, attempt))
+    first = _first(situation)
+    cause, log = _described(situation, first)
     if first.value.get("refused"):
         code = first.value.get("exit_code", UsageError.exit_code)
-        return successor(at, members, "refused", verdict=Verdict(code, f"{cause}{log}"))
+        return successor(situation, members, "refused", verdict=Verdict(code, f"{cause}{log}"))
     repeated = _repeated(before, failures[len(before) :])
-    if attempt <= at.rules.retries and not repeated:
-        return successor(at, members, f"again: {cause}", failures=failures)
+    if attempt <= situation.rules.retries and not repeated:
+        return successor(situation, members, f"again: {cause}", failures=failures)
     tries = f"{counted(attempt, 'attempt')}{', as it failed in the same way before' if repeated else ''}"
-    out = _cannot_work(at, failures, attempt)
+    out = _cannot_work(situation, failures, attempt)
     if out:
         who = ", ".join(f"node {member.rank} ({member.host})" for member in out)
         rest = [member for member in members if member not in out]
         # What the others have done counts anew, and whoever fails like those that left ends the run.
         kept = tuple(replace(failure, attempt=0) for failure in failures)
         reason = f"{who} cannot work and leaves: {cause}; given up after {tries}"
-        return successor(at, rest, reason, failures=kept, dismissed=tuple(out))
+        return successor(situation, rest, reason, failures=kept, dismissed=tuple(out))
     code = first.value.get("exit_code", ProgramFailed.exit_code)
     verdict = Verdict(code, f"{cause}; given up after {tries}{log}")
-    return successor(at, members, "program failed", verdict=verdict)
+    return successor(situation, members, "program failed", verdict=verdict)
 
 
-def _failures(at: Situation, attempt: int) -> list[FailedProgram]:
+def _failures(situation: Situation, attempt: int) -> list[FailedProgram]:
     return [
         FailedProgram(
             attempt=attempt,
             rank=rank,
-            phase=at.row.index,
+            phase=situation.row.index,
             what=_NUMBER.sub("#", str(fact.value.get("error", "")))[:_COMPARED],
             noticed=fact.value.get("noticed") is True,
         )
-        for rank, fact in sorted(at.view.failed.items())
+        for rank, fact in sorted(situation.view.failed.items())
     ]
 
 
-def _first(at: Situation) -> Fact:
+def _first(situation: Situation) -> Fact:
     """The failure to show: of the lowest rank, but rather one that is no consequence of another node's."""
-    return min(at.view.failed.values(), key=lambda fact: (fact.value.get("noticed") is True, fact.rank))
+    failed = situation.view.failed.values()
+    return min(failed, key=lambda fact: (fact.value.get("noticed") is True, fact.rank))
 
 
-def _described(at: Situation, fact: Fact) -> tuple[str, str]:
+def _described(situation: Situation, fact: Fact) -> tuple[str, str]:
     """A failure in one line, and the last lines of its program."""
-    host = next((m.host for m in at.generation.members if m.rank == fact.rank), "")
-    where = (
-        f"node {fact.rank} ({host}), iteration {at.position.iteration}, phase {at.row.index} {at.row.name}"
-    )
+    host = next((m.host for m in situation.generation.members if m.rank == fact.rank), "")
+    iteration, row = situation.position.iteration, situation.row
+    where = f"node {fact.rank} ({host}), iteration {iteration}, phase {row.index} {row.name}"
     log = "".join(f"\n  | {line}" for line in fact.value.get("log", ()))
     return f"{where}: {fact.value.get('error', 'failed')}", log
 
@@ -93,7 +93,7 @@ def _repeated(before: Sequence[FailedProgram], new: Sequence[FailedProgram]) -> 
     return any((failure.phase, failure.what) in known for failure in new if not failure.noticed)
 
 
-def _cannot_work(at: Situation, failures: Sequence[FailedProgram], attempts: int) -> list[Member]:
+def _cannot_work(situation: Situation, failures: Sequence[FailedProgram], attempts: int) -> list[Member]:
     """The members that failed in each attempt, and in a way in which nobody else did; none if the run cannot go on without them."""
     own = [failure for failure in failures if not failure.noticed]
     tried = [
@@ -103,9 +103,10 @@ def _cannot_work(at: Situation, failures: Sequence[FailedProgram], attempts: int
     elsewhere = {failure.what for failure in own if failure.rank not in always}
     out = [
         member
-        for member in at.generation.members
+        for member in situation.generation.members
         if member.rank in always
         and not any(failure.rank == member.rank and failure.what in elsewhere for failure in own)
     ]
-    left = [member.rank for member in at.generation.members if member not in out]
-    return out if at.rules.on_node_failure == "shrink" and left and not at.rules.lacks(left) else []
+    left = [member.rank for member in situation.generation.members if member not in out]
+    rules = situation.rules
+    return out if rules.on_node_failure == "shrink" and left and not rules.lacks(left) else []

@@ -9,55 +9,56 @@ from fsbarrier.protocol.membership import Loss, losses
 from fsbarrier.protocol.situation import Situation
 
 
-def last_place(at: Situation, loss: Loss) -> Position | None:
+def last_place(situation: Situation, loss: Loss) -> Position | None:
     """The last known position of a member: that of its last heartbeat, or this node's own, whichever is later.
 
     This node entered its row only after every member was done with the row before.
     """
-    generation, position, beat = at.node.generation, at.node.position, loss.beat
+    generation, position, beat = situation.node.generation, situation.node.position, loss.beat
     said = Position(beat.iteration, beat.phase) if beat is not None and beat.iteration else None
-    known = [said] if said is not None and at.rules.has_row(said) else []
+    known = [said] if said is not None and situation.rules.has_row(said) else []
     if generation is not None and position is not None and (known or position > generation.start):
         known.append(position)
     return max(known, default=None)
 
 
-def lost_as_fields(at: Situation, gone: Sequence[Loss]) -> list[dict[str, object]]:
+def lost_as_fields(situation: Situation, gone: Sequence[Loss]) -> list[dict[str, object]]:
     """Lost members, for the journal."""
-    return [_as_fields(at, loss) for loss in gone]
+    return [_as_fields(situation, loss) for loss in gone]
 
 
-def _as_fields(at: Situation, loss: Loss) -> dict[str, object]:
-    place = last_place(at, loss)
+def _as_fields(situation: Situation, loss: Loss) -> dict[str, object]:
+    place = last_place(situation, loss)
     return {
         "node_rank": loss.member.rank,
         "host": loss.member.host,
         "incarnation": loss.member.incarnation,
-        "why": _why(at, loss),
+        "why": _why(situation, loss),
         "iteration": place.iteration if place else None,
         "phase": place.phase if place else None,
-        "phase_name": at.rules.row_name(place) if place else "",
+        "phase_name": situation.rules.row_name(place) if place else "",
         "beat_age_s": round(loss.age_s, 3) if loss.age_s is not None else None,
     }
 
 
-def lost_as_text(at: Situation, gone: Sequence[Loss]) -> str:
+def lost_as_text(situation: Situation, gone: Sequence[Loss]) -> str:
     """Lost members, for a generation's reason."""
     return "; ".join(
-        f"node {loss.member.rank} ({loss.member.host}) is lost: {_why(at, loss)}" for loss in gone
+        f"node {loss.member.rank} ({loss.member.host}) is lost: {_why(situation, loss)}" for loss in gone
     )
 
 
-def _why(at: Situation, loss: Loss) -> str:
-    place = last_place(at, loss)
+def _why(situation: Situation, loss: Loss) -> str:
+    place = last_place(situation, loss)
     if place is None:
         return loss.why
-    return f"{loss.why}; last in iteration {place.iteration}, phase {place.phase} {at.rules.row_name(place)}"
+    name = situation.rules.row_name(place)
+    return f"{loss.why}; last in iteration {place.iteration}, phase {place.phase} {name}"
 
 
-def found_by_others(at: Situation, newest: Generation) -> list[Loss]:
+def found_by_others(situation: Situation, newest: Generation) -> list[Loss]:
     """The members that a newer generation left out, and whose loss this node had not noticed."""
-    node, view = at.node, at.view
+    node, view = situation.node, situation.view
     if node.generation is None or node.trouble_since is not None:
         return []
     gone = [
@@ -66,21 +67,23 @@ def found_by_others(at: Situation, newest: Generation) -> list[Loss]:
         if newest.incarnation_of(m.rank) != m.incarnation and m not in newest.dismissed
     ]
     since = node.watches_since(view.ledger)
-    known = losses(gone, node.rank, view.joins, view.ledger, since, at.rules.limits)
+    known = losses(gone, node.rank, view.joins, view.ledger, since, situation.rules.limits)
     noticed = {loss.member: loss for loss in known}
-    return [noticed.get(member) or _loss_from_record(at, member, newest) for member in gone]
+    return [noticed.get(member) or _loss_from_record(situation, member, newest) for member in gone]
 
 
-def _loss_from_record(at: Situation, member: Member, newest: Generation) -> Loss:
-    seen, why = at.view.ledger.news(member), f"found by node {newest.created_by}"
-    return Loss(member, why, seen.beat if seen is not None else None, at.view.ledger.age(member, at.now))
+def _loss_from_record(situation: Situation, member: Member, newest: Generation) -> Loss:
+    ledger = situation.view.ledger
+    seen, why = ledger.news(member), f"found by node {newest.created_by}"
+    return Loss(member, why, seen.beat if seen is not None else None, ledger.age(member, situation.now))
 
 
-def last_news(at: Situation, rank: int) -> str:
+def last_news(situation: Situation, rank: int) -> str:
     """The last news of a missing node, for people."""
-    seen, join = at.view.ledger.seen.get(rank), at.view.joins.get(rank)
+    seen, join = situation.view.ledger.seen.get(rank), situation.view.joins.get(rank)
     if seen is None or join is None:
         return "never seen"
     beat, place = seen.beat, Position(seen.beat.iteration, seen.beat.phase)
-    doing = f"in {at.rules.row_name(place)}" if beat.iteration and at.rules.has_row(place) else beat.state
-    return f"{join.host}, {doing}, last heartbeat {at.now - seen.since:.0f} s ago"
+    rules = situation.rules
+    doing = f"in {rules.row_name(place)}" if beat.iteration and rules.has_row(place) else beat.state
+    return f"{join.host}, {doing}, last heartbeat {situation.now - seen.since:.0f} s ago"

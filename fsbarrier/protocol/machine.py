@@ -68,9 +68,9 @@ NOTHING: Sequence[Action] = ()
 
 def step(node: Node, view: View, now: float, rules: Rules) -> Step:
     """One transition, or none: (the node afterwards, the actions to perform in order)."""
-    at = Situation(node, view, now, rules)
+    situation = Situation(node, view, now, rules)
     for rule in RULES[node.stage]:
-        if (answer := rule(at)) is not None:
+        if (answer := rule(situation)) is not None:
             return answer
     return node, NOTHING
 
@@ -78,56 +78,57 @@ def step(node: Node, view: View, now: float, rules: Rules) -> Step:
 # --- in any stage: what others have decided --------------------------------------------------------------------------------
 
 
-def end_when_rank_is_taken(at: Situation) -> Step | None:
+def end_when_rank_is_taken(situation: Situation) -> Step | None:
     """A newer start of this rank has joined: this one ends, because two processes must not act for one rank."""
-    newest = at.view.joins.get(at.node.rank)
-    if newest is None or newest.incarnation <= at.node.incarnation:
+    node = situation.node
+    newest = situation.view.joins.get(node.rank)
+    if newest is None or newest.incarnation <= node.incarnation:
         return None
     where = f"on {newest.host}, process {newest.pid}" if newest.host else "elsewhere"
-    return _end(
-        at, Fenced.exit_code, "left", f"node {at.node.rank} was started again {where}; this older one ends"
-    )
+    why = f"node {node.rank} was started again {where}; this older one ends"
+    return _end(situation, Fenced.exit_code, "left", why)
 
 
-def end_with_the_run(at: Situation) -> Step | None:
+def end_with_the_run(situation: Situation) -> Step | None:
     """A newer generation has a verdict: the run is over for its members, and for those who wait to join them.
 
     A node that saw nobody at work is of a later session: a stale listing shows it the end of the one before.
     """
-    newest = at.newer_generation
+    newest, node = situation.newer_generation, situation.node
     if newest is None or newest.verdict is None:
         return None
-    if at.node.stage is Stage.JOINING and not at.named and not at.node.saw_others_at_work:
+    if node.stage is Stage.JOINING and not situation.named and not node.saw_others_at_work:
         return None
     state = "broken" if newest.verdict.exit_code else "stopped"
-    return _end(at, newest.verdict.exit_code, state, newest.verdict.reason)
+    return _end(situation, newest.verdict.exit_code, state, newest.verdict.reason)
 
 
-def enter_newer_generation(at: Situation) -> Step | None:
+def enter_newer_generation(situation: Situation) -> Step | None:
     """A newer generation names this incarnation: the node ends its old work and enters the row that the record names."""
-    newest = at.newer_generation
-    if newest is None or newest.incarnation_of(at.node.rank) != at.node.incarnation:
+    newest = situation.newer_generation
+    if newest is None or newest.incarnation_of(situation.node.rank) != situation.node.incarnation:
         return None
-    gone = found_by_others(at, newest)
-    lost = [Note("node_lost", {"lost": lost_as_fields(at, gone)}, at=at.node)] if gone else []
-    entered, actions = _enter(at, newest)
+    gone = found_by_others(situation, newest)
+    lost = [Note("node_lost", {"lost": lost_as_fields(situation, gone)}, at=situation.node)] if gone else []
+    entered, actions = _enter(situation, newest)
     return entered, (*lost, *actions)
 
 
-def _enter(at: Situation, generation: Generation) -> Step:
+def _enter(situation: Situation, generation: Generation) -> Step:
+    node = situation.node
     entered = Node(
-        at.node.rank,
-        at.node.incarnation,
-        at.now,
-        at.node.host,
+        node.rank,
+        node.incarnation,
+        situation.now,
+        node.host,
         stage=Stage.RUNNING,
-        started_as=at.node.started_as,
-        baseline=at.node.baseline,
-        saw_others_at_work=at.node.saw_others_at_work,
+        started_as=node.started_as,
+        baseline=node.baseline,
+        saw_others_at_work=node.saw_others_at_work,
         generation=generation,
         position=generation.start,
         decisions=generation.decisions,
-        missed_s=at.view.ledger.missed_s,
+        missed_s=situation.view.ledger.missed_s,
     )
     about = {"members": list(generation.ranks), "leader": generation.leader, "reason": generation.reason}
     settings = (
@@ -137,40 +138,44 @@ def _enter(at: Situation, generation: Generation) -> Step:
     return entered, (CancelWork(), started, Entered(generation.start, generation, begins=True))
 
 
-def _end(at: Situation, code: int, state: str, reason: str) -> Step:
-    return replace(at.node, stage=Stage.ENDED), (CancelWork(), Exit(code, state, reason))
+def _end(situation: Situation, code: int, state: str, reason: str) -> Step:
+    return replace(situation.node, stage=Stage.ENDED), (CancelWork(), Exit(code, state, reason))
 
 
 # --- JOINING: taken in by a generation that lives, or one of those who form the next ---------------------------------------
 
 
-def take_note_of_a_generation(at: Situation) -> Step | None:
+def take_note_of_a_generation(situation: Situation) -> Step | None:
     """The others formed a generation without this node: it remembers the number as its `baseline`, and waits to be admitted."""
-    if at.newer_generation is None:
+    if situation.newer_generation is None:
         return None
-    return replace(at.node, baseline=at.newer_generation.number), NOTHING
+    return replace(situation.node, baseline=situation.newer_generation.number), NOTHING
 
 
-def end_when_the_code_differs(at: Situation) -> Step | None:
+def end_when_the_code_differs(situation: Situation) -> Step | None:
     """This node runs different code from the nodes that it would join: it ends, and they go on.
 
     It compares itself with the live members of the newest generation. If a session is about to begin, it compares itself with the
     lower ranks that wait, since the run follows the lowest. The others do not admit this node either (`Situation.joiners`).
     """
-    view, found = at.view, None
-    for member in at.others:
+    view, found = situation.view, None
+    for member in situation.others:
         join = view.joins.get(member.rank)
         if join is not None and join.incarnation == member.incarnation and view.ledger.moved(member):
-            found = join if at.differs(join) and view.ledger.state(member) not in GONE else found
-    lower = (join for rank, join in sorted(at.waiting.items()) if rank < at.node.rank and at.differs(join))
+            found = join if situation.differs(join) and view.ledger.state(member) not in GONE else found
+    lower = (
+        join
+        for rank, join in sorted(situation.waiting.items())
+        if rank < situation.node.rank and situation.differs(join)
+    )
     found = found or next(lower, None)
-    own = view.joins.get(at.node.rank)
+    own = view.joins.get(situation.node.rank)
     if found is None or own is None:
         return None
     theirs, ours = (f"{join.version} (code {join.digest[:12]})" for join in (found, own))
     named = ", ".join(own.other_code(found))
     return _end(
-        at,
+        situation,
         UsageError.exit_code,
         "left",
         f"node {own.rank} on {own.host} runs fsbarrier {ours}, node {found.rank} on {found.host} runs {theirs}"
@@ -178,45 +183,49 @@ def end_when_the_code_differs(at: Situation) -> Step | None:
     )
 
 
-def end_when_it_does_not_fit(at: Situation) -> Step | None:
+def end_when_it_does_not_fit(situation: Situation) -> Step | None:
     """The session's settings contradict this node's command line, or have no place for its rank: it ends.
 
     They are known once a generation names this node, it sees members at work, or node 0 is there. Until then node 0 may come and ask for
     the same, or for more nodes.
     """
-    return end_when_nobody_asks_for_the_same(at) if at.named or at.others_at_work or at.master_comes else None
+    known = situation.named or situation.others_at_work or situation.master_comes
+    return end_when_nobody_asks_for_the_same(situation) if known else None
 
 
-def end_when_nobody_asks_for_the_same(at: Situation) -> Step | None:
+def end_when_nobody_asks_for_the_same(situation: Situation) -> Step | None:
     """The waiting is over, and node 0 did not ask for what this node's command line says: the node ends."""
-    own = at.view.joins.get(at.node.rank)
-    found = at.objection(own) if own is not None else ""
+    own = situation.view.joins.get(situation.node.rank)
+    objection = situation.objection(own) if own is not None else ""
+    if not objection:
+        return None
     how = (
         "a setting changes when all nodes are stopped and started again, node 0 (--master) with the new value"
     )
-    return _end(at, UsageError.exit_code, "left", f"node {at.node.rank}: {found}; {how}") if found else None
+    return _end(situation, UsageError.exit_code, "left", f"node {situation.node.rank}: {objection}; {how}")
 
 
-def stop_before_the_start(at: Situation) -> Step | None:
+def stop_before_the_start(situation: Situation) -> Step | None:
     """An operator asked the run to stop while this node waits to join it: end."""
-    if at.view.stop is None:
+    stop = situation.view.stop
+    if stop is None:
         return None
-    return _end(at, EXIT_DONE, "stopped", f"stopped before it began, as {at.view.stop.who} asked")
+    return _end(situation, EXIT_DONE, "stopped", f"stopped before it began, as {stop.who} asked")
 
 
-def get_ready(at: Situation) -> Step | None:
+def get_ready(situation: Situation) -> Step | None:
     """The others go on without this node: before it asks them to admit it, it does the work that makes a node ready.
 
     Example: a node is back, and needs a minute to start its engine. Otherwise all would wait for it in the next rollout. If nobody is left
     at work, or they wait for this node, it stops that and asks at once. A failure counts only when it is a member.
     """
-    node, newest, index = at.node, at.view.newest, at.rules.table.ready
+    node, newest, index = situation.node, situation.view.newest, situation.rules.table.ready
     if index is None or newest is None or node.part is RowPart.ANNOUNCED:
         return None
-    if not at.occupied or at.awaited:
+    if not situation.occupied or situation.awaited:
         return (replace(node, part=RowPart.NONE), (CancelWork(),)) if node.part is not RowPart.NONE else None
     if node.part is RowPart.EACH:
-        return (replace(node, part=RowPart.ANNOUNCED), NOTHING) if at.view.work is not None else None
+        return (replace(node, part=RowPart.ANNOUNCED), NOTHING) if situation.view.work is not None else None
     if newest.incarnation_of(node.rank) is not None:
         # The next generation is about to go on without this rank.
         return (replace(node, part=RowPart.GATHER), NOTHING) if node.part is RowPart.NONE else None
@@ -227,141 +236,143 @@ def get_ready(at: Situation) -> Step | None:
     return replace(node, part=RowPart.EACH), (Launch(RowPart.EACH, at=member),)
 
 
-def wait_to_be_admitted(at: Situation) -> Step | None:
+def wait_to_be_admitted(situation: Situation) -> Step | None:
     """A member of the newest generation may be alive: that generation goes on, and admits this node when an iteration starts."""
-    node, view = at.node, at.view
-    if not at.occupied:
+    node, view = situation.node, situation.view
+    if not situation.occupied:
         return None
-    seen_at_work = not node.saw_others_at_work and any(view.ledger.moved(member) for member in at.others)
-    return replace(node, saw_others_at_work=True) if seen_at_work else node, NOTHING
+    if not node.saw_others_at_work and any(view.ledger.moved(member) for member in situation.others):
+        node = replace(node, saw_others_at_work=True)
+    return node, NOTHING
 
 
-def end_when_too_late(at: Situation) -> Step | None:
+def end_when_too_late(situation: Situation) -> Step | None:
     """The generation that this node waited for, and saw at work, has finished the run: it came too late."""
-    if not at.node.saw_others_at_work or at.view.newest is None:
+    if not situation.node.saw_others_at_work or situation.view.newest is None:
         return None
-    finished = any(at.view.ledger.state(member) == FINISHED for member in at.others)
-    return _end_with_nothing_to_do(at, at.view.newest.until) if finished else None
+    finished = any(situation.view.ledger.state(member) == FINISHED for member in situation.others)
+    return _end_with_nothing_to_do(situation, situation.view.newest.until) if finished else None
 
 
-def look_where_the_run_was_left(at: Situation) -> Step | None:
+def look_where_the_run_was_left(situation: Situation) -> Step | None:
     """No member is alive: the node reads from the newest generation's facts where the run stopped, again after `suspect_s`."""
-    found, newest = at.view.resume_point, at.view.newest.number if at.view.newest is not None else 0
-    if found is not None and found.generation == newest and at.now - found.at <= at.rules.limits.suspect_s:
+    view, limits = situation.view, situation.rules.limits
+    found, newest = view.resume_point, view.newest.number if view.newest is not None else 0
+    if found is not None and found.generation == newest and situation.now - found.at <= limits.suspect_s:
         return None
-    return at.node, (FindResumePoint(),)
+    return situation.node, (FindResumePoint(),)
 
 
-def restart_the_last_call(at: Situation) -> Step | None:
+def restart_the_last_call(situation: Situation) -> Step | None:
     """If the run may begin with fewer nodes than it has places, each arrival restarts the last call (`last_call_s`)."""
-    here = len(at.starting)
-    if at.rules.limits.last_call_s is None or at.node.starting_nodes == here:
+    here = len(situation.starting)
+    if situation.rules.limits.last_call_s is None or situation.node.starting_nodes == here:
         return None
-    return replace(at.node, starting_nodes=here, starting_since=at.now), NOTHING
+    return replace(situation.node, starting_nodes=here, starting_since=situation.now), NOTHING
 
 
-def end_when_all_is_done(at: Situation) -> Step | None:
+def end_when_all_is_done(situation: Situation) -> Step | None:
     """The run has already done all the iterations that were asked for. The node stays for up to `dead_s`, so that those who are being
     started with it hear the same from it, and do not wait for it."""
-    asked = lowest_start(at)
-    if asked is None or at.view.resume_point is None:
+    asked, found, rules = lowest_start(situation), situation.view.resume_point, situation.rules
+    if asked is None or found is None:
         return None
-    start = start_of_session(at.view.resume_point, at.rules.span(asked.choices), at.rules.table, asked.until)
+    start = start_of_session(found, rules.span(asked.choices), rules.table, asked.until)
     if not all_done(start, asked.until):
         return None
-    stays = at.waits_for_nodes and at.waited_s < at.rules.limits.dead_s
-    return (at.node, NOTHING) if stays else _end_with_nothing_to_do(at, asked.until)
+    stays = situation.waits_for_nodes and situation.waited_s < rules.limits.dead_s
+    return (situation.node, NOTHING) if stays else _end_with_nothing_to_do(situation, asked.until)
 
 
-def wait_for_all_nodes(at: Situation) -> Step | None:
+def wait_for_all_nodes(situation: Situation) -> Step | None:
     """Nodes are missing, and there is still time: wait."""
-    return (at.node, NOTHING) if at.waits_for_nodes else None
+    return (situation.node, NOTHING) if situation.waits_for_nodes else None
 
 
 def awaited(node: Node, view: View, now: float, rules: Rules) -> Sequence[int]:
     """The missing ranks that a joining node waits for; none if it waits for anything else."""
-    at = Situation(node, view, now, rules)
-    answers = next((rule for rule in RULES[node.stage] if rule(at) is not None), None)
-    last_call = rules.limits.last_call_s is not None and at.enough
-    return at.missing if answers is wait_for_all_nodes and not last_call else ()
+    situation = Situation(node, view, now, rules)
+    answers = next((rule for rule in RULES[node.stage] if rule(situation) is not None), None)
+    last_call = rules.limits.last_call_s is not None and situation.enough
+    return situation.missing if answers is wait_for_all_nodes and not last_call else ()
 
 
-def give_up_waiting(at: Situation) -> Step | None:
+def give_up_waiting(situation: Situation) -> Step | None:
     """Nodes are missing after the timeout, and the run may not begin without them: end."""
-    elastic = at.rules.on_node_failure == "shrink" or at.rules.limits.last_call_s is not None
-    if not at.missing or (elastic and at.enough):
+    rules = situation.rules
+    elastic = rules.on_node_failure == "shrink" or rules.limits.last_call_s is not None
+    if not situation.missing or (elastic and situation.enough):
         return None
-    names = ", ".join(f"node {rank} ({last_news(at, rank)})" for rank in at.missing)
-    here = f"{len(at.starting)} of {counted(at.rules.num_nodes, 'node')} are here"
-    return _end(at, TooFewNodes.exit_code, "left", f"waited {at.waited_s:.0f} s for {names}; {here}")
+    names = ", ".join(f"node {rank} ({last_news(situation, rank)})" for rank in situation.missing)
+    here = f"{len(situation.starting)} of {counted(rules.num_nodes, 'node')} are here"
+    why = f"waited {situation.waited_s:.0f} s for {names}; {here}"
+    return _end(situation, TooFewNodes.exit_code, "left", why)
 
 
-def let_lower_ranks_go_first(at: Situation) -> Step | None:
+def let_lower_ranks_go_first(situation: Situation) -> Step | None:
     """The lowest rank present forms the generation; a higher rank does so only after a timeout.
 
     Otherwise 64 nodes that start together would all read the old facts and race for one record. If node 0 hangs, node 1 takes
     over. Safety does not depend on the order, since only one node can create the record.
     """
-    limits, below = at.rules.limits, sum(1 for rank in at.starting if rank < at.node.rank)
-    overdue_s = at.overdue_s if at.missing else at.waited_s
+    limits = situation.rules.limits
+    below = sum(1 for rank in situation.starting if rank < situation.node.rank)
+    overdue_s = situation.overdue_s if situation.missing else situation.waited_s
     wait = below and overdue_s < below * limits.stagger_s + limits.dead_s
-    return (at.node, NOTHING) if wait else None
+    return (situation.node, NOTHING) if wait else None
 
 
-def seal_the_old_generation(at: Situation) -> Step | None:
+def seal_the_old_generation(situation: Situation) -> Step | None:
     """Fence the old generation with a seal before the run goes on without it, so that none of its members can pass a row any more.
 
     Its members look dead from here, but may be at work. Example: this node's listing of beats/ is 20 s stale. It would start the
     next generation in row 7 while the old members pass row 7 with a different decision. coordination/resume.py explains the seal.
     """
-    return (
-        None
-        if at.view.resume_point is None or at.view.resume_point.sealed
-        else (at.node, (FindResumePoint(seal=True),))
-    )
+    found = situation.view.resume_point
+    return None if found is None or found.sealed else (situation.node, (FindResumePoint(seal=True),))
 
 
-def form_a_generation(at: Situation) -> Step | None:
+def form_a_generation(situation: Situation) -> Step | None:
     """Propose who takes part and where the run resumes. The node that creates the record first decides for all."""
     # `look_where_the_run_was_left` has run.
-    assert at.view.resume_point is not None
-    return at.node, (Propose(first_of_session(at, at.view.resume_point)),)
+    assert situation.view.resume_point is not None
+    return situation.node, (Propose(first_of_session(situation, situation.view.resume_point)),)
 
 
-def _end_with_nothing_to_do(at: Situation, until: int | None) -> Step:
+def _end_with_nothing_to_do(situation: Situation, until: int | None) -> Step:
     assert until is not None
     done = f"the run has already done its {counted(until, 'iteration')}; a larger --iterations goes on"
-    return replace(at.node, stage=Stage.ENDED), (Exit(EXIT_DONE, FINISHED, done),)
+    return replace(situation.node, stage=Stage.ENDED), (Exit(EXIT_DONE, FINISHED, done),)
 
 
 # --- RUNNING: the generation changes ---------------------------------------------------------------------------------------
 
 
-def leave_when_dismissed(at: Situation) -> Step | None:
+def leave_when_dismissed(situation: Situation) -> Step | None:
     """The others go on without this node, because its program failed in each attempt, and theirs did not: it ends, and says why."""
-    newest, node = at.newer_generation, at.node
+    newest, node = situation.newer_generation, situation.node
     if newest is None or Member(node.rank, node.incarnation, node.host) not in newest.dismissed:
         return None
-    fact = at.view.failed.get(node.rank)
+    fact = situation.view.failed.get(node.rank)
     value = fact.value if fact is not None else {}
     log = "".join(f"\n  | {line}" for line in value.get("log", ()))
-    return _end(at, value.get("exit_code", ProgramFailed.exit_code), "left", f"{newest.reason}{log}")
+    return _end(situation, value.get("exit_code", ProgramFailed.exit_code), "left", f"{newest.reason}{log}")
 
 
-def rejoin_when_left_behind(at: Situation) -> Step | None:
+def rejoin_when_left_behind(situation: Situation) -> Step | None:
     """The others went on without this node: it ends its work and joins again as its next incarnation."""
-    newest, node = at.newer_generation, at.node
+    newest, node = situation.newer_generation, situation.node
     if newest is None:
         return None
     renewed = Node(
         node.rank,
         node.incarnation + 1,
-        at.now,
+        situation.now,
         node.host,
         started_as=node.started_as,
         baseline=newest.number,
         saw_others_at_work=True,
-        missed_s=at.view.ledger.missed_s,
+        missed_s=situation.view.ledger.missed_s,
         # Its engine still runs.
         part=RowPart.ANNOUNCED,
     )
@@ -369,46 +380,48 @@ def rejoin_when_left_behind(at: Situation) -> Step | None:
     return renewed, (CancelWork(), left, Announce(renewed.incarnation))
 
 
-def stop_when_asked(at: Situation) -> Step | None:
+def stop_when_asked(situation: Situation) -> Step | None:
     """An operator asked the run to stop: the first node that sees the request at a safe point ends the run for all nodes.
 
     The safe point is the first row of an iteration: a stop in the middle of `update` would lose that training. A request with `now`
     stops in any row.
     """
-    stop = at.view.stop
-    if stop is None or (not stop.now and at.position.phase != at.span[0]):
+    stop = situation.view.stop
+    if stop is None or (not stop.now and situation.position.phase != situation.span[0]):
         return None
-    when = "at once" if stop.now else f"before iteration {at.position.iteration}"
+    when = "at once" if stop.now else f"before iteration {situation.position.iteration}"
     verdict = Verdict(EXIT_DONE, f"stopped {when}, as {stop.who} asked")
-    return at.node, (Propose(successor(at, at.generation.members, verdict.reason, verdict=verdict)),)
+    proposal = successor(situation, situation.generation.members, verdict.reason, verdict=verdict)
+    return situation.node, (Propose(proposal),)
 
 
-def go_on_behind_a_seal(at: Situation) -> Step | None:
+def go_on_behind_a_seal(situation: Situation) -> Step | None:
     """A starting node believed all members dead and sealed this generation: if it forms no new one, the living members do.
 
     The seal has the name of the leader's fact about this row, so nobody can pass the row any more (coordination/resume.py).
     """
-    seal = at.seal
-    if seal is None or at.gone:
+    seal = situation.seal
+    if seal is None or situation.gone:
         return None
-    if at.node.trouble_since is None:
-        return replace(at.node, trouble_since=at.now), NOTHING
-    why, failures = f"node {seal.rank} ended the one before", failures_so_far(at.generation, at.position)
-    proposal = successor(at, at.generation.members, why, failures=failures)
-    return _propose_in_turn(at, proposal, at.node.trouble_since)
+    if situation.node.trouble_since is None:
+        return replace(situation.node, trouble_since=situation.now), NOTHING
+    why = f"node {seal.rank} ended the one before"
+    failures = failures_so_far(situation.generation, situation.position)
+    proposal = successor(situation, situation.generation.members, why, failures=failures)
+    return _propose_in_turn(situation, proposal, situation.node.trouble_since)
 
 
-def release(at: Situation) -> Step | None:
+def release(situation: Situation) -> Step | None:
     """Every member is done with this row, and the leader's fact is readable: go on to the next row."""
-    fact = at.view.leaders_fact
-    if fact is None or at.seal is not None or at.node.part is not RowPart.ANNOUNCED:
+    fact = situation.view.leaders_fact
+    if fact is None or situation.seal is not None or situation.node.part is not RowPart.ANNOUNCED:
         return None
-    generation, position = at.generation, at.position
-    if not at.view.arrived.issuperset(generation.ranks):
+    generation, position = situation.generation, situation.position
+    if not situation.view.arrived.issuperset(generation.ranks):
         return None
-    node, (first, last) = at.node, at.span
-    if fact.value and not at.row.transient:
-        decisions = with_decision(node.decisions, at.row.name, position.iteration, fact.value)
+    node, (first, last) = situation.node, situation.span
+    if fact.value and not situation.row.transient:
+        decisions = with_decision(node.decisions, situation.row.name, position.iteration, fact.value)
         node = replace(node, decisions=decisions)
     passed: tuple[Action, ...] = (Note("phase_finished", at=node),)
     if position.phase == last:
@@ -419,7 +432,7 @@ def release(at: Situation) -> Step | None:
         return replace(node, stage=Stage.ENDED), (*passed, Exit(EXIT_DONE, FINISHED, done))
     if position.phase < last:
         following = Position(position.iteration, position.phase + 1)
-        part, actions = _begin(at, at.rules.row(following, generation))
+        part, actions = _begin(situation, situation.rules.row(following, generation))
     else:
         # The first row of an iteration does not begin yet: a stop may take effect there, and the leader may admit nodes.
         following = Position(position.iteration + 1, first)
@@ -428,105 +441,112 @@ def release(at: Situation) -> Step | None:
     return moved, (*passed, Entered(following, generation), *actions)
 
 
-def regroup_when_asked(at: Situation) -> Step | None:
+def regroup_when_asked(situation: Situation) -> Step | None:
     """A group's caller asked for the next generation, of the living members and the nodes that wait to join.
 
     A restarted member gets `stagger_s` to show that it is alive. Nodes do not take turns here: perhaps only some of them have asked,
     and the turn of a node that has not asked would pass unused.
     """
-    if not at.rules.regroup or at.generation.number != at.rules.regroup:
+    if not situation.rules.regroup or situation.generation.number != situation.rules.regroup:
         return None
-    known = {member.rank: member.incarnation for member in at.generation.members}
-    joins = at.view.joins
+    known = {member.rank: member.incarnation for member in situation.generation.members}
+    joins, joiners = situation.view.joins, situation.joiners
     restarted = {rank for rank in known if rank in joins and joins[rank].incarnation > known[rank]}
-    if not restarted <= at.joiners.keys() and at.now - at.trouble_since < at.rules.limits.stagger_s:
-        return replace(at.node, trouble_since=at.trouble_since), NOTHING
-    members = {**at.joiners, **{member.rank: member for member in at.living}}
-    reason = lost_as_text(at, at.gone) or "regroup"
-    return at.node, (Propose(successor(at, [*members.values()], reason)),)
+    waited_s = situation.now - situation.trouble_since
+    if not restarted <= joiners.keys() and waited_s < situation.rules.limits.stagger_s:
+        return replace(situation.node, trouble_since=situation.trouble_since), NOTHING
+    members = {**joiners, **{member.rank: member for member in situation.living}}
+    reason = lost_as_text(situation, situation.gone) or "regroup"
+    return situation.node, (Propose(successor(situation, [*members.values()], reason)),)
 
 
-def end_work_after_a_failure(at: Situation) -> Step | None:
+def end_work_after_a_failure(situation: Situation) -> Step | None:
     """A member's program failed, so this attempt is over on all nodes: cancel this node's work."""
-    if not at.view.failed or at.node.failed_since is not None or at.gone:
+    if not situation.view.failed or situation.node.failed_since is not None or situation.gone:
         return None
-    return replace(at.node, failed_since=at.now), (CancelWork(),)
+    return replace(situation.node, failed_since=situation.now), (CancelWork(),)
 
 
-def try_again_after_a_failure(at: Situation) -> Step | None:
+def try_again_after_a_failure(situation: Situation) -> Step | None:
     """Retry in a new generation after a pause, or go on without the nodes whose programs cannot work, or give up (attempts.py).
 
     First wait for a later heartbeat of each other member. Example: node 2 dies, and torchrun therefore fails on nodes 0 and 1. That
     is a lost node, and must not count as a failed program.
     """
-    if not at.view.failed or at.node.failed_since is None or at.gone:
+    node, ledger = situation.node, situation.view.ledger
+    if not situation.view.failed or node.failed_since is None or situation.gone:
         return None
-    later = at.node.failed_since + at.rules.limits.stagger_s / 2
-    if not all(at.view.ledger.heard(m, later) for m in at.generation.members if m.rank != at.node.rank):
+    later = node.failed_since + situation.rules.limits.stagger_s / 2
+    if not all(ledger.heard(m, later) for m in situation.generation.members if m.rank != node.rank):
         return None
-    proposal = after_a_failure(at)
+    proposal = after_a_failure(situation)
     retries = proposal.verdict is None and not proposal.dismissed
-    pause = pause_s(at, proposal.attempt) if retries else 0.0
-    return _propose_in_turn(at, proposal, at.node.failed_since + pause)
+    pause = pause_s(situation, proposal.attempt) if retries else 0.0
+    return _propose_in_turn(situation, proposal, node.failed_since + pause)
 
 
-def forget_a_false_alarm(at: Situation) -> Step | None:
+def forget_a_false_alarm(situation: Situation) -> Step | None:
     """A member that seemed lost has a new heartbeat: carry on."""
-    if at.node.trouble_since is None or at.gone or at.seal is not None:
+    if situation.node.trouble_since is None or situation.gone or situation.seal is not None:
         return None
-    return replace(at.node, trouble_since=None), NOTHING
+    return replace(situation.node, trouble_since=None), NOTHING
 
 
-def abort_after_a_loss(at: Situation) -> Step | None:
+def abort_after_a_loss(situation: Situation) -> Step | None:
     """A member is lost, and with `--on-node-failure abort` that ends the run."""
-    if at.rules.on_node_failure != "abort" or not at.gone:
+    if situation.rules.on_node_failure != "abort" or not situation.gone:
         return None
-    why = f"{lost_as_text(at, at.gone)}; --on-node-failure abort ends the run"
-    return _answer_the_loss(at, at.living, Verdict(TooFewNodes.exit_code, why))
+    why = f"{lost_as_text(situation, situation.gone)}; --on-node-failure abort ends the run"
+    return _answer_the_loss(situation, situation.living, Verdict(TooFewNodes.exit_code, why))
 
 
-def wait_for_the_lost(at: Situation) -> Step | None:
+def wait_for_the_lost(situation: Situation) -> Step | None:
     """A member is lost: with `--on-node-failure wait`, or where nobody else holds its role, the others wait until it is back."""
-    if not at.gone or not at.waits_for_the_lost:
+    if not situation.gone or not situation.waits_for_the_lost:
         return None
-    awaited = {loss.member.rank for loss in at.gone}
-    back = {rank: at.joiners[rank] for rank in sorted(awaited & at.joiners.keys())}
-    there = {member.rank: member for member in at.living} | back
-    waits_for_all = at.rules.on_node_failure == "wait"
-    if len(back) == len(awaited) or (not waits_for_all and not at.rules.lacks_role(there.keys())):
-        return _answer_the_loss(at, [there[rank] for rank in at.generation.ranks if rank in there])
-    if at.node.trouble_since is None:
-        fields = {"lost": lost_as_fields(at, at.gone), "waiting": True}
-        return replace(at.node, trouble_since=at.now), (Note("node_lost", fields),)
-    if at.now - at.node.trouble_since < at.rules.limits.rejoin_timeout_s:
+    awaited = {loss.member.rank for loss in situation.gone}
+    back = {rank: situation.joiners[rank] for rank in sorted(awaited & situation.joiners.keys())}
+    there = {member.rank: member for member in situation.living} | back
+    waits_for_all = situation.rules.on_node_failure == "wait"
+    if len(back) == len(awaited) or (not waits_for_all and not situation.rules.lacks_role(there.keys())):
+        members = [there[rank] for rank in situation.generation.ranks if rank in there]
+        return _answer_the_loss(situation, members)
+    if situation.node.trouble_since is None:
+        fields = {"lost": lost_as_fields(situation, situation.gone), "waiting": True}
+        return replace(situation.node, trouble_since=situation.now), (Note("node_lost", fields),)
+    if situation.now - situation.node.trouble_since < situation.rules.limits.rejoin_timeout_s:
         return None
-    lacking = at.rules.lacks_role([member.rank for member in at.living])
-    late = f"not back within {at.rules.limits.rejoin_timeout_s:g} s"
-    why = "; ".join(filter(None, (lost_as_text(at, at.gone), lacking, late)))
-    return _answer_the_loss(at, at.living, Verdict(TooFewNodes.exit_code, why))
+    lacking = situation.rules.lacks_role([member.rank for member in situation.living])
+    late = f"not back within {situation.rules.limits.rejoin_timeout_s:g} s"
+    why = "; ".join(filter(None, (lost_as_text(situation, situation.gone), lacking, late)))
+    return _answer_the_loss(situation, situation.living, Verdict(TooFewNodes.exit_code, why))
 
 
-def shrink_after_a_loss(at: Situation) -> Step | None:
+def shrink_after_a_loss(situation: Situation) -> Step | None:
     """A member is lost, and the run goes on with the others if at least `--min-nodes` are left."""
-    if at.rules.on_node_failure != "shrink" or not at.gone or at.waits_for_the_lost:
+    if situation.rules.on_node_failure != "shrink" or not situation.gone or situation.waits_for_the_lost:
         return None
-    lacking = at.rules.lacks([member.rank for member in at.living])
-    why = f"{lost_as_text(at, at.gone)}; {lacking}"
-    return _answer_the_loss(at, at.living, Verdict(TooFewNodes.exit_code, why) if lacking else None)
+    lacking = situation.rules.lacks([member.rank for member in situation.living])
+    why = f"{lost_as_text(situation, situation.gone)}; {lacking}"
+    verdict = Verdict(TooFewNodes.exit_code, why) if lacking else None
+    return _answer_the_loss(situation, situation.living, verdict)
 
 
-def _answer_the_loss(at: Situation, members: Sequence[Member], verdict: Verdict | None = None) -> Step | None:
+def _answer_the_loss(
+    situation: Situation, members: Sequence[Member], verdict: Verdict | None = None
+) -> Step | None:
     """Propose that the run goes on with `members`, or ends with `verdict`. The journal gets one line about the loss."""
-    reason, failures = lost_as_text(at, at.gone), failures_so_far(at.generation, at.position)
-    proposal = successor(at, members, reason, verdict=verdict, failures=failures)
-    if at.node.trouble_since is not None:
-        return _propose_in_turn(at, proposal, at.node.trouble_since)
-    lost = Note("node_lost", {"lost": lost_as_fields(at, at.gone)})
-    _, actions = _propose_in_turn(at, proposal, at.now) or (at.node, NOTHING)
-    return replace(at.node, trouble_since=at.now), (lost, *actions)
+    reason = lost_as_text(situation, situation.gone)
+    failures = failures_so_far(situation.generation, situation.position)
+    proposal = successor(situation, members, reason, verdict=verdict, failures=failures)
+    if situation.node.trouble_since is not None:
+        return _propose_in_turn(situation, proposal, situation.node.trouble_since)
+    lost = Note("node_lost", {"lost": lost_as_fields(situation, situation.gone)})
+    _, actions = _propose_in_turn(situation, proposal, situation.now) or (situation.node, NOTHING)
+    return replace(situation.node, trouble_since=situation.now), (lost, *actions)
 
 
-def _propose_in_turn(at: Situation, proposal: Generation, since: float) -> Step | None:
+def _propose_in_turn(situation: Situation, proposal: Generation, since: float) -> Step | None:
     """Propose if it is this node's turn: `stagger_s` after `since` for each living rank below it. None before that, so that its work
     goes on.
 
@@ -534,96 +554,100 @@ def _propose_in_turn(at: Situation, proposal: Generation, since: float) -> Step 
     generation before their turn. If node 0 hangs, node 1 proposes. Safety does not depend on the order, since only one node can
     create the record.
     """
-    below = sum(1 for member in at.living if member.rank < at.node.rank)
-    if at.now - since < below * at.rules.limits.stagger_s:
+    below = sum(1 for member in situation.living if member.rank < situation.node.rank)
+    if situation.now - since < below * situation.rules.limits.stagger_s:
         return None
-    return at.node, (Propose(proposal),)
+    return situation.node, (Propose(proposal),)
 
 
 # --- RUNNING: this node's own work in its row, up to its published fact ----------------------------------------------------
 
 
-def admit_joiners(at: Situation) -> Step | None:
+def admit_joiners(situation: Situation) -> Step | None:
     """At the start of an iteration, before any work, the leader admits the nodes that wait, in a new generation."""
-    if not _may_renew(at):
+    if not _may_renew(situation):
         return None
-    new = [at.joiners[r] for r in sorted(at.joiners) if at.generation.incarnation_of(r) is None]
+    generation, joiners = situation.generation, situation.joiners
+    new = [joiners[rank] for rank in sorted(joiners) if generation.incarnation_of(rank) is None]
     if not new:
         return None
     names = ", ".join(f"node {member.rank} ({member.host})" for member in new)
-    return at.node, (Propose(successor(at, (*at.generation.members, *new), f"joined: {names}")),)
+    proposal = successor(situation, (*generation.members, *new), f"joined: {names}")
+    return situation.node, (Propose(proposal),)
 
 
-def renew_a_long_generation(at: Situation) -> Step | None:
+def renew_a_long_generation(situation: Situation) -> Step | None:
     """A generation has lasted long enough: the leader begins the next one with the same members, so that old facts can be removed."""
-    generation, position = at.generation, at.position
-    if not _may_renew(at) or position.iteration < generation.start.iteration + at.rules.longest:
+    generation, position = situation.generation, situation.position
+    if not _may_renew(situation) or position.iteration < generation.start.iteration + situation.rules.longest:
         return None
-    reason = f"{RENEWED}{counted(at.rules.longest, 'iteration')}"
-    return at.node, (Propose(successor(at, generation.members, reason, era=generation.era)),)
+    reason = f"{RENEWED}{counted(situation.rules.longest, 'iteration')}"
+    return situation.node, (Propose(successor(situation, generation.members, reason, era=generation.era)),)
 
 
-def _may_renew(at: Situation) -> bool:
+def _may_renew(situation: Situation) -> bool:
     """Whether this node leads and is at the start of an iteration, where no work is lost by a new generation."""
-    begins = at.node.part is RowPart.NONE and at.position.phase == at.span[0]
-    return begins and at.leads and at.rules.on_node_failure != "hold"
+    begins = situation.node.part is RowPart.NONE and situation.position.phase == situation.span[0]
+    return begins and situation.leads and situation.rules.on_node_failure != "hold"
 
 
-def begin_the_row(at: Situation) -> Step | None:
+def begin_the_row(situation: Situation) -> Step | None:
     """This node has entered a row: its work begins, or it publishes "done" if it has none."""
-    if at.node.part is not RowPart.NONE:
+    if situation.node.part is not RowPart.NONE:
         return None
-    part, actions = _begin(at, at.row)
-    return replace(at.node, part=part), actions
+    part, actions = _begin(situation, situation.row)
+    return replace(situation.node, part=part), actions
 
 
-def begin_the_leaders_work(at: Situation) -> Step | None:
+def begin_the_leaders_work(situation: Situation) -> Step | None:
     """The leader's own work begins, once all other members are done with theirs."""
-    if at.node.part is not RowPart.GATHER:
+    node = situation.node
+    if node.part is not RowPart.GATHER:
         return None
-    if at.row.each is not None and not at.view.arrived.issuperset(set(at.generation.ranks) - {at.node.rank}):
+    others = set(situation.generation.ranks) - {node.rank}
+    if situation.row.each is not None and not situation.view.arrived.issuperset(others):
         return None
-    return replace(at.node, part=RowPart.LEADER), (Launch(RowPart.LEADER),)
+    return replace(node, part=RowPart.LEADER), (Launch(RowPart.LEADER),)
 
 
-def tell_of_a_failure(at: Situation) -> Step | None:
+def tell_of_a_failure(situation: Situation) -> Step | None:
     """This node's program failed: publish "failed", and wait for the next generation."""
-    report = at.view.work
-    if report is None or report.part is not at.node.part or report.ok:
+    node, report = situation.node, situation.view.work
+    if report is None or report.part is not node.part or report.ok:
         return None
-    fact = Fact(at.node.rank, at.node.incarnation, "failed", report.value, report.seconds)
-    return replace(at.node, part=RowPart.ANNOUNCED), (Publish(fact),)
+    fact = Fact(node.rank, node.incarnation, "failed", report.value, report.seconds)
+    return replace(node, part=RowPart.ANNOUNCED), (Publish(fact),)
 
 
-def finish_the_work(at: Situation) -> Step | None:
+def finish_the_work(situation: Situation) -> Step | None:
     """This node's work has succeeded: publish "done". A leader that has work of its own first waits for the others'."""
-    report = at.view.work
-    if report is None or report.part is not at.node.part or not report.ok:
+    node, report = situation.node, situation.view.work
+    if report is None or report.part is not node.part or not report.ok:
         return None
-    result, work_s = {**at.node.result, **report.value}, at.node.work_s + report.seconds
-    if report.part is RowPart.EACH and at.row.leader is not None and at.leads:
-        return replace(at.node, part=RowPart.GATHER, result=result, work_s=work_s), NOTHING
-    fact = Fact(at.node.rank, at.node.incarnation, "done", result, work_s)
-    return replace(at.node, part=RowPart.ANNOUNCED, result=result, work_s=work_s), (Publish(fact),)
+    result, work_s = {**node.result, **report.value}, node.work_s + report.seconds
+    if report.part is RowPart.EACH and situation.row.leader is not None and situation.leads:
+        return replace(node, part=RowPart.GATHER, result=result, work_s=work_s), NOTHING
+    fact = Fact(node.rank, node.incarnation, "done", result, work_s)
+    return replace(node, part=RowPart.ANNOUNCED, result=result, work_s=work_s), (Publish(fact),)
 
 
-def _begin(at: Situation, row: Row[object]) -> tuple[RowPart, Sequence[Action]]:
+def _begin(situation: Situation, row: Row[object]) -> tuple[RowPart, Sequence[Action]]:
     """How a member begins a row."""
     if row.each is not None:
         return RowPart.EACH, (Launch(RowPart.EACH),)
-    if row.leader is not None and at.leads:
+    if row.leader is not None and situation.leads:
         return RowPart.GATHER, NOTHING
-    return RowPart.ANNOUNCED, (Publish(Fact(at.node.rank, at.node.incarnation, "done")),)
+    return RowPart.ANNOUNCED, (Publish(Fact(situation.node.rank, situation.node.incarnation, "done")),)
 
 
 # --- RUNNING: what the journal tells besides -----------------------------------------------------------------------------------
 
 
-def tell_of_the_silent(at: Situation) -> Step | None:
+def tell_of_the_silent(situation: Situation) -> Step | None:
     """Members have been silent for `suspect_s`, or are heard again: the journal tells. Other rules decide whether one is lost."""
-    node, ledger, known = at.node, at.view.ledger, at.node.suspected
-    since, suspect_s = node.watches_since(ledger), at.rules.limits.suspect_s
-    silent = silent_members(at.generation.members, node.rank, ledger, since, suspect_s)
+    node, ledger, known = situation.node, situation.view.ledger, situation.node.suspected
+    since, suspect_s = node.watches_since(ledger), situation.rules.limits.suspect_s
+    silent = silent_members(situation.generation.members, node.rank, ledger, since, suspect_s)
     ended = {member for member in silent if ledger.state(member) in (FINISHED, "stopped")}
     suspected = frozenset(silent) - (ended - known)
     if suspected == known:
@@ -632,7 +656,7 @@ def tell_of_the_silent(at: Situation) -> Step | None:
         Note("node_suspected", {**_named(member), "silent_s": round(silent[member], 3)})
         if member in suspected
         else Note("node_recovered", _named(member))
-        for member in at.generation.members
+        for member in situation.generation.members
         if member in suspected ^ known
     ]
     return replace(node, suspected=suspected), told

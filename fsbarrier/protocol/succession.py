@@ -30,7 +30,7 @@ def leader_of(members: Iterable[Member]) -> int:
 
 
 def successor(
-    at: Situation,
+    situation: Situation,
     members: Sequence[Member],
     reason: str,
     *,
@@ -44,65 +44,66 @@ def successor(
 
     `era`: the one that goes on; 0: a new one begins.
     """
-    table, position, generation = at.rules.table, at.position, at.generation
-    start = Position(position.iteration, max(at.span[0], table.resume_index(at.row)))
+    table, position, generation = situation.rules.table, situation.position, situation.generation
+    start = Position(position.iteration, max(situation.span[0], table.resume_index(situation.row)))
     number = generation.number + 1
     return Generation(
         number=number,
         members=tuple(sorted(members, key=lambda m: m.rank)),
         # A generation with a verdict may have no members.
-        leader=leader_of(members) if members else at.node.rank,
+        leader=leader_of(members) if members else situation.node.rank,
         start=start,
         reason=reason,
-        decisions=kept_decisions(at.node.decisions, start, table),
+        decisions=kept_decisions(situation.node.decisions, start, table),
         until=generation.until,
         choices=generation.choices,
         failures=tuple(failures),
         dismissed=dismissed,
-        created_by=at.node.rank,
+        created_by=situation.node.rank,
         verdict=verdict,
         settings=generation.settings,
         era=era or number,
     )
 
 
-def first_of_session(at: Situation, found: ResumePoint) -> Generation:
+def first_of_session(situation: Situation, found: ResumePoint) -> Generation:
     """The first generation of a session, which resumes the run at `found`."""
-    number, asked = found.generation + 1, lowest_start(at)
+    number, asked = found.generation + 1, lowest_start(situation)
     choices = asked.choices if asked else {}
-    span = at.rules.span(choices)
-    start = start_of_session(found, span, at.rules.table, asked.until if asked else None)
-    members = [at.starting[rank] for rank in sorted(at.starting)]
+    span = situation.rules.span(choices)
+    start = start_of_session(found, span, situation.rules.table, asked.until if asked else None)
+    members = [situation.starting[rank] for rank in sorted(situation.starting)]
     return Generation(
         number=number,
         members=tuple(members),
         leader=leader_of(members),
         start=start,
         reason=STARTS[number > 1],
-        decisions=kept_decisions(found.decisions, start, at.rules.table),
+        decisions=kept_decisions(found.decisions, start, situation.rules.table),
         until=asked.until if asked else None,
         choices=choices,
-        created_by=at.node.rank,
-        settings=at.settings,
+        created_by=situation.node.rank,
+        settings=situation.settings,
         era=number,
     )
 
 
-def lowest_start(at: Situation) -> Join | None:
+def lowest_start(situation: Situation) -> Join | None:
     """The start whose command line the run follows: the lowest rank's, once this node has heard it; after the wait for missing nodes the
     lowest rank's that came. None until then.
 
     What this node has not heard may be left of an earlier session. Example: node 0 was fenced and came back, but the run ended before
     it was admitted. In the next session node 1 must not take that start for the one that is about to come with more `--iterations`.
     """
-    joins, newest = at.view.joins, at.view.newest
-    if not at.waits_for_nodes:
-        return joins.get(min(at.starting))
-    rank = min(joins, default=at.node.rank)
+    node, view = situation.node, situation.view
+    joins, newest = view.joins, view.newest
+    if not situation.waits_for_nodes:
+        return joins.get(min(situation.starting))
+    rank = min(joins, default=node.rank)
     join = joins.get(rank)
     if join is None or (newest is not None and newest.incarnation_of(rank) == join.incarnation):
         return None
-    return join if rank == at.node.rank or at.view.ledger.moved(Member(rank, join.incarnation)) else None
+    return join if rank == node.rank or view.ledger.moved(Member(rank, join.incarnation)) else None
 
 
 def all_done(start: Position, until: int | None) -> bool:
