@@ -42,5 +42,6 @@ printf '== the order of the rooms (pyproject.toml, [tool.importlinter])\n'
 "$(dirname -- "$python")/lint-imports" --no-cache
 printf '== size\n'
 "$python" scripts/count_code.py fsbarrier phases
+"$python" scripts/internal_imports.py
 printf '== pytest\n'
 exec "$python" -m pytest --durations=10 "${selection[@]}" "$@"

@@ -18,7 +18,6 @@ from commands import Said, typed
 from trajectory_files import group, write_part
 
 from fsbarrier.aggregate import AggregateReport, Part, aggregate, command_line
-from fsbarrier.data.rank_file import HEAD
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import FormatError, RankFileWriter, iter_trajectories, load, scan_rank_file
@@ -55,7 +54,7 @@ def damage(path: Path, task: int) -> None:
     """Flip a bit in the trajectories of one group."""
     entry = next(entry for entry in scan_rank_file(path).groups if entry.task_index == task)
     content = bytearray(path.read_bytes())
-    content[entry.offset + HEAD.size + 50] ^= 4
+    content[(entry.offset + entry.end) // 2] ^= 4
     path.write_bytes(content)
 
 

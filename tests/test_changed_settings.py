@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from cluster import FAST, Cluster
+from node_loops import node_loop, observer
 
 from fsbarrier.cli.start.begin import Request, Start
 from fsbarrier.cli.start.begin import begin as begin_request
-from fsbarrier.coordination.loop import LookAgain, NodeLoop, WorkRunner
+from fsbarrier.coordination.loop import LookAgain
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.errors import Fenced, UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position
-from fsbarrier.protocol.state import Announce, Node, Propose, Rules
+from fsbarrier.protocol.state import Announce, Node, Propose
 from fsbarrier.run.context_maker import ContextMaker
 from fsbarrier.run.job import Workplace
 from fsbarrier.rundir.names import SPLITS
@@ -55,14 +56,14 @@ def test_work_has_the_settings_and_the_choices_of_its_own_generation(tmp_path: P
     """Not of the newest one, which this node may have read while its work began."""
     made = RunRecord("run", "", "", "", Settings(program="ping"), "")
     program, here = load_program("ping"), Path()
-    observer = Observer(PosixStore(), made.paths, program)
+    seen = Observer(PosixStore(), made.paths, program)
     place = Workplace(None, here, here, here, stall_timeout_s=60.0)
-    context = ContextMaker(made, program, observer, place)
-    observer.registry.learn_join(Join(0, 1, "host", 1, "boot"))
+    context = ContextMaker(made, program, seen, place)
+    seen.registry.learn_join(Join(0, 1, "host", 1, "boot"))
     old = Generation(
         1, (Member(0, 1),), 0, Position(3, 0), "start", settings=LOWER, choices={"rl_phase": "update"}
     )
-    observer.registry.learn(replace(old, number=2, settings={"optimizer.lr": 5e-6}))
+    seen.registry.learn(replace(old, number=2, settings={"optimizer.lr": 5e-6}))
     node = Node(0, 1, 0.0, generation=old, position=Position(3, 0))
     found = context(node).settings
     assert (found.optimizer.lr, found.rl_phase) == (2e-6, "update")
@@ -91,25 +92,24 @@ def test_what_asks_for_values_that_no_start_could_choose_counts_as_unreadable(
     tmp_path: Path, values: dict[str, object]
 ) -> None:
     paths, store = RunPaths(tmp_path), PosixStore()
-    observer = Observer(store, paths, load_program("ping"), can_hold=partial(can_hold, Settings(num_nodes=3)))
     record(tmp_path, 9, LOWER)
-    observer.prepare()
+    seen = observer(tmp_path, can_hold=partial(can_hold, Settings(num_nodes=3)))
     store.create(paths.join(0, 1), Join(0, 1, "host", 1, "boot", stated={"optimizer.lr": 2e-6}))
     store.create(paths.join(0, 2), Join(0, 2, "host", 1, "boot", stated=values))
     store.create(paths.join(1, 1), Join(1, 1, "host", 1, "boot", choices={"no choice": 1}))
     me = Node(2, 1, 0.0)
-    observer.view(me, 0.0)
-    assert {join.rank: join.incarnation for join in observer.joins.values()} == {0: 1}
+    seen.view(me, 0.0)
+    assert {join.rank: join.incarnation for join in seen.joins.values()} == {0: 1}
     # A setting that this version does not know, or that never changes, is nothing of that kind.
     store.create(paths.join(0, 3), Join(0, 3, "host", 1, "boot", stated={"later.name": 1, "model": 5}))
-    observer.schedule.poll_now()
-    observer.view(me, 1.0)
-    assert observer.joins[0].incarnation == 3
+    seen.schedule.poll_now()
+    seen.view(me, 1.0)
+    assert seen.joins[0].incarnation == 3
     record(tmp_path, 10, values)
-    observer.schedule.poll_now()
+    seen.schedule.poll_now()
     with pytest.raises(OSError, match="cannot be read"):
-        observer.view(me, 2.0)
-    assert observer.newest is not None and observer.newest.number == 9
+        seen.view(me, 2.0)
+    assert seen.newest is not None and seen.newest.number == 9
 
 
 # --- what a start may say -------------------------------------------------------------------------------------------------------
@@ -168,32 +168,22 @@ def test_the_number_of_nodes_changes_with_their_weights(run: Path) -> None:
 
 
 def test_a_node_that_comes_back_and_finds_its_next_start_taken_ends(tmp_path: Path) -> None:
-    store, paths, program = PosixStore(), RunPaths(tmp_path), load_program("ping")
-    observer = Observer(store, paths, program)
-    observer.prepare()
-    work = cast(WorkRunner, None)
-    here = Join(2, 0, "host", 1, "boot")
-    node = NodeLoop(store, observer, Rules(program, 3), work, here, lambda event, node, fields: None)
-    node.start(0.0)
-    store.create(paths.join(2, 2), Join(2, 2, "elsewhere", 1, "boot"))
+    node = node_loop(observer(tmp_path), 2)
+    node.store.create(RunPaths(tmp_path).join(2, 2), Join(2, 2, "elsewhere", 1, "boot"))
     with pytest.raises(Fenced, match="another process took this rank"):
         node._perform(Announce(2), 0.0)
 
 
 def test_whoever_finds_its_generation_recorded_by_another_follows_no_impossible_one(tmp_path: Path) -> None:
     """It may be recorded between a node's look and its own proposal."""
-    store, paths, program = PosixStore(), RunPaths(tmp_path), load_program("ping")
-    observer = Observer(store, paths, program, can_hold=partial(can_hold, Settings(num_nodes=3)))
-    observer.prepare()
-    work = cast(WorkRunner, None)
-    here = Join(2, 0, "host", 1, "boot")
-    node = NodeLoop(store, observer, Rules(program, 3), work, here, lambda event, node, fields: None)
+    seen = observer(tmp_path, can_hold=partial(can_hold, Settings(num_nodes=3)))
+    node = node_loop(seen, 2)
     mine = Generation(1, (Member(2, 1),), 2, Position(1, 0), "start")
     record(tmp_path, 1, {"rollout.tasks": -5})
-    assert node._perform(Propose(mine), 0.0) is LookAgain.LATER and observer.newest is None
+    assert node._perform(Propose(mine), 0.0) is LookAgain.LATER and seen.newest is None
     record(tmp_path, 2, LOWER)
     assert node._perform(Propose(replace(mine, number=2)), 0.0) is LookAgain.NOW
-    assert observer.newest is not None and observer.newest.number == 2
+    assert seen.newest is not None and seen.newest.number == 2
 
 
 # --- three daemons --------------------------------------------------------------------------------------------------------------

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 from core_builders import ROLL_OUT, RULES, generation
+from node_loops import NO_PAUSES, node_loop, observer
 from operations import Recorder, recording
 from trajectory_files import write_part
 
-from fsbarrier.coordination.loop import NodeLoop
-from fsbarrier.coordination.observer import Observer
-from fsbarrier.coordination.poll_intervals import PollIntervals
 from fsbarrier.data.merge import MergeRequest, Part, merge
-from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Payload, Position, Record
+from fsbarrier.protocol.facts import SEALED, Fact, Generation, Member, Payload, Position, Record
 from fsbarrier.protocol.state import Node, RowPart, WorkReport
 from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.rundir.paths import RunPaths
@@ -100,13 +98,9 @@ class DoneAtOnce:
 @pytest.mark.parametrize("status", ["done", "failed"])
 def test_what_a_member_says_of_its_work_is_whole_after_a_loss_of_power(tmp_path: Path, status: str) -> None:
     """Were only the name of its fact left, nobody would wait for it any more, and the leader could not read it."""
-    store, paths = PosixStore(), RunPaths(tmp_path)
-    observer = Observer(store, paths, RULES.table, PollIntervals(0.0, 0.0))
-    observer.prepare()
-    join = Join(1, 0, "host1", 1, "boot", time="1")
-    loop = NodeLoop(store, observer, RULES, DoneAtOnce(status == "done"), join, lambda *_: None)
-    loop.start(0.0)
-    store.create(paths.generation(1), generation(1, (0, 1), start=(1, ROLL_OUT)))
+    paths, seen_by_node = RunPaths(tmp_path), observer(tmp_path, table=RULES.table, intervals=NO_PAUSES)
+    loop = node_loop(seen_by_node, 1, RULES, DoneAtOnce(status == "done"))
+    loop.store.create(paths.generation(1), generation(1, (0, 1), start=(1, ROLL_OUT)))
     with recording(tmp_path) as seen:
         loop.tick(1.0)
         loop.tick(1.1)

@@ -4,43 +4,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from core_builders import ASSIGN, CLOSE, MERGE, OPEN, PROBE, PUBLISH, RULES, decided, generation
+from node_loops import NO_PAUSES, PING, node_loop, observer
 
-from fsbarrier.coordination.group.collective import Collective, CollectiveWork
+from fsbarrier.coordination.group.collective import Collective
 from fsbarrier.coordination.group.member import make_member
-from fsbarrier.coordination.loop import NodeLoop
-from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.own_facts import AT_ONCE, OwnFacts
-from fsbarrier.coordination.poll_intervals import PollIntervals
 from fsbarrier.coordination.resume import LastGeneration
 from fsbarrier.coordination.row_watch import RowWatch
-from fsbarrier.program import PHASE_NAMES, Phase, Program
-from fsbarrier.protocol.facts import SEALED, Fact, Join, Position, Record
+from fsbarrier.program import PHASE_NAMES, RL_SLICES, Program
+from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position, Record
 from fsbarrier.protocol.membership import Limits
-from fsbarrier.protocol.state import Entered, Rules
+from fsbarrier.protocol.state import Entered, ResumePoint, Rules
 from fsbarrier.rundir.names import FACT
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.sim.scenario import play
 
-PING = Rules(Program("ping", tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES))), 2)
+PING_RULES = Rules(PING, 2)
 
 
-def run_two_nodes(folder: Path, iterations: int, rules: Rules = PING) -> list[str]:
+def run_two_nodes(folder: Path, iterations: int, rules: Rules = PING_RULES) -> list[str]:
     """All names below coordination/ after so many iterations of two nodes."""
-    paths, store = RunPaths(folder), PosixStore()
-
-    def start(rank: int) -> NodeLoop:
-        observer = Observer(store, paths, rules.table, PollIntervals(0.0, 0.0))
-        join = Join(rank, 0, f"host{rank}", rank, "boot", until=iterations, time=str(rank))
-        loop = NodeLoop(store, observer, rules, CollectiveWork(), join, lambda event, node, fields: None)
-        observer.prepare()
-        loop.start(0.0)
-        return loop
-
-    loops, now = [start(0), start(1)], 0.0
+    seen = [observer(folder, intervals=NO_PAUSES) for _ in range(2)]
+    loops = [node_loop(one, rank, rules, until=iterations) for rank, one in enumerate(seen)]
+    paths, now = RunPaths(folder), 0.0
     while any(loop.exit is None for loop in loops):
         now += 0.1
         for loop in [loop for loop in loops if loop.exit is None]:
@@ -51,7 +42,9 @@ def run_two_nodes(folder: Path, iterations: int, rules: Rules = PING) -> list[st
 
 def test_a_long_run_leaves_no_more_than_a_short_one(tmp_path: Path) -> None:
     """Generations of two iterations: the leader's facts of this one and the one before, and the members' last ones."""
-    short, long = (run_two_nodes(tmp_path / str(count), count, replace(PING, longest=2)) for count in (7, 13))
+    short, long = (
+        run_two_nodes(tmp_path / str(count), count, replace(PING_RULES, longest=2)) for count in (7, 13)
+    )
     facts = [
         [Path(name).name for name in names if "p05-" in name and "iter-" in name] for names in (short, long)
     ]
@@ -93,9 +86,7 @@ def test_a_member_gives_its_part_before_it_cleans_up(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_from_what_is_left(tmp_path: Path) -> None:
     run_two_nodes(tmp_path, 5)
-    observer = Observer(PosixStore(), RunPaths(tmp_path), PING.table)
-    observer.prepare()
-    found = LastGeneration(observer).resume_point(PING, 1.0, Fact(1, 2, SEALED))
+    found = LastGeneration(observer(tmp_path)).resume_point(PING_RULES, 1.0, Fact(1, 2, SEALED))
     assert found is not None and found.position == Position(6, 0)
 
 
@@ -109,12 +100,11 @@ def test_a_start_with_listings_far_behind_seals_no_row_that_was_passed(tmp_path:
 
     run_two_nodes(tmp_path, 4)
     paths, seal = RunPaths(tmp_path), Fact(1, 2, SEALED)
-    observer = Observer(Old(), paths, PING.table)
-    observer.prepare()
+    behind = observer(tmp_path, Old())
     for path in paths.beats.iterdir():
         path.unlink()
-    last, looks = LastGeneration(observer), 1
-    while (found := last.resume_point(PING, 1.0, seal)) is None:
+    last, looks = LastGeneration(behind), 1
+    while (found := last.resume_point(PING_RULES, 1.0, seal)) is None:
         looks += 1
     assert looks > 3 and found.position == Position(4, 13), (
         "the last row is repeated, whose facts it does not list"
@@ -125,8 +115,7 @@ def test_a_start_with_listings_far_behind_seals_no_row_that_was_passed(tmp_path:
 def test_of_each_row_the_last_two_decisions_are_found_however_long_ago_they_were(tmp_path: Path) -> None:
     """A result may be empty, as that of an evaluation that was not due."""
     paths, record = RunPaths(tmp_path), generation(1, decisions={"merge": decided(0, {"n": 0})})
-    store, observer = PosixStore(), Observer(PosixStore(), paths, RULES.table)
-    observer.prepare()
+    store, seen = PosixStore(), observer(tmp_path, table=RULES.table)
     store.create(paths.generation(1), record)
     values = {
         ASSIGN: {5: {"a": 5}, 6: {"a": 6}},
@@ -140,8 +129,8 @@ def test_of_each_row_the_last_two_decisions_are_found_however_long_ago_they_were
             for rank in record.ranks:
                 path = paths.phase(1, phase, row.name) / FACT.build(iteration, rank, "done")
                 store.put(path, Fact(rank, 1, "done", value if rank == 0 else {}))
-    observer.prepare()
-    found = LastGeneration(observer).resume_point(RULES, 1.0)
+    seen.prepare()
+    found = LastGeneration(seen).resume_point(RULES, 1.0)
     assert found is not None and found.position == Position(6, PROBE)
     assert found.decisions == {
         "assign": decided(6, {"a": 6}, (5, {"a": 5})),
@@ -214,3 +203,127 @@ def test_what_older_generations_left_goes_too(tmp_path: Path) -> None:
     pass_rows(2, *range(CLOSE))
     folders = {path.name for path in RunPaths(tmp_path).coordination.iterdir()}
     assert folders == {"gen-000003", "gen-000004"}
+
+
+# --- where a run is taken up again: what old listings hide is found all the same, and the generation before goes no further (I3) ----
+
+RULES_OF_RL = Rules(Program("ping", PING.rows, RL_SLICES), 2)
+SEAL = Fact(9, 1, SEALED)
+
+
+class Old(PosixStore):
+    """A mount whose listings of the facts stay as they were when they were first asked for."""
+
+    def __init__(self) -> None:
+        self.known: dict[Path, list[str]] = {}
+
+    def names(self, directory: Path) -> list[str]:
+        fresh = super().names(directory)
+        return self.known.setdefault(directory, fresh) if "/gen-" in str(directory) else fresh
+
+
+class Left:
+    """What a generation of nodes 0 (the leader) and 1 left."""
+
+    def __init__(self, folder: Path, store: PosixStore, **more: Any) -> None:
+        self.observer = observer(folder, store, RULES_OF_RL.table)
+        members = (Member(0, 1), Member(1, 1))
+        generation = Generation(1, members, 0, Position(1, 0), "start", **more)
+        store.create(self.observer.paths.generation(1), generation)
+        self.observer.prepare()
+
+    def publish(self, phase: int, *ranks: int) -> None:
+        directory = self.observer.row.row_dir(1, Position(1, phase))
+        self.observer.store.make_dir(directory)
+        for rank in ranks:
+            self.observer.store.put(directory / FACT.build(1, rank, "done"), Fact(rank, 1, "done"))
+
+    def resume_point(self, seal: Fact | None = SEAL) -> ResumePoint:
+        """Where it was left, after as many looks as that takes."""
+        last = LastGeneration(self.observer)
+        while (found := last.resume_point(RULES_OF_RL, 1.0, seal)) is None:
+            pass
+        return found
+
+    def leaders(self, phase: int) -> str:
+        path = self.observer.row.row_dir(1, Position(1, phase)) / FACT.build(1, 0, "done")
+        return PosixStore().must_read(path, Fact).status
+
+
+def test_what_old_listings_hide_is_found(tmp_path: Path) -> None:
+    left = Left(tmp_path, Old())
+    left.publish(0, 0)
+    assert left.resume_point(None).position == Position(1, 0)
+    left.publish(0, 1)
+    for phase in range(1, 11):
+        left.publish(phase, 0, 1)
+    left.publish(11, 0)
+    assert left.resume_point(None).position == Position(1, 0)
+    assert left.resume_point().position == Position(
+        1, 11
+    )  # whose facts it lists for the first time: node 1's is not there
+    assert (left.leaders(11), left.leaders(12)) == ("done", SEALED)
+
+
+def test_a_row_whose_facts_are_all_to_be_seen_was_passed(tmp_path: Path) -> None:
+    left = Left(tmp_path, PosixStore())
+    left.publish(0, 0, 1)
+    assert left.resume_point().position == Position(1, 1)
+    left.publish(1, 1)  # too late: the leader's is a seal
+    assert left.resume_point().position == Position(1, 1) == left.resume_point(None).position
+
+
+def test_a_run_that_was_finished_needs_no_seal(tmp_path: Path) -> None:
+    left = Left(tmp_path, PosixStore(), until=1)
+    for phase in range(14):
+        left.publish(phase, 0, 1)
+    assert left.resume_point().position == Position(2, 0)
+    assert list((tmp_path / "coordination").rglob("iter-000002*")) == []
+
+
+def test_a_session_that_only_rolled_out_was_left_by_its_own_rows(tmp_path: Path) -> None:
+    left = Left(tmp_path, PosixStore(), choices={"rl_phase": "rollout"})
+    for phase in range(7):
+        left.publish(phase, 0, 1)
+    found = left.resume_point(None)
+    assert (found.position, found.span) == (Position(2, 0), (0, 6))
+
+
+def test_a_fact_that_cannot_be_read_is_an_error_and_no_seal(tmp_path: Path) -> None:
+    left = Left(tmp_path, PosixStore())
+    left.publish(0, 0, 1)
+    path = left.observer.row.row_dir(1, Position(1, 0)) / FACT.build(1, 0, "done")
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(OSError, match="cannot be read"):
+        left.resume_point()
+
+
+def test_members_that_live_do_not_pass_a_seal_and_go_on_behind_it(tmp_path: Path) -> None:
+    """A node that takes them for dead ends their generation and dies itself: they stop there, and form the next one."""
+    paths, passed = RunPaths(tmp_path), list[tuple[int, Position]]()
+
+    def record(event: str, node: Any, fields: Any) -> None:
+        if event == "phase_finished":
+            passed.append((node.generation.number, node.position))
+
+    seen = [observer(tmp_path, table=RULES_OF_RL.table, intervals=NO_PAUSES) for _ in range(2)]
+    loops = [node_loop(one, rank, RULES_OF_RL, tell=record, until=1) for rank, one in enumerate(seen)]
+    sealed = Position(9, 9)
+    for tenths in range(300):
+        for loop in [loop for loop in loops if loop.exit is None]:
+            loop.write_beat(loop.beat(), tenths / 10)
+            loop.tick(tenths / 10)
+        if sealed.iteration == 9 and len(passed) > 6:
+            intruder = observer(tmp_path, table=RULES_OF_RL.table)
+            LastGeneration(intruder).resume_point(RULES_OF_RL, 0.0, SEAL)
+            names = [name for name in PHASE_NAMES if (found := _seal_in(paths, name)) is not None and found]
+            sealed = Position(1, PHASE_NAMES.index(names[0]))
+    assert [loop.exit.code for loop in loops if loop.exit is not None] == [0, 0]
+    assert max(place for number, place in passed if number == 1) < sealed
+    assert min(place for number, place in passed if number == 2) == sealed
+    assert max(number for number, _ in passed) == 2
+
+
+def _seal_in(paths: RunPaths, name: str) -> bool:
+    path = paths.phase(1, PHASE_NAMES.index(name), name) / FACT.build(1, 0, "done")
+    return path.exists() and b'"status":"sealed"' in path.read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -14,14 +15,16 @@ from typing import Any
 
 import pytest
 from group_members import FAST, Failed, Members
+from node_loops import node_loop, observer
+from waiting import until
 
 import fsbarrier
 from fsbarrier.coordination.group import group as group_module
-from fsbarrier.coordination.group.collective import Collective
+from fsbarrier.coordination.group.collective import Collective, CollectiveWork
 from fsbarrier.coordination.group.member import GroupMember, make_member
-from fsbarrier.protocol.facts import Join, Position
+from fsbarrier.protocol.facts import Generation, Join, Member, Position
 from fsbarrier.protocol.membership import Limits
-from fsbarrier.protocol.state import Exit
+from fsbarrier.protocol.state import Exit, Node, RowPart
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 
@@ -287,3 +290,65 @@ def test_whoever_leaves_before_a_collective_is_lost_all_the_same(tmp_path: Path)
     for rank in (1, 2):
         error = trio.ends[rank]
         assert isinstance(error, fsbarrier.PeerLost) and error.rank == 0 and "it left the group" in str(error)
+
+
+# --- joining at the same moment as others ---------------------------------------------------------------------------------------
+
+
+def test_a_node_that_refuses_and_leaves_before_its_first_heartbeat_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beat = GroupMember.beat
+
+    def only_the_last(member: GroupMember, *args: Any, last: bool = False, **kwargs: Any) -> float:
+        is_quiet = member.loop.join.rank == 1 and not last
+        return 0.01 if is_quiet else beat(member, *args, last=last, **kwargs)
+
+    def refused(rank: int, num_nodes: int) -> str:
+        with pytest.raises(ValueError, match="all must give the same") as caught:
+            fsbarrier.join(tmp_path, node_rank=rank, num_nodes=num_nodes, **FAST)
+        return str(caught.value)
+
+    monkeypatch.setattr(GroupMember, "beat", only_the_last)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(refused, 1, 3)
+        until(lambda: any(RunPaths(tmp_path).joins.glob("*")))
+        assert "num_nodes=2" in refused(0, 2)
+        assert "num_nodes=3" in first.result()
+
+
+class StaleJoins(PosixStore):
+    """A mount that does not show the newest starts yet."""
+
+    def names(self, directory: Path) -> list[str]:
+        return [name for name in super().names(directory) if not name.endswith("inc-0002.json")]
+
+
+def test_no_heartbeat_bears_another_process_s_incarnation(tmp_path: Path) -> None:
+    """A node that was left behind tries to join anew while its successor has just done so."""
+    paths, store = RunPaths(tmp_path), StaleJoins()
+    loop = node_loop(observer(tmp_path, store))
+    here = loop.join
+    for number, members in ((1, (Member(0, 1), Member(1, 1))), (2, (Member(1, 1),))):
+        if number == 2:
+            store.create(paths.join(0, 2), replace(here, incarnation=2, host="new", pid=2))
+        record = Generation(number, members, members[0].rank, Position(1, 0), "")
+        store.create(paths.generation(number), record)
+        loop.observer.schedule.poll_now()
+        with contextlib.suppress(fsbarrier.Fenced):
+            loop.tick(float(number))
+    assert loop.node.incarnation == 2 and loop.beat().incarnation == 1
+
+
+def test_what_was_offered_to_a_generation_is_not_given_to_the_next() -> None:
+    """The caller may ask in a generation that is over; rows are numbered alike in both."""
+    work, at = CollectiveWork(), Position(1, 0)
+    second = Generation(2, (Member(0, 1), Member(1, 1)), 0, at, "regrouped")
+    node = replace(Node(0, 1, 0.0), generation=second, position=at)
+    first = replace(second, number=1)
+    work.asked = Collective(first, at, "broadcast(src=1)", None, (1,))
+    work.launch(node, RowPart.EACH)
+    assert work.report is None
+    work.asked = Collective(second, at, "all_gather()", "1", (0, 1))
+    report = work.report
+    assert report is not None and report.value == {"call": "all_gather()", "json": "1"}

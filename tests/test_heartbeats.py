@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from node_loops import NO_PAUSES, node_loop, observer
 
 from fsbarrier.coordination.group.collective import CollectiveWork
 from fsbarrier.coordination.loop import NodeLoop
@@ -18,7 +19,7 @@ from fsbarrier.coordination.own_facts import OwnFacts
 from fsbarrier.coordination.poll_intervals import PollIntervals, next_beat_s
 from fsbarrier.program import Phase, Program, Value
 from fsbarrier.protocol.codec import encode
-from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, Pulse, Record
+from fsbarrier.protocol.facts import Beat, Fact, Generation, Member, Position, Pulse, Record
 from fsbarrier.protocol.state import Exit, Node, RowPart, Rules, Stage, WorkReport
 from fsbarrier.rundir.heartbeats import HeartbeatReader, live_nodes, read_beats
 from fsbarrier.rundir.names import PULSE, StartName, fact_name
@@ -120,20 +121,13 @@ def started(
     root: Path, store: PosixStore, events: list[str], row: Phase = ENDLESS, nodes: int = 2
 ) -> list[NodeLoop]:
     """The nodes of a run of one row."""
-    paths = RunPaths(root)
     rules = Rules(Program("one", (row,)), nodes)
+    seen = [observer(root, store, rules.table, intervals=NO_PAUSES) for _ in range(nodes)]
 
-    def start(rank: int) -> NodeLoop:
-        observer = Observer(store, paths, rules.table, PollIntervals(0.0, 0.0))
-        join = Join(rank, 0, f"host{rank}", rank, "boot", until=1)
-        loop = NodeLoop(
-            store, observer, rules, CollectiveWork(), join, lambda event, node, fields: events.append(event)
-        )
-        observer.prepare()
-        loop.start(0.0)
-        return loop
+    def noted(event: str, node: object, fields: object) -> None:
+        events.append(event)
 
-    return [start(rank) for rank in range(nodes)]
+    return [node_loop(one, rank, rules, tell=noted, until=1, time="") for rank, one in enumerate(seen)]
 
 
 def play(loops: list[NodeLoop], seconds: range, silent: frozenset[int] = frozenset()) -> None:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from core_builders import FIRST, LIMITS, NOW, generation, heard, seen, started
 
-from fsbarrier.coordination.observer import Observer
-from fsbarrier.program import PHASE_NAMES, Phase, Program
-from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Pulse, StopRequest, Verdict
+from fsbarrier.protocol.facts import Generation, Join, Member, Pulse, Verdict
 from fsbarrier.protocol.membership import (
-    JOINING,
     Ledger,
     losses,
     occupied,
 )
-from fsbarrier.protocol.state import Node
-from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.record_store import PosixStore
-from fsbarrier.rundir.stop_requests import request_stop
 
 # --- what one look after another tells -----------------------------------------------------------------------------------------
 
@@ -157,86 +148,3 @@ def test_whether_a_generation_may_still_live(
     newest: Generation | None, ledger: Ledger, joins: dict[int, Join], alive: bool
 ) -> None:
     assert occupied(newest, 1, joins, ledger, NOW - 100.0, LIMITS) is alive
-
-
-PING = Program("ping", tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES)))
-
-
-class Frozen(PosixStore):
-    """A mount on which the listing of one directory never changes any more (two changes within one tick of its time)."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory, self.known = directory, super().names(directory)
-
-    def names(self, directory: Path) -> list[str]:
-        return self.known if directory == self.directory else super().names(directory)
-
-
-def test_of_two_starts_of_a_rank_the_newer_is_heard_and_the_older_told(tmp_path: Path) -> None:
-    """I7: each has a heartbeat of its own, and by its name the older learns of the newer, however old its listings of `joins/` are."""
-    paths, store = RunPaths(tmp_path), PosixStore()
-    for folder in (paths.joins, paths.beats):
-        store.make_dir(folder)
-    for incarnation in (1, 2):
-        join = Join(1, incarnation, "ab"[incarnation - 1], 1, "boot")
-        store.put(paths.join(1, incarnation), join)
-        if incarnation == 1:
-            frozen = Frozen(paths.joins)
-    others, older = Observer(store, paths, PING), Observer(frozen, paths, PING)
-    for observer in (others, older):
-        observer.prepare()
-    for counter in range(20):
-        for incarnation in (2, 1):  # the older one always beats last
-            paths.pulse(Pulse(1, incarnation, counter, JOINING)).touch()
-        seen = others.view(Node(0, 1, 0.0), float(counter)).ledger.seen[1]
-        assert (seen.beat.incarnation, seen.since) == (2, float(counter))
-        known = older.view(Node(1, 1, 0.0), float(counter)).joins[1]
-        assert known.incarnation == 2
-
-
-def test_a_stop_holds_for_the_starts_that_were_there(tmp_path: Path) -> None:
-    """A listing that is behind shows it late: then it must not end a later session. Nor must it be missed by whom it is meant for."""
-    paths, store = RunPaths(tmp_path), PosixStore()
-    runs, started = {rank: Observer(store, paths, PING) for rank in (0, 1)}, {0: 3, 1: 2}
-    for observer in runs.values():
-        observer.prepare()
-
-    def ask(number: int, *starts: Member) -> StopRequest:
-        request = StopRequest(True, f"ann {number}", starts=starts)
-        store.put(paths.stop(number), request)
-        for observer in runs.values():
-            observer.schedule.poll_now()
-        return request
-
-    def seen(rank: int) -> StopRequest | None:
-        return runs[rank].view(Node(rank, 9, 0.0, started_as=started[rank]), 0.0).stop
-
-    ask(1, Member(0, 2), Member(1, 1))
-    assert seen(0) is seen(1) is None, "both were started since"
-    ours = ask(2, Member(0, 3), Member(1, 5))
-    assert seen(0) == seen(1) == ours, "node 1 rejoined as its fifth incarnation"
-    ask(3, Member(0, 2))
-    assert seen(0) == ours, "its author's listing was behind"
-
-
-def test_a_stop_names_the_starts_that_its_author_sees(tmp_path: Path) -> None:
-    paths, store = RunPaths(tmp_path), PosixStore()
-    for folder in (paths.joins, paths.status):
-        store.make_dir(folder)
-    paths.record.write_bytes(b"{}")
-    for rank, incarnation in ((0, 1), (0, 2), (1, 1), (2, 1)):
-        store.put(paths.join(rank, incarnation), Join(rank, incarnation, "a", 1, "boot"))
-    for rank, incarnation in ((0, 1), (1, 1), (2, 3)):
-        store.put(paths.beat(rank, incarnation), Beat(rank, incarnation, 5, "a", 1, "running"))
-    found = request_stop(tmp_path, now=True)
-    assert found == store.read(paths.stop(1), StopRequest) and found.now
-    assert found.starts == (Member(0, 2), Member(1, 1), Member(2, 3))
-
-
-def test_two_requests_at_once_have_two_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither listing shows the other's request."""
-    RunPaths(tmp_path).record.touch()
-    monkeypatch.setattr(PosixStore, "names", lambda store, directory: [])
-    made = [request_stop(tmp_path, now=False), request_stop(tmp_path, now=True)]
-    paths = RunPaths(tmp_path)
-    assert [PosixStore().read(paths.stop(number), StopRequest) for number in (1, 2)] == made

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 from core_builders import generation
-from test_fact_removal import PING
+from node_loops import PING
 
 from fsbarrier.coordination import polling
 from fsbarrier.coordination.group.collective import CollectiveWork
@@ -106,9 +106,9 @@ class WaitingNode:
         self.settings = resolve(typed, timing, cross_checks=False)
         self.beat_s = self.settings.coordination.beat_s
         store = cast(Store, self.client)
-        observer = Observer(store, PATHS, PING.table, poll_intervals(self.settings))
+        observer = Observer(store, PATHS, PING, poll_intervals(self.settings))
         join = Join(rank, 0, f"host{rank}", rank, "boot")
-        rules = Rules(PING.table, nodes)
+        rules = Rules(PING, nodes)
         self.loop = NodeLoop(store, observer, rules, CollectiveWork(), join, lambda event, node, fields: None)
         observer.prepare()
         for other in self.ranks:
@@ -150,7 +150,7 @@ class WaitingNode:
 
     def finish_row(self, iteration: int, phase: int) -> None:
         """All the others publish that they are done with a row."""
-        row = cast(SimPath, PATHS.phase(1, phase, PING.table.rows[phase].name))
+        row = cast(SimPath, PATHS.phase(1, phase, PING.rows[phase].name))
         self.others.make_dir(row)
         for rank in self.ranks:
             self.others.put(row / fact_name(iteration, rank), Fact(rank, 1, "done"))
@@ -179,7 +179,7 @@ def test_a_thousand_nodes_fit_a_server_of_1500_operations_a_second() -> None:
 @pytest.mark.parametrize("nodes", [3, 40])
 def test_a_barrier_costs_four_operations(nodes: int, rank: int, most: float) -> None:
     """Beside the listings by which it waits. The leader's: create, link and unlink its fact."""
-    node, phases = WaitingNode(nodes, rank), len(PING.table.rows)
+    node, phases = WaitingNode(nodes, rank), len(PING.rows)
     for number in range(4 * phases):
         if number == phases:
             node.client.counted.clear()

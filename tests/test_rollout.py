@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from waiting import DEADLINE_S, free_port, until
 
-from fsbarrier.errors import ProgramFailed
-from fsbarrier.rollouts.rollout_spec import Assignment
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.trajectories import iter_trajectories, scan_rank_file
 
@@ -453,20 +452,17 @@ def test_what_the_user_must_mend_is_exit_code_2(
     assert_one_line(done.stderr, message)
 
 
-def test_a_node_that_slept_leaves_its_finished_part_unpublished(tmp_path: Path) -> None:
+def test_a_node_that_slept_leaves_its_finished_part_unpublished(tmp_path: Path, fake: Fake) -> None:
     """Its rank was started anew meanwhile: the public name belongs to what that start rolls out."""
-    spec = json.loads(make_spec(tmp_path, "http://127.0.0.1:1", ["a"]).read_text())
-    assignment = Assignment.from_spec(spec)
-    assignment.part.parent.mkdir(parents=True, exist_ok=True)
-    assignment.part.write_text("what it rolled out")
-    assignment.generations.mkdir(parents=True)
-    (assignment.generations / "gen-000004.json").write_text("")
-    with pytest.raises(ProgramFailed, match="generation 3 has ended"):
-        assignment.publish_part()
-    assert not assignment.checkpoint.exists()
-    (assignment.generations / "gen-000004.json").rename(assignment.generations / "gen-000003.json")
-    assignment.publish_part()
-    assert assignment.checkpoint.read_text() == "what it rolled out"
+    spec, generations = make_spec(tmp_path, fake.url, ["ba="]), RunPaths(tmp_path).generations
+    generations.mkdir(parents=True)
+    (generations / "gen-000004.json").write_text("")
+    done = run(spec)
+    assert done.code == 1 and "generation 3 has ended" in done.stderr
+    part, public = (tmp_path / "trajectories" / name for name in ("part", "checkpoint"))
+    assert scan_rank_file(part).finished and not public.exists()
+    (generations / "gen-000004.json").rename(generations / "gen-000003.json")
+    assert run(spec).code == 0 and scan_rank_file(public).finished
 
 
 def test_short_answers_come_whole_and_are_the_same_trajectories(tmp_path: Path, fake: Fake) -> None:

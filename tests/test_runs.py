@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,32 +14,30 @@ import pytest
 from commands import typed
 from fake_run import FakeRun, long_run
 
-from fsbarrier.rundir import runrecord
-
 QUICK = {"coordination.beat_s": 0.05}
 
 
-def test_each_run_is_one_line_the_newest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsbarrier.rundir.runrecord.TORN_S", 0.1)
+def test_each_run_is_one_line_the_newest_first(tmp_path: Path) -> None:
     long_run(tmp_path / "done", 3, lose_at=None, extra=QUICK)
     begun = FakeRun(tmp_path / "begun", nodes=2, extra=QUICK)
     begun.start(0, 1)
     begun.beat(0, 5)
     (tmp_path / "no run").mkdir()
-    (tmp_path / "torn").mkdir()
-    (tmp_path / "torn" / "run.json").write_text("{")
+    edited = FakeRun(tmp_path / "edited", nodes=2).paths.record
+    edited.write_text(edited.read_text().replace('"num_nodes": 2', '"num_nodes": 4'))
     # Whole, but a word in it is no text.
     (tmp_path / "no text").mkdir()
     body = json.loads((tmp_path / "begun" / "run.json").read_text())
     body["settings"]["num_nodes"] = "\ud800"
     del body["digest"]
-    body["digest"] = runrecord._digest(body)
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    body["digest"] = hashlib.sha256(canonical.encode()).hexdigest()
     (tmp_path / "no text" / "run.json").write_text(json.dumps(body))
     os.symlink("/nowhere", tmp_path / "gone")
     for beat in (tmp_path / "done").rglob("node-*.json"):
         os.utime(beat, (1.0, 1.0))
     captured = typed("runs", tmp_path, "--json")
-    assert "fsbarrier: skipped torn: " in captured.err and captured.err.count("\n") == 2
+    assert "fsbarrier: skipped edited: " in captured.err and captured.err.count("\n") == 2
     assert "fsbarrier: skipped no text: " in captured.err and "not a run's record" in captured.err
     runs = json.loads(captured.out)
     assert [Path(run["path"]).name for run in runs] == ["begun", "done"]

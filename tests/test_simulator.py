@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from fsbarrier.coordination import observer
+import fsbarrier
 from fsbarrier.protocol.codec import CorruptRecord, decode, encode
 from fsbarrier.protocol.facts import Generation, Join, Payload, Position
 from fsbarrier.settings.value_types import RlPhase
@@ -89,7 +89,7 @@ def test_a_seed_replays_identically_also_in_another_process() -> None:
         "setup = Setup(mix=USUAL, iterations=2);"
         f"print(json.dumps([transcript(make_world(seed, setup).run()) for seed in {seeds}]))"
     )
-    root = str(Path(observer.__file__).parents[2])
+    root = str(Path(fsbarrier.__file__).parents[1])
     environ = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": root}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import shutil
@@ -15,8 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from trajectory_files import group, trajectory, write_part
 
-from fsbarrier.data.merge import MergeRequest, Part, collect
-from fsbarrier.data.rank_file import HEAD
+from fsbarrier.aggregate import Part, aggregate
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.trajectories import (
     FormatError,
@@ -29,6 +29,7 @@ from fsbarrier.trajectories import (
 )
 
 HEADER = {"run_id": "r", "expected": [0, 1, 2]}
+FRAME_HEAD = 12  # bytes: the length and the checksum of a frame, and a checksum of these
 TASKS = range(12)
 GROUPS = {task: group(task, samples=1 + task % 3, tokens=5) for task in TASKS}
 
@@ -93,8 +94,8 @@ class GrowingFile(RuleBasedStateMachine):
         self.path.write_bytes(content)
         hit = [one for one in groups if one.offset <= place < one.end]
         lost = hit
-        if not hit or place < hit[0].offset + HEAD.size:
-            # What is behind a damaged HEAD, or an end frame, cannot be found.
+        if not hit or place < hit[0].offset + FRAME_HEAD:
+            # What is behind a damaged head, or an end frame, cannot be found.
             lost = [one for one in groups if one.end > place]
         self.sure -= {one.task_index for one in lost}
         self.ruined = place < (groups[0].offset if groups else len(content))
@@ -122,14 +123,16 @@ class GrowingFile(RuleBasedStateMachine):
             write_part(self.folder / "other", TASKS, rank=7)
         parts = (Part(self.path), Part(self.folder / "other"))
         try:
-            found = collect(MergeRequest(parts, self.folder / "merged", {}, tuple(TASKS)))
+            aggregate(parts, self.folder / "merged", metadata={}, expected=TASKS)
         except FormatError:
             assert self.ruined
             return
-        assert sorted(found.groups) == list(TASKS)
-        ours = {task for task, made in found.groups.items() if made == GROUPS[task]}
+        merged = load(self.folder / "merged")["trajectories"]
+        found = {task: [item for item in merged if item["task_index"] == task] for task in TASKS}
+        assert [*itertools.chain(*found.values())] == merged and all(found.values())
+        ours = {task for task, made in found.items() if made == GROUPS[task]}
         assert ours >= self.sure
-        assert all({item["node_rank"] for item in found.groups[task]} == {7} for task in set(TASKS) - ours)
+        assert all({item["node_rank"] for item in found[task]} == {7} for task in set(TASKS) - ours)
 
     @invariant()
     def nothing_is_lost_or_wrong(self) -> None:
@@ -182,8 +185,10 @@ def test_every_flipped_bit_is_seen(tmp_path: Path) -> None:
         content[place] ^= bit
         path.write_bytes(content)
         found = scan_rank_file(path)
-        assert [one.task_index for one in found.groups] == ([0] if place < hit.offset + HEAD.size else [0, 2])
-        assert bool(found.torn_bytes) == (place < hit.offset + HEAD.size) != bool(found.damaged)
+        assert [one.task_index for one in found.groups] == (
+            [0] if place < hit.offset + FRAME_HEAD else [0, 2]
+        )
+        assert bool(found.torn_bytes) == (place < hit.offset + FRAME_HEAD) != bool(found.damaged)
         assert all(item == wanted[item["task_index"]] for item in iter_trajectories(path))
         content[place] ^= bit
 

@@ -1,4 +1,5 @@
-"""A record that cannot be read is never taken for absent, and nodes with other code are refused. With real daemons and real files."""
+"""A record that cannot be read is never taken for absent, one that is hidden is missed by nobody whom it is meant for, and nodes with other
+code are refused."""
 
 from __future__ import annotations
 
@@ -9,31 +10,27 @@ from pathlib import Path
 
 import pytest
 from cluster import FAST, REPO, Cluster
+from node_loops import node_loop, observer
 
 from fsbarrier.coordination.life import NodeLife
-from fsbarrier.coordination.loop import NodeLoop
-from fsbarrier.coordination.observer import Observer
-from fsbarrier.coordination.poll_intervals import PollIntervals
-from fsbarrier.program import PHASE_NAMES, Phase, Program
-from fsbarrier.protocol.facts import Fact, Generation, Join, Member, Position, Verdict
-from fsbarrier.protocol.state import Node, RowPart, Rules, Stage
+from fsbarrier.protocol.facts import (
+    Beat,
+    Fact,
+    Generation,
+    Join,
+    Member,
+    Position,
+    Pulse,
+    StopRequest,
+    Verdict,
+)
+from fsbarrier.protocol.membership import JOINING
+from fsbarrier.protocol.state import Node, Stage
 from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.rundir.stop_requests import request_stop
 from fsbarrier.store.retry import Backoff, fails
-
-ROWS = tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES))
-RULES = Rules(Program("ping", ROWS), 2)
-
-
-class NoWork:
-    def launch(self, node: Node, part: RowPart) -> None: ...
-    def cancel(self) -> None: ...
-
-    report = None
-
-    def progress(self) -> dict[str, object]:
-        return {}
 
 
 def flip_a_bit(path: Path) -> None:
@@ -48,16 +45,6 @@ def other_format(path: Path) -> None:
 
 def cut(path: Path) -> None:
     path.write_bytes(b"")
-
-
-def node_loop(folder: Path, rank: int = 0) -> NodeLoop:
-    store = PosixStore()
-    observer = Observer(store, RunPaths(folder), RULES.table, PollIntervals())
-    observer.prepare()
-    join = Join(rank, 0, "host", 1, "boot")
-    loop = NodeLoop(store, observer, RULES, NoWork(), join, lambda event, node, fields: None)
-    loop.start(0.0)
-    return loop
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -85,7 +72,7 @@ def test_a_generation_that_cannot_be_read_is_no_absent_one(
     paths, store = RunPaths(tmp_path), PosixStore()
     store.make_dir(paths.generations)
     for number in (1, 2):
-        loop = node_loop(tmp_path) if number == 2 else None
+        loop = node_loop(observer(tmp_path)) if number == 2 else None
         generation = Generation(number, (Member(0, number),), 0, Position(number, 0), "start")
         store.create(paths.generation(number), generation)
     assert loop is not None
@@ -104,7 +91,7 @@ def test_a_generation_that_cannot_be_read_is_no_absent_one(
 
 
 def test_a_generation_is_followed_once_it_can_be_read(tmp_path: Path) -> None:
-    loop = node_loop(tmp_path)
+    loop = node_loop(observer(tmp_path))
     paths = loop.observer.paths
     generation = Generation(1, (Member(0, 1),), 0, Position(1, 0), "start", until=1)
     loop.store.create(paths.generation(1), generation)
@@ -122,7 +109,7 @@ def test_a_generation_is_followed_once_it_can_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("status", ["done", "failed"])
 def test_a_fact_that_cannot_be_read_is_not_passed_over(tmp_path: Path, status: str) -> None:
     """Whoever waits for the leader's decision fails and names the file, and so does who looks at the others' failures."""
-    loop = node_loop(tmp_path, rank=1)
+    loop = node_loop(observer(tmp_path), 1)
     paths, store = loop.observer.paths, loop.store
     members = (Member(0, 1), Member(1, 1))
     store.create(paths.generation(1), Generation(1, members, 0, Position(1, 0), "start"))
@@ -144,7 +131,7 @@ def test_a_fact_that_cannot_be_read_is_not_passed_over(tmp_path: Path, status: s
 
 def test_a_node_that_cannot_read_a_record_gives_up_in_the_end(tmp_path: Path) -> None:
     """And holds its heartbeats back meanwhile, so that the others, who may be able to read it, go on without this node."""
-    loop = node_loop(tmp_path)
+    loop = node_loop(observer(tmp_path))
     paths = loop.observer.paths
     loop.store.create(paths.generation(1), Generation(1, (Member(0, 1),), 0, Position(1, 0), "start"))
     cut(paths.generation(1))
@@ -156,6 +143,88 @@ def test_a_node_that_cannot_read_a_record_gives_up_in_the_end(tmp_path: Path) ->
     assert loop.exit is not None and loop.exit.code == 3
     assert "has failed for 120 s" in loop.exit.reason and "gen-000001.json" in loop.exit.reason
     assert loop.observer.beaten_at is not None and loop.observer.beaten_at < 10.0
+
+
+# --- starts and stops, seen through listings that are old ------------------------------------------------------------------------
+
+
+class Frozen(PosixStore):
+    """A mount on which the listing of one directory never changes any more (two changes within one tick of its time)."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.known = directory, super().names(directory)
+
+    def names(self, directory: Path) -> list[str]:
+        return self.known if directory == self.directory else super().names(directory)
+
+
+def test_of_two_starts_of_a_rank_the_newer_is_heard_and_the_older_told(tmp_path: Path) -> None:
+    """I7: each has a heartbeat of its own, and by its name the older learns of the newer, however old its listings of `joins/` are."""
+    paths, store = RunPaths(tmp_path), PosixStore()
+    for folder in (paths.joins, paths.beats):
+        store.make_dir(folder)
+    for incarnation in (1, 2):
+        join = Join(1, incarnation, "ab"[incarnation - 1], 1, "boot")
+        store.put(paths.join(1, incarnation), join)
+        if incarnation == 1:
+            frozen = Frozen(paths.joins)
+    others, older = observer(tmp_path), observer(tmp_path, frozen)
+    for counter in range(20):
+        for incarnation in (2, 1):  # the older one always beats last
+            paths.pulse(Pulse(1, incarnation, counter, JOINING)).touch()
+        seen = others.view(Node(0, 1, 0.0), float(counter)).ledger.seen[1]
+        assert (seen.beat.incarnation, seen.since) == (2, float(counter))
+        known = older.view(Node(1, 1, 0.0), float(counter)).joins[1]
+        assert known.incarnation == 2
+
+
+def test_a_stop_holds_for_the_starts_that_were_there(tmp_path: Path) -> None:
+    """A listing that is behind shows it late: then it must not end a later session. Nor must it be missed by whom it is meant for."""
+    paths, store = RunPaths(tmp_path), PosixStore()
+    runs, started = {rank: observer(tmp_path) for rank in (0, 1)}, {0: 3, 1: 2}
+
+    def ask(number: int, *starts: Member) -> StopRequest:
+        request = StopRequest(True, f"ann {number}", starts=starts)
+        store.put(paths.stop(number), request)
+        for one in runs.values():
+            one.schedule.poll_now()
+        return request
+
+    def seen(rank: int) -> StopRequest | None:
+        return runs[rank].view(Node(rank, 9, 0.0, started_as=started[rank]), 0.0).stop
+
+    ask(1, Member(0, 2), Member(1, 1))
+    assert seen(0) is seen(1) is None, "both were started since"
+    ours = ask(2, Member(0, 3), Member(1, 5))
+    assert seen(0) == seen(1) == ours, "node 1 rejoined as its fifth incarnation"
+    ask(3, Member(0, 2))
+    assert seen(0) == ours, "its author's listing was behind"
+
+
+def test_a_stop_names_the_starts_that_its_author_sees(tmp_path: Path) -> None:
+    paths, store = RunPaths(tmp_path), PosixStore()
+    for folder in (paths.joins, paths.status):
+        store.make_dir(folder)
+    paths.record.write_bytes(b"{}")
+    for rank, incarnation in ((0, 1), (0, 2), (1, 1), (2, 1)):
+        store.put(paths.join(rank, incarnation), Join(rank, incarnation, "a", 1, "boot"))
+    for rank, incarnation in ((0, 1), (1, 1), (2, 3)):
+        store.put(paths.beat(rank, incarnation), Beat(rank, incarnation, 5, "a", 1, "running"))
+    found = request_stop(tmp_path, now=True)
+    assert found == store.read(paths.stop(1), StopRequest) and found.now
+    assert found.starts == (Member(0, 2), Member(1, 1), Member(2, 3))
+
+
+def test_two_requests_at_once_have_two_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither listing shows the other's request."""
+    RunPaths(tmp_path).record.touch()
+    monkeypatch.setattr(PosixStore, "names", lambda store, directory: [])
+    made = [request_stop(tmp_path, now=False), request_stop(tmp_path, now=True)]
+    paths = RunPaths(tmp_path)
+    assert [PosixStore().read(paths.stop(number), StopRequest) for number in (1, 2)] == made
+
+
+# --- with real daemons ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
