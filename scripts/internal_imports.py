@@ -30,7 +30,7 @@ def imported(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "setattr":
-            names = [one.value for one in node.args[:1] if isinstance(one, ast.Constant)]
+            names = [str(one.value) for one in node.args[:1] if isinstance(one, ast.Constant)]
         for name in names:
             if name.startswith("fsbarrier."):
                 yield _module(name.split(".")[1:])
