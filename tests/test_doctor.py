@@ -99,15 +99,11 @@ def test_filesystems_have_their_class_by_their_type(monkeypatch: pytest.MonkeyPa
 
 def said(rank: int, **changes: Any) -> dict[str, Any]:
     """What a healthy node of two says; it won every second round."""
-    races = {
-        "won": list(range(rank, ROUNDS, 2)),
-        "errors": {},
-        "records": [f"node-{number % 2}" for number in range(ROUNDS)],
-    }
+    races = {"won": list(range(rank, ROUNDS, 2)), "errors": {}}
     return {
         **{"host": "somewhere", "boot_id": f"host{rank}", "checks": [], "races": races},
         **{"mount": "nfs4 from server:/export", "fresher": "actimeo=1"},
-        "delays": {"samples": 50, "median": 0.002, "p99": 0.004, "most": 0.005, "open": False},
+        "delays": {"samples": 50, "median": 0.002, "most": 0.005, "open": False},
         "reached": {str(1 - rank): ["10.0.0.1"]},
         **changes,
     }
@@ -135,7 +131,7 @@ def test_two_winners_of_one_round_are_refused() -> None:
 
 
 def late(most: float, *, unfinished: bool = False) -> dict[str, Any]:
-    return {"samples": 9, "median": most, "p99": most, "most": most, "open": unfinished}
+    return {"samples": 9, "median": most, "most": most, "open": unfinished}
 
 
 def test_what_is_shown_late_is_named_and_what_never_is_refused() -> None:
@@ -162,13 +158,10 @@ def test_what_one_node_finds_is_said_of_it_and_the_worst_counts() -> None:
     assert (check.level, check.finding) == ("ok", "80 GB")
 
 
-def test_races_with_errors_or_another_ones_record_are_told() -> None:
+def test_races_with_errors_are_told() -> None:
     races = said(1)["races"]
     checks = concluded(said(0), said(1, races={**races, "errors": {"EIO": 3}}))
     assert checks[between.RACES].level == "warning" and "3 x EIO" in checks[between.RACES].finding
-    records = ["node-1", *races["records"][1:]]
-    check = concluded(said(0), said(1, races={**races, "records": records}))[between.RACES]
-    assert check.level == "refused" and check.finding.startswith("1 of ")
 
 
 # --- one node, for real ---------------------------------------------------------------------------------------------------
@@ -178,7 +171,7 @@ def test_one_node_finds_its_disk_fit_and_leaves_nothing(tmp_path: Path) -> None:
     report = json.loads(typed("doctor", tmp_path, "--json").out)
     assert report["fit"] and "this node only" in report["proven"]
     names = {check["name"] for check in report["checks"]}
-    assert {"mount", "exclusive create", "list", "free space", "open files"} <= names
+    assert {"mount", "exclusive create", "free space", "open files"} <= names
     assert os.listdir(tmp_path) == []
     assert "can support a run" in typed("doctor", tmp_path).out
 
@@ -188,7 +181,6 @@ def test_one_node_finds_its_disk_fit_and_leaves_nothing(tmp_path: Path) -> None:
     [
         (["nowhere"], "not an existing directory"),
         ([".", "--worker", "1"], "--num-nodes"),
-        ([".", "--num-nodes", "0"], "1 or more"),
         ([".", "--num-nodes", "2", "--worker", "2"], "out of range"),
         ([".", "--wait", "0"], "--wait"),
     ],
@@ -334,7 +326,7 @@ def test_three_nodes_give_one_answer_after_two_that_were_killed(doctors: Doctors
     assert levels["exclusive-create races"] == levels["ports"] == "ok"
     assert levels["hosts"] == "note", "one host is not several"
     for delays in (node["delays"] for node in found["nodes"]):
-        assert 0 < delays["median"] <= delays["p99"] <= delays["most"] < DEADLINE_S
+        assert 0 < delays["median"] <= delays["most"] < DEADLINE_S
     assert os.listdir(doctors.path) == []
 
 

@@ -72,17 +72,10 @@ def test_a_report_has_all_its_parts(tmp_path: Path) -> None:
         assert wanted in page.text, wanted
     # The legend, and a bar an iteration.
     assert page.attributes.count(("class", "p2")) == 1 + 6
-    assert page.tags.count("svg") == 7
-    curves = (
-        "Reward",
-        "Entropy",
-        "Tokens per answer",
-        "Clip fraction",
-        "Engine-trainer log-prob gap",
-        "Gradient norm",
-        "Loss",
-    )
-    assert [text for text in page.texts if text.strip() in curves] and "KL to the reference" not in page.text
+    assert page.tags.count("svg") == 9
+    titles = {text.strip() for text in page.texts}
+    assert {"reward", "update_entropy", "update_grad_norm", "rollout_answer_tokens_mean"} <= titles
+    assert "update_kl" not in titles
     assert re.search(r"[\d.]+ % of (node \d's time|the time of nodes [\d, ]+): \w+", page.text)
 
 
@@ -146,21 +139,20 @@ def test_what_was_measured_has_a_curve_and_what_was_not_has_none(tmp_path: Path)
     page = Page(report(run))
     titles = {text.strip() for text in page.texts}
     assert {
-        *("Entropy", "KL to the previous policy", "KL between engine and trainer", "Learning rate"),
-        *("Tokens per answer", "Share of answers truncated", "Reward: style"),
+        *("update_entropy", "update_policy_kl", "update_mismatch_kl", "update_lr"),
+        *("rollout_answer_tokens_mean", "rollout_truncated_share", "rollout_reward_parts_style"),
     } <= titles
     # Nobody computes a KL to a reference policy that there is not: neither a curve of zeros nor a column.
-    assert not [text for text in titles if "reference policy" in text] and "reward_parts" not in page.text
+    assert "update_kl" not in page.text
 
 
-def test_the_evaluation_at_the_end_belongs_to_no_iteration(tmp_path: Path) -> None:
+def test_the_evaluation_at_the_end_counts_for_the_iteration_that_would_follow(tmp_path: Path) -> None:
     run = long_run(tmp_path / "run", 3, lose_at=None)
     run.line(
         0, "evaluated", (3, 13, 0), after=0.1, reward_mean=0.9, split="test", policy_version=3, final=True
     )
     html = report(run)
-    assert "iteration 3 of 3" in html
-    assert re.search(r'text-anchor="middle">end</text>', html)
+    assert "iteration 3 of 3" in html and "<title>held-out 0.9 (4)</title>" in html
 
 
 # --- other formats --------------------------------------------------------------------------------------------------------------
@@ -252,7 +244,7 @@ def test_the_last_policy_and_each_set_have_figures_of_their_own(tmp_path: Path) 
     assert "fsbarrier_eval_aime_pass_at_8{" in metrics
     typed("report", "--log-path", run.log_path, "--out", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert "0.25 ± 0.12" in page and "Reward: right" in page and "Tokens per answer" in page
+    assert "0.25 ± 0.12" in page and "rollout_reward_parts_right" in page
     before = list(csv.DictReader(table.splitlines()))[-2]
     assert (before["rollout_reward_parts_right"], before["rollout_answer_tokens_mean"]) == ("0.75", "12.5")
     assert "rollout_agent_errors" not in before and before["rollout_reward_errors"] == "3.0"

@@ -38,7 +38,7 @@ def alone(path: Path) -> Report:
 
 
 def short(path: Path, *, write: bool = True) -> Report:
-    """The quick check at the start of a run: type, options, a few races and replacements; read-only without `write`. Raises OSError.
+    """The quick check at the start of a run: type, options, a few races; read-only without `write`. Raises OSError.
 
     `path` need not exist; the check then uses its nearest existing parent.
     """
@@ -65,8 +65,6 @@ def _own_checks(path: Path, mount: Mount) -> list[Check]:
         return judged
     with _scratch(path) as scratch:
         tried = _tried(probes.exclusive_create(scratch), scratch)
-        if not _refused(tried):
-            tried += probes.latencies(scratch)
     return [*judged, *tried, *probes.space(path), *probes.this_node()]
 
 
@@ -163,8 +161,6 @@ def _exchange(session: Path, group: Group, own: list[Check], mount: Mount) -> di
     delays = between.measure(session, group.node_rank, group.members)
     group.barrier()
     races = between.race(session, group.node_rank, len(group.members))
-    group.barrier()
-    races.read(session)
     findings = between.NodeFindings(
         host_name(), boot_id(), str(mount), mount.fresher, own, races, delays, reached
     )

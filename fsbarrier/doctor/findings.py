@@ -37,11 +37,10 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Durations in seconds: median, 99th percentile, maximum; `open`: the last one had not ended after `most`."""
+    """Durations in seconds: median, maximum; `open`: the last one had not ended after `most`."""
 
     samples: int
     median: float
-    p99: float
     most: float
     open: bool = False
 
@@ -51,13 +50,7 @@ class Times:
         every = sorted([*seconds, *([unfinished] if unfinished else [])])
         if not every:
             return None
-        last = len(every) - 1
-        open_end = 0 < unfinished == every[-1]
-        return cls(len(every), every[len(every) // 2], every[round(0.99 * last)], every[-1], open_end)
-
-    def __str__(self) -> str:
-        most = f"{'more than' if self.open else 'most'} {shown(self.most)}"
-        return f"median {shown(self.median)}, 99th {shown(self.p99)}, {most}"
+        return cls(len(every), every[len(every) // 2], every[-1], 0 < unfinished == every[-1])
 
 
 def shown(seconds: float) -> str:

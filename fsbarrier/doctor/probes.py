@@ -1,4 +1,4 @@
-"""Tests on a single node: races between threads, latencies, free space, limits."""
+"""Tests on a single node: races between threads, free space, limits."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ import resource
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from fsbarrier.doctor.findings import NOTE, OK, REFUSED, Check, Times
+from fsbarrier.doctor.findings import NOTE, OK, REFUSED, Check
 from fsbarrier.processes.memory import SHARED_MEMORY
 from fsbarrier.protocol.wording import gib
 from fsbarrier.store import files
 from fsbarrier.store.retry import FAILING
 
 RACES, RACERS = 40, 4
-SAMPLES = 60
 #: a probe ends after this time, with fewer samples on a slow filesystem
 ENOUGH_S = 8.0
 #: Interval between rounds, which all threads start together; a create that takes longer than the second value counts as hung.
@@ -95,30 +93,6 @@ def judge_races(name: str, wins: list[list[int]], who: str) -> Check:
         return Check(name, NOTE, f"{none} of {len(winners)} races of {who} had no winner, the others had one")
     shares = ", ".join(str(sum(row)) for row in wins)
     return Check(name, OK, f"{len(winners)} races of {who}: one winner each ({shares})")
-
-
-def latencies(scratch: Path) -> list[Check]:
-    """Median and 99th percentile of the operations that a barrier uses."""
-    counter = iter(range(10**6))
-    files.write_atomic(scratch / "read", b"x" * 400)
-    operations: dict[str, Callable[[], object]] = {
-        "write and rename": lambda: files.write_atomic(scratch / f"w{next(counter)}", b"x" * 400),
-        "durable exclusive create": lambda: files.create_exclusive(scratch / f"c{next(counter)}", b"x" * 400),
-        "make a directory": lambda: files.try_to_make_dirs(scratch / f"d{next(counter)}"),
-        "list": lambda: len(os.listdir(scratch)),
-        "open and read": lambda: (scratch / "read").read_bytes(),
-    }
-    found = []
-    for name, operation in operations.items():
-        seconds: list[float] = []
-        for _ in range(SAMPLES):
-            if sum(seconds) > ENOUGH_S / len(operations):
-                break
-            started = time.perf_counter()
-            operation()
-            seconds.append(time.perf_counter() - started)
-        found.append(Check(name, OK, str(Times.of(seconds))))
-    return found
 
 
 def space(path: Path) -> list[Check]:

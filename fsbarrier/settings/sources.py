@@ -16,45 +16,26 @@ from fsbarrier.settings.placement import ROLES
 from fsbarrier.settings.section import leaves
 from fsbarrier.settings.value_types import Kind
 
-#: The settings that are flags too: the flag's metavar ("" for none) and help. The setting defines its type and meaning.
-FLAGS = {
-    "--data-path": ("P", "read-only shared data: train and test as .jsonl or .parquet, and a model cache"),
-    "--log-path": (
-        "P",
-        "the run directory, the same on all nodes (default: $FSBARRIER_LOG_PATH, else runs/default)",
-    ),
-    "--model": (
-        "M",
-        "Hugging Face model: a folder, or a name in the data path or the local cache; nothing is downloaded",
-    ),
-    "--program": (
-        "NAME|FILE.py",
-        "the program of an iteration: rl (default), sft, toy, ping, or your own file",
-    ),
-    "--rl-phase": ("rollout|update|both", "run phases 0-6, 7-13, or all (default)"),
-    "--rollout-split": (
-        "train-only|eval-only",
-        "with --rl-phase rollout: only the training rollout, or only the evaluation",
-    ),
-    "--eval-interval": ("N", "evaluate when iteration %% N == 1 (default 1: every iteration; 0: never)"),
-    "--num-nodes": (
-        "N|A:B",
-        "number of nodes (default 1); A:B: start with at least A, admit up to B, end the run below A",
-    ),
-    "--rank-weights": ("w0,w1,...", "one positive weight per node: its share of the tasks (default: equal)"),
-    "--min-nodes": ("M", "end the run with exit code 5 when fewer nodes are left (default 1)"),
-    "--expect-gpus": (
-        "N",
-        "refuse to start if all nodes together have fewer accelerators; names the nodes that lack them",
-    ),
-    "--on-node-failure": (
-        "shrink|wait|abort",
-        "continue with the other nodes (default), wait for the node, or end the run",
-    ),
-    "--iterations": ("N", "stop after iteration N (default: run until stopped)"),
-    "--debug-mode": ("", "do not start or stop vLLM; use the server that is already running (engine.url)"),
-    "--shared-group": ("", "give the owner's group read and write access to the run directory"),
+#: The settings that are flags too, each with the metavar of its value and its help. The setting defines its type and meaning.
+RUN_FLAGS = {
+    "--data-path P": "read-only shared data: train and test as .jsonl or .parquet, and a model cache",
+    "--log-path P": "the run directory, the same on all nodes (default: $FSBARRIER_LOG_PATH, else runs/default)",
+    "--model M": "Hugging Face model: a folder, or a name in the data path or the local cache; nothing is downloaded",
+    "--program NAME|FILE.py": "the program of an iteration: rl (default), sft, toy, ping, or your own file",
+    "--rl-phase rollout|update|both": "run phases 0-6, 7-13, or all (default)",
+    "--rollout-split train-only|eval-only": "with --rl-phase rollout: only the training rollout, or only the evaluation",
+    "--eval-interval N": "evaluate when iteration %% N == 1 (default 1: every iteration; 0: never)",
+    "--num-nodes --nodes N|A:B": "number of nodes (default 1); A:B: start with at least A, admit up to B, end the run below A",
+    "--rank-weights w0,w1,...": "one positive weight per node: its share of the tasks (default: equal)",
+    "--min-nodes M": "end the run with exit code 5 when fewer nodes are left (default 1)",
+    "--expect-gpus N": "refuse to start if all nodes together have fewer accelerators; names the nodes that lack them",
+    "--on-node-failure shrink|wait|abort": "continue with the other nodes (default), wait for the node, or end the run",
+    "--iterations N": "stop after iteration N (default: run until stopped)",
+    "--debug-mode": "do not start or stop vLLM; use the server that is already running (engine.url)",
+    "--shared-group": "give the owner's group read and write access to the run directory",
 }
+#: their names
+FLAGS = tuple(flag.split()[0] for flag in RUN_FLAGS)
 
 
 def setting_of(flag: str) -> str:

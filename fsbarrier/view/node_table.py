@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.cells import cell_len
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -16,10 +15,8 @@ from fsbarrier.view.node_status import NodeStatus
 from fsbarrier.view.run_status import RunStatus
 from fsbarrier.view.terminal_lines import STATE_STYLE, bar, line
 
-#: minimum and maximum width of a progress bar, in cells
-BAR_CELLS = (3, 30)
-#: cells reserved for the bar when deciding what else fits beside it
-KEPT_FOR_BAR = 6
+#: width of a progress bar, in cells
+BAR_CELLS = 12
 #: If not all nodes fit, nodes in these states are shown first, in this order.
 TROUBLED_FIRST = {"lost": 0, "suspected": 0, "broken": 0, "left": 1, "absent": 1, "joining": 1}
 
@@ -41,10 +38,6 @@ def nodes_table(status: RunStatus, width: int, most: int | None = None) -> Rende
     table.add_column("phase", no_wrap=True, overflow="ellipsis", min_width=10, max_width=21)
     table.add_column("progress", no_wrap=True, overflow="ellipsis", ratio=1)
     table.add_column("beat", justify="right", no_wrap=True, min_width=4)
-    host_width = min(16, max(cell_len(one_line(host)) for host in hosts)) + 1 if many_hosts else 0
-    phase_width = max((min(21, len(_phase(status, node))) for node in nodes), default=10)
-    # The width left by the other columns: node 5, state 10, beat 6, and a blank after each.
-    progress_width = max(10, width - 5 - host_width - 10 - max(10, phase_width) - 1 - 6)
     for node in nodes:
         state_style = "yellow" if node.activity == "waiting" else STATE_STYLE.get(node.state, "")
         table.add_row(
@@ -52,7 +45,7 @@ def nodes_table(status: RunStatus, width: int, most: int | None = None) -> Rende
             *([line(one_line(node.host or "–"))] if many_hosts else []),
             line((node.activity or node.state, state_style)),
             line(_phase(status, node)),
-            _progress(status, node, progress_width),
+            _progress(status, node),
             line(_beat(node)),
         )
         for state, doing in engines.get(node.node_rank, ()):
@@ -115,33 +108,26 @@ def _beat(node: NodeStatus) -> str | tuple[str, str]:
     return "–" if node.last_beat_age_s is None else (f"{node.last_beat_age_s:.0f} s", "dim")
 
 
-def _progress(status: RunStatus, node: NodeStatus, width: int) -> Text:
+def _progress(status: RunStatus, node: NodeStatus) -> Text:
     """A node's progress in its phase, or the nodes it is waiting for."""
     if node.progress:
-        return progress_bar(node.progress, width)
+        return progress_bar(node.progress)
     awaited = status.waiting_for.node_ranks if status.waiting_for else ()
     if node.activity == "waiting" and awaited and node.node_rank not in awaited:
         return line((f"waiting for node{'s' if len(awaited) > 1 else ''} {ranks(awaited)}", "dim"))
     return line()
 
 
-def progress_bar(progress: Fields, width: int) -> Text:
-    """A node's progress in `width` cells: bar, done/total, reward so far, tokens per second, as far as they fit."""
+def progress_bar(progress: Fields) -> Text:
+    """A node's progress: bar, done/total, reward so far, tokens per second. The table cuts off what does not fit."""
     done, total = number(progress, "done"), number(progress, "total")
     note = one_line(text(progress, "note"))
     if done is None or total is None or total <= 0:
         return line((note, "dim"))
-    position = f" {short(done)}/{short(total)}" if total >= 10_000 else f" {done:.0f}/{total:.0f}"
     reward, speed = number(progress, "reward_mean"), number(progress, "tokens_per_s")
     beside = [
         f"  reward {amount(reward)}" if reward is not None else "",
         f"  {short(speed)} tokens/s" if speed is not None else "",
         f"  {note}" if note else "",
     ]
-    fitting, used = "", cell_len(position)
-    for one in beside:
-        if used + cell_len(one) + KEPT_FOR_BAR <= width:
-            fitting, used = fitting + one, used + cell_len(one)
-    least, most = BAR_CELLS
-    cells = max(least, min(most, width - used))
-    return line(bar(done / total, cells, "green"), position, (fitting, "dim"))
+    return line(bar(done / total, BAR_CELLS, "green"), f" {done:.0f}/{total:.0f}", ("".join(beside), "dim"))

@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import median
 
 import fsbarrier
-from fsbarrier.protocol.session import shown as plain
 from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.section import leaves
@@ -37,31 +36,8 @@ LEAST_SHARE = 0.002
 #: A bar this many times as long as the middle one ends with the page, so that the others can be seen. Its value stands beside it.
 OUTLIER = 3.0
 NOTHING = "–"
-#: the curves beside the rewards, in their order: column of the table -> title
-CURVES = {
-    "update_entropy": "Entropy",
-    "update_self_certainty": "Self-certainty",
-    "update_teacher_kl": "KL to the teacher",
-    "update_policy_kl": "KL to the previous policy",
-    "update_kl": "KL to the reference policy",
-    "update_reward_kl": "KL to the reference policy, in the reward",
-    "update_clip_fraction": "Clip fraction",
-    "update_logprob_gap_mean": "Engine-trainer log-prob gap",
-    "update_mismatch_kl": "KL between engine and trainer",
-    "update_explained_variance": "Share of the returns' variance that the critic foresees",
-    "update_value_loss": "Loss of the critic",
-    "update_grad_norm": "Gradient norm",
-    "update_lr": "Learning rate",
-    "update_loss": "Loss",
-    "update_held_out_loss": "Held-out loss",
-    "rollout_answer_tokens_mean": "Tokens per answer",
-    "rollout_truncated_share": "Share of answers truncated",
-    "rollout_groups_without_signal": "Groups without signal",
-    "rollout_reward_std": "Std of rewards within a group",
-    "batch_staleness": "Staleness in policy versions",
-}
-#: columns with these beginnings have curves too
-PARTS = {"rollout_reward_parts_": "Reward", "rollout_train_reward_": "Reward", "eval_": "Evaluation"}
+#: beginnings of the columns of the table that have curves: what rollouts, evaluations, batches and updates measure
+MEASURED = ("rollout_", "eval_", "batch_", "update_")
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
 
@@ -160,59 +136,34 @@ def _tiles(
 
 
 def _curves(reader: RunReader, status: RunStatus) -> list[tuple[str, str, str]]:
-    """(title, newest value, chart) of the rewards, and of each metric that is not always 0."""
-    rows = iteration_rows(reader, status)
+    """(title, newest value, chart) of the rewards, and of each metric that is not always 0, by its name in the table.
+
+    The evaluation of a session's last policy counts for the iteration that would begin with it.
+    """
+    rows, curves = iteration_rows(reader, status), []
     columns = [*next(iter(rows.values()), {})]
-    charts: dict[str, tuple[str, ...]] = {"Reward": ("train_reward", "test_reward")}
-    charts |= {title: (column,) for column, title in CURVES.items()}
-    for prefix, title in PARTS.items():
-        own = [
-            one
-            for one in columns
-            if one.startswith(prefix) and not one.endswith(("_se", "_s", "reward_mean"))
-        ]
-        charts |= {f"{title}: {column.removeprefix(prefix)}": (column,) for column in own}
-    # The evaluation of a session's last policy belongs to no iteration.
-    rollouts, evaluations = (reader.history.reports(name) for name in ("rolled_out", "evaluated"))
-    end = max(evaluations, default=0)
-    at_end = end not in rollouts and end in evaluations and evaluations[end].fields.get("final") is True
-    changes, curves = _changes(reader), []
-    for title, of_chart in charts.items():
-        names = {"train_reward": "train", "test_reward": "held-out"}
+    metrics = [one for one in columns if one.startswith(MEASURED) and not one.endswith(("_se", "_s"))]
+    rewards = {"train": "train_reward", "held-out": "test_reward"}
+    for title, named in {"reward": rewards, **{metric: {metric: metric} for metric in metrics}}.items():
         series = [
-            Series(
-                names.get(column, title), "test" if column.startswith(("test", "eval")) else "train", points
-            )
-            for column in of_chart
+            Series(name, "test" if column.startswith(("test", "eval")) else "train", points)
+            for name, column in named.items()
             if (points := _points(rows, column))
         ]
         if any(value for one in series for _, value in one.points):
-            last = "end" if at_end and max(one.points[-1][0] for one in series) == end else ""
-            several = len(series) > 1
-            newest = ", ".join(f"{one.name} " * several + _figure(one.points[-1][1]) for one in series)
-            error = "eval_reward_se" if title == "Reward" else f"{of_chart[0]}_se"
+            newest = ", ".join(
+                f"{one.name} " * (len(series) > 1) + _figure(one.points[-1][1]) for one in series
+            )
+            error = "eval_reward_se" if named is rewards else f"{title}_se"
             if deviations := _points(rows, error):
                 newest += f" ± {amount(deviations[-1][1])}"
-            curves.append((title, newest, line_chart(series, last=last, marks=changes)))
+            curves.append((title, newest, line_chart(series)))
     return curves
 
 
 def _points(rows: Mapping[int, Row], column: str) -> list[tuple[float, float]]:
     found = ((float(iteration), row.get(column)) for iteration, row in rows.items())
     return [(iteration, value) for iteration, value in found if isinstance(value, int | float)]
-
-
-def _changes(reader: RunReader) -> dict[int, str]:
-    """Iteration -> the settings that changed there, by the sessions that began with others than the one before."""
-    found: dict[int, list[str]] = {}
-    now = reader.record.settings.flat()
-    for event in sorted(reader.history.events, key=lambda one: one.generation):
-        settings = event.fields.get("settings")
-        for name, value in settings.items() if isinstance(settings, Mapping) else ():
-            before, now[name] = now.get(name), value
-            texts = [one_line(f"{name} {plain(before)} → {plain(value)}")] if before != value else []
-            found[event.iteration] = found.get(event.iteration, []) + texts
-    return {iteration: ", ".join(texts) for iteration, texts in found.items() if texts}
 
 
 # --- time -------------------------------------------------------------------------------------------------------------------

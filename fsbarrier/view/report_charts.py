@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -63,8 +63,8 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     return [round(number * step, digits) for number in range(first, last + 1)]
 
 
-def line_chart(series: Sequence[Series], *, last: str = "", marks: Mapping[int, str] | None = None) -> str:
-    """A line chart over iterations. `last`: the label of the last one, if not its number; `marks`: iteration -> what changed there."""
+def line_chart(series: Sequence[Series]) -> str:
+    """A line chart over iterations."""
     points = [point for one in series for point in one.points]
     low, high = min(y for _, y in points), max(y for _, y in points)
     if 0 <= low <= 0.6 * high or low == high > 0:
@@ -89,19 +89,10 @@ def line_chart(series: Sequence[Series], *, last: str = "", marks: Mapping[int, 
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y_of(y):.1f}" y2="{y_of(y):.1f}"/>'
         )
         write(LEFT - 6, y_of(y) + 4, f"{y:g}", "end")
-    labels = {x: f"{x:g}" for x in ticks(x_low, x_high, 4) if x == int(x) and x_low <= x <= x_high}
-    if last:
-        labels = {x: text for x, text in labels.items() if x_high - x > 0.1 * (x_high - x_low)} | {
-            x_high: last
-        }
-    for x, text in labels.items():
-        write(x_of(x), HEIGHT - BOTTOM + 16, text)
+    for x in ticks(x_low, x_high, 4):
+        if x == int(x) and x_low <= x <= x_high:
+            write(x_of(x), HEIGHT - BOTTOM + 16, f"{x:g}")
     write((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 3, "iteration")
-    for mark, what in (marks or {}).items():
-        if x_low <= mark <= x_high:
-            at = f'x1="{x_of(mark):.1f}" x2="{x_of(mark):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"'
-            title = escape(f"iteration {mark}: {what}")
-            body.append(f'<line class="mark" {at}><title>{title}</title></line>')
     for one in series:
         stride = max(1, math.ceil(len(one.points) / MOST_POINTS))
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in [*one.points[:-1:stride], one.points[-1]])

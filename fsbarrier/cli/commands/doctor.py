@@ -52,12 +52,11 @@ def main(args: argparse.Namespace) -> int:
     count = args.num_nodes
     if count is None and (found := ranks.count_nodes(rank, os.environ)) is not None:
         count = found.value
-    if count is None and (args.master or args.worker is not None):
-        raise UsageError("--num-nodes is missing: give the number of nodes along with the rank")
-    if count == 0:
-        raise UsageError("--num-nodes 0: must be 1 or more")
-    if count is not None and count > 1 and rank is None:
-        raise UsageError(f"--num-nodes {count}: also say which node this is: --master (node 0) or --worker R")
+    known, several = args.master or args.worker is not None, count is not None and count > 1
+    if (known and count is None) or (several and rank is None):
+        raise UsageError(
+            "doctor on several nodes: give --num-nodes N, and on each node --master (node 0) or --worker R"
+        )
     try:
         with ending_signals_handled(end):
             if count is None or count == 1 or rank is None:

@@ -34,16 +34,19 @@ POLICY_FLAGS = {
     "--json": "print JSON",
 }
 
+TABLE_FLAGS = {
+    "--iteration N*": "iteration to export; may be repeated (default: all on disk)",
+    "--no-tokens": "omit token ids, masks and log-probabilities",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "the folder (for a policy) or the .jsonl or .parquet file (for trajectories) to create"
     parser.add_argument("to", metavar="DIR|FILE", type=Path, help=what)
     flags.add(parser, POLICY_FLAGS)
     rows = parser.add_argument_group("trajectories, to a .jsonl or .parquet file")
-    iteration = "iteration to export; may be repeated (default: all on disk)"
-    rows.add_argument("--iteration", metavar="N", type=flags.whole_number, action="append", help=iteration)
     rows.add_argument("--split", choices=SPLITS, default="train", help="train (default) or test")
-    flags.add(rows, {"--no-tokens": "omit token ids, masks and log-probabilities"})
+    flags.add(rows, TABLE_FLAGS)
     flags.add_log_path(parser)
 
 

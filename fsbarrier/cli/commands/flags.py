@@ -12,7 +12,7 @@ from fsbarrier.cli.start import preflight
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir.runrecord import STEERING, RunRecord, load
 from fsbarrier.settings.hidden import shown_word
-from fsbarrier.settings.sources import FLAGS, ChosenValue, setting_of, with_range_of_nodes
+from fsbarrier.settings.sources import FLAGS, RUN_FLAGS, ChosenValue, setting_of, with_range_of_nodes
 from fsbarrier.store import files, reading, trusted_folder
 
 CONFIG = "read settings from a file; flags and key=value override it"
@@ -36,8 +36,14 @@ TYPES: dict[str, Callable[[str], float | str]] = {
 }
 
 
-def add(parser: argparse._ActionsContainer, flags: Mapping[str, str], **defaults: object) -> None:
-    """Add flags to a command: `{"-n --lines N": help, "--follow": help}`. Whether a value is a number is told by its metavar (`TYPES`).
+def add(
+    parser: argparse._ActionsContainer,
+    flags: Mapping[str, str],
+    types: Mapping[str, Callable[[str], float | str]] = TYPES,
+    **defaults: object,
+) -> None:
+    """Add flags to a command: `{"-n --lines N": help, "--follow": help}`; `N*`: it may be repeated. Whether a value is a number is told by its
+    metavar (`types`).
 
     `defaults`: those that are not None (or, without a metavar, False), by the flag's name without hyphens.
     """
@@ -46,20 +52,17 @@ def add(parser: argparse._ActionsContainer, flags: Mapping[str, str], **defaults
         if last.startswith("-"):
             parser.add_argument(*names, last, action="store_true", help=text)
         else:
-            default = defaults.get(names[-1][2:].replace("-", "_"))
-            parser.add_argument(*names, metavar=last, type=TYPES.get(last, str), default=default, help=text)
+            default, value = defaults.get(names[-1][2:].replace("-", "_")), last.rstrip("*")
+            action, kind = "store" if last == value else "append", types.get(value, str)
+            parser.add_argument(*names, metavar=value, action=action, type=kind, default=default, help=text)
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that define a run, and --dry-run; not those that say which node this is."""
     dry_run = "print the settings and every node's commands without starting anything"
     add(parser, {"--dry-run": dry_run, "--json": "with --dry-run: as JSON"})
-    for flag, (value, text) in FLAGS.items():
-        names = (flag, "--nodes") if flag == "--num-nodes" else (flag,)
-        if value:
-            parser.add_argument(*names, metavar=value, help=text)
-        else:
-            parser.add_argument(*names, action="store_true", help=text)
+    # Their settings say what a value must be.
+    add(parser, RUN_FLAGS, types={})
     resume = "resume only, refuse to start a new run (without it, an existing run is resumed too)"
     add(parser, {"--config FILE.toml": CONFIG, "--resume": resume})
     add_settings(parser, "rollout.temperature=0.8")
@@ -85,10 +88,10 @@ def gather(args: argparse.Namespace) -> tuple[ChosenValue, ...]:
 def as_typed(args: argparse.Namespace) -> list[str]:
     """The arguments that repeat these choices in another `fsbarrier run`."""
     found = ["--resume"] if args.resume else []
-    for flag, (takes_value, _) in FLAGS.items():
+    for flag in FLAGS:
         value = getattr(args, setting_of(flag))
         if value not in (None, False):
-            found += [flag, value] if takes_value else [flag]
+            found += [flag] if value is True else [flag, value]
     if args.config:
         found += ["--config", args.config]
     return [*found, *args.settings]
@@ -108,9 +111,7 @@ def words_for_others(args: argparse.Namespace, command: str) -> tuple[str, ...]:
 
 def add_log_path(parser: argparse.ArgumentParser) -> None:
     """Add the flag that selects the run."""
-    parser.add_argument(
-        "--log-path", metavar="P", help=FLAGS["--log-path"][1].replace(", the same on all nodes", "")
-    )
+    add(parser, {"--log-path P": RUN_FLAGS["--log-path P"].replace(", the same on all nodes", "")})
 
 
 def find_log_path(args: argparse.Namespace) -> Path:

@@ -41,49 +41,40 @@ EXAMPLE = """fsbarrier launch local --nodes 3 --program toy --iterations 2
   fsbarrier launch slurm --nodes 4 --gpus-per-node 8 --time 12:00:00 --sbatch=--partition=gpu --config run.toml"""
 
 CONTAINERS = ("kubernetes", "skypilot", "dstack")
-#: Flag -> the places that accept it, its metavar, its help. All places accept the flags of `run`.
+JOBS = ("slurm", *CONTAINERS)
+COMMAND = "the fsbarrier command on the nodes (default: this clone's; in containers: fsbarrier)"
+VOLUME = "the shared storage: a volume claim, a volume, or for dstack a folder on the instances"
+#: The places -> the flags that only they accept. All places accept the flags of `run`.
 FLAGS = {
-    "--hosts": (("ssh",), "A,B,...", "the machines, node 0 first"),
-    "--ssh": (("ssh",), "COMMAND", "ssh command (default: ssh), for example 'ssh -p 2222'"),
-    "--fsbarrier": (
-        ("ssh", "slurm", *CONTAINERS),
-        "COMMAND",
-        "the fsbarrier command on the nodes (default: this clone's; in containers: fsbarrier)",
-    ),
-    "--logs": (("ssh",), "DIR", "folder for the nodes' output (default: ./launch-logs/TIME)"),
-    "--name": (("slurm", *CONTAINERS), "NAME", "job name (default: fsbarrier)"),
-    "--gpus-per-node": (("slurm", *CONTAINERS), "N", "accelerators to request on each node"),
-    "--output": (
-        ("slurm", *CONTAINERS),
-        "FILE",
-        "path of the file to write (default: NAME with a suffix, in this folder)",
-    ),
-    "--time": (("slurm",), "LIMIT", "time limit, for example 12:00:00"),
-    "--warn": (("slurm",), "N", "stop and requeue this many seconds before the time limit (default: 600)"),
-    "--sbatch": (
-        ("slurm",),
-        "OPTION",
-        "additional sbatch option, for example --sbatch=--partition=gpu; may be repeated",
-    ),
-    "--image": (CONTAINERS, "IMAGE", "container image with fsbarrier installed (see scripts/Dockerfile)"),
-    "--volume": (
-        CONTAINERS,
-        "NAME",
-        "the shared storage: a volume claim, a volume, or for dstack a folder on the instances",
-    ),
-    "--mount": (CONTAINERS, "PATH", "mount path of the volume on the nodes (default: /shared)"),
-    "--accelerator": (("skypilot",), "NAME", "accelerator type, for example H100"),
+    ("ssh",): {
+        "--hosts A,B,...": "the machines, node 0 first",
+        "--ssh COMMAND": "ssh command (default: ssh), for example 'ssh -p 2222'",
+        "--logs DIR": "folder for the nodes' output (default: ./launch-logs/TIME)",
+    },
+    ("ssh", *JOBS): {"--fsbarrier COMMAND": COMMAND},
+    JOBS: {
+        "--name NAME": "job name (default: fsbarrier)",
+        "--gpus-per-node N": "accelerators to request on each node",
+        "--output FILE": "path of the file to write (default: NAME with a suffix, in this folder)",
+    },
+    ("slurm",): {
+        "--time LIMIT": "time limit, for example 12:00:00",
+        "--warn N": "stop and requeue this many seconds before the time limit (default: 600)",
+        "--sbatch OPTION*": "additional sbatch option, for example --sbatch=--partition=gpu; may be repeated",
+    },
+    CONTAINERS: {
+        "--image IMAGE": "container image with fsbarrier installed (see scripts/Dockerfile)",
+        "--volume NAME": VOLUME,
+        "--mount PATH": "mount path of the volume on the nodes (default: /shared)",
+    },
+    ("skypilot",): {"--accelerator NAME": "accelerator type, for example H100"},
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", nargs="?", default="", metavar="PLACE", help=", ".join(PLACES))
-    for flag, (places, value, text) in FLAGS.items():
-        action = "append" if flag == "--sbatch" else "store"
-        kind = flags.TYPES.get(value, str)
-        parser.add_argument(
-            flag, metavar=value, action=action, type=kind, help=f"{', '.join(places)}: {text}"
-        )
+    for places, own in FLAGS.items():
+        flags.add(parser.add_argument_group(", ".join(places)), own)
     flags.add_run_flags(parser)
 
 
@@ -93,9 +84,10 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(
             f"{mistake} {', '.join(f'`{place}`' for place in PLACES)} (see fsbarrier launch --help)"
         )
-    for flag, (places, _, _) in FLAGS.items():
-        if getattr(args, setting_of(flag)) is not None and args.place not in places:
-            raise UsageError(f"{flag}: only valid with launch {', '.join(places)}")
+    for places, own in FLAGS.items():
+        for flag in (words.split()[0] for words in own if args.place not in places):
+            if getattr(args, setting_of(flag)) is not None:
+                raise UsageError(f"{flag}: only valid with launch {', '.join(places)}")
     return PLACES[args.place](args)
 
 

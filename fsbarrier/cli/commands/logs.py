@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     paths = flags.find_run(args).paths
     if args.first_error:
-        return _first_error(paths)
+        return _first_error(paths.root)
 
     def logs() -> list[Log]:
         return find(paths, node=args.node, attempt=args.attempt, name=args.file)
@@ -45,11 +45,11 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _first_error(paths: RunPaths) -> int:
+def _first_error(log_path: Path) -> int:
     from fsbarrier.rundir.journal import read_events
     from fsbarrier.view.first_error import first_error
 
-    lines = first_error(read_events(paths.root), paths.logs)
+    lines = first_error(read_events(log_path))
     print("\n".join(lines or ["no node, program or phase of this run has failed"]))
     return 0
 
