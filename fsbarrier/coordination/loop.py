@@ -236,18 +236,18 @@ class NodeLoop:
 
     def write_beat(self, beat: Beat, now: float) -> None:
         """Write a heartbeat. Errors are ignored: whoever cannot write its own declares nobody dead (`Observer`)."""
-        observer, store, new = self.observer, self.store, self.observer.paths.pulse(beat.pulse)
+        observer, store, new_path = self.observer, self.store, self.observer.paths.pulse(beat.pulse)
         # First, so that whoever sees how this node ended can read more about it.
         with contextlib.suppress(OSError):
             store.put(observer.paths.beat(beat.rank, beat.incarnation), beat)
         with contextlib.suppress(OSError):
             # If an incarnation begins, the last one's heartbeat stays as it was.
-            before, self._beat_names = self._beat_names, [new, *self._beat_names]
+            old_paths, self._beat_names = self._beat_names, [new_path, *self._beat_names]
             if beat.incarnation != self._beating_as:
-                before, self._beating_as = [], beat.incarnation
-            if not any(store.rename(old, new) for old in before):
-                store.mark(new, beat)
-            self._beat_names, observer.beaten_at = [new], now
+                old_paths, self._beating_as = [], beat.incarnation
+            if not any(store.rename(old_path, new_path) for old_path in old_paths):
+                store.mark(new_path, beat)
+            self._beat_names, observer.beaten_at = [new_path], now
 
     def _announce(self, incarnation: int) -> bool:
         """Join as this incarnation; False where another process has that. Raises OSError.
@@ -308,15 +308,15 @@ class NodeLoop:
 
     def _find_resume_point(self, seal: bool, now: float) -> LookAgain:
         fact = Fact(self.node.rank, self.node.incarnation, SEALED) if seal else None
-        found = self.last_generation.resume_point(self.rules, now, fact)
-        self.observer.resume_point = found
-        if found is None:
+        resume_point = self.last_generation.resume_point(self.rules, now, fact)
+        self.observer.resume_point = resume_point
+        if resume_point is None:
             self.observer.schedule.poll_now()
             return LookAgain.STALE_LISTING
-        if seal and found.generation:
-            place = [found.position.iteration, found.position.phase]
+        if seal and resume_point.generation:
+            place = [resume_point.position.iteration, resume_point.position.phase]
             self.write_event(
-                "generation_sealed", self.node, {"number": found.generation, "goes_on_at": place}
+                "generation_sealed", self.node, {"number": resume_point.generation, "goes_on_at": place}
             )
         return LookAgain.NOW
 

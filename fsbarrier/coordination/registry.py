@@ -96,10 +96,10 @@ class Registry:
 
         It remembers nothing, because the work's thread calls it. Raises OSError, also for a join that cannot be read.
         """
-        found = dict(self.joins)
+        joins = dict(self.joins)
         for member in generation.members:
-            known = found.get(member.rank)
+            known = joins.get(member.rank)
             if known is None or known.incarnation < member.incarnation:
                 path = self.paths.join(member.rank, member.incarnation)
-                found[member.rank] = self.store.must_read(path, Join)
-        return found
+                joins[member.rank] = self.store.must_read(path, Join)
+        return joins

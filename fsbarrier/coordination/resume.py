@@ -44,13 +44,13 @@ class LastGeneration:
             return ResumePoint(Position(1, rules.span({})[0]), at=now, sealed=True)
         past = _PastGeneration(self.observer, rules, generation, *rules.span(generation.choices), self._facts)
         try:
-            found = self._where_it_was_left(past, now, seal)
+            point = self._where_it_was_left(past, now, seal)
         except OSError:
             # The facts of older generations are removed.
             if self.observer.newest is generation:
                 raise
             return None
-        return found if self.observer.newest is generation else None
+        return point if self.observer.newest is generation else None
 
     def _where_it_was_left(self, past: _PastGeneration, now: float, seal: Fact | None) -> ResumePoint | None:
         reached: Position | None = past.furthest()
@@ -164,14 +164,14 @@ class _PastGeneration:
 
     def _last_two(self, index: int, reached: Position) -> list[tuple[Position, Payload]]:
         """What was decided last in the row number `index` before `reached` in this generation, the newest first. A result may be empty."""
-        found: list[tuple[Position, Payload]] = []
+        decided: list[tuple[Position, Payload]] = []
         position = Position(reached.iteration if index < reached.phase else reached.iteration - 1, index)
-        while len(found) < 2 and position >= self.generation.start:
+        while len(decided) < 2 and position >= self.generation.start:
             value = self.fact(position).value if self.row(position).decides else None
             if value:
-                found.append((position, value))
+                decided.append((position, value))
             position = Position(position.iteration - 1, index)
-        return found
+        return decided
 
     def _leaders_path(self, position: Position) -> Path:
         """The path of the leader's fact about a row."""

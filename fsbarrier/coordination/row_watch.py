@@ -109,12 +109,12 @@ class RowWatch:
         Raises OSError, also for a fact that cannot be read.
         """
         generation, position = node.place
-        at = Position(position.iteration, self.table.index(phase_name))
+        reported = Position(position.iteration, self.table.index(phase_name))
         # The leader publishes its own result only after the leader's work, which asks for it here.
-        own = {node.rank: node.result} if at == position else {}
-        directory = self.row_dir(generation.number, at)
+        own = {node.rank: node.result} if reported == position else {}
+        directory = self.row_dir(generation.number, reported)
         others = [rank for rank in generation.ranks if rank not in own]
         return own | {
-            rank: self.store.must_read(directory / fact_name(at.iteration, rank), Fact).value
+            rank: self.store.must_read(directory / fact_name(reported.iteration, rank), Fact).value
             for rank in others
         }

@@ -40,13 +40,13 @@ def roles(
 ) -> dict[str, frozenset[int]]:
     """The ranks that can hold each role that not all nodes have (`placement.*`)."""
     placed = {f"placement.{role}": settings[f"placement.{role}"] for role in ROLES}
-    placed |= {f"placement.{name}": one.placement for name, one in engines.items() if one.placement}
+    placed |= {f"placement.{name}": engine.placement for name, engine in engines.items() if engine.placement}
     ranges = {f"{name}={text}": Ranges.parse(text) for name, text in placed.items()}
     nodes = range(settings["num_nodes"])
     return {
-        what: frozenset(one.holders(nodes, accelerators))
-        for what, one in ranges.items()
-        if not one.everything
+        role: frozenset(held.holders(nodes, accelerators))
+        for role, held in ranges.items()
+        if not held.everything
     }
 
 

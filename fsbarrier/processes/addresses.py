@@ -63,15 +63,15 @@ def interface_addresses() -> list[tuple[str, str]]:
 
 
 def ipv4_addresses() -> list[tuple[str, str]]:
-    found = []
+    addresses = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             # An interface without an IPv4 address answers with an error.
             with contextlib.suppress(OSError):
                 answer = fcntl.ioctl(control, SIOCGIFADDR, request)
-                found.append((name, socket.inet_ntoa(answer[20:24])))
-    return found
+                addresses.append((name, socket.inet_ntoa(answer[20:24])))
+    return addresses
 
 
 def owner_of_peer(peer: tuple[str, int], here: tuple[str, int]) -> int | None:

@@ -114,13 +114,13 @@ class ForkServer:
 
     async def __aenter__(self) -> Self:
         """Wait until it has loaded the user's code. Raises UsageError if that cannot be used, ProgramFailed if the server has died."""
-        said = b""
+        report = b""
         with contextlib.suppress(ConnectionError):
-            said = await asyncio.get_running_loop().sock_recv(self._control, MAX_REPORT)
-        if not said:
+            report = await asyncio.get_running_loop().sock_recv(self._control, MAX_REPORT)
+        if not report:
             raise ProgramFailed(self._how_it_died())
-        if said != b"ready":
-            raise UsageError(said.decode().partition(" ")[2])
+        if report != b"ready":
+            raise UsageError(report.decode().partition(" ")[2])
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -132,9 +132,9 @@ class ForkServer:
         """A process for one job; nothing of it is left after this block. Raises ProgramFailed if it cannot be started."""
         (messages, its_messages), (lifeline, its_lifeline) = socket.socketpair(), socket.socketpair()
         job = await Job.over(messages)
-        said, job.lifeline = await asyncio.open_unix_connection(sock=lifeline)
+        reports, job.lifeline = await asyncio.open_unix_connection(sock=lifeline)
         started: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        job.ended = asyncio.create_task(_hear(said, started))
+        job.ended = asyncio.create_task(_hear(reports, started))
         try:
             async with self._one_at_a_time:
                 # Where the server has died, the lifeline ends.
@@ -162,14 +162,14 @@ class ForkServer:
         return f"the process that starts all jobs {how}"
 
 
-async def _hear(said: asyncio.StreamReader, started: asyncio.Future[bytes]) -> int:
+async def _hear(reports: asyncio.StreamReader, started: asyncio.Future[bytes]) -> int:
     """The reports of a job's guard; returns the job's exit code."""
-    first, last = await _line(said), b""
+    first, last = await _line(reports), b""
     # Nobody waits any more for a job that was cancelled.
     if not started.done():
         started.set_result(first)
     if first.startswith(b"started"):
-        last = await _line(said)
+        last = await _line(reports)
     return int(last.split()[1]) if last else -int(signal.SIGKILL)
 
 

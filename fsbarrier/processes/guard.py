@@ -229,14 +229,14 @@ def main() -> int:
     os.set_inheritable(line, False)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     guard = Guard(line, int(daemon))
-    pid, said = start_main(cwd, argv, program_environment())
+    pid, first_report = start_main(cwd, argv, program_environment())
     # Only the program keeps these.
     for text in filter(None, passed.split(",")):
         os.close(int(text))
     for fd in (1, 2):
         # Standard output and error go to the program's log; from here on only the program writes there.
         os.dup2(0, fd)
-    report(said)
+    report(first_report)
     if pid:
         report(f"ended {guard.watch(pid)}")
     return 0

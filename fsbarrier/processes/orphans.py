@@ -43,21 +43,21 @@ def end_earlier_orphans() -> tuple[int, ...]:
 
 
 def _orphans() -> dict[int, int]:
-    found = processes.scan()
+    stats = processes.scan()
     guards = {
-        pid: guard for pid, stat in found.items() if not stat.ended and (guard := _dead_guard(pid, found))
+        pid: guard for pid, stat in stats.items() if not stat.ended and (guard := _dead_guard(pid, stats))
     }
     orphans: dict[int, int] = {}
     for pid, guard in guards.items():
         top = pid
-        while guards.get(found[top].ppid) == guard:
-            top = found[top].ppid
-        if _adopts(found[top].ppid):
-            orphans[pid] = found[pid].start
+        while guards.get(stats[top].ppid) == guard:
+            top = stats[top].ppid
+        if _adopts(stats[top].ppid):
+            orphans[pid] = stats[pid].start
     return orphans
 
 
-def _dead_guard(pid: int, found: dict[int, processes.Stat]) -> str:
+def _dead_guard(pid: int, stats: dict[int, processes.Stat]) -> str:
     """The name of this process's guard if that is dead; "" if it lives, or there is none."""
     variable = f"{processes.GUARD_VARIABLE}=".encode()
     # The process has ended, or is another user's.
@@ -68,7 +68,7 @@ def _dead_guard(pid: int, found: dict[int, processes.Stat]) -> str:
         if entry and os.stat(f"/proc/{pid}").st_uid == os.geteuid():
             name = entry.removeprefix(variable).decode()
             scope, guard, start = name.rsplit("/", 2)
-            living = found.get(int(guard))
+            living = stats.get(int(guard))
             lives = living is not None and living.start == int(start) and not living.ended
             return name if scope == processes.scope() and not lives else ""
     return ""

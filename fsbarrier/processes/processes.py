@@ -67,19 +67,19 @@ def own_name() -> str:
 
 def scan() -> dict[int, Stat]:
     """All processes in /proc, including zombies; {} without a /proc."""
-    found: dict[int, Stat] = {}
+    stats: dict[int, Stat] = {}
     try:
         names = os.listdir("/proc")
     except OSError:
-        return found
+        return stats
     for name in names:
         if name.isdigit():
             try:
-                found[int(name)] = Stat(int(name))
+                stats[int(name)] = Stat(int(name))
             except OSError:
                 # It has ended, or belongs to another user.
                 continue
-    return found
+    return stats
 
 
 def below(root: int, processes: dict[int, Stat] | None = None) -> dict[int, int]:
@@ -88,14 +88,14 @@ def below(root: int, processes: dict[int, Stat] | None = None) -> dict[int, int]
     children: dict[int, list[int]] = {}
     for pid, stat in processes.items():
         children.setdefault(stat.ppid, []).append(pid)
-    found: dict[int, int] = {}
+    descendants: dict[int, int] = {}
     todo = [root]
     while todo:
         for pid in children.get(todo.pop(), ()):
-            if pid not in found and pid != root:
-                found[pid] = processes[pid].start
+            if pid not in descendants and pid != root:
+                descendants[pid] = processes[pid].start
                 todo.append(pid)
-    return found
+    return descendants
 
 
 def open_pidfd(pid: int) -> int:

@@ -29,14 +29,14 @@ def listen(addresses: Sequence[str], port: int = 0) -> list[socket.socket]:
     with contextlib.ExitStack() as opened:
         for address in ("", *addresses) if others else addresses:
             try:
-                one = opened.enter_context(_listen_on(address, port))
+                listener = opened.enter_context(_listen_on(address, port))
             except OSError:
                 # An address may have gone meanwhile.
                 if others and listening:
                     continue
                 raise
-            listening.append(one)
-            port = port_of(one)
+            listening.append(listener)
+            port = port_of(listener)
         opened.pop_all()
     return listening[1:] + listening[:1] if others else listening
 

@@ -54,30 +54,31 @@ def draw_rounds(
     outside this order, so the tasks of the next iteration do not depend on how many this one needs.
     """
     drawn = []
-    for one, share in zip(sets, split_by_weight(range(count), [one.weight for one in sets]), strict=True):
-        key, quota = f"{seed}:{one.name}" if one.name else f"{seed}", len(share)
+    shares = split_by_weight(range(count), [task_set.weight for task_set in sets])
+    for task_set, share in zip(sets, shares, strict=True):
+        key, quota = f"{seed}:{task_set.name}" if task_set.name else f"{seed}", len(share)
         if weight_of is None:
-            order = _in_passes(one.tasks, quota, rounds, key, iteration)
+            order = _in_passes(task_set.tasks, quota, rounds, key, iteration)
         else:
-            order = _by_weight(one.tasks, quota, key, iteration, weight_of)
+            order = _by_weight(task_set.tasks, quota, key, iteration, weight_of)
         drawn.append([order[quota * number : quota * (number + 1)] for number in range(rounds)])
-    found = [[*chain(*parts)] for parts in zip(*drawn, strict=True)]
+    by_round = [[*chain(*parts)] for parts in zip(*drawn, strict=True)]
     if len(sets) > 1:
         # A node's share is of consecutive tasks; each gets some of all sets.
-        for number, tasks in enumerate(found):
+        for number, tasks in enumerate(by_round):
             random.Random(f"{seed}:{iteration}:{number}").shuffle(tasks)
-    return [tasks for tasks in found if tasks]
+    return [tasks for tasks in by_round if tasks]
 
 
 def _in_passes(tasks: Sequence[int], quota: int, rounds: int, key: str, iteration: int) -> list[int]:
     """The tasks of an iteration, then those of refills."""
-    first = sample_tasks(len(tasks), quota, seed=key, iteration=iteration) if quota else []
+    indices = sample_tasks(len(tasks), quota, seed=key, iteration=iteration) if quota else []
     if rounds > 1:
-        there = frozenset(first)
-        others = [index for index in range(len(tasks)) if index not in there]
+        drawn = frozenset(indices)
+        others = [index for index in range(len(tasks)) if index not in drawn]
         most = min(len(others), quota * (rounds - 1))
-        first += random.Random(f"{key}:{iteration}:refills").sample(others, most)
-    return [tasks[index] for index in first]
+        indices += random.Random(f"{key}:{iteration}:refills").sample(others, most)
+    return [tasks[index] for index in indices]
 
 
 def _by_weight(

@@ -37,24 +37,24 @@ def after_a_failure(situation: Situation) -> Generation:
     before, members = failures_so_far(situation.generation, situation.position), situation.generation.members
     attempt = 1 + max((failure.attempt for failure in before), default=0)
     failures = (*before, *_failures(situation, attempt))
-    first = _first(situation)
-    cause, log = _described(situation, first)
-    if first.value.get("refused"):
-        code = first.value.get("exit_code", UsageError.exit_code)
+    shown = _first(situation)
+    cause, log = _described(situation, shown)
+    if shown.value.get("refused"):
+        code = shown.value.get("exit_code", UsageError.exit_code)
         return successor(situation, members, "refused", verdict=Verdict(code, f"{cause}{log}"))
     repeated = _repeated(before, failures[len(before) :])
     if attempt <= situation.rules.retries and not repeated:
         return successor(situation, members, f"again: {cause}", failures=failures)
     tries = f"{counted(attempt, 'attempt')}{', as it failed in the same way before' if repeated else ''}"
-    out = _cannot_work(situation, failures, attempt)
-    if out:
-        who = ", ".join(f"node {member.rank} ({member.host})" for member in out)
-        rest = [member for member in members if member not in out]
+    unable = _cannot_work(situation, failures, attempt)
+    if unable:
+        who = ", ".join(f"node {member.rank} ({member.host})" for member in unable)
+        rest = [member for member in members if member not in unable]
         # What the others have done counts anew, and whoever fails like those that left ends the run.
         kept = tuple(replace(failure, attempt=0) for failure in failures)
         reason = f"{who} cannot work and leaves: {cause}; given up after {tries}"
-        return successor(situation, rest, reason, failures=kept, dismissed=tuple(out))
-    code = first.value.get("exit_code", ProgramFailed.exit_code)
+        return successor(situation, rest, reason, failures=kept, dismissed=tuple(unable))
+    code = shown.value.get("exit_code", ProgramFailed.exit_code)
     verdict = Verdict(code, f"{cause}; given up after {tries}{log}")
     return successor(situation, members, "program failed", verdict=verdict)
 
@@ -95,18 +95,18 @@ def _repeated(before: Sequence[FailedProgram], new: Sequence[FailedProgram]) -> 
 
 def _cannot_work(situation: Situation, failures: Sequence[FailedProgram], attempts: int) -> list[Member]:
     """The members that failed in each attempt, and in a way in which nobody else did; none if the run cannot go on without them."""
-    own = [failure for failure in failures if not failure.noticed]
+    direct = [failure for failure in failures if not failure.noticed]
     tried = [
-        {failure.rank for failure in own if failure.attempt == number} for number in range(1, attempts + 1)
+        {failure.rank for failure in direct if failure.attempt == number} for number in range(1, attempts + 1)
     ]
     always = set.intersection(*tried)
-    elsewhere = {failure.what for failure in own if failure.rank not in always}
-    out = [
+    elsewhere = {failure.what for failure in direct if failure.rank not in always}
+    unable = [
         member
         for member in situation.generation.members
         if member.rank in always
-        and not any(failure.rank == member.rank and failure.what in elsewhere for failure in own)
+        and not any(failure.rank == member.rank and failure.what in elsewhere for failure in direct)
     ]
-    left = [member.rank for member in situation.generation.members if member not in out]
+    left = [member.rank for member in situation.generation.members if member not in unable]
     rules = situation.rules
-    return out if rules.on_node_failure == "shrink" and left and not rules.lacks(left) else []
+    return unable if rules.on_node_failure == "shrink" and left and not rules.lacks(left) else []

@@ -54,12 +54,12 @@ def decode(data: bytes, cls: type[R]) -> R:
     if header + b"\n" != _header(_KINDS[cls], body):
         raise CorruptRecord(_fault_of_header(header, _KINDS[cls]))
     try:
-        found = msgspec.convert(_DECODER.raw_decode(body.decode())[0], cls)
+        record = msgspec.convert(_DECODER.raw_decode(body.decode())[0], cls)
     except (ValueError, RecursionError) as error:
         raise CorruptRecord(f"not a record: {error}") from None
-    if isinstance(found, Generation):
-        _check_generation(found)
-    return found
+    if isinstance(record, Generation):
+        _check_generation(record)
+    return record
 
 
 def _fault_of_header(header: bytes, expected: str) -> str:
@@ -77,11 +77,11 @@ def _fault_of_header(header: bytes, expected: str) -> str:
     return "torn: length or digest differs"
 
 
-def _check_generation(found: Generation) -> None:
+def _check_generation(generation: Generation) -> None:
     """Refuse a record that breaks what the state machine relies on without checking."""
-    if len(set(found.ranks)) != len(found.ranks) or (
-        found.leader not in found.ranks and found.verdict is None
+    if len(set(generation.ranks)) != len(generation.ranks) or (
+        generation.leader not in generation.ranks and generation.verdict is None
     ):
         raise CorruptRecord("not a record: its leader is no member, or a rank is there twice")
-    if found.number < 1 or found.start.iteration < 1:
+    if generation.number < 1 or generation.start.iteration < 1:
         raise CorruptRecord("not a record: it starts nowhere")

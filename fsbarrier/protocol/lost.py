@@ -61,15 +61,15 @@ def found_by_others(situation: Situation, newest: Generation) -> list[Loss]:
     node, view = situation.node, situation.view
     if node.generation is None or node.trouble_since is not None:
         return []
-    gone = [
+    left_out = [
         m
         for m in node.generation.members
         if newest.incarnation_of(m.rank) != m.incarnation and m not in newest.dismissed
     ]
     since = node.watches_since(view.ledger)
-    known = losses(gone, node.rank, view.joins, view.ledger, since, situation.rules.limits)
+    known = losses(left_out, node.rank, view.joins, view.ledger, since, situation.rules.limits)
     noticed = {loss.member: loss for loss in known}
-    return [noticed.get(member) or _loss_from_record(situation, member, newest) for member in gone]
+    return [noticed.get(member) or _loss_from_record(situation, member, newest) for member in left_out]
 
 
 def _loss_from_record(situation: Situation, member: Member, newest: Generation) -> Loss:

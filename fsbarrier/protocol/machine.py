@@ -158,28 +158,28 @@ def end_when_the_code_differs(situation: Situation) -> Step | None:
     It compares itself with the live members of the newest generation. If a session is about to begin, it compares itself with the
     lower ranks that wait, since the run follows the lowest. The others do not admit this node either (`Situation.joiners`).
     """
-    view, found = situation.view, None
+    view, other = situation.view, None
     for member in situation.others:
         join = view.joins.get(member.rank)
         if join is not None and join.incarnation == member.incarnation and view.ledger.moved(member):
-            found = join if situation.differs(join) and view.ledger.state(member) not in GONE else found
+            other = join if situation.differs(join) and view.ledger.state(member) not in GONE else other
     lower = (
         join
         for rank, join in sorted(situation.waiting.items())
         if rank < situation.node.rank and situation.differs(join)
     )
-    found = found or next(lower, None)
+    other = other or next(lower, None)
     own = view.joins.get(situation.node.rank)
-    if found is None or own is None:
+    if other is None or own is None:
         return None
-    theirs, ours = (f"{join.version} (code {join.digest[:12]})" for join in (found, own))
-    named = ", ".join(own.other_code(found))
+    theirs, ours = (f"{join.version} (code {join.digest[:12]})" for join in (other, own))
+    what_differs = ", ".join(own.other_code(other))
     return _end(
         situation,
         UsageError.exit_code,
         "left",
-        f"node {own.rank} on {own.host} runs fsbarrier {ours}, node {found.rank} on {found.host} runs {theirs}"
-        f"{f' (what differs: {named})' if named else ''}; start all nodes with the same fsbarrier and program",
+        f"node {own.rank} on {own.host} runs fsbarrier {ours}, node {other.rank} on {other.host} runs {theirs}"
+        f"{f' (what differs: {what_differs})' if what_differs else ''}; start all nodes with the same fsbarrier and program",
     )
 
 
@@ -274,14 +274,14 @@ def restart_the_last_call(situation: Situation) -> Step | None:
 def end_when_all_is_done(situation: Situation) -> Step | None:
     """The run has already done all the iterations that were asked for. The node stays for up to `dead_s`, so that those who are being
     started with it hear the same from it, and do not wait for it."""
-    asked, found, rules = lowest_start(situation), situation.view.resume_point, situation.rules
-    if asked is None or found is None:
+    lowest, found, rules = lowest_start(situation), situation.view.resume_point, situation.rules
+    if lowest is None or found is None:
         return None
-    start = start_of_session(found, rules.span(asked.choices), rules.table, asked.until)
-    if not all_done(start, asked.until):
+    start = start_of_session(found, rules.span(lowest.choices), rules.table, lowest.until)
+    if not all_done(start, lowest.until):
         return None
     stays = situation.waits_for_nodes and situation.waited_s < rules.limits.dead_s
-    return (situation.node, NOTHING) if stays else _end_with_nothing_to_do(situation, asked.until)
+    return (situation.node, NOTHING) if stays else _end_with_nothing_to_do(situation, lowest.until)
 
 
 def wait_for_all_nodes(situation: Situation) -> Step | None:
@@ -419,23 +419,23 @@ def release(situation: Situation) -> Step | None:
     generation, position = situation.generation, situation.position
     if not situation.view.arrived.issuperset(generation.ranks):
         return None
-    node, (first, last) = situation.node, situation.span
+    node, (first_row, last_row) = situation.node, situation.span
     if fact.value and not situation.row.transient:
         decisions = with_decision(node.decisions, situation.row.name, position.iteration, fact.value)
         node = replace(node, decisions=decisions)
     passed: tuple[Action, ...] = (Note("phase_finished", at=node),)
-    if position.phase == last:
+    if position.phase == last_row:
         passed = (*passed, Note("iteration_finished", at=node))
-    if position.phase == last and generation.until is not None and position.iteration >= generation.until:
+    if position.phase == last_row and generation.until is not None and position.iteration >= generation.until:
         are = "is" if position.iteration == 1 else "are"
         done = f"{counted(position.iteration, 'iteration')} {are} done"
         return replace(node, stage=Stage.ENDED), (*passed, Exit(EXIT_DONE, FINISHED, done))
-    if position.phase < last:
+    if position.phase < last_row:
         following = Position(position.iteration, position.phase + 1)
         part, actions = _begin(situation, situation.rules.row(following, generation))
     else:
         # The first row of an iteration does not begin yet: a stop may take effect there, and the leader may admit nodes.
-        following = Position(position.iteration + 1, first)
+        following = Position(position.iteration + 1, first_row)
         part, actions = RowPart.NONE, NOTHING
     moved = replace(node, position=following, part=part, result={}, work_s=0.0, trouble_since=None)
     return moved, (*passed, Entered(following, generation), *actions)
@@ -645,21 +645,21 @@ def _begin(situation: Situation, row: Row[object]) -> tuple[RowPart, Sequence[Ac
 
 def tell_of_the_silent(situation: Situation) -> Step | None:
     """Members have been silent for `suspect_s`, or are heard again: the journal tells. Other rules decide whether one is lost."""
-    node, ledger, known = situation.node, situation.view.ledger, situation.node.suspected
+    node, ledger, suspected_before = situation.node, situation.view.ledger, situation.node.suspected
     since, suspect_s = node.watches_since(ledger), situation.rules.limits.suspect_s
     silent = silent_members(situation.generation.members, node.rank, ledger, since, suspect_s)
     ended = {member for member in silent if ledger.state(member) in (FINISHED, "stopped")}
-    suspected = frozenset(silent) - (ended - known)
-    if suspected == known:
+    suspected = frozenset(silent) - (ended - suspected_before)
+    if suspected == suspected_before:
         return None
-    told = [
+    notes = [
         Note("node_suspected", {**_named(member), "silent_s": round(silent[member], 3)})
         if member in suspected
         else Note("node_recovered", _named(member))
         for member in situation.generation.members
-        if member in suspected ^ known
+        if member in suspected ^ suspected_before
     ]
-    return replace(node, suspected=suspected), told
+    return replace(node, suspected=suspected), notes
 
 
 def _named(suspect: Member) -> dict[str, object]:

@@ -78,7 +78,7 @@ class Table(Generic[Work_co]):
 
     def __post_init__(self) -> None:
         indices = {row.name: i for i, row in enumerate(self.rows)}
-        kept = len(self.rows) - len(self.closing)
+        first_closing = len(self.rows) - len(self.closing)
         object.__setattr__(self, "_indices", indices)
         if not self.rows or [row.index for row in self.rows] != list(indices.values()):
             found = ", ".join(f"{row.index} {row.name}" for row in self.rows)
@@ -90,7 +90,7 @@ class Table(Generic[Work_co]):
                 raise UsageError(
                     f"program {self.name}, {row.name}: resume={row.resume!r} is not this or an earlier phase"
                 )
-        ends = [row.name for row in self.rows[kept:]]
+        ends = [row.name for row in self.rows[first_closing:]]
         closing = [row.name for row in self.closing]
         if closing != ends:
             raise UsageError(

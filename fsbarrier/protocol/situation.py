@@ -101,13 +101,14 @@ class Situation:
         A session that is about to begin has the settings of the last one, and those that node 0 asks for.
         """
         generation, master = self.node.generation or self.view.newest, self.view.joins.get(MASTER)
-        known = generation.settings if generation is not None else {}
+        current = generation.settings if generation is not None else {}
         if self.node.generation is not None or master is None or not master.stated:
-            return known
+            return current
         if self.named or self.others_at_work or not self.master_comes:
-            return known
+            return current
         began = self.rules.settings
-        return {name: value for name, value in {**known, **master.stated}.items() if began.get(name) != value}
+        asked = {**current, **master.stated}
+        return {name: value for name, value in asked.items() if began.get(name) != value}
 
     def objection(self, join: Join) -> str:
         """What in a start does not fit the session's settings, for people; "" if it fits."""

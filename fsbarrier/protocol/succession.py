@@ -66,12 +66,12 @@ def successor(
     )
 
 
-def first_of_session(situation: Situation, found: ResumePoint) -> Generation:
-    """The first generation of a session, which resumes the run at `found`."""
-    number, asked = found.generation + 1, lowest_start(situation)
-    choices = asked.choices if asked else {}
+def first_of_session(situation: Situation, point: ResumePoint) -> Generation:
+    """The first generation of a session, which resumes the run at `point`."""
+    number, lowest = point.generation + 1, lowest_start(situation)
+    choices = lowest.choices if lowest else {}
     span = situation.rules.span(choices)
-    start = start_of_session(found, span, situation.rules.table, asked.until if asked else None)
+    start = start_of_session(point, span, situation.rules.table, lowest.until if lowest else None)
     members = [situation.starting[rank] for rank in sorted(situation.starting)]
     return Generation(
         number=number,
@@ -79,8 +79,8 @@ def first_of_session(situation: Situation, found: ResumePoint) -> Generation:
         leader=leader_of(members),
         start=start,
         reason=STARTS[number > 1],
-        decisions=kept_decisions(found.decisions, start, situation.rules.table),
-        until=asked.until if asked else None,
+        decisions=kept_decisions(point.decisions, start, situation.rules.table),
+        until=lowest.until if lowest else None,
         choices=choices,
         created_by=situation.node.rank,
         settings=situation.settings,
@@ -112,46 +112,46 @@ def all_done(start: Position, until: int | None) -> bool:
 
 
 def start_of_session(
-    found: ResumePoint, span: tuple[int, int], table: Table[object], until: int | None = None
+    point: ResumePoint, span: tuple[int, int], table: Table[object], until: int | None = None
 ) -> Position:
     """Where a session that runs the rows of `span` up to iteration `until` begins.
 
     The last iteration must include its closing rows (`Table.closing`). So the session begins no later than with the first of them,
     even if the last session stopped behind it or completed the iteration without closing it.
     """
-    start = _start_by_what_was_done(found, span, table)
+    start = _start_by_what_was_done(point, span, table)
     if not table.closing or until is None or span != table.span():
         return start
     first_closing = Position(until, table.closing[0].index)
     if start.iteration == until:
         return min(start, first_closing)
-    last = found.decisions.get(table.rows[-1].name)
+    last = point.decisions.get(table.rows[-1].name)
     closed = last is not None and last["iteration"] == until
     # If the next iteration has already published a policy, it is too late to close the last one.
     published = start.phase >= first_closing.phase
     return start if start.iteration - 1 != until or closed or published else first_closing
 
 
-def _start_by_what_was_done(found: ResumePoint, span: tuple[int, int], table: Table[object]) -> Position:
+def _start_by_what_was_done(point: ResumePoint, span: tuple[int, int], table: Table[object]) -> Position:
     """Where a session that runs the rows of `span` begins: where the run was left, if the last session ran the same rows.
 
     Otherwise it begins with the first slice that lags behind the one before it. Example: there are rollouts of iteration 3, but
     updates only up to iteration 2; a session that includes the update begins with that of iteration 3. If no slice lags, a session that
     begins with a later slice does that slice's next iteration, and any other session begins the next iteration.
     """
-    if found.generation == 0:
+    if point.generation == 0:
         return Position(1, span[0])
-    if span == found.span:
-        return found.position
-    made = [
-        decision["iteration"] if (decision := found.decisions.get(part.result)) is not None else 0
+    if span == point.span:
+        return point.position
+    made_up_to = [
+        decision["iteration"] if (decision := point.decisions.get(part.result)) is not None else 0
         for part in table.slices
     ]
-    for i in range(len(made) - 1, 0, -1):
+    for i in range(len(made_up_to) - 1, 0, -1):
         first = table.index(table.slices[i].first)
-        if span[0] <= first <= span[1] and (made[i - 1] > made[i] or span[0] == first):
-            return Position(made[i] + 1, first)
-    return Position(max(made, default=0) + 1, span[0])
+        if span[0] <= first <= span[1] and (made_up_to[i - 1] > made_up_to[i] or span[0] == first):
+            return Position(made_up_to[i] + 1, first)
+    return Position(max(made_up_to, default=0) + 1, span[0])
 
 
 def with_decision(

@@ -59,69 +59,69 @@ def check_nodes(
     nodes: Nodes, hosts: Mapping[int, str], settings: Settings, parameters: int | None
 ) -> list[Problem]:
     """The problems, the worst first. `parameters`: of the run's model; None if there is none, 0 if their number is unknown."""
-    found = [*_missing_accelerators(nodes, hosts, settings), *_misplaced(nodes, settings)]
-    found += _crowded(nodes, settings) if parameters is not None else ()
+    noticed = [*_missing_accelerators(nodes, hosts, settings), *_misplaced(nodes, settings)]
+    noticed += _crowded(nodes, settings) if parameters is not None else ()
     updates = parameters is not None and settings.rl_phase != "rollout"
     used = {
         "deepspeed": settings.trainer.backend == "deepspeed",
         "peft": settings.lora.rank > 0,
     }
     needed = [name for name in PACKAGES if used.get(name, True)]
-    found += _training_processes(nodes, settings) if updates else ()
-    found += _differences(nodes, hosts, needed, updates=updates)
-    found += _in_use(nodes, hosts)
+    noticed += _training_processes(nodes, settings) if updates else ()
+    noticed += _differences(nodes, hosts, needed, updates=updates)
+    noticed += _in_use(nodes, hosts)
     if parameters and updates:
-        found += _checkpoint_room(nodes, hosts, settings, parameters)
-    return sorted(found, key=lambda one: not one.refused)
+        noticed += _checkpoint_room(nodes, hosts, settings, parameters)
+    return sorted(noticed, key=lambda problem: not problem.refused)
 
 
 def _missing_accelerators(nodes: Nodes, hosts: Mapping[int, str], settings: Settings) -> Iterator[Problem]:
     """`--expect-gpus`: the nodes that lack some, if all should have equally many."""
-    wanted, there = settings.expect_gpus, sum(len(one.accelerators) for one in nodes.values())
-    if wanted is None or there >= wanted:
+    expected, present = settings.expect_gpus, sum(len(node.accelerators) for node in nodes.values())
+    if expected is None or present >= expected:
         return
-    each = -(-wanted // settings.num_nodes)
+    per_node = -(-expected // settings.num_nodes)
     lacking = [
-        f"{_node_and_host(rank, hosts)} has {len(nodes[rank].accelerators)} of {each}"
+        f"{_node_and_host(rank, hosts)} has {len(nodes[rank].accelerators)} of {per_node}"
         if rank in nodes
         else f"node {rank} is not there"
         for rank in range(settings.num_nodes)
-        if rank not in nodes or len(nodes[rank].accelerators) < each
+        if rank not in nodes or len(nodes[rank].accelerators) < per_node
     ]
-    yield Problem(True, f"--expect-gpus {wanted}", f"there are {there}: {', '.join(lacking)}")
+    yield Problem(True, f"--expect-gpus {expected}", f"there are {present}: {', '.join(lacking)}")
 
 
 def _misplaced(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
     """`placement.*`: ranges that the nodes' accelerators do not have, or leave over."""
     placed = {f"{name}={text}": Ranges.parse(text) for name, text in settings.placed.items()}
-    counts = {rank: len(one.accelerators) for rank, one in nodes.items()}
-    each, most = max(counts.values(), default=0), settings.num_nodes
-    for what, ranges in placed.items():
+    counts = {rank: len(node.accelerators) for rank, node in nodes.items()}
+    per_node, num_nodes = max(counts.values(), default=0), settings.num_nodes
+    for setting, ranges in placed.items():
         if ranges.everything or ranges.nodes:
             continue
-        beyond = ranges.beyond(each * most)
-        if len(set(counts.values())) > 1 or not each:
+        beyond = ranges.beyond(per_node * num_nodes)
+        if len(set(counts.values())) > 1 or not per_node:
             found = ", ".join(f"node {rank} has {count}" for rank, count in counts.items())
             yield Problem(
                 True,
-                what,
+                setting,
                 f"numbers count accelerators of equal nodes, and {found}; name whole nodes, as node:0-1",
             )
         elif beyond is not None:
             yield Problem(
                 True,
-                what,
-                f"there is no accelerator {beyond}; {counted(most, 'node')} with {each} each have 0 to {each * most - 1}",
+                setting,
+                f"there is no accelerator {beyond}; {counted(num_nodes, 'node')} with {per_node} each have 0 to {per_node * num_nodes - 1}",
             )
-    holders = [ranges.holders(nodes, each) for ranges in placed.values()]
+    holders = [ranges.holders(nodes, per_node) for ranges in placed.values()]
     rollout, update = holders[: len(ROLES)]
-    both = sorted({*rollout} & {*update})
-    if settings.rollout.ahead and both:
+    in_both = sorted({*rollout} & {*update})
+    if settings.rollout.ahead and in_both:
         what = f"rollout.ahead={settings.rollout.ahead}"
         yield Problem(
             True,
             what,
-            f"node {both[0]} both trains and rolls out; give each node to one of {' and '.join([*placed][: len(ROLES)])}",
+            f"node {in_both[0]} both trains and rolls out; give each node to one of {' and '.join([*placed][: len(ROLES)])}",
         )
     idle = [
         f"{number} of node {rank}"
@@ -158,14 +158,14 @@ def _training_processes(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
         return
     held = _held(settings.placement.update, nodes)
     counts = {rank: trainer.processes_per_node or max(1, len(devices)) for rank, devices in held.items()}
-    found = ", ".join(f"node {rank} has {count}" for rank, count in counts.items())
+    each = ", ".join(f"node {rank} has {count}" for rank, count in counts.items())
     for rank, devices in held.items():
         if devices and counts[rank] > len(devices):
             what = f"trainer.processes_per_node={counts[rank]}"
             yield Problem(True, what, f"node {rank} trains on {counted(len(devices), 'accelerator')}")
             break
     if trainer.shard == "node" and len(counts) > 1 and (len({*counts.values()}) > 1 or 1 in counts.values()):
-        why = f"nodes need several training processes each, and equally many: {found}; set trainer.shard=all"
+        why = f"nodes need several training processes each, and equally many: {each}; set trainer.shard=all"
         yield Problem(True, "trainer.shard=node", why)
 
 
@@ -174,14 +174,14 @@ def _crowded(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
     update = _held(settings.placement.update, nodes)
     shares: dict[tuple[int, int], dict[str, float]] = {}
     engines: dict[str, ServerSettings] = {"engine": settings.engine} if settings.manages_engine else {}
-    for group, one in {
+    for group, engine in {
         **engines,
         **{f"engines.{name}": own for name, own in settings.engines.items()},
     }.items():
-        placed = one.placement if isinstance(one, FrozenEngineSettings) else None
+        placed = engine.placement if isinstance(engine, FrozenEngineSettings) else None
         for rank, devices in _held(placed or settings.placement.rollout, nodes).items():
             try:
-                used = devices[: replicas(one, len(devices), group) * one.accelerators]
+                used = devices[: replicas(engine, len(devices), group) * engine.accelerators]
             except UsageError as error:
                 yield Problem(True, group, f"node {rank}: {error}")
                 break
@@ -189,7 +189,7 @@ def _crowded(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
                 what = f"accelerator {min(both)} of node {rank} trains, while rollouts go on that need the engine there; place them apart"
                 yield Problem(True, f"{group} with rollout.ahead=1", what)
             for number in used:
-                shares.setdefault((rank, number), {})[group] = one.gpu_memory_utilization
+                shares.setdefault((rank, number), {})[group] = engine.gpu_memory_utilization
     full = next((item for item in shares.items() if len(item[1]) > 1 and sum(item[1].values()) > 1), None)
     if full is not None:
         (rank, number), together = full
@@ -208,17 +208,17 @@ def _differences(
         if len(set(values.values())) > 1:
             yield Problem(refused, f"{what} differs", _by_value(values, hosts))
 
-    kinds = {rank: "accelerators" if one.accelerators else "a CPU" for rank, one in nodes.items()}
+    kinds = {rank: "accelerators" if node.accelerators else "a CPU" for rank, node in nodes.items()}
     yield from differ("what computes", kinds, updates)
     for name in packages:
-        versions = {rank: str(one.packages.get(name) or "not installed") for rank, one in nodes.items()}
+        versions = {rank: str(node.packages.get(name) or "not installed") for rank, node in nodes.items()}
         # The processes of an update communicate through torch, and its minor versions may be incompatible.
         minors = {".".join(text.split(".")[:2]) for text in versions.values()}
         yield from differ(name, versions, updates and name == "torch" and len(minors) > 1)
-    yield from differ("Python", {rank: one.python for rank, one in nodes.items()})
-    yield from differ("driver", {rank: one.driver or "none" for rank, one in nodes.items()})
+    yield from differ("Python", {rank: node.python for rank, node in nodes.items()})
+    yield from differ("driver", {rank: node.driver or "none" for rank, node in nodes.items()})
     if len(set(kinds.values())) == 1:
-        yield from differ("accelerators", {rank: _accelerators_as_text(one) for rank, one in nodes.items()})
+        yield from differ("accelerators", {rank: _accelerators_as_text(node) for rank, node in nodes.items()})
 
 
 def _in_use(nodes: Nodes, hosts: Mapping[int, str]) -> Iterator[Problem]:
@@ -235,19 +235,21 @@ def _in_use(nodes: Nodes, hosts: Mapping[int, str]) -> Iterator[Problem]:
 def _checkpoint_room(
     nodes: Nodes, hosts: Mapping[int, str], settings: Settings, parameters: int
 ) -> Iterator[Problem]:
-    free = {rank: one.run_disk_free for rank, one in nodes.items() if one.run_disk_free}
+    free = {rank: node.run_disk_free for rank, node in nodes.items() if node.run_disk_free}
     if not free:
         return
     rank, least = min(free.items(), key=lambda item: item[1])
-    element = bytes_of_a_number(settings.trainer, on_cpu=not any(one.accelerators for one in nodes.values()))
+    element = bytes_of_a_number(
+        settings.trainer, on_cpu=not any(node.accelerators for node in nodes.values())
+    )
     # Adapters are small beside the model.
     trained = 0 if settings.lora.rank else parameters
     critic = parameters if settings.algorithm.has_critic else 0
     needed = checkpoint_bytes(parameters, trained, element, settings, critic)
-    one = needed.model + needed.critic + needed.trainer_state
+    size = needed.model + needed.critic + needed.trainer_state
     if least < needed.kept:
-        text = f"{gib(least)} free as {_node_and_host(rank, hosts)} sees it; a checkpoint is {gib(one)}, those kept {gib(needed.kept)}"
-        yield Problem(least < one, "room for checkpoints", text)
+        text = f"{gib(least)} free as {_node_and_host(rank, hosts)} sees it; a checkpoint is {gib(size)}, those kept {gib(needed.kept)}"
+        yield Problem(least < size, "room for checkpoints", text)
 
 
 def _by_value(values: Mapping[int, str], hosts: Mapping[int, str]) -> str:

@@ -112,8 +112,8 @@ class Daemon:
         valid = partial(can_hold, settings)
         observer = Observer(PosixStore(), record.paths, program, poll_intervals(settings), valid)
         patiently(observer.prepare, HIDDEN_S, passes=fails_or_hides)
-        last = observer.joins.get(rank)
-        log_dir = record.paths.node_logs(1 + (last.incarnation if last else 0), rank)
+        last_join = observer.joins.get(rank)
+        log_dir = record.paths.node_logs(1 + (last_join.incarnation if last_join else 0), rank)
         files.make_dirs_below(record.log_path, log_dir)
         self.events = patiently(
             lambda: EventLog(record, rules, log_dir / "daemon.log", work_dir), HIDDEN_S, passes=fails_or_hides
@@ -128,7 +128,7 @@ class Daemon:
         if engines := self.workplace.engines:
             offered |= {POLICY: engines.door.offer} if engines.door is not None else {}
         join = replace(join, engines=offered)
-        self._changed_code = last.other_code(join) if last else []
+        self._changed_code = last_join.other_code(join) if last_join else []
         events = self.events
         self.loop = NodeLoop(observer.store, observer, rules, self.jobs, join, events.write, events.note_work)
         self._waiting, factor = LookWaits(self.loop, wake), size_factor(settings.num_nodes)
@@ -344,21 +344,21 @@ def make_frozen(
     from fsbarrier.engine.frozen import FrozenEngine
     from fsbarrier.engine.replicas import Replicas
 
-    found, nodes = {}, range(settings.num_nodes)
+    engines, nodes = {}, range(settings.num_nodes)
     samplers = Ranges.parse(settings.placement.rollout).holders(nodes, len(devices))
-    for name, own in settings.engines.items():
-        holders = Ranges.parse(own.placement or ALL).holders(nodes, len(devices))
+    for name, own_settings in settings.engines.items():
+        holders = Ranges.parse(own_settings.placement or ALL).holders(nodes, len(devices))
         if rank not in holders and rank < settings.num_nodes:
             continue
         # Beyond this machine only where a node that rolls out has no server of its own.
         addresses = LOOPBACK if samplers.keys() <= holders.keys() else candidate_addresses()
         replicas = Replicas(
-            own,
+            own_settings,
             log_dir=log_dir,
             work_dir=work_dir,
             devices=devices,
             secrets_named=(settings.judge.api_key_env,),
             frozen=name,
         )
-        found[name] = FrozenEngine(replicas, addresses)
-    return found
+        engines[name] = FrozenEngine(replicas, addresses)
+    return engines

@@ -98,17 +98,17 @@ class EventLog:
     def _row_time(self, node: Node, now: float) -> Payload:
         """The duration of the row; with work, also of its parts."""
         seconds = now - self._row_entered
-        whole: dict[str, object] = {"seconds": round(seconds, DIGITS)}
+        row_fields: dict[str, object] = {"seconds": round(seconds, DIGITS)}
         if self._worked is None or node.position is None or node.generation is None:
-            return whole
+            return row_fields
         done_at, work = self._worked
         after_s, row = now - done_at, self._rules.row(node.position, node.generation)
         if row.each is not None and row.leader is not None and node.generation.leader == node.rank:
             # Between its two pieces of work the leader waits for all others.
-            return {**whole, **work.within(seconds).fields(), "waited_s": round(after_s, DIGITS)}
+            return {**row_fields, **work.within(seconds).fields(), "waited_s": round(after_s, DIGITS)}
         daemon_s = max(0.0, seconds - work.seconds - after_s)
         work = replace(work, work_s=work.work_s + daemon_s)
-        return {**whole, **work.within(seconds).fields()}
+        return {**row_fields, **work.within(seconds).fields()}
 
     def close(self) -> None:
         if self._notifier is not None:

@@ -107,7 +107,7 @@ class Surroundings:
 
     def parts_on_disk(self, paths: RunPaths, split: str, iteration: int) -> tuple[PartOnDisk, ...]:
         """The part files of one iteration and their durable groups, by name (oldest generation first within a rank)."""
-        found, folder = [], paths.trajectories(split)
+        parts, folder = [], paths.trajectories(split)
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             part = PART.parse(path.name)
             if part is None or (part.split, part.iteration) != (split, iteration):
@@ -117,15 +117,15 @@ class Surroundings:
             except (NotPlain, IsADirectoryError):
                 # No node made this, so it is ignored.
                 continue
-            there = trajectories.scan_rank_file(path)
-            if there.groups:
-                policy = str(there.header.get("policy", ""))
-                tasks = tuple(group.task_index for group in there.groups)
-                unjudged = frozenset(group.task_index for group in there.groups if group.stats.unjudged)
-                signal = frozenset(group.task_index for group in there.groups if group.stats.signal)
-                how = str(there.header.get("sampled_how", ""))
-                found.append(PartOnDisk(path.name, policy, there.valid_bytes, tasks, unjudged, signal, how))
-        return tuple(found)
+            scanned = trajectories.scan_rank_file(path)
+            if scanned.groups:
+                policy = str(scanned.header.get("policy", ""))
+                tasks = tuple(group.task_index for group in scanned.groups)
+                unjudged = frozenset(group.task_index for group in scanned.groups if group.stats.unjudged)
+                signal = frozenset(group.task_index for group in scanned.groups if group.stats.signal)
+                how = str(scanned.header.get("sampled_how", ""))
+                parts.append(PartOnDisk(path.name, policy, scanned.valid_bytes, tasks, unjudged, signal, how))
+        return tuple(parts)
 
 
 @dataclass

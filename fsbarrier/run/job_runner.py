@@ -139,17 +139,19 @@ class JobRunner:
         if generation.era == self._admitted:
             return []
         self._admitted = generation.era
-        found = problems(context)
-        refused = [one for one in found if one.refused]
+        noticed = problems(context)
+        refused = [problem for problem in noticed if problem.refused]
         if refused and generation.reason in STARTS:
-            what = "; ".join(f"{one.what}: {one.found}" for one in refused)
+            what = "; ".join(f"{problem.what}: {problem.found}" for problem in refused)
             # The table says more only where there is more than the one refusal.
-            table = map(str, found) if len(found) > 1 else ()
+            table = map(str, noticed) if len(noticed) > 1 else ()
             raise NodesRefused("\n".join([f"the nodes cannot carry this run: {what}", *table]))
         # All nodes know the same, so that one says it.
         if context.node_rank != context.leader:
             return []
-        return [{"event": "nodes_differ", "what": one.what, "found": one.found} for one in found]
+        return [
+            {"event": "nodes_differ", "what": problem.what, "found": problem.found} for problem in noticed
+        ]
 
 
 def _checked(value: Payload) -> JsonObject:

@@ -31,32 +31,32 @@ def inspect(log_path: Path, iteration: int) -> list[FoundFile]:
     """The files of `iteration`, in merge order, and the images that its trajectories name and that are not whole. Raises UsageError if
     there is no run."""
     run_id = runrecord.load(log_path).run_id
-    found: list[FoundFile] = []
+    listed: list[FoundFile] = []
     for split in SPLITS:
-        merged, begin = RunPaths(log_path).merged(split, iteration), len(found)
-        found += rank_files.find(log_path, split, iteration)
+        merged, begin = RunPaths(log_path).merged(split, iteration), len(listed)
+        listed += rank_files.find(log_path, split, iteration)
         # Temporary files of the merged file or of a rank's file. The suffix after the number distinguishes iteration 1 from 12.
         unfinished = (f".{merged.name}.", f".{merged.name}_rank_")
         for path in sorted(merged.parent.iterdir()) if merged.parent.is_dir() else ():
             name = parse_trajectories(path.name)
             if name is not None and name.rank is None and (name.split, name.iteration) == (split, iteration):
-                found.append(rank_files.look_at_merged(path, split, run_id))
+                listed.append(rank_files.look_at_merged(path, split, run_id))
             elif path.name.startswith(unfinished):
                 note = "temporary file of a killed program"
-                found.append(FoundFile(path, split, None, FileState.TEMPORARY, note))
-        found += _images_not_whole(RunPaths(log_path).images(split, iteration), split, found[begin:])
-    return found
+                listed.append(FoundFile(path, split, None, FileState.TEMPORARY, note))
+        listed += _images_not_whole(RunPaths(log_path).images(split, iteration), split, listed[begin:])
+    return listed
 
 
-def _images_not_whole(folder: Path, split: str, found: Iterable[FoundFile]) -> Iterator[FoundFile]:
+def _images_not_whole(folder: Path, split: str, listed: Iterable[FoundFile]) -> Iterator[FoundFile]:
     """The images that these files' trajectories name and that are missing or damaged. Raises StoreError."""
-    named: dict[str, str] = {}
-    for item in found:
+    task_of_image: dict[str, str] = {}
+    for item in listed:
         for trajectory in _trajectories(item) if item.mergeable else ():
             for name in chain.from_iterable(trajectory.get("images", ())):
-                named.setdefault(name, trajectory["task_id"])
+                task_of_image.setdefault(name, trajectory["task_id"])
     there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    for name, task in sorted(named.items()):
+    for name, task in sorted(task_of_image.items()):
         path = folder / Path(name).name
         if path.name not in there:
             yield FoundFile(path, split, None, FileState.MISSING, f"an image that task {task} needs")
@@ -136,13 +136,13 @@ def quarantine(log_path: Path, items: Iterable[FoundFile]) -> Path | None:
         return None
     folder = log_path / "quarantine" / datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     files.make_dirs_below(log_path, folder)
-    with reading.folder_below(log_path, folder) as to:
+    with reading.folder_below(log_path, folder) as target_fd:
         for path in dict.fromkeys(chosen):
             target = folder / path.name
             if os.path.lexists(target):
                 raise UsageError(f"{target} already exists; not overwriting it. Move it away and try again")
-            with reading.folder_below(log_path, path.parent) as here:
-                os.rename(path.name, path.name, src_dir_fd=here, dst_dir_fd=to)
+            with reading.folder_below(log_path, path.parent) as source_fd:
+                os.rename(path.name, path.name, src_dir_fd=source_fd, dst_dir_fd=target_fd)
             files.fsync_dir(path.parent)
     files.fsync_dir(folder)
     return folder

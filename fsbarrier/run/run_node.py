@@ -82,15 +82,15 @@ def _run_as(
 
 def place_for_weights(settings: Settings, log_path: Path) -> Path | None:
     """The folder for this node's copy of the newest weights; None: its engines read the run directory. Raises UsageError, OSError."""
-    wanted = settings.checkpoint.weights_dir
-    if wanted == "none" or not settings.manages_engine or settings.engine.nodes > 1:
+    weights_dir = settings.checkpoint.weights_dir
+    if weights_dir == "none" or not settings.manages_engine or settings.engine.nodes > 1:
         return None
-    if wanted == "auto":
+    if weights_dir == "auto":
         elsewhere = mount_of(log_path).family.category != LOCAL
         # In memory, so a copy needs no disk.
         return SHARED_MEMORY if elsewhere and os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else None
     try:
-        files.make_dirs(Path(wanted))
+        files.make_dirs(Path(weights_dir))
     except OSError as error:
-        raise UsageError(f"checkpoint.weights_dir={wanted}: {error.strerror or error}") from None
-    return Path(wanted)
+        raise UsageError(f"checkpoint.weights_dir={weights_dir}: {error.strerror or error}") from None
+    return Path(weights_dir)

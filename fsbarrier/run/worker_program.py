@@ -53,7 +53,7 @@ def run_program(work: Command, context: Context, job: RowJob, workplace: Workpla
             raise
 
     try:
-        value = patiently(
+        result = patiently(
             run,
             workplace.outage_s,
             passes=lambda error: isinstance(error, DirectoryFailed),
@@ -66,19 +66,19 @@ def run_program(work: Command, context: Context, job: RowJob, workplace: Workpla
     if failures:
         line = {"times": len(failures), "why": failures[-1].splitlines()[0]}
         job.events.append({"event": "program_restarted", **line})
-    return value
+    return result
 
 
 def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace) -> Result:
     """Raises DirectoryFailed, and as `run_program`."""
     if not work.listens:
         workplace.close_rendezvous()
-    held = [one.fileno() for one in workplace.rendezvous]
+    listening = [listener.fileno() for listener in workplace.rendezvous]
     workplace.programs_started += 1
-    own = WorkerFiles(workplace.work_dir / f"job-{workplace.programs_started:05d}")
+    files = WorkerFiles(workplace.work_dir / f"job-{workplace.programs_started:05d}")
     uses_engines, copy = "{engine}" in work.spec.values(), workplace.weights
     # Placeholders in the spec that this node fills in.
-    known = {
+    placeholders = {
         "{engine}": workplace.engine_access,
         "{engines}": _engines(context, workplace) if "{engines}" in work.spec.values() else {},
         "{weights_dir}": None if copy is None else str(copy.folder),
@@ -86,49 +86,51 @@ def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace
     }
     try:
         spec = {
-            key: known.get(value, value) if isinstance(value, str) else value
+            key: placeholders.get(value, value) if isinstance(value, str) else value
             for key, value in work.spec.items()
         }
         record = RunPaths(workplace.log_path).record
         helps = work.resident is not None and work.resident.name == HELPER
         module = {"module": program_name(work.argv)} if helps else {}
-        own.write_spec({"settings": context.settings.as_json(), "run_record": str(record), **module, **spec})
+        files.write_spec(
+            {"settings": context.settings.as_json(), "run_record": str(record), **module, **spec}
+        )
     except OSError as error:
         raise NodeUnfit(
             f"node {context.node_rank}: its temporary folder {workplace.work_dir} cannot be written to: {error.strerror}"
         ) from None
-    argv = [word.replace("{spec}", str(own.spec)) for word in work.argv]
-    job.progress_file = own.progress
+    argv = [word.replace("{spec}", str(files.spec)) for word in work.argv]
+    job.progress_file = files.progress
     env = with_this_package(_environment(argv, context.settings, workplace.work_dir)) | dict(work.env)
     if work.devices is not None and len(work.devices) < len(workplace.devices):
         env |= visible([workplace.devices[number] for number in work.devices])
-    if held:
-        env[LISTENING] = ",".join(map(str, held))
+    if listening:
+        env[LISTENING] = ",".join(map(str, listening))
     log_file, name = workplace.log_dir / work.log, context.phase.name
     program: Child | KeptProgram
     try:
         if work.resident is not None:
             program = _give_to_resident(
-                work.resident, own.spec, argv, env, log_file, held, context, workplace
+                work.resident, files.spec, argv, env, log_file, listening, context, workplace
             )
         else:
-            program = workplace.host.start(argv, env=env, log_file=log_file, name=name, pass_fds=held)
+            program = workplace.host.start(argv, env=env, log_file=log_file, name=name, pass_fds=listening)
     except StoreError as error:
         raise DirectoryFailed(str(error)) from None
     workplace.close_rendezvous()
-    newer = None if work.in_flight is None else InFlight(work.in_flight, job, workplace)
-    code = _watch(program, context, job, workplace, newer, uses_engines=uses_engines)
+    in_flight = None if work.in_flight is None else InFlight(work.in_flight, job, workplace)
+    code = _watch(program, context, job, workplace, in_flight, uses_engines=uses_engines)
     if code != 0:
-        said, log = _why_it_failed(program, argv, code), _end_of_log(program)
+        why, log = _why_it_failed(program, argv, code), _end_of_log(program)
         ours = program_name(argv).startswith("fsbarrier.")
         if code == NOT_PERMITTED and ours:
-            raise StoreError(f"{said}{log}")
+            raise StoreError(f"{why}{log}")
         if code == StoreError.exit_code and ours:
             # Perhaps not even its log could be written.
-            raise DirectoryFailed(f"{said}; {workplace.log_path} fails or is full{log}")
-        raise ProgramFailed(f"{said}{log}")
-    result = read_result(own.result, program_name(argv)) if work.result else {}
-    owned.discard(own.folder)
+            raise DirectoryFailed(f"{why}; {workplace.log_path} fails or is full{log}")
+        raise ProgramFailed(f"{why}{log}")
+    result = read_result(files.result, program_name(argv)) if work.result else {}
+    owned.discard(files.folder)
     if program_name(argv).startswith("fsbarrier."):
         job.events += result.pop("events", ())
     value = {**work.extra, **result}
@@ -187,28 +189,28 @@ def _give_to_resident(
 
     Raises ProgramFailed, StoreError, NodeUnfit.
     """
-    name, there = resident.name, workplace.residents.get(resident.name)
-    if resident.reuse and (there is None or there.name != resident.reuse):
+    name, kept = resident.name, workplace.residents.get(resident.name)
+    if resident.reuse and (kept is None or kept.name != resident.reuse):
         raise ProgramFailed(f"{program_name(argv)}, kept from an earlier update, has ended")
-    if there is not None and (resident.reuse or (resident.reuse is None and there.alive)):
-        there.give(spec)
-        return there
+    if kept is not None and (resident.reuse or (resident.reuse is None and kept.alive)):
+        kept.give(spec)
+        return kept
     workplace.end_resident(name)
-    said, own_name = name, name
+    shown_name, kept_name = name, name
     if resident.reuse is not None:
         # Of processes that belong together: the same on every node, and unique.
-        said, own_name = context.phase.name, f"{context.generation}.{context.iteration}"
+        shown_name, kept_name = context.phase.name, f"{context.generation}.{context.iteration}"
     try:
-        there = workplace.host.keep(own_name, resident.processes, workplace.work_dir / f"{name}-jobs")
+        kept = workplace.host.keep(kept_name, resident.processes, workplace.work_dir / f"{name}-jobs")
     except OSError as error:
         raise NodeUnfit(
             f"node {context.node_rank}: no socket in its temporary folder {workplace.work_dir}: {error.strerror}"
         ) from None
     if name == HELPER:
         argv = own_program("fsbarrier.workers.helper", "--spec", str(spec))
-    there.start(argv, env=env, log_file=log_file, name=said, pass_fds=pass_fds)
-    workplace.residents[name] = there
-    return there
+    kept.start(argv, env=env, log_file=log_file, name=shown_name, pass_fds=pass_fds)
+    workplace.residents[name] = kept
+    return kept
 
 
 def _watch(
@@ -216,7 +218,7 @@ def _watch(
     context: Context,
     job: RowJob,
     workplace: Workplace,
-    newer: InFlight | None,
+    in_flight: InFlight | None,
     *,
     uses_engines: bool,
 ) -> int:
@@ -231,10 +233,10 @@ def _watch(
         if uses_engines and (how := workplace.engines_gone()):
             child.stop(workplace.grace_s)
             raise ProgramFailed(how)
-        if newer is not None:
+        if in_flight is not None:
             begin = job.clock()
             try:
-                newer.look()
+                in_flight.look()
             except BaseException:
                 child.stop(workplace.grace_s)
                 raise

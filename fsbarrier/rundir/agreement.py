@@ -20,26 +20,26 @@ def stated_changes(
     `settings`: the parsed `chosen`, so that equal values agree however they are written. Raises UsageError, with both values, for
     the first unchangeable setting that contradicts the record.
     """
-    ours, theirs, found = settings.flat(), record.settings.flat(), {}
+    ours, theirs, changes = settings.flat(), record.settings.flat(), {}
     sets_of = {SETS: record.settings.eval.sets, TRAIN_SETS: record.settings.train.sets}
-    for key, item in chosen.items():
+    for key, chosen_value in chosen.items():
         kind, value, recorded = changes_of(key), ours.get(key), theirs.get(key)
         table = table_of(key)
         own_set, sets = name_in(key), sets_of.get(table or "")
         if sets is not None and own_set not in sets:
             there = f"its {table} are {', '.join(sorted(sets))}" if sets else f"its {table} are empty"
             raise UsageError(
-                f"{item.written(shown(value))}: this run has no set {own_set} ({there}), and sets cannot be added; "
+                f"{chosen_value.written(shown(value))}: this run has no set {own_set} ({there}), and sets cannot be added; "
                 f"drop it or begin another run from this one's policy (init_from={shown_path(record.log_path)})"
             )
         if sets is not None and key == f"{table}.{own_set}":
             # A table without any value says that there is this set, and no more.
             continue
         if kind is EACH_SESSION:
-            found[key] = value
+            changes[key] = value
         elif kind is not EACH_START and value != recorded:
             raise UsageError(
-                f"{item.written(shown(value))} contradicts this run's record ({shown(recorded)}, from {record.origin}), "
-                f"and it is fixed for the life of a run; drop {'the flag' if item.is_flag else 'it'} or use another --log-path"
+                f"{chosen_value.written(shown(value))} contradicts this run's record ({shown(recorded)}, from {record.origin}), "
+                f"and it is fixed for the life of a run; drop {'the flag' if chosen_value.is_flag else 'it'} or use another --log-path"
             )
-    return found
+    return changes

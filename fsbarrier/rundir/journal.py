@@ -168,17 +168,17 @@ class LostNode:
 
 def lost_nodes(event: Event) -> list[LostNode]:
     """The nodes in a `node_lost` event."""
-    named = event.fields.get("lost")
+    lost = event.fields.get("lost")
     return [
         LostNode(
-            integer(one, "node_rank"),
-            text(one, "host"),
-            text(one, "why"),
-            number(one, "beat_age_s"),
-            lines(one, "log"),
+            integer(node, "node_rank"),
+            text(node, "host"),
+            text(node, "why"),
+            number(node, "beat_age_s"),
+            lines(node, "log"),
         )
-        for one in (named if isinstance(named, list) else ())
-        if isinstance(one, Mapping)
+        for node in (lost if isinstance(lost, list) else ())
+        if isinstance(node, Mapping)
     ]
 
 
@@ -245,16 +245,16 @@ class JournalReader:
 
     def _lines(self, stream: BinaryIO, most: int) -> bytes:
         """The next whole lines, without the last newline; an incomplete line waits for the next call. Empty at the end. Raises OSError."""
-        whole = b""
-        while not whole and (block := stream.read(most)):
+        whole_lines = b""
+        while not whole_lines and (block := stream.read(most)):
             self._offset += len(block)
-            whole, newline, rest = block.rpartition(b"\n")
-            whole, self._unfinished = (
-                (self._unfinished + whole, rest) if newline else (b"", self._unfinished + rest)
+            whole_lines, newline, rest = block.rpartition(b"\n")
+            whole_lines, self._unfinished = (
+                (self._unfinished + whole_lines, rest) if newline else (b"", self._unfinished + rest)
             )
             if len(self._unfinished) > LINE_BYTES:
                 self._unfinished = b""
-        return whole
+        return whole_lines
 
     def _parse(self, line: bytes) -> Event | None:
         if len(line) > USUAL_BYTES:

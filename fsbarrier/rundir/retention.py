@@ -33,7 +33,7 @@ def remove_old(
             batch = names.BATCH.parse(path.name)
             if batch is not None and batch.number <= trained_on - batches:
                 _remove(log_path, path)
-    gone: set[int] = set()
+    removed: set[int] = set()
     for split in names.SPLITS if trajectories else ():
         for path in _listed(paths.trajectories(split)):
             between()
@@ -41,8 +41,8 @@ def remove_old(
             if file is None or file.split != split:
                 continue
             if file.iteration <= trained_on - trajectories and _remove(log_path, path):
-                gone.add(file.iteration)
-    return sorted(gone)
+                removed.add(file.iteration)
+    return sorted(removed)
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -126,7 +126,7 @@ def publish(record: RunRecord) -> RunRecord:
 
     Raises UsageError if the directory cannot be made or written, StoreError if its filesystem fails.
     """
-    made = [folder for folder in (record.log_path, *record.log_path.parents) if not folder.exists()]
+    new_folders = [folder for folder in (record.log_path, *record.log_path.parents) if not folder.exists()]
     try:
         files.make_dirs(record.log_path)
         won = patiently(
@@ -136,7 +136,7 @@ def publish(record: RunRecord) -> RunRecord:
         )
     except OSError as error:
         # Leave nothing behind. `rmdir` spares a folder that another start is already using, since it is not empty.
-        for folder in made:
+        for folder in new_folders:
             with contextlib.suppress(OSError):
                 folder.rmdir()
         if fails(error):
@@ -230,7 +230,7 @@ def _read(log_path: Path) -> RunRecord:
     """The listed record in `log_path`, when this mount shows it whole. Raises UsageError, StoreError."""
     path = RunPaths(log_path).record
     try:
-        found = patiently(
+        record = patiently(
             lambda: decode(patiently(lambda: _read_bytes(path)), log_path),
             TORN_S,
             passes=lambda error: isinstance(error, _NotWholeYet),
@@ -239,13 +239,13 @@ def _read(log_path: Path) -> RunRecord:
         raise UsageError(f"{shown_path(path)}: {error}; use another --log-path") from None
     except OSError as error:
         raise _unreadable(path, error) from None
-    _refuse_links(found.paths)
-    return found
+    _refuse_links(record.paths)
+    return record
 
 
 def _refuse_links(paths: RunPaths) -> None:
     """Refuse links in place of the run's folders, so that it writes and removes files only below its directory. Raises UsageError."""
-    kept = (
+    own_folders = (
         paths.coordination,
         paths.checkpoints,
         paths.logs,
@@ -253,7 +253,7 @@ def _refuse_links(paths: RunPaths) -> None:
         paths.trackers,
         *map(paths.trajectories, SPLITS),
     )
-    for folder in (*kept, *paths.listed, paths.batches):
+    for folder in (*own_folders, *paths.listed, paths.batches):
         if folder.is_symlink():
             raise UsageError(
                 f"{shown_path(folder)}: is a link, and a run follows none below its directory; put the folder itself there "

@@ -216,7 +216,7 @@ class Disk:
 
         Returns the affected names.
         """
-        hurt = []
+        affected = []
         for path, file in self.files.items():
             if file.durable or file.host not in hosts or self.now - file.time > UNFLUSHED_S:
                 continue
@@ -225,7 +225,7 @@ class Disk:
             fate = rng.random()
             if fate < 0.5:
                 continue
-            hurt.append(path)
+            affected.append(path)
             if fate < 0.75 and file.old is not None:
                 file.content = file.old
             elif fate < 0.9:
@@ -233,6 +233,6 @@ class Disk:
                 file.content = bytes(len(whole)) if fate < 0.8 else whole[: int(rng.random() * len(whole))]
             else:
                 file.host = "gone"
-        for path in [path for path in hurt if self.files[path].host == "gone"]:
+        for path in [path for path in affected if self.files[path].host == "gone"]:
             self._dropped(self.files.pop(path).directory, path)
-        return hurt
+        return affected

@@ -277,11 +277,11 @@ def check_groups(world: GroupWorld) -> list[Violation]:
 def everybodys_values(diary: Diary) -> Iterator[str]:
     """A caller that passed a collective received what the members of its generation sent in this row. If they made different calls, at
     least one of them has not passed it, and whoever sent what others received has made their call."""
-    given: defaultdict[tuple[int, int], dict[int, Call]] = defaultdict(dict)
+    calls_by_row: defaultdict[tuple[int, int], dict[int, Call]] = defaultdict(dict)
     for call in diary.calls:
-        if call.rank in given[call.row]:
+        if call.rank in calls_by_row[call.row]:
             yield f"node {call.rank} called twice in {call.row}"
-        given[call.row][call.rank] = call
+        calls_by_row[call.row][call.rank] = call
     passed: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
     for end in diary.ends:
         if not end.error:
@@ -289,16 +289,16 @@ def everybodys_values(diary: Diary) -> Iterator[str]:
     for end in diary.ends:
         if end.error:
             continue
-        calls, ranks, name = given[end.call.row], end.ranks, end.call.name
+        calls, ranks, call_name = calls_by_row[end.call.row], end.ranks, end.call.name
         for rank in ranks:
             other = calls.get(rank)
             if other is None or other.time > end.time:
                 yield f"node {end.call.rank} passed {end.call.row} before node {rank} called"
                 return
-        senders = objects_of_call(name, ranks)
+        senders = objects_of_call(call_name, ranks)
         for rank in senders:
-            if calls[rank].name != name:
-                yield f"node {end.call.rank} passed {end.call.row} as {name}, node {rank} called {calls[rank].name}"
+            if calls[rank].name != call_name:
+                yield f"node {end.call.rank} passed {end.call.row} as {call_name}, node {rank} called {calls[rank].name}"
                 return
         if len({calls[rank].name for rank in ranks}) > 1 and passed[end.call.row] == {*ranks}:
             yield f"all have passed {end.call.row}, although they made different calls"

@@ -68,8 +68,8 @@ def i1_nobody_passes_early(history: History) -> Iterator[str]:
 
 def i2_one_decision(history: History) -> Iterator[str]:
     """All processes that pass a row have read the same decision, the leader's. Later generations adopt no other."""
+    # the decision that the first process read, and when it did
     read: dict[Place, Payload] = {}
-    # when a process first read it
     times: dict[Place, float] = {}
     facts = history.facts
     for event, place in history.passed:
@@ -119,20 +119,20 @@ def _published(history: History, number: int, name: str, entry: Payload, after: 
 
 def i3_only_forward(history: History) -> Iterator[str]:
     """(generation, iteration, phase) only grows for each process, and a generation's number exists once."""
-    at: dict[int, Place] = {}
+    last_place: dict[int, Place] = {}
     for event, place in history.entered:
-        before = at.get(event.process)
+        before = last_place.get(event.process)
         if before is not None and place <= before:
             yield f"node {event.node.rank} went from {before} to {place}"
-        at[event.process] = place
-    once: dict[tuple[str, int], Record] = {}
+        last_place[event.process] = place
+    first_records: dict[tuple[str, int], Record] = {}
     removals: defaultdict[str, list[float]] = defaultdict(list)
     for removed in history.removed:
         removals[removed.path].append(removed.time)
     for write in history.writes:
         # A late seal may have the name of a removed fact (fsbarrier/coordination/own_facts.py).
         life = sum(1 for time in removals.get(write.path, ()) if time <= write.time)
-        first = once.setdefault((write.path, life), write.record)
+        first = first_records.setdefault((write.path, life), write.record)
         if first is not write.record and first != write.record:
             yield f"{write.path} was written twice with different contents"
     for number, (write, record) in history.generations.items():
@@ -152,14 +152,14 @@ def i4_nothing_old_is_merged(history: History) -> Iterator[str]:
                 yield f"{merged.out}: task {entry.task} of generation {entry.generation} was not adopted"
     stamps = {merged.stamp: merged for merged in history.merges}
     for used in history.used:
-        found, generation = stamps[used.stamp], used.node.generation
+        source, generation = stamps[used.stamp], used.node.generation
         assert generation is not None
-        decided = _decided_merge(history, generation.number, found.iteration)
+        decided = _decided_merge(history, generation.number, source.iteration)
         # A session that only updates begins before what was merged last, and reads all that was published.
         if decided is None and history.phases_of(generation) == "update":
             decided = next((put.stamp for put in history.published if put.stamp == used.stamp), None)
         if used.stamp != decided:
-            yield f"node {used.node.rank} made a batch of {found.out}, not of the merge that was decided"
+            yield f"node {used.node.rank} made a batch of {source.out}, not of the merge that was decided"
     yield from published_too_late(history, stamps)
 
 
@@ -182,16 +182,16 @@ def i17_young_enough(history: History) -> Iterator[str]:
 
 def _decided_merge(history: History, number: int, iteration: int) -> int | None:
     """The stamp of an iteration's merged file, by the decision in force in generation `number`."""
-    name = "train_aggregate"
+    row_name = "train_aggregate"
     # where the next generation started
     until: tuple[int, int] | None = None
     for older in sorted((n for n in history.generations if n <= number), reverse=True):
         record = history.generations[older][1]
-        place = iteration, PHASE_NAMES.index(name)
+        place = iteration, PHASE_NAMES.index(row_name)
         fact = history.facts.get((older, *place), {}).get(record.leader)
         if fact is not None and (until is None or place < until):
             return int(fact[1].value["stamp"])
-        entry = record.decisions.get(name)
+        entry = record.decisions.get(row_name)
         while entry is not None:
             if entry["iteration"] == iteration:
                 return int(entry["value"]["stamp"])
@@ -285,16 +285,18 @@ def outcomes(world: World) -> Iterator[str]:
 def _evaluations(world: World) -> Iterator[str]:
     """The iterations that the settings name are evaluated, and no others; and unless nothing is, the last policy of a session."""
     history, interval = world.history, world.settings.eval_interval
-    evaluated = {one.iteration for one in history.merges if one.split == "test"}
-    last = {one.iteration - 1 for one in history.merges if one.final}
+    evaluated = {merge.iteration for merge in history.merges if merge.split == "test"}
+    last_policies = {merge.iteration - 1 for merge in history.merges if merge.final}
 
     def due(iteration: int) -> bool:
         return interval == 1 or (interval > 1 and iteration % interval == 1)
 
     trains_only = world.settings.rollout_split == "train-only"
-    for one in history.merges:
-        if one.split == "test" and (trains_only or not interval or not (one.final or due(one.iteration))):
-            yield f"iteration {one.iteration} was evaluated, with an evaluation every {interval}"
+    for merge in history.merges:
+        if merge.split == "test" and (
+            trains_only or not interval or not (merge.final or due(merge.iteration))
+        ):
+            yield f"iteration {merge.iteration} was evaluated, with an evaluation every {interval}"
     for _, (_, iteration, phase) in history.passed:
         if (
             PHASE_NAMES[phase] == "eval_rollout"
@@ -304,20 +306,20 @@ def _evaluations(world: World) -> Iterator[str]:
         ):
             yield f"iteration {iteration} was not evaluated, with an evaluation every {interval}"
     for session in world.sessions if interval else ():
-        if session.phases == "both" and finished(history, session) and session.until not in last:
+        if session.phases == "both" and finished(history, session) and session.until not in last_policies:
             yield f"{session} was finished and its last policy was not evaluated"
 
 
 def i8_only_whole_records(history: History) -> Iterator[str]:
     """The generation that a node follows equals the record."""
-    last: Generation | None = None
-    seen: set[int] = set()
+    previous: Generation | None = None
+    checked: set[int] = set()
     for event in history.events:
         generation = event.node.generation
-        if generation is last or generation is None or id(generation) in seen:
+        if generation is previous or generation is None or id(generation) in checked:
             continue
-        last = generation
-        seen.add(id(generation))
+        previous = generation
+        checked.add(id(generation))
         record = history.generations.get(generation.number)
         if record is None or record[1] != generation:
             yield f"node {event.node.rank} follows a generation {generation.number} that nobody recorded"

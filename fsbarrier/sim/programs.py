@@ -53,16 +53,16 @@ class Place:
 
 def failure_of_a_program(world: Schedule, rank: int, phase_name: str) -> tuple[float, str] | None:
     """The fraction of its time after which a program fails, and its message; None if it succeeds."""
-    found, key = None, (rank, phase_name)
+    failure, key = None, (rank, phase_name)
     if world.failures.get(key, 0) > 0:
         world.failures[key] -= 1
-        found = 0.5, FAILURES[0]
+        failure = 0.5, FAILURES[0]
     elif not world.healed and rank == world.draw.broken_node:
-        found = 0.1, "a library is missing"
+        failure = 0.1, "a library is missing"
     elif not world.healed and world.rng.random() < world.draw.failure_rate:
-        found = world.rng.random(), world.rng.choice(FAILURES)
-    world.history.faults |= {"program"} if found else set()
-    return found
+        failure = world.rng.random(), world.rng.choice(FAILURES)
+    world.history.faults |= {"program"} if failure else set()
+    return failure
 
 
 class SimProgram:
@@ -100,19 +100,19 @@ class SimProgram:
 
     def give(self, spec: Path) -> None:
         """The next job."""
-        world, told = self.host.world, json.loads(spec.read_text())
-        module = told.get("module") or program_name(self._argv)
-        self._code, self._result, self._job = None, Path(told["result"]), self._job + 1
+        world, job_spec = self.host.world, json.loads(spec.read_text())
+        module = job_spec.get("module") or program_name(self._argv)
+        self._code, self._result, self._job = None, Path(job_spec["result"]), self._job + 1
         assert self.host.node is not None
-        self._node, self._in_flight = self.host.node, told.get("in_flight", False)
-        self._fails = failure_of_a_program(world, self.host.process.rank, told["phase_name"])
+        self._node, self._in_flight = self.host.node, job_spec.get("in_flight", False)
+        self._fails = failure_of_a_program(world, self.host.process.rank, job_spec["phase_name"])
         works: dict[str, Callable[[Payload], Waiting]] = {
             "fsbarrier.workers.rollout": self._rollout,
             "fsbarrier.aggregate": self._aggregate,
             "fsbarrier.workers.prepare": self._prepare,
             "fsbarrier.workers.update": self._update,
         }
-        self._steps = works[module](told)
+        self._steps = works[module](job_spec)
         world.after(world.short(), partial(self._advance, self._job))
 
     def wait(self, timeout_s: float) -> int | None:
@@ -217,19 +217,19 @@ class SimProgram:
         if absent:
             raise ProgramFailed(f"tasks {sorted(absent)} are in no part, or not expected")
         yield from self._busy()
-        meta, out = spec["metadata"], spec["out"]
+        metadata, out = spec["metadata"], spec["out"]
         merged = Merged(
             artifacts.stamp(),
             world.now,
             out,
-            meta["split"],
-            meta["iteration"],
-            meta["generation"],
-            meta["policy"],
+            metadata["split"],
+            metadata["iteration"],
+            metadata["generation"],
+            metadata["policy"],
             tuple(p for p in spec["parts"] if p["valid_bytes"] is not None),
             tuple(entries),
-            final=meta.get("final", False),
-            rounds=max(1, len(spec["expected"]) // world.history.tasks[meta["split"]]),
+            final=metadata.get("final", False),
+            rounds=max(1, len(spec["expected"]) // world.history.tasks[metadata["split"]]),
         )
         self._only_writer(out)
         Path(out).write_text(str(merged.stamp))
@@ -242,15 +242,15 @@ class SimProgram:
 
     def _taken(self, sources: list[JsonObject], expected: Container[int]) -> list[MergedGroup]:
         """For each expected task, its first group in a source that lists the task."""
-        taken: dict[int, MergedGroup] = {}
+        first_groups: dict[int, MergedGroup] = {}
         for source in sources:
             part, valid = self.host.artifacts.parts[source["path"]], source["valid_bytes"]
             durable = part.groups[: None if valid is None else valid // GROUP_BYTES]
             for index, (task, _, policy) in enumerate(durable):
                 if task in source["tasks"] and task in expected:
                     entry = MergedGroup(task, source["path"], index, part.generation, policy)
-                    taken.setdefault(task, entry)
-        return [*taken.values()]
+                    first_groups.setdefault(task, entry)
+        return [*first_groups.values()]
 
     def _prepare(self, spec: Payload) -> Waiting:
         history, now = self.host.world.history, self.host.world.now

@@ -28,22 +28,22 @@ def no_fact_is_needed_after_its_removal(history: History) -> Iterator[str]:
     """A fact is removed only when all members have entered a later iteration, and a leader's, whose name a seal may take, not before
     there is a newer generation. Generations older than the newest need no facts.
     """
-    for asked in history.asked:
+    for read in history.asked:
         # A process that hung in a look, while the others formed a newer generation, may come late.
         late = any(
-            newer > row_of(asked.path)[0] and made.time <= asked.time
-            for newer, (made, _) in history.generations.items()
+            newer > row_of(read.path)[0] and write.time <= read.time
+            for newer, (write, _) in history.generations.items()
         )
         if not late:
-            yield f"node {asked.rank} read {asked.path}, which was removed"
-    came: dict[tuple[int, int], list[tuple[float, int]]] = {}
+            yield f"node {read.rank} read {read.path}, which was removed"
+    entered: dict[tuple[int, int], list[tuple[float, int]]] = {}
     for event, (number, iteration, _) in history.entered:
-        came.setdefault((number, event.node.rank), []).append((event.time, iteration))
+        entered.setdefault((number, event.node.rank), []).append((event.time, iteration))
     for removed in history.removed:
         number, iteration, phase = removed.place
         record = history.generations[number][1]
         if any(
-            newer > number and made.time <= removed.time for newer, (made, _) in history.generations.items()
+            newer > number and write.time <= removed.time for newer, (write, _) in history.generations.items()
         ):
             continue
         fact = FACT.parse(removed.path.rpartition("/")[2])
@@ -51,6 +51,6 @@ def no_fact_is_needed_after_its_removal(history: History) -> Iterator[str]:
             yield f"{removed.path} was removed, so that its row can be sealed although it was passed"
         for rank in record.ranks:
             if not any(
-                time <= removed.time and there > iteration for time, there in came.get((number, rank), ())
+                time <= removed.time and later > iteration for time, later in entered.get((number, rank), ())
             ):
                 yield f"{removed.path} was removed before node {rank} had left that iteration"

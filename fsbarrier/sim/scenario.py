@@ -66,21 +66,21 @@ def prepare(text: str) -> World:
 def _world(settings: dict[str, str]) -> World:
     for name in settings.keys() - {*SETTINGS}:
         raise UsageError(f"unknown in a scenario: {name}")
-    given = SETTINGS | settings
-    stale = float(given["stale"])
+    values = SETTINGS | settings
+    stale = float(values["stale"])
     setup = Setup(
-        nodes=int(given["nodes"]),
-        iterations=int(given["iterations"]),
+        nodes=int(values["nodes"]),
+        iterations=int(values["iterations"]),
         mix=frozenset(),
-        policy=cast(FailurePolicy, given["policy"]),
-        min_nodes=int(given["min-nodes"]),
-        phases=cast(RlPhase, given["phases"]),
+        policy=cast(FailurePolicy, values["policy"]),
+        min_nodes=int(values["min-nodes"]),
+        phases=cast(RlPhase, values["phases"]),
         beat_s=BEAT_S,
-        lengths=(float(given["length"]),),
-        habits=Habits(stale, float(given["stale-content"] or stale), stale),
+        lengths=(float(values["length"]),),
+        habits=Habits(stale, float(values["stale-content"] or stale), stale),
         clocks=False,
     )
-    return StruckWorld(int(given["seed"]), setup)
+    return StruckWorld(int(values["seed"]), setup)
 
 
 def _plan(world: World, line: str) -> None:
@@ -121,14 +121,14 @@ def _fail(world: World, rank: str, phase: str, times: str | None) -> None:
 
 
 def _do(world: World, verb: str, rank: str | None) -> None:
-    for each in range(world.setup.nodes) if rank is None else (int(rank),):
+    for node_rank in range(world.setup.nodes) if rank is None else (int(rank),):
         if verb == "start":
-            if world.of(each):
+            if world.of(node_rank):
                 world.history.faults.add("twin")
-            world.start(each, 0.0)
+            world.start(node_rank, 0.0)
             continue
         world.history.faults.add("crash" if verb == "kill" else "leave")
-        for process in world.of(each):
+        for process in world.of(node_rank):
             if verb == "kill":
                 process.kill("killed")
             else:

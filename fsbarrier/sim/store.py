@@ -114,25 +114,25 @@ class MountClient:
 
     def names(self, directory: SimPath) -> list[str]:
         self.trouble("names", directory)()
-        found = self.disk.dirs.get(directory)
-        if found is None:
+        folder = self.disk.dirs.get(directory)
+        if folder is None:
             return self._names_of_missing(directory)
         now = self.disk.now
         if not self._caching:
-            found.seen[self.host] = now
-            return found.listing if found.listing is not None else self.disk.listing(found)
-        known = self._lists.get(found)
-        if known is not None:
-            if now < known[2]:
-                return known[0]
+            folder.seen[self.host] = now
+            return folder.listing if folder.listing is not None else self.disk.listing(folder)
+        cached = self._lists.get(folder)
+        if cached is not None:
+            if now < cached[2]:
+                return cached[0]
             # The directory looks unchanged, perhaps only because its modification time is coarse.
-            if known[1] == found.stamp:
-                found.seen[self.host] = now
-                self._lists[found] = known[0], known[1], now + self.habits.listing_s
-                return known[0]
+            if cached[1] == folder.stamp:
+                folder.seen[self.host] = now
+                self._lists[folder] = cached[0], cached[1], now + self.habits.listing_s
+                return cached[0]
         elif self._absent.get(directory, 0.0) > now:
             return []
-        return self._fresh_names(directory, found)
+        return self._fresh_names(directory, folder)
 
     def _names_of_missing(self, path: SimPath) -> list[str]:
         if self._caching and self._absent.get(path, 0.0) <= self.disk.now:
@@ -221,7 +221,7 @@ class MountClient:
     def create(self, path: SimPath, record: Record) -> bool:
         after = self.trouble("create", path)
         file = self.disk.files.get(path)
-        free = file is None
+        was_free = file is None
         if file is None:
             file = self.disk.write(path, record, self.host, True)
             self.disk.watch(path, record, file)
@@ -230,7 +230,7 @@ class MountClient:
         if self._caching:
             self._forget(path, file)
         after()
-        return free
+        return was_free
 
     def rename(self, path: SimPath, new: SimPath) -> bool:
         after = self.trouble("rename", path)

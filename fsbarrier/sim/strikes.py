@@ -158,9 +158,9 @@ def spoil_a_record(world: World, name: str = "") -> None:
     # A group has no settings, so its members follow such a record.
     may_ask = isinstance(write.record, Join | Generation) and not world.setup.groups
     damages = DAMAGES | WRONG_SETTINGS if may_ask else DAMAGES
-    said = next(iter(damages)) if name else rng.choice([*damages])
-    world.disk.spoilt[write.path] = damages[said](encode(write.record), rng)
-    world.say(said.format(write.path))
+    damage = next(iter(damages)) if name else rng.choice([*damages])
+    world.disk.spoilt[write.path] = damages[damage](encode(write.record), rng)
+    world.say(damage.format(write.path))
 
 
 def fail_disk(world: World, rank: int, seconds: float, *, full: bool) -> None:

@@ -55,14 +55,14 @@ def _process_of(rank: int, incarnation: int, history: History) -> int:
 def i15_only_for_a_reason(world: World) -> Iterator[str]:
     """A generation has as many members as the settings require, and a verdict has a recorded reason."""
     history, rules = world.history, world.rules
-    for number, (made, record) in history.generations.items():
-        yield from _dismissed_wrongly(history, rules, record, made.time)
+    for number, (write, record) in history.generations.items():
+        yield from _dismissed_wrongly(history, rules, record, write.time)
         if record.verdict is None:
             yield from _too_small(history, rules, record)
             continue
         code = record.verdict.exit_code
         why = {0: _asked_to_stop, 2: _refused, 4: _failed_too_often, 5: _too_few}.get(code)
-        if why is None or not why(history, rules, record, made.time):
+        if why is None or not why(history, rules, record, write.time):
             yield f"generation {number} ends the run with exit code {code}, without a reason: {record.verdict.reason}"
 
 

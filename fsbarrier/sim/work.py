@@ -170,13 +170,13 @@ class SimHost(Place, Surroundings):
     def parts_on_disk(self, paths: RunPaths, split: str, iteration: int) -> tuple[PartOnDisk, ...]:
         """The parts as this host sees them, perhaps not up to their ends."""
         until = self.world.now - self.world.rng.random() * self.process.client.habits.oldest_s
-        found = []
+        parts = []
         for path, part in sorted(self.artifacts.parts.items()):
             if (part.split, part.iteration) == (split, iteration):
                 tasks = tuple(task for task, when, _ in part.groups if when <= until)
                 if tasks:
-                    found.append(PartOnDisk(Path(path).name, part.policy, len(tasks) * GROUP_BYTES, tasks))
-        return tuple(found)
+                    parts.append(PartOnDisk(Path(path).name, part.policy, len(tasks) * GROUP_BYTES, tasks))
+        return tuple(parts)
 
     def _program(self, name: str = "", *, stays: bool = False) -> SimProgram:
         program, process = SimProgram(self, name, stays=stays), self.process
@@ -193,17 +193,17 @@ class SimHost(Place, Surroundings):
         if node is None or node.part is not RowPart.LEADER:
             return
         generation, position = node.place
-        shown = tuple(self.process.client.shown(GENERATIONS))
+        generations_shown = tuple(self.process.client.shown(GENERATIONS))
         for split, iteration in (("train", 0), ("test", 0), ("test", 1)):
             path = artifacts.paths.merged(split, position.iteration + iteration)
             stamp = path.read_text() if path.exists() else "0"
             if stamp not in ("0", artifacts.public.get(str(path))):
                 artifacts.public[str(path)] = stamp
-                history.published.append(Published(str(path), int(stamp), shown))
+                history.published.append(Published(str(path), int(stamp), generations_shown))
         if (folder := artifacts.served_now()) != artifacts.served:
             artifacts.served = folder
             version = int(Path(folder).name.partition("-")[2].partition(".")[0])
-            history.served.append(Served(folder, version, generation.number, shown))
+            history.served.append(Served(folder, version, generation.number, generations_shown))
 
 
 class _Listener:

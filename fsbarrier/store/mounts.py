@@ -96,7 +96,7 @@ class Mount:
 def mount_of(path: Path) -> Mount:
     """The mount of `path`, from /proc/self/mountinfo. Raises OSError."""
     real = path.resolve()
-    longest, found = -1, Mount("unknown", "unknown", ())
+    longest, mount = -1, Mount("unknown", "unknown", ())
     for line in MOUNTINFO.read_text().splitlines():
         left, _, right = line.partition(" - ")
         fields, (kind, source, options, *_) = left.split(), [*right.split(), "", "", ""]
@@ -104,8 +104,8 @@ def mount_of(path: Path) -> Mount:
         # Of two mounts on the same point, the later one hides the earlier one.
         if real.is_relative_to(point) and len(point.parts) >= longest:
             both = dict.fromkeys([*fields[5].split(","), *options.split(",")])
-            longest, found = len(point.parts), Mount(kind, source, tuple(both), str(point))
-    return found
+            longest, mount = len(point.parts), Mount(kind, source, tuple(both), str(point))
+    return mount
 
 
 def claims_unsafe(path: Path) -> str:

@@ -122,14 +122,14 @@ def json_object(path: Path, raises: Callable[[str], Exception], *, called: str =
     """
     called = called or str(path)
     try:
-        found = json.loads(read_bytes(path, JSON_BYTES, links=True))
+        parsed = json.loads(read_bytes(path, JSON_BYTES, links=True))
     except OSError as error:
         raise raises(f"{called}: cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise raises(f"{called}: is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise raises(f"{called}: is not a JSON object")
-    return found
+    return parsed
 
 
 # --- below a folder, without following links -------------------------------------------------------------------------------

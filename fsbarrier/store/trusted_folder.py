@@ -31,35 +31,35 @@ def check(folder: Path, *, shared_group: bool, named: str, inside: Iterable[str]
     `inside`: what must be trusted too, if it is there.
     """
     real = Path(os.path.realpath(folder))
-    there = next(one for one in (real, *real.parents) if one.exists())
+    there = next(path for path in (real, *real.parents) if path.exists())
     trusted = {os.geteuid(), 0}
     if mount_of(there).family.category != LOCAL and os.stat(there).st_uid not in trusted:
         # A file server may map users: then whoever owns what we make there is us.
         trusted.add(owner_at(there))
-    way = [one for one in (real, *(real / name for name in inside)) if os.path.lexists(one)]
-    for one in way:
-        _check(one, trusted, shared_group, f"{named} {folder}")
-    for one in _on_the_way(folder):
-        _check(one, trusted | _not_mapped(), shared_group, f"{named} {folder}", sticky=True)
+    way = [path for path in (real, *(real / name for name in inside)) if os.path.lexists(path)]
+    for path in way:
+        _check(path, trusted, shared_group, f"{named} {folder}")
+    for path in _on_the_way(folder):
+        _check(path, trusted | _not_mapped(), shared_group, f"{named} {folder}", sticky=True)
 
 
 def _on_the_way(path: Path) -> Iterator[Path]:
     """The folders through which the kernel comes to `path`, and the links: whoever made one can let it lead elsewhere later."""
-    at, names, links = Path("/"), [*reversed(Path(os.path.abspath(path)).parts[1:])], 0
-    while names and os.path.lexists(at):
-        yield at
-        at = at.parent if (name := names.pop()) == ".." else at / name
-        if at.is_symlink() and links < MAX_LINKS:
-            yield at
-            target, links = Path(os.readlink(at)), links + 1
+    current, names, links = Path("/"), [*reversed(Path(os.path.abspath(path)).parts[1:])], 0
+    while names and os.path.lexists(current):
+        yield current
+        current = current.parent if (name := names.pop()) == ".." else current / name
+        if current.is_symlink() and links < MAX_LINKS:
+            yield current
+            target, links = Path(os.readlink(current)), links + 1
             names += reversed([part for part in target.parts if part != "/"])
-            at = Path("/") if target.is_absolute() else at.parent
+            current = Path("/") if target.is_absolute() else current.parent
 
 
-def _check(one: Path, trusted: set[int], shared_group: bool, named: str, *, sticky: bool = False) -> None:
-    found = os.lstat(one)
+def _check(path: Path, trusted: set[int], shared_group: bool, named: str, *, sticky: bool = False) -> None:
+    status = os.lstat(path)
     # What a link's mode says means nothing.
-    mode = 0 if stat.S_ISLNK(found.st_mode) or (sticky and found.st_mode & stat.S_ISVTX) else found.st_mode
+    mode = 0 if stat.S_ISLNK(status.st_mode) or (sticky and status.st_mode & stat.S_ISVTX) else status.st_mode
     advice = (
         ""
         if shared_group
@@ -67,17 +67,17 @@ def _check(one: Path, trusted: set[int], shared_group: bool, named: str, *, stic
     )
     if mode & stat.S_IWOTH:
         raise UsageError(
-            f"{named}: everybody may write to {one} and could run code as you; run chmod o-w {one}"
+            f"{named}: everybody may write to {path} and could run code as you; run chmod o-w {path}"
         )
     if shared_group:
         return
-    if found.st_uid not in trusted:
+    if status.st_uid not in trusted:
         raise UsageError(
-            f"{named}: {one} belongs to {user_name(found.st_uid)}, who could run code as you; use a directory of your own{advice}"
+            f"{named}: {path} belongs to {user_name(status.st_uid)}, who could run code as you; use a directory of your own{advice}"
         )
-    if mode & stat.S_IWGRP and not _is_only_ours(found.st_gid):
+    if mode & stat.S_IWGRP and not _is_only_ours(status.st_gid):
         raise UsageError(
-            f"{named}: its group may write to {one} and could run code as you; run chmod g-w {one}{advice}"
+            f"{named}: its group may write to {path} and could run code as you; run chmod g-w {path}{advice}"
         )
 
 

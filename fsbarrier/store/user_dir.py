@@ -21,13 +21,13 @@ def user_dir() -> Path:
     path = Path(tempfile.gettempdir()) / f"fsbarrier-{os.geteuid()}"
     with suppress(FileExistsError):
         os.mkdir(path, 0o700)
-    found = path.lstat()
-    if found.st_uid != os.geteuid():
-        problem = f"belongs to {user_name(found.st_uid)}"
-    elif not stat.S_ISDIR(found.st_mode):
+    status = path.lstat()
+    if status.st_uid != os.geteuid():
+        problem = f"belongs to {user_name(status.st_uid)}"
+    elif not stat.S_ISDIR(status.st_mode):
         problem = "is not a folder"
-    elif found.st_mode & 0o077:
-        problem = f"is accessible to other users (mode {stat.S_IMODE(found.st_mode):o})"
+    elif status.st_mode & 0o077:
+        problem = f"is accessible to other users (mode {stat.S_IMODE(status.st_mode):o})"
     else:
         return path
     raise UsageError(f"{path} {problem}; remove it, or set TMPDIR to a folder of your own")

@@ -61,11 +61,11 @@ class CollectiveWork:
 
     @property
     def report(self) -> WorkReport | None:
-        asked = self.asked
+        collective = self.asked
         # The rows of the next generation, which this node may have entered meanwhile, have the same numbers.
-        if asked is None or (asked.generation.number, asked.position) != self._row:
+        if collective is None or (collective.generation.number, collective.position) != self._row:
             return None
-        return WorkReport(RowPart.EACH, True, asked.value, 0.0)
+        return WorkReport(RowPart.EACH, True, collective.value, 0.0)
 
     def progress(self) -> Payload:
         return {"why": self.leaving} if self.leaving else {}

@@ -203,20 +203,20 @@ class Group:
         on to the next row, each later one would be paired with a different call of the other members.
         """
         self._check_usable()
-        asked = Collective(self._generation, self._position, call, json, objects_of)
-        if self._failed is not None and self._failed[0] != asked:
+        collective = Collective(self._generation, self._position, call, json, objects_of)
+        if self._failed is not None and self._failed[0] != collective:
             raise self._failed[1]
-        self._member.work.asked = asked
+        self._member.work.asked = collective
         try:
-            objects = self._wait(asked.name, partial(self._member.outcome, asked))
+            objects = self._wait(collective.name, partial(self._member.outcome, collective))
         except NodeError as error:
-            self._failed = asked, error
+            self._failed = collective, error
             raise
-        self._failed, self._position = None, Position(asked.position.iteration + 1, 0)
+        self._failed, self._position = None, Position(collective.position.iteration + 1, 0)
         return list(objects)
 
-    def _wait(self, what: str, find: Callable[[], T | None]) -> T:
-        """Look until `find` returns something. `what`: the waiting call, for messages.
+    def _wait(self, call: str, find: Callable[[], T | None]) -> T:
+        """Look until `find` returns something. `call`: the waiting call, for messages.
 
         Raises what `find` raises, the error that ended the membership, StoreError if looks fail for `dead_s` or still at the timeout,
         BarrierTimeout. Another exception, as of a signal's handler, may have come in the middle of a look, and so ends the membership.
@@ -231,15 +231,15 @@ class Group:
                     return self._found  # type: ignore[no-any-return]
                 failing_since = (failing_since or now) if self._trouble is not None else None
                 if failing_since is not None and (now >= until or now - failing_since >= dead_s):
-                    raise self._store_error(what, now - failing_since)
+                    raise self._store_error(call, now - failing_since)
                 if now >= until:
-                    raise self._timeout(what, now)
+                    raise self._timeout(call, now)
                 pause_s = min(self._pace.next_pause(now, self._pauses, busy=busy), until - now)
                 self._waits.wait(pause_s, hints=self._hinted and pause_s >= self._pauses.most_s)
         except NodeError:
             raise
         except BaseException as error:
-            self._leave(f"{type(error).__name__} in {what}")
+            self._leave(f"{type(error).__name__} in {call}")
             raise
 
     def _look(self, now: float) -> bool:
@@ -253,16 +253,16 @@ class Group:
             return False
         return busy
 
-    def _store_error(self, what: str, failing_s: float) -> StoreError:
+    def _store_error(self, call: str, failing_s: float) -> StoreError:
         why = f"{self._root} has failed for {failing_s:.3g} s: {self._trouble}"
-        return StoreError(f"node {self.node_rank}: {what}: {why}", self.node_rank, self._join.host, failing_s)
+        return StoreError(f"node {self.node_rank}: {call}: {why}", self.node_rank, self._join.host, failing_s)
 
-    def _timeout(self, what: str, now: float) -> BarrierTimeout:
+    def _timeout(self, call: str, now: float) -> BarrierTimeout:
         here = Awaited(self.node_rank, self._join.host, 0.0, f"{self._join.host}, this node")
         awaited = self._member.awaited(now) or [here]
         names = ", ".join(f"node {one.rank} ({one.known})" for one in awaited)
         message = (
-            f"node {self.node_rank}: {what}: not passed within {self._timeout_s:g} s; waiting for {names}"
+            f"node {self.node_rank}: {call}: not passed within {self._timeout_s:g} s; waiting for {names}"
         )
         first = awaited[0]
         silent_s = self._timeout_s if first.silent_s is None else first.silent_s
@@ -295,13 +295,13 @@ def join(
     if os.path.lexists(paths.record):
         raise ValueError(f"{paths.root} is the directory of a run; give the group one of its own")
     alike = {"num_nodes": num_nodes, "beat_s": beat_s, "suspect_s": suspect_s, "dead_s": dead_s}
-    here = Join(node_rank, 0, host_name(), os.getpid(), boot_id(), choices=alike)
+    own_start = Join(node_rank, 0, host_name(), os.getpid(), boot_id(), choices=alike)
     limits = Limits(suspect_s, dead_s, 2 * beat_s, join_timeout_s=float("inf"))
-    member = make_member(PosixStore(), paths, here, num_nodes, limits, beat_s)
+    member = make_member(PosixStore(), paths, own_start, num_nodes, limits, beat_s)
     try:
         patiently(lambda: member.begin(time.monotonic()), min(dead_s, timeout_s), passes=fails_or_hides)
     except OSError as error:
         message = f"node {node_rank}: cannot join the group at {paths.root}: {error}"
-        raise StoreError(message, node_rank, here.host, 0.0) from None
+        raise StoreError(message, node_rank, own_start.host, 0.0) from None
     waits = LookWaits(member.loop, threading.Event())
     return Group(member, timeout_s, HeartbeatThread(member, beat_s), waits)

@@ -121,7 +121,7 @@ class GroupMember:
         heartbeat after this node's first look, since earlier sessions leave their joins behind. One heartbeat is enough, because a
         node that refuses this one's arguments leaves immediately.
         """
-        observer, here = self.loop.observer, self.loop.join
+        observer, own_start = self.loop.observer, self.loop.join
         for rank, join in observer.joins.items():
             if self.generation is not None:
                 concerned = self.generation.incarnation_of(rank) == join.incarnation
@@ -129,32 +129,34 @@ class GroupMember:
                 news = observer.ledger.news(Member(rank, join.incarnation))
                 beaten = news is not None and news.beat != self._earlier_beats.get(rank)
                 concerned = beaten or START.build(rank, join.incarnation) not in self._earlier_joins
-            for name, mine in here.choices.items() if concerned else ():
+            for name, mine in own_start.choices.items() if concerned else ():
                 if (theirs := join.choices.get(name)) != mine:
                     raise ValueError(
                         f"node {rank} ({join.host}) joined {observer.paths.root} with {name}={theirs}, "
-                        f"node {here.rank} with {name}={mine}: all must give the same"
+                        f"node {own_start.rank} with {name}={mine}: all must give the same"
                     )
         return self.generation
 
-    def outcome(self, asked: Collective) -> Sequence[Any] | None:
+    def outcome(self, collective: Collective) -> Sequence[Any] | None:
         """The objects that the call returns; None while that is not decided. Raises OSError, PeerLost, OutOfStep."""
         node, observer, generation = self.loop.node, self.loop.observer, self.generation
         if generation is None:
             return None
-        lost: Loss | None = None
-        if generation.number == asked.generation.number:
-            if node.position is not None and node.position > asked.position:
-                return self._objects(asked)
+        loss: Loss | None = None
+        if generation.number == collective.generation.number:
+            if node.position is not None and node.position > collective.position:
+                return self._objects(collective)
             # The look that has just ended was at the asked row.
             arrived = observer.row.listing.arrived
-            lost = self._lost(one for one in generation.members if one.rank not in arrived)
-            if lost is None:
+            loss = self._lost(one for one in generation.members if one.rank not in arrived)
+            if loss is None:
                 return None
         # A member is lost, or the others have regrouped. If all had reached this row before, this node passes it too.
-        if self._was_passed(asked):
-            return self._objects(asked)
-        raise self._peer_lost(asked, lost) if lost is not None else self._superseded(asked, generation)
+        if self._was_passed(collective):
+            return self._objects(collective)
+        if loss is not None:
+            raise self._peer_lost(collective, loss)
+        raise self._superseded(collective, generation)
 
     def _lost(self, members: Iterable[Member]) -> Loss | None:
         """The first lost one of these members."""
@@ -163,53 +165,53 @@ class GroupMember:
         found = losses(members, node.rank, observer.joins, observer.ledger, since, limits)
         return found[0] if found else None
 
-    def _was_passed(self, asked: Collective) -> bool:
+    def _was_passed(self, collective: Collective) -> bool:
         """Whether all members have reached this row. Raises OSError.
 
         If a stale listing does not show it, a heartbeat may, since a member that passed the row has seen all facts. Example: node 1
         ends its script after its last barrier, and node 2's mount shows node 1's last heartbeat at once, but the facts 3 s later.
         """
-        observer, generation = self.loop.observer, asked.generation
-        facts = {self._fact(asked, rank).name for rank in generation.ranks}
-        if facts.issubset(observer.store.names(self._row(asked))):
+        observer, generation = self.loop.observer, collective.generation
+        facts = {self._fact(collective, rank).name for rank in generation.ranks}
+        if facts.issubset(observer.store.names(self._row(collective))):
             return True
         news = [observer.ledger.news(member) for member in generation.members]
         beats = [item.beat for item in news if item is not None and item.beat.generation == generation.number]
-        return any(beat.iteration > asked.position.iteration for beat in beats)
+        return any(beat.iteration > collective.position.iteration for beat in beats)
 
-    def _objects(self, asked: Collective) -> Sequence[Any]:
+    def _objects(self, collective: Collective) -> Sequence[Any]:
         """What the call returns, of facts that all exist, but a mount may show them late. Raises OSError, OutOfStep, PeerLost.
 
         Whoever calls anything but `barrier` also reads what the next member called. So if members make different calls, at least one
         learns of it, and as it ends or regroups, the others do.
         """
-        if asked.call == BARRIER:
+        if collective.call == BARRIER:
             return ()
-        store, members = self.loop.observer.store, asked.generation.members
+        store, members = self.loop.observer.store, collective.generation.members
         own = [member.rank for member in members].index(self.loop.join.rank)
         following = members[(own + 1) % len(members)].rank
-        given = {self.loop.join.rank: asked.value}
+        values = {self.loop.join.rank: collective.value}
         for member in members:
-            if member.rank in given or member.rank not in (following, *asked.objects_of):
+            if member.rank in values or member.rank not in (following, *collective.objects_of):
                 continue
             try:
-                given[member.rank] = store.must_read(self._fact(asked, member.rank), Fact).value
+                values[member.rank] = store.must_read(self._fact(collective, member.rank), Fact).value
             except OSError as error:
-                self._raise_if_silent(asked, member, error)
+                self._raise_if_silent(collective, member, error)
                 raise
-        called = {rank: value.get("call", BARRIER) for rank, value in given.items()}
-        if {*called.values()} != {asked.call}:
-            raise self._out_of_step(asked, called)
-        return [json.loads(given[rank]["json"]) for rank in asked.objects_of]
+        called = {rank: value.get("call", BARRIER) for rank, value in values.items()}
+        if {*called.values()} != {collective.call}:
+            raise self._out_of_step(collective, called)
+        return [json.loads(values[rank]["json"]) for rank in collective.objects_of]
 
-    def _raise_if_silent(self, asked: Collective, member: Member, error: OSError) -> None:
+    def _raise_if_silent(self, collective: Collective, member: Member, error: OSError) -> None:
         """Example: its host lost power before the object was flushed. It will never be readable."""
         ledger, node = self.loop.observer.ledger, self.loop.node
         silent_s = ledger.silence(member, node.watches_since(ledger))
         if silent_s >= self.loop.rules.limits.dead_s:
             raise PeerLost(
-                f"node {node.rank}: {asked.name}: what node {member.rank} ({member.host}) gave cannot be read: {error}; and that node is "
-                "lost; regroup() goes on without it",
+                f"node {node.rank}: {collective.name}: what node {member.rank} ({member.host}) gave cannot be read: {error}; "
+                "and that node is lost; regroup() goes on without it",
                 member.rank,
                 member.host,
                 silent_s,
@@ -222,14 +224,14 @@ class GroupMember:
         seen, and those in a generation without it."""
         node, observer, rules = self.loop.node, self.loop.observer, self.loop.rules
         if self.generation is not None:
-            arrived, found = observer.row.listing.arrived, []
+            arrived, absent = observer.row.listing.arrived, []
             for member in self.generation.members:
                 if member.rank != node.rank and member.rank not in arrived:
                     heard_s = observer.ledger.age(member, now)
                     silent_s = now - node.since if heard_s is None else heard_s
                     known = f"{member.host}, last heartbeat {silent_s:.1f} s ago"
-                    found.append(Awaited(member.rank, member.host, silent_s, known))
-            return found
+                    absent.append(Awaited(member.rank, member.host, silent_s, known))
+            return absent
         missing = sorted({*range(rules.num_nodes)} - {node.rank, *self.joiners})
         return [self._not_joined(rank, now) for rank in missing]
 
@@ -244,40 +246,40 @@ class GroupMember:
             known = f"{join.host}, a member of a group that must call regroup() to let this one in"
         return Awaited(rank, join.host, silent_s, known)
 
-    def _out_of_step(self, asked: Collective, called: Mapping[int, str]) -> OutOfStep:
-        hosts = {member.rank: member.host for member in asked.generation.members}
+    def _out_of_step(self, collective: Collective, called: Mapping[int, str]) -> OutOfStep:
+        hosts = {member.rank: member.host for member in collective.generation.members}
         calls = ", ".join(f"node {rank} ({hosts[rank]}) called {called[rank]}" for rank in sorted(called))
         message = (
-            f"node {self.loop.join.rank}: the members are out of step in collective no. {asked.position.iteration} "
-            f"of generation {asked.generation.number}: {calls}"
+            f"node {self.loop.join.rank}: the members are out of step in collective no. {collective.position.iteration} "
+            f"of generation {collective.generation.number}: {calls}"
         )
-        other = min(rank for rank in called if called[rank] != asked.call)
+        other = min(rank for rank in called if called[rank] != collective.call)
         return OutOfStep(message, other, hosts[other])
 
-    def _peer_lost(self, asked: Collective, lost: Loss) -> PeerLost:
-        member, why = lost.member, lost.why
-        if lost.beat is not None and lost.beat.state == "left":
+    def _peer_lost(self, collective: Collective, loss: Loss) -> PeerLost:
+        member, why = loss.member, loss.why
+        if loss.beat is not None and loss.beat.state == "left":
             observer = self.loop.observer
             status = observer.store.read(observer.paths.beat(member.rank, member.incarnation), Beat)
             left_because = status.progress.get("why") if status is not None else None
             why = f"it left the group after {left_because}" if left_because else "it left the group"
         message = (
-            f"node {self.loop.join.rank}: {asked.name}: node {member.rank} ({member.host}) is lost: {why}; "
+            f"node {self.loop.join.rank}: {collective.name}: node {member.rank} ({member.host}) is lost: {why}; "
             "regroup() goes on without it"
         )
-        return PeerLost(message, member.rank, member.host, lost.age_s)
+        return PeerLost(message, member.rank, member.host, loss.age_s)
 
-    def _superseded(self, asked: Collective, new: Generation) -> PeerLost:
+    def _superseded(self, collective: Collective, new: Generation) -> PeerLost:
         """The error if another member has regrouped before this one."""
-        old = asked.generation
-        gone = [one for one in old.members if new.incarnation_of(one.rank) != one.incarnation]
-        maker = next(one for one in (*new.members, *old.members) if one.rank == new.created_by)
-        names = ", ".join(f"node {one.rank} ({one.host})" for one in gone)
+        old = collective.generation
+        left_out = [member for member in old.members if new.incarnation_of(member.rank) != member.incarnation]
+        maker = next(member for member in (*new.members, *old.members) if member.rank == new.created_by)
+        names = ", ".join(f"node {member.rank} ({member.host})" for member in left_out)
         message = (
-            f"node {self.loop.join.rank}: {asked.name}: generation {old.number} is over: node {maker.rank} ({maker.host}) regrouped"
-            f"{f' without {names}' if gone else ''}; regroup() goes along"
+            f"node {self.loop.join.rank}: {collective.name}: generation {old.number} is over: node {maker.rank} ({maker.host}) regrouped"
+            f"{f' without {names}' if left_out else ''}; regroup() goes along"
         )
-        about = gone[0] if gone else maker
+        about = left_out[0] if left_out else maker
         observer = self.loop.observer
         return PeerLost(
             message, about.rank, about.host, observer.ledger.age(about, observer.looked_at or 0.0)
@@ -306,15 +308,15 @@ class GroupMember:
 
     # --- facts on disk ---
 
-    def _row(self, asked: Collective) -> Path:
-        return self.loop.observer.row.row_dir(asked.generation.number, asked.position)
+    def _row(self, collective: Collective) -> Path:
+        return self.loop.observer.row.row_dir(collective.generation.number, collective.position)
 
-    def _fact(self, asked: Collective, rank: int) -> Path:
-        return self._row(asked) / fact_name(asked.position.iteration, rank)
+    def _fact(self, collective: Collective, rank: int) -> Path:
+        return self._row(collective) / fact_name(collective.position.iteration, rank)
 
 
 def make_member(
-    store: Store, paths: RunPaths, here: Join, num_nodes: int, limits: Limits, beat_s: float
+    store: Store, paths: RunPaths, own_start: Join, num_nodes: int, limits: Limits, beat_s: float
 ) -> GroupMember:
     """A member that has not joined yet. Does not touch the filesystem."""
     rules = Rules(TABLE, num_nodes, on_node_failure="hold", limits=limits)
@@ -322,4 +324,4 @@ def make_member(
     beats_s = min(beat_s, limits.suspect_s / 3)
     intervals = PollIntervals(members_s, beats_s, 1.5 * beat_s, limits.dead_s, join_factor(num_nodes))
     work, observer = CollectiveWork(), Observer(store, paths, TABLE, intervals)
-    return GroupMember(NodeLoop(store, observer, rules, work, here, lambda *_: None), work)
+    return GroupMember(NodeLoop(store, observer, rules, work, own_start, lambda *_: None), work)
