@@ -216,7 +216,7 @@ AS_AMD_SMI_SAYS = [
 
 
 @pytest.mark.parametrize("said", [AMD_SMI, AMD_SMI_6], ids=["7", "6"])
-def test_what_amd_smi_says(said: str) -> None:
+def test_amd_smi_is_understood_in_both_versions(said: str) -> None:
     assert accelerators.of_amd_smi(said) == AS_AMD_SMI_SAYS
 
 

@@ -89,7 +89,7 @@ HOW_IT_GOES_ON: list[tuple[str, dict[int, str], tuple[FailedProgram, ...], dict[
     [row[1:] for row in HOW_IT_GOES_ON],
     ids=[row[0] for row in HOW_IT_GOES_ON],
 )
-def test_how_it_goes_on(
+def test_after_a_failure_the_run_tries_again_or_goes_on_without_nodes_or_ends(
     now: dict[int, str], before: tuple[FailedProgram, ...], changes: dict[str, Any], then: str
 ) -> None:
     made = after(now, before, **changes)

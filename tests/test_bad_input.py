@@ -628,7 +628,9 @@ def test_a_model_folder_lacks_something(place: Path, quick: Call, remove: str, s
         ('sh "{out}', "No closing quotation"),
     ],
 )
-def test_a_trainer_command(place: Path, quick: Call, command: str, says: str) -> None:
+def test_a_wrong_trainer_command_is_refused_by_name(
+    place: Path, quick: Call, command: str, says: str
+) -> None:
     refused(quick, [*RL.split(), f"trainer.command={command}"], place=place, says=["trainer.command", says])
 
 

@@ -23,5 +23,5 @@ def test_the_barriers_of_real_daemons_are_measured(tmp_path: Path, monkeypatch: 
     ("words", "said"),
     [(["--nodes", "0"], "--num-nodes: must be"), (["--path", "/nowhere"], "--path /nowhere: No such file")],
 )
-def test_bad_input(words: list[str], said: str) -> None:
+def test_bad_input_is_refused_in_words(words: list[str], said: str) -> None:
     assert said in typed("bench", *words, code=2).err

@@ -179,7 +179,9 @@ def spoil_the_policy(run: Path) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_the_judge_sees(struck: Path, tmp_path: Path, harm: Callable[[Path], None], words: str) -> None:
+def test_the_judge_sees_each_harm(
+    struck: Path, tmp_path: Path, harm: Callable[[Path], None], words: str
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(struck, run, symlinks=True)
     assert outside_checker.judge(run, TASKS) == []

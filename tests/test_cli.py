@@ -139,7 +139,7 @@ def test_flags_and_settings_in_any_order() -> None:
         (["--lines", "x"], "-n: must be a whole number, got 'x'"),
     ],
 )
-def test_wrong_flags(words: list[str], message: str) -> None:
+def test_wrong_flags_are_refused_in_words(words: list[str], message: str) -> None:
     with pytest.raises(errors.UsageError) as caught:
         parser().parse(words)
     assert message in str(caught.value)
@@ -293,7 +293,9 @@ def test_a_clone_keeps_its_runs_wherever_one_stands(
         (">/dev/full", 3, "fsbarrier: error: the filesystem failed: [Errno 28] No space left on device\n"),
     ],
 )
-def test_output_that_goes_nowhere(tmp_path: Path, redirection: str, code: int, says: str) -> None:
+def test_output_that_goes_nowhere_ends_in_a_code_and_at_most_one_line(
+    tmp_path: Path, redirection: str, code: int, says: str
+) -> None:
     """What a file would get that has the number of a closed stdout is not what is printed."""
     line = f'exec "$0" -P -m fsbarrier runs "$1" {redirection}'
     env = {**os.environ, "PYTHONPATH": str(REPO)}

@@ -69,7 +69,7 @@ def rolling_out(folder: Path, prepare: Callable[[Cluster], None] = lambda _: Non
         yield cluster
 
 
-def test_a_killed_daemon(tmp_path: Path) -> None:
+def test_a_killed_daemon_is_named_by_its_epitaph(tmp_path: Path) -> None:
     """Its epitaph names it, and nobody waits for its silence."""
     with rolling_out(tmp_path) as cluster:
         tree = cluster.tree(VICTIM)
@@ -79,7 +79,7 @@ def test_a_killed_daemon(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_daemon_killed_with_all_its_processes(tmp_path: Path) -> None:
+def test_a_daemon_killed_with_all_its_processes_is_found_by_its_silence(tmp_path: Path) -> None:
     """As if its host were lost."""
     with rolling_out(tmp_path) as cluster:
         tree, struck_at = cluster.tree(VICTIM), time.monotonic()
@@ -88,7 +88,7 @@ def test_a_daemon_killed_with_all_its_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_daemon(tmp_path: Path) -> None:
+def test_a_stopped_daemon_is_found_by_its_silence_and_learns_of_it(tmp_path: Path) -> None:
     with rolling_out(tmp_path) as cluster:
         struck_at = time.monotonic()
         cluster.signal(VICTIM, signal.SIGSTOP)
@@ -126,7 +126,7 @@ def test_a_daemon_whose_reads_hang(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_mounts
-def test_a_mount_that_hangs(tmp_path: Path) -> None:
+def test_a_node_whose_mount_hangs_is_found_by_its_silence(tmp_path: Path) -> None:
     """One node sees the run directory through a filesystem of its own, whose server is stopped."""
     mount, shared = tmp_path / "mount", tmp_path / "run"
 

@@ -38,7 +38,7 @@ def starts(python: str) -> bool:
     return subprocess.run([python, "--version"], capture_output=True).returncode == 0
 
 
-def test_games(tmp_path: Path, roomy: Fake) -> None:
+def test_a_policy_plays_gymnasium_and_textarena(tmp_path: Path, roomy: Fake) -> None:
     """A lake of three fields, crossed to the right; and a number between 1 and 20, which is 5 with this seed."""
     python = interpreter(tmp_path, "gymnasium", "textarena", "websockets")
     lake = {"gymnasium": "FrozenLake-v1", "options": {"desc": ["SFG"], "is_slippery": False}}
@@ -63,7 +63,7 @@ def test_games(tmp_path: Path, roomy: Fake) -> None:
     assert "[S]FG\nAnswer with a number from 0 to 3." in told[0] and "S[F]G" in told[1]
 
 
-def test_openenv(tmp_path: Path, roomy: Fake) -> None:
+def test_a_policy_works_in_an_environment_of_openenv(tmp_path: Path, roomy: Fake) -> None:
     """Its own skeleton of an environment: what one says comes back, and its length gives the reward. It has room for one episode."""
     python = interpreter(tmp_path, "openenv==0.10.0")
     init = [str(Path(python).parent / "openenv"), "init", "words"]
@@ -110,7 +110,7 @@ __all__ = ["Words"]
 """
 
 
-def test_verifiers(tmp_path: Path, roomy: Fake) -> None:
+def test_a_policy_works_in_a_taskset_of_verifiers(tmp_path: Path, roomy: Fake) -> None:
     """A taskset of three words, of which the policy says the second one wrong; verifiers' own program talks to it."""
     python = interpreter(tmp_path, "verifiers>=0.4,<0.5")
     site = subprocess.run(
@@ -160,7 +160,7 @@ NEWER = next(
 
 
 @pytest.mark.skipif(NEWER is None, reason="no Python 3.12 is installed")
-def test_nemo_gym(tmp_path: Path, roomy: Fake) -> None:
+def test_a_policy_works_with_a_server_of_nemo_gym(tmp_path: Path, roomy: Fake) -> None:
     """A counter that begins at 3, to which the policy adds 2 in each of its three turns."""
     assert NEWER is not None
     python = interpreter(tmp_path, "nemo-gym==0.4.0", base=NEWER)

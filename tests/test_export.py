@@ -149,7 +149,7 @@ def test_an_export_is_sent_to_a_hub(run: Path, tmp_path: Path) -> None:
     assert hub.made[0]["visibility"] == "private"
 
 
-def test_a_hub_that_refuses(run: Path, tmp_path: Path) -> None:
+def test_a_push_that_is_refused_leaves_the_exported_folder(run: Path, tmp_path: Path) -> None:
     with Hub(refuse=403) as hub:
         done = pushed(run, tmp_path / "out", hub)
     assert done.returncode == 4 and "--push me/mine: " in done.stderr and "the folder is in" in done.stderr

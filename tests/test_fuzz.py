@@ -166,7 +166,7 @@ def encoded_body(record: facts.Record, body: Any) -> bytes:
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
-def test_records(record: facts.Record) -> None:
+def test_damaged_records_are_refused_or_used_safely(record: facts.Record) -> None:
     whole = codec.encode(record)
 
     @fuzz
@@ -232,7 +232,7 @@ RECORD = runrecord.RunRecord("id", "2026", "me@here", "0.1", Settings(), "d", {"
 
 @fuzz
 @given(bytes_like(runrecord.encode(RECORD)))
-def test_the_run_s_record(data: bytes) -> None:
+def test_a_damaged_run_s_record_is_refused(data: bytes) -> None:
     try:
         assert runrecord.decode(data, Path()) == RECORD
     except (ValueError, UsageError):
@@ -251,7 +251,9 @@ LINE = (
 
 @fuzz
 @given(bytes_like(LINE * 2))
-def test_a_journal(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_a_damaged_journal_gives_whole_events_or_none(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
     path = tmp_path_factory.mktemp("journal") / "node_1.inc-0001.jsonl"
     path.write_bytes(data)
     for event in journal.JournalReader(path).read():
@@ -282,7 +284,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_manifest(policy: Path) -> None:
+def test_a_damaged_manifest_is_refused_or_says_what_lies_there(policy: Path) -> None:
     path = policy / checkpoints.MANIFEST
     whole = path.read_bytes()
 
@@ -317,7 +319,9 @@ def test_commands_that_look_at_a_run(tmp_path_factory: pytest.TempPathFactory, d
 
 @fuzz
 @given(bytes_like(b"iterations = 3\n[rollout]\ntemperature = 0.5\n[custom]\na = [1, {b = 2}]\n"))
-def test_a_settings_file(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_a_damaged_settings_file_is_refused_in_one_line(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
     path = tmp_path_factory.mktemp("settings") / "settings.toml"
     path.write_bytes(data)
     try:
@@ -333,7 +337,9 @@ TASK = (
 
 @fuzz
 @given(bytes_like(TASK) | damaged_json(json.loads(TASK)).map(lambda value: json.dumps(value).encode()))
-def test_a_task_file(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_a_damaged_task_file_is_refused_in_one_line(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
     path = tmp_path_factory.mktemp("tasks") / "train.jsonl"
     path.write_bytes(data)
     try:

@@ -57,7 +57,7 @@ def number(cell: str) -> float:
 @pytest.mark.parametrize(
     "flags", ["--size 9b", "--modes plain,lora", "--steps 1", "--layers 0", "--dir /nowhere"]
 )
-def test_bad_flags(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_flags_are_refused_by_name(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     from scripts import gpu_check
 
     with pytest.raises(SystemExit) as ended:

@@ -38,7 +38,7 @@ def alone(tmp_path: Path) -> Iterator[fsbarrier.Group]:
 # --- what the members exchange ----------------------------------------------------------------------------------------------
 
 
-def test_collectives_in_any_order_of_start(tmp_path: Path) -> None:
+def test_objects_reach_all_members_in_any_order_of_start(tmp_path: Path) -> None:
     with Members(tmp_path, 4) as group:
         group.start(2, 0, 3).start(1).joined()
         assert group.ask("look") == [{"generation": 1, "members": [0, 1, 2, 3], "joiners": []}] * 4
@@ -166,7 +166,7 @@ def test_a_member_that_wakes_up_late_is_fenced(tmp_path: Path) -> None:
         assert group.ask("all_gather", 0, obj="alone") == [["alone"]]
 
 
-def test_two_processes_with_one_rank(tmp_path: Path) -> None:
+def test_of_two_processes_with_one_rank_the_first_is_fenced(tmp_path: Path) -> None:
     with Members(tmp_path, 2) as group:
         group.start().joined()
         first = group[1]
@@ -183,7 +183,9 @@ def test_two_processes_with_one_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "words"), [("leave", "it left the group"), ("fail", "after ValueError: boom")]
 )
-def test_a_member_that_leaves(tmp_path: Path, how: str, words: str) -> None:
+def test_a_member_that_leaves_is_lost_for_the_others_with_its_reason(
+    tmp_path: Path, how: str, words: str
+) -> None:
     with Members(tmp_path, 3) as group:
         group.start().joined()
         arguments = {"text": "boom"} if how == "fail" else {}
@@ -262,7 +264,7 @@ def test_different_numbers_of_nodes_are_refused_on_all(tmp_path: Path) -> None:
         {"dead_s": 0.1},
     ],
 )
-def test_wrong_arguments(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_wrong_arguments_are_named_and_make_no_folder(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong)).split("_")[0]):
         fsbarrier.join(tmp_path / "group", **{"node_rank": 0, "num_nodes": 2, **FAST, **wrong})
     assert not (tmp_path / "group").exists()

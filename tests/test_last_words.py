@@ -171,7 +171,7 @@ def logged(tmp_path: Path) -> FakeRun:
         (("--node", "0", "--file", "daemon.log"), ["daemon 0 1"]),
     ],
 )
-def test_the_last_lines_of_each_nodes_latest_start(
+def test_logs_shows_the_last_lines_of_each_nodes_latest_start(
     logged: FakeRun, flags: tuple[str, ...], starts: list[str]
 ) -> None:
     said = typed("logs", "--log-path", logged.log_path, "-n", "2", *flags)

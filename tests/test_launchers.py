@@ -241,7 +241,9 @@ def test_a_slurm_job_keeps_every_word_and_asks_for_the_queue_again(
         ("dstack", (), ["nodes: 2", "gpu: 8", '- "claim:/shared"']),
     ],
 )
-def test_files_for_containers(place: str, more: tuple[str, ...], has: list[str]) -> None:
+def test_files_for_containers_have_all_words_as_typed(
+    place: str, more: tuple[str, ...], has: list[str]
+) -> None:
     setting = 'reward.kind=a b.py:$$(judge) $(x) "x"\nsetup: touch x\n- &a !!python/object *a\'{{ y }} ${{ run.args }} #\t\x85 \U0001f600'
     words = (*IN_CONTAINERS, "--log-path", "/shared/run", "--gpus-per-node", "8", *more)
     text = text_of(place, *words, setting)

@@ -148,7 +148,9 @@ def test_presets_are_settings_that_give_a_loss(preset: str) -> None:
         ({"advantage": "reinforce_plus_plus_baseline"}, 0.75, -0.25),
     ],
 )
-def test_advantages_of_a_group(changes: dict[str, Any], right: float, wrong: float) -> None:
+def test_advantages_of_a_group_are_as_worked_by_hand(
+    changes: dict[str, Any], right: float, wrong: float
+) -> None:
     import torch
 
     from fsbarrier.training.advantages import group_advantages

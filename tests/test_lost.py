@@ -73,7 +73,7 @@ def test_who_is_in_no_generation_knows_heartbeats_alone() -> None:
     assert last_place(situation(waiting(0)), gone(at=None)) is None
 
 
-def test_lost_members_in_the_reason_of_a_generation() -> None:
+def test_lost_members_are_told_in_a_generation_s_reason() -> None:
     entered = situation(at_row(0, OPEN))
     assert lost_as_text(entered, [gone(1, at=None), gone(2, at=(1, MERGE), why="it left")]) == (
         "node 1 (host1) is lost: silent; node 2 (host2) is lost: it left; last in iteration 1, phase 3 merge"
@@ -81,7 +81,7 @@ def test_lost_members_in_the_reason_of_a_generation() -> None:
     assert lost_as_text(entered, []) == ""
 
 
-def test_lost_members_in_the_journal() -> None:
+def test_lost_members_are_told_in_the_journal() -> None:
     entered = situation(at_row(0, OPEN))
     known = {"node_rank": 2, "host": "host2", "incarnation": 1}
     nowhere = {"iteration": None, "phase": None, "phase_name": ""}

@@ -45,7 +45,7 @@ def who_answers(case: Case) -> Rule | None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_step(case: Case) -> None:
+def test_each_row_is_answered_by_its_rule(case: Case) -> None:
     node, actions = step(case.node, case.view, case.now, case.rules)
     assert who_answers(case) is case.rule
     assert tuple(actions) == case.asks

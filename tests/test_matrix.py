@@ -34,7 +34,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "rank", "phase"), CASES)
-def test_a_node_is_struck(tmp_path: Path, name: str, rank: int, phase: int) -> None:
+def test_the_run_goes_on_when_a_node_is_struck_in_any_row(
+    tmp_path: Path, name: str, rank: int, phase: int
+) -> None:
     iterations = 1 if name == "SIGKILL" and phase < 12 else 2
     flags = (
         "--iterations",

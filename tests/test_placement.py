@@ -139,7 +139,7 @@ def versions(log_path: Path, iterations: int, tasks: int = 24) -> list[list[int]
     ]
 
 
-def test_roles_on_different_nodes(tmp_path: Path) -> None:
+def test_roles_on_different_nodes_stay_apart(tmp_path: Path) -> None:
     """Node 0 leads and rolls out; only node 2 trains, so the programs of the update meet there."""
     flags = ("placement.rollout=node:0-1", "placement.update=node:2", "--iterations", "2")
     with Cluster(tmp_path, 3, *FAST, *flags) as cluster:
@@ -163,7 +163,9 @@ def test_the_next_iteration_is_rolled_out_while_the_update_trains(tmp_path: Path
 
 
 @pytest.mark.parametrize(("victim", "back"), [(1, False), (0, True)], ids=["a sampler", "the only trainer"])
-def test_a_node_lost_in_the_update(tmp_path: Path, victim: int, back: bool) -> None:
+def test_a_node_lost_in_the_update_loses_nothing_rolled_out_ahead(
+    tmp_path: Path, victim: int, back: bool
+) -> None:
     """Nothing that was rolled out ahead is lost or doubled. Without the only node that trains, the others wait for it."""
     with Cluster(
         tmp_path, 3, *FAST, "toy.phase_s=0.2", *APART, "rollout.ahead=1", "--iterations", "3"

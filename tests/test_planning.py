@@ -264,7 +264,9 @@ def test_four_billion_on_many_accelerators(nodes: int, shard: str, shards: int, 
         (QWEN_7B, 3, 4, "exceeds this node's 3 accelerators; use 3 or fewer"),
     ],
 )
-def test_accelerators_in_odd_numbers(config: dict[str, Any], accelerators: int, size: int, said: str) -> None:
+def test_a_size_that_does_not_fit_is_refused_with_one_that_does(
+    config: dict[str, Any], accelerators: int, size: int, said: str
+) -> None:
     sizes = {"engine.tensor_parallel_size": size}
     problem = plan(config, 64, accelerators=accelerators, **sizes).problems[0]
     assert re.search(said, problem), problem

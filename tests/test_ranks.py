@@ -34,7 +34,7 @@ def rank(
     return None if choice is None else (choice.value, choice.source)
 
 
-def test_the_order_of_the_variables() -> None:
+def test_the_first_of_the_launchers_variables_gives_the_rank() -> None:
     order = [
         ("NODE_RANK", {"NODE_RANK": "1"}),
         ("RANK", {"RANK": "2"}),
@@ -137,7 +137,7 @@ def test_the_number_of_nodes_comes_from_the_same_launcher() -> None:
         ("::1", "lo", "loopback"),
     ],
 )
-def test_kinds_of_addresses(host: str, interface: str, kind: str) -> None:
+def test_each_address_is_of_its_kind(host: str, interface: str, kind: str) -> None:
     assert addresses.kind_of(host, interface, {"192.0.2.5"}) == kind
 
 

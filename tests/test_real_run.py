@@ -21,7 +21,7 @@ SMALL = ("rollout.tasks=24", "rollout.samples=8", "eval.tasks=32", "optimizer.wa
 @pytest.mark.torch
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_two_iterations(tmp_path: Path, nodes: int) -> None:
+def test_two_iterations_train_and_serve_new_weights(tmp_path: Path, nodes: int) -> None:
     copies = tmp_path / "copies"
     own = (f"checkpoint.weights_dir={copies}", "checkpoint.trainer_every=9")
     with Cluster(tmp_path, nodes, "--iterations", "2", *SMALL, *own, program="rl") as cluster:

@@ -122,7 +122,7 @@ def halted(tmp_path: Path) -> Any:
         yield cluster
 
 
-def test_recovery_and_the_normal_command_afterwards(halted: Cluster) -> None:
+def test_the_normal_command_goes_on_from_what_recovery_leaves(halted: Cluster) -> None:
     log_path, paths = halted.log_path, halted.paths
     expected = leave_a_mess(paths)
     mess = {name for name, state in expected.items() if state in ("foreign", "unreadable", "temporary")}

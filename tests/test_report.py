@@ -118,7 +118,7 @@ def test_what_a_run_contains_cannot_break_out(tmp_path: Path) -> None:
     assert "\x1b" not in html
 
 
-def test_empty_and_short_runs(tmp_path: Path) -> None:
+def test_empty_and_short_runs_have_a_report_too(tmp_path: Path) -> None:
     nothing = FakeRun(tmp_path / "a" / "run")
     assert "Mean reward" not in Page(report(nothing)).text
     begun = FakeRun(tmp_path / "b" / "run")

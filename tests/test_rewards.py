@@ -206,7 +206,9 @@ def test_a_function_has_its_time_and_no_more(file: Path, name: str) -> None:
         ("numeric", "1,000", "1000 apples", 1),
     ],
 )
-def test_what_counts_as_equal(kind: str, answer: object, response: str, reward: float) -> None:
+def test_each_kind_of_reward_compares_as_it_says(
+    kind: str, answer: object, response: str, reward: float
+) -> None:
     (score,) = judge(kind, (answer, response))
     assert score.reward == reward and score.parts == {kind: reward}
 

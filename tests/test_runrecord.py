@@ -84,7 +84,7 @@ def test_an_edited_or_newer_record_is_one_line(tmp_path: Path, change: dict[str,
     assert "\n" not in str(caught.value)
 
 
-def test_no_run_there(tmp_path: Path) -> None:
+def test_a_place_without_a_run_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere", tmp_path / "file"):
         (tmp_path / "file").write_text("")
         with pytest.raises(UsageError, match="no run there"):

@@ -293,7 +293,7 @@ def test_the_first_of_two_that_were_made_at_once_stays(clone: Path, env: dict[st
     assert environments(clone) == [environment.name] and (environment / "first").exists()
 
 
-def test_an_environment_made_with_a_python_that_this_machine_lacks(clone: Path, env: dict[str, str]) -> None:
+def test_an_environment_whose_python_this_machine_lacks_is_refused(clone: Path, env: dict[str, str]) -> None:
     environment = environment_path(clone)
     (environment / "bin").mkdir(parents=True)
     (environment / "bin" / "python").symlink_to("/nowhere/python3")

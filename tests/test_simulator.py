@@ -53,7 +53,7 @@ def test_every_invariant_holds(setup: Setup, seeds: range) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(USUAL))
-def test_each_kind_of_fault_alone(kind: str) -> None:
+def test_no_kind_of_fault_alone_breaks_an_invariant(kind: str) -> None:
     broken = [verdict for verdict in campaign(range(10), Setup(mix=parse_mix(kind))) if verdict.violations]
     assert broken == []
 
@@ -145,7 +145,7 @@ def test_heartbeats_have_mishaps_and_whoever_is_alive_is_heard() -> None:
     ],
     ids=["a smaller run", "a list", "a switch"],
 )
-def test_a_later_start_asks_for_other_settings(
+def test_a_later_start_that_asks_for_other_settings_ends_with_both_values(
     monkeypatch: pytest.MonkeyPatch, rank: int, asked: Payload, why: str
 ) -> None:
     def stated(lines: CommandLines, of: int, *, again: bool) -> Payload:

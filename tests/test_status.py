@@ -47,7 +47,7 @@ def beating(run: FakeRun, ranks: tuple[int, ...], at: tuple[int, int]) -> thread
     return stop
 
 
-def test_a_finished_run(tmp_path: Path) -> None:
+def test_the_status_of_a_finished_run_tells_its_end_and_its_rewards(tmp_path: Path) -> None:
     status = status_of(long_run(tmp_path / "run"))
     assert (status["state"], status["exit_code"]) == ("finished", 0)
     assert (status["generation"], status["iteration"], status["iterations"], status["leader"]) == (3, 6, 6, 0)
@@ -217,7 +217,9 @@ def test_a_run_whose_only_node_was_stopped_before_the_others_came(tmp_path: Path
 @pytest.mark.parametrize(
     ("code", "state", "nodes"), [(130, "stopped", 3), (143, "stopped", 3), (3, "broken", 9)]
 )
-def test_nodes_that_left(tmp_path: Path, code: int, state: str, nodes: int) -> None:
+def test_a_run_that_all_nodes_left_has_their_exit_code_and_reason(
+    tmp_path: Path, code: int, state: str, nodes: int
+) -> None:
     run = FakeRun(tmp_path / "run", nodes=nodes)
     run.start()
     for rank in range(nodes):

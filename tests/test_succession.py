@@ -170,7 +170,7 @@ OPENINGS = [
     [case[1:] for case in OPENINGS],
     ids=[case[0] for case in OPENINGS],
 )
-def test_where_a_session_begins(
+def test_a_session_begins_with_the_slice_that_lags(
     span: tuple[int, int],
     before: tuple[int, int],
     left: tuple[int, int],

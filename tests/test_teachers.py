@@ -48,7 +48,7 @@ def batch_of(sampled: list[float], teacher: list[float], weight: float = 0.0, **
     )
 
 
-def test_the_worked_numbers() -> None:
+def test_distillation_gives_the_numbers_worked_by_hand() -> None:
     """Of slime's form: the advantage t - o in a clipped loss. Outside the sampled tokens nothing counts."""
     import torch
 

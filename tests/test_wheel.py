@@ -69,7 +69,7 @@ def test_the_wheel_holds_the_programs_and_nothing_that_is_not_installed(wheel: P
     assert tracked <= names, "a module is missing from the wheel"
 
 
-def test_from_a_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_all_programs_load_from_a_wheel(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     pip = [
         sys.executable,
@@ -89,7 +89,7 @@ def test_from_a_wheel(wheel: Path, tmp_path: Path) -> None:
     assert rows == {"rl": 14, "sft": 14, "toy": 14, "ping": 14}
 
 
-def test_from_an_editable_install(checkout: Path, tmp_path: Path) -> None:
+def test_all_programs_load_from_an_editable_install(checkout: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(build(checkout, tmp_path, "editable")) as archive:
         archive.extractall(tmp_path / "site")
     paths = [
@@ -105,7 +105,7 @@ def test_from_an_editable_install(checkout: Path, tmp_path: Path) -> None:
     assert str(checkout / "phases") in result.stdout
 
 
-def test_from_a_bare_checkout(checkout: Path, tmp_path: Path) -> None:
+def test_all_programs_load_from_a_bare_checkout(checkout: Path, tmp_path: Path) -> None:
     package, folder, rows = loaded(checkout, tmp_path)
     assert (package, folder) == (str(checkout / "fsbarrier"), str(checkout / "phases"))
     assert rows == {"rl": 14, "sft": 14, "toy": 14, "ping": 14}
