@@ -48,7 +48,6 @@ USUAL_TESTS = (
     "assign",
     "lost",
     "heartbeats",
-    "resume",
     "fact_removal",
     "group_edges",
 )
