@@ -1,4 +1,7 @@
-"""A server that speaks as OpenEnv's servers do, without their library: an episode guesses a word. `PORT FOLDER SESSIONS`"""
+"""A server that speaks as OpenEnv's servers do, without their library: an episode guesses a word. `PORT FOLDER SESSIONS [SERVICE]`
+
+SERVICE is a port of loopback: a service that all servers use, to which each session is one connection.
+"""
 
 import asyncio
 import json
@@ -13,6 +16,7 @@ from websockets import ConnectionClosed
 from websockets.asyncio.server import serve
 
 port, folder, most = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+service = int(sys.argv[4]) if len(sys.argv) > 4 else None
 sessions = 0
 
 
@@ -28,7 +32,29 @@ def note(more: int) -> None:
         told.write(f"{time.monotonic()} {more}\n")
 
 
+class Place:
+    """A session of the service, if there is one."""
+
+    async def __aenter__(self) -> "Place":
+        if service is not None:
+            self.reader, self.writer = await asyncio.open_connection("127.0.0.1", service)
+            self.writer.write(f"{os.getpid()}\n".encode())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Returns when the service knows."""
+        if service is not None and not self.writer.is_closing():
+            self.writer.write_eof()
+            await self.reader.read()
+            self.writer.close()
+
+
 async def session(connection: Any) -> None:
+    async with Place() as place:
+        await episode(connection, place)
+
+
+async def episode(connection: Any, place: Place) -> None:
     global sessions
     sessions += 1
     note(1)
@@ -50,7 +76,10 @@ async def session(connection: Any) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             else:
                 await asyncio.sleep(0.1 if word == "slow" else 0)
-                right = asked["data"]["message"] == word
+                while word == "held" and not (folder / "go").exists():
+                    await asyncio.sleep(0.01)
+                if right := asked["data"]["message"] == word:
+                    await place.__aexit__()
                 reply = observation("right" if right else "!say no!!", float(right), right)
             await connection.send(json.dumps(reply))
     except ConnectionClosed:

@@ -7,19 +7,24 @@ import itertools
 import json
 import random
 import shlex
+import socketserver
 import sys
+import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from cluster import FAST, Cluster, leftovers
 from test_environment import AGENT, HERE
-from test_rollout import Fake, finish, make_spec, start
-from waiting import DEADLINE_S
+from test_rollout import SAMPLES, Fake, finish, make_spec, start
+from waiting import DEADLINE_S, until
 
 from fsbarrier.rollouts import session_quota
 from fsbarrier.rollouts.claims import remove_old
 from fsbarrier.rollouts.environment import Environment
 from fsbarrier.rollouts.session_quota import SessionQuota, divided
 from fsbarrier.settings.sections import EnvironmentSettings
+from fsbarrier.trajectories import load
 
 INF = float("inf")
 
@@ -188,3 +193,83 @@ def test_two_nodes_have_two_sessions_together(tmp_path: Path, fake: Fake) -> Non
     assert (max(at_a_time), at_a_time[-1]) == (2, 0)
     shown = json.loads((tmp_path / "node-2" / "progress.json").read_text())["environments"]["environment"]
     assert shown["sessions"] == shown["waiting"] == shown["restarts"] == 0
+
+
+# --- a whole run ----------------------------------------------------------------------------------------------------------
+
+
+class Service(socketserver.ThreadingTCPServer):
+    """What is limited: a session is a connection. `users`: the sessions of each environment's server; `most`: of all, at the same time."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), SessionHandler)
+        self.users, self.most, self.lock = Counter[int](), 0, threading.Lock()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def add(self, user: int, more: int) -> None:
+        with self.lock:
+            self.users[user] += more
+            self.most = max(self.most, self.users.total())
+
+    def full(self, users: int) -> set[int]:
+        """Those that use it, once these many use all of it."""
+        now = +self.users.copy()
+        return {*now} if (now.total(), len(now)) == (QUOTA, users) else set()
+
+
+class SessionHandler(socketserver.StreamRequestHandler):
+    server: Service
+
+    def handle(self) -> None:
+        user = int(self.rfile.readline())
+        self.server.add(user, 1)
+        # To its end, or that of the server that holds it.
+        self.rfile.read()
+        self.server.add(user, -1)
+
+
+QUOTA = 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_sessions_of_a_node_that_is_killed_go_to_the_others(
+    tmp_path: Path, fake: Fake, victim: int
+) -> None:
+    """Three daemons use all sessions of a service, and two after a kill in mid-episode; never more of them, and no task is left out."""
+    folders = {name: tmp_path / name for name in ("data", "model", "words")}
+    for folder in folders.values():
+        folder.mkdir()
+    rows = [{"prompt": f"guess {n}=", "answer": "held", "reset": {"word": "held"}} for n in range(12)]
+    (folders["data"] / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folders["model"] / "config.json").write_text('{"model_type": "qwen2"}')
+    (folders["model"] / "tokenizer.json").write_text("{}")
+    (folders["model"] / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    with Service() as service:
+        port = str(service.server_address[1])
+        server = [sys.executable, str(HERE / "environment_server.py"), "{port}", str(folders["words"])]
+        flags = (
+            *("--data-path", str(folders["data"]), "--model", str(folders["model"]), "--iterations", "1"),
+            *("--rl-phase", "rollout", "--rollout-split", "train-only", "--debug-mode", *FAST),
+            *(f"engine.url={fake.url}", "engine.api_key_env=VLLM_API_KEY", "engine.max_model_len=256"),
+            *("rollout.tasks=12", f"rollout.samples={SAMPLES}", "rollout.max_tokens=16"),
+            *(f"rollout.agent={AGENT}:OpenEnv", f"environment.sessions={QUOTA}"),
+            f"environment.command={shlex.join([*server, '99', port])}",
+        )
+        with Cluster(tmp_path, 3, *flags, program="rl") as cluster:
+            cluster.env = {rank: {"VLLM_API_KEY": "the key"} for rank in range(3)}
+            cluster.start()
+            before = until(lambda: service.full(users=3), cluster.said_by_all)
+            cluster.kill(victim)
+            after = until(lambda: service.full(users=2), cluster.said_by_all)
+            assert not before & after
+            (folders["words"] / "go").touch()
+            left = [rank for rank in range(3) if rank != victim]
+            assert cluster.wait(*left) == dict.fromkeys(left, 0), cluster.said_by_all()
+            assert leftovers(cluster.log_path) == {}
+            merged = load(cluster.paths.merged("train", 1))["trajectories"]
+        assert service.most == QUOTA and service.users.total() == 0
+    assert Counter(one["task_index"] for one in merged) == dict.fromkeys(range(12), SAMPLES)
+    assert {(one["valid"], one["reward"]) for one in merged} == {(True, 1.0)}
