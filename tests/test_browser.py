@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
 import shlex
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +32,7 @@ from fsbarrier.trajectories import load
 sys.path.insert(0, str(REPO / "scripts"))
 
 AGENTS = REPO / "phases" / "agents"
+BROWSING = REPO / "tests" / "programs" / "browsing_agent.py"
 SERVER = REPO / "phases" / "environments" / "browser_server.py"
 agent = load_file(AGENTS / "browser.py", "browser")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -215,12 +220,45 @@ def test_pages_that_are_not_there_and_a_browser_that_is_killed(url: str) -> None
 # --- a run ----------------------------------------------------------------------------------------------------------------
 
 
+def grade(image: bytes) -> float:
+    return hashlib.sha256(image).digest()[0] % 2
+
+
+class Grades(BaseHTTPRequestHandler):
+    """A judge as others serve them, who is sent one image with each question."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        (image,) = [part for part in asked["messages"][0]["content"] if part["type"] == "image_url"]
+        data = base64.b64decode(image["image_url"]["url"].removeprefix("data:image/png;base64,"))
+        said = {"choices": [{"message": {"content": f"I see.\n{grade(data):g}"}}]}
+        body = json.dumps(said).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def judge() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Grades) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+        server.shutdown()
+
+
 @needs_chromium
 @pytest.mark.engine
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_run_browses_and_trains_on_what_it_saw(tmp_path: Path, python: str) -> None:
+def test_a_run_browses_and_trains_on_what_it_saw_as_a_judge_sees_it(
+    tmp_path: Path, python: str, judge: str
+) -> None:
+    """The judge looks at the last screenshot of each episode; which of two grades it gives is the image's alone."""
     from picture_model import build_model, write_model
 
     data = tmp_path / "data"
@@ -229,7 +267,8 @@ def test_a_run_browses_and_trains_on_what_it_saw(tmp_path: Path, python: str) ->
     write_model(build_model(0), data / "model")
     words = (
         *("--iterations", "1", "--model", "model", "--data-path", str(data), "--eval-interval", "0"),
-        f"rollout.agent={REPO / 'tests' / 'programs' / 'browsing_agent.py'}:Browses",
+        *(f"rollout.agent={BROWSING}:Browser", f"reward.kind=judge,{BROWSING}:luck"),
+        *(f"judge.url={judge}", "judge.model=m", "judge.images=last"),
         f"environment.command={shlex.join([python, str(SERVER), '{port}'])}",
         *("environment.sessions=4", "rollout.tasks=3", "rollout.samples=2", "rollout.max_tokens=24"),
         *("engine.max_model_len=2048", "rollout.completion_threshold=0.95", "rollout.grace_s=30"),
@@ -248,3 +287,6 @@ def test_a_run_browses_and_trains_on_what_it_saw(tmp_path: Path, python: str) ->
         assert one["turns"] == one["metadata"]["steps"] <= 30
         for images in one["images"]:
             assert 1 <= len(images) <= agent.WINDOW and {*images} <= {path.name for path in shown.iterdir()}
+        assert one["reward_parts"]["judge"] == grade((shown / one["images"][-1][-1]).read_bytes()), one[
+            "reward_info"
+        ]

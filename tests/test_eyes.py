@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import random
+import re
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -23,13 +26,15 @@ from trainer_bench import (
     write_groups,
 )
 
+from fsbarrier.cli.start.task_files import read_tasks
 from fsbarrier.engine.engine import Engine
 from fsbarrier.engine.frozen import FrozenEngine
 from fsbarrier.engine.model import inspect
 from fsbarrier.engine.replicas import Replicas
-from fsbarrier.errors import ProgramFailed
+from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.processes.rendezvous import LOOPBACK
 from fsbarrier.rewards.judge import Judge
+from fsbarrier.rollouts.pictures import STAND_IN
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sections import FrozenEngineSettings, JudgeSettings
@@ -136,6 +141,51 @@ def test_images_are_trained_on_as_the_engine_saw_them(tmp_path: Path) -> None:
     first.write_bytes(first.read_bytes() + b"?")
     with pytest.raises(ProgramFailed, match="is not the image that the policy saw"):
         work.update("v2")
+
+
+@pytest.mark.torch
+def test_a_model_whose_images_have_other_tokens_around_them_is_refused_before_the_start(
+    tmp_path: Path,
+) -> None:
+    """InternVL's processor puts them there itself, so what the engine expands once cannot be sent to it again."""
+    from transformers import InternVLConfig
+
+    from fsbarrier.training.architecture import blindness
+
+    known = eyes(tmp_path / "model").config.to_dict()
+    assert blindness(tmp_path / "model", known) == ""
+    folder = tmp_path / "intern"
+    shutil.copytree(tmp_path / "model", folder)
+    pad, begin, end = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
+    own = {"context_image_token": pad, "start_image_token": begin, "end_image_token": end}
+    config = InternVLConfig(image_token_id=known["image_token_id"])
+    config.save_pretrained(folder)
+    for name, changes in (
+        ("tokenizer_config", {"extra_special_tokens": {**own, "video_token": "<|video_pad|>"}}),
+        (
+            "preprocessor_config",
+            {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 64, "width": 64}},
+        ),
+        ("video_preprocessor_config", {"video_processor_type": "InternVLVideoProcessor"}),
+        ("processor_config", {"processor_class": "InternVLProcessor", "image_seq_length": 4}),
+    ):
+        file = folder / f"{name}.json"
+        there = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps({**there, "processor_class": "InternVLProcessor", **changes}))
+    blind = blindness(folder, config.to_dict())
+    assert blind == f"its processor puts other tokens than {pad} in the place of an image"
+    assert blindness(folder, {"vision_config": {}}).startswith("no token stands for an image")
+    shown = {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": [shown], "answer": "b"}) + "\n")
+    with pytest.raises(
+        UsageError, match=rf"line 1: has an image, which the model {folder} cannot be given: its"
+    ):
+        read_tasks(tmp_path, {"train": None}, resolve([], {}), model=folder, blind=blind)
+    (tmp_path / "a.png").write_bytes(base64.b64decode(STAND_IN.partition(",")[2]))
+    (folder / "chat_template.jinja").write_text("{% for one in messages %}{{ one.role }}{% endfor %}")
+    said = rf"leaves no place \({re.escape(pad)}\) for each of its 1 images"
+    with pytest.raises(UsageError, match=said):
+        read_tasks(tmp_path, {"train": None}, resolve([], {}), model=folder)
 
 
 @pytest.mark.torch

@@ -107,6 +107,14 @@ GOOD = {"prompt": "a", "answer": "b"}
             [{"prompt": [{"role": "user", "content": "<image> and?"}], "images": ["a", "b"], "answer": "b"}],
             "line 1: has 2 images, and its prompt has 1 times <image>",
         ),
+        (
+            [{"prompt": [{"role": "user", "content": "<image>?"}], "images": "a.png", "answer": "b"}],
+            "line 1: images must be a list, got a.png",
+        ),
+        (
+            [{"prompt": "<image>?", "images": ["a.png"], "answer": "b"}],
+            "line 1: has images, and its prompt is text; give chat messages",
+        ),
         ([GOOD | {"task_id": 1.5}], "line 1: task_id must be text or a whole number, got 1.5"),
         ([GOOD | {"task_id": "x"}, GOOD, GOOD | {"task_id": "x"}], 'line 3: task_id "x" is already used by '),
         (["[" * 100_000], "line 1: is not JSON: "),

@@ -59,7 +59,9 @@ def part(value: object, folder: Path) -> dict[str, Any]:
 
 def in_places(messages: Sequence[Message], given: object, folder: Path) -> tuple[Message, ...]:
     """The messages of a task file in `folder` with verl's images in the places of the marks in their texts. Raises ValueError."""
-    found = [_named(one, folder) for one in given] if isinstance(given, list) else []
+    if not isinstance(given, list):
+        raise ValueError(f"images must be a list, got {str(given)[:60]}")
+    found = [_named(one, folder) for one in given]
     marks = sum(text_of(message["content"]).count(MARK) for message in messages)
     if marks != len(found):
         raise ValueError(f"has {len(found)} images, and its prompt has {marks} times {MARK}")

@@ -249,11 +249,13 @@ def _task(path: Path, index: int, row: Mapping[str, object]) -> Task:
         known = ", ".join(map(str, row)) or "none"
         raise task_error(path, index, f"has no field prompt (its fields: {known})")
     prompt = _prompt(path, index, rest.pop("prompt"), may_see=True)
-    if not isinstance(prompt, str) and isinstance(rest.get("images"), list):
+    if rest.get("images") is not None and not isinstance(prompt, str):
         try:
             prompt = images.in_places(prompt, rest.pop("images"), path.parent)
         except ValueError as error:
             raise task_error(path, index, str(error)) from None
+    elif rest.get("images") and images.MARK in prompt:
+        raise task_error(path, index, "has images, and its prompt is text; give chat messages")
     task_id = rest.pop("task_id", None)
     if task_id is None:
         task_id = f"{path.stem}-{index}"

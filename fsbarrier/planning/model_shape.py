@@ -12,7 +12,6 @@ import subprocess
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
 
 import msgspec
 
@@ -36,6 +35,7 @@ class ModelShape:
     `cached`: the numbers that the engine keeps of a token and layer, over at most `key_value_heads` of its accelerators.
     `block`: the parameters of the largest layer. `trained`: the parameters that have gradients if none are frozen: all, or those of
     adapters. `vision`: those of what makes tokens of images. `head`: those of an output head that is not the embedding.
+    `blind`: why a model that takes images cannot be given any here; empty if it can.
     """
 
     layers: int
@@ -51,6 +51,7 @@ class ModelShape:
     trained: int
     vision: int = 0
     head: int = 0
+    blind: str = ""
 
     @property
     def as_critic(self) -> ModelShape:
@@ -68,7 +69,7 @@ class ModelShape:
         return max(self.block, self.embedding)
 
     @classmethod
-    def of_folder(cls, folder: Path, lora: LoraSettings) -> Self:
+    def of_folder(cls, folder: Path, lora: LoraSettings) -> ModelShape:
         """Of a model folder, whose weights may be missing. Takes some seconds. Raises UsageError."""
         if not (folder / "config.json").is_file():
             raise UsageError(f"{folder} has no config.json; give a Hugging Face model folder")
@@ -80,11 +81,10 @@ class ModelShape:
             raise UsageError(
                 "a plan needs PyTorch and transformers, which this environment lacks: start ./run.sh once without --dry-run or --help"
             )
-        # Libraries may have said something before.
-        return msgspec.json.decode(examine(folder, lora).strip().splitlines()[-1], type=cls)
+        return examine(folder, lora)
 
     @classmethod
-    def of_name(cls, name: str, lora: LoraSettings) -> Self | None:
+    def of_name(cls, name: str, lora: LoraSettings) -> ModelShape | None:
         """Of a published model of this name in sizes.json; None where there is none. Raises UsageError."""
         config = json.loads(SIZES.read_text(encoding="utf-8")).get(name.lower())
         if config is None:
@@ -94,7 +94,7 @@ class ModelShape:
             return cls.of_folder(Path(folder), lora)
 
 
-def examine(folder: Path, lora: LoraSettings) -> str:
+def examine(folder: Path, lora: LoraSettings) -> ModelShape:
     """What training/architecture.py prints about a model folder with such adapters. Raises UsageError with its reason."""
     words = (str(lora.rank), *lora.targets) if lora.rank else ()
     try:
@@ -111,4 +111,5 @@ def examine(folder: Path, lora: LoraSettings) -> str:
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise UsageError(said[-1])
-    return done.stdout
+    # Libraries may have said something before.
+    return msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=ModelShape)

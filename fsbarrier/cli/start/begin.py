@@ -272,16 +272,17 @@ def _inputs(
         task_files.check_folder(data_path)
     environ = asked.request.environ
     model = model_folder.find_model(model_named, data_path, environ) if model_named else None
+    blind = ""
     if model is not None:
         model_folder.check_trainable(model, settings)
         model_folder.check_lengths(model, settings)
-        model_folder.try_model(model, settings, asked.say)
+        blind = model_folder.try_model(model, settings, asked.say)
         model_folder.check_engines(settings, model)
     tasks: dict[str, TaskSource] = {}
     if data_path and named and "examples" in program.needs:
         tasks = task_files.read_examples(data_path, named, settings, model=model)
     elif data_path and named:
-        tasks = task_files.read_tasks(data_path, named, settings, model=model)
+        tasks = task_files.read_tasks(data_path, named, settings, model=model, blind=blind)
     return tasks, str(model) if model else None
 
 

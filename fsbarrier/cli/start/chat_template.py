@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fsbarrier.data import images
 from fsbarrier.data.tasks import place
+from fsbarrier.engine.model import placeholder_ids
 from fsbarrier.errors import UsageError, first_line
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def check(folder: Path, tasks: Iterable[Task], path: Path, arguments: Mapping[st
     """
     render: Callable[..., str] | None = None
     seen: set[tuple[str, ...]] = set()
+    place_of_image = _place_of_image(folder)
     for task in tasks:
         if isinstance(task.prompt, str):
             continue
@@ -43,7 +45,10 @@ def check(folder: Path, tasks: Iterable[Task], path: Path, arguments: Mapping[st
         render = render or _renderer(folder, f"{where}: the prompt")
         if render is None:
             return
-        roles = tuple(f"{one['role']} {type(one['content']).__name__}" for one in task.prompt)
+        roles = tuple(
+            f"{one['role']} {[part['type'] for part in images.parts_of(one['content'])]}"
+            for one in task.prompt
+        )
         if roles in seen:
             continue
         seen.add(roles)
@@ -53,6 +58,11 @@ def check(folder: Path, tasks: Iterable[Task], path: Path, arguments: Mapping[st
             raise UsageError(
                 f"{where}: the chat template of {folder} cannot render the prompt: {error}"
             ) from None
+        shown = len([*images.sources(task.messages)])
+        if text.count(place_of_image) < shown:
+            raise UsageError(
+                f"{where}: the chat template of {folder} leaves no place ({place_of_image}) for each of its {shown} images"
+            )
         for message in task.messages:
             role, parts = message["role"], images.parts_of(message["content"])
             left_out = any(str(part.get("text", "")).strip() not in text for part in parts)
@@ -81,6 +91,13 @@ def check_examples(
             example.pieces(partial(render, **arguments))
         except Exception as error:
             raise UsageError(f"{where}: the chat template of {folder}: {first_line(error)}") from None
+
+
+def _place_of_image(folder: Path) -> str:
+    """The text that stands for an image in a prompt; empty (which any text has) if that is not known."""
+    tokens = placeholder_ids(_object(folder / "config.json"))
+    added = _object(folder / "tokenizer.json").get("added_tokens", ()) if tokens else ()
+    return next((str(one["content"]) for one in added if one["id"] in tokens[:1]), "")
 
 
 def _renderer(folder: Path, what: str) -> Callable[..., str] | None:

@@ -202,9 +202,9 @@ def check_lengths(folder: Path, settings: Settings) -> None:
             )
 
 
-def try_model(folder: Path, settings: Settings, say: Callable[[str], None]) -> None:
+def try_model(folder: Path, settings: Settings, say: Callable[[str], None]) -> str:
     """Check that the adapters that are asked for can be put into the model, and that the trainer knows a model with eyes. Raises
-    UsageError."""
+    UsageError. Returns why the model cannot be given images, as far as that was tried."""
     lora = settings.lora
     looks = sees(json.loads((folder / "config.json").read_bytes())) and settings.rl_phase != "rollout"
     has_torch = importlib.util.find_spec("torch") is not None
@@ -215,4 +215,5 @@ def try_model(folder: Path, settings: Settings, say: Callable[[str], None]) -> N
             else "to make this model that takes images"
         )
         say(f"trying {what} (this loads PyTorch and takes up to half a minute)")
-        examine(folder, lora)
+        return examine(folder, lora).blind
+    return ""

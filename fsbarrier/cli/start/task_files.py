@@ -44,12 +44,17 @@ def check_folder(data_path: Path) -> None:
 
 
 def read_tasks(
-    data_path: Path, named: Mapping[str, str | None], settings: Settings, *, model: Path | None = None
+    data_path: Path,
+    named: Mapping[str, str | None],
+    settings: Settings,
+    *,
+    model: Path | None = None,
+    blind: str = "",
 ) -> dict[str, TaskSource]:
     """Validate the `needed_files` and return {"path", "count", "sha256"} for each, and "picked" for a set of some of a file's tasks.
 
-    Checks that the reward can score each answer, and that `model` (None: skip) can be given each prompt. Raises UsageError naming file
-    and line number.
+    Checks that the reward can score each answer, and that `model` (None: skip) can be given each prompt; `blind`: why it cannot be given
+    images. Raises UsageError naming file and line number.
     """
     # Imported late because it can load a Parquet library, which other commands do not need.
     from fsbarrier.data import tasks
@@ -65,7 +70,7 @@ def read_tasks(
         )
         _check_environments(read.tasks.values(), path, settings)
         if model is not None:
-            _check_images(read.tasks.values(), path, model, settings)
+            _check_images(read.tasks.values(), path, model, settings, blind)
             chat_template.check(model, read.tasks.values(), path, settings.rollout.template_arguments)
         where = (
             settings.train.sets[split.removeprefix(TRAIN_SET)].where if split.startswith(TRAIN_SET) else None
@@ -133,7 +138,7 @@ def _check_environments(tasks: Iterable[Task], path: Path, settings: Settings) -
             )
 
 
-def _check_images(tasks: Iterable[Task], path: Path, model: Path, settings: Settings) -> None:
+def _check_images(tasks: Iterable[Task], path: Path, model: Path, settings: Settings, blind: str) -> None:
     """Refuse tasks with images for a model that takes none, and images that cannot be read."""
     from fsbarrier.data.tasks import place
 
@@ -150,6 +155,8 @@ def _check_images(tasks: Iterable[Task], path: Path, model: Path, settings: Sett
                 raise UsageError(
                     f"{where}: has an image, but the model {model} takes none (no vision_config)"
                 )
+            if blind:
+                raise UsageError(f"{where}: has an image, which the model {model} cannot be given: {blind}")
             if text_only:
                 raise UsageError(f"{where}: has an image, and {text_only[0]} gets tokens without images")
             if source in seen or not can_decode:
