@@ -121,8 +121,10 @@ def test_an_environment_that_does_not_start_ends_the_phase(
 ) -> None:
     done = rolled(tmp_path, fake, ["ab"], **changes)
     assert done.code == 1 and said in done.stderr
+    *_, last = done.stderr.splitlines()
+    assert said in last
     if "echo" in changes.get("environment.command", ""):
-        assert done.stderr.splitlines()[-1].startswith("no word of ")
+        assert "environment.log): no word of " in last
 
 
 def test_an_environment_without_an_agent_or_a_port_is_refused(tmp_path: Path) -> None:
@@ -131,6 +133,10 @@ def test_an_environment_without_an_agent_or_a_port_is_refused(tmp_path: Path) ->
         (("environments.web.command=a", "rollout.agent=a.py:A"), "environments.web.command=a: needs {port}"),
         (("environment.command=a {port}",), "environment.command=a {port}: is for the episodes of an agent"),
         (("environment.command=a", "rollout.agent=a.py:A"), "environment.command=a: needs {port}"),
+        (
+            ("environment.command=a {port}", "environment.health=up", "rollout.agent=a.py:A"),
+            "environment.health=up: must begin with /",
+        ),
     ):
         with pytest.raises(UsageError, match=said.replace("{", "\\{")):
             resolve(from_words(words, known_names()))

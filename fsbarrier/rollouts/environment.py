@@ -185,7 +185,8 @@ class Environment:
             )
             print(f"the {self.called} {how} ({server.log_file})", file=sys.stderr)
             if not self._restarts_left:
-                self._failed = "\n".join((f"the {self.called} {how}", f"(from {server.log_file})", *lines))
+                # One line, because the last one of a program's output is its message.
+                self._failed = ": ".join((f"the {self.called} {how} ({server.log_file})", *lines[-1:]))
             self._restarts_left, self._why = self._restarts_left - 1, how
         self._has_changed()
 
