@@ -5,7 +5,7 @@
 
 For each seed a tiny model is made and warmed up, and the whole product runs on it: real vLLM servers, rollouts, torchrun updates.
 Prints the held-out reward of each policy version and says whether it rose from about 0.25 to above 0.75 (exit code 1 if not).
-About four minutes a seed on two quiet cores (`demo`).
+About four minutes a seed on two quiet cores.
 
 Tasks: `demo`, the built-in one (demo_model.py); `pictures`, of which colour and how many squares are (picture_model.py); `blind`, the same
 without the pictures, which nobody can learn: there the reward must stay below 0.4.
