@@ -75,7 +75,8 @@ class NodeLife:
             self.leave(StoreError.exit_code, why)
 
     def leave(self, code: int, reason: str) -> None:
-        """End this node and not the run. The others see that in the last heartbeat, and go on without it."""
+        """End this node and not the run. The others see that in the last heartbeat, and go on without it. Never raises for an unwritable
+        journal."""
         with contextlib.suppress(OSError):
             self.loop.write_event(
                 "node_ended", self.loop.node, {"state": "left", "code": code, "reason": reason}

@@ -58,16 +58,18 @@ WriteEvent = Callable[[str, Node, Payload], None]
 class WorkRunner(Protocol):
     """Does a node's work outside the loop: a daemon's thread, a group's caller, or simulated."""
 
-    def launch(self, node: Node, part: RowPart) -> None: ...
+    def launch(self, node: Node, part: RowPart) -> None:
+        """Begin `part` of the work in the node's row. Work that still runs is ended first."""
 
     def cancel(self) -> None:
-        """End the running work completely and discard its report."""
+        """End the running work completely and discard its report. Raises StoreError if it cannot be ended."""
 
     @property
     def report(self) -> WorkReport | None:
         """How the last launched work ended; None while it runs. It stays the same until the next launch."""
 
-    def progress(self) -> Payload: ...
+    def progress(self) -> Payload:
+        """How far the work is, for the heartbeat."""
 
 
 class LookAgain(Enum):
@@ -140,8 +142,9 @@ class NodeLoop:
         self._pending.append(Note("node_joined", {"host": self.join.host, "pid": self.join.pid}))
 
     def tick(self, now: float) -> bool:
-        """Look, decide and act until nothing is left to do. True if anything happened. Raises OSError when the filesystem fails.
+        """Look, decide and act until nothing is left to do. True if anything happened.
 
+        Raises OSError when the filesystem fails, Fenced when another process has taken this rank, StoreError when work cannot be ended.
         If an action fails, the next tick begins with it and those after it, since the state machine will not ask for them again.
         Actions that it does ask for again (`ASKED_AGAIN`) are dropped, and so are facts in a generation that is over.
         """

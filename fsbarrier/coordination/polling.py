@@ -41,7 +41,7 @@ ARRIVALS: list[type[FileSystemEvent]] = [FileCreatedEvent, FileMovedEvent]
 
 
 class Pace:
-    """The pauses of one node between its looks. Time is passed in."""
+    """The pauses of one node between its looks, in seconds. Time is passed in."""
 
     def __init__(self, loop: NodeLoop) -> None:
         self._loop = loop

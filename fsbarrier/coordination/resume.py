@@ -75,7 +75,8 @@ class LastGeneration:
 
 @dataclass(frozen=True, slots=True)
 class _PastGeneration:
-    """The facts of one generation, which runs the rows `first` to `last`."""
+    """The facts of one generation, which runs the rows `first` to `last`. `known`: those of leaders that this node has read, of any
+    generation."""
 
     observer: Observer
     rules: Rules

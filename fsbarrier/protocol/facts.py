@@ -64,6 +64,7 @@ class Join:
     version: str = ""
     #: of its code; all members of a generation have the same
     digest: str = ""
+    #: when it started, by its own clock: for people
     time: str = ""
     #: the settings that each start may choose anew; the run follows the lowest rank
     choices: Payload = field(default_factory=dict)
@@ -203,6 +204,7 @@ class Fact:
     incarnation: Count
     status: str
     value: Payload = field(default_factory=dict)
+    #: how long the node's work in the row took
     work_s: float = 0.0
 
 

@@ -97,6 +97,7 @@ class Ledger:
         return 0.0 if until is None else max(0.0, until - (since if item is None else item.since))
 
     def state(self, member: Member) -> str:
+        """The state in its last heartbeat; "" if none was seen."""
         item = self.news(member)
         return item.beat.state if item is not None else ""
 
@@ -106,6 +107,7 @@ class Ledger:
         return item is not None and item.since > after
 
     def moved(self, member: Member) -> bool:
+        """Whether this node has seen `member`'s counter move, so that it is alive, or was a moment ago."""
         item = self.news(member)
         return item is not None and item.moved
 

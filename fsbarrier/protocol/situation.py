@@ -27,6 +27,7 @@ class Situation:
     rules: Rules
 
     def __post_init__(self) -> None:
+        # Those of the session, not those that the run began with.
         self.rules = self.rules.under(self.settings)
 
     @property

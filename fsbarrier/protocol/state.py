@@ -33,7 +33,7 @@ class RowPart(Enum):
     NONE = "none"
     #: its work as a member is running
     EACH = "each"
-    #: the leader waits for the other members before its work as the leader
+    #: the leader waits for the other members before its work as the leader; a joining node waits before it gets ready
     GATHER = "gather"
     #: its work as the leader is running
     LEADER = "leader"
@@ -77,8 +77,8 @@ class Rules:
     limits: Limits = field(default_factory=Limits)
     #: a group's caller wants a new generation after the one with this number
     regroup: int = 0
-    #: the settings that may change from session to session, by their dotted names; before `under` with the values that the run began
-    #: with
+    #: The settings that may change from session to session, by their dotted names: the values that the run began with, and after `under`
+    #: those of the session.
     settings: Payload = field(default_factory=dict)
 
     def under(self, settings: Payload) -> Rules:
@@ -116,6 +116,7 @@ class Rules:
         return position.phase < len(self.table.rows)
 
     def row_name(self, position: Position) -> str:
+        """Raises IndexError for a position that `has_row` denies."""
         return self.table.rows[position.phase].name
 
 
@@ -138,8 +139,10 @@ class Node:
     generation: Generation | None = None
     position: Position | None = None
     part: RowPart = RowPart.NONE
+    #: what came of its work in this row so far, and how long that took
     result: Payload = field(default_factory=dict)
     work_s: float = 0.0
+    #: of each row the newest one before this node's position
     decisions: Mapping[str, Decision] = field(default_factory=dict)
     #: when it noticed the loss (or seal) that it wants to answer with a new generation
     trouble_since: float | None = None
@@ -204,6 +207,7 @@ class View:
     ledger: Ledger = field(default_factory=Ledger)
     #: a request to stop this node
     stop: StopRequest | None = None
+    #: where the newest generation left the run, as far as a joining node has looked
     resume_point: ResumePoint | None = None
     #: in the node's row: the members that are done, the failures, and the leader's fact once all are done
     arrived: frozenset[int] = frozenset()

@@ -8,7 +8,9 @@ SUSPECT_S = 6.0
 DEAD_S = 10.0
 #: before a node proposes a generation, for each living node of a lower rank, which may propose first
 STAGGER_S = 2 * BEAT_S
+#: how long a start waits for missing nodes
 JOIN_TIMEOUT_S = 1800.0
+#: how long the others wait for a lost node without which they may not go on
 REJOIN_TIMEOUT_S = 1800.0
-#: how long a node retries while its filesystem fails (CoordinationSettings.outage_s)
+#: how long a node retries while its filesystem fails; a run derives it from `dead_s` (CoordinationSettings.outage_s)
 OUTAGE_S = 120.0

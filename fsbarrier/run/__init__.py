@@ -1,1 +1,1 @@
-"""What a node of a run does: its daemon, the jobs of each row, clean-up and recovery."""
+"""What a node of a run does: its daemon, the work of each row, and recovery."""

@@ -1,6 +1,7 @@
 """Checks whether the nodes of a session fit together and are large enough for the run, by their fingerprints.
 
-The leader does this before anything is loaded. It refuses what cannot work and warns of risks, in one table.
+Each node does this once in each era, before its first work (run/job_runner.py), so before anything is loaded. All come to the same result:
+what cannot work ends a session that starts, and of risks the leader tells the journal.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Nodes = Mapping[int, Fingerprint]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong, and the values on the nodes (`found`)."""
+    """What is wrong, and the values on the nodes (`found`). `refused`: the run cannot work like this; else it is a risk."""
 
     refused: bool
     what: str

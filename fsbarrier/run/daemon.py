@@ -1,6 +1,6 @@
 """The daemon of one node: it joins the run and loops (look, decide, act) until the run ends or a signal comes.
 
-It has three threads: the loop, the heartbeat (so that a slow disk or a long clean-up does not look like death), and the work.
+Its main threads are the loop, the heartbeat (so that a slow disk or a long clean-up does not look like death), and the work.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class Daemon:
         work_dir: Path,
         weights: WeightsCopy | None,
     ) -> None:
-        """Read the run directory and create everything that this node needs. Raises OSError.
+        """Read the run directory and create everything that this node needs. `choices`, `stated`, `until`: see Join. `weights`: this node's
+        copy of the newest weights; None: its engines read the run directory. Raises OSError; UsageError if it has too few accelerators.
 
         What this process reads of the run's settings never changes. Work has those of its generation (`ContextMaker`).
         """
@@ -287,6 +288,7 @@ class Daemon:
             yield
 
     def close(self) -> None:
+        """Close what is still open after the last heartbeat."""
         self._waiting.close()
         self._epitaph.close()
         # This may fail too; the exit code is decided already.

@@ -111,6 +111,7 @@ class EventLog:
         return {**row_fields, **work.within(seconds).fields()}
 
     def close(self) -> None:
+        """Wait a while for notifications and trackers, and close the files. Raises OSError."""
         if self._notifier is not None:
             self._notifier.close()
         self._tracking.close()

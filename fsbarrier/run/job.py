@@ -69,6 +69,7 @@ class Surroundings:
         return threading.Event()
 
     def call_in_background(self, call: Callable[[], None]) -> InBackground:
+        """Call it in a thread of its own."""
         thread = threading.Thread(target=call, name="work", daemon=True)
         thread.start()
         return thread
@@ -159,6 +160,7 @@ class RowJob:
         self.alive_at = self.clock()
 
     def stop_if_cancelled(self) -> None:
+        """Raises Cancelled."""
         if self.cancel.is_set():
             raise Cancelled
 
@@ -252,6 +254,7 @@ class Workplace:
             self.end_resident(name)
 
     def close_rendezvous(self) -> None:
+        """Give up the port of an update whose program does not take it over, or has it now."""
         while self.rendezvous:
             self.rendezvous.pop().close()
 

@@ -26,7 +26,8 @@ LOOK_S = 1.0
 def checked_weights(
     model: Path, job: RowJob, workplace: Workplace, policy: str = ""
 ) -> tuple[Path, list[Result]]:
-    """The node's own copy of the policy in `model`, else `model` itself, and lines for the journal. The files are verified once a version.
+    """The folder to load: the node's own copy of the policy in `model`, else `model` itself; and lines for the journal. The files are
+    verified once a version.
 
     `policy`: the published identity, which is compared with the folder's each time. The run's first model, and a user's model folder,
     have no manifest. Raises ProgramFailed, Cancelled.

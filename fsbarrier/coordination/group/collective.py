@@ -47,6 +47,7 @@ class Collective:
 class CollectiveWork:
     """The WorkRunner of a group: the work of a row is done when the caller has called a collective for it."""
 
+    #: the call in which the caller waits, or waited last
     asked: Collective | None = None
     #: why this member leaves, for the others
     leaving: str = ""

@@ -281,8 +281,9 @@ def join(
 ) -> Group:
     """Join the group of `num_nodes` nodes at `path` on a shared filesystem; returns when all nodes have joined.
 
-    `timeout_s` limits this wait and every later one. Raises BarrierTimeout (naming the missing nodes), StoreError, Fenced, ValueError, and
-    TypeError if a rank or number of nodes is not an integer.
+    `timeout_s` limits this wait and every later one. A node writes a heartbeat every `beat_s`, is suspected after `suspect_s` of silence,
+    and lost after `dead_s`; these and `num_nodes` must be the same on all nodes. Raises BarrierTimeout (naming the missing nodes),
+    StoreError, Fenced, ValueError, and TypeError if a rank or number of nodes is not an integer.
     """
     node_rank, num_nodes = operator.index(node_rank), operator.index(num_nodes)
     if not 0 <= node_rank < num_nodes:

@@ -38,7 +38,7 @@ class Awaited:
 
 @dataclass
 class GroupMember:
-    """One membership. Only the caller's thread calls its methods."""
+    """One membership. Only the caller's thread calls its methods, except `beat`."""
 
     loop: NodeLoop
     work: CollectiveWork
