@@ -42,8 +42,8 @@ def add(
     types: Mapping[str, Callable[[str], float | str]] = TYPES,
     **defaults: object,
 ) -> None:
-    """Add flags to a command: `{"-n --lines N": help, "--follow": help}`; `N*`: it may be repeated. Whether a value is a number is told by its
-    metavar (`types`).
+    """Add flags to a command: `{"-n --lines N": help, "--follow": help}`; `N*`: it may be repeated. Whether a value is a number is told by
+    its metavar (`types`).
 
     `defaults`: those that are not None (or, without a metavar, False), by the flag's name without hyphens.
     """
