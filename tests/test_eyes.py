@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from seeing_models import seeing_model, write_seeing_model
 from test_rollout import make_spec, rolled_out, run
 from trainer_bench import (
     REPO,
@@ -29,7 +30,7 @@ from trainer_bench import (
 from fsbarrier.cli.start.task_files import read_tasks
 from fsbarrier.engine.engine import Engine
 from fsbarrier.engine.frozen import FrozenEngine
-from fsbarrier.engine.model import inspect
+from fsbarrier.engine.model import inspect, placeholder_ids
 from fsbarrier.engine.replicas import Replicas
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.processes.rendezvous import LOOPBACK
@@ -150,7 +151,7 @@ def test_a_model_whose_images_have_other_tokens_around_them_is_refused_before_th
     """InternVL's processor puts them there itself, so what the engine expands once cannot be sent to it again."""
     from transformers import InternVLConfig
 
-    from fsbarrier.training.architecture import blindness
+    from fsbarrier.training.eyes import blindness
 
     known = eyes(tmp_path / "model").config.to_dict()
     assert blindness(tmp_path / "model", known) == ""
@@ -242,40 +243,8 @@ def test_adapters_are_put_into_the_language_model_alone(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_family_whose_class_for_text_would_lose_its_eyes_is_published_whole(tmp_path: Path) -> None:
     """Qwen3.5: as a causal model it has neither the vision tower nor the configuration that the engine wants."""
-    import transformers
-    from picture_model import build_model, write_model
-
-    known = build_model(0).config
-    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
-    linear = {f"linear_{kind}_head_dim": 32 for kind in ("key", "value")}
-    linear |= {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")}
-    config = transformers.Qwen3_5Config(
-        text_config={
-            **{"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4},
-            **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, **linear},
-            **{"rope_parameters": rope | {"partial_rotary_factor": 0.25}, "max_position_embeddings": 512},
-        },
-        vision_config={
-            **{
-                "depth": 2,
-                "hidden_size": 64,
-                "intermediate_size": 128,
-                "num_heads": 2,
-                "out_hidden_size": 64,
-            },
-            **{
-                "patch_size": 16,
-                "spatial_merge_size": 2,
-                "temporal_patch_size": 2,
-                "num_position_embeddings": 64,
-            },
-        },
-        tie_word_embeddings=False,
-        **{name: getattr(known, name) for name in names},
-    )
-    model = transformers.Qwen3_5ForConditionalGeneration(config).eval()
-    write_model(model, tmp_path / "model")
+    model = seeing_model("qwen3_5").eval()
+    write_seeing_model(model, tmp_path / "model")
     ask = masked(model)
     rollouts(tmp_path / "merged", lambda tokens: ask(input_ids=tokens), vocabulary=250)
     work = Bench(tmp_path, settings())
@@ -299,13 +268,15 @@ AGENT = REPO / "tests" / "programs" / "looking_agent.py"
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_what_is_recorded_is_what_the_model_saw(tmp_path: Path) -> None:
-    """One answer to a task's image, and an agent that shows three in three turns; then with other weights in the same engine."""
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_vl", "qwen2_5_vl", "llava"])
+def test_what_is_recorded_is_what_the_model_saw(tmp_path: Path, family: str) -> None:
+    """One answer to a task's image, and an agent that shows three in three turns; then with other weights in the same engine, and those
+    that an update of the agent's episodes made."""
     import torch
-    from picture_model import draw, write_model
+    from picture_model import draw
 
     # With a head that is the embedding, as the small models of the family have it.
-    model = eyes(tmp_path / "model", tied=True)
+    model = eyes(tmp_path / "model", tied=True) if family == "qwen3_vl" else seeing_model(family).eval()
     for number in range(3):
         draw(random.Random(number), "r", number + 1).save(tmp_path / f"{number}.png")
     prompts = [
@@ -323,12 +294,16 @@ def test_what_is_recorded_is_what_the_model_saw(tmp_path: Path) -> None:
     engine = Engine(resolved.engine, log_file=tmp_path / "vllm.log", work_dir=tmp_path / "work", threads=1)
     found: list[tuple[Path, Path]] = []
     try:
-        for version, agent in enumerate(({}, {"rollout.agent": f"{AGENT}:Looks"})):
+        looks = {"rollout.agent": f"{AGENT}:Looks"}
+        for version, agent in enumerate(({}, looks, looks)):
             folder, weights = tmp_path / f"run{version}", tmp_path / f"model{version}"
-            with torch.no_grad():
-                for one in model.parameters():
-                    one.add_(0.02 * torch.randn_like(one))
-            write_model(model, weights)
+            if version < 2:
+                with torch.no_grad():
+                    for one in model.parameters():
+                        one.add_(0.02 * torch.randn_like(one))
+                write_seeing_model(model, weights)
+            else:
+                weights = updated(tmp_path, *found[-1])
             info = engine.ensure(weights, version, cancel=threading.Event())
             # The second time the engine, which has seen the tasks' images, loads other weights.
             assert info.action == ("reloaded" if version else "started"), info.note
@@ -349,17 +324,21 @@ def test_what_is_recorded_is_what_the_model_saw(tmp_path: Path) -> None:
         engine.stop()
     for folder, weights in found:
         trajectories = [one for group in rolled_out(folder).values() for one in group]
-        turns = 3 if folder.name == "run1" else 1
+        turns = 1 if folder.name == "run0" else 3
         assert [one["turns"] for one in trajectories if "turns" in one] == [3] * 12 * (turns == 3)
         for one in trajectories:
             check(folder / "trajectories" / "train_images.iteration5", weights, one, images=turns)
-    folder, weights = found[1]
+
+
+def updated(tmp_path: Path, folder: Path, weights: Path) -> Path:
+    """The model that an update makes of these rollouts of policy version 1."""
     (tmp_path / "merged").hardlink_to(folder / "trajectories" / "checkpoint")
     (tmp_path / "train_images.iteration5").symlink_to(folder / "trajectories" / "train_images.iteration5")
     bench = Bench(tmp_path, settings())
     assert bench.prepare(policy_version=1, run_id="run", model=str(weights))["trajectories"] > 0
     result = bench.update("v2", version=2, trainer_state=None, model=str(weights))
     assert result["optimizer_steps"] > 0 and result["logprob_gap_max"] < 1e-3
+    return tmp_path / "v2" / "model"
 
 
 @pytest.mark.engine
@@ -439,14 +418,11 @@ def check(folder: Path, weights: Path, trajectory: dict[str, Any], *, images: in
     assert ids[0, :prompt].tolist() == given["input_ids"][0, :prompt].tolist()
     placeholder = model.config.image_token_id
     assert (ids == placeholder).sum() == (given["input_ids"] == placeholder).sum()
+    kinds = {name: (ids == placeholder).long() for name in given if name.endswith("token_type_ids")}
+    pixels = {name: given[name] for name in ("pixel_values", "image_grid_thw") if name in given}
     with torch.no_grad():
-        logits = model(
-            input_ids=ids,
-            pixel_values=given["pixel_values"],
-            image_grid_thw=given["image_grid_thw"],
-            mm_token_type_ids=(ids == placeholder).long(),
-        ).logits[0, :-1]
-    logits[:, [placeholder, model.config.video_token_id]] = -torch.inf
+        logits = model(input_ids=ids, **pixels, **kinds).logits[0, :-1]
+    logits[:, placeholder_ids(model.config.to_dict())] = -torch.inf
     own = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
     sampled = torch.tensor(list(trajectory["loss_mask"]), dtype=torch.bool)[1:]
     told = torch.tensor(list(trajectory["logprobs"]))[1:]

@@ -10,19 +10,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from PIL import Image
-from transformers import AutoProcessor, PreTrainedModel
+from transformers import PreTrainedModel
 
-from fsbarrier.engine.model import placeholder_ids, sees
-from fsbarrier.errors import UsageError, first_line
+from fsbarrier.errors import UsageError
 from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.settings.sections import LoraSettings
+from fsbarrier.training.eyes import blindness
 from fsbarrier.training.lora import Adapters
 from fsbarrier.training.policy import architecture, decoder_of, eyes_of
 
@@ -69,25 +67,6 @@ def shape_of(folder: Path, lora: LoraSettings) -> ModelShape:
         return shape
     Adapters.put_into(model, lora, folder)
     return replace(shape, trained=sum(one.numel() for one in model.parameters() if one.requires_grad))
-
-
-def blindness(folder: Path, config: dict[str, Any]) -> str:
-    """Why a model that takes images cannot be given any: its processor must put one token, repeated, in the place of each image."""
-    tokens = placeholder_ids(config)
-    if not sees(config):
-        return ""
-    if not tokens:
-        return "no token stands for an image (image_token_id in its config.json)"
-    try:
-        processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
-        text = processor.tokenizer.decode(tokens[0])
-        made = processor(text=[text], images=[Image.new("RGB", (64, 64))])["input_ids"][0]
-        plain = processor.tokenizer(text)["input_ids"]
-    except Exception as error:
-        return f"its processor does not put one in the place of token {tokens[0]}: {first_line(error)}"
-    if [one for one, _ in groupby(made)] != [one for one, _ in groupby(plain)]:
-        return f"its processor puts other tokens than {text} in the place of an image"
-    return ""
 
 
 def _number(config: Any, name: str) -> int:

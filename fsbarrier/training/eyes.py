@@ -18,11 +18,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fsbarrier.data import images
 from fsbarrier.engine.model import placeholder_ids, sees
-from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.errors import ProgramFailed, UsageError, first_line
 from fsbarrier.training.policy import config_of
 
 # Of which argument of a model says which tokens are images.
 KINDS = ("mm_token_type_ids", "token_type_ids")
+# What a processor makes of the text that stands beside an image.
+OF_TEXT = (*KINDS, "input_ids", "attention_mask")
 
 
 class Eyes:
@@ -30,21 +32,22 @@ class Eyes:
 
     def __init__(self, folder: Path, config: transformers.PretrainedConfig, *, always: bool) -> None:
         try:
-            self._processor = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+            self._processor = transformers.AutoProcessor.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, ImportError) as error:
-            raise UsageError(f"{folder}: its image processor cannot be loaded: {error}") from None
+            raise UsageError(f"{folder}: its processor cannot be loaded: {error}") from None
         self._placeholder = placeholder_ids(config.to_dict())[0]
+        self._text = self._processor.tokenizer.decode(self._placeholder)
         kind = transformers.AutoModelForImageTextToText._model_mapping[type(config)]
         parameters = inspect.signature(kind.forward).parameters
         self._kind = next((name for name in KINDS if name in parameters), None)
-        self._always = always
+        self._always = always and not blindness(folder, config.to_dict())
         self._seen = lru_cache(maxsize=256)(self._look)
 
     @classmethod
     def of(cls, folder: Path, *, always: bool) -> Eyes | None:
         """None for a model that takes no images. Raises UsageError."""
         config = config_of(folder)
-        return cls(folder, config, always=always) if sees(config.to_dict()) else None
+        return cls(folder, config, always=always) if placeholder_ids(config.to_dict()) else None
 
     def added(
         self, inputs: dict[str, Tensor], wanted: Tensor, files: Sequence[Sequence[str]]
@@ -55,7 +58,7 @@ class Eyes:
             self._check(row, of_one)
         if not seen and self._always:
             blank = self._processed(Image.new("RGB", (64, 64)))
-            row = torch.full((self._pieces(blank) or 1,), self._placeholder)
+            row = torch.full((self._pieces(blank),), self._placeholder)
             seen, one = [blank], torch.ones_like(row)
             ids = pad_sequence([*inputs["input_ids"], row], batch_first=True)
             attention = pad_sequence([*inputs["attention_mask"], one], batch_first=True)
@@ -63,7 +66,7 @@ class Eyes:
             wanted = torch.nn.functional.pad(wanted, (0, ids.shape[1] - wanted.shape[1], 0, 1))
         if not seen:
             return inputs, wanted
-        pixels = {name: torch.cat([one[name] for one in seen]) for name in seen[0]}
+        pixels = {name: torch.cat([one[name] for one in seen]) for name in seen[0] if name not in OF_TEXT}
         kinds = (inputs["input_ids"] == self._placeholder).long()
         return {**inputs, **pixels, **({self._kind: kinds} if self._kind else {})}, wanted
 
@@ -71,21 +74,38 @@ class Eyes:
         """The images fit into the places that the engine made for them, which would go unnoticed otherwise."""
         runs = [len([*run]) for token, run in groupby(tokens) if token == self._placeholder]
         pieces = [self._pieces(self._seen(path)) for path in files]
-        fits = len(runs) == len(pieces) and all(b in (None, a) for a, b in zip(runs, pieces, strict=True))
-        if not fits:
+        if runs != pieces:
             raise ProgramFailed(
                 f"a sequence has places for images of {runs} tokens, and its images have {pieces}: {', '.join(files) or 'none'}; "
                 "trainer and engine process images differently"
             )
 
-    def _pieces(self, processed: dict[str, Tensor]) -> int | None:
-        """The number of an image's tokens; None if the processor does not say it."""
-        grid = processed.get("image_grid_thw")
-        return None if grid is None else int(grid.prod()) // self._processor.merge_size**2
+    def _pieces(self, processed: dict[str, Tensor]) -> int:
+        """The number of an image's tokens."""
+        return int((processed["input_ids"] == self._placeholder).sum())
 
     def _look(self, path: str) -> dict[str, Tensor]:
         return self._processed(Image.open(io.BytesIO(images.kept(Path(path)))))
 
     def _processed(self, image: Image.Image) -> dict[str, Tensor]:
-        found: Any = self._processor(images=[image], return_tensors="pt")
+        found: Any = self._processor(text=[self._text], images=[image], return_tensors="pt")
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def blindness(folder: Path, config: dict[str, Any]) -> str:
+    """Why a model that takes images cannot be given any: its processor must put one token, repeated, in the place of each image."""
+    tokens = placeholder_ids(config)
+    if not sees(config):
+        return ""
+    if not tokens:
+        return "no token stands for an image (image_token_id in its config.json)"
+    try:
+        processor: Any = transformers.AutoProcessor.from_pretrained(folder, local_files_only=True)
+        text = processor.tokenizer.decode(tokens[0])
+        made = processor(text=[text], images=[Image.new("RGB", (64, 64))])["input_ids"][0]
+        plain = processor.tokenizer(text)["input_ids"]
+    except Exception as error:
+        return f"its processor does not put one in the place of token {tokens[0]}: {first_line(error)}"
+    if [one for one, _ in groupby(made)] != [one for one, _ in groupby(plain)]:
+        return f"its processor puts other tokens than {text} in the place of an image"
+    return ""
