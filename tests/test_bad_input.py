@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from commands import typed
+from fake_run import FakeRun
 from waiting import DEADLINE_S
 
 REPO = Path(__file__).resolve().parent.parent
@@ -46,6 +47,8 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "exits.py").write_text("import os\ndef reward(a, b, c, d): pass\nos._exit(7)\n")
     shutil.copytree(data, tmp_path / "words")
     (tmp_path / "words" / "train.jsonl").write_text(json.dumps({**TASK, "answer": "four"}) + "\n")
+    shutil.copytree(data, tmp_path / "places")
+    (tmp_path / "places" / "train.jsonl").write_text(json.dumps({**TASK, "environment": "wbe"}) + "\n")
     chat = tmp_path / "chat"
     chat.mkdir()
     messages = {"prompt": [{"role": "user", "content": "2+2="}], "answer": "4"}
@@ -361,6 +364,22 @@ CASES = {
         "run --data-path unseen --model model",
         ["unseen/train.jsonl, line 2: has an image, but the model", "takes none"],
     ),
+    "images for a reward model": (
+        "run --data-path unseen --model sees --rl-phase rollout reward.kind=engines.rm engines.rm.model=model",
+        ["unseen/train.jsonl, line 2: has an image, and reward.kind=engines.rm gets tokens without images"],
+    ),
+    "images for a teacher": (
+        "run --data-path unseen --model sees --rl-phase rollout algorithm.loss=distil "
+        "engines.teacher.model=model engines.teacher.max_model_len=64 engine.max_model_len=63 rollout.max_tokens=32",
+        ["unseen/train.jsonl, line 2: has an image, and the teacher of algorithm.loss=distil gets tokens"],
+    ),
+    "an environment that is not there": (
+        [
+            *["run", "--data-path", "places", "--model", "model", "rollout.agent=agent.py:Agent"],
+            "environments.web.command=env {port}",
+        ],
+        ["places/train.jsonl, line 1: there is no environment wbe; there is web"],
+    ),
     "an image that is not there": (
         "run --data-path unseen --model sees --rl-phase rollout",
         ["unseen/train.jsonl, line 2: image absent.png: ", "No such file"],
@@ -567,6 +586,15 @@ def test_a_chat_template_that_cannot_render_the_tasks(
     refused(quick, RL, place=place, says=[says, str(place / "model")])
     (place / "model" / "chat_template.jinja").write_text(TEMPLATE.replace("user", role))
     assert quick([*RL.split(), "--dry-run"]).returncode == 0
+
+
+def test_a_run_that_never_evaluates_needs_no_test_tasks(place: Path, quick: Call) -> None:
+    (place / "data" / "test.jsonl").unlink()
+    refused(quick, RL, place=place, says=["test.jsonl"])
+    done = quick([*RL.split(), "--eval-interval", "0", "--dry-run"])
+    assert done.returncode == 0, done.stderr
+    FakeRun(place / "run", nodes=2)
+    refused(quick, "run --worker 1", place=place, says=["was created without train tasks"])
 
 
 def test_the_chat_template_is_tried_with_each_kind_of_prompt(place: Path, quick: Call) -> None:

@@ -1,4 +1,4 @@
-"""A turn goes on from the one before under the templates that models come with, also those that render the past differently."""
+"""A turn goes on from the one before under the templates that models come with, also those that render the past differently; images."""
 
 from __future__ import annotations
 
@@ -189,3 +189,29 @@ def test_each_turns_image_stays_where_it_was_in_the_tokens(tmp_path: Path) -> No
     text = "".join(chr(one) for one in segment.token_ids if one < 0xE000)
     place = "<\u2591\u2591\u2591>"
     assert text == f"[user]see{place}[assistant]a[user]{place}[assistant]b[tool]{place}![assistant]c"
+
+
+def test_an_image_is_kept_once_under_its_digest_upright_and_without_transparency(tmp_path: Path) -> None:
+    from PIL import Image
+
+    plain = Image.new("RGB", (3, 2), "red")
+    plain.save(tmp_path / "plain.png")
+    data = (tmp_path / "plain.png").read_bytes()
+    name = images.keep(tmp_path / "kept", images.data_of(str(tmp_path / "plain.png")))
+    assert name == images.keep(tmp_path / "kept", data) == hashlib.sha256(data).hexdigest() + ".png"
+    assert images.kept(tmp_path / "kept" / name) == data
+    Image.new("RGBA", (3, 2), (0, 0, 255, 0)).save(tmp_path / "clear.png")
+    turned = Image.Exif()
+    turned[images.ORIENTATION] = 6
+    plain.save(tmp_path / "turned.jpg", exif=turned)
+    for source, size, colour in (("clear.png", (3, 2), (255, 255, 255)), ("turned.jpg", (2, 3), None)):
+        name = images.keep(tmp_path / "kept", (tmp_path / source).read_bytes())
+        made = images.opened(images.kept(tmp_path / "kept" / name))
+        assert (made.size, made.mode) == (size, "RGB") and colour in (None, made.getpixel((0, 0)))
+    assert len([*(tmp_path / "kept").iterdir()]) == 3
+    with pytest.raises(ValueError, match="cannot be decoded"):
+        images.opened((tmp_path / "turned.jpg").read_bytes()[:-40])
+    with pytest.raises(ValueError, match="no image of a known kind"):
+        images.opened(b"GIF89a")
+    with pytest.raises(ValueError, match="is an address"):
+        images.data_of("https://example.com/a.png")

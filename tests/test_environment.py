@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from test_rollout import SAMPLES, Fake, Run, make_spec, rolled_out, run
 
-from fsbarrier.cli.start.task_files import read_tasks
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sections import known_names
@@ -127,7 +126,7 @@ def test_an_environment_that_does_not_start_ends_the_phase(
         assert "environment.log): no word of " in last
 
 
-def test_an_environment_without_an_agent_or_a_port_is_refused(tmp_path: Path) -> None:
+def test_an_environment_without_an_agent_or_a_port_is_refused() -> None:
     for words, said in (
         (("environments.web.sessions=3",), "environments.web: needs a command"),
         (("environments.web.command=a", "rollout.agent=a.py:A"), "environments.web.command=a: needs {port}"),
@@ -140,8 +139,3 @@ def test_an_environment_without_an_agent_or_a_port_is_refused(tmp_path: Path) ->
     ):
         with pytest.raises(UsageError, match=said.replace("{", "\\{")):
             resolve(from_words(words, known_names()))
-    words = ("environments.web.command=a {port}", "rollout.agent=a.py:A")
-    settings = resolve([], dict(word.split("=") for word in words), cross_checks=False)
-    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "b", "environment": "wbe"}\n')
-    with pytest.raises(UsageError, match="line 1: there is no environment wbe; there is web"):
-        read_tasks(tmp_path, {"train": None}, settings)

@@ -24,8 +24,7 @@ from engine_bench import write_model
 from options import ELSEWHERE, GROUPS, NOT_ALWAYS_ACTED_ON, covering_rows
 from waiting import until
 
-from fsbarrier.rundir import runrecord
-from fsbarrier.settings.sections import known_names
+from fsbarrier.settings.sections import Settings, known_names
 from fsbarrier.settings.sources import SET_NAME, known_as
 
 pytestmark = pytest.mark.torch
@@ -200,7 +199,8 @@ def test_a_run_with_these_settings_reaches_its_end_and_goes_on(
     iterations = [*range(1, first + 2)]
     assert published == iterations, shlex.join(words)
     assert {event["iteration"] for event in ended.events("rolled_out")} == {*iterations}
-    settings = runrecord.load(tmp_path / "run").settings.flat()
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    settings = Settings.from_json(record["settings"]).flat()
     steps = sum(event["optimizer_steps"] for event in ended.events("updated"))
     idle = (
         *(() if steps else ("algorithm.", "optimizer.")),

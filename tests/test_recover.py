@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from cluster import FAST, Cluster, all_gone, assert_exactly_once, rolled_out_twice
 from commands import typed
+from fake_run import FakeRun
 from waiting import until
 
 from fsbarrier.trajectories import RankFileWriter, load, scan_rank_file
@@ -32,15 +34,15 @@ def states(shown: str) -> dict[str, str]:
 def test_images_that_trajectories_name_are_checked_and_a_damaged_one_is_put_aside(tmp_path: Path) -> None:
     from PIL import Image
 
-    from fsbarrier.data import images
-    from fsbarrier.rundir import runrecord
-    from fsbarrier.settings.sections import Settings
-
-    run = runrecord.publish(runrecord.new(tmp_path / "run", Settings(), tasks={}, model=None))
+    run = FakeRun(tmp_path / "run")
+    kept_in = run.paths.images("train", 1)
+    kept_in.mkdir(parents=True)
     names = []
     for colour in ("red", "green", "blue", "white"):
         Image.new("RGB", (4, 4), colour).save(tmp_path / "one.png")
-        names.append(images.keep(run.paths.images("train", 1), (tmp_path / "one.png").read_bytes()))
+        image = (tmp_path / "one.png").read_bytes()
+        names.append(f"{hashlib.sha256(image).hexdigest()}.png")
+        (kept_in / names[-1]).write_bytes(image)
     about = {"policy_version": 0, "node_rank": 0, "reward": 1.0, "sample": 0}
     with RankFileWriter(run.paths.rank_checkpoint("train", 1, 0), header={"run_id": run.run_id}) as writer:
         for task, seen in enumerate((names[:2], names[1:3], [])):
@@ -48,8 +50,8 @@ def test_images_that_trajectories_name_are_checked_and_a_damaged_one_is_put_asid
             writer.append_group(task, [{"task_id": f"t{task}", "task_index": task, **about, **shown}])
         writer.finish()
     assert set(states(recover(run.log_path, "--dry-run", "--json")).values()) == {"complete"}
-    (run.paths.images("train", 1) / names[1]).write_bytes(b"half")
-    (run.paths.images("train", 1) / names[2]).unlink()
+    (kept_in / names[1]).write_bytes(b"half")
+    (kept_in / names[2]).unlink()
     shown = recover(run.log_path, "--dry-run")
     assert (
         f"image    missing           0 groups       0 trajectories  {names[2]}  (an image that task t1 needs)"

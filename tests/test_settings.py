@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 
-from fsbarrier.cli.commands import flags
+from fsbarrier import cli
 from fsbarrier.errors import UsageError
 from fsbarrier.settings import resolve as resolving
 from fsbarrier.settings.sections import EvalSet, Settings, known_names
@@ -210,16 +209,14 @@ def test_every_number_and_path_has_a_flag_of_its_setting() -> None:
     assert {*map(setting_of, FLAGS)} == plain
 
 
-def test_help_names_the_defaults_of_the_settings() -> None:
+def test_help_names_the_defaults_of_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
     """`--help` loads no settings, so the numbers stand in its text too."""
-    parser, defaults = argparse.ArgumentParser(), Settings().flat()
-    flags.add_run_flags(parser)
-    told = {
-        one.option_strings[0]: re.search(r"\(default (\d+)", one.help or "")
-        for one in parser._actions
-        if one.option_strings
-    }
-    numbers = {flag: int(found[1]) for flag, found in told.items() if found}
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--help"])
+    told = re.findall(
+        r"^  (--[\w-]+)(?:(?!^  -).)*?\(default (\d+)", capsys.readouterr().out, re.DOTALL | re.MULTILINE
+    )
+    numbers, defaults = {flag: int(number) for flag, number in told}, Settings().flat()
     assert numbers == {flag: defaults[setting_of(flag)] for flag in numbers} and len(numbers) == 3
 
 

@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from fsbarrier.cli.start import task_files
-from fsbarrier.cli.start.task_files import check_recorded, needed_files
 from fsbarrier.data.tasks import read_tasks
 from fsbarrier.errors import UsageError
 from fsbarrier.loader import load_program
-from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sections import Settings
 
 
@@ -161,60 +158,7 @@ def test_images_are_read_from_parts_and_from_verls_column(tmp_path: Path) -> Non
     assert task.has_images and first.has_images and "images" not in task.metadata
 
 
-def test_what_gets_tokens_alone_is_refused_beside_images(tmp_path: Path) -> None:
-    """A reward model and a teacher would find the places of images without them."""
-    write(tmp_path / "config.json", {"model_type": "qwen3_vl", "vision_config": {}})
-    shown = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
-    write(tmp_path / "train.jsonl", {"prompt": "1", "answer": "1"}, {"prompt": shown, "answer": "2"})
-    for chosen, said in (
-        (
-            {"reward.kind": "engines.rm"},
-            "line 2: has an image, and reward.kind=engines.rm gets tokens without",
-        ),
-        ({"algorithm.loss": "distil"}, "the teacher of algorithm.loss=distil gets tokens without images"),
-    ):
-        settings = resolve([], chosen, cross_checks=False)
-        with pytest.raises(UsageError, match=said):
-            task_files.read_tasks(tmp_path, {"train": None}, settings, model=tmp_path)
-
-
-def test_an_image_is_kept_once_under_its_digest_upright_and_without_transparency(tmp_path: Path) -> None:
-    import hashlib
-
-    from PIL import Image
-
-    from fsbarrier.data import images
-
-    plain = Image.new("RGB", (3, 2), "red")
-    plain.save(tmp_path / "plain.png")
-    data = (tmp_path / "plain.png").read_bytes()
-    name = images.keep(tmp_path / "kept", images.data_of(str(tmp_path / "plain.png")))
-    assert name == images.keep(tmp_path / "kept", data) == hashlib.sha256(data).hexdigest() + ".png"
-    assert images.kept(tmp_path / "kept" / name) == data
-    Image.new("RGBA", (3, 2), (0, 0, 255, 0)).save(tmp_path / "clear.png")
-    turned = Image.Exif()
-    turned[images.ORIENTATION] = 6
-    plain.save(tmp_path / "turned.jpg", exif=turned)
-    for source, size, colour in (("clear.png", (3, 2), (255, 255, 255)), ("turned.jpg", (2, 3), None)):
-        name = images.keep(tmp_path / "kept", (tmp_path / source).read_bytes())
-        made = images.opened(images.kept(tmp_path / "kept" / name))
-        assert (made.size, made.mode) == (size, "RGB") and colour in (None, made.getpixel((0, 0)))
-    assert len([*(tmp_path / "kept").iterdir()]) == 3
-    with pytest.raises(ValueError, match="cannot be decoded"):
-        images.opened((tmp_path / "turned.jpg").read_bytes()[:-40])
-    with pytest.raises(ValueError, match="no image of a known kind"):
-        images.opened(b"GIF89a")
-    with pytest.raises(ValueError, match="is an address"):
-        images.data_of("https://example.com/a.png")
-
-
-def test_a_run_that_never_evaluates_needs_no_test_tasks() -> None:
-    assert list(needed_files(Settings())) == ["train", "test"]
-    never = Settings(eval_interval=0)
-    assert list(needed_files(never)) == ["train"]
-    check_recorded(never, ["train"])
-    with pytest.raises(UsageError, match="was created without test tasks"):
-        check_recorded(Settings(), ["train"])
+def test_whether_an_iteration_evaluates() -> None:
     decide: Any = load_program("rl").rows[5].leader
     evaluates = decide.__globals__["evaluates"]
     contexts = [SimpleNamespace(settings=Settings(eval_interval=n), iteration=1) for n in (0, 1, 2)]
