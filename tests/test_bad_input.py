@@ -169,6 +169,8 @@ CASES = {
         PING + "--rank-weigths 1",
         ["--rank-weigths", "did you mean --rank-weights?"],
     ),
+    "the same with its value": (PING + "--rank-weigths=1", ["did you mean --rank-weights?"]),
+    "a number that is none, by its short flag": ("logs -n x", ["-n: must be a whole number, got 'x'"]),
     "a setting as a flag": (
         PING + "--rollout-temperature 0.5",
         ["unknown flag --rollout-temperature; settings are written rollout.temperature=VALUE"],

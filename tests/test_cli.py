@@ -22,8 +22,6 @@ from waiting import DEADLINE_S
 
 from fsbarrier import errors
 from fsbarrier.cli import COMMANDS, load_command
-from fsbarrier.cli.run_command import Parser
-from fsbarrier.cli.start import preflight
 
 REPO = Path(__file__).resolve().parent.parent
 PRESENT = [name for name in COMMANDS if (REPO / "fsbarrier" / "cli" / "commands" / f"{name}.py").is_file()]
@@ -115,34 +113,24 @@ print(sorted(set(heavy) & set(sys.modules)), file=sys.stderr)
 # --- flags --------------------------------------------------------------------------------------------------------------
 
 
-def parser() -> Parser:
-    made = Parser(prog="x", allow_abbrev=False)
-    made.add_argument("--rank-weights")
-    made.add_argument("--demo", action="store_true")
-    made.add_argument("-n", "--lines", type=int)
-    made.add_argument("settings", nargs="*")
-    return made
-
-
 def test_flags_and_settings_in_any_order() -> None:
-    args = parser().parse(["a=1", "--demo", "b=2", "--rank-weights", "1,2", "c=3"])
-    assert (args.settings, args.demo, args.rank_weights) == (["a=1", "b=2", "c=3"], True, "1,2")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--rank-weigths", "1"], "unknown flag --rank-weigths; did you mean --rank-weights?"),
-        (["--rank-weigths=1"], "unknown flag --rank-weigths; did you mean --rank-weights?"),
-        (["--rank"], "unknown flag --rank"),
-        (["--rank-weights"], "--rank-weights: expected one argument"),
-        (["--lines", "x"], "-n: must be a whole number, got 'x'"),
-    ],
-)
-def test_wrong_flags_are_refused_in_words(words: list[str], message: str) -> None:
-    with pytest.raises(errors.UsageError) as caught:
-        parser().parse(words)
-    assert message in str(caught.value)
+    words = (
+        "rollout.tasks=5",
+        "--num-nodes",
+        "2",
+        "rollout.seed=7",
+        "--dry-run",
+        "--rank-weights",
+        "1,2",
+        "--json",
+    )
+    shown = json.loads(typed("run", "--program", "ping", "--master", *words, "rollout.samples=3").out)[
+        "settings"
+    ]
+    assert (shown["num_nodes"], shown["rank_weights"]) == (2, [1.0, 2.0])
+    assert {name: shown["rollout"][name] for name in ("tasks", "seed", "samples")} == dict(
+        tasks=5, seed=7, samples=3
+    )
 
 
 # --- errors -------------------------------------------------------------------------------------------------------------
@@ -278,8 +266,10 @@ def test_a_clone_keeps_its_runs_wherever_one_stands(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert preflight.default_log_path({}) == checkout / "runs" / "default"
-    assert preflight.default_log_path({"FSBARRIER_LOG_PATH": "mine"}) == tmp_path / "mine"
+    said = typed("status", "--json", "--no-watch", code=None)
+    assert str(checkout / "runs" / "default") in said.out + said.err
+    monkeypatch.setenv("FSBARRIER_LOG_PATH", "mine")
+    assert f"no run at {tmp_path / 'mine'}: " in typed("status", code=2).err
 
 
 # --- launch and logs, the parts without processes -------------------------------------------------------------------------

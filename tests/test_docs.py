@@ -10,17 +10,23 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from commands import typed
 from test_hygiene import ROOT, relative
 
 from fsbarrier import cli
-from fsbarrier.cli import run_command
-from fsbarrier.cli.commands import flags
-from fsbarrier.errors import FsbarrierError
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sections import known_names
-from fsbarrier.settings.sources import from_words
+from fsbarrier.settings.sources import (
+    FLAGS,
+    ChosenValue,
+    from_flags,
+    from_words,
+    setting_of,
+    with_range_of_nodes,
+)
 
 #: What stands for "and whatever else you need".
 ELLIPSES = {"...", "…"}
@@ -192,22 +198,20 @@ def fault(command: Sequence[str]) -> str:
     name, *words = [word for word in command if word not in ELLIPSES]
     if {"--help", "-h"} & set(words):
         return "" if name in cli.COMMANDS else "no such command"
-    try:
-        args = run_command.parse(cli.load_command(name), name, words)
-        if hasattr(args, "settings"):
-            _check_settings(args)
-    except FsbarrierError as error:
-        return str(error)
-    return ""
+    with mock.patch.object(cli.load_command(name), "main", _check_settings):
+        return typed(name, *words, code=None).err
 
 
-def _check_settings(args: argparse.Namespace) -> None:
-    # The file would have to be there.
-    args.config = None
+def _check_settings(args: argparse.Namespace) -> int:
+    """In the place of a command, after its line was parsed. A file of settings would have to be there."""
+    known, chosen = known_names(), list[ChosenValue]()
     # `plan` takes settings, and not the flags of a run.
-    has_flags = hasattr(args, "data_path")
-    chosen = flags.gather(args) if has_flags else from_words(args.settings, known_names())
-    resolve(chosen, cross_checks=False)
+    if hasattr(args, "data_path"):
+        chosen += from_flags({flag: getattr(args, setting_of(flag)) for flag in FLAGS}, known)
+    if hasattr(args, "settings"):
+        chosen += from_words(args.settings, known)
+    resolve(with_range_of_nodes(chosen), cross_checks=False)
+    return 0
 
 
 def unknown_flags(mention: Sequence[str]) -> list[str]:
@@ -215,7 +219,7 @@ def unknown_flags(mention: Sequence[str]) -> list[str]:
     name, *words = mention
     if name not in cli.COMMANDS:
         return [name]
-    parser = run_command.Parser(prog=name)
+    parser = argparse.ArgumentParser(prog=name)
     cli.load_command(name).add_arguments(parser)
     known = set(re.findall(r"--[\w-]+", parser.format_help()))
     return [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]

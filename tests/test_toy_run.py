@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import signal
 from pathlib import Path
@@ -10,12 +11,9 @@ from pathlib import Path
 import pytest
 from cluster import FAST, Cluster, assert_exactly_once, leftovers
 from commands import typed
-from fake_run import FakeRun
 from waiting import until
 
-from fsbarrier.cli.commands import stop
 from fsbarrier.program import PHASE_NAMES
-from fsbarrier.rundir.heartbeats import read_beats
 
 
 def test_clean_run_shows_every_phase_in_order(tmp_path: Path) -> None:
@@ -98,7 +96,8 @@ def test_a_signal_ends_a_node_completely(tmp_path: Path, number: int, code: int)
         assert cluster.wait() == {0: code}
         assert leftovers(cluster.log_path) == {}
         # Whoever else is there goes on at once, and the next start waits for nothing.
-        assert read_beats(cluster.log_path)[0].state == "left"
+        shown = json.loads(typed("status", "--json", "--no-watch", "--log-path", cluster.log_path).out)
+        assert shown["nodes"][0]["state"] == "left"
 
 
 def test_a_second_daemon_of_a_rank_is_refused(tmp_path: Path) -> None:
@@ -207,11 +206,3 @@ def test_stop_names_all_nodes_that_it_ends(tmp_path: Path, begun: bool) -> None:
         who = "nodes 0, 1, 2" if begun else "node 0"
         assert f"asked {who} of run" in said.out
         assert cluster.wait() == dict.fromkeys(range(nodes), 0)
-
-
-def test_stop_says_that_nobody_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop, "LEAST_S", 0.2)
-    run = FakeRun(tmp_path / "run", nodes=1)
-    run.join(0)
-    run.beat(0, 5, state="finished")
-    assert "no node of run" in typed("stop", "--log-path", run.log_path).out
