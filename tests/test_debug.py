@@ -5,28 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import stat
-import sys
 import tarfile
 from pathlib import Path
 
 from cluster import Cluster
 from commands import typed
 from fake_run import FakeRun
-from waiting import until
 
-from fsbarrier.processes.stacks import write_stacks
-from fsbarrier.processes.supervisor import Child, with_this_package
 from fsbarrier.rundir.paths import RunPaths
 
 SECRET = "a canary that nobody may copy"
-HANGS = """
-import os, sys, threading
-{imports}
-def hangs_here():
-    print("ready", flush=True)
-    threading.Event().wait()
-hangs_here()
-"""
 
 
 def unpacked(archive: Path) -> dict[str, str]:
@@ -117,30 +105,3 @@ def test_a_program_without_progress_shows_where_it_hung(tmp_path: Path) -> None:
         failed = cluster.wait_for(lambda e: e["event"] == "work_failed")
         assert "no progress for 8 s" in failed["error"]
         assert "/toy.py" in "".join(failed["log"]) and "in pause" in "".join(failed["log"])
-
-
-def running(code: str, folder: Path, env: dict[str, str]) -> Child:
-    """A Python program that has said that it is ready."""
-    child = Child.start([sys.executable, "-c", code], env=env, log_file=folder / "log", name="hangs")
-    until(lambda: "ready" in (folder / "log").read_text().splitlines())
-    return child
-
-
-# A fork that writes its stack into a file of its own: on a slow machine the letters of two stacks may still mix in one.
-FORKS = """import fsbarrier
-if os.fork() == 0: os.dup2(os.open({log!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)"""
-
-
-def test_only_programs_that_can_tell_are_asked(tmp_path: Path) -> None:
-    """Any other would be ended by the signal, such as one that is not ours. A fork of ours can."""
-    forks = FORKS.format(log=str(tmp_path / "fork.log"))
-    for number, (imports, able) in enumerate({"": 0, "import fsbarrier": 1, forks: 2}.items()):
-        logs = [tmp_path / str(number) / "log", tmp_path / "fork.log"]
-        with running(HANGS.format(imports=imports), logs[0].parent, with_this_package(os.environ)) as child:
-            until(lambda log=logs[0], n=able: log.read_text().splitlines().count("ready") >= n)
-            tree = child.tree()
-            for times in (1, 2):
-                assert list(write_stacks(tree).values()) == [True] * able
-                for log in logs[:able]:
-                    until(lambda log=log, n=times: log.read_text().count("in hangs_here") == n)
-            assert child.tree() == tree

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fsbarrier.cli.start import demo_folder
-from fsbarrier.data.demo_tasks import FOLDER
+import fsbarrier
 from fsbarrier.data.tasks import read_tasks
+
+FOLDER = Path(fsbarrier.__file__).parent / "data" / "demo"
 
 
 def test_train_and_test_share_no_prompt() -> None:
@@ -20,18 +21,6 @@ def test_train_and_test_share_no_prompt() -> None:
         assert read_tasks(FOLDER / f"{name}.jsonl").count == len(tasks)
         prompts.append({task["prompt"] for task in tasks})
     assert [len(each) for each in prompts] == [4096, 512] and not prompts[0] & prompts[1]
-
-
-def test_a_run_gets_a_copy(tmp_path: Path) -> None:
-    target = tmp_path / "run" / "demo"
-    for _ in range(2):
-        demo_folder.make(target)
-        files = {path.relative_to(target) for path in target.rglob("*") if path.is_file()}
-        assert files == {path.relative_to(FOLDER) for path in FOLDER.rglob("*") if path.is_file()}
-        assert all((target / name).read_bytes() == (FOLDER / name).read_bytes() for name in files)
-    assert target.stat().st_mode & 0o777 == 0o700
-    assert (target / "train.jsonl").stat().st_mode & 0o777 == 0o600
-    assert [path.name for path in target.parent.iterdir()] == ["demo"]
 
 
 @pytest.mark.torch

@@ -1,38 +1,78 @@
-"""The figures of an evaluation, against the definitions' own enumeration."""
+"""The figures of an evaluation, as a merge gives them, against the definitions' own enumeration."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from itertools import combinations
+from itertools import combinations, count, groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from trainer_bench import trajectory as sampled
 
-from fsbarrier.rewards.evaluation import figures, majority, pass_at
+from fsbarrier.aggregate import work
+from fsbarrier.settings.sections import Settings
+from fsbarrier.trajectories import RankFileWriter
+
+SILENT: Any = SimpleNamespace(show=lambda *_, **__: None)
+
+
+def spec(folder: Path, groups: list[Any], success: dict[str, float] | None = None, **more: Any) -> Any:
+    """The spec of a merge of these groups into a new file."""
+    path = folder / f"part-{len([*folder.iterdir()])}"
+    by_task = {group[0]["task_index"]: group for group in groups}
+    with RankFileWriter(path, header={}) as writer:
+        writer.append_groups(by_task)
+        writer.finish()
+    tasks = sorted(by_task)
+    parts = [{"path": str(path), "valid_bytes": None, "tasks": tasks}]
+    out = {"out": f"{path}.merged", "expected": tasks, "metadata": {}, "success": success}
+    return {"parts": parts, **out, **more}
 
 
 def trajectory(task: int, text: str, reward: float, **metadata: Any) -> Any:
-    return {"task_index": task, "text": text, "reward": reward, "reward_parts": {}, "metadata": metadata}
+    return {
+        **sampled(task, 0, [1, 2], [-1.0], reward),
+        "text": text,
+        "reward_parts": {},
+        "metadata": metadata,
+    }
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
-def test_pass_at_k_is_the_share_of_all_choices_with_a_success(solved: list[bool], data: Any) -> None:
-    k = data.draw(st.integers(1, len(solved)))
-    choices = [any(chosen) for chosen in combinations(solved, k)]
-    assert pass_at(k, len(solved), sum(solved)) == pytest.approx(statistics.fmean(choices))
+def figures(folder: Path, trajectories: list[Any], success: dict[str, float]) -> dict[str, Any]:
+    """What the merge of an evaluation says of it."""
+    groups = [list(group) for _, group in groupby(trajectories, key=lambda one: one["task_index"])]
+    return work(spec(folder, groups, success), Settings(), SILENT)
 
 
-def test_majority_takes_the_most_frequent_answer() -> None:
-    assert majority([3, 3, 4], [True, True, False]) == 1
-    assert majority([3, 4, 4], [True, False, False]) == 0
-    assert majority([3, 4], [True, False]) == 0.5
+def test_pass_at_k_is_the_share_of_all_choices_with_a_success(tmp_path: Path) -> None:
+    """Each number of successes among up to eight samples, in a set of its own."""
+    numbers, wanted, all_of_them = count(), {}, []
+    for samples in range(2, 9):
+        for solved in range(samples + 1):
+            task, outcomes = next(numbers), [number < solved for number in range(samples)]
+            all_of_them += [{**trajectory(task, "x", float(one)), "eval_set": f"s{task}"} for one in outcomes]
+            for k in {2, 4, 8, samples} & {*range(samples + 1)}:
+                choices = [any(chosen) for chosen in combinations(outcomes, k)]
+                wanted[f"s{task}/pass_at_{k}"] = statistics.fmean(choices)
+    found = figures(tmp_path, all_of_them, {f"s{task}": 1.0 for task in range(next(numbers))})
+    assert {name: one for name, one in found.items() if "pass_at" in name} == pytest.approx(wanted)
 
 
-def test_figures_have_errors_over_tasks_and_sources_of_their_own() -> None:
+@pytest.mark.parametrize(
+    ("answers", "share"), [((3, 3, 4), 1), ((4, 4, 3), 0), ((3, 4), 0.5), ((4, 3, 3, 4), 0.5)]
+)
+def test_majority_takes_the_most_frequent_answer(
+    tmp_path: Path, answers: tuple[int, ...], share: float
+) -> None:
+    """Three is right."""
+    given = [trajectory(0, f"it is {answer}", float(answer == 3)) for answer in answers]
+    assert figures(tmp_path, given, {"": 1.0})[f"majority_at_{len(answers)}"] == share
+
+
+def test_figures_have_errors_over_tasks_and_sources_of_their_own(tmp_path: Path) -> None:
     tasks = {0: [1, 1, 0, 0], 1: [0, 0, 0, 0], 2: [1, 1, 1, 1]}
     sources = {0: "gsm8k", 1: "aime", 2: "gsm8k"}
     given = [
@@ -40,7 +80,7 @@ def test_figures_have_errors_over_tasks_and_sources_of_their_own() -> None:
         for task, rewards in tasks.items()
         for sample, reward in enumerate(rewards)
     ]
-    found = figures(given, {"": 1.0})
+    found = figures(tmp_path, given, {"": 1.0})
     means = [0.5, 0.0, 1.0]
     assert found["reward_se"] == pytest.approx(statistics.stdev(means) / math.sqrt(3))
     assert found["pass_at_2"] == pytest.approx((5 / 6 + 0 + 1) / 3)
@@ -51,27 +91,26 @@ def test_figures_have_errors_over_tasks_and_sources_of_their_own() -> None:
     assert "reward" not in found and "pass_at_1" not in found
 
 
-def test_each_set_has_figures_of_its_own_and_counts_alike() -> None:
+def test_each_set_has_figures_of_its_own_and_counts_alike(tmp_path: Path) -> None:
     aime = [{**trajectory(0, f"is {n}", float(n == 0)), "eval_set": "aime"} for n in range(4)]
     easy = [{**trajectory(task, "is 7", 0.5), "eval_set": "easy"} for task in (1, 1, 2, 2)]
-    found = figures([*aime, *easy], {"aime": 1.0, "easy": 0.4})
+    found = figures(tmp_path, [*aime, *easy], {"aime": 1.0, "easy": 0.4})
     assert (found["aime/reward"], found["easy/reward"], found["reward_mean"]) == (0.25, 0.5, 0.375)
     assert (found["aime/pass_at_4"], found["aime/majority_at_4"]) == (1, 0.25)
     assert found["easy/pass_at_2"] == 1, "each set has a threshold of its own"
     assert "aime/reward_se" not in found and found["easy/reward_se"] == 0 and "pass_at_4" not in found
     # Of a set that nobody could judge nothing is said, and the mean is that of the others.
     broken = [{**one, "metadata": {"reward_error": "late"}} for one in aime]
-    assert figures([*broken, *easy], {"aime": 1.0, "easy": 0.4})["reward_mean"] == 0.5
+    assert figures(tmp_path, [*broken, *easy], {"aime": 1.0, "easy": 0.4})["reward_mean"] == 0.5
+
+
+def test_a_figure_is_over_all_tasks_or_is_none(tmp_path: Path) -> None:
+    uneven = [trajectory(task, "x", 1.0) for task, samples in enumerate((2, 4)) for _ in range(samples)]
+    found = figures(tmp_path, uneven, {"": 1.0})
+    assert found["pass_at_2"] == 1 and {"pass_at_4", "majority_at_2", "majority_at_4"}.isdisjoint(found)
 
 
 def test_a_merged_evaluation_has_its_figures_in_its_result(tmp_path: Path) -> None:
-    from trainer_bench import trajectory as sampled
-    from trainer_bench import write_groups
-
-    from fsbarrier.aggregate import work
-    from fsbarrier.processes.worker_contract import ProgressWriter
-    from fsbarrier.settings.sections import Settings
-
     groups = [
         [
             {**sampled(task, sample, [1, 2], [-1.0], reward), "metadata": {"data_source": "s"}}
@@ -79,22 +118,13 @@ def test_a_merged_evaluation_has_its_figures_in_its_result(tmp_path: Path) -> No
         ]
         for task, rewards in enumerate(([1.0, 0.0], [0.0, 0.0]))
     ]
-    write_groups(tmp_path / "part", groups)
-    spec = {
-        "parts": [{"path": str(tmp_path / "part"), "valid_bytes": None, "tasks": [0, 1]}],
-        "out": str(tmp_path / "merged"),
-        "expected": [0, 1],
-        "metadata": {},
-        "success": {"": 1.0},
-    }
-    result = work(spec, Settings(), ProgressWriter(None))
+    result = work(spec(tmp_path, groups, {"": 1.0}), Settings(), SILENT)
     assert (result["reward_mean"], result["pass_at_2"], result["reward/s"]) == (0.25, 0.5, 0.25)
     # Train rollouts have none of them.
-    spec |= {"success": None, "out": str(tmp_path / "train")}
-    assert {"pass_at_2", "last_rewards"}.isdisjoint(work(spec, Settings(), ProgressWriter(None)))
+    assert {"pass_at_2", "last_rewards"}.isdisjoint(work(spec(tmp_path, groups), Settings(), SILENT))
     # They have those of their sets, and what the next draw depends on: the last reward of each task that was ever drawn.
-    spec |= {"sets": {"a": [0], "b": [1], "c": [7]}, "last_rewards": {"0": 0.0, "7": 1.0}, "keep": 1}
-    result = work(spec, Settings(), ProgressWriter(None))
+    drawn = {"sets": {"a": [0], "b": [1], "c": [7]}, "last_rewards": {"0": 0.0, "7": 1.0}, "keep": 1}
+    result = work(spec(tmp_path, groups, **drawn), Settings(), SILENT)
     assert (result["train_reward/a"], result["train_reward/b"], result["left_out"]) == (
         0.5,
         0.0,

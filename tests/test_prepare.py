@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from trainer_bench import Bench, settings, trajectory, write_groups
 
 from fsbarrier.errors import FsbarrierError, UsageError
@@ -128,18 +126,6 @@ def test_damaged_trajectories_are_named(tmp_path: Path) -> None:
         prepared(Bench(tmp_path, settings()), [bad])
 
 
-def test_minibatches_cover_each_epoch_once() -> None:
-    from fsbarrier.training.batch import minibatches
-
-    steps = minibatches(25, 10, 2, seed="s")
-    assert [len(step) for step in steps] == [13, 12] * 2
-    assert sorted(i for step in steps[:2] for i in step.tolist()) == list(range(25))
-    again = minibatches(25, 10, 2, seed="s")
-    assert all(bool((a == b).all()) for a, b in zip(steps, again, strict=True))
-    assert minibatches(0, 10, 2, seed="s") == []
-    assert {len(step) for step in minibatches(257, 16, 1, seed="s")} == {16, 17}
-
-
 def test_each_epoch_and_each_iteration_has_an_order_of_its_own(tmp_path: Path) -> None:
     import torch
 
@@ -154,31 +140,11 @@ def test_each_epoch_and_each_iteration_has_an_order_of_its_own(tmp_path: Path) -
     assert len({*orders[0], *orders[1]}) == 6
 
 
-@given(
-    lengths=st.lists(st.integers(2, 50), min_size=1, max_size=40),
-    world=st.integers(1, 5),
-    most_tokens=st.integers(1, 200),
-    packed=st.booleans(),
-)
-def test_a_plan_deals_out_every_trajectory_once(
-    lengths: list[int], world: int, most_tokens: int, packed: bool
-) -> None:
-    from fsbarrier.training.micro_batch import plan
-
-    planned = plan(list(range(len(lengths))), lengths, world, most_tokens=most_tokens, packed=packed)
-    assert sorted(i for rank in planned for micro in rank for i in micro) == list(range(len(lengths)))
-    assert len(planned) == world and len({len(rank) for rank in planned}) == 1
-
-    def tokens(micro: list[int]) -> int:
-        of = [lengths[index] for index in micro]
-        return sum(of) if packed else len(of) * max(of, default=0)
-
-    for rank in planned:
-        for micro, following in zip(rank, [*rank[1:], []], strict=True):
-            assert len(micro) <= 1 or tokens(micro) <= most_tokens
-            # None ends while there is room for the next one.
-            if following:
-                assert tokens([*micro, following[0]]) > most_tokens
+def test_minibatches_cover_each_epoch_once_and_are_of_one_size(tmp_path: Path) -> None:
+    work = Bench(tmp_path, settings(trainer__epochs=2, trainer__minibatch=10))
+    _, batch = prepared(work, [group(0, [n % 2 for n in range(25)])])
+    assert [len(step) for step in batch["steps"]] == [13, 12] * 2
+    assert sorted(i for step in batch["steps"][:2] for i in step.tolist()) == list(range(25))
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_every_part_gets_vllms_own_arguments_for_several_nodes(tmp_path: Path) -
 
 
 def test_a_part_has_its_share_of_the_accelerators(tmp_path: Path) -> None:
-    from test_replicas import devices
+    from test_engine_parts import devices
 
     settings = resolve([], {"engine.nodes": 2, "engine.tensor_parallel_size": 8}, cross_checks=False).engine
     (placed,) = placements(settings, devices(8), {}, [0])

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from waiting import DEADLINE_S, free_port
+from waiting import DEADLINE_S, free_port, until
 
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.processes import processes
 from fsbarrier.processes.addresses import candidate_addresses
 from fsbarrier.processes.rendezvous import LISTENING, listen, port_of
-from fsbarrier.processes.supervisor import Child, StartFailed, own_program
+from fsbarrier.processes.stacks import write_stacks
+from fsbarrier.processes.supervisor import Child, StartFailed, own_program, with_this_package
 
 Start = Callable[..., Child]
 
@@ -280,3 +281,42 @@ def test_whoever_reaches_an_update_can_end_it_and_runs_no_code(tmp_path: Path) -
     peer.communicate(timeout=DEADLINE_S)
     assert not (tmp_path / "ran").exists(), "code of the other user ran"
     assert victim.returncode != 0 and "process 1 of this update sent something that is not JSON" in said
+
+
+# --- where a program is, in its own log -----------------------------------------------------------------------------------------
+
+HANGS = """
+import os, sys, threading
+{imports}
+def hangs_here():
+    print("ready", flush=True)
+    threading.Event().wait()
+hangs_here()
+"""
+
+
+def running(code: str, folder: Path, env: dict[str, str]) -> Child:
+    """A Python program that has said that it is ready."""
+    child = Child.start([sys.executable, "-c", code], env=env, log_file=folder / "log", name="hangs")
+    until(lambda: "ready" in (folder / "log").read_text().splitlines())
+    return child
+
+
+# A fork that writes its stack into a file of its own: on a slow machine the letters of two stacks may still mix in one.
+FORKS = """import fsbarrier
+if os.fork() == 0: os.dup2(os.open({log!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)"""
+
+
+def test_only_programs_that_can_tell_are_asked(tmp_path: Path) -> None:
+    """Any other would be ended by the signal, such as one that is not ours. A fork of ours can."""
+    forks = FORKS.format(log=str(tmp_path / "fork.log"))
+    for number, (imports, able) in enumerate({"": 0, "import fsbarrier": 1, forks: 2}.items()):
+        logs = [tmp_path / str(number) / "log", tmp_path / "fork.log"]
+        with running(HANGS.format(imports=imports), logs[0].parent, with_this_package(os.environ)) as child:
+            until(lambda log=logs[0], n=able: log.read_text().splitlines().count("ready") >= n)
+            tree = child.tree()
+            for times in (1, 2):
+                assert list(write_stacks(tree).values()) == [True] * able
+                for log in logs[:able]:
+                    until(lambda log=log, n=times: log.read_text().count("in hangs_here") == n)
+            assert child.tree() == tree

@@ -163,3 +163,11 @@ def test_whether_an_iteration_evaluates() -> None:
     evaluates = decide.__globals__["evaluates"]
     contexts = [SimpleNamespace(settings=Settings(eval_interval=n), iteration=1) for n in (0, 1, 2)]
     assert [evaluates(ctx) for ctx in contexts] == [False, True, True]
+
+
+def test_a_task_file_that_is_a_hole_is_one_line_of_error(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UsageError, match="longer than 64 MiB"):
+        read_tasks(path)

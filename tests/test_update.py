@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from trainer_bench import (
     REPO,
     Bench,
@@ -427,3 +429,30 @@ def test_a_try_after_a_failure_takes_less_at_a_time(tmp_path: Path) -> None:
     assert (first["max_tokens_per_micro_batch"], second["max_tokens_per_micro_batch"]) == (64, 16)
     for name, weight in work.weights("v1").items():
         torch.testing.assert_close(work.weights("w1")[name], weight, rtol=0, atol=1e-4)
+
+
+@given(
+    lengths=st.lists(st.integers(2, 50), min_size=1, max_size=40),
+    world=st.integers(1, 5),
+    most_tokens=st.integers(1, 200),
+    packed=st.booleans(),
+)
+def test_a_plan_deals_out_every_trajectory_once(
+    lengths: list[int], world: int, most_tokens: int, packed: bool
+) -> None:
+    from fsbarrier.training.micro_batch import plan
+
+    planned = plan(list(range(len(lengths))), lengths, world, most_tokens=most_tokens, packed=packed)
+    assert sorted(i for rank in planned for micro in rank for i in micro) == list(range(len(lengths)))
+    assert len(planned) == world and len({len(rank) for rank in planned}) == 1
+
+    def tokens(micro: list[int]) -> int:
+        of = [lengths[index] for index in micro]
+        return sum(of) if packed else len(of) * max(of, default=0)
+
+    for rank in planned:
+        for micro, following in zip(rank, [*rank[1:], []], strict=True):
+            assert len(micro) <= 1 or tokens(micro) <= most_tokens
+            # None ends while there is room for the next one.
+            if following:
+                assert tokens([*micro, following[0]]) > most_tokens
