@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import importlib.util
+import traceback
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -58,7 +59,7 @@ def load_module(name: str) -> ModuleType:
         raise
     # Report any exception from the user's file as one line.
     except (Exception, SystemExit) as error:
-        raise UsageError(f"--program {name}: cannot load {path}: {type(error).__name__}: {error}") from None
+        raise UsageError(f"--program {name}: cannot load {path}: {failure(error, str(path))[0]}") from None
 
 
 def own_sources() -> dict[str, Path]:
@@ -89,3 +90,16 @@ def load_file(path: Path, name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
+
+
+def failure(error: BaseException, file: str | None) -> tuple[str, str, str]:
+    """An exception from user code: its description with the location, the location, and the full traceback.
+
+    The location is the innermost line in the user's `file`, or else in any file.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == file]
+    # A syntax error names its own place.
+    own = own or ([] if isinstance(error, SyntaxError) else frames)
+    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{place}", place, "".join(traceback.format_exception(error))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 from fsbarrier.errors import UsageError
-from fsbarrier.loader import load_file
+from fsbarrier.loader import failure, load_file
 from fsbarrier.settings.sources import nearest
 
 
@@ -25,17 +24,6 @@ def described_failure(error: BaseException, file: str | None) -> str:
     text, place, trace = failure(error, file)
     log_once(place, trace)
     return text
-
-
-def failure(error: BaseException, file: str | None) -> tuple[str, str, str]:
-    """An exception from user code: its description with the location, the location, and the full traceback.
-
-    The location is the innermost line in the user's `file`, or else in any file.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == file] or frames
-    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {error}{place}", place, "".join(traceback.format_exception(error))
 
 
 def log_once(place: str, trace: str) -> None:

@@ -267,7 +267,10 @@ CASES = {
     "unknown program": ("run --program toyy", ["--program toyy", "toy"]),
     "program file is missing": ("run --program ./mine.py", ["mine.py", "no such file"]),
     "program file is no Python": ("run --program ./broken.py", ["broken.py", "SyntaxError"]),
-    "program file raises": ("run --program ./raises.py", ["raises.py", "RuntimeError: no"]),
+    "program file raises": (
+        "run --program ./raises.py",
+        ["raises.py", "RuntimeError: no (raises.py, line 1)"],
+    ),
     "program file without a program": ("run --program ./nothing.py", ["nothing.py", "PROGRAM"]),
     "program file that ends the program": ("run --program ./leaves.py", ["leaves.py", "SystemExit: 3"]),
     "program whose function fails": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -380,7 +381,7 @@ import json, pathlib, sys
 starts = pathlib.Path({str(place.log_path / "starts")!r})
 starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
 if len(starts.read_text()) <= {fails_times}:
-    print("part: No space left on device", file=sys.stderr)
+    print("error: part: No space left on device", file=sys.stderr)
     sys.exit(3)
 spec = json.load(open(sys.argv[1]))
 json.dump({{"got": 1}}, open(spec["result"], "w"))
@@ -413,7 +414,7 @@ def test_a_node_that_may_not_use_a_file_ends_with_the_code_of_a_failed_filesyste
 ) -> None:
     """At the end of its attempts; nobody waits for the permission to come."""
     monkeypatch.setattr(worker_program, "program_name", lambda argv: "fsbarrier.workers.some")
-    denied = python("import sys; print('/shared/part: Permission denied'); sys.exit(77)")
+    denied = python("import sys; print('error: /shared/part: Permission denied'); sys.exit(77)")
     with pytest.raises(
         StoreError, match="ended with exit code 77: /shared/part: Permission denied"
     ) as caught:
@@ -458,6 +459,22 @@ sys.exit(run_worker(main))
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run([sys.executable, "-c", program, "--spec", str(spec.spec)], stderr=full)
     assert ended.returncode == code
+
+
+def test_a_program_that_is_ended_while_python_ends_leaves_no_traceback(tmp_path: Path) -> None:
+    """As a node's helper is at the end of every run, whose logs people read."""
+    program = """
+import atexit, os, signal, sys
+from fsbarrier.processes.worker_contract import run_worker
+def main(spec, settings, progress):
+    atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+    return {}
+sys.exit(run_worker(main))
+"""
+    files = WorkerFiles(tmp_path)
+    files.write_spec({"settings": Settings().as_json()})
+    ended = subprocess.run([sys.executable, "-c", program, "--spec", str(files.spec)], capture_output=True)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGTERM, b"") and files.result.is_file()
 
 
 def test_a_job_that_ends_while_it_is_cancelled_reports_nothing(place: Workplace) -> None:

@@ -216,11 +216,13 @@ def test_each_kind_of_reward_compares_as_it_says(
 def test_what_cannot_be_loaded_is_one_line(tmp_path: Path, file: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("import nothing_of_this_name\n")
+    (tmp_path / "open.py").write_text("def f(\n")
     for kind, message in (
         ("exakt", "must be exact, numeric, math, judge, engines.NAME or path/file.py:function"),
         (f"{tmp_path}/none.py:f", "no such file"),
         (f"{file}:missing", "does not define missing"),
         (f"{broken}:f", "cannot load .*: ModuleNotFoundError"),
+        (f"{tmp_path}/open.py:f", r"SyntaxError: '\(' was never closed \(open.py, line 1\)$"),
     ):
         with pytest.raises(UsageError, match=message):
             open_reward(kind)

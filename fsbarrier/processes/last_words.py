@@ -21,6 +21,8 @@ TRACEBACK = "Traceback (most recent call last):"
 # The last line of a traceback. Any class may stand there; elsewhere its name must say that it is an error.
 _RAISED = re.compile(r"^(?:\w+\.)*[A-Za-z_]\w*(?:: |:?$)")
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|error)(?:: \S|$)")
+# Before the message with which a program of ours ends (worker_contract.py): a traceback above it was handled.
+MESSAGE = "error: "
 # What argparse writes below the usage, at the end.
 _USAGE = re.compile(r"^[\w.-]+: error: \S")
 # What a dying process says for itself: Python's faulthandler, and C++.
@@ -41,20 +43,22 @@ _PARTNER_GONE = re.compile(
 )
 
 
-def cause(lines: Sequence[str], *, killed: bool = False, speaks: bool = False) -> str:
+def cause(lines: Sequence[str], *, killed: bool = False) -> str:
     """The line that says why the program failed; "" if there is none.
 
-    `killed`: a signal ended it, so an error in the log was perhaps handled. `speaks`: the program's last line is its message, if it
-    has left no traceback.
+    `killed`: a signal ended it, so an error in the log was perhaps handled.
     """
     plain = [_PREFIX.sub("", line) for line in lines]
     begin = max((i for i, line in enumerate(plain) if _ROOT_CAUSE in line), default=None)
     if begin is not None:
-        return _of_torchrun(plain[:begin], plain[begin:])[:MOST_CHARACTERS]
+        return _shown(_of_torchrun(plain[:begin], plain[begin:]))
     found = [line for line in plain if _FATAL.match(line)] if killed else list(_errors(plain))
     specific = [line for line in found if not _GENERIC.search(line)]
-    spoken = [line for line in plain if line.strip()][-1:] if speaks and not killed else []
-    return (specific or spoken or found or [""])[-1].strip()[:MOST_CHARACTERS]
+    return _shown((specific or found or [""])[-1].strip())
+
+
+def _shown(line: str) -> str:
+    return line.removeprefix(MESSAGE)[:MOST_CHARACTERS]
 
 
 def how_it_ended(code: int) -> str:

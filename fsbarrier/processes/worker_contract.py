@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fsbarrier.errors import FsbarrierError, ProgramFailed, StoreError
-from fsbarrier.processes import signals
+from fsbarrier.processes import last_words, signals
 from fsbarrier.processes.kept_program import JOBS, Jobs
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.settings.sections import Settings
@@ -171,6 +171,8 @@ def run_worker(main: Main[Spec], stays: Callable[[], bool] = lambda: False) -> i
     code, jobs = 0, None
     while spec is not None:
         code = _do(main, spec)
+        # Nothing is left to clean up, and an exception while Python ends would be a traceback in the log.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if code or JOBS not in os.environ or not stays():
             break
         jobs = jobs or Jobs(Path(os.environ[JOBS]))
@@ -181,7 +183,7 @@ def run_worker(main: Main[Spec], stays: Callable[[], bool] = lambda: False) -> i
 def _say(message: str) -> None:
     """The log is in the shared directory too."""
     with contextlib.suppress(OSError):
-        print(message, file=sys.stderr, flush=True)
+        print(f"{last_words.MESSAGE}{message}", file=sys.stderr, flush=True)
 
 
 def _do(main: Main[Spec], spec_file: Path) -> int:

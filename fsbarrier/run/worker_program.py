@@ -266,7 +266,7 @@ def _why_it_failed(program: Child | KeptProgram, argv: Sequence[str], code: int)
     """How the program ended, with the line of its log that says why."""
     name = program_name(argv)
     lines = program.last_log_lines(last_words.SEARCHED_LINES)
-    cause = last_words.cause(lines, killed=code < 0, speaks=name.startswith("fsbarrier."))
+    cause = last_words.cause(lines, killed=code < 0)
     return f"{name} {last_words.how_it_ended(code)}{f': {cause}' if cause else ''}"
 
 
