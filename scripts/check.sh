@@ -32,8 +32,14 @@ fi
 
 ensure_environment dev
 cd -- "$clone"
-printf '== ruff\n'
+# Beside mypy, which needs one core: what each worker and each program of a test would otherwise compile for itself, and each
+# time where PYTHONDONTWRITEBYTECODE is set. What is wrong with a test, pytest says below.
 # shellcheck disable=SC2154  # set by ensure_environment
+{
+  env -u PYTHONDONTWRITEBYTECODE "$python" -m compileall -q fsbarrier phases
+  env -u PYTHONDONTWRITEBYTECODE "$python" -m pytest --collect-only
+} >&/dev/null &
+printf '== ruff\n'
 "$python" -m ruff check fsbarrier phases scripts tests
 "$python" -m ruff format --check fsbarrier phases scripts tests
 printf '== mypy --strict\n'
@@ -44,4 +50,5 @@ printf '== size\n'
 "$python" scripts/count_code.py fsbarrier phases
 "$python" scripts/internal_imports.py
 printf '== pytest\n'
+wait
 exec "$python" -m pytest --durations=10 "${selection[@]}" "$@"
