@@ -289,7 +289,8 @@ def test_check_sh(line: str, scene: Scene, tmp_path: Path) -> None:
     env = {**scene.env, "FSBARRIER_VENV": str(tools.parent)}
     subprocess.run(shlex.split(line), cwd=ROOT, env=env, check=True, capture_output=True)
     *checks, pytest_words = (tmp_path / "said").read_text().splitlines()
-    assert len(checks) == 4 and pytest_words.startswith("-m pytest ")
+    assert len(checks) == 7 and pytest_words.startswith("-m pytest ")
+    assert {"-m compileall -q fsbarrier phases", "-m pytest --collect-only"} < {*checks}
     flags = {word for word in pytest_words.split()[2:] if word.startswith("-")}
     assert flags <= {"-m", "-n", "--dist", "-x", "--durations=10"} and not missing_of(pytest_words)
 
