@@ -221,7 +221,7 @@ def test_pages_that_are_not_there_and_a_browser_that_is_killed(url: str) -> None
 
 
 def grade(image: bytes) -> float:
-    return hashlib.sha256(image).digest()[0] % 2
+    return round(hashlib.sha256(image).digest()[0] / 255, 3)
 
 
 class Grades(BaseHTTPRequestHandler):
@@ -231,7 +231,7 @@ class Grades(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         (image,) = [part for part in asked["messages"][0]["content"] if part["type"] == "image_url"]
         data = base64.b64decode(image["image_url"]["url"].removeprefix("data:image/png;base64,"))
-        said = {"choices": [{"message": {"content": f"I see.\n{grade(data):g}"}}]}
+        said = {"choices": [{"message": {"content": f"I see.\n{grade(data)}"}}]}
         body = json.dumps(said).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -258,7 +258,7 @@ def judge() -> Iterator[str]:
 def test_a_run_browses_and_trains_on_what_it_saw_as_a_judge_sees_it(
     tmp_path: Path, python: str, judge: str
 ) -> None:
-    """The judge looks at the last screenshot of each episode; which of two grades it gives is the image's alone."""
+    """The judge looks at the last screenshot of each episode, which alone decides the grade."""
     from picture_model import build_model, write_model
 
     data = tmp_path / "data"

@@ -126,6 +126,11 @@ def test_an_environment_that_does_not_start_ends_the_phase(
         assert "environment.log): no word of " in last
 
 
+def test_an_agent_that_asks_for_an_environment_that_it_has_not_is_told_so(tmp_path: Path, fake: Fake) -> None:
+    done = rolled(tmp_path, fake, ["ab"], **{"environment.command": None})
+    assert done.code == 1 and "the episode has no environment: give environment.command" in done.stderr
+
+
 def test_an_environment_without_an_agent_or_a_port_is_refused() -> None:
     for words, said in (
         (("environments.web.sessions=3",), "environments.web: needs a command"),

@@ -59,9 +59,18 @@ class Client:
         self.custom: Mapping[str, Any] = job["custom"]
         self.engines: Mapping[str, EngineAddress] = msgspec.convert(job["engines"], dict[str, EngineAddress])
         self.opened: Any = job["opened"]
-        self.environment_url: str | None = job["environment_url"]
+        self._environment_url: str | None = job["environment_url"]
         self._messages, self._numbers = messages, itertools.count()
         self._asked: dict[int, asyncio.Future[JsonObject]] = {}
+
+    @property
+    def environment_url(self) -> str:
+        """The address of the episode's environment. Raises ValueError if it has none."""
+        if self._environment_url is None:
+            raise ValueError(
+                "the episode has no environment: give environment.command, or a field environment to its task"
+            )
+        return self._environment_url
 
     async def chat(
         self,

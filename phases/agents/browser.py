@@ -35,7 +35,7 @@ class Browser:
     """One episode is one private window of the browser."""
 
     async def run(self, task: Task, client: Client) -> Trajectory:
-        url = f"{client.environment_url}".replace("http://", "ws://")
+        url = client.environment_url.replace("http://", "ws://")
         try:
             # A page may be busy for as long as it likes: the episode's time limit counts.
             async with websockets.connect(url, max_size=None, ping_timeout=None) as window:

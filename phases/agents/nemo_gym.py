@@ -31,7 +31,7 @@ class NemoGym:
         done: list[dict[str, Any]] = []
         try:
             # A cookie is the session. A tool may take as long as the episode may.
-            url = str(client.environment_url)
+            url = client.environment_url
             async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=None) as server:
                 (await server.post("/seed_session", json=row)).raise_for_status()
                 for _ in range(int(client.custom.get("turns", TURNS))):
