@@ -233,39 +233,6 @@ def reshard(folder: Path, draw: random.Random, number: int) -> None:
     check_files(out, dtype)
 
 
-#: Nodes, and processes on each of them.
-PLACES = ((3, 2), (2, 2), (1, 3), (1, 1))
-
-
-def fewer(folder: Path, draw: random.Random, number: int) -> None:
-    """A run that loses one node after the other: each group of processes goes on from what the one before it saved."""
-    beside, dtype = beside_of(folder), (torch.float32, torch.bfloat16)[number % 2]
-    modes_of = [draw.choice(["none", "node", "all"]) for _ in PLACES]
-    print(f"{number}: {modes_of}, {dtype}", flush=True)
-
-    def out(turn: int) -> Path:
-        return folder / f"v{number}-{turn}"
-
-    def turn_of(turn: int, rank: int) -> None:
-        (node_count, per_node), mode = PLACES[turn], modes_of[turn]
-        world = node_count * per_node
-        model = model_of(seed=99 if turn else 0)
-        shard(model, mode, world, per_node)
-        done = turn * STEPS
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        if turn:
-            restore_into(model, optimizer, out(turn - 1), done)
-        train(model, optimizer, range(done, done + STEPS))
-        save_trained(out(turn), model, optimizer, rank, world, dtype, beside, steps=done + STEPS)
-
-    for turn, (node_count, per_node) in enumerate(PLACES):
-        ended = in_ranks(node_count * per_node, folder / "store", lambda rank, turn=turn: turn_of(turn, rank))
-        assert not any(ended), ended
-    last, alone = out(len(PLACES) - 1), model_of(seed=99)
-    restore_into(alone, torch.optim.AdamW(alone.parameters(), lr=0.1), last, len(PLACES) * STEPS)
-    checkpoints.verify(last)
-
-
 def check_copy(place: WeightsCopy, out: Path) -> None:
     """What the node's processes left agrees with the manifest, in every byte and with nothing beside."""
     files = sorted(place.unchecked(out.name).iterdir())
@@ -326,48 +293,6 @@ def kill(folder: Path, draw: random.Random, number: int) -> None:
     )
     check_files(out, torch.bfloat16)
     check_copy(place, out)
-
-
-#: Where a process may be when it is killed: before or after it calls a function, and whether only the first process ever does.
-STAGES = (
-    (checkpoint_write, "_begin", "after", False),
-    (checkpoint_write, "_write_weights", "before", False),
-    (checkpoint_write, "_write_weights", "after", False),
-    (checkpoint_write, "_write_part", "after", False),
-    (checkpoint_write, "_commit", "before", True),
-    (checkpoint_write, "_write_layout", "after", True),
-    (checkpoints, "commit", "before", True),
-    (checkpoint_write, "_commit", "after", True),
-)
-
-
-def stages(folder: Path, draw: random.Random, number: int) -> None:
-    """SIGKILL of one process at a stage of a save: the version before is whole, or the new one, and an update goes on from it."""
-    beside, store, world = beside_of(folder), folder / "store", 2
-    module, name, when, only_first = STAGES[number % len(STAGES)]
-    victim = 0 if only_first else draw.randrange(world)
-    mode = draw.choice(modes(world))
-    print(f"{number}: {mode}, process {victim} dies {when} {name}", flush=True)
-
-    def write(out: Path, rank: int, dies: bool) -> None:
-        if dies and rank == victim:
-            die_at(module, name, when)
-        save(out, mode, rank, world, torch.float32, beside)
-
-    before, after = folder / f"before{number}", folder / f"after{number}"
-    assert not any(in_ranks(world, store, lambda rank: write(before, rank, False)))
-    ended = in_ranks(world, store, lambda rank: write(after, rank, True))
-    assert os.WTERMSIG(ended[victim]) == signal.SIGKILL, ended
-    committed = (after / checkpoints.MANIFEST).exists()
-    assert committed == ((name, when) == ("_commit", "after"))
-    newest = after if committed else before
-    for version in {before, newest}:
-        checkpoints.verify(version)
-    assert not any(in_ranks(world, store, lambda _: check_restored(newest, mode, world)))
-    if not committed:
-        # The next attempt, in the place of what is left of this one.
-        assert not any(in_ranks(world, store, lambda rank: write(after, rank, False)))
-        assert not any(in_ranks(world, store, lambda _: check_restored(after, mode, world)))
 
 
 def die_at(module: ModuleType | type, name: str, when: str, call_number: int = 1) -> None:
@@ -476,7 +401,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     where, seed, *rounds = sys.argv[1:]
     rounds_of = {"reshard": reshard, "kill": kill, "damage": damage}
-    rounds_of |= {"stages": stages, "fewer": fewer}
     for one in rounds:
         what, _, times = one.partition("=")
         folder = Path(where) / what
