@@ -86,21 +86,8 @@ class Case:
         self.alone_otherwise = ":".join([ALONE_OTHERWISE, *changes])
 
     def run(self, folder: Path) -> dict[str, Any]:
-        """Train with it; gives what the first process found."""
-        out = folder / "found.pt"
-        world = self.nodes * self.per_node
-
-        def act(rank: int) -> None:
-            node, local = divmod(rank, self.per_node)
-            place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "GROUP_RANK": node}
-            os.environ.update({k: str(v) for k, v in {**place, "LOCAL_WORLD_SIZE": self.per_node}.items()})
-            found = [self.update(folder), self.update(folder), self.update(folder, recompute=True)]
-            if rank == 0:
-                torch.save(found, out)
-
-        ended = in_ranks(world, folder / "store", act)
-        assert not any(ended), f"{self.text}: {ended}"
-        first, second, recomputed = torch.load(out, weights_only=True)
+        """Train with it, twice and once more with log-probabilities of the trainer's own; gives what the first process found first."""
+        first, second, recomputed = self.updates(folder, recompute=(False, False, True))
         for name, weight in first["weights"].items():
             same = torch.equal(weight, second["weights"][name])
             assert same and torch.equal(first["moments"][name], second["moments"][name]), (
@@ -109,7 +96,24 @@ class Case:
         assert recomputed["gap"] == 0, (
             f"{self.text}: recomputed log-probabilities differ by {recomputed['gap']}"
         )
-        return dict(first)
+        return first
+
+    def updates(self, folder: Path, recompute: tuple[bool, ...] = (False,)) -> list[dict[str, Any]]:
+        """What the first process found in updates from the same beginning."""
+        out = folder / "found.pt"
+        world = self.nodes * self.per_node
+
+        def act(rank: int) -> None:
+            node, local = divmod(rank, self.per_node)
+            place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "GROUP_RANK": node}
+            os.environ.update({k: str(v) for k, v in {**place, "LOCAL_WORLD_SIZE": self.per_node}.items()})
+            found = [self.update(folder, recompute=one) for one in recompute]
+            if rank == 0:
+                torch.save(found, out)
+
+        ended = in_ranks(world, folder / "store", act)
+        assert not any(ended), f"{self.text}: {ended}"
+        return list(torch.load(out, weights_only=True))
 
     def settings(self, folder: Path) -> Settings:
         trainer_settings = {
@@ -132,7 +136,7 @@ class Case:
         nested["optimizer"]["grad_clip"] = CLIP if self.clip else 1e3
         return Bench(folder, nested).settings
 
-    def update(self, folder: Path, *, recompute: bool = False) -> dict[str, Any]:
+    def update(self, folder: Path, *, recompute: bool) -> dict[str, Any]:
         chosen = self.settings(folder)
         batch = TrainingBatch.load(folder / "batch")
         if self.steps:
@@ -262,12 +266,12 @@ def main(folder: Path, cases: list[str]) -> None:
     make_batch(folder, tied="tied" in cases)
 
     @functools.cache
-    def run(text: str) -> dict[str, Any]:
-        return Case(text).run(folder)
+    def one_process(text: str) -> dict[str, Any]:
+        return Case(text).updates(folder)[0]
 
     for text in (one for one in cases if one != "tied"):
         case = Case(text)
-        alone = run(case.alone)
+        alone = one_process(case.alone)
         found = case.run(folder)
         apart = differences(found, alone)
         print(
@@ -281,7 +285,7 @@ def main(folder: Path, cases: list[str]) -> None:
         allowed = TOLERANCE[case.dtype]
         if case.steps:
             # Each step enlarges what the steps before it rounded differently: by how much, this model shows on one process.
-            rounded = differences(run(case.alone_otherwise), alone)
+            rounded = differences(one_process(case.alone_otherwise), alone)
             allowed = tuple(max(3 * most, much) for most, much in zip(allowed, rounded, strict=True))
         assert all(one < most for one, most in zip(apart, allowed, strict=True)), f"{text}: allowed {allowed}"
 

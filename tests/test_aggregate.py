@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from commands import Said, typed
+from forks import run_warm
 from trajectory_files import group, write_part
 
 from fsbarrier.aggregate import AggregateReport, Part, aggregate, command_line
@@ -231,7 +232,8 @@ def spec_file(folder: Path, parts: list[Path], out: Path, expected: Any, **more:
 
 def worker(spec: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fsbarrier.aggregate", "--spec", str(spec)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done: subprocess.CompletedProcess[str] = run_warm(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return done
 
 
 @pytest.mark.parametrize("group", [False, True])

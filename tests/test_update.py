@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import run_warm
 from hypothesis import given
 from hypothesis import strategies as st
 from trainer_bench import (
@@ -92,14 +94,22 @@ def test_an_update_that_is_done_has_not_failed_while_the_interpreter_ends(tmp_pa
     """PyTorch's threads may still want something of the interpreter then, and be aborted for it."""
     work = bench(tmp_path)
     work.prepare()
-    for name, batch, code in (("v1", "batch", 0), ("w1", "absent", 1)):
-        spec = tmp_path / f"{name}.json"
-        spec.write_text(json.dumps(work.update_spec(name, batch=str(tmp_path / batch))))
-        done = subprocess.run(
-            [sys.executable, "-c", ENDS, "--spec", str(spec)], cwd=REPO, capture_output=True, text=True
-        )
-        assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    spec = tmp_path / "spec.json"
+    spec.write_text(json.dumps(work.update_spec("v1")))
+    argv = [sys.executable, "-c", ENDS, "--spec", str(spec)]
+    done = subprocess.run(argv, cwd=REPO, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert checkpoints.verify(tmp_path / "v1").policy_version == 1
+
+
+def test_an_update_without_a_batch_fails_and_says_so(tmp_path: Path) -> None:
+    work = bench(tmp_path)
+    work.prepare()
+    spec = tmp_path / "spec.json"
+    spec.write_text(json.dumps(work.update_spec("v1", batch=str(tmp_path / "absent"))))
+    argv = [sys.executable, "-m", "fsbarrier.workers.update", "--spec", str(spec)]
+    done = run_warm(argv, env={**os.environ, "PYTHONPATH": str(REPO)})
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
     assert "not a training batch" in done.stderr
 
 
