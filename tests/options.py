@@ -246,7 +246,7 @@ ELSEWHERE = {
         ),
         "test_environment.py",
     ),
-    **dict.fromkeys(("environment.sessions", "environments.NAME.sessions"), "test_session_quota.py"),
+    **dict.fromkeys(("environment.sessions", "environments.NAME.sessions"), "test_claims.py"),
     "environments": "each environment has settings of its own",
     "toy.tasks": "test_toy_run.py",
     "toy.phase_s": "test_toy_run.py",

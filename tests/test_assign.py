@@ -13,7 +13,7 @@ import pytest
 from fsbarrier.decisions import PartGroups, RolloutDecision, RolloutReport
 from fsbarrier.loader import load_module
 from fsbarrier.program import Context, PartOnDisk, ServeWeights, Value
-from fsbarrier.protocol.assign import TaskSet, draw_rounds
+from fsbarrier.protocol.assign import TaskSet, draw_rounds, lots
 from fsbarrier.protocol.facts import Member, Position
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import EvalSettings, RolloutSettings, Settings, TrainSet, TrainSettings
@@ -308,3 +308,11 @@ def test_engines_are_told_which_policy_was_published(published: dict[str, Any], 
     decision = RolloutDecision.from_json(assigned(replace(ctx, tasks=context().tasks)))
     rollout = rl.rollout(ctx, decision, [])
     assert rollout.works[0] == wanted
+
+
+def test_lots_are_the_share_in_order_and_few() -> None:
+    assert lots([]) == [] and lots([7]) == [(7,)]
+    for count in (1, 127, 128, 129, 1000, 100_000):
+        cut = lots(range(count))
+        assert [task for lot in cut for task in lot] == list(range(count))
+        assert len(cut) <= 128 and len({len(lot) for lot in cut[:-1]}) <= 1

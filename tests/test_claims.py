@@ -1,4 +1,4 @@
-"""The sessions of an environment that all nodes have together: each node's part, and that all of them are used, and never more."""
+"""What nodes tell each other in the folder of claims: who takes which task, when there is enough, how many sessions each one may open."""
 
 from __future__ import annotations
 
@@ -19,12 +19,129 @@ from test_environment import AGENT, HERE
 from test_rollout import SAMPLES, Fake, finish, make_spec, start
 from waiting import DEADLINE_S, until
 
+from fsbarrier.protocol.assign import split_by_weight
 from fsbarrier.rollouts import session_quota
-from fsbarrier.rollouts.claims import remove_old
+from fsbarrier.rollouts.claims import Claims, EarlyEnd, Refills, remove_old
 from fsbarrier.rollouts.environment import Environment
 from fsbarrier.rollouts.session_quota import SessionQuota, divided
+from fsbarrier.rundir.names import CUT
 from fsbarrier.settings.sections import EnvironmentSettings
 from fsbarrier.trajectories import load
+
+
+def claims(folder: Path, shares: list[list[int]], rank: int, incarnation: int = 1) -> Claims:
+    return Claims(dict(enumerate(shares)), rank, folder=folder, incarnation=incarnation)
+
+
+def test_the_owner_takes_from_the_head_and_others_from_the_tail_of_the_fullest(tmp_path: Path) -> None:
+    shares = [[0], [10, 11, 12, 13], [20, 21, 22]]
+    first, second = claims(tmp_path, shares, 0), claims(tmp_path, shares, 1)
+    assert [second.take(), second.take()] == [(10,), (11,)]
+    assert first.take() == (0,) and (first.made, first.listings) == (
+        1,
+        1,
+    )  # no listing while there is a share
+    assert [first.take() for _ in range(3)] == [(22,), (13,), (21,)]
+    assert first.taken_over == [22, 13, 21]
+    third = claims(tmp_path, shares, 2)
+    assert third.take() == (20,)
+    assert second.take() == (12,)
+    assert [node.take() for node in (first, second, third)] == [(), (), ()]
+    assert first.summary()["taken_over"] == 3 and third.summary()["taken_over"] == 0
+
+
+def test_many_nodes_at_once_take_each_task_once(tmp_path: Path) -> None:
+    shares = split_by_weight(range(1000), [5, 1, 1, 1, 1, 1])
+    taken: list[list[int]] = [[] for _ in shares]
+    nodes = [claims(tmp_path, shares, rank) for rank in range(len(shares))]
+    begin = threading.Barrier(len(shares))
+
+    def work(rank: int) -> None:
+        begin.wait()
+        while lot := nodes[rank].take():
+            taken[rank] += lot
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(shares))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert Counter(task for tasks in taken for task in tasks) == Counter(range(1000))
+    others = [[task for task in taken[rank] if task not in shares[rank]] for rank in range(len(shares))]
+    assert [sorted(node.taken_over) for node in nodes] == [sorted(tasks) for tasks in others] and any(others)
+
+
+def test_a_program_that_starts_again_gets_what_it_had_claimed(tmp_path: Path) -> None:
+    shares = [[0, 1], [10, 11, 12]]
+    before = claims(tmp_path, shares, 0)
+    assert [before.take() for _ in range(3)] == [(0,), (1,), (12,)]
+    again = claims(tmp_path, shares, 0)
+    assert again.own_left == 3 and again.take() == (0, 1, 12)
+    assert again.take() == (11,) and again.summary()["taken_over"] == 2
+    newer = claims(tmp_path, shares, 0, incarnation=2)  # another start of the node is another owner
+    assert newer.take() == (10,)
+
+
+def test_old_claims_are_removed_by_those_whose_shares_they_were(tmp_path: Path) -> None:
+    folder = tmp_path / "claims"
+    node = claims(folder, [[0, 1], [2]], 0)
+    assert [node.take() for _ in range(3)] == [(0,), (1,), (2,)]
+    early_end = EarlyEnd(folder, 1, need=0, grace_s=0.0)
+    early_end.report(0)
+    assert early_end.reached()
+    remove_old(folder, 0)
+    assert sorted(path.name for path in folder.iterdir()) == ["durable-0001", "lot-0001-000000"]
+    remove_old(folder, 1)
+    remove_old(folder, 0)
+    assert not folder.exists()
+
+
+# --- the early end ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_phase_ends_after_its_grace_and_all_see_it(tmp_path: Path) -> None:
+    now = [100.0]
+
+    def view(rank: int) -> EarlyEnd:
+        return EarlyEnd(tmp_path, rank, need=88, grace_s=5.0, clock=lambda: now[0])
+
+    first, second = view(0), view(1)
+    first.report(60)
+    second.report(27)
+    assert not first.reached() and not second.reached()
+    now[0] += 1000
+    second.report(28)
+    assert not first.reached()  # its grace begins now
+    now[0] += 4.9
+    assert not first.reached() and not second.reached()
+    now[0] += 0.1
+    assert first.reached() and (tmp_path / CUT).exists()
+    assert second.reached() and view(2).reached()
+
+
+# --- refills --------------------------------------------------------------------------------------------------------------------
+
+
+def node(folder: Path, rank: int, already: tuple[int, ...] = (0, 1, 0), enough: int = 6) -> Refills:
+    return Refills(folder, rank, [0, 2], already, enough)
+
+
+def test_all_nodes_decide_alike_on_another_round_whenever_they_look(tmp_path: Path) -> None:
+    folder = tmp_path / "claims"
+    first, other, late = node(folder, 0), node(folder, 2), node(folder, 2)
+    first.report(0, 3)
+    assert first.another_after(0) is None and other.another_after(0) is None
+    other.report(0, 2)
+    assert first.another_after(0) is True
+    # 5, the 1 that was there before, and 2 more: enough. Who looks at round 0 only now finds too few, as the others did.
+    first.report(1, 2)
+    assert late.another_after(0) is True and late.another_after(1) is None
+    other.report(1, 0)
+    assert first.another_after(1) is False and late.another_after(1) is False
+    assert (first.rounds_done(), late.rounds_done()) == (2, 2)
+
+
+# --- the sessions of an environment that all nodes have together ----------------------------------------------------------------
 
 INF = float("inf")
 
