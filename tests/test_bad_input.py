@@ -513,7 +513,7 @@ CASES = {
     "logs of no run": ("logs --log-path empty", ["--log-path empty", "no run"]),
     "recovery of no number": ("recover --iteration x", ["--iteration: must be a whole number, got 'x'"]),
     "merge of no number": ("aggregate --iteration x", ["--iteration: must be a whole number, got 'x'"]),
-    "status of a file": ("status --log-path file", ["file: not a directory"]),
+    "status of a file": ("status --log-path file", ["--log-path file: no run there"]),
     "logs of a negative node": ("logs --node -1", ["--node", "0 or more"]),
 }
 

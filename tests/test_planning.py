@@ -174,12 +174,18 @@ def plan(
 def test_seven_billion_on_three_nodes() -> None:
     made = plan(QWEN_7B, 3)
     assert made.problems == ()
-    assert (made.rollout.replicas, made.world, made.shard, made.shards, made.copies) == (8, 24, "node", 8, 3)
-    assert (made.optimizer_steps, made.micro_batch_tokens) == (12, 8192)
-    assert made.model_bytes == 2 * 7_615_616_512 and made.trainer_state_bytes == 12 * 7_615_616_512
+    assert (made.rollout.replicas, made.world, made.shard, made.load.shards, made.copies) == (
+        8,
+        24,
+        "node",
+        8,
+        3,
+    )
+    assert (made.optimizer_steps, made.load.tokens) == (12, 8192)
+    assert made.checkpoint.model == 2 * 7_615_616_512 and made.checkpoint.trainer_state == 12 * 7_615_616_512
     # 28 layers, 4 heads of 128 for keys and for values, in bfloat16: 57,344 bytes a token.
     assert made.rollout.cache_tokens == made.rollout.parts["key-value cache"] // 57_344
-    assert made.update_bytes <= made.available < 80 * GIB
+    assert made.load.total <= made.available < 80 * GIB
 
 
 @pytest.mark.parametrize(
@@ -214,14 +220,14 @@ def test_deepspeed_s_stages_are_told_apart() -> None:
     count = 7_615_616_512
     for stage in (1, 2):
         made = plan(QWEN_7B, 3, **chosen, **{"trainer.zero_stage": stage})
-        assert made.problems == () and (made.world, made.shards, made.copies) == (24, 24, 24)
+        assert made.problems == () and (made.world, made.load.shards, made.copies) == (24, 24, 24)
         assert f"24 processes, DeepSpeed ZeRO-{stage}: a copy on each" in "\n".join(cluster_plan.lines(made))
         # 2 + 4/24 bytes a parameter for weights, 4 for gradients, 8/24 for moments.
-        assert made.update["weights"] == 2 * count + 4 * count // 24
-        assert made.update["gradients"] == 4 * count and made.update["moments"] == 8 * count // 24
+        assert made.load.parts["weights"] == 2 * count + 4 * count // 24
+        assert made.load.parts["gradients"] == 4 * count and made.load.parts["moments"] == 8 * count // 24
     made = plan(QWEN_7B, 3, **chosen)
     assert made.problems == () and made.copies == 1
-    assert made.update == plan(QWEN_7B, 3, **{"trainer.shard": "all"}).update
+    assert made.load.parts == plan(QWEN_7B, 3, **{"trainer.shard": "all"}).load.parts
     assert "24 processes, DeepSpeed ZeRO-3: 1 copy, each over 24" in "\n".join(cluster_plan.lines(made))
 
 
@@ -237,8 +243,8 @@ def test_four_billion_on_many_accelerators(nodes: int, shard: str, shards: int, 
     """Each figure of Qwen3-4B on nodes of eight accelerators of 80 GB, by hand."""
     made = plan(QWEN3_4B, nodes, int(80e9), **{"trainer.shard": shard})
     count, embedding, tokens = 4_022_468_096, 151_936 * 2560, 8192
-    assert (made.world, made.shards, made.copies) == (8 * nodes, shards, copies) and made.problems == ()
-    assert made.update == {
+    assert (made.world, made.load.shards, made.copies) == (8 * nodes, shards, copies) and made.problems == ()
+    assert made.load.parts == {
         "weights": 4 * count // shards,
         "gradients": 4 * count // shards,
         "moments": 8 * count // shards,
@@ -280,7 +286,11 @@ def test_the_command_plans_for_a_cluster_that_is_not_there(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
     there = ["plan", "--model", str(tmp_path), "--accelerators", "8", "--accelerator-memory-gb", "80"]
     told = json.loads(typed(*there, "--nodes", "3", "--json").out)
-    assert (told["parameters"], told["world"], told["rollout"]["replicas"]) == (4_022_468_096, 24, 8)
+    assert (told["load"]["shape"]["parameters"], told["world"], told["rollout"]["replicas"]) == (
+        4_022_468_096,
+        24,
+        8,
+    )
     assert told["cluster"] == {"nodes": 3, "accelerators": 8, "memory_bytes": 80_000_000_000}
     (tmp_path / "run.toml").write_text("num_nodes = 2\n[engine]\ntensor_parallel_size = 2\n")
     told = json.loads(typed(*there, "--config", tmp_path / "run.toml", "--json").out)
@@ -302,10 +312,10 @@ def test_what_is_offloaded_held_beside_or_not_trained_changes_the_memory() -> No
 
     whole = 4 * 7_615_616_512
     away = planned(trainer__offload="all")
-    assert (away.update["weights"], away.host) == (0, 8 * 4 * whole)
-    assert planned(trainer__offload="all", algorithm__kl_coef=0.1).update["reference"] == whole // 2
+    assert (away.load.parts["weights"], away.host) == (0, 8 * 4 * whole)
+    assert planned(trainer__offload="all", algorithm__kl_coef=0.1).load.parts["reference"] == whole // 2
     adapters = planned(lora__rank=8, lora__targets=["q_proj"])
-    assert adapters.update["moments"] == 2 * adapters.update["gradients"] < whole // 1000
+    assert adapters.load.parts["moments"] == 2 * adapters.load.parts["gradients"] < whole // 1000
     text = "\n".join(
         cluster_plan.lines(planned(engine__replicas=3, trainer__minibatch=64, trainer__shard="node"))
     )
@@ -322,10 +332,10 @@ def test_a_critic_is_a_second_model_with_all_that_training_takes() -> None:
     """Of Qwen2.5-7B without its output head, on 24 accelerators: 16 bytes a parameter, but gradients only of the model that computes."""
     critic = 7_615_616_512 - 152_064 * 3584 + 3584 + 1
     alone, both = (plan(QWEN_7B, 3, **{"algorithm.advantage": name}) for name in ("grpo", "gae"))
-    assert both.update["critic"] == pytest.approx(12 * critic / 8, rel=1e-6)
-    assert {**both.update, "critic": 0} == {**alone.update, "critic": 0}
-    assert both.critic_bytes == 2 * critic and both.model_bytes == alone.model_bytes
-    assert both.trainer_state_bytes - alone.trainer_state_bytes == 12 * critic
+    assert both.load.parts["critic"] == pytest.approx(12 * critic / 8, rel=1e-6)
+    assert {**both.load.parts, "critic": 0} == {**alone.load.parts, "critic": 0}
+    assert both.checkpoint.critic == 2 * critic and both.checkpoint.model == alone.checkpoint.model
+    assert both.checkpoint.trainer_state - alone.checkpoint.trainer_state == 12 * critic
     away = {"algorithm.advantage": "gae", "trainer.offload": "all", "trainer.shard": "all"}
     assert plan(QWEN_7B, 3, **away).host == pytest.approx(16 * (7_615_616_512 + critic) / 3, rel=1e-6)
 

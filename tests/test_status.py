@@ -281,7 +281,7 @@ def test_no_run_is_one_clear_line(tmp_path: Path, command: str, there: str) -> N
     captured = typed(command, "--log-path", path, code=2)
     assert captured.out == "" and captured.err.count("\n") == 1
     if there in ("nothing", "empty", "file"):
-        assert f"no run at {path}: {'not a directory' if there == 'file' else 'no '}" in captured.err
+        assert "no run there" in captured.err
 
 
 # --- a real run -----------------------------------------------------------------------------------------------------------

@@ -47,11 +47,20 @@ class EnginePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointBytes:
+    """One checkpoint's model, critic and trainer state, and all that are on disk while one is being written."""
+
+    model: int
+    trainer_state: int
+    kept: int
+    critic: int
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterPlan:
     """The numbers of one run. Bytes are per accelerator unless noted otherwise."""
 
     cluster: Cluster
-    parameters: int
     # --- rollouts ---
     rollout: EnginePlan
     # Of the frozen engines, by name.
@@ -59,33 +68,19 @@ class ClusterPlan:
     # --- the update ---
     world: int
     shard: Sharding
-    shards: int
-    # DeepSpeed's ZeRO stage; None: without DeepSpeed.
-    zero_stage: int | None
+    load: UpdateLoad
     optimizer_steps: int
-    micro_batch_tokens: int
-    update: Mapping[str, int]
     available: int
     # --- what stays ---
-    model_bytes: int
-    trainer_state_bytes: int
-    kept_bytes: int
+    checkpoint: CheckpointBytes
     # What is offloaded to each node's own memory.
     host: int
     problems: tuple[str, ...]
-    # The parameters that make tokens of images; and how many are not trained.
-    vision: int = 0
-    frozen: int = 0
-    critic_bytes: int = 0
 
     @property
     def copies(self) -> int:
         """The number of copies of the policy during an update."""
-        return self.world // (self.shards if self.zero_stage not in (1, 2) else 1)
-
-    @property
-    def update_bytes(self) -> int:
-        return sum(self.update.values())
+        return self.world // (self.load.shards if self.load.zero_stage not in (1, 2) else 1)
 
 
 def make_plan(
@@ -115,39 +110,19 @@ def make_plan(
     problems += _update_problems(shape, settings, cluster, load, shard)
     steps = trainer.epochs * max(1, round(rollout.tasks * rollout.samples / trainer.minibatch))
     critic = load.critic.parameters if load.critic is not None else 0
-    checkpoint = checkpoint_bytes(shape.parameters, load.trained, load.element, settings, critic)
     return ClusterPlan(
         cluster=machines,
-        parameters=shape.parameters,
         rollout=engine,
         engines=engines,
         world=world,
         shard=shard,
-        shards=load.shards,
-        zero_stage=load.zero_stage,
+        load=load,
         optimizer_steps=steps,
-        micro_batch_tokens=load.tokens,
-        update=load.parts,
         available=available,
-        model_bytes=checkpoint.model,
-        trainer_state_bytes=checkpoint.trainer_state,
-        kept_bytes=checkpoint.kept,
+        checkpoint=checkpoint_bytes(shape.parameters, load.trained, load.element, settings, critic),
         host=load.on_host * per_node,
         problems=tuple(problems),
-        vision=shape.vision,
-        frozen=load.frozen,
-        critic_bytes=checkpoint.critic,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointBytes:
-    """One checkpoint's model, critic and trainer state, and all that are on disk while one is being written."""
-
-    model: int
-    trainer_state: int
-    kept: int
-    critic: int
 
 
 def checkpoint_bytes(
@@ -327,10 +302,13 @@ def _nearest(shape: ModelShape, settings: Settings, cluster: Cluster) -> str:
 
 def lines(plan: ClusterPlan) -> list[str]:
     """The figures by topic."""
-    cluster = plan.cluster
-    size = f"{_number(plan.parameters)} parameters"
-    if plan.vision:
-        size += f", {_number(plan.vision)} of them for images{' and not trained' if plan.frozen else ''},"
+    cluster, load, checkpoint = plan.cluster, plan.load, plan.checkpoint
+    parts = load.parts
+    size = f"{_number(load.shape.parameters)} parameters"
+    if load.shape.vision:
+        size += (
+            f", {_number(load.shape.vision)} of them for images{' and not trained' if load.frozen else ''},"
+        )
     machines = f"{size} on {counted(cluster.nodes, 'node')}"
     if cluster.accelerators:
         machines += f" of {counted(cluster.accelerators, 'accelerator')} with {_size(cluster.memory_bytes)}"
@@ -350,15 +328,15 @@ def lines(plan: ClusterPlan) -> list[str]:
         sharded = f"shard={plan.shard}: a copy on each"
     else:
         sharded = f"shard={plan.shard}: {counted(plan.copies, 'copy', 'copies')}, each over {plan.world // plan.copies}"
-    if plan.zero_stage is not None:
-        sharded = f"DeepSpeed ZeRO-{plan.zero_stage}: {sharded.partition(': ')[2]}"
-    critic = f"critic {_size(plan.critic_bytes)}, " if plan.critic_bytes else ""
+    if load.zero_stage is not None:
+        sharded = f"DeepSpeed ZeRO-{load.zero_stage}: {sharded.partition(': ')[2]}"
+    critic = f"critic {_size(checkpoint.critic)}, " if checkpoint.critic else ""
     said += [
         f"update        {counted(plan.world, 'process', 'processes')}, {sharded}; {counted(plan.optimizer_steps, 'step')}, in "
-        f"micro-batches of {plan.micro_batch_tokens:,} tokens",
-        f"  {each}: {_parts(plan.update)}; {_size(plan.update_bytes)} of {_size(max(0, plan.available))}",
-        f"checkpoint    model {_size(plan.model_bytes)}, {critic}trainer state {_size(plan.trainer_state_bytes)}; "
-        f"{_size(plan.kept_bytes)} on disk with those that are kept",
+        f"micro-batches of {load.tokens:,} tokens",
+        f"  {each}: {_parts(parts)}; {_size(sum(parts.values()))} of {_size(max(0, plan.available))}",
+        f"checkpoint    model {_size(checkpoint.model)}, {critic}trainer state {_size(checkpoint.trainer_state)}; "
+        f"{_size(checkpoint.kept)} on disk with those that are kept",
     ]
     if plan.host:
         said.append(f"host memory   of each node {_size(plan.host)} for what is offloaded")
@@ -367,7 +345,7 @@ def lines(plan: ClusterPlan) -> list[str]:
 
 def as_json(plan: ClusterPlan) -> dict[str, object]:
     """Every figure by its name, in bytes."""
-    return {**asdict(plan), "copies": plan.copies, "update_bytes": plan.update_bytes}
+    return {**asdict(plan), "copies": plan.copies, "update": plan.load.parts}
 
 
 def _parts(parts: Mapping[str, int]) -> str:

@@ -11,9 +11,17 @@ from typing import NoReturn
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+class Interrupted(SystemExit):
+    """A signal asked this process to end. It ends with the usual exit code, unless somebody catches this."""
+
+    code: int
+
+
 def end(number: int, frame: FrameType | None) -> NoReturn:
-    """A handler that ends the program with an exception, so that clean-up code runs."""
-    raise SystemExit(128 + number)
+    """A handler that ends the program with an exception, so that clean-up code runs. Later signals are ignored meanwhile."""
+    for each in ENDING:
+        signal.signal(each, signal.SIG_IGN)
+    raise Interrupted(128 + number)
 
 
 @contextmanager

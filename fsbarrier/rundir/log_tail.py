@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fsbarrier.rundir.names import ATTEMPT_FOLDER
+from fsbarrier.rundir.names import ATTEMPT_FOLDER, NODE_FOLDER
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.store import reading
 from fsbarrier.store.printable import printable
@@ -37,6 +37,25 @@ def last_lines(path: Path, lines: int, begin: int = 0) -> list[str]:
         del rows[0]
     rows = [fit_for_terminal(row).rstrip() for row in rows]
     return [row for row in rows if row][-lines:] if lines > 0 else []
+
+
+def log_folders(paths: RunPaths, attempt: int | None = None) -> dict[int, Path]:
+    """Node rank -> the log folder of its newest start, or of this attempt. A node that rejoined by itself keeps its first folder."""
+    found = dict[int, Path]()
+    for number in sorted(ATTEMPT_FOLDER.parse_all(_folders(paths.logs))):
+        if attempt in (None, number):
+            of_nodes = _folders(paths.logs / ATTEMPT_FOLDER.build(number))
+            found |= {rank: paths.node_logs(number, rank) for rank in NODE_FOLDER.parse_all(of_nodes)}
+    return dict(sorted(found.items()))
+
+
+def _folders(parent: Path) -> list[str]:
+    """The names of the folders in a folder. A link could lead out of the run directory."""
+    try:
+        with os.scandir(parent) as entries:
+            return [one.name for one in entries if one.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
 
 
 def last_lines_of_node(paths: RunPaths, rank: int, incarnation: int, lines: int = 3) -> list[str]:

@@ -29,21 +29,12 @@ class Rewards:
     trajectories: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FoundLoss:
-    """A lost member."""
-
-    at: float
-    generation: int
-    node_rank: int
-    why: str
-
-
 @dataclass
 class RunHistory:
     """Collects the events of all journals. Events of different journals may arrive in any order."""
 
-    losses: list[FoundLoss] = field(default_factory=list)
+    #: (generation, node rank) -> why the node was lost
+    losses: dict[tuple[int, int], str] = field(default_factory=dict)
     #: `work_failed`, and the last `node_ended` of each rank
     failures: list[Event] = field(default_factory=list)
     endings: dict[int, Event] = field(default_factory=dict)
@@ -111,9 +102,8 @@ class RunHistory:
 
     def _take_loss(self, event: Event) -> None:
         for node in lost_nodes(event):
-            known = {(loss.generation, loss.node_rank) for loss in self.losses}
-            if node.node_rank is not None and (event.generation, node.node_rank) not in known:
-                self.losses.append(FoundLoss(event.at, event.generation, node.node_rank, node.why))
+            if node.node_rank is not None:
+                self.losses.setdefault((event.generation, node.node_rank), node.why)
 
     def _is_news(self, event: Event) -> bool:
         """Whether no other node has just reported the same event."""

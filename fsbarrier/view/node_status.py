@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from fsbarrier.protocol.membership import GONE
 from fsbarrier.view.run_reader import RunReader
@@ -51,8 +52,8 @@ class NodeStatus:
     engines: Mapping[str, object] = field(default_factory=dict)
 
 
-def node_status(reader: RunReader, rank: int, now: float) -> NodeStatus:
-    """A node as of the reader's last poll; `now`: this process's monotonic time."""
+def node_status(reader: RunReader, rank: int, now: float, logs: Path | None) -> NodeStatus:
+    """A node as of the reader's last poll; `now`: this process's monotonic time; `logs`: the log folder of its last start."""
     beat, newest = reader.beat(rank), reader.newest
     start = reader.joins.get(rank) or beat
     if start is None:
@@ -86,7 +87,7 @@ def node_status(reader: RunReader, rank: int, now: float) -> NodeStatus:
         last_beat_age_s=None if age is None else round(age, 3),
         silent_s=round(reader.watched_s(rank, now), 3) if state == "suspected" else None,
         last_beat_time=reader.beat_times.get(rank),
-        logs=_log_folder(reader, rank),
+        logs=None if logs is None else str(logs),
         engines=engines if isinstance(engines, dict) else {},
     )
 
@@ -126,16 +127,3 @@ def _state(reader: RunReader, rank: int, now: float) -> str:
     if left_behind or reader.process_gone(rank):
         return "lost"
     return "suspected" if watched or age is not None else living
-
-
-def _log_folder(reader: RunReader, rank: int) -> str | None:
-    """The log folder of a node's last start."""
-    join = reader.joins.get(rank)
-    if join is None:
-        return None
-    # A node that rejoined by itself has a new incarnation but keeps its first folder.
-    for attempt in range(join.incarnation, max(0, join.incarnation - 20), -1):
-        folder = reader.paths.node_logs(attempt, rank)
-        if folder.is_dir():
-            return str(folder)
-    return None

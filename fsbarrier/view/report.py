@@ -6,10 +6,12 @@ what `--csv` writes.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from html import escape
 from pathlib import Path
 from statistics import median
 
@@ -19,12 +21,11 @@ from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.section import leaves
 from fsbarrier.view.amounts import amount, duration, one_line, percent
 from fsbarrier.view.event_wording import event_text
-from fsbarrier.view.report_charts import Bar, Piece, Series, line_chart, piece
 from fsbarrier.view.report_formats import Row, iteration_rows
 from fsbarrier.view.report_samples import samples
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
-from fsbarrier.view.timings import IterationTime, Span, together, wastes
+from fsbarrier.view.timings import IterationTime, together, wastes
 
 #: maximum numbers to show, newest first: iterations as bars, events
 BARS = 30
@@ -39,6 +40,29 @@ NOTHING = "–"
 #: beginnings of the columns of the table that have curves: what rollouts, evaluations, batches and updates measure
 MEASURED = ("rollout_", "eval_", "batch_", "update_")
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
+
+
+#: A curve's size in SVG units. It is drawn at about this size, on a desk and on a phone, so that its letters can be read.
+WIDTH, HEIGHT = 330, 190
+LEFT, RIGHT, TOP, BOTTOM = 52, 12, 14, 34
+MOST_POINTS = 600
+#: draw a dot for each point up to this many points
+FEW = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A curve: its name, its class in the style sheet, its points in order of x."""
+
+    name: str
+    style: str
+    points: Sequence[tuple[float, float]]
+
+
+#: a segment of a bar: its class, its tooltip, its beginning and width in per cent of the bar
+Piece = tuple[str, str, float, float]
+#: a bar's label, its segments, its value
+Bar = tuple[str, list[Piece], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +84,9 @@ def page(reader: RunReader, status: RunStatus, *, with_samples: bool = True) -> 
     )
     environment.filters["line"] = one_line
     folder = Path(status.log_path)
-    spans = _spans_of(reader, {one.iteration for one in finished[-BARS:]})
+    shown_times = finished[-BARS:]
+    barred = {one.iteration for one in shown_times}
+    spans = [span for span in reader.spans() if span.iteration in barred]
     html = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=f"{folder.parent.name}/{folder.name}".lstrip("/"),
         status=status,
@@ -68,15 +94,14 @@ def page(reader: RunReader, status: RunStatus, *, with_samples: bool = True) -> 
         tiles=_tiles(status, finished, reader),
         curves=_curves(reader, status),
         samples=samples(reader.paths, status.iteration) if with_samples else [],
-        phases=_legend(finished[-BARS:]),
-        times=_times(finished[-BARS:]),
+        phases=_legend(shown_times),
+        times=_times(shown_times),
         all_times=len(finished),
         wastes=wastes(spans)
         + [
             f"{duration(one.cost_s)} before generation {one.generation}: {one.reason or 'unknown reason'}"
             for one in status.interruptions[:INTERRUPTIONS]
         ],
-        nodes=_nodes(status),
         events=_events(reader),
         settings=_settings(reader),
         digest=reader.record.settings_digest[:12],
@@ -84,10 +109,6 @@ def page(reader: RunReader, status: RunStatus, *, with_samples: bool = True) -> 
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
     )
     return re.sub(r"[\x00-\x09\x0b-\x1f\x7f]", "", html)
-
-
-def _spans_of(reader: RunReader, iterations: Collection[int]) -> list[Span]:
-    return [span for span in reader.spans() if span.iteration in iterations]
 
 
 # --- top --------------------------------------------------------------------------------------------------------------------
@@ -183,33 +204,18 @@ def _times(times: Sequence[IterationTime]) -> list[Bar]:
     """A bar an iteration, made of its phases."""
     usual = [one.seconds for one in times if one.seconds <= OUTLIER * median(each.seconds for each in times)]
     longest = max(usual, default=0.0) or 1.0
-    bars = []
+    bars = list[Bar]()
     for one in times:
         pieces: list[Piece] = []
         begin = 0.0
         for (index, name), seconds in one.phases.items():
             pieces.append(piece(f"p{index}", name, begin, seconds, longest))
             begin += seconds
-        bars.append(Bar(str(one.iteration), pieces, duration(one.seconds)))
+        bars.append((str(one.iteration), pieces, duration(one.seconds)))
     return bars
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------------
-
-
-def _nodes(status: RunStatus) -> Table:
-    rows = [
-        (
-            f"{node.node_rank}{' (leader)' if node.node_rank == status.leader else ''}",
-            node.host or NOTHING,
-            _value(node.pid),
-            _value(node.incarnation),
-            node.state,
-            node.logs or NOTHING,
-        )
-        for node in status.nodes
-    ]
-    return Table(("node", "host", "process", "start", "state", "logs"), rows, left=(0, 1, 4, 5))
 
 
 def _events(reader: RunReader) -> tuple[Table, int] | None:
@@ -247,3 +253,68 @@ def _value(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+# --- charts: curves as inline SVG, bars as widths in per cent. Colours come from the page's style sheet. ------------------------
+
+
+def piece(style: str, name: str, begin_s: float, seconds: float, whole_s: float) -> Piece:
+    """A segment of a bar that stands for `whole_s` seconds and ends with them."""
+    begin = min(100.0, 100 * begin_s / whole_s)
+    width = min(100.0 - begin, 100 * seconds / whole_s)
+    return style, f"{name} {duration(seconds)}", round(begin, 3), round(width, 3)
+
+
+def ticks(low: float, high: float, about: int) -> list[float]:
+    """Round axis values that cover `low` to `high`."""
+    span = high - low if high > low else abs(high) or 1.0
+    raw = span / about
+    scale = 10.0 ** math.floor(math.log10(raw))
+    step = next(scale * factor for factor in (1, 2, 2.5, 5, 10) if scale * factor >= raw * 0.999)
+    first = math.floor(low / step + 1e-9)
+    last = max(first + 1, math.ceil(high / step - 1e-9))
+    # As many digits as the step needs, also where it is a learning rate's.
+    digits = max(0, 2 - math.floor(math.log10(step)))
+    return [round(number * step, digits) for number in range(first, last + 1)]
+
+
+def line_chart(series: Sequence[Series]) -> str:
+    """A line chart over iterations."""
+    points = [point for one in series for point in one.points]
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    if 0 <= low <= 0.6 * high or low == high > 0:
+        low = 0.0
+    y_ticks = ticks(low, high, 3)
+    x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
+    margin = 0.02 * (x_high - x_low) or 0.5
+
+    def x_of(x: float) -> float:
+        return LEFT + (x - x_low + margin) / (x_high - x_low + 2 * margin) * (WIDTH - LEFT - RIGHT)
+
+    def y_of(y: float) -> float:
+        return TOP + (y_ticks[-1] - y) / (y_ticks[-1] - y_ticks[0]) * (HEIGHT - TOP - BOTTOM)
+
+    body = []
+
+    def write(x: float, y: float, text: str, anchor: str = "middle") -> None:
+        body.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>')
+
+    for y in y_ticks:
+        body.append(
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y_of(y):.1f}" y2="{y_of(y):.1f}"/>'
+        )
+        write(LEFT - 6, y_of(y) + 4, f"{y:g}", "end")
+    for x in ticks(x_low, x_high, 4):
+        if x == int(x) and x_low <= x <= x_high:
+            write(x_of(x), HEIGHT - BOTTOM + 16, f"{x:g}")
+    write((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 3, "iteration")
+    for one in series:
+        stride = max(1, math.ceil(len(one.points) / MOST_POINTS))
+        path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in [*one.points[:-1:stride], one.points[-1]])
+        body.append(f'<polyline class="curve {one.style}" points="{path}"/>')
+        for x, y in one.points if len(one.points) <= FEW else ():
+            title = f"<title>{escape(one.name)} {y:.4g} ({x:g})</title>"
+            at = f'cx="{x_of(x):.1f}" cy="{y_of(y):.1f}"'
+            body.append(f'<circle class="dot {one.style}" {at} r="3">{title}</circle>')
+    label = escape(f"{' and '.join(one.name for one in series)} by iteration", quote=True)
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(body)}</svg>'

@@ -134,7 +134,7 @@ def _complete(span: Span, thread: int, began_at: float, seconds: float, part: st
     return {
         "ph": "X",
         "name": f"{span.phase_name}: {part}" if part else span.phase_name,
-        "cat": "failed" if span.failed else "phase",
+        "cat": "phase",
         "pid": span.node_rank,
         "tid": thread,
         "ts": round(began_at * 1e6),

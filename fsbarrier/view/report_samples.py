@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from fsbarrier.data import images, rank_files
@@ -27,32 +26,12 @@ MOST_IMAGES, IMAGE_SIDE = 8, 320
 MOST_BYTES = 16 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class ShownMessage:
-    """`images`: small copies as data: URLs."""
-
-    role: str
-    text: str
-    images: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class ShownTrajectory:
-    """A trajectory to show. `facts`: its reward, its task …; `hidden`: how many more messages there are."""
-
-    label: str
-    facts: str
-    messages: Sequence[ShownMessage]
-    hidden: int
-
-
-@dataclass(frozen=True, slots=True)
-class SplitSamples:
-    """The samples of one merged file; `problem`: why there are none."""
-
-    title: str
-    samples: Sequence[ShownTrajectory]
-    problem: str = ""
+#: a message's role, its text, and small copies of its images as data: URLs
+ShownMessage = tuple[str, str, list[str]]
+#: a trajectory's label, its facts (reward, task …), its messages, and how many more there are
+ShownTrajectory = tuple[str, str, list[ShownMessage], int]
+#: the title of a merged file's samples, the samples, and why there are none
+SplitSamples = tuple[str, list[ShownTrajectory], str]
 
 
 def samples(paths: RunPaths, newest: int) -> list[SplitSamples]:
@@ -85,8 +64,8 @@ def _split(paths: RunPaths, split: str, newest: int) -> SplitSamples | None:
         AttributeError,
     ) as error:
         name = paths.merged(split, iteration).name
-        return SplitSamples(title, (), one_line(f"cannot show {name}: {error}"))
-    return SplitSamples(title, found, "" if found else "No scored trajectory can be shown.")
+        return title, [], one_line(f"cannot show {name}: {error}")
+    return title, found, "" if found else "No scored trajectory can be shown."
 
 
 #: a group, and the rank's file that contains it
@@ -140,12 +119,12 @@ def _sample(label: str, trajectory: Trajectory, kept_in: Path) -> ShownTrajector
         *(["cut off"] if trajectory.get("finish_reason") == "length" else []),
     ]
     messages = _messages(trajectory)
-    said, room = [], MOST_IMAGES
+    said, room = list[ShownMessage](), MOST_IMAGES
     for role, content in messages[:MOST_MESSAGES]:
         text, shown = _text_and_images(content, kept_in, room)
-        said.append(ShownMessage(printable(role), _shortened(text), shown))
+        said.append((printable(role), _shortened(text), shown))
         room -= len(shown)
-    return ShownTrajectory(label, one_line(" · ".join(facts)), said, max(0, len(messages) - MOST_MESSAGES))
+    return label, one_line(" · ".join(facts)), said, max(0, len(messages) - MOST_MESSAGES)
 
 
 def _messages(trajectory: Trajectory) -> Sequence[tuple[str, object]]:

@@ -12,7 +12,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fsbarrier.errors import UsageError
 from fsbarrier.processes.processes import Stat
 from fsbarrier.protocol.facts import Beat, Generation, Join
 from fsbarrier.protocol.membership import GONE, Ledger
@@ -84,7 +83,7 @@ class RunReader:
 
     def __post_init__(self) -> None:
         self.paths = RunPaths(self.log_path)
-        self.record = load_record(self.log_path)
+        self.record = runrecord.load(self.log_path)
         self._boot = boot_id()
         self._host = host_name()
         self._store = LenientStore()
@@ -282,16 +281,3 @@ class RunReader:
         facts = names.FACT.parse_all(self._store.names(folder))
         done = {fact.rank for fact in facts if (fact.iteration, fact.status) == (iteration, "done")}
         self.arrived = frozenset(done & set(self.newest.ranks))
-
-
-def load_record(log_path: Path) -> runrecord.RunRecord:
-    """The run's record. Raises UsageError with a message for read-only commands."""
-    try:
-        there = runrecord.exists(log_path)
-    except OSError as error:
-        raise UsageError(f"no run at {log_path}: {error.strerror or error}") from None
-    if not there:
-        absent = "not a directory" if log_path.exists() else "no such directory"
-        why = "no run.json" if log_path.is_dir() else absent
-        raise UsageError(f"no run at {log_path}: {why}; select a run directory with --log-path")
-    return runrecord.load(log_path)

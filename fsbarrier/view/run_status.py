@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fsbarrier.errors import EXIT_SIGINT, EXIT_SIGTERM
 from fsbarrier.protocol.membership import GONE
+from fsbarrier.rundir.log_tail import log_folders
 from fsbarrier.rundir.names import MERGED
 from fsbarrier.view.amounts import duration, one_line, ranks
 from fsbarrier.view.history import Rewards
@@ -139,7 +140,8 @@ def status_of(reader: RunReader, now: float) -> RunStatus:
     newest, (number, iteration, phase) = reader.newest, reader.position
     num_nodes = reader.settings.num_nodes
     ranks = sorted({*range(num_nodes), *reader.joins, *reader.ledger.seen})
-    nodes = tuple(node_status(reader, rank, now) for rank in ranks)
+    logs = log_folders(reader.paths)
+    nodes = tuple(node_status(reader, rank, now, logs.get(rank)) for rank in ranks)
     state, exit_code = _state(reader, nodes)
     times = tuple(one for one in reader.times() if one.complete or len(one.phases) > 1)
     good = goodput(reader.rows())
@@ -350,7 +352,7 @@ def _full(reader: RunReader) -> list[str]:
 def _why_lost(reader: RunReader, node: NodeStatus) -> str:
     """Why a node is considered lost: reported by other nodes, or its process is gone."""
     member = reader.newest is not None and reader.newest.incarnation_of(node.node_rank) == node.incarnation
-    known = [loss.why for loss in reader.history.losses if loss.node_rank == node.node_rank]
+    known = [why for (_, rank), why in reader.history.losses.items() if rank == node.node_rank]
     if known and not member:
         return known[-1]
     return f"process {node.pid} is gone" if reader.process_gone(node.node_rank) else "no heartbeat"

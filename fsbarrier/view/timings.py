@@ -29,7 +29,7 @@ NO_TIME = PhaseTime()
 class Span:
     """One node's time in one row. `began_at`: by its wall clock; `seconds`: how long it was in the row; `time`: the parts of that.
 
-    `done_s`: seconds until its work was done (0 if it had none); None: unknown. `failed`: its program failed.
+    `done_s`: seconds until its work was done (0 if it had none); None: unknown.
     """
 
     node_rank: int
@@ -43,7 +43,6 @@ class Span:
     seconds: float = 0.0
     time: PhaseTime = NO_TIME
     outcome: str = OPEN
-    failed: bool = False
 
     @property
     def row(self) -> tuple[int, int, int]:
@@ -92,7 +91,6 @@ class SpanReader:
             if event.name in ("work_finished", "work_failed"):
                 span.time = PhaseTime.read(event.fields)
                 span.done_s = seconds - (event.number("waited_s") or 0.0) if span.time.seconds > 0 else 0.0
-                span.failed = event.name == "work_failed"
         return None
 
 

@@ -16,7 +16,8 @@ from fsbarrier.processes import processes
 from fsbarrier.processes.stacks import write_stacks
 from fsbarrier.protocol.membership import GONE
 from fsbarrier.rundir.heartbeats import read_beats
-from fsbarrier.rundir.names import ATTEMPT_FOLDER, JOURNAL, NODE_FOLDER, START
+from fsbarrier.rundir.log_tail import log_folders
+from fsbarrier.rundir.names import JOURNAL, START
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.store import files, reading
@@ -88,12 +89,7 @@ def _add(archive: tarfile.TarFile, name: str, text: str) -> None:
 def _files_for_archive(paths: RunPaths) -> Iterator[Path]:
     """The logs, journal and heartbeat of each node's newest start."""
     names = PosixStore().names
-    newest = dict[int, int]()
-    for attempt in sorted(ATTEMPT_FOLDER.parse_all(names(paths.logs))):
-        attempt_folder = paths.logs / ATTEMPT_FOLDER.build(attempt)
-        newest |= dict.fromkeys(NODE_FOLDER.parse_all(names(attempt_folder)), attempt)
-    for rank, attempt in sorted(newest.items()):
-        logs = paths.node_logs(attempt, rank)
+    for logs in log_folders(paths).values():
         yield from (logs / name for name in sorted(names(logs)) if name.endswith(".log"))
     for folder, kind in ((paths.events, JOURNAL), (paths.beats, START)):
         starts = {start.rank: start for start in sorted(kind.parse_all(names(folder)))}

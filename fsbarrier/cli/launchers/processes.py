@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
-from fsbarrier.processes.signals import ENDING, ending_signals_handled
+from fsbarrier.processes.signals import Interrupted, end, ending_signals_handled
 from fsbarrier.view.event_wording import says_generation
 
 if TYPE_CHECKING:
@@ -21,27 +19,6 @@ GRACE_S = 15.0
 #: If the exit codes differ, the first of these is reported, because it is closest to the root cause: "too few nodes", for example, usually
 #: follows from another failure.
 _NEAREST_CAUSE = (2, 4, 3, 1, 5, 6)
-
-
-class Interrupted(BaseException):
-    """A signal asked this process to end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-@contextmanager
-def ending_signals() -> Iterator[None]:
-    """In this context the first SIGINT, SIGTERM or SIGHUP raises Interrupted. Later ones are ignored because shutdown is in progress."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        for each in ENDING:
-            signal.signal(each, signal.SIG_IGN)
-        raise Interrupted(number)
-
-    with ending_signals_handled(handle):
-        yield
 
 
 Children = dict[int, "Child"]
@@ -58,7 +35,7 @@ def run_nodes(
     `start` adds each node to the given dictionary as soon as it runs; `follow` returns the exit codes of those that ended by themselves.
     """
     children: Children = {}
-    with ending_signals():
+    with ending_signals_handled(end):
         try:
             start(children)
             codes = follow(children)
@@ -67,7 +44,7 @@ def run_nodes(
             stop_all(children)
             at_end()
             say("all nodes have stopped; run the same command again to resume")
-            return 128 + stopped.number
+            return stopped.code
         except BaseException:
             stop_all(children)
             raise

@@ -6,6 +6,7 @@ process ends or its connection breaks: on each machine a short shell script stop
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -13,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fsbarrier.cli.follow_logs import Log, show
-from fsbarrier.cli.launchers import open_stdin
 from fsbarrier.cli.launchers.job import ClusterJob
 from fsbarrier.cli.launchers.processes import Children, failed_to_begin, run_nodes
 from fsbarrier.errors import TooFewNodes, UsageError
@@ -75,11 +75,14 @@ def run_all(job: ClusterJob, hosts: Sequence[str], ssh: Sequence[str], logs: Pat
     """Start all nodes and wait for them; returns one exit code for all. Raises UsageError, StoreError."""
     from fsbarrier.processes.supervisor import Child
 
+    # Its other end stays open as long as this process lives.
+    stdin, _ = os.pipe()
+
     def start(children: Children) -> None:
         for rank, command in enumerate(commands(job, hosts, ssh)):
-            argv = [sys.executable, "-I", "-S", open_stdin.__file__, *command]
-            log = logs / f"node_{rank}.log"
-            children[rank] = Child.start(argv, log_file=log, name=f"node {rank} on {hosts[rank]}")
+            argv = ["sh", "-c", f'exec "$@" </dev/fd/{stdin}', "sh", *command]
+            log, name = logs / f"node_{rank}.log", f"node {rank} on {hosts[rank]}"
+            children[rank] = Child.start(argv, log_file=log, name=name, pass_fds=(stdin,))
         say(
             f"started {counted(len(children), 'node')} on {', '.join(hosts)}, output in {logs}; Ctrl-C stops them"
         )
