@@ -694,9 +694,8 @@ def test_one_of_several_nodes_never_becomes_a_run_of_one(
     refused(quick, PING, place=place, says=says, **environ)
 
 
-def test_a_worker_that_contradicts_the_record(place: Path, quick: Call, real: Call) -> None:
-    made = real([*PING.split(), "--iterations", "1", "rollout.seed=5"])
-    assert made.returncode == 0, made.stderr
+def test_a_worker_that_contradicts_the_record(place: Path, quick: Call) -> None:
+    FakeRun(place / "run", nodes=1, program="ping", extra={"rollout.seed": 5})
     words = "run --master rollout.seed=7"
     said = refused(quick, words, place=place, says=["7", "(5, from run/run.json made by "])
     assert said.endswith("use another --log-path")
@@ -705,10 +704,8 @@ def test_a_worker_that_contradicts_the_record(place: Path, quick: Call, real: Ca
     refused(quick, "logs --node 7", place=place, says=["--node 7", "no matching logs"])
 
 
-def test_a_record_that_was_edited(place: Path, quick: Call, real: Call) -> None:
-    made = real([*PING.split(), "--iterations", "1"])
-    assert made.returncode == 0, made.stderr
-    record = place / "run" / "run.json"
+def test_a_record_that_was_edited(place: Path, quick: Call) -> None:
+    record = FakeRun(place / "run", nodes=1, program="ping").paths.record
     record.write_text(record.read_text().replace('"num_nodes": 1', '"num_nodes": 2'))
     for words in ("run --worker 1", "logs", "stop"):
         refused(quick, words, place=place, says=["run/run.json", "edited"])
