@@ -201,7 +201,7 @@ class NodeLoop:
                     self._pending = deque(action for action in pending if not isinstance(action, ASKED_AGAIN))
                     raise
                 after = None
-            look_again = max(look_again, after or LookAgain.NOW, key=lambda one: one.value)
+            look_again = max(look_again, after or LookAgain.NOW, key=lambda answer: answer.value)
             pending.popleft()
         return look_again
 

@@ -43,10 +43,10 @@ def listen(addresses: Sequence[str], port: int = 0) -> list[socket.socket]:
 
 def take(listening: Sequence[socket.socket], address: str) -> socket.socket:
     """The one of `listen`'s sockets that listens on `address`, or else the last; closes the others."""
-    chosen = next((one for one in listening if one.getsockname()[0] == address), listening[-1])
-    for one in listening:
-        if one is not chosen:
-            one.close()
+    chosen = next((listener for listener in listening if listener.getsockname()[0] == address), listening[-1])
+    for listener in listening:
+        if listener is not chosen:
+            listener.close()
     return chosen
 
 

@@ -124,8 +124,8 @@ def nesting(value: Payload) -> int:
     level: list[Any] = [value]
     while level:
         depth += 1
-        inner = [one.values() if isinstance(one, Mapping) else one for one in level]
-        level = [one for group in inner for one in group if isinstance(one, Mapping | list | tuple)]
+        inner = [item.values() if isinstance(item, Mapping) else item for item in level]
+        level = [item for group in inner for item in group if isinstance(item, Mapping | list | tuple)]
     return depth
 
 

@@ -231,7 +231,7 @@ def get_ready(situation: Situation) -> Step | None:
         return (replace(node, part=RowPart.GATHER), NOTHING) if node.part is RowPart.NONE else None
     # No decisions: it works with what the run began with, since older results may be removed.
     members = (*newest.members, Member(node.rank, node.incarnation, node.host))
-    generation = replace(newest, members=tuple(sorted(members, key=lambda one: one.rank)))
+    generation = replace(newest, members=tuple(sorted(members, key=lambda m: m.rank)))
     member = replace(node, generation=generation, position=Position(newest.start.iteration, index))
     return replace(node, part=RowPart.EACH), (Launch(RowPart.EACH, at=member),)
 

@@ -148,7 +148,7 @@ def _misplaced(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
 def _held(placed: str, nodes: Nodes) -> Mapping[int, Sequence[int]]:
     """The accelerators of a role by node."""
     return Ranges.parse(placed).holders(
-        nodes, max((len(one.accelerators) for one in nodes.values()), default=0)
+        nodes, max((len(node.accelerators) for node in nodes.values()), default=0)
     )
 
 
@@ -263,8 +263,8 @@ def _by_value(values: Mapping[int, str], hosts: Mapping[int, str]) -> str:
     return "; ".join([*named, f"the others: {common}"])
 
 
-def _accelerators_as_text(one: Fingerprint) -> str:
-    kinds = [f"{name} ({gib(int(size))})" for name, size, _ in one.accelerators]
+def _accelerators_as_text(node: Fingerprint) -> str:
+    kinds = [f"{name} ({gib(int(size))})" for name, size, _ in node.accelerators]
     return ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)) or "none"
 
 

@@ -125,7 +125,7 @@ class Daemon:
         code = code_digests(settings)
         fingerprint = Fingerprint.collect(devices, code, log_dir=log_dir)
         join = describe_start(rank, until, choices, stated, digest=one_digest(code), fingerprint=fingerprint)
-        offered = {name: one.offer for name, one in self.workplace.frozen.items() if one.offered}
+        offered = {name: engine.offer for name, engine in self.workplace.frozen.items() if engine.offered}
         if engines := self.workplace.engines:
             offered |= {POLICY: engines.door.offer} if engines.door is not None else {}
         join = replace(join, engines=offered)
@@ -218,7 +218,7 @@ class Daemon:
             nodes = f"node{'s' if len(missing) > 1 else ''} {ranks(missing)}"
             waited_s, up_to_s = now - self.loop.node.since, JOIN_TIMEOUT_S
             seen = self.loop.observer.ledger.seen.values()
-            heard = any(one.moved and one.beat.rank != self.loop.node.rank for one in seen)
+            heard = any(news.moved and news.beat.rank != self.loop.node.rank for news in seen)
             # A mount that shows nothing of the others looks like nodes that were not started.
             why = (
                 ""

@@ -213,7 +213,7 @@ class Workplace:
 
     def engines_gone(self) -> str:
         """Why programs that call the engines cannot go on; "" if they can."""
-        failures = (one.failure for one in self.frozen.values() if one.failure)
+        failures = (engine.failure for engine in self.frozen.values() if engine.failure)
         return self.own_engines.none_left() or next(failures, "")
 
     def patiently(self, job: RowJob, ask: Callable[[], T]) -> T:

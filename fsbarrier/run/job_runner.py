@@ -86,7 +86,7 @@ class JobRunner:
             return {}
         if self.report is None:
             job.read_progress()
-        frozen = {name: one.status for name, one in self.workplace.frozen.items()}
+        frozen = {name: engine.status for name, engine in self.workplace.frozen.items()}
         return {**job.progress, "frozen": frozen} if frozen else job.progress
 
     # --- the job's thread ---
@@ -110,7 +110,8 @@ class JobRunner:
             # A bug in a user's program file, or in ours, is a failure like any other: the others learn of it and may retry.
             value = failure(f"{type(error).__name__}: {error}")
         if not job.cancel.is_set():
-            events = (*job.events, *(line for one in self.workplace.frozen.values() for line in one.news()))
+            frozen = self.workplace.frozen.values()
+            events = (*job.events, *(line for engine in frozen for line in engine.news()))
             self.report = WorkReport(part, ok, value, job.clock() - started, events)
             self.wake()
 

@@ -98,7 +98,7 @@ def _decided(paths: RunPaths, iteration: int) -> Iterator[str]:
     about = (iteration - 1, iteration)
     events = [event for event in read_events(paths.root) if event.iteration in about]
     values: list[object] = [event.fields for event in events if event.name in ("rolled_out", "evaluated")]
-    values += [fact.value for one in about for fact in _facts(paths, one)]
+    values += [fact.value for number in about for fact in _facts(paths, number)]
     for value in values:
         merged = value.get("merged") if isinstance(value, Mapping) else None
         name = merged if isinstance(merged, str) else ""

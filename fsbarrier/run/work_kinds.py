@@ -104,8 +104,8 @@ def _checked_lines(events: object) -> list[Payload]:
 def _run_steps(work: Steps, context: Context, job: RowJob, workplace: Workplace) -> Result:
     """The merged results."""
     merged: Result = {}
-    for one in work.works:
-        merged |= execute(one, context, job, workplace)
+    for step in work.works:
+        merged |= execute(step, context, job, workplace)
     return merged
 
 
@@ -292,8 +292,8 @@ KINDS: Mapping[type[Any], Kind] = {
     Value: Kind(_give_value, _describe_value, lambda work: work.value),
     Steps: Kind(
         _run_steps,
-        lambda work, settings: [text for one in work.works for text in describe(one, settings)],
-        lambda work: {key: value for one in work.works for key, value in expected(one).items()},
+        lambda work, settings: [text for step in work.works for text in describe(step, settings)],
+        lambda work: {key: value for step in work.works for key, value in expected(step).items()},
     ),
     Command: Kind(run_program, _describe_command, lambda work: work.extra),
     ServeWeights: Kind(_serve_weights, _describe_serving),

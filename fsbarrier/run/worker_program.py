@@ -143,8 +143,8 @@ def _engines(context: Context, workplace: Workplace) -> dict[str, JsonObject]:
     """Where this node's programs find the frozen engines: here, or else on one of the nodes that offer them."""
     own = {name: workplace.frozen[name].address for name in context.frozen}
     elsewhere = [name for name in context.settings.engines if name not in own]
-    found = own | {name: _offered(name, context, workplace) for name in elsewhere}
-    return {name: asdict(one) for name, one in found.items()}
+    engines = own | {name: _offered(name, context, workplace) for name in elsewhere}
+    return {name: asdict(engine) for name, engine in engines.items()}
 
 
 def _offered(name: str, context: Context, workplace: Workplace) -> EngineAddress:

@@ -50,7 +50,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The content of its file."""
-        listed = {name: {"bytes": one.size, "sha256": one.sha256} for name, one in self.files.items()}
+        listed = {name: {"bytes": file.size, "sha256": file.sha256} for name, file in self.files.items()}
         body = {"policy_version": self.policy_version, "files": listed}
         elsewhere = {} if self.state_in == "" else {"state_in": self.state_in}
         return json.dumps(body | elsewhere, indent=1).encode()
@@ -176,7 +176,7 @@ def verify(folder: Path, part: str = "", between_reads: Callable[[], None] = lam
     """
     manifest = check_sizes(folder)
     compare(
-        folder, {name: one for name, one in manifest.files.items() if name.startswith(part)}, between_reads
+        folder, {name: file for name, file in manifest.files.items() if name.startswith(part)}, between_reads
     )
     return manifest
 

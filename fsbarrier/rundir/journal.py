@@ -117,9 +117,9 @@ def parse(value: object) -> Event | None:
         place = rank, generation, iteration, phase = _PLACE(value)
     except KeyError:
         return None
-    for one in place:
+    for part in place:
         # Inlined from `integer`, since a report does this a million times.
-        if type(one) is not int or not 0 <= one < _MOST:
+        if type(part) is not int or not 0 <= part < _MOST:
             return None
     phase_name = text(value, "phase_name")
     return Event(name, at, mono_s, rank, generation, iteration, phase, phase_name, value)
@@ -334,9 +334,9 @@ def rounded(value: object) -> object:
         case float() if math.isfinite(value):
             return float(f"{value:.6g}")
         case list() | tuple():
-            return [rounded(one) for one in value]
+            return [rounded(item) for item in value]
         case dict():
-            return {name: rounded(one) for name, one in value.items()}
+            return {name: rounded(item) for name, item in value.items()}
         case _:
             return value
 

@@ -171,9 +171,11 @@ def i17_young_enough(history: History) -> Iterator[str]:
         policies = {merged.policy}
         if history.ahead and merged.split == "train":
             before = [
-                one for one in trained if one.iteration == merged.iteration - 1 and one.time < merged.time
+                earlier
+                for earlier in trained
+                if earlier.iteration == merged.iteration - 1 and earlier.time < merged.time
             ]
-            policies |= {one.policy for one in before}
+            policies |= {earlier.policy for earlier in before}
         for entry in merged.entries:
             same_version = entry.policy.partition(".")[0] == merged.policy.partition(".")[0]
             if entry.policy not in policies and not (history.in_flight and same_version):

@@ -151,7 +151,8 @@ class Process(Start):
 
     def _put_epitaph(self) -> None:
         for beat in reversed(self._noted) if self.client.outage is None else ():
-            if self.client.rename(*(cast(SimPath, PATHS.pulse(one)) for one in (beat.pulse, epitaph(beat)))):
+            names = [cast(SimPath, PATHS.pulse(pulse)) for pulse in (beat.pulse, epitaph(beat))]
+            if self.client.rename(*names):
                 return
 
     # --- heartbeats and the journal ---

@@ -65,7 +65,7 @@ def ended_by_an_old_start(history: History, sessions: Sequence[Session], waits_s
     node 0 a node may decide by its own command line."""
     for number, ended in history.ended.items():
         started, rank = history.starts[number]
-        session = max((one for one in sessions if one.time <= started), key=lambda one: one.time)
+        session = max((other for other in sessions if other.time <= started), key=lambda other: other.time)
         own = f"already done its {counted(session.until, 'iteration')};"
         if "already done" in ended.why and own not in ended.why and ended.time - started < waits_s:
             yield f"node {rank}, started for {session}, ended after {ended.time - started:.1f} s: {ended.why}"

@@ -218,5 +218,5 @@ def ask_to_stop(world: World, *, now: bool) -> None:
     for write in world.history.writes:
         if isinstance(write.record, Join):
             starts[write.record.rank] = write.record.incarnation
-    request = StopRequest(now, "operator", starts=tuple(Member(*one) for one in starts.items()))
+    request = StopRequest(now, "operator", starts=tuple(Member(*start) for start in starts.items()))
     world.disk.watch(path, request, world.disk.write(path, request, "operator", True))

@@ -180,7 +180,7 @@ class SimHost(Place, Surroundings):
 
     def _program(self, name: str = "", *, stays: bool = False) -> SimProgram:
         program, process = SimProgram(self, name, stays=stays), self.process
-        process.programs = [*(one for one in process.programs if one.alive), program]
+        process.programs = [*(other for other in process.programs if other.alive), program]
         return program
 
     def sleep(self, seconds: float) -> None:

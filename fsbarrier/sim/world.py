@@ -198,7 +198,7 @@ class World(Schedule):
     def lives(self, rank: int) -> bool:
         """Whether the last start of a rank is up. Older starts do not count, since they will see the newer one and end; nor does a
         start that found its rank taken."""
-        starts = [one for one in self.processes if one.rank == rank and (one.up or one.joined)]
+        starts = [start for start in self.processes if start.rank == rank and (start.up or start.joined)]
         return [process.up for process in starts][-1:] == [True]
 
     def _may_return(self, rank: int) -> bool:

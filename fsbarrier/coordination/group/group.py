@@ -260,7 +260,7 @@ class Group:
     def _timeout(self, call: str, now: float) -> BarrierTimeout:
         here = Awaited(self.node_rank, self._join.host, 0.0, f"{self._join.host}, this node")
         awaited = self._member.awaited(now) or [here]
-        names = ", ".join(f"node {one.rank} ({one.known})" for one in awaited)
+        names = ", ".join(f"node {node.rank} ({node.known})" for node in awaited)
         message = (
             f"node {self.node_rank}: {call}: not passed within {self._timeout_s:g} s; waiting for {names}"
         )

@@ -148,7 +148,7 @@ class GroupMember:
                 return self._objects(collective)
             # The look that has just ended was at the asked row.
             arrived = observer.row.listing.arrived
-            loss = self._lost(one for one in generation.members if one.rank not in arrived)
+            loss = self._lost(member for member in generation.members if member.rank not in arrived)
             if loss is None:
                 return None
         # A member is lost, or the others have regrouped. If all had reached this row before, this node passes it too.
