@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from fsbarrier.errors import ProgramFailed, StoreError
+from fsbarrier.processes.last_words import MESSAGE
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.state import Node
 from fsbarrier.run.worker_program import program_name
@@ -129,7 +130,7 @@ class SimProgram:
         return {}
 
     def last_log_lines(self, lines: int = 1) -> list[str]:
-        return [self._said]
+        return [f"{MESSAGE}{self._said}"]
 
     # --- time ---
 
