@@ -26,7 +26,8 @@ case "${1:-}" in
 esac
 
 if [[ $# -eq 0 ]]; then
-  # Each worker begins with a part of the files, in the order of their names, and takes from the others once it has done its own.
+  # Each worker begins with a part of the tests, in the order of their files' names but for the longest (tests/conftest.py), and takes
+  # from the others once it has done its own.
   set -- -n "$(($(nproc) < 2 ? 3 : 4))" --dist worksteal
 fi
 

@@ -40,6 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite", action="store_true", help="write the golden files of tests/scenarios anew")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What has asked for more time begins first, so that it is not what the others wait for in the end."""
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+
+
 @pytest.fixture
 def warm_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a command of this process runs as a program is a fork of a process that has imported what it needs (forks.py)."""

@@ -1,4 +1,4 @@
-"""`fsbarrier launch local` with real daemons (program ping): it ends by itself, by a signal, and when it is killed; nothing is left."""
+"""`fsbarrier launch local` with real daemons: it ends by itself, by a signal, and when it is killed; nothing is left."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def environ() -> dict[str, str]:
 
 
 def launch(log_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    words = ("launch", "local", "--program", "ping", "--log-path", str(log_path), *words)
+    words = ("launch", "local", "--log-path", str(log_path), *words)
     return subprocess.run(command(*words), capture_output=True, text=True, env=environ(), timeout=DEADLINE_S)
 
 
 @pytest.fixture
 def endless(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
-    """Two nodes that ping until they are stopped, under way."""
+    """Two nodes in a rollout that lasts until they are stopped."""
     log_path = tmp_path / "run"
-    words = ("launch", "local", "--nodes", "2", "--program", "ping", "--log-path", str(log_path), *FAST)
+    words = ("launch", "local", "--nodes", "2", "--program", "toy", "--log-path", str(log_path), *FAST)
     process = subprocess.Popen(
-        command(*words),
+        command(*words, "toy.phase_s=3600"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -55,7 +55,7 @@ def endless(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
     )
     try:
         until(
-            lambda: any(e.name == "iteration_finished" for e in read_events(log_path)),
+            lambda: any((e.name, e.phase) == ("phase_started", 2) for e in read_events(log_path)),
             lives=lambda: process.poll() is None,
         )
         yield log_path, process
@@ -66,7 +66,7 @@ def endless(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
 
 def test_a_run_ends_by_itself_and_can_be_gone_on_with(tmp_path: Path) -> None:
     log_path = tmp_path / "run"
-    done = launch(log_path, "--nodes", "3", "--iterations", "2", *FAST)
+    done = launch(log_path, "--nodes", "3", "--program", "ping", "--iterations", "2", *FAST)
     assert done.returncode == 0, done.stdout + done.stderr
     assert leftovers(log_path) == {}
     settings = json.loads((log_path / "run.json").read_text())["settings"]
