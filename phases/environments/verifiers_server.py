@@ -1,7 +1,8 @@
 """An environment of verifiers (0.4 or newer) for hosted.py: `PYTHON verifiers_server.py PORT CONFIG.json`, as `environment.command`.
 
-PYTHON has `pip install verifiers` and the taskset's own package. It needs nothing of fsbarrier. CONFIG.json is verifiers' configuration of
-an environment, without the model, for example
+PYTHON has `pip install verifiers` and the taskset's own package. It needs nothing of fsbarrier. verifiers' chat programs (harness null, for
+example) are installed by uv with a server's first episode, which asks the package index even where it has all in its cache. CONFIG.json is
+verifiers' configuration of an environment, without the model, for example
 
     {"taskset": {"id": "my_taskset"}, "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
 
@@ -68,7 +69,8 @@ class Served:
         done = await self.env.run_slot(slot, ModelContext(model=asked["model"], client=client))
         errors = [*done.errors, *(error for trace in done.traces for error in trace.errors)]
         if not done.ok or not done.traces:
-            return JSONResponse({"error": f"verifiers: {errors[-1] if errors else 'no trace'}"})
+            said = f"{errors[-1].type}: {errors[-1].message}" if errors else "no trace"
+            return JSONResponse({"error": f"verifiers: {said}"})
         trace = done.traces[0]
         return JSONResponse({"reward": float(trace.reward), "rewards": plain(trace.rewards)})
 
