@@ -22,7 +22,11 @@ def typed(*words: object, code: int | None = 0) -> Said:
     """`fsbarrier WORDS`, which must end with `code` (None: with any)."""
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        ended = cli.main([str(word) for word in words])
+        try:
+            ended = cli.main([str(word) for word in words])
+        except SystemExit as end:
+            # argparse, after --help.
+            ended = int(end.code or 0)
     said = Said(ended, *(stream.buffer.getvalue().decode() for stream in (out, err)))  # type: ignore[attr-defined]
     assert code in (None, ended), said
     return said
