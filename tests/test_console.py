@@ -268,10 +268,6 @@ def plain() -> tuple[Console, io.StringIO]:
     return Console(file=out, force_terminal=False, width=80, highlight=False), out
 
 
-def test_no_run_is_an_error_before_the_terminal_is_touched(tmp_path: Path) -> None:
-    assert "no run.json" in typed("top", "--log-path", tmp_path, code=2).err
-
-
 def test_without_a_terminal_it_ends_with_the_run_and_its_summary(tmp_path: Path) -> None:
     run = long_run(tmp_path / "run", 2, extra=QUICK)
     said = typed("top", "--log-path", run.log_path)
