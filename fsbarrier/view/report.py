@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 
 import fsbarrier
+from fsbarrier.protocol.session import shown as plain
 from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.section import leaves
@@ -36,7 +37,6 @@ INTERRUPTIONS = 5
 LEAST_SHARE = 0.002
 #: A bar this many times as long as the middle one ends with the page, so that the others can be seen. Its value stands beside it.
 OUTLIER = 3.0
-NOTHING = "–"
 #: beginnings of the columns of the table that have curves: what rollouts, evaluations, batches and updates measure
 MEASURED = ("rollout_", "eval_", "batch_", "update_")
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
@@ -173,7 +173,7 @@ def _curves(reader: RunReader, status: RunStatus) -> list[tuple[str, str, str]]:
         ]
         if any(value for one in series for _, value in one.points):
             newest = ", ".join(
-                f"{one.name} " * (len(series) > 1) + _figure(one.points[-1][1]) for one in series
+                f"{one.name} " * (len(series) > 1) + f"{one.points[-1][1]:.3g}" for one in series
             )
             error = "eval_reward_se" if named is rewards else f"{title}_se"
             if deviations := _points(rows, error):
@@ -237,22 +237,7 @@ def _events(reader: RunReader) -> tuple[Table, int] | None:
 
 def _settings(reader: RunReader) -> Table:
     values = leaves(shown(reader.settings.as_json()))
-    return Table(("setting", "value"), [(key, _value(value)) for key, value in values], left=(0, 1))
-
-
-def _figure(value: float) -> str:
-    """A metric's newest value, as `amount` writes a reward."""
-    if abs(value) >= 100 or value == int(value):
-        return f"{value:.0f}" if abs(value) < 1e6 else f"{value:.3g}"
-    return amount(value) if abs(value) >= 0.1 else f"{value:.2g}"
-
-
-def _value(value: object) -> str:
-    if value is None:
-        return NOTHING
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return Table(("setting", "value"), [(key, plain(value)) for key, value in values], left=(0, 1))
 
 
 # --- charts: curves as inline SVG, bars as widths in per cent. Colours come from the page's style sheet. ------------------------
