@@ -131,17 +131,17 @@ def test_a_model_that_is_not_whole_is_not_exported(
     assert {path.name for path in tmp_path.iterdir()} == {"run", "first"}, "nothing is left of it"
 
 
-def pushed(run: Path, to: Path, hub: Hub, *words: str) -> subprocess.CompletedProcess[str]:
+def pushed(run: Path, to: Path, url: str, *words: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: the client reads its environment once."""
     argv = [sys.executable, "-m", "fsbarrier", "export", str(to), "--log-path", str(run), "--push", "me/mine"]
-    env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1"}
+    env = {**os.environ, "HF_ENDPOINT": url, "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1"}
     env.pop("HF_HUB_OFFLINE", None)
     return subprocess.run([*argv, *words], env=env, capture_output=True, text=True)
 
 
 def test_an_export_is_sent_to_a_hub(run: Path, tmp_path: Path) -> None:
     with Hub() as hub:
-        done = pushed(run, tmp_path / "out", hub, "--json")
+        done = pushed(run, tmp_path / "out", hub.url, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["pushed"] == f"{hub.url}/me/mine"
     there = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
@@ -149,11 +149,14 @@ def test_an_export_is_sent_to_a_hub(run: Path, tmp_path: Path) -> None:
     assert hub.made[0]["visibility"] == "private"
 
 
-def test_a_push_that_is_refused_leaves_the_exported_folder(run: Path, tmp_path: Path) -> None:
+def test_a_push_that_is_refused_or_meets_nobody_leaves_the_exported_folder(run: Path, tmp_path: Path) -> None:
     with Hub(refuse=403) as hub:
-        done = pushed(run, tmp_path / "out", hub)
-    assert done.returncode == 4 and "--push me/mine: " in done.stderr and "the folder is in" in done.stderr
-    assert (tmp_path / "out" / "model.safetensors").exists()
+        refused = pushed(run, tmp_path / "refused", hub.url)
+    for done, to in ((refused, "refused"), (pushed(run, tmp_path / "nobody", hub.url), "nobody")):
+        assert (
+            done.returncode == 4 and "--push me/mine: " in done.stderr and "the folder is in" in done.stderr
+        )
+        assert (tmp_path / to / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", [".hidden", "more.txt"])
