@@ -19,6 +19,7 @@ from fsbarrier.processes import worker_contract
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.evaluation import figures
 from fsbarrier.settings.sections import Settings
+from fsbarrier.store.typed import from_spec
 
 __all__ = ["AggregateReport", "Part", "aggregate", "iter_trajectories", "load"]
 
@@ -46,7 +47,7 @@ def aggregate(
 
 def work(spec: JsonObject, settings: Settings, progress: worker_contract.ProgressWriter) -> dict[str, object]:
     """Merge according to the spec and return the report."""
-    collected = collect(MergeRequest.from_spec(spec))
+    collected = collect(from_spec(spec, MergeRequest))
     success = spec.get("success")
     evaluated = {} if success is None else figures(collected.trajectories, success)
     # Of all that was rolled out, also of groups that are not merged.

@@ -24,7 +24,7 @@ def spec(folder: Path, groups: list[Any], success: dict[str, float] | None = Non
     path = folder / f"part-{len([*folder.iterdir()])}"
     by_task = {group[0]["task_index"]: group for group in groups}
     with RankFileWriter(path, header={}) as writer:
-        writer.append_groups(by_task)
+        writer.write([writer.framed(task, group) for task, group in by_task.items()])
         writer.finish()
     tasks = sorted(by_task)
     parts = [{"path": str(path), "valid_bytes": None, "tasks": tasks}]

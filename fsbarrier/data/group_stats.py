@@ -66,40 +66,35 @@ class GroupStats:
     @classmethod
     def of(cls, trajectories: Iterable[Payload]) -> Self:
         """Count these trajectories. Fields that a user's own program omits are not counted."""
-        count = invalid = truncated = reward_errors = agent_errors = environment_errors = 0
+        added = {name: 0 for name in ADDED if name != "reward_sum"}
         lengths: list[int] = []
         rewards: list[float] = []
         parts: dict[str, RewardPart] = {}
         for one in trajectories:
             metadata, mask, its_parts = (one.get(name) for name in ("metadata", "loss_mask", "reward_parts"))
             notes: Mapping[str, Any] = metadata if isinstance(metadata, Mapping) else {}
-            failed = "reward_error" in notes
-            count += 1
-            invalid += one.get("valid") is False
-            truncated += one.get("finish_reason") == "length"
-            reward_errors += failed
-            agent_errors += "agent_error" in notes
-            environment_errors += "environment_error" in notes
+            added["trajectories"] += 1
+            added["invalid"] += one.get("valid") is False
+            added["truncated"] += one.get("finish_reason") == "length"
+            for what in ("reward", "agent", "environment"):
+                added[f"{what}_errors"] += f"{what}_error" in notes
             if is_judged(one):
                 rewards.append(float(one["reward"]))
             if isinstance(mask, array) and len(mask):
                 lengths.append(mask.count(1))
             for name, value in its_parts.items() if isinstance(its_parts, Mapping) else ():
                 if isinstance(value, int | float) and math.isfinite(value):
-                    part = RewardPart(float(value), 1, int(failed))
+                    part = RewardPart(float(value), 1, int("reward_error" in notes))
                     parts[str(name)] = parts.get(str(name), RewardPart()) + part
+        added |= {
+            "unjudged": added["trajectories"] - len(rewards),
+            "answers": len(lengths),
+            "tokens": sum(lengths),
+        }
         return cls(
-            trajectories=count,
-            unjudged=count - len(rewards),
-            invalid=invalid,
+            **added,
             reward_sum=float(sum(rewards)),
             signal=len(set(rewards)) > 1,
-            truncated=truncated,
-            reward_errors=reward_errors,
-            agent_errors=agent_errors,
-            environment_errors=environment_errors,
-            answers=len(lengths),
-            tokens=sum(lengths),
             shortest=min(lengths, default=0),
             longest=max(lengths, default=0),
             parts=dict(list(parts.items())[:MOST_PARTS]),

@@ -15,7 +15,7 @@ from typing import Any
 from fsbarrier import __version__
 from fsbarrier.data import merged_file
 from fsbarrier.data.group_stats import GroupStats, metrics
-from fsbarrier.data.rank_file import GroupEntry, OnGroup, RankFile, check_plain, scan_rank_file
+from fsbarrier.data.rank_file import GroupEntry, OnGroup, RankFile, pack, scan_rank_file
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.protocol.facts import JsonObject
@@ -46,28 +46,13 @@ class MergeRequest:
 
     parts: tuple[Part, ...]
     out: Path
-    metadata: dict[str, object]
+    metadata: JsonObject
     #: The required task indices; groups of other tasks are dropped. None: unknown.
     expected: tuple[int, ...] | None = None
     #: Keep only this many groups: first those with differing rewards, in the order of `expected`, then others.
     keep: int | None = None
     #: If tasks are missing, merge without them and list them in the metadata.
     allow_partial: bool = False
-
-    @classmethod
-    def from_spec(cls, spec: JsonObject) -> MergeRequest:
-        """The request in a worker's spec."""
-        parts = [
-            Part(
-                Path(record["path"]),
-                record["valid_bytes"],
-                None if record["tasks"] is None else frozenset(record["tasks"]),
-            )
-            for record in spec["parts"]
-        ]
-        expected = None if spec["expected"] is None else tuple(spec["expected"])
-        more = {name: spec[name] for name in ("keep", "allow_partial") if name in spec}
-        return cls(tuple(parts), Path(spec["out"]), spec["metadata"], expected, **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +182,7 @@ def _read_part(part: Part, take: OnGroup, *, must_be_whole: bool) -> RankFile:
 def publish(found: Collected) -> AggregateReport:
     """Write the merged file; its groups are then no longer in `found`. Raises UsageError (missing tasks), StoreError."""
     request, out = found.request, found.request.out
-    check_plain(request.metadata, "the metadata")
+    pack(request.metadata, "the metadata")
     check_nothing_is_missing(found)
     if not found.groups:
         raise UsageError(f"{out.name}: the parts contain no groups to merge")

@@ -8,16 +8,26 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
+from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 from fsbarrier.data.group_stats import GroupStats
-from fsbarrier.data.rank_file import END, MAGIC, GroupEntry, check_plain, frame, pack, scan_rank_file, unpack
+from fsbarrier.data.rank_file import END, MAGIC, GroupEntry, frame, pack, scan_rank_file, unpack
 from fsbarrier.data.trajectory import REQUIRED
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.store.files import fsync_dir, open_new, open_own
 from fsbarrier.store.retry import patiently
+
+
+class FramedGroup(NamedTuple):
+    """A group of trajectories as bytes."""
+
+    task_index: int
+    stats: GroupStats
+    data: bytes
 
 
 class RankFileWriter:
@@ -32,10 +42,9 @@ class RankFileWriter:
     """
 
     def __init__(self, path: Path, *, header: dict[str, object]) -> None:
-        check_plain(header, f"{path}: the header")
         self.path, self.finished = path, False
         # As it is read again: tuples are lists.
-        self._header = unpack(pack(header))
+        self._header = unpack(pack(header, f"{path}: the header"))
         self._lock = threading.Lock()
         self._groups: list[GroupEntry] = []
         self._broken = ""
@@ -65,33 +74,40 @@ class RankFileWriter:
         return self._end
 
     def append_group(self, task_index: int, trajectories: Sequence[Payload]) -> GroupEntry:
-        """Write all trajectories of one task (see data/trajectory.py); durable on return. Raises the errors of `append_groups`."""
-        return self.append_groups({task_index: trajectories})[0]
+        """Write all trajectories of one task (see data/trajectory.py); durable on return. Raises the errors of `framed` and `write`."""
+        return self.write([self.framed(task_index, trajectories)])[0]
 
-    def append_groups(self, trajectories_of: Mapping[int, Sequence[Payload]]) -> list[GroupEntry]:
-        """Write several tasks with one fsync.
+    def framed(self, task_index: int, trajectories: Sequence[Payload]) -> FramedGroup:
+        """A group as it is written. Raises UsageError if a field is missing, or cannot be stored."""
+        if not trajectories:
+            raise UsageError(f"{self.path}: the group of task {task_index} is empty")
+        for trajectory in trajectories:
+            if lacking := [name for name in REQUIRED if name not in trajectory]:
+                raise UsageError(f"{self.path}: a trajectory of task {task_index} lacks {', '.join(lacking)}")
+        content = {"task_index": task_index, "trajectories": list(trajectories)}
+        data = frame(content, f"{self.path}: a trajectory of task {task_index}")
+        return FramedGroup(task_index, GroupStats.of(trajectories), data)
 
-        Raises UsageError (a field is missing or not a plain value; nothing is written), StoreError (filesystem failure; the file
-        remains valid without these groups).
-        """
+    def write(self, groups: Collection[FramedGroup]) -> list[GroupEntry]:
+        """Write several groups with one fsync. Raises StoreError; the file remains valid without them."""
         with self._lock:
             self._check_open()
-            # Build all groups before writing, so that an invalid one leaves the file unchanged.
-            groups, data = list[GroupEntry](), bytearray()
-            for task_index, trajectories in trajectories_of.items():
-                entry, its_bytes = self._frame_of(task_index, trajectories, self._end + len(data))
-                groups.append(entry)
-                data += its_bytes
-            self._append(data, f"append task {', '.join(map(str, trajectories_of))}")
-            self._groups += groups
-            return groups
+            ends = [*accumulate((len(one.data) for one in groups), initial=self._end)]
+            tasks = ", ".join(str(one.task_index) for one in groups)
+            self._append(b"".join(one.data for one in groups), f"append task {tasks}")
+            entries = [
+                GroupEntry(one.task_index, one.stats, begin, end)
+                for one, begin, end in zip(groups, ends, ends[1:], strict=False)
+            ]
+            self._groups += entries
+            return entries
 
     def finish(self) -> None:
         """Mark the file as complete; a second call does nothing. Raises StoreError."""
         with self._lock:
             if not self.finished:
                 self._check_open()
-                self._append(frame({END: len(self._groups)}), "finish")
+                self._append(frame({END: len(self._groups)}, "the end"), "finish")
                 self.finished = True
 
     def close(self) -> None:
@@ -110,7 +126,7 @@ class RankFileWriter:
     def _begin(self) -> None:
         self._fd = open_own(self.path)
         os.ftruncate(self._fd, 0)
-        self._append(MAGIC + frame({"header": self._header}), "start")
+        self._append(MAGIC + frame({"header": self._header}, "the header"), "start")
         fsync_dir(self.path.parent)
 
     def _resume(self) -> None:
@@ -139,20 +155,7 @@ class RankFileWriter:
                 f"{self.path}: is {'finished' if self.finished else 'closed'}; nothing more can be written"
             )
 
-    def _frame_of(
-        self, task_index: int, trajectories: Sequence[Payload], offset: int
-    ) -> tuple[GroupEntry, bytes]:
-        """The group's entry and its bytes for position `offset`. Raises UsageError."""
-        if not trajectories:
-            raise UsageError(f"{self.path}: the group of task {task_index} is empty")
-        for trajectory in trajectories:
-            if lacking := [name for name in REQUIRED if name not in trajectory]:
-                raise UsageError(f"{self.path}: a trajectory of task {task_index} lacks {', '.join(lacking)}")
-            check_plain(trajectory, "trajectory")
-        data = frame({"task_index": task_index, "trajectories": list(trajectories)})
-        return GroupEntry(task_index, GroupStats.of(trajectories), offset, offset + len(data)), data
-
-    def _append(self, data: bytes | bytearray, what: str) -> None:
+    def _append(self, data: bytes, what: str) -> None:
         """Write and fsync after the acknowledged part. If that fails, truncate the file to the acknowledged part."""
         view, end = memoryview(data), self._end
         try:

@@ -24,7 +24,8 @@ from typing import Any
 
 from fsbarrier.data import images
 from fsbarrier.data.images import Message
-from fsbarrier.errors import UsageError
+from fsbarrier.errors import UsageError, first_line
+from fsbarrier.store.printable import printable
 from fsbarrier.store.reading import TASK_BYTES
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -170,7 +171,7 @@ def _rows(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, Mapp
     try:
         yield from (_parquet_rows if path.suffix == ".parquet" else _json_rows)(path, wanted)
     except OSError as error:
-        raise UsageError(f"{path}: cannot read the file: {error.strerror or _first_line(error)}") from None
+        raise UsageError(f"{path}: cannot read the file: {error.strerror or first_line(error)}") from None
 
 
 def _json_rows(
@@ -237,7 +238,7 @@ def _parquet_rows(
                 f"{path}: is damaged: only {index} of its {table.metadata.num_rows} rows are readable"
             )
     except pyarrow.ArrowException as error:
-        raise UsageError(f"{path}: not a valid Parquet file: {_first_line(error)}") from None
+        raise UsageError(f"{path}: not a valid Parquet file: {first_line(error)}") from None
 
 
 # --- one task -------------------------------------------------------------------------------------------------------------
@@ -351,13 +352,14 @@ def _answer(rest: dict[str, object]) -> object:
 
 
 def plain(value: object, depth: int = 0) -> object:
-    """The value as stored in trajectories: JSON types only; other Parquet types (dates, bytes, decimals) as text.
+    """The value as stored in trajectories: JSON types only; other Parquet types (dates, bytes, decimals), and integers beyond 64 bits, as
+    text.
 
     Raises RecursionError for excessive nesting.
     """
     if depth > MAX_NESTING:
         raise RecursionError
-    if value is None or isinstance(value, str | bool | int):
+    if value is None or isinstance(value, str | bool) or (isinstance(value, int) and abs(value) < 1 << 63):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
@@ -372,12 +374,7 @@ def plain(value: object, depth: int = 0) -> object:
 
 def task_error(path: Path, index: int, what: str) -> UsageError:
     """What is wrong with a task."""
-    return UsageError(f"{place(path, index)}: {_printable(what)}")
-
-
-def _printable(text: str) -> str:
-    """One line without control characters, because file contents must not control the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return UsageError(f"{place(path, index)}: {printable(what)}")
 
 
 def place(path: Path, index: int) -> str:
@@ -388,7 +385,3 @@ def place(path: Path, index: int) -> str:
 def _shown(value: object) -> str:
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
-
-
-def _first_line(error: Exception) -> str:
-    return _printable((str(error).splitlines() or [type(error).__name__])[0])

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.openai_http import may_pass, refusal_text
@@ -20,50 +19,6 @@ def failure(url: str, status: int, body: bytes) -> Exception:
     if status in (401, 403, 404):
         return EngineGone(f"the engine at {url} refuses: {message}")
     return Again(message, answered=True) if may_pass(status) else Refusal(message)
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One stream event of one sample. `index` counts the samples of all prompts in the request."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[float]
-    prompt_ids: list[int] | None
-    finish_reason: str | None
-    stop: str | None
-    versions: list[int]
-
-    @classmethod
-    def read(cls, choice: JsonObject) -> Self:
-        """Raises KeyError, TypeError or ValueError if the server does not return tokens in vLLM's format."""
-        token_ids = choice["token_ids"] or []
-        found = choice["logprobs"] if token_ids else {"token_logprobs": []}
-        # Text completions have a list of numbers; the route that takes images has a list of objects.
-        values = (
-            found["token_logprobs"] if "token_logprobs" in found else [x["logprob"] for x in found["content"]]
-        )
-        logprobs = [float(value) for value in values]
-        if len(token_ids) != len(logprobs):
-            raise ValueError("not one log-probability a token")
-        return cls(
-            index=choice["index"],
-            text=choice["text"],
-            token_ids=token_ids,
-            logprobs=logprobs,
-            # Contained in the first piece of a prompt's samples.
-            prompt_ids=choice.get("prompt_token_ids"),
-            finish_reason=choice.get("finish_reason"),
-            # This is a number if a token ended the sample.
-            stop=reason if isinstance(reason := choice.get("stop_reason"), str) else None,
-            # In the last piece, of the whole sample.
-            versions=[
-                int(span["version"])
-                for span in choice.get("weight_versions") or ()
-                for _ in range(span["start"], span["end"])
-            ],
-        )
 
 
 @dataclass
@@ -111,39 +66,51 @@ class AnswerStream:
         shared = {"prompt_token_ids": ids} if (ids := event.get("prompt_token_ids")) is not None else {}
         for choice in choices:
             try:
-                self._add(_Piece.read({**choice, **shared}))
+                self._add({**choice, **shared})
             except (KeyError, TypeError, ValueError, IndexError):
                 raise EngineGone(
                     f"the engine at {self._url} does not return token ids and log-probabilities "
                     "(return_token_ids, logprobs); use a vLLM version that supports them"
                 ) from None
 
-    def _add(self, piece: _Piece) -> None:
-        growing, task = self._growing.setdefault(piece.index, _Growing()), piece.index // self.per_task
-        if piece.prompt_ids is not None:
-            if self.expected is not None and self.expected[1](piece.prompt_ids) != list(self.expected[0]):
+    def _add(self, choice: JsonObject) -> None:
+        """Take one stream event of one sample. `index` counts the samples of all prompts in the request.
+
+        Raises KeyError, TypeError, ValueError or IndexError if the server does not return tokens in vLLM's format.
+        """
+        index, token_ids, reason = choice["index"], choice["token_ids"] or [], choice.get("finish_reason")
+        growing, task = self._growing.setdefault(index, _Growing()), index // self.per_task
+        # Contained in the first piece of a prompt's samples.
+        if (prompt_ids := choice.get("prompt_token_ids")) is not None:
+            if self.expected is not None and self.expected[1](prompt_ids) != list(self.expected[0]):
                 raise Refusal(
                     "the engine does not expand each image in its place; this kind of model is not supported"
                 )
-            self._prompt_ids[task] = piece.prompt_ids
-        growing.text.append(piece.text)
-        growing.token_ids += piece.token_ids
-        growing.logprobs += piece.logprobs
-        self._on_tokens(len(piece.token_ids))
-        if piece.finish_reason is None:
+            self._prompt_ids[task] = prompt_ids
+        growing.text.append(choice["text"])
+        growing.token_ids += token_ids
+        growing.logprobs += _logprobs(choice["logprobs"]) if token_ids else []
+        if len(growing.token_ids) != len(growing.logprobs):
+            raise ValueError("not one log-probability a token")
+        self._on_tokens(len(token_ids))
+        if reason is None:
             return
-        if piece.finish_reason not in ("stop", "length"):
-            raise Again(f"the server ended a generation ({piece.finish_reason})", answered=False)
-        if piece.versions and len(piece.versions) != len(growing.token_ids):
+        if reason not in ("stop", "length"):
+            raise Again(f"the server ended a generation ({reason})", answered=False)
+        # In the last piece, of the whole sample.
+        spans = choice.get("weight_versions") or ()
+        versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+        if versions and len(versions) != len(growing.token_ids):
             raise ValueError("not one policy version a token")
         growing.sample = Sample(
             text="".join(growing.text),
             token_ids=growing.token_ids,
             logprobs=growing.logprobs,
-            finish_reason=piece.finish_reason,
+            finish_reason=reason,
             seconds=time.monotonic() - self._begin,
-            stop=piece.stop,
-            versions=piece.versions or [UNKNOWN] * len(growing.token_ids),
+            # This is a number if a token ended the sample.
+            stop=stop if isinstance(stop := choice.get("stop_reason"), str) else None,
+            versions=versions or [UNKNOWN] * len(growing.token_ids),
         )
         self._finished[task] += 1
         if self._finished[task] == self.per_task:
@@ -153,3 +120,11 @@ class AnswerStream:
         numbers = range(task * self.per_task, (task + 1) * self.per_task)
         samples = tuple(sample for number in numbers if (sample := self._growing.pop(number).sample))
         self._emit(SampledGroup(self._tasks[task], self._prompt_ids[task], samples))
+
+
+def _logprobs(found: JsonObject) -> list[float]:
+    """Text completions have a list of numbers; the route that takes images has a list of objects."""
+    values = (
+        found["token_logprobs"] if "token_logprobs" in found else [x["logprob"] for x in found["content"]]
+    )
+    return [float(value) for value in values]

@@ -72,8 +72,7 @@ class Claims:
     ) -> None:
         """`shares`: all nodes' shares, by rank. `first_lot`: the number of each node's first lot. Raises StoreError."""
         self.rank, self.folder = rank, folder
-        self.made = self.lost = self.listings = 0
-        self.seconds = 0.0
+        self.made = 0
         # Tasks taken from other nodes' shares.
         self.taken_over: list[int] = []
         self._owner = f"{rank} {incarnation}\n".encode()
@@ -105,30 +104,6 @@ class Claims:
 
         A restarted program also gets its earlier claims again, although some of those tasks may be done.
         """
-        begin = time.monotonic()
-        try:
-            return self._take()
-        finally:
-            self.seconds += time.monotonic() - begin
-
-    def take_lots(self, count: int) -> list[int]:
-        """`take` until there are `count` tasks, or none is left. Raises StoreError."""
-        tasks: list[int] = []
-        while len(tasks) < count and (lot := self.take()):
-            tasks += lot
-        return tasks
-
-    def summary(self) -> dict[str, int | float]:
-        """For the result: the number of tasks taken over, and the cost of claiming."""
-        return {
-            "taken_over": len(self.taken_over),
-            "claims": self.made,
-            "claims_lost": self.lost,
-            "claim_listings": self.listings,
-            "claim_s": round(self.seconds, 4),
-        }
-
-    def _take(self) -> tuple[int, ...]:
         if self._earlier:
             earlier, self._earlier = self._earlier, ()
             return earlier
@@ -154,6 +129,13 @@ class Claims:
                 return lot.tasks
         return ()
 
+    def take_lots(self, count: int) -> list[int]:
+        """`take` until there are `count` tasks, or none is left. Raises StoreError."""
+        tasks: list[int] = []
+        while len(tasks) < count and (lot := self.take()):
+            tasks += lot
+        return tasks
+
     def _claim(self, lot: Lot) -> bool:
         if self.folder is None:
             return True
@@ -168,12 +150,11 @@ class Claims:
             return won or (tries > 1 and _owner_of(path) == self._owner)
 
         won = wait_out(create, path, "claimed")
-        self.made, self.lost = self.made + won, self.lost + (not won)
+        self.made += won
         return won
 
     def _leave_out_claimed(self, folder: Path) -> frozenset[str]:
         """Drop the lots claimed so far. With a stale listing too many remain, and claiming them then fails."""
-        self.listings += 1
         # The directory is opened anew, which makes an NFS client revalidate its cache.
         names = frozenset(wait_out(lambda: os.listdir(folder), folder, "listed"))
         for owner, queue in self._left.items():

@@ -238,7 +238,7 @@ def environments_of(
 ) -> dict[str, Environment]:
     """The environments by name. `most`: how many episodes there may be here at a time. Raises OSError."""
     sampling, rank = [node for node, share in assignment.shares.items() if share], assignment.origin.node_rank
-    folder = assignment.claims_folder if len(sampling) > 1 else None
+    folder = assignment.claims if len(sampling) > 1 else None
 
     def quota(number: int, sessions: int | None) -> SessionQuota | None:
         if sessions is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.store import files
 from fsbarrier.store.retry import patiently
+from fsbarrier.store.typed import from_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,18 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
+class RefillRounds:
+    """The rounds of a rollout of which not all need to take place."""
+
+    #: number of tasks of `expected` in each round
+    rounds: Sequence[int]
+    #: number of groups with signal from an older generation, by round
+    with_signal: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Assignment:
-    """One node's work in one rollout phase."""
+    """One node's work in one rollout phase: the fields of the spec."""
 
     origin: Origin
     incarnation: int
@@ -49,51 +59,28 @@ class Assignment:
     shares: Mapping[int, Sequence[int]]
     #: why nodes may not take over tasks from each other; "" if they may
     fixed_shares: str
-    #: the claims of this phase, and of the previous iteration
-    claims_folder: Path
-    old_claims_folders: Sequence[Path]
+    #: the folder of the claims of this phase, and those of the previous iteration
+    claims: Path
+    old_claims: Sequence[Path]
     #: the share of `expected` that is enough; 1: wait for all tasks
     completion_threshold: float
     grace_s: float
     #: number of groups done by an older generation
-    already: int
+    there: int
     #: the tasks of all nodes
     expected: Sequence[int]
     #: maximum number of groups that the merge keeps; None: all
     keep: int | None
-    #: number of tasks of `expected` in each round; None: all rounds take place unconditionally
-    rounds: Sequence[int] | None
-    #: number of groups with signal from an older generation, by round
-    with_signal: Sequence[int]
     part: Path
     #: final path of the finished part
     checkpoint: Path
-    #: the folder with the records of all generations
-    generations: Path
+    log_path: Path
+    #: None: all rounds take place
+    refills: RefillRounds | None = None
 
     @classmethod
     def from_spec(cls, spec: Payload) -> Self:
-        refills = spec.get("refills") or {"rounds": None, "with_signal": ()}
-        return cls(
-            origin=Origin(**{name: spec[name] for name in Origin.__slots__ if name in spec}),
-            incarnation=spec["incarnation"],
-            tasks=spec["tasks"],
-            # JSON keys are strings.
-            shares={int(rank): share for rank, share in spec["shares"].items()},
-            fixed_shares=spec["fixed_shares"],
-            claims_folder=Path(spec["claims"]),
-            old_claims_folders=[Path(folder) for folder in spec["old_claims"]],
-            completion_threshold=spec["completion_threshold"],
-            grace_s=spec["grace_s"],
-            already=spec["there"],
-            expected=spec["expected"],
-            keep=spec["keep"],
-            rounds=refills["rounds"],
-            with_signal=refills["with_signal"],
-            part=Path(spec["part"]),
-            checkpoint=Path(spec["checkpoint"]),
-            generations=RunPaths(Path(spec["log_path"])).generations,
-        )
+        return from_spec({**spec, "origin": spec}, cls)
 
     @property
     def images(self) -> Path:
@@ -118,35 +105,35 @@ class Assignment:
                 for rank, share in self.shares.items()
             },
             self.origin.node_rank,
-            folder=None if alone else self.claims_folder,
+            folder=None if alone else self.claims,
             incarnation=self.incarnation,
             first_lot=number * LOTS,
         )
 
     def remove_old_claims(self) -> None:
         """Remove this node's claims of the previous iteration, which all nodes have left."""
-        for folder in self.old_claims_folders:
+        for folder in self.old_claims:
             remove_old(folder, self.origin.node_rank)
 
     def open_early_end(self) -> EarlyEnd | None:
         """The early-end condition of the phase; None if it always waits for all tasks. Raises OSError."""
         if self.completion_threshold >= 1:
             return None
-        need = math.ceil(self.completion_threshold * len(self.expected)) - self.already
-        return EarlyEnd(self.claims_folder, self.origin.node_rank, need, self.grace_s)
+        need = math.ceil(self.completion_threshold * len(self.expected)) - self.there
+        return EarlyEnd(self.claims, self.origin.node_rank, need, self.grace_s)
 
     def open_refills(self) -> Refills | None:
         """The refill decision; None if all rounds take place unconditionally. Raises StoreError."""
-        if self.rounds is None:
+        if self.refills is None:
             return None
         assert self.keep is not None
         ranks = [rank for rank, share in self.shares.items() if share]
-        return Refills(self.claims_folder, self.origin.node_rank, ranks, self.with_signal, self.keep)
+        return Refills(self.claims, self.origin.node_rank, ranks, self.refills.with_signal, self.keep)
 
     def header(self) -> dict[str, object]:
         """The part file's header. `expected`: lets a merge by hand name the tasks of a node that left no file."""
         keep = {"keep": self.keep} if self.keep else {}
-        rounds = {"rounds": list(self.rounds)} if self.rounds else {}
+        rounds = {"rounds": list(self.refills.rounds)} if self.refills else {}
         return {**asdict(self.origin), "expected": list(self.expected), **keep, **rounds}
 
     def publish_part(self) -> None:
@@ -156,7 +143,9 @@ class Assignment:
         """
 
         def last_look() -> None:
-            newest = max(GENERATION.parse_all(PosixStore().names(self.generations)), default=0)
+            newest = max(
+                GENERATION.parse_all(PosixStore().names(RunPaths(self.log_path).generations)), default=0
+            )
             if newest > self.origin.generation:
                 raise ProgramFailed(
                     f"generation {self.origin.generation} has ended; the run is in generation {newest}"
@@ -169,9 +158,6 @@ class Assignment:
     ) -> dict[str, object]:
         """For the node's report: the contents of the finished part, and the take-over statistics of all rounds."""
         stats = GroupStats.total(group.stats for group in written.groups)
-        taking_over: Counter[str] = Counter()
-        for one in claims:
-            taking_over.update(one.summary())
         return {
             "bytes": written.valid_bytes,
             "groups": len(written.groups),
@@ -179,5 +165,6 @@ class Assignment:
             "reward_mean": stats.reward_mean,
             "tasks": [group.task_index for group in written.groups],
             "ended_early": ended_early,
-            **taking_over,
+            "taken_over": sum(len(one.taken_over) for one in claims),
+            "claims": sum(one.made for one in claims),
         }

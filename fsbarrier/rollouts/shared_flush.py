@@ -6,10 +6,10 @@ A flush takes as long for fifty groups as for one, and with short answers fifty 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from fsbarrier.data.rank_file_writer import FramedGroup
 from fsbarrier.data.trajectory import Trajectory
-from fsbarrier.errors import UsageError
 from fsbarrier.trajectories import RankFileWriter
 
 
@@ -18,12 +18,12 @@ class SharedFlush:
 
     def __init__(self, writer: RankFileWriter) -> None:
         self._writer = writer
-        self._waiting: dict[int, Sequence[Trajectory]] = {}
+        self._waiting: dict[int, FramedGroup] = {}
         self._flushing: asyncio.Task[None] | None = None
 
     async def append(self, task_index: int, made: Sequence[Trajectory]) -> None:
         """Returns when the group of this task is on disk. If the caller is cancelled, `rest` still writes it."""
-        self._waiting[task_index] = made
+        self._waiting[task_index] = self._writer.framed(task_index, made)
         while task_index in self._waiting:
             await self._flushed()
 
@@ -40,22 +40,6 @@ class SharedFlush:
 
     async def _flush(self) -> None:
         groups = dict(self._waiting)
-        try:
-            await asyncio.to_thread(self._writer.append_groups, groups)
-        except UsageError:
-            # One group cannot be stored. Find it, and write the others.
-            await self._one_by_one(groups)
+        await asyncio.to_thread(self._writer.write, groups.values())
         for task_index in groups:
-            self._waiting.pop(task_index, None)
-
-    async def _one_by_one(self, groups: Mapping[int, Sequence[Trajectory]]) -> None:
-        wrong: UsageError | None = None
-        for task_index, made in groups.items():
-            try:
-                await asyncio.to_thread(self._writer.append_group, task_index, made)
-            except UsageError as error:
-                wrong = wrong or error
-            else:
-                del self._waiting[task_index]
-        if wrong is not None:
-            raise wrong
+            del self._waiting[task_index]

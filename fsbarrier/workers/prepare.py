@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
@@ -165,19 +165,8 @@ def read_merged(path: Path) -> tuple[str | None, Iterator[list[Trajectory]]]:
         run_id = str(metadata["run_id"])
     if not all(isinstance(one, dict) for one in found["trajectories"]):
         raise UsageError(f"{path}: a trajectory is no dictionary")
-    return run_id, _groups_of(found["trajectories"])
-
-
-def _groups_of(trajectories: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
-    """Group consecutive trajectories by task and policy version; in a merged file groups are contiguous."""
-    group: list[Trajectory] = []
-    for trajectory in trajectories:
-        if group and _origin(trajectory) != _origin(group[0]):
-            yield group
-            group = []
-        group.append(trajectory)
-    if group:
-        yield group
+    # In a merged file groups are contiguous.
+    return run_id, (list(group) for _, group in groupby(found["trajectories"], key=_origin))
 
 
 def _origin(trajectory: Trajectory) -> tuple[object, object]:

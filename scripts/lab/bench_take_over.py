@@ -66,15 +66,8 @@ def main() -> int:
             f"{name:13} {outcome.seconds:7.2f} s  {outcome.seconds / ideal:5.2f} x the ideal of the speeds given, "
             f"{outcome.over_ideal:.3f} x that of the speeds reached; groups {counts}"
         )
-        claims, lost = (sum(result[key] for result in outcome.results) for key in ("claims", "claims_lost"))
-        if claims:
-            cost = sum(result["claim_s"] for result in outcome.results)
-            spent = sum(result["seconds"] for result in outcome.results)
-            print(
-                f"{'':13} {claims} claims, {lost} of them lost to another, "
-                f"{sum(result['claim_listings'] for result in outcome.results)} listings: "
-                f"{1000 * cost / (claims + lost):.2f} ms a claim, {100 * cost / spent:.2f} % of the nodes' time"
-            )
+        if claims := sum(result["claims"] for result in outcome.results):
+            print(f"{'':13} {claims} claims")
     print(f"{'ideal':13} {ideal:7.2f} s")
     return 0
 

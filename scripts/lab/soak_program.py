@@ -13,6 +13,7 @@ from fsbarrier.data.merge import MergeRequest, merge
 from fsbarrier.loader import load_module
 from fsbarrier.processes.worker_contract import ProgressWriter
 from fsbarrier.program import Command, Context, Program, Steps, Value, Work
+from fsbarrier.store.typed import from_spec
 from fsbarrier.workers import toy
 
 PROCESSES_EVERY = 50
@@ -28,7 +29,7 @@ def without_processes(work: Work) -> Work:
         do = {"rollout": toy.rollout, "update": toy.update, "wait": toy.wait}[work.spec["do"]]
         result = do({**work.spec, "seconds": 0.0}, ProgressWriter(None))
     else:
-        result = asdict(merge(MergeRequest.from_spec(dict(work.spec))))
+        result = asdict(merge(from_spec(work.spec, MergeRequest)))
     return Value({**work.extra, **result})
 
 
