@@ -35,7 +35,7 @@ def judge(kind: str, *pairs: tuple[Any, str], timeout_s: float = 60.0, **metadat
         reward = open_reward(kind, timeout_s=timeout_s)
         try:
             return await asyncio.gather(
-                *(reward.score(task(answer, **metadata), text) for answer, text in pairs)
+                *(reward.score(task(answer, **metadata), Answer(text)) for answer, text in pairs)
             )
         finally:
             await reward.close()
@@ -98,10 +98,10 @@ def test_a_late_math_process_is_killed_and_replaced() -> None:
 
     async def run() -> tuple[Score, Score]:
         reward = open_reward("math", timeout_s=0.001)  # its start alone takes longer
-        late = await reward.score(task("1"), "1")
+        late = await reward.score(task("1"), Answer("1"))
         reward.timeout_s = 60.0  # type: ignore[attr-defined]
         try:
-            return late, await reward.score(task("1"), "$1$")
+            return late, await reward.score(task("1"), Answer("$1$"))
         finally:
             await reward.close()
 
@@ -366,7 +366,7 @@ def scores(kind: str, settings: JudgeSettings, *responses: str, timeout_s: float
         reward = open_reward(kind, timeout_s=timeout_s, judge=settings)
         try:
             task = Task(0, "t", "how much?", "4", {})
-            return await asyncio.gather(*(reward.score(task, response) for response in responses))
+            return await asyncio.gather(*(reward.score(task, Answer(response)) for response in responses))
         finally:
             await reward.close()
 

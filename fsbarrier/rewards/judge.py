@@ -16,7 +16,7 @@ from fsbarrier.data.tasks import Task
 from fsbarrier.engine.openai_http import EngineAddress
 from fsbarrier.rewards.matching import last_number
 from fsbarrier.rewards.model_server import ModelServer, ModelServerError
-from fsbarrier.rewards.score import Answer, Messages, Reward, Score
+from fsbarrier.rewards.score import Answer, Reward, Score
 from fsbarrier.settings.sections import JudgeSettings
 
 QUESTION = """You judge an answer to a task.
@@ -79,13 +79,7 @@ class JudgeReward(Reward):
         """`shows`: `judge.images`."""
         self.judge, self.shows = judge, shows
 
-    async def score(self, task: Task, response: str, messages: Messages | None = None) -> Score:
-        return await self._score(task, Answer(response, messages))
-
-    async def score_group(self, task: Task, answers: Sequence[Answer]) -> list[Score]:
-        return list(await asyncio.gather(*(self._score(task, one) for one in answers)))
-
-    async def _score(self, task: Task, answer: Answer) -> Score:
+    async def score(self, task: Task, answer: Answer) -> Score:
         started = time.monotonic()
         shown = {"none": [], "last": answer.images[-1:], "all": dict.fromkeys(answer.images)}[self.shows]
         prompt = task.prompt if isinstance(task.prompt, str) else images.text_of(task.prompt[-1]["content"])

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 from fsbarrier.data.tasks import Task
-from fsbarrier.rewards.score import Messages, Reward, Score
+from fsbarrier.rewards.score import Answer, Reward, Score
 
 #: relative tolerance for equal numbers
 TOLERANCE = 1e-6
@@ -32,10 +32,10 @@ class MatchReward(Reward):
     def __init__(self, kind: str, match: Callable[[str, object], float]) -> None:
         self.kind, self.match = kind, match
 
-    async def score(self, task: Task, response: str, messages: Messages | None = None) -> Score:
+    async def score(self, task: Task, answer: Answer) -> Score:
         if (problem := unusable(self.kind, task.answer)) is not None:
             return Score(0.0, error=problem)
-        reward = self.match(response, task.answer)
+        reward = self.match(answer.text, task.answer)
         return Score(reward, {self.kind: reward})
 
 

@@ -48,12 +48,12 @@ def finite(value: Any) -> float | None:
 class Reward:
     """Scores one answer at a time, or all answers to a task together. It never raises: errors are stored in the Score."""
 
-    async def score(self, task: Task, response: str, messages: Messages | None = None) -> Score:
+    async def score(self, task: Task, answer: Answer) -> Score:
         raise NotImplementedError
 
     async def score_group(self, task: Task, answers: Sequence[Answer]) -> list[Score]:
         """The Scores of the answers to a task, in order."""
-        return list(await asyncio.gather(*(self.score(task, one.text, one.messages) for one in answers)))
+        return list(await asyncio.gather(*(self.score(task, one) for one in answers)))
 
     async def close(self) -> None:
         """Release resources."""

@@ -76,9 +76,9 @@ class FunctionReward(Reward):
         else:
             self._turn = nullcontext() if self._is_async else asyncio.Semaphore(THREADS)
 
-    async def score(self, task: Task, response: str, messages: Messages | None = None) -> Score:
+    async def score(self, task: Task, answer: Answer) -> Score:
         async def scores() -> list[Score]:
-            return [self._read(await self._call(task, response, _plain(messages)))]
+            return [self._read(await self._call(task, answer.text, _plain(answer.messages)))]
 
         (score,) = await self._timed(scores, 1)
         return score
