@@ -78,19 +78,19 @@ def test_new_weights_go_into_the_running_server(tmp_path: Path, make: Make) -> N
     begin = time.monotonic()
     info = engine.ensure(first, 0, cancel=NEVER)
     assert 0 < info.seconds <= time.monotonic() - begin
-    assert (info.action, info.started, info.model, served(info)) == ("started", True, "policy", str(first))
+    assert (info.action, info.model, served(info)) == ("started", "policy", str(first))
     assert info.api_key not in (tmp_path / "vllm.log").read_text() and info.api_key not in repr(info)
     again = engine.ensure(first, 0, cancel=NEVER)
-    assert (again.action, again.started, again.pid, again.url) == ("kept", False, info.pid, info.url)
+    assert (again.action, again.pid, again.url) == ("kept", info.pid, info.url)
     link = tmp_path / "model.pt"
     link.symlink_to(second)
     reloaded = engine.ensure(link, 1, cancel=NEVER)
     assert (reloaded.action, reloaded.pid, reloaded.policy_version) == ("reloaded", info.pid, 1)
     assert served(reloaded) == str(second)
     assert engine.ensure(link, 2, cancel=NEVER).action == "reloaded"  # a copy in place may have changed
-    assert engine.release(cancel=NEVER)["action"] == "keep" and engine.alive()
+    assert engine.release(cancel=NEVER)["action"] == "keep" and engine.state == "up"
     engine.stop()
-    assert not engine.alive() and not lives(info.pid)
+    assert engine.state != "up" and not lives(info.pid)
     assert engine.release(cancel=NEVER) == {"action": "none", "reason": "no server is running"}
 
 
@@ -143,7 +143,7 @@ def test_where_a_reload_is_not_known_to_be_right_the_server_is_restarted(
     engine = make(**mode)
     first = engine.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
     second = engine.ensure(write_model(tmp_path / "b", **change), 1, cancel=NEVER)
-    assert second.started and second.pid != first.pid and not lives(first.pid)
+    assert second.action == "started" and second.pid != first.pid and not lives(first.pid)
     assert second.note.startswith("restarted: ") and (
         note in second.note or note == "Connection reset by peer"
     )
@@ -245,7 +245,7 @@ def test_a_server_that_was_killed_is_started_again(tmp_path: Path, make: Make) -
     first = engine.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
     os.kill(first.pid, signal.SIGKILL)
     second = engine.ensure(tmp_path / "a", 0, cancel=NEVER)
-    assert second.started and second.note.startswith("restarted: vLLM ")
+    assert second.action == "started" and second.note.startswith("restarted: vLLM ")
 
 
 def test_damaged_weights_never_reach_the_server(tmp_path: Path, make: Make) -> None:
@@ -255,7 +255,7 @@ def test_damaged_weights_never_reach_the_server(tmp_path: Path, make: Make) -> N
     broken.write_bytes(broken.read_bytes()[:-1])
     with pytest.raises(ProgramFailed, match=": damaged"):
         engine.ensure(tmp_path / "b", 1, cancel=NEVER)
-    assert engine.alive() and served(info) == str(tmp_path / "a")
+    assert engine.state == "up" and served(info) == str(tmp_path / "a")
 
 
 def test_a_server_that_does_not_start_is_told_with_its_reason_and_its_log(tmp_path: Path, make: Make) -> None:
@@ -266,7 +266,7 @@ def test_a_server_that_does_not_start_is_told_with_its_reason_and_its_log(tmp_pa
     reason = "ValueError: the head size 17 is not supported"
     assert first == f"vLLM ended with exit code 1: {reason}"
     assert rest[0] == f"(from {tmp_path / 'vllm.log'})" and len(rest) >= 3
-    assert not engine.alive()
+    assert engine.state != "up"
 
 
 def test_the_server_is_reached_through_a_socket_that_nobody_else_can_reach(
@@ -305,7 +305,7 @@ def test_a_start_can_be_called_off(tmp_path: Path, make: Make, how: str) -> None
         thread.join(0.01)
     cancel.set() if how == "cancel" else engine.stop()
     thread.join(60)
-    assert failures == ["vLLM was stopped during its start"] and not engine.alive()
+    assert failures == ["vLLM was stopped during its start"] and engine.state != "up"
 
 
 def test_in_debug_mode_the_server_is_asked_and_never_told(
@@ -316,12 +316,12 @@ def test_in_debug_mode_the_server_is_asked_and_never_told(
     engine = make({"debug_mode": True, "engine.url": own.url, "engine.api_key_env": "MY_KEY"})
     info = engine.ensure(tmp_path / "a", 3, cancel=NEVER)
     assert (info.action, info.url, info.api_key, info.model) == ("external", own.url, own.api_key, "policy")
-    assert not info.started and info.note == ""
+    assert info.note == ""
     other = engine.ensure(write_model(tmp_path / "b"), 4, cancel=NEVER)
     assert f"serves {tmp_path / 'a'}, not policy version 4" in other.note
     assert engine.release(cancel=NEVER)["action"] == "external"
     engine.stop()
-    assert engine.alive() and lives(own.pid) and served(own) == str(tmp_path / "a")
+    assert lives(own.pid) and served(own) == str(tmp_path / "a")
     monkeypatch.delenv("MY_KEY")
     with pytest.raises(UsageError, match=r"engine\.api_key_env=MY_KEY: this variable is not set"):
         engine.ensure(tmp_path / "a", 4, cancel=NEVER)
@@ -384,7 +384,7 @@ def test_the_real_vllm_serves_reloads_and_comes_back(tmp_path: Path, monkeypatch
         os.kill(info.pid, signal.SIGKILL)
         tied = [make_model(tmp_path / f"tied{seed}", seed, tied=True) for seed in (3, 4)]
         back = engine.ensure(tied[0], 2, cancel=NEVER)
-        assert back.started and back.note.startswith("restarted: vLLM ")
+        assert back.action == "started" and back.note.startswith("restarted: vLLM ")
         assert engine.ensure(tied[1], 3, cancel=NEVER).action == "reloaded"
         said, made = roll_out(tmp_path / "tied", back, 3, prompts[:3])
         assert largest_gap(tied[1], made, 0.7) < 1e-4 < largest_gap(tied[0], made, 0.7)

@@ -22,7 +22,7 @@ from fsbarrier.engine.accelerators import Accelerator
 from fsbarrier.engine.client import CalledOff, EngineClient, Unreachable, normal_url
 from fsbarrier.engine.command import ServerPlan
 from fsbarrier.engine.model import inspect
-from fsbarrier.engine.placement import check_arguments, placements
+from fsbarrier.engine.placement import check_arguments, placed, placements
 from fsbarrier.engine.replicas import Replicas
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.settings.resolve import resolve
@@ -221,8 +221,7 @@ def settings(**chosen: Any) -> EngineSettings:
 def seen(engine: EngineSettings, there: list[Accelerator], **environ: str) -> list[str | None]:
     """What each replica's CUDA_VISIBLE_DEVICES would be."""
     return [
-        one.environment(environ).get("CUDA_VISIBLE_DEVICES")
-        for one in placements(engine, there, environ, [0, 1])
+        placed(environ, one).get("CUDA_VISIBLE_DEVICES") for one in placements(engine, there, environ, [0, 1])
     ]
 
 
@@ -234,12 +233,12 @@ def test_every_accelerator_rolls_out() -> None:
     # The node itself may use some only: their numbers are the driver's.
     assert seen(settings(), devices(8)[4:6], CUDA_VISIBLE_DEVICES="4,5") == ["4", "5"]
     hip = [
-        each.environment({"CUDA_VISIBLE_DEVICES": "9"})
+        placed({"CUDA_VISIBLE_DEVICES": "9"}, each)
         for each in placements(settings(), devices(2, "amd"), {}, [0])
     ]
     assert hip == [{"HIP_VISIBLE_DEVICES": "0"}, {"HIP_VISIBLE_DEVICES": "1"}]
-    (placed,) = placements(settings(), devices(1), {}, [0])
-    assert placed.environment({})["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    (first,) = placements(settings(), devices(1), {}, [0])
+    assert placed({}, first)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
 def test_what_does_not_fit_on_a_node_is_refused_with_what_does() -> None:

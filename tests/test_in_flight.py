@@ -81,7 +81,7 @@ def test_running_requests_are_kept_and_a_server_that_cannot_is_left_as_it_is(
     assert (kept.action, kept.pid, served(kept)) == ("kept", first.pid, str(newer))
     assert kept.note == "keeps its weights: the new weights have another configuration or other shapes"
     # In its own row, it is restarted for them.
-    assert engine.ensure(other, 6, cancel=NEVER).started
+    assert engine.ensure(other, 6, cancel=NEVER).action == "started"
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_a_part_has_its_share_of_the_accelerators(tmp_path: Path) -> None:
 
     settings = resolve([], {"engine.nodes": 2, "engine.tensor_parallel_size": 8}, cross_checks=False).engine
     (placed,) = placements(settings, devices(8), {}, [0])
-    assert placed.chosen["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert placed["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
     with pytest.raises(UsageError, match=r"exceeds this node's 3 accelerators times engine\.nodes=2; use 6"):
         placements(settings, devices(3), {}, [0])
 
@@ -187,7 +187,7 @@ def test_a_part_starts_with_its_head_keeps_through_new_weights_and_ends_with_any
         until(lambda other=other: other.ended, lambda: "the other part still runs")
         assert "was ended because its part on another node ended" in other.how_it_ended()
         infos = pair.serve(second, 1)
-        assert infos[0].started and killed not in [one.pid for one in infos]
+        assert infos[0].action == "started" and killed not in [one.pid for one in infos]
     # A head that has to be started again takes a new part.
     tied = write_model(tmp_path / "c", tied=True)
     head, part = pair.serve(tied, 2)
@@ -205,7 +205,7 @@ def test_what_comes_without_the_key_is_sent_away_and_what_does_not_come_is_named
             json.dumps({"key": "", "nodes": [[3, 1], [4, 2]], "place": 1, "reached": []}).encode()
         )
         stranger.sendall(b"\n")
-        assert pair.serve(model, 0)[0].started
+        assert pair.serve(model, 0)[0].action == "started"
         assert stranger.recv(1) == b""
     assert model.exists() and not cancel.is_set()
 

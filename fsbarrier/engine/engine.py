@@ -21,10 +21,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fsbarrier.engine import accelerators, command, external
-from fsbarrier.engine.client import EngineClient
 from fsbarrier.engine.model import ModelFolder, inspect
 from fsbarrier.engine.own_head import with_own_head
-from fsbarrier.engine.placement import ANYWHERE, ReplicaPlacement
+from fsbarrier.engine.placement import ANYWHERE, Placement, placed
 from fsbarrier.engine.server import LOOKS, Server
 from fsbarrier.engine.span import Door, Link, Meeting, meet
 from fsbarrier.errors import ProgramFailed
@@ -61,11 +60,6 @@ class EngineInfo:
     action: str
     note: str = ""
 
-    @property
-    def started(self) -> bool:
-        """Whether a server was started for it."""
-        return self.action == "started"
-
 
 class Engine:
     """At most one vLLM server. Thread-safe; calls are serialized, and `stop` aborts the current one.
@@ -87,7 +81,7 @@ class Engine:
         work_dir: Path,
         python: str = sys.executable,
         threads: int = 0,
-        placement: ReplicaPlacement = ANYWHERE,
+        placement: Placement = ANYWHERE,
         secrets_named: Collection[str | None] = (),
         served_name: str = command.SERVED_NAME,
         api_key: str = "",
@@ -97,7 +91,7 @@ class Engine:
         self._served_name, self._frozen = served_name, isinstance(settings, FrozenEngineSettings)
         self.log_file, self.work_dir, self.python, self.threads = log_file, work_dir, python, threads
         # The server does not need any of the user's secrets.
-        self._environ = placement.environment(without_secrets(os.environ, secrets_named))
+        self._environ = placed(without_secrets(os.environ, secrets_named), placement)
         self._server: Server | None = None
         self._api_key = api_key or secrets.token_urlsafe(24)
         self._socket = work_dir / f"{log_file.stem}.sock"
@@ -131,7 +125,8 @@ class Engine:
                 self._stop_server()
                 self._span = span
             if self.external:
-                client, pid, action = self._external_client(), 0, "external"
+                assert isinstance(self.settings, EngineSettings)
+                client, pid, action = external.connect(self.settings), 0, "external"
                 name, note = external.what_it_serves(client, weights, policy_version, cancel)
             else:
                 deadline = begin + self.settings.start_timeout_s
@@ -196,17 +191,6 @@ class Engine:
         """How our server ended by itself, in several lines: how and why, the log's path, the end of the log. "" if it did not."""
         server = self._server
         return server.how_it_ended() if server is not None and self.ended else ""
-
-    def alive(self) -> bool:
-        """Whether the server answers."""
-        if self.external:
-            return self._external_client().healthy()
-        server = self._server
-        return server is not None and server.child.poll() is None and server.client.healthy()
-
-    def _external_client(self) -> EngineClient:
-        assert isinstance(self.settings, EngineSettings)
-        return external.connect(self.settings)
 
     def _bring_to(
         self,

@@ -47,8 +47,6 @@ class ModelFolder:
     tied: bool
     signature: str | None
     parameters: int
-    # None for weights that are not safetensors.
-    shapes: Shapes | None
 
     @property
     def max_positions(self) -> int | None:
@@ -80,7 +78,7 @@ def inspect(path: Path) -> ModelFolder:
     config = reading.json_object(folder / "config.json", ProgramFailed)
     shapes = _shapes(weight_files(folder))
     parameters = sum(math.prod(shape) for shape in (shapes or {}).values())
-    return ModelFolder(folder, config, _tied(config, shapes), _signature(config, shapes), parameters, shapes)
+    return ModelFolder(folder, config, _tied(config, shapes), _signature(config, shapes), parameters)
 
 
 def classifies(model: ModelFolder) -> bool:

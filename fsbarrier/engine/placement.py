@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from fsbarrier.engine.accelerators import Accelerator
 from fsbarrier.errors import UsageError
@@ -20,21 +19,17 @@ _NOT_OURS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaPlacement:
-    """The placement of one replica, as environment variables."""
-
-    chosen: Mapping[str, str] = field(default_factory=dict)
-
-    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """`environ` with this placement applied."""
-        selects = self.chosen.keys() & set(_SELECTORS)
-        kept = {name: value for name, value in environ.items() if not (selects and name in _SELECTORS)}
-        return kept | dict(self.chosen)
+#: where a replica is, as environment variables; none: anywhere, on all devices and cores of this process
+Placement = Mapping[str, str]
+ANYWHERE: Placement = {}
 
 
-# All devices and cores of this process.
-ANYWHERE = ReplicaPlacement()
+def placed(environ: Mapping[str, str], placement: Placement) -> dict[str, str]:
+    """`environ` for a replica with this placement."""
+    selects = placement.keys() & set(_SELECTORS)
+    return {name: value for name, value in environ.items() if not (selects and name in _SELECTORS)} | {
+        **placement
+    }
 
 
 def placements(
@@ -43,7 +38,7 @@ def placements(
     environ: Mapping[str, str],
     cpus: Sequence[int],
     group: str = "engine",
-) -> list[ReplicaPlacement]:
+) -> list[Placement]:
     """A placement per replica. `devices`, `cpus`: those that this node may use. Raises UsageError if they are insufficient.
 
     `group`: how the names of the settings begin."""
@@ -57,9 +52,9 @@ def placements(
             raise UsageError(
                 f"{group}.replicas={count}: only one replica is supported on a MIG instance; set it to 1"
             )
-        return [ANYWHERE]
+        return [{}]
     same = [device for device in devices if device.kind == devices[0].kind]
-    return [ReplicaPlacement(visible(same[size * number : size * (number + 1)])) for number in range(count)]
+    return [visible(same[size * number : size * (number + 1)]) for number in range(count)]
 
 
 def visible(devices: Sequence[Accelerator]) -> dict[str, str]:
@@ -103,8 +98,8 @@ def check_arguments(settings: ServerSettings, group: str = "engine") -> None:
             )
 
 
-def _on_cpus(count: int, cpus: Sequence[int]) -> list[ReplicaPlacement]:
+def _on_cpus(count: int, cpus: Sequence[int]) -> list[Placement]:
     """Distribute the cores evenly. A single replica, or more replicas than cores, may use all cores."""
     if not 1 < count <= len(cpus):
-        return [ANYWHERE] * count
-    return [ReplicaPlacement({CPUS: ",".join(map(str, cpus[number::count]))}) for number in range(count)]
+        return [{}] * count
+    return [{CPUS: ",".join(map(str, cpus[number::count]))} for number in range(count)]

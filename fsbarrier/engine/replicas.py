@@ -21,7 +21,7 @@ from typing import TypeVar
 from fsbarrier.engine.accelerators import Accelerator
 from fsbarrier.engine.command import SERVED_NAME
 from fsbarrier.engine.engine import Engine, EngineInfo, Release
-from fsbarrier.engine.placement import ANYWHERE, ReplicaPlacement, placements
+from fsbarrier.engine.placement import Placement, placements
 from fsbarrier.engine.span import Door
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.program import Span
@@ -57,7 +57,7 @@ class Replicas:
         self.api_key = secrets.token_urlsafe(24) if frozen else ""
         self._chosen: Sequence[int] | None = None
 
-        def make(number: int, placement: ReplicaPlacement) -> Engine:
+        def make(number: int, placement: Placement) -> Engine:
             return Engine(
                 settings,
                 external=external,
@@ -77,11 +77,7 @@ class Replicas:
     def _placed(self, devices: Sequence[Accelerator]) -> list[Engine]:
         """The engines on these accelerators, not started. Raises UsageError."""
         cpus = sorted(os.sched_getaffinity(0))
-        own = (
-            [ANYWHERE]
-            if self._external
-            else placements(self.settings, devices, os.environ, cpus, self._group)
-        )
+        own = [{}] if self._external else placements(self.settings, devices, os.environ, cpus, self._group)
         return [self._make(number, placement) for number, placement in enumerate(own)]
 
     def use(self, devices: Sequence[int] | None) -> None:

@@ -16,7 +16,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from fsbarrier.errors import ProgramFailed
@@ -98,16 +98,9 @@ class Door:
     ) -> tuple[list[Link], Meeting]:
         """Wait for all the others, and tell them where vLLM's processes meet. Raises ProgramFailed."""
         came: dict[int, tuple[Link, list[str]]] = {}
-        while len(came) < len(span.nodes) - 1:
-            if called_off():
-                raise ProgramFailed("the start of an engine over several nodes was called off")
-            if time.monotonic() >= deadline:
-                missing = [
-                    str(rank) for place, (rank, _) in enumerate(span.nodes) if place and place not in came
-                ]
-                raise ProgramFailed(
-                    f"engine.nodes={len(span.nodes)}: node {', '.join(missing)} did not come in time (engine.start_timeout_s)"
-                )
+        for _ in _until(deadline, called_off):
+            if len(came) == len(span.nodes) - 1:
+                break
             for one in select.select(self._listening, [], [], SLICE_S)[0]:
                 if (guest := self._let_in(one.accept()[0], span)) is not None:
                     came[guest[0]] = guest[1:]
@@ -115,6 +108,11 @@ class Door:
                 link.hear(0)
             # One that has failed in the meantime comes again.
             came = {place: known for place, known in came.items() if not known[0].ended}
+        else:
+            missing = [str(rank) for place, (rank, _) in enumerate(span.nodes) if place and place not in came]
+            raise ProgramFailed(
+                f"engine.nodes={len(span.nodes)}: node {', '.join(missing)} did not come in time (engine.start_timeout_s)"
+            )
         address = next((a for a in span.addresses if all(a in reached for _, reached in came.values())), None)
         if address is None:
             tried = "; ".join(f"node {span.nodes[n][0]} reached {r or 'none'}" for n, (_, r) in came.items())
@@ -148,11 +146,7 @@ def meet(span: Span, deadline: float, called_off: Callable[[], bool]) -> tuple[L
     """Connect to the head, and wait until it says where vLLM's processes meet. Raises ProgramFailed."""
     head = f"node {span.nodes[0][0]}, the head of this node's engine"
     link: Link | None = None
-    while True:
-        if called_off():
-            raise ProgramFailed("the start of an engine over several nodes was called off")
-        if time.monotonic() >= deadline:
-            raise ProgramFailed(f"{head}, did not answer at {', '.join(span.addresses)} port {span.port}")
+    for _ in _until(deadline, called_off):
         if link is None or link.ended:
             reached = rendezvous.reachable(span.addresses, span.port)
             with contextlib.suppress(OSError, IndexError):
@@ -162,6 +156,15 @@ def meet(span: Span, deadline: float, called_off: Callable[[], bool]) -> tuple[L
         elif (told := link.hear(SLICE_S)) is not None:
             own = str(link.connection.getsockname()[0])
             return link, Meeting(**{**told, "place": span.place, "own_address": own})
+    raise ProgramFailed(f"{head}, did not answer at {', '.join(span.addresses)} port {span.port}")
+
+
+def _until(deadline: float, called_off: Callable[[], bool]) -> Iterator[None]:
+    """Looks until the deadline. Raises ProgramFailed once the start is called off."""
+    while time.monotonic() < deadline:
+        if called_off():
+            raise ProgramFailed("the start of an engine over several nodes was called off")
+        yield
 
 
 class Bond:

@@ -30,7 +30,7 @@ import msgspec
 
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.processes import last_words
-from fsbarrier.processes.guard import ENDING, PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, Guard, prctl
+from fsbarrier.processes.guard import ENDING, PR_SET_CHILD_SUBREAPER, Guard, become_main, prctl
 from fsbarrier.processes.stacks import SIGNAL
 
 # Longest message between our program and a job, and longest report of the server.
@@ -251,14 +251,7 @@ def _do(work: Work, messages: int, guard: int) -> NoReturn:
     """One job, in its own process."""
     code = 1
     try:
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, *ENDING):
-            signal.signal(number, signal.SIG_DFL)
-        os.setsid()
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        # The guard died before prctl took effect.
-        if os.getppid() != guard:
-            os._exit(1)
+        become_main(guard, (signal.SIGCHLD, *ENDING))
         # Their random numbers would be the same in every job; Python's own are not.
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed()

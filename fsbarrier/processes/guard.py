@@ -31,6 +31,7 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING or __name__ != "__main__":
     import signal
+    from collections.abc import Iterable
 
     from fsbarrier.processes.processes import (
         GUARD_VARIABLE,
@@ -178,6 +179,20 @@ def program_environment() -> dict[bytes, bytes]:
     return {**env, GUARD_VARIABLE.encode(): own_name().encode(), b"SPT_NOENV": b"1"}
 
 
+def become_main(guard: int, numbers: Iterable[int]) -> None:
+    """The first step of a process that was forked by its guard. `numbers`: the signals that are not to be handled."""
+    signal.set_wakeup_fd(-1)
+    # Detach from the terminal's Ctrl-C: the daemon decides when its programs end.
+    os.setsid()
+    # For PDEATHSIG the parent is the thread that forked; the guard has only one thread.
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The guard died before prctl took effect.
+    if os.getppid() != guard:
+        os._exit(1)
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start_main(cwd: str, argv: list[str], env: dict[bytes, bytes]) -> tuple[int, str]:
     """Fork the main program; returns its pid (0 on failure) and the line that reports the result to the daemon."""
     reader, writer = os.pipe()
@@ -185,16 +200,7 @@ def start_main(cwd: str, argv: list[str], env: dict[bytes, bytes]) -> tuple[int,
     if pid == 0:
         stage = "prepare"
         try:
-            signal.set_wakeup_fd(-1)
-            # Detach from the terminal's Ctrl-C: the daemon decides when its programs end.
-            os.setsid()
-            # For PDEATHSIG the parent is the thread that forked; the guard has only one thread.
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            # The guard died before prctl took effect.
-            if os.getppid() != me:
-                os._exit(1)
-            for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-                signal.signal(number, signal.SIG_DFL)
+            become_main(me, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
             stage = "folder"
             os.chdir(cwd)
             stage = "program"

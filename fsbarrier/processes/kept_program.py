@@ -97,7 +97,7 @@ class KeptProgram:
         return self.child.poll() is None
 
     def stop(self, grace_s: float) -> None:
-        """Stop the program; returns when its process tree is gone. Raises StillRunning."""
+        """Stop the program; returns when its process tree is gone. Raises ProgramFailed."""
         for end in (self._listener, *self._connections):
             end.close()
         self.child.stop(grace_s)

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
@@ -48,14 +48,6 @@ class StartFailed(ProgramFailed):
     def __init__(self, message: str, returncode: int) -> None:
         super().__init__(message)
         self.returncode = returncode
-
-
-class StillRunning(ProgramFailed):
-    """Something does not end on SIGKILL: it hangs in the kernel, or is another user's. `pids` names it."""
-
-    def __init__(self, message: str, pids: Iterable[int]) -> None:
-        super().__init__(message)
-        self.pids = tuple(pids)
 
 
 class Child:
@@ -161,7 +153,8 @@ class Child:
     def stop(self, grace_s: float = 5.0) -> int:
         """Send SIGTERM to the program's group, and SIGKILL to the remaining processes after `grace_s`; returns the exit code.
 
-        Returns when the process tree is gone; raises StillRunning if that takes KILL_S longer than the grace period.
+        Returns when the process tree is gone; raises ProgramFailed if that takes KILL_S longer than the grace period: something hangs
+        in the kernel, or is another user's.
         """
         with self._lock:
             if self.poll() is None:
@@ -172,10 +165,8 @@ class Child:
                 self._guard.send_signal(signal.SIGCONT)
         code = self.wait(grace_s + KILL_S)
         if code is None:
-            left = sorted(self.pids())
-            raise StillRunning(
-                f"{self.name}: processes {left} survived SIGKILL; they probably hang in the kernel (a mount or a driver)",
-                left,
+            raise ProgramFailed(
+                f"{self.name}: processes {sorted(self.pids())} survived SIGKILL; they probably hang in the kernel (a mount or a driver)"
             )
         return code
 

@@ -235,7 +235,7 @@ class Workplace:
             raise
 
     def resident_name(self, era: int) -> str:
-        """The name of the trainer that stays, if it is of this era and alive. Any other is ended. Raises StillRunning."""
+        """The name of the trainer that stays, if it is of this era and alive. Any other is ended. Raises ProgramFailed."""
         trainer = self.residents.get(TRAINER)
         if trainer is not None and (era != self.era or not trainer.alive):
             self.end_resident(TRAINER)
@@ -243,13 +243,13 @@ class Workplace:
         return self.residents[TRAINER].name if TRAINER in self.residents else ""
 
     def end_resident(self, name: str) -> None:
-        """Returns when all its processes have ended. Raises StillRunning."""
+        """Returns when all its processes have ended. Raises ProgramFailed."""
         resident = self.residents.pop(name, None)
         if resident is not None:
             resident.stop(self.grace_s)
 
     def end_residents(self) -> None:
-        """End everything that stays between jobs. Raises StillRunning."""
+        """End everything that stays between jobs. Raises ProgramFailed."""
         for name in list(self.residents):
             self.end_resident(name)
 
