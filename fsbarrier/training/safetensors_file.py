@@ -9,33 +9,18 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from math import prod
 from pathlib import Path
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from fsbarrier.rundir.hashed_file import FileDigest, HashedFile
 from fsbarrier.store import files
 
 BLOCK_BYTES = 16 << 20
-
-# The dtype names of the format.
-TYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[FileDigest, dict[str, list[int]]]:
@@ -68,11 +53,19 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
         place = {"shape": list(tensor.shape), "data_offsets": [begin, end]}
-        header[name] = {"dtype": TYPE_NAMES[tensor.dtype], **place}
+        header[name] = {"dtype": _name_of(tensor.dtype), **place}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     # Align the tensors to eight bytes.
     encoded += b" " * (-len(encoded) % 8)
     return len(encoded).to_bytes(8, "little") + encoded
+
+
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    """As the format calls it."""
+    data = save({"none": torch.empty(0, dtype=dtype)})
+    name: str = json.loads(data[8:])["none"]["dtype"]
+    return name
 
 
 def rows_of_a_block(shape: tuple[int, ...], element_size: int) -> int:

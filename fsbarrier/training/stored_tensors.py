@@ -10,12 +10,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fsbarrier.errors import ProgramFailed, first_line
-from fsbarrier.training.safetensors_file import TYPES, bytes_of, rows_of_a_block
+from fsbarrier.training.safetensors_file import bytes_of, rows_of_a_block
 from fsbarrier.training.slices import Box, local_part
 
 
@@ -87,7 +86,7 @@ class StoredTensors:
         with naming_the_file(path):
             file = self._file(part.file)
             rows = file.get_slice(name)
-            shape, size = part.box.shape, torch.empty(0, dtype=TYPES[rows.get_dtype()]).element_size()
+            shape = part.box.shape
             if tuple(rows.get_shape()) != shape:
                 raise ProgramFailed(
                     f"{path}: {name} has the shape {tuple(rows.get_shape())}, {shape} was written"
@@ -96,7 +95,7 @@ class StoredTensors:
                 yield common, self._checked(part, name, 0, file.get_tensor(name))
                 return
             first = common.start[0] - part.box.start[0]
-            step = rows_of_a_block(shape, size)
+            step = rows_of_a_block(shape, rows[:0].element_size())
             for number in range(first // step, -(-(first + common.shape[0]) // step)):
                 begin, end = number * step, min(shape[0], (number + 1) * step)
                 place = Box((part.box.start[0] + begin, *part.box.start[1:]), (end - begin, *shape[1:]))

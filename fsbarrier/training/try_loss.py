@@ -1,24 +1,24 @@
-"""Tries a user's own loss on two short sequences before a run starts: through the same sums as in an update, with its gradient."""
+"""Tries a user's own loss on two short sequences before a run starts, with its gradient."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.sections import AlgorithmSettings
-from fsbarrier.training.losses import Divisor, TokenValues, minibatch_loss
+from fsbarrier.training.own_loss import load_loss
 
-#: of two sequences with three and two tokens
-NEW = [[-0.5, -1.2, -2.0], [-0.9, -0.4, 0.0]]
-OLD = [[-0.6, -1.3, -1.9], [-0.95, -0.35, 0.0]]
-ENGINE = [[-0.65, -1.4, -1.8], [-1.1, -0.3, 0.0]]
-REFERENCE = [[-0.7, -1.0, -1.8], [-1.1, -0.6, 0.0]]
-ENTROPY = [[1.1, 0.7, 0.9], [0.8, 1.2, 0.0]]
-ADVANTAGES = [1.0, -0.5]
+#: of two sequences, with three and two tokens
 LENGTHS = [3, 2]
+GIVEN = {
+    "new": [[-0.5, -1.2, -2.0], [-0.9, -0.4, 0.0]],
+    "old": [[-0.6, -1.3, -1.9], [-0.95, -0.35, 0.0]],
+    "engine": [[-0.65, -1.4, -1.8], [-1.1, -0.3, 0.0]],
+    "reference": [[-0.7, -1.0, -1.8], [-1.1, -0.6, 0.0]],
+    "entropy": [[1.1, 0.7, 0.9], [0.8, 1.2, 0.0]],
+    "advantages": [[1.0, 1.0, 1.0], [-0.5, -0.5, 0.0]],
+}
 
 
 def try_loss(algorithm: AlgorithmSettings) -> None:
@@ -42,22 +42,13 @@ def near(one: Tensor, other: Tensor) -> bool:
 
 
 def measured(algorithm: AlgorithmSettings, rows: list[int]) -> tuple[Tensor, Tensor]:
-    """The part of these sequences in a minibatch's loss, [1], and its gradients to `new` and `entropy`, [sequences, 2, 3]."""
+    """The sum of these sequences' losses, [1], and its gradients to `new` and `entropy`, [sequences, 2, 3]."""
     longest = max(LENGTHS[row] for row in rows)
-    new, old, engine, reference, entropy = (
-        torch.tensor(one)[rows, :longest] for one in (NEW, OLD, ENGINE, REFERENCE, ENTROPY)
-    )
-    learned = new.requires_grad_(), entropy.requires_grad_()
     mask = torch.arange(longest) < torch.tensor([LENGTHS[row] for row in rows])[:, None]
-    values = TokenValues(
-        new, old, engine, entropy, reference if algorithm.kl_coef or algorithm.kl_in_reward else None
-    )
-    # Only the user's own part: the KL and the entropy have gradients in any case.
-    alone = replace(algorithm, kl_coef=0.0, entropy_coef=0.0)
-    weights = torch.tensor([ADVANTAGES[row] for row in rows])
-    loss = minibatch_loss(
-        alone, values, weights, mask, Divisor(sum(LENGTHS), len(LENGTHS), max(LENGTHS))
-    ).loss
+    given = {name: torch.tensor(one)[rows, :longest] for name, one in GIVEN.items()}
+    learned = [given[name].requires_grad_() for name in ("new", "entropy")]
+    refers = algorithm.kl_coef or algorithm.kl_in_reward
+    loss = load_loss(algorithm.loss)(**given | ({} if refers else {"reference": None}), mask=mask)[mask].sum()
     if loss.requires_grad:
         loss.backward()
     gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in learned]
