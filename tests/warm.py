@@ -1,5 +1,6 @@
 """Imported by the process that daemons and trainers of tests are forks of (forks.py): what they and their programs import."""
 
+import gc
 import http.server  # noqa: F401
 
 import jinja2  # noqa: F401
@@ -19,3 +20,6 @@ import fsbarrier.workers.prepare
 import fsbarrier.workers.rollout
 import fsbarrier.workers.toy
 import fsbarrier.workers.update  # noqa: F401
+
+# All of it stays: a fork that looked for garbage among it would copy each page.
+gc.freeze()
