@@ -371,7 +371,8 @@ def test_the_sessions_of_a_node_that_is_killed_go_to_the_others(
             *("--rl-phase", "rollout", "--rollout-split", "train-only", "--debug-mode", *FAST),
             *(f"engine.url={fake.url}", "engine.api_key_env=VLLM_API_KEY", "engine.max_model_len=256"),
             *("rollout.tasks=12", f"rollout.samples={SAMPLES}", "rollout.max_tokens=16"),
-            *(f"rollout.agent={AGENT}:OpenEnv", f"environment.sessions={QUOTA}"),
+            # Otherwise the first that is there may take all tasks.
+            *(f"rollout.agent={AGENT}:OpenEnv", f"environment.sessions={QUOTA}", "rollout.take_over=false"),
             f"environment.command={shlex.join([*server, '99', port])}",
         )
         with Cluster(tmp_path, 3, *flags, program="rl") as cluster:
