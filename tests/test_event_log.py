@@ -248,13 +248,13 @@ def test_clocks_that_disagree_never_give_a_negative_time() -> None:
         assert row.seconds >= 0 and 0 <= (row.coordination_s or 0.0) <= row.seconds
 
 
-def test_failed_work_is_known_and_an_unended_row_is_open() -> None:
+def test_a_row_whose_work_failed_is_open_until_it_ends() -> None:
     journal = [
         line(0, "phase_started", 0.0, (1, 1, 2)),
         line(0, "work_failed", 3.0, (1, 1, 2), work_s=3.0, error="no"),
     ]
     (span,) = read_spans([journal])
-    assert span.failed and span.outcome == STILL_OPEN and span.seconds == pytest.approx(3.0)
+    assert span.outcome == STILL_OPEN and span.seconds == pytest.approx(3.0)
     (iteration,) = iteration_times(row_times([span]), last_phase=13)
     assert not iteration.complete and iteration.coordination_s == 0
 
