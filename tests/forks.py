@@ -175,16 +175,18 @@ def run_by_fork(argv: Sequence[str], **rest: Any) -> Any:
     """`subprocess.run` that captures the output. What is no program of ours is started as ever."""
     if "-m" not in argv or not argv[argv.index("-m") + 1].startswith("fsbarrier."):
         return _real_run(argv, **rest)
-    with tempfile.TemporaryFile("w+") as out:
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         module, words = argv[argv.index("-m") + 1], argv[argv.index("-m") + 2 :]
 
         def do() -> int:
+            os.dup2(err.fileno(), 2)
             sys.stdin = io.StringIO(rest.get("input") or "")
             return be_program(module, list(words))
 
         code = wait_for(in_a_fork(do, out.fileno(), {}), CASE_S)
         out.seek(0)
-        return subprocess.CompletedProcess(argv, code, "", out.read())
+        err.seek(0)
+        return subprocess.CompletedProcess(argv, code, out.read(), err.read())
 
 
 def be_program(module: str, words: list[str]) -> int:

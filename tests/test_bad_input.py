@@ -60,6 +60,10 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "short" / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 64}')
     shutil.copytree(model, tmp_path / "granite")
     (tmp_path / "granite" / "config.json").write_text('{"model_type": "granite"}')
+    shutil.copytree(model, tmp_path / "grades")
+    (tmp_path / "grades" / "config.json").write_text(
+        '{"model_type": "qwen2", "architectures": ["Qwen2ForSequenceClassification"]}'
+    )
     for name, part in (("sees", "vision"), ("hears", "audio")):
         shutil.copytree(model, tmp_path / name)
         (tmp_path / name / "config.json").write_text(
@@ -370,7 +374,7 @@ CASES = {
         ["unseen/train.jsonl, line 2: has an image, but the model", "takes none"],
     ),
     "images for a reward model": (
-        "run --data-path unseen --model sees --rl-phase rollout reward.kind=engines.rm engines.rm.model=model",
+        "run --data-path unseen --model sees --rl-phase rollout reward.kind=engines.rm engines.rm.model=grades",
         ["unseen/train.jsonl, line 2: has an image, and reward.kind=engines.rm gets tokens without images"],
     ),
     "images for a teacher": (
