@@ -382,6 +382,11 @@ CASES = {
         "engines.teacher.model=model engines.teacher.max_model_len=64 engine.max_model_len=63 rollout.max_tokens=32",
         ["unseen/train.jsonl, line 2: has an image, and the teacher of algorithm.loss=distil gets tokens"],
     ),
+    "a page of an environment without its slash": (
+        RL
+        + "rollout.agent=agent.py:Agent environments.mycommand.command=env{port} environments.mycommand.health=up",
+        ["environments.mycommand.health=up", "must begin with /"],
+    ),
     "an environment that is not there": (
         [
             *["run", "--data-path", "places", "--model", "model", "rollout.agent=agent.py:Agent"],

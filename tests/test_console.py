@@ -93,7 +93,7 @@ TOLD = [
     ),
     (
         raw("listens", 8, port=40123),
-        "port 40123 is open to other hosts for the update: on all its addresses until torchrun has started, then on the one "
+        "port 40123 is open to other hosts for the update: on all addresses until torchrun has started, then only on the address "
         "that all nodes can reach",
     ),
     (

@@ -99,7 +99,11 @@ def test_filesystems_have_their_class_by_their_type(monkeypatch: pytest.MonkeyPa
 
 def said(rank: int, **changes: Any) -> dict[str, Any]:
     """What a healthy node of two says; it won every second round."""
-    races = {"won": list(range(rank, ROUNDS, 2)), "errors": {}}
+    races = {
+        "won": list(range(rank, ROUNDS, 2)),
+        "errors": {},
+        "records": [f"node-{number % 2}" for number in range(ROUNDS)],
+    }
     return {
         **{"host": "somewhere", "boot_id": f"host{rank}", "checks": [], "races": races},
         **{"mount": "nfs4 from server:/export", "fresher": "actimeo=1"},
@@ -158,10 +162,13 @@ def test_what_one_node_finds_is_said_of_it_and_the_worst_counts() -> None:
     assert (check.level, check.finding) == ("ok", "80 GB")
 
 
-def test_races_with_errors_are_told() -> None:
+def test_races_with_errors_or_another_ones_record_are_told() -> None:
     races = said(1)["races"]
     checks = concluded(said(0), said(1, races={**races, "errors": {"EIO": 3}}))
     assert checks[between.RACES].level == "warning" and "3 x EIO" in checks[between.RACES].finding
+    records = ["node-1", *races["records"][1:]]
+    check = concluded(said(0), said(1, races={**races, "records": records}))[between.RACES]
+    assert check.level == "refused" and check.finding.startswith("1 of ")
 
 
 # --- one node, for real ---------------------------------------------------------------------------------------------------
@@ -181,6 +188,7 @@ def test_one_node_finds_its_disk_fit_and_leaves_nothing(tmp_path: Path) -> None:
     [
         (["nowhere"], "not an existing directory"),
         ([".", "--worker", "1"], "--num-nodes"),
+        ([".", "--num-nodes", "0"], "1 or more"),
         ([".", "--num-nodes", "2", "--worker", "2"], "out of range"),
         ([".", "--wait", "0"], "--wait"),
     ],

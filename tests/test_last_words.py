@@ -129,12 +129,14 @@ def test_a_failed_program_is_shown_with_its_log_and_its_neighbours(tmp_path: Pat
     run.now += 60
     log = run.log_path / "logs" / "attempt_1" / "node_1" / "update.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text("\n".join([*TRACE, ""]))
-    run.fail(1, 2, 10, "torchrun ended with exit code 1: ValueError: bad", [f"(from {log})", *TRACE])
+    header = "--- 2026-01-01T00:00:00+00:00 start update: torchrun"
+    log.write_text("\n".join([header, "RuntimeError: of an earlier start", header, *TRACE, ""]))
+    run.fail(1, 2, 10, "torchrun ended with exit code 1", [f"(from {log})", "later"])
     run.lose(2, 2, 10, after=5.0, resume=1)
     out = shown(run)
     assert "torchrun ended with exit code 1" in out.split("events around it")[0]
-    assert f"(from {log})" in out and "step 41" in out
+    assert f"the error in {log}:" in out
+    assert "step 41" in out and "ValueError" in out and "earlier start" not in out
     assert "\x1b" not in out and "iteration 1" not in out.split("events around it")[1], "a minute before"
     said = typed("logs", "--log-path", run.log_path, "--file", "update", "--attempt", "1", "--lines", "1")
     assert said.out.strip().endswith("later")

@@ -181,6 +181,19 @@ def text_of(*words: str) -> str:
     return typed("launch", *words, "--dry-run").out
 
 
+def test_a_file_of_the_users_own_is_never_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("launch", "kubernetes", *IN_CONTAINERS, "--log-path", "/shared/run", "--name", "train")
+    typed(*words)
+    (written,) = tmp_path.iterdir()
+    typed(*words)  # its own file is written again
+    written.write_text("mine\n")
+    assert "was not written by fsbarrier" in typed(*words, code=2).err
+    assert written.read_text() == "mine\n"
+
+
 def test_a_slurm_job_keeps_every_word_and_asks_for_the_queue_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

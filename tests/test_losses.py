@@ -282,6 +282,10 @@ def likelihood(**given):
 def by_length(new, advantages, mask):
     return -new * advantages / mask.sum(1, keepdim=True)
 
+def of_sequences(new, old, advantages):
+    new -= old  # an update gives no leaves, and zeros where no token counts
+    return -new.sum(1, keepdim=True).exp() * advantages.clone()
+
 def far(new, reference, entropy, engine, factor=2.0):
     return factor * (new - reference) + entropy * engine
 """
@@ -340,7 +344,7 @@ def test_it_gets_what_it_names(file: Path) -> None:
     assert value == pytest.approx(2 * 0.04 + 2 * 0.02, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ["clipped", "likelihood"])
+@pytest.mark.parametrize("name", ["clipped", "likelihood", "of_sequences"])
 def test_what_can_be_trained_with_passes_the_trial(file: Path, name: str) -> None:
     from fsbarrier.training.try_loss import try_loss
 

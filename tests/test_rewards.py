@@ -80,17 +80,19 @@ def test_the_last_number_of_a_text(text: str, value: float | None) -> None:
 
 def test_math_reads_latex_and_survives_what_cannot_be_read() -> None:
     pytest.importorskip("math_verify")
-    right, boxed, wrong, unreadable, plain = judge(
+    right, boxed, wrong, unreadable, half, plain = judge(
         "math",
         (r"\frac{1}{2}", r"Thus $x = 0.5$."),
         ("(1,2)", r"The pair is \boxed{(1, 2)}"),
         ("3", r"\boxed{4}"),
         ("$$", r"\boxed{4}"),
+        ("3", "half a pair: \ud800"),
         ("$x^2+1$", r"$1+x^2$"),
     )
     assert [score.reward for score in (right, boxed, wrong, plain)] == [1.0, 1.0, 0.0, 1.0]
     assert right.parts == {"math": 1.0} and right.error is None and wrong.error is None
     assert unreadable.error is not None and "cannot parse the answer" in unreadable.error
+    assert (half.reward, half.error) == (0.0, None)
 
 
 def test_a_late_math_process_is_killed_and_replaced() -> None:

@@ -37,7 +37,7 @@ def trajectory(
         "finish_reason": "stop",
         "metadata": {
             "none": None,
-            "big": 2**63 - 1,
+            "big": 2**70,
             "numbers": [0, 255, 256, 65536, -1, -(2**40)],
             "list": [1, [2], []],
         },

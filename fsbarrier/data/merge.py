@@ -15,7 +15,7 @@ from typing import Any
 from fsbarrier import __version__
 from fsbarrier.data import merged_file
 from fsbarrier.data.group_stats import GroupStats, metrics
-from fsbarrier.data.rank_file import GroupEntry, OnGroup, RankFile, pack, scan_rank_file
+from fsbarrier.data.rank_file import GroupEntry, OnGroup, RankFile, check_plain, scan_rank_file
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.protocol.facts import JsonObject
@@ -182,7 +182,7 @@ def _read_part(part: Part, take: OnGroup, *, must_be_whole: bool) -> RankFile:
 def publish(found: Collected) -> AggregateReport:
     """Write the merged file; its groups are then no longer in `found`. Raises UsageError (missing tasks), StoreError."""
     request, out = found.request, found.request.out
-    pack(request.metadata, "the metadata")
+    check_plain(request.metadata, "the metadata")
     check_nothing_is_missing(found)
     if not found.groups:
         raise UsageError(f"{out.name}: the parts contain no groups to merge")

@@ -38,8 +38,16 @@ MAGIC = b"fsbgrp1\n"
 HEAD = struct.Struct("<3I")
 #: array types, which are those that torch has too; their codes are also those of the msgpack extensions
 TYPECODES = "ifBqd"
+#: msgpack extension of integers beyond 64 bits
+BIG_INT = 1
+#: the largest integer; Python writes none of more than 4300 digits
+INT_BITS = 4096
+#: maximum nesting of containers in a value
+MAX_DEPTH = 200
 #: the key of the end frame's content
 END = "end"
+#: bytes per read when computing a checksum
+CHUNK = 1 << 20
 
 
 class FormatError(UsageError):
@@ -86,7 +94,7 @@ class RankFile:
 
 
 def frame(content: JsonObject, what: str) -> bytes:
-    """The bytes of a frame. Raises UsageError if it would be too large, or `what` holds something that msgpack cannot."""
+    """The bytes of a frame. Raises UsageError if it would be too large, or `what` holds something that a trajectory cannot."""
     packed = pack(content, what)
     if len(packed) > PIECE_BYTES:
         raise UsageError(
@@ -97,20 +105,16 @@ def frame(content: JsonObject, what: str) -> bytes:
 
 
 def pack(value: object, what: str) -> bytes:
-    """`value` as msgpack. Raises UsageError if `what` holds something that this cannot."""
-    try:
-        packed: bytes = msgpack.packb(value, default=_extension, unicode_errors="surrogatepass")
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UsageError(
-            f"{what}: {error}; a trajectory holds None, bool, int of 64 bits, float, str, list, dict, and "
-            f"array.array of the types {TYPECODES}"
-        ) from None
+    """`value` as msgpack. Raises UsageError if `what` holds something that a trajectory cannot."""
+    check_plain(value, what)
+    packed: bytes = msgpack.packb(value, default=_extension, unicode_errors="surrogatepass")
     return packed
 
 
 def _extension(value: object) -> msgpack.ExtType:
-    if not isinstance(value, array) or _typecode(value) not in TYPECODES:
-        raise TypeError(f"has {value!r}"[:80])
+    if isinstance(value, int):
+        return msgpack.ExtType(BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+    assert isinstance(value, array)
     return msgpack.ExtType(ord(_typecode(value)), value.tobytes())
 
 
@@ -122,19 +126,46 @@ def _typecode(value: array[Any]) -> str:
 def unpack(data: bytes) -> Any:
     """Raises FormatError."""
     try:
-        return msgpack.unpackb(
-            data, ext_hook=_from_extension, unicode_errors="surrogatepass", strict_map_key=False
-        )
+        return msgpack.unpackb(data, ext_hook=_from_extension, unicode_errors="surrogatepass")
     except (msgpack.UnpackException, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise FormatError(f"cannot be decoded: {error}") from None
 
 
 def _from_extension(code: int, data: bytes) -> object:
+    if code == BIG_INT:
+        if len(data) > INT_BITS // 8 + 1:
+            raise ValueError(f"an integer of {len(data)} bytes")
+        return int.from_bytes(data, "little", signed=True)
     if chr(code) not in TYPECODES:
         raise ValueError(f"unknown extension {code}")
     values = array(chr(code))
     values.frombytes(data)
     return values
+
+
+def check_plain(value: object, where: str, depth: int = 0) -> None:
+    """Raises UsageError if `value` contains anything that a trajectory cannot hold, and says where."""
+    if isinstance(value, int) and value.bit_length() > INT_BITS:
+        raise UsageError(f"{where}: an integer of more than {INT_BITS} bits")
+    if value is None or isinstance(value, str | int | float):
+        return
+    if depth > MAX_DEPTH:
+        raise UsageError(f"{where}: nested more than {MAX_DEPTH} deep")
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise UsageError(f"{where}: the key {name!r} is not a string")
+            check_plain(item, f"{where}.{name}", depth + 1)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            check_plain(item, f"{where}[{index}]", depth + 1)
+    elif not isinstance(value, array):
+        raise UsageError(
+            f"{where} is a {type(value).__name__}; a trajectory holds None, bool, int, float, str, list, tuple, "
+            "dict with string keys, and array.array"
+        )
+    elif _typecode(value) not in TYPECODES:
+        raise UsageError(f"{where}: array type {value.typecode!r} has no torch type here; use {TYPECODES}")
 
 
 # --- reading --- -----------------------------------------------------------------------------------------------------------
@@ -239,11 +270,14 @@ def _frames(fd: int, size: int) -> Iterator[tuple[int, int]]:
 
 def _content(fd: int, offset: int, end: int) -> JsonObject:
     """The content of a frame. Raises FormatError, OSError."""
-    data = read_at(fd, offset, end - offset)
-    packed = data[HEAD.size :]
-    if len(data) < HEAD.size or zlib.crc32(packed) != HEAD.unpack_from(data)[1]:
+    data = read_at(fd, offset, HEAD.size)
+    begin, found = offset + HEAD.size, 0
+    # First the checksum, in pieces: a file that lies about its size must take no memory.
+    for place in range(begin, end, CHUNK):
+        found = zlib.crc32(read_at(fd, place, min(CHUNK, end - place)), found)
+    if len(data) < HEAD.size or found != HEAD.unpack(data)[1]:
         raise FormatError("is damaged (checksum)")
-    content = unpack(packed)
+    content = unpack(read_at(fd, begin, end - begin))
     if not isinstance(content, dict):
         raise FormatError("is malformed")
     return content

@@ -352,14 +352,13 @@ def _answer(rest: dict[str, object]) -> object:
 
 
 def plain(value: object, depth: int = 0) -> object:
-    """The value as stored in trajectories: JSON types only; other Parquet types (dates, bytes, decimals), and integers beyond 64 bits, as
-    text.
+    """The value as stored in trajectories: JSON types only; other Parquet types (dates, bytes, decimals) as text.
 
     Raises RecursionError for excessive nesting.
     """
     if depth > MAX_NESTING:
         raise RecursionError
-    if value is None or isinstance(value, str | bool) or (isinstance(value, int) and abs(value) < 1 << 63):
+    if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)

@@ -23,6 +23,7 @@ from fsbarrier.doctor.findings import NOTE, OK, REFUSED, SEVERITY, WARNING, Chec
 from fsbarrier.doctor.probes import NEEDED, judge_races
 from fsbarrier.store import files
 from fsbarrier.store.mounts import CLOSE_TO_OPEN, COHERENT, INSTEAD
+from fsbarrier.store.reading import RECORD_BYTES, read_bytes
 
 #: how long to measure, at most if changes do not become visible, and the pause between two looks
 MEASURE_S, LONGEST_S, PAUSE_S = 4.0, 25.0, 0.005
@@ -35,10 +36,19 @@ RACES, LISTED = "exclusive-create races", "new name listed after"
 
 @dataclass(slots=True)
 class Races:
-    """One node's part in the races: the rounds it won, and its errors by name."""
+    """One node's part in the races: the rounds it won, its errors by name, and the record of each name."""
 
     won: list[int] = field(default_factory=list)
     errors: dict[str, int] = field(default_factory=dict)
+    records: list[str] = field(default_factory=list)
+
+    def read(self, session: Path) -> None:
+        """Read who won each name; "" where that cannot be read."""
+        for number in range(ROUNDS):
+            content = b""
+            with contextlib.suppress(OSError):
+                content = read_bytes(_raced(session, number), RECORD_BYTES)
+            self.records.append(content.decode(errors="replace"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +120,10 @@ def measure(session: Path, rank: int, members: Sequence[int]) -> Times | None:
     return result
 
 
+def _raced(session: Path, number: int) -> Path:
+    return session / "races" / f"{number:03d}"
+
+
 def race(session: Path, rank: int, num_nodes: int) -> Races:
     """Create names as the protocol does, each after the newest that this node knows, so that all nodes try the same at the same time."""
     folder, mine = session / "races", f"node-{rank}".encode()
@@ -119,7 +133,7 @@ def race(session: Path, rank: int, num_nodes: int) -> Races:
     _line_up(folder, rank, num_nodes, end)
     while number < ROUNDS and time.monotonic() < end:
         try:
-            if files.create_exclusive(folder / f"{number:03d}", mine, durable=False):
+            if files.create_exclusive(_raced(session, number), mine, durable=False):
                 result.won.append(number)
         except OSError as error:
             name = errno.errorcode.get(error.errno or 0, "unknown")
@@ -191,6 +205,14 @@ def _races(findings: Findings) -> Check:
     check = judge_races(
         RACES, [[int(n in part.won) for n in decided] for part in parts.values()], f"{len(parts)} nodes"
     )
+    winner = {number: f"node-{rank}" for rank, part in parts.items() for number in part.won}
+    foreign = sum(
+        any(part.records[number] not in ("", name) for part in parts.values())
+        for number, name in winner.items()
+    )
+    if check.level == OK and foreign:
+        finding = f"{foreign} of {ROUNDS} names contain a record that is not the winner's"
+        return Check(RACES, REFUSED, finding, "nodes could read different decisions; use another filesystem")
     if check.level == OK and errors:
         counts = ", ".join(f"{count} x {error}" for error, count in errors.items())
         return Check(RACES, WARNING, f"{check.finding}; errors: {counts}", "see the server's log")

@@ -161,6 +161,8 @@ def _exchange(session: Path, group: Group, own: list[Check], mount: Mount) -> di
     delays = between.measure(session, group.node_rank, group.members)
     group.barrier()
     races = between.race(session, group.node_rank, len(group.members))
+    group.barrier()
+    races.read(session)
     findings = between.NodeFindings(
         host_name(), boot_id(), str(mount), mount.fresher, own, races, delays, reached
     )

@@ -7,6 +7,7 @@ program of the update inherits the sockets and keeps the one with the chosen add
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 from collections.abc import Iterable, Sequence
 
@@ -18,32 +19,45 @@ LISTENING = "FSBARRIER_LISTENING"
 
 
 def listen(addresses: Sequence[str], port: int = 0) -> list[socket.socket]:
-    """Listen on each of these addresses of this host, all on one port (0: a free one). Raises OSError if none of them is there."""
+    """Listen on each of these addresses of this host, all on one port (0: a free one).
+
+    Unless all are loopback, the last socket listens on every address: a peer may know this host by one that it does not have (NAT).
+    Raises OSError.
+    """
+    others = not all(ipaddress.ip_address(address).is_loopback for address in addresses)
     listening: list[socket.socket] = []
-    for address in addresses:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        try:
-            # The kernel lets only sockets of the same user share a port.
-            listener = socket.create_server(
-                (address, port), family=family, reuse_port=True, backlog=socket.SOMAXCONN
-            )
-        except OSError:
-            # An address may have gone meanwhile.
-            if address == addresses[-1] and not listening:
+    with contextlib.ExitStack() as opened:
+        for address in ("", *addresses) if others else addresses:
+            try:
+                one = opened.enter_context(_listen_on(address, port))
+            except OSError:
+                # An address may have gone meanwhile.
+                if others and listening:
+                    continue
                 raise
-            continue
-        listening.append(listener)
-        port = port_of(listener)
-    return listening
+            listening.append(one)
+            port = port_of(one)
+        opened.pop_all()
+    return listening[1:] + listening[:1] if others else listening
 
 
 def take(listening: Sequence[socket.socket], address: str) -> socket.socket:
-    """The one of `listen`'s sockets that listens on `address`; closes the others."""
-    chosen = next((listener for listener in listening if listener.getsockname()[0] == address), listening[0])
-    for listener in listening:
-        if listener is not chosen:
-            listener.close()
+    """The one of `listen`'s sockets that listens on `address`, or else the last; closes the others."""
+    chosen = next((one for one in listening if one.getsockname()[0] == address), listening[-1])
+    for one in listening:
+        if one is not chosen:
+            one.close()
     return chosen
+
+
+def _listen_on(address: str, port: int) -> socket.socket:
+    # The kernel lets only sockets of the same user share a port.
+    if not address and socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, reuse_port=True, backlog=socket.SOMAXCONN
+        )
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, reuse_port=True, backlog=socket.SOMAXCONN)
 
 
 def port_of(listening: socket.socket) -> int:

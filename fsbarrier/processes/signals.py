@@ -18,10 +18,15 @@ class Interrupted(SystemExit):
 
 
 def end(number: int, frame: FrameType | None) -> NoReturn:
-    """A handler that ends the program with an exception, so that clean-up code runs. Later signals are ignored meanwhile."""
+    """A handler that ends the program with an exception, so that clean-up code runs."""
+    raise Interrupted(130 if number == signal.SIGINT else 143)
+
+
+def end_once(number: int, frame: FrameType | None) -> NoReturn:
+    """As `end`; later signals are ignored, so that whoever waits for nodes to stop is not interrupted."""
     for each in ENDING:
         signal.signal(each, signal.SIG_IGN)
-    raise Interrupted(128 + number)
+    end(number, frame)
 
 
 @contextmanager

@@ -39,13 +39,12 @@ def last_lines(path: Path, lines: int, begin: int = 0) -> list[str]:
     return [row for row in rows if row][-lines:] if lines > 0 else []
 
 
-def log_folders(paths: RunPaths, attempt: int | None = None) -> dict[int, Path]:
-    """Node rank -> the log folder of its newest start, or of this attempt. A node that rejoined by itself keeps its first folder."""
+def log_folders(paths: RunPaths) -> dict[int, Path]:
+    """Node rank -> the log folder of its newest start. A node that rejoined by itself keeps its first folder."""
     found = dict[int, Path]()
     for number in sorted(ATTEMPT_FOLDER.parse_all(_folders(paths.logs))):
-        if attempt in (None, number):
-            of_nodes = _folders(paths.logs / ATTEMPT_FOLDER.build(number))
-            found |= {rank: paths.node_logs(number, rank) for rank in NODE_FOLDER.parse_all(of_nodes)}
+        of_nodes = _folders(paths.logs / ATTEMPT_FOLDER.build(number))
+        found |= {rank: paths.node_logs(number, rank) for rank in NODE_FOLDER.parse_all(of_nodes)}
     return dict(sorted(found.items()))
 
 

@@ -212,7 +212,7 @@ def _rollouts(s: Settings, named: AsChosen) -> Iterator[str]:
         elif "{port}" not in one.command:
             yield f"{named(key)}: needs {{port}}, the port on which the server must listen"
         if one.health is not None and not one.health.startswith("/"):
-            yield f"{named(key.replace('command', 'health'))}: must begin with /"
+            yield f"{named(key.removesuffix('command') + 'health')}: must begin with /"
     for word in s.rollout.chat_template_kwargs:
         if "=" not in word or not word.partition("=")[0].isidentifier():
             yield f"{named('rollout.chat_template_kwargs')}: {word!r} must have the form name=value"

@@ -47,6 +47,8 @@ def measured(algorithm: AlgorithmSettings, rows: list[int]) -> tuple[Tensor, Ten
     mask = torch.arange(longest) < torch.tensor([LENGTHS[row] for row in rows])[:, None]
     given = {name: torch.tensor(one)[rows, :longest] for name, one in GIVEN.items()}
     learned = [given[name].requires_grad_() for name in ("new", "entropy")]
+    # As an update gives them.
+    given = {name: torch.where(mask, values, 0.0) for name, values in given.items()}
     refers = algorithm.kl_coef or algorithm.kl_in_reward
     loss = load_loss(algorithm.loss)(**given | ({} if refers else {"reference": None}), mask=mask)[mask].sum()
     if loss.requires_grad:

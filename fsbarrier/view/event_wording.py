@@ -179,7 +179,7 @@ WORDING: dict[str, str | Callable[[Event], str]] = {
     "|log-prob gap {logprob_gap_mean:.1g}|{replayed:some} sequences from other policy versions])",
     "weights_published": "iteration {iteration}: published policy version {policy_version}",
     "code_changed": "changed since the last start of this node: {what}",
-    "listens": "port {port} is open to other hosts for the update: on all its addresses until torchrun has started, then on the one "
+    "listens": "port {port} is open to other hosts for the update: on all addresses until torchrun has started, then only on the address "
     "that all nodes can reach",
     "nodes_differ": "{what}: {found}",
     "weights_checked": "[node {node_rank}: {note}; its engines read the run directory]",

@@ -25,6 +25,11 @@ class OneAddress(static_tcp_rendezvous.StaticTCPRendezvous):
         if self._store is None and self.rank == 0:
             held = [socket.socket(fileno=int(fd)) for fd in os.environ.pop(LISTENING, "").split(",") if fd]
             chosen = take(held or listen((self.master_addr,), self.master_port), self.master_addr)
+            if chosen.getsockname()[0] != self.master_addr:
+                print(
+                    f"{self.master_addr} is not an address of this host, so the store listens on all addresses",
+                    flush=True,
+                )
             self._store = TCPStore(
                 self.master_addr,
                 self.master_port,

@@ -52,6 +52,8 @@ def main(args: argparse.Namespace) -> int:
     count = args.num_nodes
     if count is None and (found := ranks.count_nodes(rank, os.environ)) is not None:
         count = found.value
+    if count == 0:
+        raise UsageError("--num-nodes 0: must be 1 or more")
     known, several = args.master or args.worker is not None, count is not None and count > 1
     if (known and count is None) or (several and rank is None):
         raise UsageError(

@@ -28,6 +28,7 @@ from fsbarrier.cli.launchers.job import (
     check_name,
     commands_here,
     fill,
+    is_foreign,
     split,
     submit,
 )
@@ -194,6 +195,8 @@ def _written(args: argparse.Namespace, text: str, name: str) -> Path | None:
         print(text, end="")
         return None
     path = Path(args.output or name)
+    if is_foreign(path):
+        raise UsageError(f"--output {path}: exists and was not written by fsbarrier; choose another name")
     flags.write_file("--output", path, os.fsencode(text))
     return path
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from fsbarrier.cli.commands import flags
 from fsbarrier.cli.follow_logs import Log, show
 from fsbarrier.errors import UsageError
-from fsbarrier.rundir.journal import Event, read_events
-from fsbarrier.rundir.log_tail import log_folders
+from fsbarrier.rundir.names import ATTEMPT_FOLDER, NODE_FOLDER
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.view.event_wording import event_line, log_lines
 
-#: Show events of all nodes within this many seconds of the failure, and at most this many before and after it.
-AROUND_S, AROUND = 10.0, 8
 EXAMPLE = """fsbarrier logs --node 2 --file vllm -n 100
   fsbarrier logs --first-error"""
 FLAGS = {
@@ -35,9 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     paths = flags.find_run(args).paths
     if args.first_error:
-        lines = first_error(read_events(paths.root))
-        print("\n".join(lines or ["no node, program or phase of this run has failed"]))
-        return 0
+        return _first_error(paths)
 
     def logs() -> list[Log]:
         return find(paths, node=args.node, attempt=args.attempt, name=args.file)
@@ -51,40 +45,28 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+def _first_error(paths: RunPaths) -> int:
+    from fsbarrier.rundir.journal import read_events
+    from fsbarrier.view.first_error import first_error
+
+    lines = first_error(read_events(paths.root), paths.logs)
+    print("\n".join(lines or ["no node, program or phase of this run has failed"]))
+    return 0
+
+
 def find(
     paths: RunPaths, *, node: int | None = None, attempt: int | None = None, name: str | None = None
 ) -> list[Log]:
-    """The matching logs of each node's latest start, or of this attempt, sorted by node and name."""
-    return [
-        Log(f"[node {rank} {path.stem}]", path)
-        for rank, folder in log_folders(paths, attempt).items()
-        for path in sorted(folder.glob("*.log"))
-        if node in (None, rank) and name in (None, path.stem, path.name)
-    ]
-
-
-# --- the first error --------------------------------------------------------------------------------------------------------
-
-
-def first_error(events: Sequence[Event]) -> list[str]:
-    """The lines to show; [] if nothing has failed. `events`: sorted by time."""
-    failed = next((event for event in events if _is_failure(event)), None)
-    if failed is None:
-        return []
-    shown = [event for event in events if abs(event.at - failed.at) <= AROUND_S and event_line(event)]
-    # Several nodes report the same loss. Keep only the first report.
-    before = [event for event in shown if event.at <= failed.at and event is not failed][-AROUND:]
-    after = [event for event in shown if event.at > failed.at][:AROUND]
-    lines = ["the first failure:", *_indented(log_lines(failed))]
-    lines += ["", "events around it, on all nodes:"]
-    lines += _indented(f"node {event.node_rank}: {event_line(event)}" for event in (*before, failed, *after))
-    return lines
-
-
-def _is_failure(event: Event) -> bool:
-    ended = event.name == "node_ended" and event.text("state") == "broken"
-    return ended or event.name in ("work_failed", "node_lost")
-
-
-def _indented(lines: Iterator[str] | Sequence[str]) -> Iterator[str]:
-    return (f"  {line}" for line in lines)
+    """The matching logs of each node's latest matching start, sorted by node and name."""
+    matching: dict[int, dict[int, list[Path]]] = {}
+    for path in sorted(paths.logs.glob("*/*/*.log")):
+        # A link could lead out of the run directory to other files.
+        if path.parent.is_symlink() or path.parent.parent.is_symlink():
+            continue
+        start, rank = ATTEMPT_FOLDER.parse(path.parent.parent.name), NODE_FOLDER.parse(path.parent.name)
+        if start is None or rank is None or node not in (None, rank) or attempt not in (None, start):
+            continue
+        if name in (None, path.stem, path.name):
+            matching.setdefault(rank, {}).setdefault(start, []).append(path)
+    newest = {rank: starts[max(starts)] for rank, starts in sorted(matching.items())}
+    return [Log(f"[node {rank} {path.stem}]", path) for rank, paths in newest.items() for path in paths]

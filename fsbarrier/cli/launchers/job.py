@@ -14,6 +14,10 @@ from pathlib import Path
 
 from fsbarrier.cli.start import preflight
 from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.store import reading
+
+#: The first line of each generated file. A file without it is not ours and is never overwritten.
+MARK = "# Written by `fsbarrier launch`."
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,7 @@ def fill(template: str, job: ClusterJob, **values: object) -> str:
     )
     environment.filters.update(yaml=_yaml_scalar, shell=_shell_words)
     text = Path(__file__).with_name(template).read_text(encoding="utf-8")
-    return environment.from_string(text).render(job=job, **values)
+    return environment.from_string(text).render(mark=MARK, job=job, **values)
 
 
 def _yaml_scalar(text: str) -> str:
@@ -98,6 +102,16 @@ def _yaml_scalar(text: str) -> str:
 
 def _shell_words(words: str | Sequence[str]) -> str:
     return shlex.join([words] if isinstance(words, str) else words)
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether there is a plain file that `fsbarrier launch` did not write."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    try:
+        return MARK.encode() not in reading.read_bytes(path, reading.JSON_BYTES)[:500]
+    except OSError:
+        return True
 
 
 # --- Slurm: one task per node, which can be requeued ---------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsbarrier.processes.signals import Interrupted, end, ending_signals_handled
+from fsbarrier.processes.signals import Interrupted, end_once, ending_signals_handled
 from fsbarrier.view.event_wording import says_generation
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def run_nodes(
     `start` adds each node to the given dictionary as soon as it runs; `follow` returns the exit codes of those that ended by themselves.
     """
     children: Children = {}
-    with ending_signals_handled(end):
+    with ending_signals_handled(end_once):
         try:
             start(children)
             codes = follow(children)

@@ -16,7 +16,7 @@ from pathlib import Path
 from fsbarrier.cli.pool.directory import Pool
 from fsbarrier.cli.pool.queue import STOPPED, Ended, Joined, Place, Placed, next_decision
 from fsbarrier.cli.start import ranks
-from fsbarrier.processes.signals import Interrupted, end, ending_signals_handled
+from fsbarrier.processes.signals import Interrupted, end_once, ending_signals_handled
 from fsbarrier.processes.supervisor import Child, StartFailed, own_program, with_this_package
 from fsbarrier.protocol.facts import Beat, Member
 from fsbarrier.protocol.membership import GONE, Ledger
@@ -36,7 +36,7 @@ def serve(root: Path, dead_s: float, shared_group: bool, say: Say) -> int:
     pool = Pool(root)
     pool.make(shared_group=shared_group)
     # From here on a signal raises Interrupted, and the child is stopped on the way out.
-    with ending_signals_handled(end):
+    with ending_signals_handled(end_once):
         try:
             # Each start is a node of its own. What an earlier one on this host ran is another node's as soon as its heartbeat is missed.
             number = pool.append(Joined(host_name(), os.getpid()))

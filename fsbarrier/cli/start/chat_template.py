@@ -46,7 +46,7 @@ def check(folder: Path, tasks: Iterable[Task], path: Path, arguments: Mapping[st
         if render is None:
             return
         roles = tuple(
-            f"{one['role']} {[part['type'] for part in images.parts_of(one['content'])]}"
+            f"{one['role']} {type(one['content']).__name__} {[part['type'] for part in images.parts_of(one['content'])]}"
             for one in task.prompt
         )
         if roles in seen:

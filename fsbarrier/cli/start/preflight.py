@@ -13,9 +13,9 @@ from fsbarrier.settings.value_types import reward_kinds
 from fsbarrier.store.mounts import mount_of
 
 Environ = Mapping[str, str]
+FREE_BYTES = 16 * 1024 * 1024
 # Filesystems that do not support user files.
 NO_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts")
-FREE_BYTES = 16 * 1024 * 1024
 
 
 def checkout() -> Path | None:
@@ -57,7 +57,7 @@ def _with_absolute_file(named: str) -> str:
 
 
 def check_log_path(path: Path, named: str = "--log-path") -> None:
-    """Check that a directory to write to (`named` by this flag or command) exists or can be created, and has free space."""
+    """Check that a directory to write to (`named` by this flag or command) exists or can be created, is writable, and has free space."""
     there = path
     while not there.exists() and there.parent != there:
         if there.is_symlink():
@@ -65,6 +65,8 @@ def check_log_path(path: Path, named: str = "--log-path") -> None:
         there = there.parent
     if not there.is_dir():
         raise UsageError(f"{named} {path}: {there} is not a directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"{named} {path}: you have no write permission for {there}")
     try:
         kind, status = mount_of(there).kind, os.statvfs(there)
     except OSError as error:
@@ -72,6 +74,8 @@ def check_log_path(path: Path, named: str = "--log-path") -> None:
     if kind in NO_FILES:
         raise UsageError(f"{named} {path}: {there} is a kernel filesystem ({kind}), which cannot store files")
     free = status.f_bavail * status.f_frsize
+    if status.f_flag & os.ST_RDONLY:
+        raise UsageError(f"{named} {path}: its filesystem is mounted read-only")
     if status.f_blocks and free < FREE_BYTES:
         raise UsageError(
             f"{named} {path}: its filesystem has {free / 1e6:.0f} MB free, and at least {FREE_BYTES / 1e6:.0f} MB are needed"
