@@ -82,7 +82,7 @@ def test_a_run_ends_by_itself_and_can_be_gone_on_with(tmp_path: Path) -> None:
     assert len(list((log_path / "logs").glob("launch_*/node_*.log"))) == 6
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 143)])
 def test_one_signal_ends_everything(
     endless: tuple[Path, subprocess.Popen[str]], number: int, code: int
 ) -> None:
