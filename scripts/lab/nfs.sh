@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests over real NFS, where the kernel of this machine has none: in a guest of their own.
 #
-#   scripts/lab/nfs.sh                              three clients of NFS 4.2 and 3, nodes killed: 15 minutes
+#   scripts/lab/nfs.sh                              three clients of NFS 4.2 and 3, nodes killed: 10 minutes
 #   scripts/lab/nfs.sh tests/test_mounts.py -k ...  other arguments go to pytest
 #
 # The guest is User Mode Linux, a kernel that runs as a program and needs no virtualisation. It sees the files of this machine and
