@@ -238,14 +238,15 @@ def test_kills_on_nfs_lose_and_double_nothing(tmp_path: Path, options: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sshfs", "glusterfs"])
+@pytest.mark.parametrize("kind", ["sshfs", "glusterfs", "nfs"])
 def test_a_killed_leader_on_a_real_mount_with_the_timeouts_that_ship(tmp_path: Path, kind: str) -> None:
     """The leader and all that it runs end at once, as with its machine: it is lost by its silence, in `dead_s` on every mount."""
-    if why := real.missing(kind):
+    if why := nfs.missing() if kind == "nfs" else real.missing(kind):
         pytest.skip(why)
+    mounted = nfs.nodes(tmp_path, 3, "vers=4.2") if kind == "nfs" else real.nodes(kind, tmp_path, 3)
     settings = ("--iterations", "3", "toy.tasks=24", "toy.phase_s=0.5")
     with (
-        real.nodes(kind, tmp_path, 3) as mounts,
+        mounted as mounts,
         MountedCluster(tmp_path, tmp_path / "shared", mounts, *settings) as cluster,
     ):
         cluster.start()
