@@ -10,10 +10,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from cluster import REPO, Cluster
+from judge_server import judge_that_says
 from waiting import free_port, until
 from websockets.asyncio.server import ServerConnection, serve
 
@@ -224,30 +223,17 @@ def grade(image: bytes) -> float:
     return round(hashlib.sha256(image).digest()[0] / 255, 3)
 
 
-class Grades(BaseHTTPRequestHandler):
-    """A judge as others serve them, who is sent one image with each question."""
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        (image,) = [part for part in asked["messages"][0]["content"] if part["type"] == "image_url"]
-        data = base64.b64decode(image["image_url"]["url"].removeprefix("data:image/png;base64,"))
-        said = {"choices": [{"message": {"content": f"I see.\n{grade(data)}"}}]}
-        body = json.dumps(said).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
+def grade_what_is_seen(asked: dict[str, Any]) -> str:
+    """A judge's answer; it is sent one image with each question."""
+    (image,) = [part for part in asked["messages"][0]["content"] if part["type"] == "image_url"]
+    data = base64.b64decode(image["image_url"]["url"].removeprefix("data:image/png;base64,"))
+    return f"I see.\n{grade(data)}"
 
 
 @pytest.fixture
 def judge() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Grades) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-        server.shutdown()
+    with judge_that_says(grade_what_is_seen) as url:
+        yield url
 
 
 @needs_chromium

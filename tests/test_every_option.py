@@ -10,9 +10,7 @@ import os
 import shlex
 import shutil
 import signal
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -21,6 +19,7 @@ import pytest
 import setting_reads
 from complete_runs import Bench, be_program, in_a_fork, wait_for, write_tasks
 from engine_bench import write_model
+from judge_server import judge_that_says
 from options import ELSEWHERE, GROUPS, NOT_ALWAYS_ACTED_ON, covering_rows
 from waiting import until
 
@@ -97,19 +96,6 @@ def test_every_value_of_every_setting_is_run() -> None:
 # --- the runs -------------------------------------------------------------------------------------------------------------
 
 
-class Judge(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        body = json.dumps({"choices": [{"message": {"content": "1"}}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 def write_in_form(folder: Path, form: str) -> None:
     """The tasks as text in JSON lines, as chat messages, or in Parquet files."""
     import pyarrow
@@ -143,20 +129,14 @@ def place(bench: Bench) -> Iterator[dict[str, str]]:
     write_model(folder / "rm", architectures=["Qwen2ForSequenceClassification"])
     (folder / "rm" / "tokenizer.json").write_text("{}")
     bench.run(folder / "first", "--iterations", "1", "checkpoint.trainer_every=1").check()
-    judge = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    threading.Thread(target=judge.serve_forever, daemon=True).start()
-    with (folder / "engine.txt").open("w") as out:
-        environ = {**bench.environ, "VLLM_API_KEY": "e"}
-        server = in_a_fork(lambda: be_program("fsbarrier.workers.vllm_server", []), out.fileno(), environ)
-    port = folder / "fake" / "port"
-    until(lambda: port.exists() and port.read_text())
-    yield {
-        "bench": str(folder),
-        "judge": f"http://127.0.0.1:{judge.server_port}/v1",
-        "engine": f"http://127.0.0.1:{port.read_text()}",
-    }
-    judge.shutdown()
-    judge.server_close()
+    with judge_that_says(lambda asked: "1") as judge:
+        with (folder / "engine.txt").open("w") as out:
+            environ = {**bench.environ, "VLLM_API_KEY": "e"}
+            server = in_a_fork(lambda: be_program("fsbarrier.workers.vllm_server", []), out.fileno(), environ)
+        port = folder / "fake" / "port"
+        until(lambda: port.exists() and port.read_text())
+        engine = f"http://127.0.0.1:{port.read_text()}"
+        yield {"bench": str(folder), "judge": judge, "engine": engine}
     os.killpg(server, signal.SIGKILL)
     wait_for(server, 10)
 
