@@ -289,7 +289,7 @@ def test_nothing_begins_with_a_damaged_policy(tmp_path: Path, first: Path, data:
     [
         (["init_from=FIRST@9"], "init_from=FIRST@9: policy version 9: not on disk; available: 0, 1, 2"),
         (["init_from=FIRST@two"], "'two' is not a policy version; write RUN_DIRECTORY@VERSION"),
-        (["init_from=FIRST/nowhere@1"], "no run there (no run.json)"),
+        (["init_from=FIRST/nowhere@1"], "no run there (no such directory)"),
         (
             ["init_from=FIRST@1", "model=m"],
             "contradicts --model, which also sets the initial policy; drop one of the two",

@@ -280,8 +280,9 @@ def test_no_run_is_one_clear_line(tmp_path: Path, command: str, there: str) -> N
         record.write_bytes(record.read_bytes().replace(b'"num_nodes": 3', b'"num_nodes": 4'))
     captured = typed(command, "--log-path", path, code=2)
     assert captured.out == "" and captured.err.count("\n") == 1
-    if there in ("nothing", "empty", "file"):
-        assert "no run there" in captured.err
+    why = {"nothing": "no such directory", "empty": "no run.json", "file": "not a directory"}
+    if there in why:
+        assert f"no run there ({why[there]})" in captured.err
 
 
 # --- a real run -----------------------------------------------------------------------------------------------------------

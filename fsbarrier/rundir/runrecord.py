@@ -195,9 +195,9 @@ def _is_empty_folder(path: Path) -> bool:
 def load(log_path: Path) -> RunRecord:
     """The record of the run in `log_path`. Raises UsageError if there is none that this version can read."""
     if not exists(log_path):
-        raise UsageError(
-            f"--log-path {shown_path(log_path)}: no run there (no run.json); name a run's directory"
-        )
+        absent = "not a directory" if log_path.exists() else "no such directory"
+        why = "no run.json" if log_path.is_dir() else absent
+        raise UsageError(f"--log-path {shown_path(log_path)}: no run there ({why}); name a run's directory")
     return _read(log_path)
 
 
