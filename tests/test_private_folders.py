@@ -167,10 +167,13 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
     ids=" ".join,
 )
-def test_another_users_run_is_refused_and_its_program_is_not_loaded(words: list[str], foreign: Path) -> None:
+@pytest.mark.parametrize("flag", [[], ["--shared-group"]], ids=["alone", "shared"])
+def test_another_users_run_is_refused_and_its_program_is_not_loaded(
+    words: list[str], flag: list[str], foreign: Path
+) -> None:
     # A damaged generation makes `recover` ask the program where to continue.
     (foreign / "run" / "coordination" / "generations" / "gen-000001.json").write_text("{")
-    said = typed(*words, "--log-path", foreign / "run", code=2).err
+    said = typed(*words, *flag, "--log-path", foreign / "run", code=2).err
     assert "belongs to nobody" in said and "could run code as you" in said and said.count("\n") == 1
     assert not (foreign / "ran").exists(), "the other user's program ran"
 
@@ -200,8 +203,9 @@ def test_another_users_pool_is_refused(foreign: Path) -> None:
     pool = foreign / "pool"
     pool.mkdir()
     os.chown(pool, SOMEBODY, SOMEBODY)
-    said = typed("daemon", pool, code=2)
-    assert "belongs to nobody" in said.err and not list(pool.iterdir())
+    for flag in ((), ("--shared-group",)):
+        said = typed("daemon", pool, *flag, code=2)
+        assert "belongs to nobody" in said.err and not list(pool.iterdir())
     for name in ("log", "logs", "runs", "coordination"):
         (pool / name).mkdir()
     for words in (["daemon", str(pool)], ["submit", str(pool), "--program", "ping"]):
@@ -221,14 +225,21 @@ def test_another_users_pool_is_refused(foreign: Path) -> None:
         (lambda home: (home.chmod(0o1777), os.chown(home, SOMEBODY, -1)), False, "belongs to nobody"),
         (lambda home: home.chmod(0o775), False, "--shared-group"),
         (lambda home: home.chmod(0o775), True, ""),
+        (lambda home: (home.chmod(0o775), os.chown(home, -1, UID)), True, "only a group that you are in"),
+        (lambda home: os.chown(home / "runs" / "one", SOMEBODY, -1), True, "belongs to nobody"),
         (lambda home: (home / "runs" / "one").chmod(0o1777), False, "everybody may write"),
         (lambda home: (home / "runs" / "one" / "coordination").chmod(0o770), False, "its group may write"),
     ],
 )
 def test_nobody_else_may_write_on_the_way(
-    tmp_path: Path, change: Callable[[Path], object], shared_group: bool, says: str
+    tmp_path: Path,
+    change: Callable[[Path], object],
+    shared_group: bool,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever can rename a folder on the way can put another in the place of the run."""
+    monkeypatch.setattr(os, "getgroups", lambda: [0, SOMEBODY])
     home = tmp_path / "home"
     (home / "runs" / "one" / "coordination").mkdir(parents=True)
     (tmp_path / "link").symlink_to(home / "runs")

@@ -27,7 +27,8 @@ MAX_LINKS = 40
 def check(folder: Path, *, shared_group: bool, named: str, inside: Iterable[str] = ()) -> None:
     """Raises UsageError if somebody else could decide what is in `folder`, which need not exist yet.
 
-    `shared_group`: this command line trusts the group of the folder, whoever of it made it. `named`: the flag or command to show.
+    `shared_group`: this command line lets the folder's group write, if this user is in it; whose the folder is counts all the same, because
+    a stranger can make a folder of a stranger's group. `named`: the flag or command to show.
     `inside`: what must be trusted too, if it is there.
     """
     real = Path(os.path.realpath(folder))
@@ -60,25 +61,22 @@ def _check(path: Path, trusted: set[int], shared_group: bool, named: str, *, sti
     status = os.lstat(path)
     # What a link's mode says means nothing.
     mode = 0 if stat.S_ISLNK(status.st_mode) or (sticky and status.st_mode & stat.S_ISVTX) else status.st_mode
-    advice = (
-        ""
-        if shared_group
-        else ", or give --shared-group if you trust everybody in its group with your account"
-    )
     if mode & stat.S_IWOTH:
         raise UsageError(
             f"{named}: everybody may write to {path} and could run code as you; run chmod o-w {path}"
         )
-    if shared_group:
-        return
     if status.st_uid not in trusted:
         raise UsageError(
-            f"{named}: {path} belongs to {user_name(status.st_uid)}, who could run code as you; use a directory of your own{advice}"
+            f"{named}: {path} belongs to {user_name(status.st_uid)}, who could run code as you; use a directory of your own"
         )
     if mode & stat.S_IWGRP and not _is_only_ours(status.st_gid):
-        raise UsageError(
-            f"{named}: its group may write to {path} and could run code as you; run chmod g-w {path}{advice}"
-        )
+        said = f"{named}: its group may write to {path} and could run code as you; run chmod g-w {path}"
+        if not shared_group:
+            raise UsageError(
+                f"{said}, or give --shared-group if you trust everybody in its group with your account"
+            )
+        if status.st_gid not in {os.getegid(), *os.getgroups()}:
+            raise UsageError(f"{said} (--shared-group trusts only a group that you are in)")
 
 
 def _is_only_ours(group: int) -> bool:

@@ -32,7 +32,11 @@ def main(args: argparse.Namespace) -> int:
     if args.dry_run:
         raise UsageError("--dry-run: not supported by submit; use fsbarrier run --dry-run")
     pool = directory.existing(preflight.absolute(args.pool))
-    pool.check_private(shared_group=args.shared_group)
+    if args.shared_group:
+        # It may be another member's, whose daemons run the job as that member. This command runs nothing that is there.
+        pool.check_no_links()
+    else:
+        pool.check_private(shared_group=False)
     if ":" in (args.num_nodes or ""):
         raise UsageError(
             f"--num-nodes {args.num_nodes}: a pool's job gets all its nodes at once; give one number"

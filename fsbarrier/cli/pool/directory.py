@@ -58,11 +58,15 @@ class Pool:
 
     def check_private(self, *, shared_group: bool) -> None:
         """Raises UsageError if other users may write there, because the pool's nodes run jobs as this user."""
+        self.check_no_links()
+        trusted_folder.check(self.root, shared_group=shared_group, named="the pool", inside=FOLDERS)
+
+    def check_no_links(self) -> None:
+        """Raises UsageError if what is written into the pool would land elsewhere."""
         for folder in (self.root / name for name in FOLDERS):
             # Only the way to the pool may contain links.
             if not stat.S_ISDIR(folder.lstat().st_mode):
                 raise UsageError(f"{folder}: is a symbolic link, which could lead out of the pool; remove it")
-        trusted_folder.check(self.root, shared_group=shared_group, named="the pool", inside=FOLDERS)
 
     def read(self) -> Queue:
         """The queue after all records that are there."""
