@@ -21,7 +21,21 @@ if TYPE_CHECKING:
 hypothesis.settings.load_profile("ci")
 
 # What launchers set and fsbarrier reads: the rank that a test gets must be the one that it gives.
-_PREFIXES = ("FSBARRIER_", "SLURM_", "SKYPILOT_", "DSTACK_", "OMPI_", "PMI_")
+_PREFIXES = (
+    "FSBARRIER_",
+    "SLURM_",
+    "SKYPILOT_",
+    "DSTACK_",
+    "OMPI_",
+    "PMI_",
+    "PET_",
+    "LWS_",
+    "VC_",
+    "SM_",
+    "PBS_",
+    "LSB_",
+    "LSF_",
+)
 _NAMES = (
     "NODE_RANK",
     "RANK",
@@ -32,6 +46,7 @@ _NAMES = (
     "JOB_COMPLETION_INDEX",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "MPI_LOCALNRANKS",
     "PYTHONSAFEPATH",
 )
 

@@ -88,6 +88,33 @@ def test_rank_counts_only_where_no_world_size_contradicts_it(
             "NODE_RANK=2 contradicts NNODES=2: ranks start at 0, so the last one is 1",
         ),
         ({"DSTACK_NODE_RANK": "5", "DSTACK_NODES_NUM": "4"}, {}, "contradicts DSTACK_NODES_NUM=4"),
+        ({"PET_NODE_RANK": "1", "RANK": "2"}, {}, "PET_NODE_RANK=1 and RANK=2: contradict each other"),
+        (
+            {"LWS_WORKER_INDEX": "1", "JOB_COMPLETION_INDEX": "0"},
+            {},
+            "LWS_WORKER_INDEX=1 and JOB_COMPLETION_INDEX=0",
+        ),
+        (
+            {"NODE_RANK": "1", "NNODES": "2", "PET_NODE_RANK": "1", "PET_NNODES": "3"},
+            {},
+            "NNODES=2 and PET_NNODES=3: contradict each other about the number of nodes",
+        ),
+        (
+            {"PET_NODE_RANK": "1", "PET_NNODES": "2:4"},
+            {},
+            "PET_NNODES=2:4: a range of nodes; give --num-nodes 2:4",
+        ),
+        (
+            {"SM_CURRENT_HOST": "algo-3", "SM_HOSTS": '["algo-1"]'},
+            {},
+            'SM_HOSTS=["algo-1"]: does not name SM_CURRENT_HOST=algo-3',
+        ),
+        ({"SM_CURRENT_HOST": "algo-3", "SM_HOSTS": "algo-3"}, {}, "SM_HOSTS=algo-3: does not name"),
+        (
+            {"LSF_PM_TASKID": "3", "LSB_MCPU_HOSTS": "h1 4 h2 4"},
+            {},
+            "LSF_PM_TASKID=3 contradicts LSB_MCPU_HOSTS=h1 4 h2 4: ranks start at 0, so the last one is 1",
+        ),
     ],
 )
 def test_an_impossible_rank_is_refused_with_its_source(

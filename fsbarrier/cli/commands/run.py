@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("--rank auto: contradicts --master and --worker R; drop one of the two")
     if args.demo:
         return _demo(args, chosen)
-    from fsbarrier.cli.start import begin
+    from fsbarrier.cli.start import begin, ranks
 
     request = begin.Request(
         chosen=chosen,
@@ -60,6 +60,8 @@ def main(args: argparse.Namespace) -> int:
         return dryrun.show(start.record, start.settings, as_json=args.json)
     from fsbarrier.run.run_node import run_node
 
+    for name in os.environ.keys() - ranks.without_torchruns(os.environ).keys():
+        del os.environ[name]
     rank = None if args.rank else start.node_rank
     return run_node(start.record, start.settings, start.stated, node_rank=rank, until=start.until)
 

@@ -36,8 +36,7 @@ def run_all(
     from fsbarrier.cli.start import begin, ranks
     from fsbarrier.view.summary import print_summary
 
-    # A launcher's variables describe this process. The nodes started here must not take their rank from them.
-    environ = {name: value for name, value in os.environ.items() if name not in ranks.VARIABLES}
+    environ = ranks.without_launchers(os.environ)
     request = begin.Request(
         chosen=chosen,
         environ=environ,

@@ -128,7 +128,7 @@ class _Node:
         else:
             shared = ["--shared-group"] if "--shared-group" in job.words else []
             words = ["--worker", str(place.rank), *where, *shared]
-        environ = {name: value for name, value in os.environ.items() if name not in ranks.VARIABLES}
+        environ = ranks.without_launchers(os.environ)
         self._serves = place
         try:
             self._child = Child.start(

@@ -92,6 +92,8 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
     _admit(log_path, write=not request.dry_run)
     known = asked.typed.num_nodes if "num_nodes" in chosen else None
     rank = _rank(request, known)
+    if told := ranks.alone_in_a_job(rank, asked.typed.num_nodes, request.environ):
+        say(told)
     record = _find_record(asked, rank)
     return _create(asked, rank) if record is None else _join(asked, record, rank)
 
