@@ -3,7 +3,10 @@ them."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import os
+import sys
 import traceback
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -54,7 +57,8 @@ def load_module(name: str) -> ModuleType:
     """The file of program `name` as a module, for programs derived from it. Raises UsageError."""
     path = program_path(name)
     try:
-        return load_file(path, f"fsbarrier_program_{path.stem}")
+        # A program of one's own may import what lies beside it; ours must not shadow anything.
+        return load_file(path) if name.endswith(".py") else load_file(path, f"fsbarrier_program_{path.stem}")
     except UsageError:
         raise
     # Report any exception from the user's file as one line.
@@ -82,14 +86,56 @@ class _LeavesNothing(SourceFileLoader):
         pass
 
 
-def load_file(path: Path, name: str) -> ModuleType:
-    """Execute a user's Python file as a module called `name`. Raises whatever the file raises."""
+def load_file(path: Path, name: str | None = None) -> ModuleType:
+    """The module of a user's Python file, which is executed once, and again only if it has changed. Raises whatever the file raises.
+
+    It behaves as if imported: it may import files beside it and in the current directory, and Python finds it in `sys.modules`, which
+    dataclasses, pydantic, pickle and multiprocessing need. `name`: its name, for a file that nothing else has to find.
+    """
+    path = path.resolve()
+    if name is None:
+        # Appended, so that a user's random.py does not shadow a library's.
+        sys.path += [folder for folder in (str(path.parent), os.getcwd()) if folder not in sys.path]
+        name = _module_name(path)
+    version = _version(path)
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__fsbarrier_version__", None) == version:
+        return known
     loader = _LeavesNothing(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    sys.modules[name] = module
+    try:
+        loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    module.__dict__["__fsbarrier_version__"] = version
+    return sys.modules.get(name, module)
+
+
+def _version(path: Path) -> tuple[str, int, int]:
+    """Tells whether a file has changed since it was executed."""
+    there = path.stat()
+    return str(path), there.st_mtime_ns, there.st_size
+
+
+def _module_name(path: Path) -> str:
+    """The name under which an `import` would find the file, so that a child process that multiprocessing starts afresh finds it too. Where
+    that name belongs to another module, the file gets a name of its own."""
+    owner = sys.modules.get(path.stem)
+    if owner is not None:
+        file = getattr(owner, "__file__", None)
+    else:
+        try:
+            found = importlib.util.find_spec(path.stem) if "." not in path.stem else None
+        except (ImportError, ValueError):
+            found = None
+        file = found.origin if found is not None else str(path)
+    if "." not in path.stem and file is not None and Path(file).resolve() == path:
+        return path.stem
+    return f"{path.stem.replace('.', '_')}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
 
 
 def failure(error: BaseException, file: str | None) -> tuple[str, str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,8 +32,6 @@ def log_once(place: str, trace: str) -> None:
         print(trace, end="", file=sys.stderr)
 
 
-#: the user code that this process has loaded, as in its settings
-loaded: list[str] = []
 #: locations whose traceback was logged
 _shown: set[str] = set()
 
@@ -51,14 +48,13 @@ def load_named(setting: str, value: str) -> object:
         raise UsageError(f"{said}: must be path/file.py:name")
     if not file.is_file():
         raise UsageError(f"{said}: no such file: {path}")
-    loaded.append(said)
-    # Appended, so that a user's random.py does not shadow a library's.
-    sys.path += [folder for folder in (str(file.resolve().parent), os.getcwd()) if folder not in sys.path]
     try:
-        module = load_file(file, f"fsbarrier_user_{setting.replace('.', '_')}")
+        module = load_file(file)
     # The user's code may raise anything.
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{said}: cannot load {file}: {described_failure(error, str(file))}") from None
+        raise UsageError(
+            f"{said}: cannot load {file}: {described_failure(error, str(file.resolve()))}"
+        ) from None
     found = getattr(module, name, None)
     if found is None:
         raise UsageError(f"{said}: {file} does not define {name}{nearest(name, vars(module))}")

@@ -8,8 +8,8 @@
 * Each job is below a guard (guard.py), as every program is: it kills all that the job has started when the job ends, when our program
   closes the lifeline, and when our program or the fork server dies.
 
-Over the control socket go the descriptors of each job's lifeline and messages; back comes "ready" or "refused WHY" once. Over a lifeline
-come "started" or "failed ERRNO", and "ended EXITCODE".
+Over the control socket go the descriptors of each job's lifeline and messages; back comes "ready ABOUT" or "refused WHY" once. Over a
+lifeline come "started" or "failed ERRNO", and "ended EXITCODE".
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import os
 import resource
 import signal
@@ -51,7 +52,11 @@ class Messages:
 
     async def send(self, value: object) -> None:
         """Does nothing if the other end has gone. Raises ValueError for a message that is too long."""
-        data = msgspec.json.encode(value)
+        try:
+            data = msgspec.json.encode(value)
+        except UnicodeEncodeError:
+            # Half of a surrogate pair, which no UTF-8 can hold, as an escape.
+            data = json.dumps(msgspec.to_builtins(value)).encode()
         if len(data) > MAX_MESSAGE:
             raise ValueError(f"a message of more than {MAX_MESSAGE >> 20} MiB")
         with contextlib.suppress(ConnectionError):
@@ -62,9 +67,13 @@ class Messages:
         """The next message; None once the other end has gone."""
         try:
             length = int.from_bytes(await self._reader.readexactly(8))
-            return msgspec.json.decode(await self._reader.readexactly(length))
+            data = await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
+        try:
+            return msgspec.json.decode(data)
+        except msgspec.DecodeError:
+            return json.loads(data)
 
     def close(self) -> None:
         """What has not been sent yet is lost."""
@@ -111,16 +120,20 @@ class ForkServer:
                 start_new_session=True,
             )
         self._one_at_a_time = asyncio.Lock()
+        #: what `load` says about the user's code
+        self.about: Any = None
 
     async def __aenter__(self) -> Self:
         """Wait until it has loaded the user's code. Raises UsageError if that cannot be used, ProgramFailed if the server has died."""
         report = b""
         with contextlib.suppress(ConnectionError):
             report = await asyncio.get_running_loop().sock_recv(self._control, MAX_REPORT)
-        if not report:
-            raise ProgramFailed(self._how_it_died())
-        if report != b"ready":
-            raise UsageError(report.decode().partition(" ")[2])
+        said, _, text = report.decode().partition(" ")
+        if said != "ready":
+            how = self._how_it_died()
+            await self.__aexit__()
+            raise UsageError(text) if report else ProgramFailed(how)
+        self.about = json.loads(text)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -186,19 +199,20 @@ async def _line(said: asyncio.StreamReader) -> bytes:
 Work = Callable[[socket.socket], None]
 
 
-def serve(control: socket.socket, load: Callable[[], Work]) -> None:
+def serve(control: socket.socket, load: Callable[[], tuple[Work, object]]) -> None:
     """Fork a process for each job; returns when our program has closed its end of `control`.
 
-    `load` loads the user's code, and returns what does a job, given the job's socket. This process must have one thread.
+    `load` loads the user's code, and returns what does a job, given the job's socket, and what our program has to know about the code (a
+    value of JSON's types). This process must have one thread.
     """
     # Also so that ctypes is loaded once.
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
-        work = load()
+        work, about = load()
     except UsageError as error:
         _report(control.fileno(), f"refused {error}"[:MAX_REPORT])
         return
-    _report(control.fileno(), "ready")
+    _report(control.fileno(), f"ready {json.dumps(about)}")
     # What is there already is never garbage: a collection in a job would only copy the pages on which it lies.
     gc.collect()
     gc.freeze()

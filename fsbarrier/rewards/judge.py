@@ -14,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from fsbarrier.data import images
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.openai_http import EngineAddress
+from fsbarrier.errors import UsageError
 from fsbarrier.rewards.matching import last_number
 from fsbarrier.rewards.model_server import ModelServer, ModelServerError
 from fsbarrier.rewards.score import Answer, Reward, Score
 from fsbarrier.settings.sections import JudgeSettings
+from fsbarrier.settings.value_types import frozen_engine
 
 QUESTION = """You judge an answer to a task.
 
@@ -70,6 +72,25 @@ class Judge:
 
     async def close(self) -> None:
         await self._server.close()
+
+
+def open_judge(
+    kind: str, settings: JudgeSettings | None, timeout_s: float, engines: Mapping[str, EngineAddress]
+) -> Judge:
+    """The judge that the reward `kind` asks. Raises UsageError if none is configured."""
+    if settings is not None and (name := frozen_engine(settings.model)) is not None:
+        return Judge(settings, timeout_s, engines[name])
+    if settings is None or not settings.url or not settings.model:
+        raise UsageError(
+            f"reward.kind={kind}: uses a judge, which needs judge.model=engines.NAME, or judge.url and judge.model"
+        )
+    if not settings.url.startswith(("http://", "https://")):
+        raise UsageError(f"judge.url={settings.url}: must be a URL such as https://host/v1")
+    if settings.api_key_env is not None and not os.environ.get(settings.api_key_env):
+        raise UsageError(
+            f"judge.api_key_env={settings.api_key_env}: this variable is not set on this node; export it"
+        )
+    return Judge(settings, timeout_s)
 
 
 class JudgeReward(Reward):

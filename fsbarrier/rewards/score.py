@@ -46,7 +46,11 @@ def finite(value: Any) -> float | None:
 
 
 class Reward:
-    """Scores one answer at a time, or all answers to a task together. It never raises: errors are stored in the Score."""
+    """Scores one answer at a time, or all answers to a task together. Errors of the reward are stored in the Score; it raises nothing but
+    ProgramFailed, and UsageError if it was not opened."""
+
+    async def open(self) -> None:
+        """Get ready. Raises UsageError if it cannot be used, ProgramFailed."""
 
     async def score(self, task: Task, answer: Answer) -> Score:
         raise NotImplementedError
@@ -64,6 +68,10 @@ class AddedRewards(Reward):
 
     def __init__(self, rewards: Sequence[tuple[float, Reward]]) -> None:
         self.rewards = rewards
+
+    async def open(self) -> None:
+        for _, reward in self.rewards:
+            await reward.open()
 
     async def score_group(self, task: Task, answers: Sequence[Answer]) -> list[Score]:
         of_each = await asyncio.gather(*(one.score_group(task, answers) for _, one in self.rewards))

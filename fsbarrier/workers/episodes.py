@@ -13,8 +13,8 @@ from fsbarrier.rollouts.agents import load_agent, run_job
 def main() -> None:
     agent, control = sys.argv[1:]
 
-    def load() -> Work:
-        return partial(run_job, load_agent(agent))
+    def load() -> tuple[Work, object]:
+        return partial(run_job, load_agent(agent)), None
 
     serve(socket.socket(fileno=int(control)), load)
 

@@ -20,7 +20,6 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from fsbarrier import user_code
 from fsbarrier.data.tasks import Task
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.engine.openai_http import EngineAddress
@@ -189,6 +188,7 @@ class Rollout:
             return
         on_disk = {group.task_index for group in writer.groups}
         self.unjudged_before = sum(group.stats.unjudged for group in writer.groups)
+        await self.reward.open()
         async with self.pool, self.agents or nullcontext():
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -385,5 +385,4 @@ def main(spec: JsonObject, settings: Settings, progress: ProgressWriter) -> Json
 
 
 if __name__ == "__main__":
-    # With the user's reward, each rollout is a process of its own: that code may keep what belongs to an event loop that has ended.
-    sys.exit(run_worker(main, lambda: not user_code.loaded))
+    sys.exit(run_worker(main, lambda: True))

@@ -5,22 +5,31 @@ Exits with code 2 and a one-line error on stderr if not; output of the code itse
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 
 from fsbarrier.engine.openai_http import EngineAddress
-from fsbarrier.errors import UsageError
+from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.rewards.kinds import open_reward
+from fsbarrier.rewards.score import Reward
 from fsbarrier.rollouts.agents import load_agent
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.value_types import LOSSES
+
+
+async def _try_reward(reward: Reward) -> None:
+    try:
+        await reward.open()
+    finally:
+        await reward.close()
 
 
 def main() -> int:
     settings = Settings.from_json(json.load(sys.stdin))
     try:
         engines = {name: EngineAddress("http://127.0.0.1/v1", "", name, 1.0) for name in settings.engines}
-        open_reward(settings.reward.kind, judge=settings.judge, engines=engines)
+        asyncio.run(_try_reward(open_reward(settings.reward.kind, judge=settings.judge, engines=engines)))
         if settings.rollout.agent is not None:
             load_agent(settings.rollout.agent)
         if settings.algorithm.loss not in LOSSES:
@@ -28,7 +37,7 @@ def main() -> int:
             from fsbarrier.training.try_loss import try_loss
 
             try_loss(settings.algorithm)
-    except UsageError as error:
+    except (UsageError, ProgramFailed) as error:
         print(f"\n{error}", file=sys.stderr)
         return 2
     return 0
