@@ -43,6 +43,8 @@ def in_ranks(world: int, store: Path, act: Callable[[int], None]) -> list[int]:
         child = os.fork()
         if child == 0:
             try:
+                # Otherwise threads that load a model would be the first to find out that the fork's pool has no threads left, and race.
+                torch.set_num_threads(1)
                 files = torch.distributed.FileStore(str(store), world)
                 torch.distributed.init_process_group("gloo", store=files, rank=rank, world_size=world)
                 act(rank)
@@ -138,7 +140,9 @@ def save_trained(
     state = trainer_state.TrainerState.of(
         parameters, optimizer, steps, without_weights=dtype is torch.float32
     )
-    new = checkpoint_write.NewVersion(*(1, model, model.state_dict(), dtype, beside, state), copy=copy)
+    new = checkpoint_write.NewVersion(
+        *(1, model, model.state_dict(keep_vars=True), dtype, beside, state), copy=copy
+    )
     checkpoint_write.save(out, new, rank, world)
 
 

@@ -69,18 +69,8 @@ def served(info: EngineInfo) -> str:
 # --- for the real vLLM ---
 
 
-def make_model(
-    folder: Path,
-    seed: int,
-    *,
-    tied: bool = False,
-    architecture: str = "Qwen2",
-    positions: int = 64,
-    ends: bool = True,
-) -> Path:
-    """A tiny model with random weights; its vocabulary is the letters. `ends`: whether there is a token that ends an answer."""
-    import torch
-    import transformers
+def letters(*, ends: bool = True) -> Any:
+    """A tokenizer whose tokens are letters. `ends`: whether there is one that ends an answer."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -93,9 +83,26 @@ def make_model(
     fast.chat_template = (
         "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
     )
+    return fast
+
+
+def make_model(
+    folder: Path,
+    seed: int,
+    *,
+    tied: bool = False,
+    architecture: str = "Qwen2",
+    positions: int = 64,
+    ends: bool = True,
+) -> Path:
+    """A tiny model with random weights; its vocabulary is the letters. `ends`: whether there is a token that ends an answer."""
+    import torch
+    import transformers
+
+    fast = letters(ends=ends)
     torch.manual_seed(seed)
     config = getattr(transformers, f"{architecture}Config")(
-        vocab_size=len(vocabulary),
+        vocab_size=len(fast),
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=1,

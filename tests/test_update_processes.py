@@ -69,6 +69,20 @@ def test_adapters_and_budgets_of_tokens_make_the_same_update_on_one_two_and_thre
 
 
 @pytest.mark.torch
+def test_a_routers_bias_is_in_the_update_and_in_what_is_published(tmp_path: Path) -> None:
+    run_script("published_parts.py", tmp_path, "MiniMaxM2", "1x2:all:4:bf16", "1x2:auto:4:zero3:bf16")
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Glm4Moe", "DeepseekV3", "MiniMaxM2"])
+def test_a_routers_bias_is_published_in_every_sharding(tmp_path: Path, family: str) -> None:
+    cases = [f"{case}:4{more}" for case in ("1x2:all", "2x2:node", "1x2:none") for more in ("", ":bf16")]
+    cases += [f"1x2:auto:4:zero{stage}{more}" for stage in (1, 3) for more in ("", ":bf16")]
+    run_script("published_parts.py", tmp_path, family, *cases)
+
+
+@pytest.mark.torch
 def test_a_process_that_holds_shards_never_has_the_model_whole(tmp_path: Path) -> None:
     import torch
     from trainer_bench import tiny_model

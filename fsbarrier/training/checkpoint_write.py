@@ -25,6 +25,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.nn import Parameter
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -37,7 +38,7 @@ from fsbarrier.store import files, owned
 from fsbarrier.training import safetensors_file
 from fsbarrier.training.lora import Adapters
 from fsbarrier.training.processes import gather_json
-from fsbarrier.training.slices import Shares, parts_to_write, whole_tensor
+from fsbarrier.training.slices import Partitioned, Shares, parts_to_write, whole_tensor
 from fsbarrier.training.stored_tensors import StoredPart, StoredTensor
 from fsbarrier.training.trainer_state import CRITIC, LAYOUT, StateLayout, TrainerState
 from fsbarrier.training.weights_copy import WeightsCopy
@@ -107,7 +108,8 @@ class NewVersion:
     def served(self, name: str) -> Tensor:
         """The whole of a weight. Every process must call this in the same order."""
         weight = self.weights[name]
-        return whole_tensor(self.adapters.merged(name, weight) if self.adapters else weight, self.dtype)
+        merged = self.adapters.merged(name, weight) if self.adapters else weight
+        return whole_tensor(merged, dtype_on_disk(weight, self.dtype))
 
 
 @dataclass
@@ -226,12 +228,16 @@ def _write_adapters(
         files.fsync_dir(folder)
 
 
-def sizes_on_disk(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
+def sizes_on_disk(weights: Mapping[str, Tensor | Partitioned], dtype: torch.dtype) -> dict[str, int]:
     """The size of each weight on disk, in bytes."""
-    return {
-        name: one.numel() * (dtype.itemsize if one.is_floating_point() else one.element_size())
-        for name, one in weights.items()
-    }
+    return {name: one.numel() * dtype_on_disk(one, dtype).itemsize for name, one in weights.items()}
+
+
+def dtype_on_disk(weight: Tensor | Partitioned, dtype: torch.dtype) -> torch.dtype:
+    """That of the served weights for a parameter; a buffer keeps its own, because a router's bias in bfloat16 would choose other experts
+    than the trainer's."""
+    trained = isinstance(weight, (Parameter, Partitioned)) and weight.is_floating_point()
+    return dtype if trained else weight.dtype
 
 
 def plan_files(sizes: Mapping[str, int], world: int) -> list[tuple[int, str, list[str]]]:

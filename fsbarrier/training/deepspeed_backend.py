@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.sections import Settings
@@ -74,14 +76,39 @@ def partitioned_model(
     """The policy in `folder` for ZeRO-3: each module's parameters are split over the processes as soon as it is made, so that only the
     first, which reads them, ever holds all. Raises UsageError."""
     deepspeed = _deepspeed()
-    with deepspeed.zero.Init(config_dict_or_path=config):
+    # The weights come from the folder, and an initial value cannot be given to what is split already.
+    with no_init_weights(), deepspeed.zero.Init(config_dict_or_path=config):
         model = policy.from_config(folder, settings.trainer)
-    whole = policy.load(folder, settings.trainer, "auto").state_dict() if processes.is_main else {}
-    for name, one in model.named_parameters():
-        with deepspeed.zero.GatheredParameters([one], modifier_rank=0), torch.no_grad():
+    model.tie_weights()
+    _make_buffers(model, policy.without_weights(folder, settings.trainer))
+    whole = policy.stored_weights(folder, settings.trainer) if processes.is_main else {}
+    for name, one in distinct(model.state_dict(keep_vars=True)).items():
+        with _entire(one), torch.no_grad():
             if processes.is_main:
                 one.copy_(whole[name])
+            if not hasattr(one, "ds_shape"):
+                processes.from_main(one)
     return model
+
+
+def _make_buffers(model: PreTrainedModel, like: PreTrainedModel) -> None:
+    """Give a model the buffers of another one, because ZeRO-3 has computed its own in the precision of the parameters: rotary positions
+    in bfloat16, for example."""
+    for name, made in like.named_buffers():
+        module, _, leaf = name.rpartition(".")
+        held = model.get_submodule(module)._buffers
+        was = held[leaf]
+        held[leaf] = made.to(made.device if was is None else was.device)
+
+
+def _entire(one: Tensor) -> AbstractContextManager[None]:
+    """While this lasts, each process holds the whole of a parameter that ZeRO-3 has split, and the first may change it."""
+    found: AbstractContextManager[None] = (
+        _deepspeed().zero.GatheredParameters([one], modifier_rank=0)
+        if hasattr(one, "ds_shape")
+        else nullcontext()
+    )
+    return found
 
 
 class DeepSpeedBackend:

@@ -15,6 +15,7 @@ import transformers
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from torch import Tensor
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
@@ -22,7 +23,7 @@ from fsbarrier.engine.model import sees
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.sections import TrainerSettings
 from fsbarrier.training.processes import Processes
-from fsbarrier.training.slices import local_part
+from fsbarrier.training.slices import distinct, local_part
 
 # What transformers raises where a folder is no model, or its configuration has a wrong value.
 _UNLOADABLE = (
@@ -44,6 +45,8 @@ def load(
     with _naming(folder):
         config, kind = _kind(folder, value=value)
         attention = attention_for(config, settings)
+        if dtype == "auto":
+            kind = _with_exact_buffers(kind._model_mapping[type(config)])
         model, found = kind.from_pretrained(
             folder,
             config=config,
@@ -87,13 +90,21 @@ def fill(
     value: bool = False,
 ) -> None:
     """Give each process its part of the weights in `folder`, all of which only the first reads. Every process must call this."""
-    whole = load(folder, settings, "auto", value=value).state_dict() if processes.is_main else {}
-    for name, parameter in model.named_parameters():
-        weight = torch.zeros(parameter.shape, device=processes.device)
+    whole = stored_weights(folder, settings, value=value) if processes.is_main else {}
+    # A buffer is no parameter, but it can be a weight too: the bias of a router, for example.
+    for name, one in distinct(model.state_dict(keep_vars=True)).items():
+        weight = torch.zeros(one.shape, dtype=one.dtype, device=processes.device)
         if processes.is_main:
             weight.copy_(whole[name])
-        part = local_part(parameter, rank=0, world=1)
+        part = local_part(one, rank=0, world=1)
         part.data.copy_(part.box.of(processes.from_main(weight), (0,) * weight.dim()))
+
+
+def stored_weights(folder: Path, settings: TrainerSettings, *, value: bool = False) -> dict[str, Tensor]:
+    """All weights of a model by name, for a process that hands them out: parameters in the folder's own precision, which saves memory, and
+    buffers in float32, because they are not trained in another one. Raises UsageError."""
+    weights: dict[str, Tensor] = load(folder, settings, "auto", value=value).state_dict()
+    return weights
 
 
 def from_config(folder: Path, settings: TrainerSettings, *, value: bool = False) -> PreTrainedModel:
@@ -140,6 +151,18 @@ def _kind(folder: Path, *, value: bool) -> tuple[transformers.PretrainedConfig, 
     return config, transformers.AutoModelForCausalLM
 
 
+def _with_exact_buffers(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A class whose models load their buffers in float32, whatever the precision of their parameters. transformers' own ones round some
+    families' buffers to that precision."""
+
+    def post_init(self: PreTrainedModel) -> None:
+        kind.post_init(self)
+        stored = self.state_dict(keep_vars=True).items()
+        self._keep_in_fp32_modules_strict |= {name for name, one in stored if not isinstance(one, Parameter)}
+
+    return type(kind.__name__, (kind,), {"post_init": post_init})
+
+
 def decoder_of(model: PreTrainedModel) -> Module:
     """The part of a model that reads and writes text, without its output head if it has eyes."""
     found: Module = model.get_decoder() if sees(model.config.to_dict()) else model
@@ -167,7 +190,7 @@ def _move_out_of_files(model: PreTrainedModel) -> None:
     safetensors maps files, so a weight's address depends on the length of its file's header. How MKL adds up the product of a matrix and
     a single token's vector depends on the matrix's alignment, so one and the same policy would train to other last bits from other files.
     """
-    for one in model.parameters():
+    for one in (*model.parameters(), *model.buffers()):
         one.data = one.data.clone()
 
 

@@ -1,0 +1,83 @@
+"""Models whose weights are not all parameters, loaded by several processes in every sharding and published without being trained.
+
+`python published_parts.py FOLDER FAMILY CASE...`: families.py says what a family is, parallel_updates.py what a case is. It fails where a
+file of weights differs in one bit from what one process alone publishes, or where the processes compute other log-probabilities.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoint_ranks import in_ranks
+from families import write_family
+from parallel_updates import Case, import_before_forking
+from safetensors.torch import load_file
+
+from fsbarrier.training.processes import Processes
+from fsbarrier.training.trainer import Trainer
+
+
+def published(case: Case, folder: Path) -> tuple[dict[str, Any], Any]:
+    """The weights by name, and the log-probabilities of some tokens."""
+    out, world = folder / case.text, case.nodes * case.per_node
+
+    def act(rank: int) -> None:
+        node, local = divmod(rank, case.per_node)
+        place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "GROUP_RANK": node}
+        os.environ.update({k: str(v) for k, v in {**place, "LOCAL_WORLD_SIZE": case.per_node}.items()})
+        chosen = case.settings(folder)
+        first = folder / "model"
+        trainer = Trainer.load(
+            Processes(chosen.trainer), chosen, model_folder=first, state_folder=None, policy_version=0
+        )
+        tokens = torch.arange(2, 18)[None]
+        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        wanted = tokens > 2
+        with torch.no_grad():
+            found = trainer.backend.model(inputs, wanted, 1.0)[0]
+        trainer.save(out, model_folder=first, policy_version=1)
+        if rank == 0:
+            torch.save(found, folder / f"{case.text}.found")
+
+    ended = in_ranks(world, folder / "store", act)
+    assert not any(ended), f"{case.text}: {ended}"
+    weights = {}
+    for file in (out / "model").glob("*.safetensors"):
+        weights |= load_file(file)
+    return weights, torch.load(folder / f"{case.text}.found", weights_only=True)
+
+
+def main(folder: Path, family: str, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    import_before_forking(cases)
+    folder.mkdir(exist_ok=True)
+    model = write_family(family, folder / "model")
+    # As it is published: each parameter in bfloat16, and what is no parameter is more exact.
+    for one in model.parameters():
+        one.data = one.data.bfloat16()
+    model.save_pretrained(folder / "model")
+    for dtype in sorted({Case(one).dtype for one in cases}):
+        more = ":bf16" if dtype == "bfloat16" else ""
+        weights, found = published(Case(f"1x1:none:24{more}"), folder)
+        biases = [name for name in weights if name.endswith("e_score_correction_bias")]
+        first = load_file(folder / "model" / "model.safetensors")
+        assert biases and all(torch.equal(weights[one], first[one]) for one in biases), dtype
+        assert all(len(first[one].unique()) == len(first[one]) for one in biases)
+        for text in (one for one in cases if Case(one).dtype == dtype):
+            others, computed = published(Case(text), folder)
+            assert weights.keys() == others.keys(), text
+            apart = [
+                name
+                for name, one in weights.items()
+                if one.dtype != others[name].dtype or not torch.equal(one, others[name])
+            ]
+            assert not apart, f"{text}: {apart}"
+            torch.testing.assert_close(computed, found, rtol=1e-5, atol=1e-5)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
