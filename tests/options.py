@@ -6,8 +6,15 @@ group goes with any of another one. `{bench}` is a folder with a model, tasks an
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping
 from itertools import combinations
 from random import Random
+
+from fsbarrier.settings.resolve import resolve
+from fsbarrier.settings.sections import known_names
+from fsbarrier.settings.sources import from_words
+from fsbarrier.settings.without_effect import idle_settings
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "model": (
@@ -202,7 +209,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "coordination.stall_timeout_s=60",
     ),
     "notify": ("notify.command=none", "notify.command={bench}/notify.sh"),
-    "trackers": ("tracker.project=fsbarrier", "tracker.project=mine"),
+    "trackers": ("tracker.project=fsbarrier",),
 }
 
 #: Settings, or values of settings, that no run here is made with, and why.
@@ -291,6 +298,25 @@ NOT_ALWAYS_ACTED_ON = {
 Choice = tuple[str, str]
 
 
+class AnyText(dict[str, str]):
+    """Stands for what the placeholders of the words become."""
+
+    def __missing__(self, key: str) -> str:
+        return f"/{key}"
+
+
+def with_effect(row: Mapping[str, str]) -> list[str]:
+    """The words of a row without those that the others make idle, which a start refuses (settings/without_effect.py)."""
+    words = [word for group in row.values() for word in shlex.split(group)]
+    while True:
+        chosen = from_words([word.format_map(AnyText()) for word in words], known_names())
+        settings = resolve(chosen, cross_checks=False)
+        idle = {key for key, _ in idle_settings(settings, {item.key for item in chosen})}
+        if not idle:
+            return words
+        words = [word for word in words if word.partition("=")[0] not in idle]
+
+
 def gain(
     one: Choice, row: dict[str, str], alone: set[Choice], pairs: set[frozenset[Choice]]
 ) -> tuple[bool, int]:
@@ -312,7 +338,8 @@ def covering_rows(seed: int = 0) -> tuple[list[dict[str, str]], int]:
             values = dice.sample(GROUPS[name], len(GROUPS[name]))
             row[name] = max(values, key=lambda value: gain((name, value), row, alone, pairs))
         before = len(alone) + len(pairs)
-        alone -= set(row.items())
+        staying = {*with_effect(row)} if alone else set()
+        alone -= {choice for choice in row.items() if {*shlex.split(choice[1])} <= staying}
         pairs -= {frozenset(pair) for pair in combinations(row.items(), 2)}
         if len(alone) + len(pairs) == before:
             # By chance this row had nothing new: begin with a pair that is missing.
@@ -321,4 +348,5 @@ def covering_rows(seed: int = 0) -> tuple[list[dict[str, str]], int]:
             pairs -= {frozenset(pair) for pair in combinations(row.items(), 2)}
         rows.append(row)
         all_once = all_once if alone else all_once or len(rows)
+    assert not alone, f"has an effect in no row: {alone}"
     return rows, all_once

@@ -20,7 +20,7 @@ import setting_reads
 from complete_runs import Bench, be_program, in_a_fork, wait_for, write_tasks
 from engine_bench import write_model
 from judge_server import judge_that_says
-from options import ELSEWHERE, GROUPS, NOT_ALWAYS_ACTED_ON, covering_rows
+from options import ELSEWHERE, GROUPS, NOT_ALWAYS_ACTED_ON, covering_rows, with_effect
 from waiting import until
 
 from fsbarrier.settings.sections import Settings, known_names
@@ -168,7 +168,7 @@ def not_acted_on(
 def test_a_run_with_these_settings_reaches_its_end_and_goes_on(
     bench: Bench, place: dict[str, str], tmp_path: Path, number: int
 ) -> None:
-    words = [word.format_map(place) for group in ROWS[number].values() for word in shlex.split(group)]
+    words = [word.format_map(place) for word in with_effect(ROWS[number])]
     nodes = next(int(word[-1]) for word in words if word.startswith("num_nodes="))
     reads = tmp_path / "reads"
     first = 1 if number < EVERY_DAY else 2

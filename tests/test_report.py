@@ -295,3 +295,21 @@ def test_what_is_no_plain_file_is_refused(kind: str, tmp_path: Path) -> None:
         said = typed(*command.format(out=out, run=run).split(), code=2).err
         assert f"{out}: " in said and "not a plain file" in said, name
     assert identity(out) == before and (tmp_path / "elsewhere").read_text() == "theirs"
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("x.csv", "--csv x.csv writes that"),
+        ("x.json", "--perfetto x.json writes that"),
+        ("a/x.PROM", "--prometheus a/x.PROM writes that"),
+        ("x.parquet", "name it .html"),
+    ],
+)
+def test_a_page_is_not_written_into_a_file_that_promises_another_format(
+    name: str, instead: str, tmp_path: Path
+) -> None:
+    said = typed("report", "--log-path", long_run(tmp_path / "run", 1).log_path, "--out", name, code=2).err
+    assert said.rstrip().endswith(
+        f"--out {name}: is the HTML page, and {Path(name).suffix.lower()} is none; {instead}"
+    )

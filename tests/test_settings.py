@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from commands import typed
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from fsbarrier.errors import UsageError
 from fsbarrier.settings import resolve as resolving
+from fsbarrier.settings.losses import LOSSES, LossName
 from fsbarrier.settings.sections import EvalSet, Settings, known_names
 from fsbarrier.settings.sources import (
     FLAGS,
@@ -26,6 +27,7 @@ from fsbarrier.settings.sources import (
     parse_text,
     setting_of,
 )
+from fsbarrier.settings.without_effect import RULES
 
 ROOT = Path(__file__).resolve().parent.parent
 KNOWN = known_names()
@@ -36,7 +38,7 @@ def resolve(*words: str, **more: Any) -> Settings:
 
 
 def value(word: str) -> Any:
-    nested: Any = resolve(word).as_json()
+    nested: Any = resolve(word, cross_checks=False).as_json()
     for part in word.partition("=")[0].split("."):
         nested = nested[part]
     return nested
@@ -364,3 +366,88 @@ def test_what_is_given_wins_over_a_preset() -> None:
 def test_a_preset_is_what_its_paper_says(preset: str, by_its_paper: dict[str, Any]) -> None:
     algorithm = resolve(f"algorithm.preset={preset}").algorithm
     assert {name: getattr(algorithm, name) for name in by_its_paper} == by_its_paper
+
+
+# --- settings without an effect -------------------------------------------------------------------------------------------
+
+#: one that has no effect with the defaults or with the words beside it, and what the refusal must say
+WITHOUT_EFFECT = [
+    ("critic.lr=0.5", "", "critic.lr=0.5: there is no critic; set algorithm.advantage=gae"),
+    ("critic.model=M", "", "there is no critic"),
+    ("critic.warmup=3", "", "there is no critic"),
+    ("critic.clip=none", "", "there is no critic"),
+    ("algorithm.gamma=0.9", "", "there is no critic"),
+    ("algorithm.lam=0.9", "", "there is no critic"),
+    (
+        "algorithm.clip_low=0.1",
+        "algorithm.loss=sapo",
+        "algorithm.clip_low=0.1: has no effect with algorithm.loss=sapo",
+    ),
+    ("algorithm.clip_high=0.1", "algorithm.loss=mine.py:f", "has no effect with algorithm.loss=mine.py:f"),
+    ("algorithm.dual_clip=3", "algorithm.loss=cispo", "has no effect with algorithm.loss=cispo"),
+    ("algorithm.advantage=rloo", "algorithm.loss=rft", "has no effect with algorithm.loss=rft"),
+    ("algorithm.normalize_std=false", "algorithm.preset=rft", "has no effect with algorithm.loss=rft"),
+    ("algorithm.drop_zero_signal=false", "algorithm.loss=rft", "learns from successes alone"),
+    (
+        "algorithm.drop_zero_signal=false",
+        "algorithm.preset=ppo",
+        "has no effect with algorithm.advantage=gae",
+    ),
+    ("algorithm.mismatch_high=3", "", "has no effect with algorithm.mismatch=none"),
+    (
+        "algorithm.kl_estimator=k2",
+        "algorithm.kl_in_reward=0.1 algorithm.normalize_std=false",
+        "give algorithm.kl_coef",
+    ),
+    ("algorithm.kl_target=0.1", "", "adapts algorithm.kl_in_reward, which is 0"),
+    ("algorithm.distil_reward=1", "", "requires algorithm.loss=distil (this run: algorithm.loss=grpo)"),
+    ("optimizer.decay_steps=50", "", "has no effect with optimizer.schedule=constant"),
+    ("lora.alpha=3", "", "lora.alpha=3: there are no adapters"),
+    ("lora.targets=q_proj", "", "there are no adapters"),
+    ("rollout.grace_s=3", "", "has no effect with rollout.completion_threshold=1"),
+    ("environment.health=/h", "", "there is no environment"),
+    ("environment.start_timeout_s=3", "", "there is no environment"),
+    ("environment.sessions=3", "", "there is no environment"),
+    ("environment.sessions_per_server=3", "", "there is no environment"),
+    ("environment.replicas=3", "", "there is no environment"),
+    ("environment.restarts=1", "", "there is no environment"),
+    ("trainer.profile_rank=1", "", "nothing is profiled"),
+    ("tracker.project=mine", "", "there is no tracker"),
+]
+
+
+@pytest.mark.parametrize(("idle", "beside", "said"), WITHOUT_EFFECT)
+def test_a_setting_without_an_effect_is_refused_with_the_reason(idle: str, beside: str, said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        resolve(idle, *beside.split())
+
+
+def test_each_rule_about_settings_without_an_effect_has_its_example() -> None:
+    shown = {idle.partition("=")[0] for idle, _, _ in WITHOUT_EFFECT}
+    assert shown == {key for rule in RULES for key in rule.keys}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "algorithm.gamma=1 algorithm.mismatch_high=2 lora.alpha=32",
+        "algorithm.preset=gspo algorithm.loss=sapo",
+        "algorithm.preset=ppo algorithm.gamma=0.9 critic.lr=0.5",
+        "algorithm.loss=cispo algorithm.clip_low=0.1",
+        "algorithm.loss=mine.py:f algorithm.advantage=rloo",
+        "rollout.completion_threshold=0.5 rollout.grace_s=3",
+        "reward.kind=mine.py:f judge.url=http://127.0.0.1:1",
+        "--debug-mode engine.max_model_len=4096",
+        "eval_interval=0 eval.samples=4",
+    ],
+)
+def test_what_is_the_default_or_a_presets_or_has_an_effect_is_accepted(words: str) -> None:
+    resolve(*(word.replace("--debug-mode", "debug_mode=true") for word in words.split()))
+
+
+def test_the_table_of_losses_has_each_loss_and_the_page_about_algorithms_shows_it() -> None:
+    assert set(LOSSES) == set(get_args(LossName))
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    for name, loss in LOSSES.items():
+        bounds = ", ".join(f"`{bound}`" for bound in sorted(loss.bounds)) or "none"
+        assert f"| `{name}` | {loss.summary} | {bounds} |" in page

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,11 @@ from fsbarrier.errors import UsageError
 from fsbarrier.protocol.assign import split_by_weight
 from fsbarrier.protocol.session import shown as as_typed
 from fsbarrier.protocol.wording import counted
+from fsbarrier.settings.losses import LOSSES
 from fsbarrier.settings.placement import ROLES, Ranges
 from fsbarrier.settings.sources import ChosenValue, nearest, stored_as
-from fsbarrier.settings.value_types import LOSSES, TEACHER, frozen_engine, reward_kinds, scoring_engines
+from fsbarrier.settings.value_types import TEACHER, frozen_engine, reward_kinds, scoring_engines
+from fsbarrier.settings.without_effect import AsChosen, without_effect
 
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings
@@ -38,10 +40,8 @@ def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
     for rules in (_run, _engines, _trainer, _rollouts, _rewards_and_evaluations, _algorithm):
         for broken in rules(settings, partial(_as_chosen, settings, chosen)):
             raise UsageError(broken)
-
-
-#: dotted name -> the setting with its value, as the user wrote it
-AsChosen = Callable[[str], str]
+    for idle in without_effect(settings, chosen, partial(_as_chosen, settings, chosen)):
+        raise UsageError(idle)
 
 
 def _as_chosen(settings: Settings, chosen: Mapping[str, ChosenValue], key: str) -> str:
@@ -305,8 +305,6 @@ def _algorithm(s: Settings, named: AsChosen) -> Iterator[str]:
             f"{named('algorithm.kl_in_reward')}: {named('algorithm.normalize_std')} would divide the rewards by their standard deviation "
             "and not the KL divergence; set algorithm.normalize_std=false"
         )
-    if a.kl_target is not None and not a.kl_in_reward:
-        yield f"{named('algorithm.kl_target')}: adapts algorithm.kl_in_reward, which is 0; give that a first value"
     if a.kl_coef and a.kl_estimator == "k1":
         yield (
             f"{named('algorithm.kl_estimator')}: in the loss its gradient is zero on average, so {named('algorithm.kl_coef')} would add "
@@ -323,8 +321,6 @@ def _distillation(s: Settings, named: AsChosen) -> Iterator[str]:
     """What a teacher needs."""
     a, loss, teacher = s.algorithm, named("algorithm.loss"), s.engines.get(TEACHER)
     if a.loss != "distil":
-        if a.distil_reward:
-            yield f"{named('algorithm.distil_reward')}: requires algorithm.loss=distil (this run: {loss})"
         return
     if teacher is None:
         yield f"{loss}: requires a teacher; give engines.{TEACHER}.model"
@@ -351,10 +347,6 @@ def _critic(s: Settings, named: AsChosen) -> Iterator[str]:
     """What a critic goes with."""
     a = s.algorithm
     if not a.has_critic:
-        default = type(s.critic)()
-        for name in ("model", "lr", "warmup", "clip"):
-            if getattr(s.critic, name) != getattr(default, name):
-                yield f"{named(f'critic.{name}')}: there is no critic; set algorithm.advantage=gae"
         return
     for key, wanted in (
         ("algorithm.loss", a.loss not in ("rft", "distil")),

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, Literal, get_type_hints
 
 from fsbarrier.protocol import timing
+from fsbarrier.settings.losses import LOSSES, Aggregation, KlEstimator, LossName, Mismatch
 from fsbarrier.settings.placement import ROLES
 from fsbarrier.settings.presets import Preset
 from fsbarrier.settings.section import Changes, EachSession, EachStart, Section
@@ -249,9 +250,7 @@ class AlgorithmSettings(Section):
     #: How token losses are reduced to the minibatch loss: `token-mean`: mean over all tokens; `seq-mean-token-mean`: mean over sequences
     #: of their token means; `seq-mean-token-sum`: mean over sequences of their token sums; `seq-mean-token-sum-norm`: the same, divided
     #: by `rollout.max_tokens` (Dr.GRPO).
-    aggregation: Literal[
-        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
-    ] = "token-mean"
+    aggregation: Aggregation = "token-mean"
     #: The baseline that is subtracted from a reward: `grpo`: the group mean; `rloo`: the mean of the other samples in the group;
     #: `reinforce_plus_plus`: the batch mean; `reinforce_plus_plus_baseline`: the group mean, then the batch mean; `gae`: the values of a
     #: critic, token by token (PPO).
@@ -274,7 +273,7 @@ class AlgorithmSettings(Section):
     #: Importance weights for the difference between trainer and engine probabilities, with w = trainer / engine. `token_tis`: each token
     #: is weighted with w, capped at `mismatch_high`; `icepop`: with w between 0.5 and `mismatch_high`, otherwise 0; `sequence_mask`:
     #: each sequence is weighted with the product of its w, or 0 above `mismatch_high`.
-    mismatch: Literal["none", "token_tis", "icepop", "sequence_mask"] = "none"
+    mismatch: Mismatch = "none"
     #: The upper bound of the correction.
     mismatch_high: EachSession[Positive] = 2.0
     #: Share of the self-certainty in the reward that advantages are made of (Intuitor): 1: nothing else, 0: none. The trainer computes it
@@ -287,9 +286,9 @@ class AlgorithmSettings(Section):
     kl_in_reward: NotNegative = 0.0
     #: Adapt `kl_in_reward` so that the mean KL divergence of a token from the reference policy approaches this; none: it is fixed.
     kl_target: EachSession[Positive | None] = None
-    #: Its estimator in the loss: `k2`: half the squared log-ratio; `k3`: low-variance and never negative. `k1`, the log-ratio, is refused
-    #: there, because its gradient is zero on average.
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    #: How `kl_coef` estimates the KL divergence: `k2`: half the squared log-ratio; `k3`: low-variance and never negative. `k1`, the
+    #: log-ratio, is refused, because its gradient is zero on average.
+    kl_estimator: KlEstimator = "k3"
     #: With `algorithm.loss=distil`: the weight of the reward's advantages beside the teacher's; 0: the teacher alone.
     distil_reward: NotNegative = 0.0
     #: Weight of the entropy bonus in the loss.
@@ -297,6 +296,11 @@ class AlgorithmSettings(Section):
     #: The update fails if, on the first minibatch, the sampled tokens' log-probabilities from trainer and engine differ by more than
     #: this on average; none: a limit that depends on the precision.
     max_logprob_gap: EachSession[Positive | None] = None
+
+    @property
+    def built_in_loss(self) -> LossName | None:
+        """`loss`, unless it is the user's own."""
+        return next((name for name in LOSSES if name == self.loss), None)
 
     @property
     def has_critic(self) -> bool:

@@ -91,8 +91,6 @@ Trackers = Annotated[
     tuple[Literal["wandb", "tensorboard", "mlflow"], ...],
     ShellWords(_split_names),
 ]
-#: the losses that are built in (`algorithm.loss`)
-LOSSES = ("grpo", "gspo", "cispo", "sapo", "rft", "distil")
 RlPhase = Literal["rollout", "update", "both"]
 
 

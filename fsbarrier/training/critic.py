@@ -13,7 +13,7 @@ from torch import Tensor
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.log_prob_pass import numbers_of_tokens
-from fsbarrier.training.losses import VALUE_SUMS, Divisor, LossSums, value_loss
+from fsbarrier.training.losses import Divisor, LossSums, ValueSums, value_loss
 from fsbarrier.training.micro_batch import MicroBatch
 from fsbarrier.training.optimizer_step import Sums, take_steps
 from fsbarrier.training.trainer import Trained, critics_optimizer
@@ -24,7 +24,7 @@ class ValueObjective:
     """The critic's: value_loss."""
 
     settings: Settings
-    sums: Sequence[str] = VALUE_SUMS
+    sums: Sequence[str] = ValueSums._fields
     lr: str = "critic.lr"
 
     def __post_init__(self) -> None:

@@ -68,7 +68,7 @@ class LogProbHead(nn.Module):
         entry = BYTES_PER_LOGIT * len(hidden) + weight.shape[1] * weight.element_size()
         plan = _Plan(self.scaling, temperature, max(1, self.max_bytes // entry), self.banned)
         hidden = hidden.to(weight.dtype)
-        found: tuple[Tensor, Tensor, Tensor] = _HeadLogProbs.apply(
+        found: tuple[Tensor, Tensor, Tensor] = _HeadLogProbs.apply(  # type: ignore[no-untyped-call]
             hidden, weight, self.linear.bias, targets, plan
         )
         return found

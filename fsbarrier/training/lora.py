@@ -87,7 +87,8 @@ class Adapters:
         down, up = (
             whole_tensor(part[ADAPTER].weight, torch.float32) for part in (layer.lora_A, layer.lora_B)
         )
-        return whole_tensor(weight, torch.float32) + layer.scaling[ADAPTER] * (up @ down)
+        scaling: float = layer.scaling[ADAPTER]
+        return whole_tensor(weight, torch.float32) + scaling * (up @ down)
 
     def stored(self, causal: PreTrainedModel) -> dict[str, Tensor]:
         """The adapters under their names in peft's files."""

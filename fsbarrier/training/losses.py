@@ -23,13 +23,15 @@ All tensors are [sequences, length], with log-probabilities in nats; advantages 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fsbarrier.settings.losses import Aggregation, KlEstimator, LossName
 from fsbarrier.settings.sections import AlgorithmSettings
-from fsbarrier.settings.value_types import LOSSES
 from fsbarrier.training.log_prob_head import LEAST
 from fsbarrier.training.own_loss import load_loss
 
@@ -41,19 +43,24 @@ MOST_LOG_RATIO = 20.0
 # SAPO's gate temperatures for positive and negative advantages, from its paper.
 SAPO_TEMPERATURES = (1.0, 1.05)
 
-# Metrics of an update: sums over tokens, divided by their number at the end.
-TOKEN_SUMS = (
-    "clipped_low",
-    "clipped_high",
-    "entropy",
-    "negative_log_likelihood",
-    "kl",
-    "policy_kl",
-    "mismatch_kl",
-    "mismatch_dropped",
-)
-# The same of a critic.
-VALUE_SUMS = ("value_clipped",)
+
+class PolicySums(NamedTuple):
+    """Sums over the tokens of a micro-batch. The update shows each, divided by the number of tokens, as a metric with its name."""
+
+    clipped_low: Tensor
+    clipped_high: Tensor
+    entropy: Tensor
+    negative_log_likelihood: Tensor
+    kl: Tensor
+    policy_kl: Tensor
+    mismatch_kl: Tensor
+    mismatch_dropped: Tensor
+
+
+class ValueSums(NamedTuple):
+    """The same for a critic."""
+
+    value_clipped: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +88,10 @@ class Divisor:
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """`loss`: this micro-batch's contribution to the minibatch loss, independent of the split. `sums`: the TOKEN_SUMS, detached."""
+    """`loss`: this micro-batch's contribution to the minibatch loss, independent of the split. `sums` are detached."""
 
     loss: Tensor
-    sums: Tensor
+    sums: PolicySums | ValueSums
 
 
 def minibatch_loss(
@@ -96,8 +103,10 @@ def minibatch_loss(
     ratio = bounded_exp(log_ratio)
     weight = advantages[:, None] if advantages.dim() == 1 else advantages
     reference = None if values.reference is None else torch.where(mask, values.reference, 0.0)
-    if algorithm.loss in LOSSES:
-        token_loss = policy_objective(algorithm, new, ratio, weight)
+    at_bounds: Bounded = none_bounded
+    if (built_in := algorithm.built_in_loss) is not None:
+        objective, at_bounds = token_loss_of(built_in)
+        token_loss = objective(algorithm, new, ratio, weight)
     else:
         # Positions that are not trained on are zero in all of them.
         given = {"new": new, "old": old, "engine": engine, "entropy": torch.where(mask, values.entropy, 0.0)}
@@ -112,16 +121,24 @@ def minibatch_loss(
     if algorithm.entropy_coef:
         token_loss = token_loss - algorithm.entropy_coef * values.entropy
     with torch.no_grad():
-        low, high = clipped(algorithm, ratio, weight)
-        of_old, of_engine = (kl_estimate("k3", new, old), kl_estimate("k3", old, engine))
-        shown = (low, high, values.entropy, -new, kl, of_old, of_engine, correction == 0)
-        sums = torch.stack([torch.where(mask, one, 0).sum().double() for one in shown])
+        low, high = at_bounds(algorithm, ratio, weight)
+        per_token = PolicySums(
+            clipped_low=low,
+            clipped_high=high,
+            entropy=values.entropy,
+            negative_log_likelihood=-new,
+            kl=kl,
+            policy_kl=kl_estimate("k3", new, old),
+            mismatch_kl=kl_estimate("k3", old, engine),
+            mismatch_dropped=correction == 0,
+        )
+        sums = PolicySums(*(torch.where(mask, value, 0).sum().double() for value in per_token))
     return LossSums(aggregated(algorithm.aggregation, token_loss, mask, divisor), sums)
 
 
 def value_loss(
     clip: float | None,
-    aggregation: str,
+    aggregation: Aggregation,
     new: Tensor,
     old: Tensor,
     returns: Tensor,
@@ -131,7 +148,7 @@ def value_loss(
     """A critic's loss: half the squared error, or if that is larger, that of a value which is at most `clip` from the old one."""
     error = (new - returns).square()
     bounded = error if clip is None else (torch.clamp(new, old - clip, old + clip) - returns).square()
-    sums = (mask & (bounded > error)).sum().double()[None]
+    sums = ValueSums(value_clipped=(mask & (bounded > error)).sum().double())
     return LossSums(aggregated(aggregation, torch.maximum(error, bounded) / 2, mask, divisor), sums)
 
 
@@ -150,33 +167,60 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
 # --- objective per token ------------------------------------------------------------------------------------------------
 
 
-def policy_objective(algorithm: AlgorithmSettings, new: Tensor, ratio: Tensor, weight: Tensor) -> Tensor:
-    """`weight`: the advantages; with rft the rewards."""
-    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
-    match algorithm.loss:
+# Computes the loss of each token from `new`, the ratio, and the weight: the advantage, or with rft the reward.
+TokenObjective = Callable[[AlgorithmSettings, Tensor, Tensor, Tensor], Tensor]
+# Says from the ratio and the weight which tokens' ratio is at the lower and at the upper bound.
+Bounded = Callable[[AlgorithmSettings, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def token_loss_of(loss: LossName) -> tuple[TokenObjective, Bounded]:
+    """What a built-in loss computes. settings/losses.py says which settings it uses."""
+    match loss:
         case "grpo" | "gspo" | "distil":
-            # Dual clip: a negative advantage with a large ratio would otherwise be unbounded.
-            bounded = ratio if algorithm.dual_clip is None else ratio.clamp(max=algorithm.dual_clip)
-            return (-torch.minimum(bounded * weight, ratio.clamp(low, high) * weight)).expand_as(new)
+            return clipped_surrogate, bounded_against_the_advantage
         case "cispo":
-            return -ratio.clamp(low, high).detach() * weight * new
+            return clipped_weight, bounded_either_way
         case "sapo":
-            temperature = torch.where(weight > 0, *(weight.new_tensor(one) for one in SAPO_TEMPERATURES))
-            return -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * weight
+            return soft_gate, none_bounded
         case "rft":
-            return -new * weight
+            return likelihood, none_bounded
 
 
-def clipped(algorithm: AlgorithmSettings, ratio: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens whose ratio is clipped, at the lower and upper bound."""
-    below, above = ratio < 1 - algorithm.clip_low, ratio > 1 + algorithm.clip_high
-    match algorithm.loss:
-        case "grpo" | "gspo" | "distil":
-            return below & (weight < 0), above & (weight > 0)
-        case "cispo":
-            return below, above
-        case _:
-            return torch.zeros_like(below), torch.zeros_like(above)
+def clipped_surrogate(algorithm: AlgorithmSettings, new: Tensor, ratio: Tensor, weight: Tensor) -> Tensor:
+    """PPO's. Without the dual clip a negative advantage with a large ratio would be unbounded."""
+    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
+    bounded = ratio if algorithm.dual_clip is None else ratio.clamp(max=algorithm.dual_clip)
+    return (-torch.minimum(bounded * weight, ratio.clamp(low, high) * weight)).expand_as(new)
+
+
+def clipped_weight(algorithm: AlgorithmSettings, new: Tensor, ratio: Tensor, weight: Tensor) -> Tensor:
+    return -ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high).detach() * weight * new
+
+
+def soft_gate(algorithm: AlgorithmSettings, new: Tensor, ratio: Tensor, weight: Tensor) -> Tensor:
+    positive, negative = SAPO_TEMPERATURES
+    temperature = torch.where(weight > 0, weight.new_tensor(positive), weight.new_tensor(negative))
+    return -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * weight
+
+
+def likelihood(algorithm: AlgorithmSettings, new: Tensor, ratio: Tensor, weight: Tensor) -> Tensor:
+    return -new * weight
+
+
+def bounded_against_the_advantage(
+    algorithm: AlgorithmSettings, ratio: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    below, above = bounded_either_way(algorithm, ratio, weight)
+    return below & (weight < 0), above & (weight > 0)
+
+
+def bounded_either_way(algorithm: AlgorithmSettings, ratio: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return ratio < 1 - algorithm.clip_low, ratio > 1 + algorithm.clip_high
+
+
+def none_bounded(algorithm: AlgorithmSettings, ratio: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    nowhere = torch.zeros_like(ratio, dtype=torch.bool)
+    return nowhere, nowhere
 
 
 # --- corrections and further terms --------------------------------------------------------------------------------------
@@ -199,7 +243,7 @@ def mismatch_weight(algorithm: AlgorithmSettings, log_ratio: Tensor, mask: Tenso
             return torch.where(ratio <= high, ratio, 0.0).expand_as(log_ratio)
 
 
-def kl_estimate(estimator: str, new: Tensor, other: Tensor) -> Tensor:
+def kl_estimate(estimator: KlEstimator, new: Tensor, other: Tensor) -> Tensor:
     """The KL divergence of `new` from `other`, estimated from tokens sampled by `new`."""
     apart = (other - new).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
     match estimator:
@@ -207,14 +251,14 @@ def kl_estimate(estimator: str, new: Tensor, other: Tensor) -> Tensor:
             return -apart
         case "k2":
             return apart.square() / 2
-        case _:
+        case "k3":
             return apart.exp() - apart - 1
 
 
 # --- aggregation --------------------------------------------------------------------------------------------------------
 
 
-def aggregated(aggregation: str, token_loss: Tensor, mask: Tensor, divisor: Divisor) -> Tensor:
+def aggregated(aggregation: Aggregation, token_loss: Tensor, mask: Tensor, divisor: Divisor) -> Tensor:
     """A micro-batch's contribution to the minibatch loss. The names are verl's."""
     of_sequences = torch.where(mask, token_loss, 0.0).sum(1)
     match aggregation:
@@ -224,7 +268,7 @@ def aggregated(aggregation: str, token_loss: Tensor, mask: Tensor, divisor: Divi
             return (of_sequences / mask.sum(1).clamp(min=1)).sum() / divisor.sequences
         case "seq-mean-token-sum":
             return of_sequences.sum() / divisor.sequences
-        case _:
+        case "seq-mean-token-sum-norm":
             return of_sequences.sum() / (divisor.sequences * divisor.constant)
 
 

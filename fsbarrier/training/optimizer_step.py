@@ -16,7 +16,7 @@ from fsbarrier.settings.sections import OptimizerSettings, Settings
 from fsbarrier.training import logprob_gap
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.logprob_gap import GapSums, LogprobGap
-from fsbarrier.training.losses import TOKEN_SUMS, Divisor, LossSums, TokenValues, minibatch_loss
+from fsbarrier.training.losses import Divisor, LossSums, PolicySums, TokenValues, minibatch_loss
 from fsbarrier.training.micro_batch import MicroBatch, plan
 from fsbarrier.training.optimizer import learning_rate_of
 from fsbarrier.training.trainer import Trained, Trainer
@@ -32,7 +32,7 @@ class Sums:
     grad_norm: float = 0.0
     tokens: int = 0
     # Sums over tokens, by name; these are the policy's.
-    of_tokens: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(TOKEN_SUMS, 0.0))
+    of_tokens: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PolicySums._fields, 0.0))
     # Measured only in the first step, before the weights change.
     gap: LogprobGap = field(default_factory=LogprobGap)
     # In the last step; None if there was no step.
@@ -68,7 +68,7 @@ class PolicyObjective:
     trainer: Trainer
     batch: TrainingBatch
     model_folder: Path
-    sums: Sequence[str] = TOKEN_SUMS
+    sums: Sequence[str] = PolicySums._fields
     lr: str = "optimizer.lr"
 
     def __post_init__(self) -> None:
@@ -165,6 +165,6 @@ def accumulate(
         part = objective.loss(tuple(micro.placed(one) for one in found), micro, mask, chosen, divisor)
         # Gradients are summed over micro-batches and processes, which gives the gradient of the whole minibatch's loss.
         trained.backend.backward(part.loss, last=number == len(mine))
-        sums += torch.cat([part.loss.detach()[None], part.sums])
+        sums += torch.stack([part.loss.detach().double(), *part.sums])
     loss, *of_tokens = processes.sum(sums).tolist()
     return Sums(1, loss, tokens=divisor.tokens, of_tokens=dict(zip(objective.sums, of_tokens, strict=True)))

@@ -84,4 +84,4 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
 def bytes_of(tensor: Tensor) -> memoryview:
     """A tensor's bytes, from any device."""
     flat = tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    return memoryview(flat.numpy().data)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import Module
 
 from fsbarrier.errors import ProgramFailed, UsageError
@@ -88,11 +88,14 @@ def shard(model: TokenModel, layout: Layout, processes: Processes) -> None:
     # The output head belongs to two modules, of which one is a unit.
     fully_shard(model, ignored_params=sharded, **options)
     for unit in (*inner, model):
+        # `fully_shard` makes every module that it is given one of these.
+        assert isinstance(unit, FSDPModule)
         # Sum gradients instead of averaging: each loss is already normalised over all processes' tokens.
         unit.set_gradient_divide_factor(1.0)
         # gloo supports only sum reductions.
         unit.set_force_sum_reduction_for_comms(True)
     # Every process must take part in every reduction, even for experts that its tokens did not use.
+    assert isinstance(model, FSDPModule)
     model.set_reduce_scatter_unused_params(True)
     _materialise(model, torch.device("cpu") if layout.offload == "all" else processes.device)
 

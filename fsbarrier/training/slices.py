@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TypeVar
@@ -70,7 +70,7 @@ def local_part(tensor: Tensor | Partitioned, rank: int, world: int) -> LocalPart
         return LocalPart(whole, Box((0,) * whole.dim(), tuple(whole.shape)), rank, world)
     (chunk,) = whole.__create_chunk_list__()
     replica, replicas = 0, 1
-    coordinate = whole.device_mesh.get_coordinate() or []
+    coordinate: Sequence[int] = whole.device_mesh.get_coordinate() or []
     for number, placement, size in zip(coordinate, whole.placements, whole.device_mesh.shape, strict=True):
         if placement.is_replicate():
             replica, replicas = replica * size + number, replicas * size

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
@@ -61,11 +62,12 @@ class TorchBackend:
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate a micro-batch's gradients; after the `last` one they are the same on every process."""
-        if self._sharded and self._layout.shards == 1:
-            self.model.set_requires_gradient_sync(last)
-        elif self._sharded:
-            # Full gradients would not fit: each process keeps its shard, and copies are all-reduced at the end.
-            self.model.set_requires_all_reduce(last)
+        if isinstance(self.model, FSDPModule):
+            if self._layout.shards == 1:
+                self.model.set_requires_gradient_sync(last)
+            else:
+                # Full gradients would not fit: each process keeps its shard, and copies are all-reduced at the end.
+                self.model.set_requires_all_reduce(last)
         loss.backward()
         if last and not self._sharded:
             self._sum_gradients()

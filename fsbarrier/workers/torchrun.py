@@ -47,5 +47,5 @@ if __name__ == "__main__":
     # Like -P, for child processes: a random.py in the current directory must not shadow Python's.
     os.environ["PYTHONSAFEPATH"] = "1"
     # torchrun looks up the class under this name.
-    static_tcp_rendezvous.StaticTCPRendezvous = OneAddress
+    static_tcp_rendezvous.StaticTCPRendezvous = OneAddress  # type: ignore[misc]
     sys.exit(main())

@@ -15,7 +15,6 @@ from fsbarrier.rewards.kinds import open_reward
 from fsbarrier.rewards.score import Reward
 from fsbarrier.rollouts.agents import load_agent
 from fsbarrier.settings.sections import Settings
-from fsbarrier.settings.value_types import LOSSES
 
 
 async def _try_reward(reward: Reward) -> None:
@@ -32,7 +31,7 @@ def main() -> int:
         asyncio.run(_try_reward(open_reward(settings.reward.kind, judge=settings.judge, engines=engines)))
         if settings.rollout.agent is not None:
             load_agent(settings.rollout.agent)
-        if settings.algorithm.loss not in LOSSES:
+        if settings.algorithm.built_in_loss is None:
             # Imported late: only a loss needs torch.
             from fsbarrier.training.try_loss import try_loss
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from fsbarrier.cli.commands import flags
+from fsbarrier.errors import UsageError
 from fsbarrier.store import files
 
 EXAMPLE = """fsbarrier report --log-path runs/default --out report.html
@@ -30,11 +32,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add(parser, FLAGS)
 
 
+#: what the name of a file promises, and the flag that writes it
+SUFFIXES = {".csv": "--csv", ".json": "--perfetto", ".prom": "--prometheus"}
+
+
+def refuse_another_format(out: str) -> None:
+    """`--out` writes HTML. Raises UsageError for a file whose name promises something else."""
+    suffix = Path(out).suffix.lower()
+    if suffix not in ("", ".html", ".htm"):
+        instead = f"; {SUFFIXES[suffix]} {out} writes that" if suffix in SUFFIXES else "; name it .html"
+        raise UsageError(f"--out {out}: is the HTML page, and {suffix} is none{instead}")
+
+
 def main(args: argparse.Namespace) -> int:
     from fsbarrier.view import report_formats
     from fsbarrier.view.report import page
     from fsbarrier.view.run_status import look_once
 
+    if args.out:
+        refuse_another_format(args.out)
     log_path = flags.find_log_path(args)
     reader, status = look_once(log_path)
     files.set_shared_group(reader.record.settings.shared_group)

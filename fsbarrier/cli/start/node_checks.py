@@ -23,9 +23,10 @@ from fsbarrier.processes.supervisor import own_program, with_this_package
 from fsbarrier.program import Program
 from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.checks import shown
+from fsbarrier.settings.losses import LOSSES
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import nearest
-from fsbarrier.settings.value_types import LOSSES, reward_kinds
+from fsbarrier.settings.value_types import reward_kinds
 
 Environ = Mapping[str, str]
 # Timeout for importing the user's code: a large library on a slow filesystem takes minutes.
