@@ -255,6 +255,7 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(("environment.sessions", "environments.NAME.sessions"), "test_claims.py"),
     "environments": "each environment has settings of its own",
+    "sft.split_turns": "test_sft.py",
     "toy.tasks": "test_toy_run.py",
     "toy.phase_s": "test_toy_run.py",
     "data_path=none": "the demo (test_real_run.py)",

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import typed
@@ -617,6 +618,73 @@ def test_the_chat_template_is_tried_with_each_kind_of_prompt(place: Path, quick:
     (place / "data" / "train.jsonl").write_text(tasks)
     (place / "model" / "chat_template.jinja").write_text(TEMPLATE)
     refused(quick, RL, place=place, says=["train.jsonl, task 1", "leaves out the message of role 'system'"])
+
+
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (
+            {"prompt": [{"role": "assistant", "content": None, "tool_calls": CALLS}]},
+            "leaves out the field tool_calls of message 1",
+        ),
+        (
+            {
+                "prompt": [
+                    {"role": "user", "content": "4"},
+                    {"role": "assistant", "content": "8", "reasoning_content": "so"},
+                ]
+            },
+            "leaves out the field reasoning_content of message 2",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "4"}], "tools": [{"name": "add", "parameters": {}}]},
+            "leaves out the field tools",
+        ),
+        (
+            {
+                "prompt": [{"role": "user", "content": "4"}],
+                "chat_template_kwargs": {"enable_thinking": False},
+            },
+            "leaves out chat_template_kwargs.enable_thinking",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "4", "weight": 2}]},
+            "prompt: message 1 has the field 'weight', which no chat template is given",
+        ),
+        (
+            {"prompt": [{"role": "assistant", "tool_calls": [{"name": "add", "arguments": "4"}]}]},
+            "tool_calls: call 1: arguments must be a JSON object",
+        ),
+        ({"prompt": "2+2=", "tools": [{"name": "add"}]}, "has tools, and its prompt is text"),
+        (
+            {"prompt": [{"role": "user", "content": "4"}], "tools": [{}]},
+            "tools: tool 1 needs function.name (text)",
+        ),
+        ({"prompt": [{"role": "user", "content": "4"}], "tools": 5}, "tools must be a list of tools, got 5"),
+    ],
+)
+def test_a_part_of_a_task_that_the_template_would_drop(
+    place: Path, quick: Call, row: dict[str, Any], says: str
+) -> None:
+    fine = {"prompt": [{"role": "user", "content": "3+3="}], "answer": "6"}
+    (place / "data" / "train.jsonl").write_text(
+        "".join(json.dumps(one) + "\n" for one in (fine, {"answer": "4", **row}))
+    )
+    (place / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    refused(quick, RL, place=place, says=["train.jsonl, line 2: ", says])
+    (place / "model" / "chat_template.jinja").write_text(TELLING)
+    words = [*RL.split(), "--eval-interval", "0", "--dry-run"]
+    assert quick(words).returncode == (0 if "leaves out" in says else 2)
+
+
+#: a template that renders all that a message may have
+TELLING = (
+    "{{ tools }}{{ enable_thinking }}{% for m in messages %}{{ m.role }}{{ m.reasoning }}{{ m.content }}"
+    "{% for call in m.tool_calls %}{% for name, value in call.function.arguments.items() %}{{ value }}{% endfor %}{% endfor %}{% endfor %}"
+)
 
 
 def test_a_model_in_a_cache_is_its_main_revision(place: Path, quick: Call) -> None:

@@ -18,7 +18,7 @@ from test_chat_templates import CHATML, INSTRUCT, LLAMA
 from waiting import until
 
 import fsbarrier
-from fsbarrier.data.tasks import read_examples
+from fsbarrier.data.examples import read_examples
 from fsbarrier.errors import UsageError
 
 FOLDER = Path(fsbarrier.__file__).parent / "data" / "demo"
@@ -134,6 +134,61 @@ def test_a_template_that_forgets_earlier_answers_is_refused_with_the_line(
     ended = bench.run(tmp_path / "run", *where, *SMALL)
     assert ended.codes == [2] and "train.jsonl, line 15: the chat template of" in ended.said
     assert "renders message 2 differently once others follow" in ended.said
+
+
+THINKING = (
+    "{% set last = namespace(at=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set last.at = loop.index0 %}{% endif %}"
+    "{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content and loop.index0 > last.at %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% for call in m.tool_calls %}<tool_call>"
+    "{{ call.function.name }}{{ call.function.arguments.a }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_earlier_thoughts_that_a_template_leaves_out_make_an_example_of_each_answer(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {"a": 7}}]}
+    said = talk("a", "1", "b", "2")
+    said[1] |= {"reasoning_content": "hm"}
+    rows = [{"messages": said}, {"messages": [*talk("a"), call]}]
+    _, examples = read_examples(write(tmp_path / "train.jsonl", rows))
+    with pytest.raises(ValueError, match=r"message 2 differently once others follow.*sft.split_turns=true"):
+        examples[0].pieces(rendering(THINKING))
+    answers = [[text for text, on in one.pieces(rendering(THINKING)) if on] for one in examples[0].split()]
+    assert answers == [["<think>hm</think>1<|im_end|>\n"], ["2<|im_end|>\n"]]
+    (made,) = [text for text, on in examples[1].pieces(rendering(THINKING)) if on]
+    assert made == "<tool_call>add7</tool_call><|im_end|>\n"
+    opened = THINKING.replace("assistant\n{% endif", "assistant\n<think>{% endif")
+    with pytest.raises(ValueError, match='begins an answer with "<think>", and renders message 4 with "2<'):
+        examples[0].split()[1].pieces(rendering(opened))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("pieces", "trained"),
+    [
+        # A template that writes no end: it is the token with which the next message begins; then the tokenizer's.
+        ([("<u>q<a>", 0), ("12", 1), ("<u>r<a>", 0), ("3", 1)], ["1", "2", "<u>", "3", "<eos>"]),
+        # A special token inside of an answer is not its end.
+        ([("<u>q<a>", 0), ("1<t>2", 1)], ["1", "<t>", "2", "<eos>"]),
+        ([("<u>q<a>", 0), ("1<t>2<eos>\n", 1)], ["1", "<t>", "2", "<eos>"]),
+        # An end of turn that is no end token of the model.
+        ([("<u>q<a>", 0), ("1<t> \n", 1), ("<a>", 0)], ["1", "<t>"]),
+    ],
+)
+def test_the_end_of_each_turn_is_trained_on(pieces: Sequence[Any], trained: Sequence[str]) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from fsbarrier.workers.examples import tokens_of
+
+    words = ["<eos>", "<u>", "<a>", "<t>", *"qr123 \n"]
+    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, "q"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<eos>", additional_special_tokens=words[1:4]
+    )
+    tokens, marks = tokens_of(tokenizer, pieces, {0, 1}, plain=False)
+    assert [words[token] for token, on in zip(tokens, marks, strict=True) if on] == trained
 
 
 # --- the loss, and runs -----------------------------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
-"""Reads and validates task files, and files of examples for supervised fine-tuning (`Example`).
+"""Reads and validates task files. examples.py reads files of examples for supervised fine-tuning.
 
 A task file is JSON lines (`.jsonl`), or Parquet with verl's columns. Each line (row) is one task. Its number, counted from 0, is the task's
 index throughout a run, so a file must not change while a run uses it. Fields:
 
     prompt    text, or chat messages [{"role": "user", "content": "..."}, ...]. A content may be a list of parts,
               {"type": "text", "text": "..."} and {"type": "image", "image": a path relative to the file, or a data: URL}; or, as in
-              verl, a field `images` has them, in the places of `<image>` in the texts
+              verl, a field `images` has them, in the places of `<image>` in the texts. Messages may have what messages.py lists
+    tools     optional; the tools that the chat template shows to the policy, as OpenAI's API has them
+    chat_template_kwargs   optional; arguments of the chat template for this task
     answer    the reference for the reward; or `reward_model.ground_truth` as in verl. null or missing: no reference, which
               requires a reward that needs none, or an agent that gives it
     task_id   optional; default: file name and index
@@ -18,12 +20,13 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsbarrier.data import images
 from fsbarrier.data.images import Message
+from fsbarrier.data.messages import checked
 from fsbarrier.errors import UsageError, first_line
 from fsbarrier.store.printable import printable
 from fsbarrier.store.reading import TASK_BYTES
@@ -36,8 +39,9 @@ MAX_NESTING = 100
 #: rows of a Parquet file in memory at a time
 BATCH_ROWS = 1024
 
-#: the role whose messages are trained on
-ASSISTANT = "assistant"
+#: what a message may have instead of a content
+_INSTEAD = ("tool_calls", "reasoning_content")
+_KINDS = {list: "a list of tools", dict: "an object"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,9 @@ class Task:
     metadata: Mapping[str, Any]
     #: the name of its evaluation set; "" if there is only one set
     eval_set: str = ""
+    #: what the chat template is given beside the messages
+    tools: tuple[dict[str, Any], ...] = ()
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def messages(self) -> list[Message]:
@@ -61,42 +68,20 @@ class Task:
         return [dict(message) for message in self.prompt]
 
     @property
+    def template(self) -> dict[str, Any]:
+        """What the chat template is given beside the messages, as vLLM's API calls it."""
+        return _template(self.tools, self.chat_template_kwargs)
+
+    @property
     def has_images(self) -> bool:
         return not isinstance(self.prompt, str) and any(images.sources(self.prompt))
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A conversation to learn from: what the assistant says from message number `first` on. `plain`: a text and its continuation, which
-    no chat template renders."""
-
-    index: int
-    messages: tuple[Message, ...]
-    first: int = 0
-    plain: bool = False
-
-    def pieces(self, render: Callable[..., str]) -> list[tuple[str, bool]]:
-        """Its text in pieces, each with whether it is trained on. `render`: the chat template. Raises ValueError if that renders the
-        conversation up to an answer differently once more follows; and whatever the template raises."""
-        if self.plain:
-            return [(message["content"], bool(number)) for number, message in enumerate(self.messages)]
-        messages = [dict(message) for message in self.messages]
-        whole = render(messages=messages, add_generation_prompt=False)
-        found: list[tuple[str, bool]] = []
-        done = ""
-        for number, message in enumerate(messages):
-            if message["role"] != ASSISTANT or number < self.first:
-                continue
-            before = render(messages=messages[:number], add_generation_prompt=True)
-            after = render(messages=messages[: number + 1], add_generation_prompt=False)
-            if not (before.startswith(done) and after.startswith(before) and whole.startswith(after)):
-                raise ValueError(
-                    f"it renders message {number + 1} differently once others follow, so what the assistant says cannot be marked; make "
-                    "an example of each answer (prompt: the messages before it, completion: the answer)"
-                )
-            found += [(before[len(done) :], False), (after[len(before) :], True)]
-            done = after
-        return found
+def _template(tools: tuple[dict[str, Any], ...], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **({"tools": list(tools)} if tools else {}),
+        **({"chat_template_kwargs": dict(arguments)} if arguments else {}),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,38 +110,22 @@ def read_tasks(path: Path, indices: Collection[int] | None = None) -> TaskFile:
     return TaskFile(path, count, tasks)
 
 
-def read_examples(path: Path, indices: Collection[int] | None = None) -> tuple[int, dict[int, Example]]:
-    """The number of examples in a file, and all of them or only those with `indices`. Each row has `messages`, or `prompt` and
-    `completion` (or a text `answer`). Raises UsageError naming the file and line."""
-    count, found = 0, {}
-    for index, row in _rows(path, None if indices is None else frozenset(indices)):
-        count = index + 1
-        if row is None:
-            continue
-        found[index] = example = _example(path, index, row)
-        try:
-            "".join(message["content"] for message in example.messages).encode()
-        except UnicodeEncodeError:
-            raise task_error(path, index, "contains an unpaired surrogate (\\ud800 to \\udfff)") from None
-    return count, found
-
-
 def _checked_tasks(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, Task | None]]:
     seen: dict[str, int] = {}
-    for index, row in _rows(path, wanted):
+    for index, row in rows_of(path, wanted):
         if row is None:
             yield index, None
             continue
         try:
             task = _task(path, index, row)
-            "".join((task.task_id, *(images.text_of(one["content"]) for one in task.messages))).encode()
+            json.dumps([task.task_id, task.messages, task.tools], ensure_ascii=False).encode()
         except RecursionError:
             raise task_error(path, index, "is nested too deeply") from None
         except UnicodeEncodeError:
             raise task_error(path, index, "contains an unpaired surrogate (\\ud800 to \\udfff)") from None
         first = seen.setdefault(task.task_id, index)
         if first != index:
-            already = f"task_id {_shown(task.task_id)} is already used by {place(path, first)}"
+            already = f"task_id {shown(task.task_id)} is already used by {place(path, first)}"
             raise task_error(path, index, already)
         yield index, task
 
@@ -164,7 +133,7 @@ def _checked_tasks(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[
 # --- rows -----------------------------------------------------------------------------------------------------------------
 
 
-def _rows(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, Mapping[str, object] | None]]:
+def rows_of(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, Mapping[str, object] | None]]:
     """Each row with its index; None for rows that are not needed."""
     if path.suffix not in SUFFIXES:
         raise UsageError(f"{path}: a task file must end in {' or '.join(SUFFIXES)}")
@@ -205,7 +174,7 @@ def _parsed(path: Path, index: int, line: bytes) -> Mapping[str, object]:
     except RecursionError:
         raise task_error(path, index, "is not JSON: nested too deeply") from None
     if not isinstance(row, dict):
-        raise task_error(path, index, f"must be a JSON object, got {_shown(row)}")
+        raise task_error(path, index, f"must be a JSON object, got {shown(row)}")
     return row
 
 
@@ -249,7 +218,7 @@ def _task(path: Path, index: int, row: Mapping[str, object]) -> Task:
     if rest.get("prompt") is None:
         known = ", ".join(map(str, row)) or "none"
         raise task_error(path, index, f"has no field prompt (its fields: {known})")
-    prompt = _prompt(path, index, rest.pop("prompt"), may_see=True)
+    prompt = prompt_of(path, index, rest.pop("prompt"), may_see=True)
     if rest.get("images") is not None and not isinstance(prompt, str):
         try:
             prompt = images.in_places(prompt, rest.pop("images"), path.parent)
@@ -261,13 +230,14 @@ def _task(path: Path, index: int, row: Mapping[str, object]) -> Task:
     if task_id is None:
         task_id = f"{path.stem}-{index}"
     if isinstance(task_id, bool) or not isinstance(task_id, str | int) or task_id == "":
-        raise task_error(path, index, f"task_id must be text or a whole number, got {_shown(task_id)}")
+        raise task_error(path, index, f"task_id must be text or a whole number, got {shown(task_id)}")
     answer = _answer(rest)
+    tools, arguments = beside_of(path, index, rest, chat=not isinstance(prompt, str))
     metadata = {str(name): plain(value) for name, value in rest.items()}
-    return Task(index, str(task_id), prompt, plain(answer), metadata)
+    return Task(index, str(task_id), prompt, plain(answer), metadata, "", tools, arguments)
 
 
-def _prompt(
+def prompt_of(
     path: Path, index: int, value: object, name: str = "prompt", *, may_see: bool = False
 ) -> str | tuple[Message, ...]:
     """A text, or the messages of a conversation, in the field `name`. `may_see`: with images among them."""
@@ -276,27 +246,68 @@ def _prompt(
             raise task_error(path, index, f"{name} is blank" if value else f"{name} is empty")
         return value
     if not isinstance(value, list):
-        raise task_error(path, index, f"{name} must be text or a list of chat messages, got {_shown(value)}")
+        raise task_error(path, index, f"{name} must be text or a list of chat messages, got {shown(value)}")
     if not value:
         raise task_error(path, index, f"{name} is an empty list")
     messages = []
     for number, message in enumerate(value, start=1):
         if not isinstance(message, Mapping):
-            raise task_error(
-                path, index, f"{name}: message {number} must be an object, got {_shown(message)}"
-            )
+            raise task_error(path, index, f"{name}: message {number} must be an object, got {shown(message)}")
         role, content = message.get("role"), message.get("content")
         where = f"{name}: message {number}"
         if not isinstance(role, str) or not role:
-            raise task_error(path, index, f"{where} needs a role (text), got {_shown(role)}")
+            raise task_error(path, index, f"{where} needs a role (text), got {shown(role)}")
+        try:
+            said = checked(_without_nulls(message) if path.suffix == ".parquet" else message)
+        except ValueError as error:
+            raise task_error(path, index, f"{where} {error}") from None
         if isinstance(content, list) and may_see:
             content = [_part(path, index, f"{where}, part {n}", one) for n, one in enumerate(content, 1)]
-        elif not isinstance(content, str):
-            raise task_error(path, index, f"{where} needs a content (text), got {_shown(content)}")
-        messages.append({"role": role, "content": content})
-    if not any(images.text_of(one["content"]).strip() or any(images.sources([one])) for one in messages):
+        elif not isinstance(content, str) and (content is not None or not said.keys() & {*_INSTEAD}):
+            raise task_error(path, index, f"{where} needs a content (text), got {shown(content)}")
+        messages.append({**said, "role": role, "content": content or ""})
+    if not any(
+        images.text_of(one["content"]).strip() or any(images.sources([one])) or one.keys() & {*_INSTEAD}
+        for one in messages
+    ):
         raise task_error(path, index, f"{name}: all messages are blank")
     return tuple(messages)
+
+
+def beside_of(
+    path: Path, index: int, row: dict[str, object], *, chat: bool
+) -> tuple[tuple[dict[str, Any], ...], Mapping[str, Any]]:
+    """The fields `tools` and `chat_template_kwargs`, which are taken out of the row. Either may be the text of JSON, as Parquet has it."""
+    found: list[Any] = []
+    for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
+        value = row.pop(name, None)
+        try:
+            value = json.loads(value) if isinstance(value, str) and value else value
+        except (ValueError, RecursionError):
+            raise task_error(path, index, f"{name} is not JSON: {shown(value)}") from None
+        value = _without_nulls(value) if path.suffix == ".parquet" else value
+        if value and not isinstance(value, kind):
+            raise task_error(path, index, f"{name} must be {_KINDS[kind]}, got {shown(value)}")
+        if value and not chat:
+            raise task_error(
+                path, index, f"has {name}, and its prompt is text, which no chat template renders"
+            )
+        found.append(value or kind())
+    for number, tool in enumerate(found[0], 1):
+        inner = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+            raise task_error(
+                path, index, f"tools: tool {number} needs function.name (text), got {shown(tool)}"
+            )
+    tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in found[0]]
+    return tuple(tools), found[1]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet gives each object of a column all fields that any of them has."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _part(path: Path, index: int, where: str, part: object) -> dict[str, object]:
@@ -305,29 +316,6 @@ def _part(path: Path, index: int, where: str, part: object) -> dict[str, object]
         return images.part(part, path.parent)
     except ValueError as error:
         raise task_error(path, index, f"{where} {error}") from None
-
-
-def _example(path: Path, index: int, row: Mapping[str, object]) -> Example:
-    completion = row.get("completion", row.get("answer"))
-    if row.get("images"):
-        raise task_error(path, index, "has images, which supervised fine-tuning does not read")
-    if row.get("messages") is not None:
-        said = _prompt(path, index, row["messages"], "messages")
-        if isinstance(said, str):
-            raise task_error(path, index, f"messages must be a list of chat messages, got {_shown(said)}")
-        example = Example(index, said)
-    elif row.get("prompt") is None or completion is None:
-        known = ", ".join(map(str, row)) or "none"
-        raise task_error(path, index, f"needs messages, or prompt and completion (its fields: {known})")
-    else:
-        before, after = (_prompt(path, index, row["prompt"]), _prompt(path, index, completion, "completion"))
-        plain = isinstance(before, str) and isinstance(after, str)
-        prompt = ({"role": "user", "content": before},) if isinstance(before, str) else before
-        answer = ({"role": ASSISTANT, "content": after},) if isinstance(after, str) else after
-        example = Example(index, prompt + answer, len(prompt), plain)
-    if all(message["role"] != ASSISTANT for message in example.messages[example.first :]):
-        raise task_error(path, index, f"has no message of the role {ASSISTANT}, so nothing to train on")
-    return example
 
 
 def in_set(where: str | None) -> Callable[[Task], bool]:
@@ -381,6 +369,6 @@ def place(path: Path, index: int) -> str:
     return f"{path}, row {index}" if path.suffix == ".parquet" else f"{path}, line {index + 1}"
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

@@ -33,7 +33,9 @@ class Recorder:
     The turns come from the episode's process (agent_sampler.py), or as requests to `base_url` (agent_http.py).
     """
 
-    def __init__(self, sampler: Place) -> None:
+    def __init__(self, sampler: Place, template: Mapping[str, object] | None = None) -> None:
+        # The task's own arguments of the chat template.
+        self._template = template or {}
         # Valid while agent_http.py serves this episode.
         self.base_url, self.api_key, self.model = "", "", "policy"
         self.segments: list[Segment] = []
@@ -68,9 +70,10 @@ class Recorder:
         """
         named = await self._sampler.pictures.named([_plain_message(message) for message in messages])
         conversation = [_plain_message(message) for message in named]
-        offered = json.dumps(plain(list(tools)), sort_keys=True) if tools else ""
+        offered = json.dumps(plain(list(tools))) if tools else ""
         template: dict[str, object] = {
             "add_generation_prompt": True,
+            **({"chat_template_kwargs": self._template} if self._template else {}),
             **({"tools": json.loads(offered)} if offered else {}),
         }
         async with self._turn() as hold:

@@ -115,7 +115,7 @@ class AgentSampler:
         return self.environments.get(str(named or ""))
 
     async def _attempt(self, place: Place, task: Task, environment: Environment | None) -> Episode:
-        recorder = Recorder(place)
+        recorder = Recorder(place, task.chat_template_kwargs)
         async with environment.session() if environment is not None else nullcontext() as session:
             begin = time.monotonic()
             with self._endpoint.serving(recorder):

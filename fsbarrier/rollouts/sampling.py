@@ -21,6 +21,7 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from fsbarrier.data.images import Message, sources
+from fsbarrier.data.messages import for_engine
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.client import normal_url
 from fsbarrier.engine.openai_http import asked_again, base_and_socket, bearer, described
@@ -172,7 +173,9 @@ class Sampler:
             left = list(pending.values())
             if seeing is not None:
                 messages = await self.pictures.named(seeing.messages)
-                prompt = await self._tokenized({"messages": messages, "add_generation_prompt": True})
+                prompt = await self._tokenized(
+                    {"messages": messages, "add_generation_prompt": True, **seeing.template}
+                )
                 stream = self._stream(left, done, sampling.samples)
                 await self._generate(
                     prompt, list(sources(messages)), stream, sampling, self.server.seed_of(seeing)
@@ -348,7 +351,7 @@ class Sampler:
         """The tokens of a text, or of chat messages as the model's template renders them."""
         if task.index not in self._token_ids:
             text = {"prompt": task.prompt}
-            messages = {"messages": task.messages, "add_generation_prompt": True}
+            messages = {"messages": task.messages, "add_generation_prompt": True, **task.template}
             self._token_ids[task.index] = await self._tokenized(
                 text if isinstance(task.prompt, str) else messages
             )
@@ -356,9 +359,10 @@ class Sampler:
 
     async def _tokenized(self, body: Mapping[str, object]) -> list[int]:
         if isinstance(messages := body.get("messages"), list):
-            body = {**body, "messages": without_images(messages)}
-            if self.server.template_arguments:
-                body["chat_template_kwargs"] = self.server.template_arguments
+            body = {**body, "messages": for_engine(without_images(messages))}
+            own = body.get("chat_template_kwargs")
+            if arguments := {**self.server.template_arguments, **(own if isinstance(own, dict) else {})}:
+                body["chat_template_kwargs"] = arguments
         if self._begins(str(body.get("prompt", ""))):
             # Rendered by a chat template, for example: a second one is not what the model was trained on.
             body = {**body, "add_special_tokens": False}

@@ -541,6 +541,14 @@ class TrackerSettings(Section):
 
 
 @dataclass(frozen=True, slots=True)
+class FineTuningSettings(Section):
+    """The program `sft`: supervised fine-tuning (docs/fine_tuning.md)."""
+
+    #: Each answer of a conversation is an example of its own, which ends with it; for chat templates that leave out earlier thoughts.
+    split_turns: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ToySettings(Section):
     """The program `toy`: the same phases without a model."""
 
@@ -611,6 +619,7 @@ class Settings(Section):
     coordination: CoordinationSettings = CoordinationSettings()
     notify: NotifySettings = NotifySettings()
     tracker: TrackerSettings = TrackerSettings()
+    sft: FineTuningSettings = FineTuningSettings()
     toy: ToySettings = ToySettings()
     #: Arbitrary values (`custom.name=value`) for your own program, reward or trainer. Names that begin with `custom.secret` are not
     #: displayed.

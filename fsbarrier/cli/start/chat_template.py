@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fsbarrier.data import images
+from fsbarrier.data.images import Message
+from fsbarrier.data.messages import for_template
 from fsbarrier.data.tasks import place
 from fsbarrier.engine.model import placeholder_ids
 from fsbarrier.errors import UsageError, first_line
 
 if TYPE_CHECKING:
-    from fsbarrier.data.tasks import Example, Task
+    from fsbarrier.data.examples import Example
+    from fsbarrier.data.tasks import Task
 
 _FILES = ("chat_template.jinja", "chat_template.json")
 #: marks what the model has said, for a training that masks the rest; the engine ignores it
@@ -24,6 +27,7 @@ _GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 _USUAL = ("system", "developer", "user", "assistant", "tool")
 #: roles whose content a template may leave out or change on purpose: earlier thoughts, results of tools
 _MAY_DIFFER = ("assistant", "tool")
+_REMEDY = "use a template that renders it, or remove it from the file"
 
 
 class _Refused(Exception):
@@ -36,7 +40,7 @@ def check(folder: Path, tasks: Iterable[Task], path: Path, arguments: Mapping[st
     `arguments`: further ones of the template. Raises UsageError naming the template, or the task.
     """
     render: Callable[..., str] | None = None
-    seen: set[tuple[str, ...]] = set()
+    seen: set[tuple[object, ...]] = set()
     place_of_image = _place_of_image(folder)
     for task in tasks:
         if isinstance(task.prompt, str):
@@ -45,19 +49,28 @@ def check(folder: Path, tasks: Iterable[Task], path: Path, arguments: Mapping[st
         render = render or _renderer(folder, f"{where}: the prompt")
         if render is None:
             return
-        roles = tuple(
-            f"{one['role']} {type(one['content']).__name__} {[part['type'] for part in images.parts_of(one['content'])]}"
-            for one in task.prompt
-        )
+        roles = (_kinds(task.prompt), bool(task.tools), *sorted(task.chat_template_kwargs))
         if roles in seen:
             continue
         seen.add(roles)
+        given = {**arguments, **task.chat_template_kwargs}
         try:
-            text = render(messages=task.messages, add_generation_prompt=True, **arguments)
+            text = render(
+                messages=for_template(task.messages),
+                add_generation_prompt=True,
+                tools=list(task.tools) or None,
+                **given,
+            )
         except Exception as error:
             raise UsageError(
                 f"{where}: the chat template of {folder} cannot render the prompt: {error}"
             ) from None
+        if dropped := _dropped(
+            folder, partial(render, **given), task.messages, task.tools, task.chat_template_kwargs
+        ):
+            raise UsageError(
+                f"{place(path, task.index)}: the chat template of {folder} leaves out {dropped}; {_REMEDY}"
+            )
         shown = len([*images.sources(task.messages)])
         if text.count(place_of_image) < shown:
             raise UsageError(
@@ -77,20 +90,87 @@ def check(folder: Path, tasks: Iterable[Task], path: Path, arguments: Mapping[st
 
 
 def check_examples(
-    folder: Path, examples: Iterable[Example], path: Path, arguments: Mapping[str, object]
+    folder: Path,
+    examples: Iterable[Example],
+    path: Path,
+    arguments: Mapping[str, object],
+    *,
+    split_turns: bool,
 ) -> None:
-    """Check that the template tells what the assistant says in each example from the rest. Raises UsageError naming the line."""
+    """Check that the template tells what the assistant says in each example from the rest. Raises UsageError naming the line.
+
+    `split_turns`: each answer is an example of its own.
+    """
     conversations = [one for one in examples if not one.plain]
+    seen: set[tuple[object, ...]] = set()
     for number, example in enumerate(conversations):
         where = place(path, example.index)
         if not number:
             render = _renderer(folder, f"{where}: the example")
         if render is None:
             return
+        kinds = (_kinds(example.messages), bool(example.tools), *sorted(example.chat_template_kwargs))
         try:
-            example.pieces(partial(render, **arguments))
+            for one in example.split() if split_turns else [example]:
+                one.pieces(partial(_overridden, render, arguments))
+            dropped = None
+            if kinds not in seen:
+                filled = partial(render, **{**arguments, **example.chat_template_kwargs})
+                dropped = _dropped(
+                    folder, filled, example.messages, example.tools, example.chat_template_kwargs
+                )
         except Exception as error:
             raise UsageError(f"{where}: the chat template of {folder}: {first_line(error)}") from None
+        seen.add(kinds)
+        if dropped:
+            raise UsageError(f"{where}: the chat template of {folder} leaves out {dropped}; {_REMEDY}")
+
+
+def _overridden(render: Callable[..., str], arguments: Mapping[str, object], **given: object) -> str:
+    """The rendering with these arguments of the template where an example gives no other."""
+    return render(**{**arguments, **given})
+
+
+def _kinds(messages: Sequence[Message]) -> tuple[str, ...]:
+    """What a template may treat differently: the role and the fields of each message, and which parts its content has."""
+    return tuple(
+        f"{one['role']} {type(one['content']).__name__} {[part['type'] for part in images.parts_of(one['content'])]} {sorted(one)}"
+        for one in messages
+    )
+
+
+def _dropped(
+    folder: Path,
+    render: Callable[..., str],
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, object]],
+    arguments: Iterable[str],
+) -> str | None:
+    """What the template leaves out of a conversation: a field without which it renders the same. A call's id may be left out, and thoughts
+    once others follow."""
+
+    def rendered(given: Sequence[Message], tools: object = list(tools) or None) -> str:
+        try:
+            return render(messages=for_template(given), add_generation_prompt=False, tools=tools)
+        # It refuses a conversation without the field, so it reads it.
+        except Exception as error:
+            return f"{type(error)}"
+
+    for number, message in enumerate(messages):
+        for name in sorted(message.keys() - {"role", "content", "tool_call_id"}):
+            if name == "name" and message["role"] == "tool":
+                continue
+            until = number + 1 if name == "reasoning_content" else len(messages)
+            without = [
+                {key: value for key, value in one.items() if one is not message or key != name}
+                for one in messages[:until]
+            ]
+            if rendered(messages[:until]) == rendered(without):
+                return f"the field {name} of message {number + 1}"
+    if tools and rendered(messages) == rendered(messages, None):
+        return "the field tools"
+    source = str(_source(folder))
+    return next((f"chat_template_kwargs.{name}" for name in arguments if name not in source), None)
 
 
 def _place_of_image(folder: Path) -> str:

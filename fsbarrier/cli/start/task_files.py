@@ -107,15 +107,21 @@ def read_examples(
     data_path: Path, named: Mapping[str, str | None], settings: Settings, *, model: Path | None = None
 ) -> dict[str, TaskSource]:
     """The same for files of examples: checks that what is trained on can be told from the rest, with the chat template of `model`."""
-    from fsbarrier.data import tasks
+    from fsbarrier.data import examples as example_files
 
     found: dict[str, TaskSource] = {}
     for split in named:
         path = _task_file(data_path, split)
-        count, examples = tasks.read_examples(path)
+        count, examples = example_files.read_examples(path)
         found[split] = _source(path, count)
         if model is not None:
-            chat_template.check_examples(model, examples.values(), path, settings.rollout.template_arguments)
+            chat_template.check_examples(
+                model,
+                examples.values(),
+                path,
+                settings.rollout.template_arguments,
+                split_turns=settings.sft.split_turns,
+            )
     return found
 
 

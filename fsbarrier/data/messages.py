@@ -1,0 +1,97 @@
+"""Chat messages in one form, that of OpenAI's API, with every field that a chat template or the engine reads.
+
+A field that neither of them knows is refused when a file is read: a template would drop it, and nobody would notice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsbarrier.data.images import Message
+
+#: the fields of a message in this form
+FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+#: other names for the thoughts before an answer: vLLM's, and that of gpt-oss's template
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+
+
+def checked(message: Mapping[str, Any]) -> Message:
+    """A message in this form, without empty fields. Its content is not looked at. Raises ValueError naming the field."""
+    given = {name: value for name, value in message.items() if name in ("role", "content") or _said(value)}
+    thoughts = [given.pop(name) for name in _THOUGHTS if name in given]
+    for text in thoughts:
+        if not isinstance(text, str):
+            raise ValueError(f"reasoning_content must be text, got {_shown(text)}")
+    if unknown := given.keys() - {*FIELDS}:
+        raise ValueError(
+            f"has the field {min(unknown)!r}, which no chat template is given; known are {', '.join(FIELDS)}"
+        )
+    for name in ("name", "tool_call_id"):
+        if not isinstance(given.get(name, ""), str):
+            raise ValueError(f"{name} must be text, got {_shown(given[name])}")
+    if "tool_calls" in given:
+        if not isinstance(given["tool_calls"], list):
+            raise ValueError(f"tool_calls must be a list, got {_shown(given['tool_calls'])}")
+        given["tool_calls"] = [_call(call, number) for number, call in enumerate(given["tool_calls"], 1)]
+    # OpenAI's form of a message that only calls tools.
+    content = "" if given.get("content") is None else given["content"]
+    return {**given, "content": content, **({"reasoning_content": thoughts[0]} if thoughts else {})}
+
+
+def for_template(messages: Sequence[Message]) -> list[Message]:
+    """The messages as vLLM gives them to a chat template: arguments of calls as objects, thoughts under both names."""
+    return [
+        message
+        | ({"reasoning": message["reasoning_content"]} if "reasoning_content" in message else {})
+        | ({"tool_calls": [*map(_with_object, message["tool_calls"])]} if "tool_calls" in message else {})
+        for message in messages
+    ]
+
+
+def for_engine(messages: Sequence[Message]) -> list[Message]:
+    """The messages as vLLM's API wants them: it reads thoughts under the name `reasoning` only, and drops them under any other."""
+    return [
+        {"reasoning" if name == "reasoning_content" else name: value for name, value in message.items()}
+        for message in messages
+    ]
+
+
+def _said(value: object) -> bool:
+    return value is not None and value != "" and value != [] and value != {}
+
+
+def _call(value: object, number: int) -> dict[str, object]:
+    """A call in OpenAI's form; transformers' form has no `function` around it, and arguments as an object."""
+    where = f"tool_calls: call {number}"
+    if not isinstance(value, Mapping) or not isinstance(inner := value.get("function", value), Mapping):
+        raise ValueError(f"{where} must be an object with a function, got {_shown(value)}")
+    name, arguments = inner.get("name"), inner.get("arguments")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{where} needs function.name (text), got {_shown(name)}")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    try:
+        is_object = isinstance(json.loads(text or "{}"), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise ValueError(
+            f"{where}: arguments must be a JSON object, or the text of one, got {_shown(arguments)}"
+        )
+    identifier = value.get("id")
+    function = {"name": name, "arguments": text or "{}"}
+    return {
+        "id": identifier if isinstance(identifier, str) else f"call_{number}",
+        "type": "function",
+        "function": function,
+    }
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value, default=str, ensure_ascii=False)[:60]
