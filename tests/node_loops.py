@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fsbarrier.coordination.group.collective import CollectiveWork
-from fsbarrier.coordination.loop import NodeLoop, WorkRunner, WriteEvent
+from fsbarrier.coordination.loop import LookAgain, NodeLoop, WorkRunner, WriteEvent
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.poll_intervals import PollIntervals
 from fsbarrier.program import PHASE_NAMES, Phase, Program
@@ -40,3 +41,9 @@ def node_loop(
     loop = NodeLoop(seen.store, seen, rules or Rules(seen.table, 2), work or CollectiveWork(), here, tell)
     loop.start(0.0)
     return loop
+
+
+def settle(look: Callable[[float], LookAgain], now: float) -> None:
+    """Call a node's or a member's `look` until nothing is left to do. Raises its errors."""
+    while look(now) is LookAgain.NOW:
+        pass

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +18,10 @@ from pathlib import Path
 
 import pytest
 from cluster import FAST, REPO, Cluster, Event, all_gone, assert_exactly_once, leftovers
+from commands import typed
 from fuse import mounting
 from process_tree import kill_at_once
-from waiting import DEADLINE_S
+from waiting import DEADLINE_S, until
 
 WITHIN_S = 20.0
 VICTIM = 1
@@ -99,12 +102,13 @@ def test_a_stopped_daemon_is_found_by_its_silence_and_learns_of_it(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_node_that_cannot_write(tmp_path: Path) -> None:
-    """A file size limit of nothing, for all that the node runs: every write fails, as on a full disk or past a quota."""
+    """A file size limit of nothing, for all that the node runs: every write fails, as past a quota of its own. It lives and looks, so it
+    is not found by its silence: it gives up after the time of an outage, and says so."""
     with rolling_out(tmp_path) as cluster:
-        struck_at = time.monotonic()
         for pid in cluster.tree(VICTIM):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))
-        assert_found(cluster, struck_at)
+        cluster.beating(VICTIM, lambda beat: beat.state == "unwritable")
+        assert_told(cluster, "it was stopped by hand or ended in an error")
         assert cluster.wait(VICTIM) == {VICTIM: 3}
 
 
@@ -168,6 +172,49 @@ def test_a_full_disk_of_its_own_makes_a_node_leave(tmp_path: Path) -> None:
             assert leftovers(cluster.log_path) == {}
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["shrink", "abort"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a filesystem of its own, as root")
+def test_a_full_shared_disk_makes_nobody_lost(tmp_path: Path, policy: str) -> None:
+    """It is full, also of inodes, for twice as long as a node may be silent. Meanwhile node 0 works, and the others cannot publish their
+    facts: they live and look, and say so by a name that changes. When there is room again, the run goes on as if nothing had been."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    options = "size=64m,nr_inodes=4000"
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)], check=False).returncode:
+        pytest.skip("cannot mount here")
+    try:
+        hold = ("custom.hold=10", "custom.hold_s=45", "custom.others_s=5", "toy.phase_s=0.1", "toy.tasks=24")
+        flags = ("--iterations", "1", "--on-node-failure", policy, *hold)
+        with Cluster(disk, 3, *flags, program=HELD) as cluster:
+            cluster.start()
+            for rank in range(3):
+                cluster.in_phase(rank, 10)
+            fill(disk)
+            until(lambda: "No space left on device; make room there" in cluster.said(1), cluster.said_by_all)
+            full_since = time.monotonic()
+            until(lambda: time.monotonic() - full_since > 25, cluster.said_by_all)
+            shown = typed("status", "--log-path", cluster.log_path, code=None).out
+            assert "is full" in shown and "suspected" not in shown and "lost" not in shown, shown
+            shutil.rmtree(disk / "much")
+            assert cluster.wait() == {0: 0, 1: 0, 2: 0}, cluster.said_by_all()
+            assert not [e for e in cluster.events() if e["event"] in ("node_lost", "node_suspected")]
+            assert all("can use the shared directory again" in cluster.said(rank) for rank in range(3))
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Until there is neither room nor an inode."""
+    (disk / "much").mkdir()
+    with contextlib.suppress(OSError), (disk / "much" / "bytes").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 12))
+    with contextlib.suppress(OSError):
+        for number in itertools.count():
+            (disk / "much" / str(number)).touch()
 
 
 def test_a_program_without_progress_is_a_failed_attempt(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cluster import Cluster
 from core_builders import ROLL_OUT, RULES, generation
-from node_loops import NO_PAUSES, node_loop, observer
+from node_loops import NO_PAUSES, node_loop, observer, settle
 from operations import Recorder, recording
 from trajectory_files import write_part
 
@@ -105,8 +105,8 @@ def test_what_a_member_says_of_its_work_is_whole_after_a_loss_of_power(tmp_path:
     loop = node_loop(seen_by_node, 1, RULES, DoneAtOnce(status == "done"))
     loop.store.create(paths.generation(1), generation(1, (0, 1), start=(1, ROLL_OUT)))
     with recording(tmp_path) as seen:
-        loop.tick(1.0)
-        loop.tick(1.1)
+        settle(loop.tick, 1.0)
+        settle(loop.tick, 1.1)
     folder = paths.phase(1, ROLL_OUT, "roll_out").relative_to(tmp_path)
     assert_named_when_whole(seen, "rename", f"{folder}/iter-000001.node-0001.{status}")
 

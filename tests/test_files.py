@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 
 from fsbarrier.coordination.life import NodeLife
+from fsbarrier.coordination.loop import LookAgain
 from fsbarrier.coordination.polling import Pace
 from fsbarrier.coordination.run_rules import make_rules, poll_intervals
 from fsbarrier.program import Phase, Program
@@ -306,10 +307,10 @@ class FailingMount:
         self.exit: Any = None
         self.write_event = lambda event, node, fields: None
 
-    def tick(self, now: float) -> bool:
+    def tick(self, now: float) -> LookAgain:
         if self.fails:
             raise OSError(5, "the mount fails")
-        return True
+        return LookAgain.LATER
 
 
 @pytest.fixture
@@ -343,10 +344,10 @@ def test_looks_are_quick_again_as_soon_as_something_has_happened(mount: FailingM
     """A pause is a part of this wait, however long the wait before took."""
     mount.observer.schedule.beats_due = float("inf")
     pace, pauses = Pace(cast(Any, mount)), Backoff(0.001, 0.05)
-    assert pace.next_pause(0.0, pauses, busy=True) == 0.001
-    assert pace.next_pause(100.0, pauses, busy=False) == 1.0
-    assert pace.next_pause(101.0, pauses, busy=True) == 0.001
-    assert pace.next_pause(101.01, pauses, busy=False) < 0.01
+    assert pace.next_pause(0.0, pauses, LookAgain.LATER) == 0.001
+    assert pace.next_pause(100.0, pauses, LookAgain.AT_USUAL_PACE) == 1.0
+    assert pace.next_pause(101.0, pauses, LookAgain.NOW) == 0.0
+    assert pace.next_pause(101.01, pauses, LookAgain.AT_USUAL_PACE) < 0.01
 
 
 def test_the_times_of_a_node_are_those_of_its_settings() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from group_members import FAST, Failed, Members
-from node_loops import node_loop, observer
+from node_loops import node_loop, observer, settle
 from waiting import until
 
 import fsbarrier
@@ -174,7 +174,7 @@ class Trio:
             member = self.members[rank]
             member.loop.write_beat(member.loop.beat(), self.now)
         for rank in ranks or (0, 1, 2):
-            self.members[rank].look(self.now)
+            settle(self.members[rank].look, self.now)
             asked = self.members[rank].work.asked
             if asked is not None and rank not in self.ends:
                 try:
@@ -262,7 +262,7 @@ def test_whoever_could_not_give_its_part_until_its_generation_was_removed_is_fen
         outage.setattr(type(member.loop.store), "put", failing)
         trio.call(0, 1)
         with pytest.raises(OSError, match="the mount fails"):
-            member.look(trio.now)
+            settle(member.look, trio.now)
     # Meanwhile the others have gone on without it.
     for number in (2, 3):
         members = tuple(one for one in first.members if one.rank != 0)
@@ -271,7 +271,7 @@ def test_whoever_could_not_give_its_part_until_its_generation_was_removed_is_fen
         )
     shutil.rmtree(paths.facts_of(1))
     with pytest.raises(fsbarrier.Fenced):
-        member.look(trio.now + 0.5)
+        settle(member.look, trio.now + 0.5)
 
 
 def test_whoever_leaves_before_a_collective_is_lost_all_the_same(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_no_heartbeat_bears_another_process_s_incarnation(tmp_path: Path) -> Non
         store.create(paths.generation(number), record)
         loop.observer.schedule.poll_now()
         with contextlib.suppress(fsbarrier.Fenced):
-            loop.tick(float(number))
+            settle(loop.tick, float(number))
     assert loop.node.incarnation == 2 and loop.beat().incarnation == 1
 
 

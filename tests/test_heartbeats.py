@@ -10,21 +10,23 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from node_loops import NO_PAUSES, node_loop, observer
+from node_loops import NO_PAUSES, PING, node_loop, observer, settle
 
 from fsbarrier.coordination.group.collective import CollectiveWork
+from fsbarrier.coordination.life import NodeLife
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.own_facts import OwnFacts
 from fsbarrier.coordination.poll_intervals import PollIntervals, next_beat_s
 from fsbarrier.program import Phase, Program, Value
 from fsbarrier.protocol.codec import encode
-from fsbarrier.protocol.facts import Beat, Fact, Generation, Member, Position, Pulse, Record
+from fsbarrier.protocol.facts import Beat, Fact, Generation, Member, Position, Pulse, Record, StopRequest
 from fsbarrier.protocol.state import Exit, Node, RowPart, Rules, Stage, WorkReport
 from fsbarrier.rundir.heartbeats import HeartbeatReader, live_nodes, read_beats
 from fsbarrier.rundir.names import PULSE, StartName, fact_name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.store.retry import Backoff
 
 
 def beat(rank: int, incarnation: int, counter: int = 1, state: str = "running") -> Beat:
@@ -137,7 +139,7 @@ def play(loops: list[NodeLoop], seconds: range, silent: frozenset[int] = frozens
             if loop.node.rank not in silent:
                 loop.write_beat(loop.beat(), float(second))
                 with contextlib.suppress(OSError):
-                    loop.tick(float(second))
+                    settle(loop.tick, float(second))
 
 
 def generations(root: Path) -> list[str]:
@@ -222,10 +224,93 @@ def test_rule_3_whoever_cannot_write_a_heartbeat_takes_nobody_for_dead(tmp_path:
     play(loops, range(10, 10 + full_s))
     with pytest.raises(OSError, match="could not write its heartbeat for"):
         # So each wait ends: the daemon ends when that has lasted for `outage_s`.
-        loops[0].tick(10.0 + full_s)
+        settle(loops[0].tick, 10.0 + full_s)
     store.full = False
     play(loops, range(10 + full_s, 40 + full_s))
     assert "node_lost" not in events and generations(tmp_path) == ["gen-000001.json"]
+
+
+class NoRoom(PosixStore):
+    """While `full`, a name can be changed and nothing can be made. While `slow`, what is made takes three seconds of the time `now`."""
+
+    full = slow = False
+    now = 0.0
+
+    def _make(self) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device", "/shared/run/new")
+        self.now += 3.0 * self.slow
+
+    def make_dir(self, path: Path) -> None:
+        self._make()
+        super().make_dir(path)
+
+    def put(self, path: Path, record: Record, *, durable: bool = False) -> None:
+        if self.full:
+            self._make()
+        super().put(path, record, durable=durable)
+
+    def mark(self, path: Path, record: Record) -> None:
+        self._make()
+        super().mark(path, record)
+
+    def create(self, path: Path, record: Record) -> bool:
+        self._make()
+        return super().create(path, record)
+
+
+def living(loop: NodeLoop, said: list[str]) -> NodeLife:
+    return NodeLife(loop, lambda: None, 2.0, Backoff(0.1, 0.1), 0.0, say=said.append)
+
+
+def test_who_has_no_room_to_publish_lives(tmp_path: Path) -> None:
+    """Node 1 has done its work and cannot publish that; node 0 works on. Nobody is lost, and both say at once what is wrong, and where."""
+    store, events, said = NoRoom(), list[str](), list[str]()
+    loops = started(tmp_path, store, events)
+    lives = [living(loop, said) for loop in loops]
+    done = property(lambda work: WorkReport(RowPart.EACH, True, {}, 0.0) if work is loops[1].work else None)
+    with pytest.MonkeyPatch.context() as patched:
+        for second in range(100):
+            if second == 20:
+                patched.setattr(CollectiveWork, "report", done)
+            store.full = 20 <= second < 60
+            for life in lives:
+                for _ in range(10):
+                    life.look(float(second))
+                life.beat(float(second))
+            if second == 21:
+                assert [text[:44] for text in said] == [
+                    f"node {n} cannot write in /shared/run: No space" for n in (0, 1)
+                ]
+            if store.full and second > 22:
+                assert {pulse.state for pulse in PULSE.parse_all(os.listdir(RunPaths(tmp_path).beats))} == {
+                    "unwritable"
+                }
+    assert "node_lost" not in events and "node_suspected" not in events
+    assert sorted(said[2:]) == [f"node {n} can use the shared directory again" for n in (0, 1)]
+
+
+def test_a_leader_that_is_always_busy_looks_between_any_two_actions(tmp_path: Path) -> None:
+    """On a slow disk each of its rows takes seconds, and whenever it is done with one, all are in it. It beats all the same, and sees
+    a request to stop within two actions."""
+    store, rules = NoRoom(), Rules(PING, 1)
+    loop = node_loop(observer(tmp_path, store, PING, intervals=NO_PAUSES), 0, rules, until=50)
+    life, looks = living(loop, []), list[float]()
+    store.slow = True
+    while loop.exit is None:
+        looks.append(store.now)
+        life.look(store.now)
+        before = loop.counter
+        life.beat(store.now)
+        assert loop.counter == before + 1
+        if len(looks) == 100:
+            store.make_dir(RunPaths(tmp_path).stops)
+            PosixStore().put(
+                RunPaths(tmp_path).stops / "000001.json",
+                StopRequest(True, "somebody", starts=(Member(0, 1),)),
+            )
+    assert max(after - before for before, after in pairwise(looks)) <= 3.0 and looks[-1] - looks[0] > 60
+    assert loop.exit.state == "stopped" and len(looks) < 110
 
 
 class Missing(PosixStore):
@@ -355,7 +440,7 @@ def test_a_proposal_that_failed_is_made_anew_from_what_is_seen_then(
         for loop in loops[: 1 if 10 <= second < 30 else 2]:
             loop.write_beat(loop.beat(), float(second))
             with contextlib.suppress(OSError):
-                loop.tick(float(second))
+                settle(loop.tick, float(second))
     assert events.count("generation_started") == 2 and "node_lost" in events
     assert events.count("figures") == (fails == "create")
     assert os.listdir(tmp_path / "coordination" / "generations") == ["gen-000001.json"]
@@ -387,7 +472,7 @@ def test_rule_3_whoever_hangs_in_the_write_of_a_heartbeat_takes_nobody_for_dead(
                 loop.write_beat(loop.beat(), float(second))
         for loop in loops:
             with contextlib.suppress(OSError):
-                loop.tick(float(second))
+                settle(loop.tick, float(second))
     assert events.count("generation_started") == 2 and "node_lost" not in events
 
 
@@ -413,9 +498,9 @@ def test_a_join_whose_answer_was_lost_is_this_node_s_own(
         create(PosixStore(), loop.observer.paths.generation(2), now)
         loop.node = Node(0, 1, 0.0, stage=Stage.RUNNING, generation=others, position=others.start)
         with pytest.raises(OSError, match="Input/output"):
-            loop.tick(1.0)
+            settle(loop.tick, 1.0)
         assert (loop.beat().incarnation, loop.beat().state) == (1, "leaving")
-        loop.tick(2.0)
+        settle(loop.tick, 2.0)
     else:
         with pytest.raises(OSError, match="Input/output"):
             loop.start(1.0)
@@ -440,7 +525,7 @@ def test_whoever_waits_in_the_last_row_passes_it_with_those_who_have_finished(tm
         for loop in loops:
             loop.write_beat(loop.beat(), float(second))
             if loop.exit is None:
-                loop.tick(float(second))
+                settle(loop.tick, float(second))
     assert [loop.exit and loop.exit.state for loop in loops] == ["finished", "finished"]
     assert "node_lost" not in events
 

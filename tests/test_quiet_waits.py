@@ -137,9 +137,9 @@ class WaitingNode:
                 self.beats_from = self.now
                 self.beat()
             self.disk.now = self.now
-            busy = self.loop.tick(self.now)
+            again = self.loop.tick(self.now)
             self.looks.append(self.now)
-            self.now += self.pace.next_pause(self.now, self.pauses, busy=busy)
+            self.now += self.pace.next_pause(self.now, self.pauses, again)
 
     def opens_a_second(self, begin: float, end: float) -> float:
         """How many files this node opens or names in a second of a wait, its own heartbeat included."""

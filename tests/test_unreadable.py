@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster import FAST, REPO, Cluster
-from node_loops import node_loop, observer
+from node_loops import node_loop, observer, settle
 
 from fsbarrier.coordination.life import NodeLife
 from fsbarrier.protocol.facts import (
@@ -80,7 +80,7 @@ def test_a_generation_that_cannot_be_read_is_no_absent_one(
     before = snapshot(tmp_path)
     for second in range(40):
         with pytest.raises(OSError, match=says) as caught:
-            loop.tick(float(second))
+            settle(loop.tick, float(second))
         assert caught.value.filename == str(paths.generation(2))
     assert loop.exit is None
     assert snapshot(tmp_path) == before
@@ -99,10 +99,10 @@ def test_a_generation_is_followed_once_it_can_be_read(tmp_path: Path) -> None:
     cut(paths.generation(1))
     for second in range(10):
         with pytest.raises(OSError, match="cannot be read"):
-            loop.tick(float(second))
+            settle(loop.tick, float(second))
     assert loop.exit is None and loop.node.stage is Stage.JOINING
     paths.generation(1).write_bytes(whole)
-    loop.tick(10.0)
+    settle(loop.tick, 10.0)
     assert loop.exit is not None and loop.exit.reason == "1 iteration is done"
 
 
@@ -119,13 +119,13 @@ def test_a_fact_that_cannot_be_read_is_not_passed_over(tmp_path: Path, status: s
     flip_a_bit(fact)
     for second in range(30):
         with pytest.raises(OSError, match="cannot be read") as caught:
-            loop.tick(float(second))
+            settle(loop.tick, float(second))
         assert caught.value.filename == str(fact)
     assert loop.exit is None and loop.node.position == Position(1, 0)
     # It does not hold up what a newer generation says.
     over = Generation(2, members, 0, Position(1, 0), "over", verdict=Verdict(0, "stopped"))
     store.create(paths.generation(2), over)
-    loop.tick(60.0)
+    settle(loop.tick, 60.0)
     assert loop.exit is not None and loop.exit.reason == "stopped"
 
 

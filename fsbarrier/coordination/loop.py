@@ -1,7 +1,8 @@
 """One node of a run: look, decide, act. The same code runs in the daemon and in the simulator.
 
-`NodeLoop.tick(now)` looks at the shared directory, lets the state machine decide, and performs the actions in order, until nothing is
-left to do. It has no clock, thread or process of its own: time is passed in, and a `WorkRunner` does the work.
+`NodeLoop.tick(now)` looks at the shared directory and performs one action, or lets the state machine decide on the next ones. It has no
+clock, thread or process of its own: time is passed in, and a `WorkRunner` does the work. A tick does so little because an action may take
+seconds on a busy disk: between any two of them the node looks what time it is, and at what is due by then.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fsbarrier.errors import Fenced
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Payload, Position
 from fsbarrier.protocol.machine import awaited, step
-from fsbarrier.protocol.membership import JOINING, PREPARING
+from fsbarrier.protocol.membership import JOINING, PREPARING, UNWRITABLE
 from fsbarrier.protocol.state import (
     UNREADY,
     Action,
@@ -37,6 +38,7 @@ from fsbarrier.protocol.state import (
     Publish,
     RowPart,
     Rules,
+    Stage,
     View,
     WorkReport,
 )
@@ -73,14 +75,14 @@ class WorkRunner(Protocol):
 
 
 class LookAgain(Enum):
-    """When another look is worth while after an action."""
+    """When another tick is worth while."""
 
-    #: perhaps there is something new
+    #: at once: actions are left, or there may be something new
     NOW = 0
     #: there is nothing new yet: work has just been launched, or another node's record is not readable yet
     LATER = 1
-    #: nothing new, because this node's listings are stale: at its usual pace
-    STALE_LISTING = 2
+    #: there was nothing to do, or this node's listings are stale: at its usual pace
+    AT_USUAL_PACE = 2
 
 
 @dataclass
@@ -97,6 +99,8 @@ class NodeLoop:
     note_work: Callable[[PhaseTime], None] = lambda time: None
     node: Node = field(init=False)
     exit: Exit | None = None
+    #: why this node could not write what it says beside its last heartbeat; None: it could
+    unwritable: OSError | None = None
     #: of the heartbeats
     counter: int = 0
     last_generation: LastGeneration = field(init=False)
@@ -141,33 +145,34 @@ class NodeLoop:
         # The first tick writes the event: a journal that is not writable yet must not make this node join twice.
         self._pending.append(Note("node_joined", {"host": self.join.host, "pid": self.join.pid}))
 
-    def tick(self, now: float) -> bool:
-        """Look, decide and act until nothing is left to do. True if anything happened.
+    def tick(self, now: float) -> LookAgain:
+        """Look at what is due, then perform one action, or decide on the next ones. Returns when to do so again.
 
         Raises OSError when the filesystem fails, Fenced when another process has taken this rank, StoreError when work cannot be ended.
         If an action fails, the next tick begins with it and those after it, since the state machine will not ask for them again.
         Actions that it does ask for again (`ASKED_AGAIN`) are dropped, and so are facts in a generation that is over.
+
+        The look comes first, so a node that cannot write still sees what the others do, and its heartbeat says that it lives.
         """
-        busy = bool(self._pending)
-        self._act(now)
-        while self.exit is None:
-            actions = self._decide(now)
-            if actions is None:
-                break
-            if actions:
-                self._pending.extend(actions)
-                look_again = self._act(now)
-                busy = look_again is not LookAgain.STALE_LISTING
-                if look_again is not LookAgain.NOW:
-                    break
-        if self.exit is None:
+        if self._pending:
+            self.observer.look(self.node, now)
+        elif (actions := self._decide(now)) is not None:
+            self._pending.extend(actions)
+        else:
+            self._wait(now)
+            self._facts.clean_up(self.node.rank)
+            return LookAgain.AT_USUAL_PACE
+        return self._act(now) if self._pending else LookAgain.NOW
+
+    def _wait(self, now: float) -> None:
+        """There is nothing to do. Raises OSError while the journal cannot be written."""
+        if self._work_done is not None and now - self._work_done[1] >= LONG_S:
+            # The others take long: the journal tells now when this node's work was done.
+            work, self._work_done = self._work_done[0], None
+            self.write_event("work_finished", self.node, work.fields())
+        # Waiting needs no room, so an error here keeps the node from nothing. Whether it can look, the next look shows.
+        with contextlib.suppress(OSError):
             self._facts.refresh(self.node, now)
-            if self._work_done is not None and now - self._work_done[1] >= LONG_S:
-                # The others take long: the journal tells now when this node's work was done.
-                work, self._work_done = self._work_done[0], None
-                self.write_event("work_finished", self.node, work.fields())
-        self._facts.clean_up(self.node.rank)
-        return busy
 
     def _decide(self, now: float) -> Sequence[Action] | None:
         """Look, and let the state machine decide: the actions to perform; None if there is nothing to do."""
@@ -189,21 +194,21 @@ class NodeLoop:
         return actions
 
     def _act(self, now: float) -> LookAgain:
-        """Perform the pending actions in order."""
-        look_again, pending = LookAgain.NOW, self._pending
-        while pending:
-            # The action may change what this node sees, so the last view is outdated.
-            self.observer.last_view = None
-            try:
-                after = self._perform(pending[0], now)
-            except OSError as error:
-                if not (isinstance(error, FileNotFoundError) and self._is_of_the_past(pending[0])):
-                    self._pending = deque(action for action in pending if not isinstance(action, ASKED_AGAIN))
-                    raise
-                after = None
-            look_again = max(look_again, after or LookAgain.NOW, key=lambda answer: answer.value)
-            pending.popleft()
-        return look_again
+        """Perform the first pending action. When it is the last one, returns what it says of the next look."""
+        # The action may change what this node sees, so the last view is outdated.
+        self.observer.last_view = None
+        action, after = self._pending[0], None
+        try:
+            after = self._perform(action, now)
+        except OSError as error:
+            if not (isinstance(error, FileNotFoundError) and self._is_of_the_past(action)):
+                self._pending = deque(left for left in self._pending if not isinstance(left, ASKED_AGAIN))
+                raise
+        self._pending.popleft()
+        if isinstance(action, Publish):
+            # Nobody waits for this node now.
+            self._facts.clean_up(self.node.rank)
+        return LookAgain.NOW if self._pending else after or LookAgain.NOW
 
     def _is_of_the_past(self, action: Action) -> bool:
         """Whether an action publishes a fact in a generation that is over. Raises OSError.
@@ -233,16 +238,22 @@ class NodeLoop:
             state = "leaving"
         elif state == JOINING and node.part in UNREADY:
             state = PREPARING
+        elif state == Stage.RUNNING and self.unwritable is not None:
+            state = UNWRITABLE
         here, where = self.join, _place_values(node, node.position, self.rules)
         about = self.announced, self.counter, here.host, here.pid, state
         return Beat(node.rank, *about, *where, self.work.progress())
 
     def write_beat(self, beat: Beat, now: float) -> None:
-        """Write a heartbeat. Errors are ignored: whoever cannot write its own declares nobody dead (`Observer`)."""
+        """Write a heartbeat. Errors are only remembered: whoever cannot write its own declares nobody dead (`Observer`). On a full disk the
+        name can still be changed, although nothing can be written beside it."""
         observer, store, new_path = self.observer, self.store, self.observer.paths.pulse(beat.pulse)
         # First, so that whoever sees how this node ended can read more about it.
-        with contextlib.suppress(OSError):
+        try:
             store.put(observer.paths.beat(beat.rank, beat.incarnation), beat)
+            self.unwritable = None
+        except OSError as error:
+            self.unwritable = error
         with contextlib.suppress(OSError):
             # If an incarnation begins, the last one's heartbeat stays as it was.
             old_paths, self._beat_names = self._beat_names, [new_path, *self._beat_names]
@@ -315,7 +326,7 @@ class NodeLoop:
         self.observer.resume_point = resume_point
         if resume_point is None:
             self.observer.schedule.poll_now()
-            return LookAgain.STALE_LISTING
+            return LookAgain.AT_USUAL_PACE
         if seal and resume_point.generation:
             place = [resume_point.position.iteration, resume_point.position.phase]
             self.write_event(

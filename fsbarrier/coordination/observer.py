@@ -41,9 +41,11 @@ class Observer:
     resume_point: ResumePoint | None = None
     #: the view of the last look; None once anything may be new
     last_view: View | None = None
-    #: when this node wrote its last heartbeat, and when its last look that saw everything began; None: not yet
+    #: when this node wrote its last heartbeat; None: not yet
     beaten_at: float | None = None
+    #: when its last look that saw everything began and, if that was the last one, when the next one did; None: not yet
     looked_at: float | None = None
+    _saw_everything: bool = False
     #: the time of the last look at the heartbeats, which of its own was written before it, and how long it has written none, as far as
     #: it looked meanwhile
     _saw_beats_at: float | None = None
@@ -73,23 +75,31 @@ class Observer:
         self.read_beats()
         self.registry.look()
 
-    def view(self, node: Node, now: float, work: WorkReport | None = None) -> View:
-        """What the node sees at `now`. If its own `work` has just ended, it publishes that before it looks at its row. The same object as
-        last time if nothing is new and only the row was due. Raises OSError when the filesystem fails, also if this node cannot write its
-        heartbeats: then it cannot take part, and the others go on."""
+    def look(self, node: Node, now: float, *, at_row: bool = False) -> None:
+        """Look at what is due at `now`, and if asked at the node's row. Raises OSError when the filesystem fails, also if this node cannot
+        write its heartbeats: then it cannot take part, and the others go on."""
+        if self._saw_everything:
+            # However long the last look took, and what this node did after it: that is over.
+            self.looked_at = now
+        self._saw_everything = False
         self._look_around(node, now)
-        watches = work is None and node.generation is not None and node.part in WATCHING
         try:
-            if watches:
+            if at_row:
                 self.row.look(node)
         except OSError:
             # A newer generation's decision does not wait for a fact of this one that cannot be read.
             if self.registry.newest_known <= node.place[0].number:
                 raise
-        self.looked_at = now
+        self._saw_everything, self.looked_at = True, now
         if self._unwritten_s >= self.intervals.dead_s:
             why = f"this node could not write its heartbeat for {self._unwritten_s:.0f} s"
             raise OSError(errno.EIO, why, str(self.paths.beats))
+
+    def view(self, node: Node, now: float, work: WorkReport | None = None) -> View:
+        """What the node sees at `now`. If its own `work` has just ended, it publishes that before it looks at its row. The same object as
+        last time if nothing is new and only the row was due. Raises the errors of `look`."""
+        watches = work is None and node.generation is not None and node.part in WATCHING
+        self.look(node, now, at_row=watches)
         if self.row.news or work is not None:
             self.last_view, self.row.news = None, False
         if self.last_view is not None:

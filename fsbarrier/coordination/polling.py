@@ -21,7 +21,7 @@ from watchdog.events import FileCreatedEvent, FileMovedEvent, FileSystemEvent, F
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
 
-from fsbarrier.coordination.loop import NodeLoop
+from fsbarrier.coordination.loop import LookAgain, NodeLoop
 from fsbarrier.store.mounts import LOCAL, mount_of
 from fsbarrier.store.retry import Backoff
 
@@ -49,11 +49,12 @@ class Pace:
         #: when this node last had something to do
         self._busy_at = 0.0
 
-    def next_pause(self, looked_at: float, pauses: Backoff, *, busy: bool) -> float:
-        """The pause after a look. `pauses`: the first ones of a wait. `busy`: something happened, so more may follow at once."""
-        if busy:
-            self._busy_at = looked_at
-        self._pause_s = pauses.first_s if busy else pauses.after(self._pause_s)
+    def next_pause(self, looked_at: float, pauses: Backoff, again: LookAgain) -> float:
+        """The pause after a tick that said `again`. `pauses`: the first ones of a wait."""
+        if again is not LookAgain.AT_USUAL_PACE:
+            self._busy_at, self._pause_s = looked_at, pauses.first_s
+            return 0.0 if again is LookAgain.NOW else self._pause_s
+        self._pause_s = pauses.after(self._pause_s)
         due_in_s = self._loop.observer.schedule.beats_due - looked_at
         pause_s = max(self._pause_s, LATENESS * (looked_at - self._busy_at))
         # Not positive: heartbeats are due at once, or the last look failed before it read them.

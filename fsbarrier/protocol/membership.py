@@ -17,6 +17,8 @@ from fsbarrier.protocol.timing import DEAD_S, JOIN_TIMEOUT_S, REJOIN_TIMEOUT_S, 
 JOINING = "joining"
 #: of one that is not ready for the others yet
 PREPARING = "preparing"
+#: of a member that lives and looks, but can write no file, as on a full disk; for people, to the others it is like any other member
+UNWRITABLE = "unwritable"
 #: the state of a node that ended because nothing was left to do. With a generation's number: it has passed that one's last row
 FINISHED = "finished"
 #: the state that the epitaph of a killed daemon gives its last heartbeat (processes/epitaph.py)

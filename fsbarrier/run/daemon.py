@@ -136,7 +136,13 @@ class Daemon:
         self._pauses = Backoff(FIRST_PAUSE_S * factor, POLL_MAX_S * factor)
         beat_s, now = settings.coordination.beat_s, time.monotonic()
         self._life = NodeLife(
-            self.loop, self.jobs.unfit, beat_s, self._pauses, now, note_beat=self._note_beat
+            self.loop,
+            self.jobs.unfit,
+            beat_s,
+            self._pauses,
+            now,
+            note_beat=self._note_beat,
+            say=lambda text: events.console.say(f"fsbarrier: {text}\n", to=2),
         )
 
     def _make_workplace(

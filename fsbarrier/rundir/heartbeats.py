@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fsbarrier.protocol.facts import Beat
-from fsbarrier.protocol.membership import GONE, KILLED
+from fsbarrier.protocol.facts import Beat, Pulse
+from fsbarrier.protocol.membership import GONE
 from fsbarrier.rundir.names import PULSE, START, StartName
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore, Store
@@ -61,17 +61,27 @@ def read_beats(log_path: Path, rank: int | None = None) -> dict[int, Beat]:
 def read_newest_starts(log_path: Path, rank: int | None = None) -> list[tuple[StartName, Beat | None]]:
     """The newest start of each rank (or only of `rank`) with a heartbeat, and the newest readable heartbeat, maybe of an older start.
 
-    Of a killed daemon only the heartbeat's name says so (processes/epitaph.py). Raises OSError.
+    Of a killed daemon only the heartbeat's name says so (processes/epitaph.py), and on a full disk only the name is new: a listing may be
+    old, but what it shows that is newer than the status was so. Raises OSError.
     """
     store, paths = PosixStore(), RunPaths(log_path)
     reader = HeartbeatReader(store, paths.status)
     found = patiently(lambda: [*reader.read(lambda newest: rank is None or newest.rank == rank)])
-    names = PULSE.parse_all(patiently(lambda: store.names(paths.beats)))
-    killed = {(pulse.rank, pulse.incarnation) for pulse in names if pulse.state == KILLED}
-    return [
-        (start, replace(beat, state=KILLED) if beat and (beat.rank, beat.incarnation) in killed else beat)
-        for start, beat in found
-    ]
+    names = patiently(lambda: names_of_beats(store, paths))
+    return [(start, with_name(beat, names) if beat is not None else None) for start, beat in found]
+
+
+def names_of_beats(store: Store, paths: RunPaths) -> dict[StartName, Pulse]:
+    """The newest heartbeat's name of each start. Raises OSError."""
+    found = sorted(PULSE.parse_all(store.names(paths.beats)))
+    return {StartName(pulse.rank, pulse.incarnation): pulse for pulse in found}
+
+
+def with_name(beat: Beat, names: Mapping[StartName, Pulse]) -> Beat:
+    """A node's heartbeat, with what its name says if that is newer than what the node says beside it."""
+    pulse = names.get(StartName(beat.rank, beat.incarnation))
+    newer = pulse is not None and pulse.counter > beat.counter
+    return replace(beat, counter=pulse.counter, state=pulse.state) if pulse is not None and newer else beat
 
 
 def iteration_of_others(log_path: Path, rank: int) -> int:

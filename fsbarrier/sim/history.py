@@ -186,6 +186,8 @@ class History:
     misses: dict[str, int] = field(default_factory=dict)
     # whose filesystem failed, from when and until when
     outages: list[tuple[int, float, float]] = field(default_factory=list)
+    # which process could not beat or look, from when and until when: it was stopped, hung in one operation, or its filesystem failed
+    silenced: list[tuple[int, float, float]] = field(default_factory=list)
     # where this schedule's small files lie, which differs from process to process
     root: str = "/run"
 

@@ -242,7 +242,7 @@ def outcomes(world: World) -> Iterator[str]:
     allowed: set[int | None] = {0}
     if struck & {"crash", "power"}:
         allowed |= {None}
-    if struck & {"outage", "slow", "pause"}:
+    if struck & {"outage", "room", "busy", "slow", "pause"}:
         allowed |= {3}
     if "program" in struck:
         allowed |= {4}

@@ -108,7 +108,7 @@ class Process(Start):
         while self.loop.exit is None:
             self._looked_at = self.schedule.now
             pause_s = self.life.look(self.clock)
-            if self.loop.exit is None and not self._signalled:
+            if self.loop.exit is None and not self._signalled and pause_s:
                 self.main.sleep(pause_s / self.rate)
             if self._signalled and self.loop.exit is None:
                 self.life.leave(EXIT_SIGTERM, "stopped by SIGTERM")

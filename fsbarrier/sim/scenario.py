@@ -156,7 +156,10 @@ ACTIONS: dict[str, Callable[..., None]] = {
     r"mend what cannot be read": World.mend,
     r"(stop|freeze|hold) node (\d+)(?: at (\w+))? for ([\d.]+) s": _hold,
     r"fail node (\d+) in (\w+)(?: (\d+) times)?": _fail,
+    r"keep the disk(?: of node (\d+))? busy for ([\d.]+) s": lambda world, rank, seconds: strikes.keep_busy(
+        world, None if rank is None else int(rank), float(seconds)
+    ),
     r"fill the disk of node (\d+) for ([\d.]+) s": lambda world, rank, seconds: strikes.fail_disk(
-        world, int(rank), float(seconds), full=True
+        world, int(rank), float(seconds), strikes.WITHOUT_ROOM[0]
     ),
 }

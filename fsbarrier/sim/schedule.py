@@ -18,7 +18,7 @@ from fsbarrier.protocol.state import Node
 from fsbarrier.sim.artifacts import Artifacts, Program
 from fsbarrier.sim.history import History, ProcessEnd, Said
 from fsbarrier.sim.setup import Draw
-from fsbarrier.sim.store import After, MountClient, nothing
+from fsbarrier.sim.store import WRITING, After, MountClient, nothing
 
 # the limit of operations between two waits of a thread; more are a livelock
 LIVELOCK = 5000
@@ -134,10 +134,11 @@ class Start:
         if self.operations > LIVELOCK:
             self.schedule.history.stuck.append(f"node {self.rank}: a livelock; the last was {verb} {path}")
             raise Crash
-        # To wait for the end of cancelled work is no operation of the mount.
-        if (code := self.client.outage) is not None and verb != "cancel":
-            if code == errno.ENOSPC and verb in ("read", "names"):
-                return nothing
+        client, thread = self.client, self.schedule.running
+        if client.slow_s and verb in WRITING and thread is not None:
+            thread.sleep(self.schedule.rng.random() * client.slow_s)
+        if client.outage is not None and client.outage.strikes(verb, path):
+            code = client.outage.code
             raise OSError(code, os.strerror(code), path)
         mishap = self.mishap
         if mishap is not None and mishap.verb in ("", verb) and mishap.inside in path:
@@ -161,6 +162,7 @@ class Start:
         self.hung_at = self.schedule.now + mishap.seconds
         # If it is a heartbeat that hangs, this is as if the filesystem failed.
         self.schedule.history.outages.append((self.rank, self.schedule.now, self.hung_at))
+        self.schedule.history.silenced.append((self.number, self.schedule.now, self.hung_at))
         thread.sleep(mishap.seconds, hangs=True)
         return nothing
 
@@ -182,6 +184,9 @@ class Start:
     def pause(self, seconds: float, *, frozen: bool) -> None:
         if self.up and not self.paused:
             self.paused, self.frozen = True, frozen
+            self.schedule.history.silenced.append(
+                (self.number, self.schedule.now, self.schedule.now + seconds)
+            )
             self.schedule.say(
                 f"node {self.rank} is stopped for {seconds:g} s{' with its host' if frozen else ''}"
             )

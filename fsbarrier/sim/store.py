@@ -37,6 +37,24 @@ class Habits:
         return self.listing_s + self.content_s
 
 
+#: what needs room: names can still be changed and removed
+MAKING = frozenset({"make_dir", "put", "mark", "create", "append"})
+WRITING = MAKING | {"rename", "remove", "remove_dir"}
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """Operations of a host that fail with `code`: `verbs` (empty: all), at paths that contain `inside`."""
+
+    code: int
+    verbs: frozenset[str] = frozenset()
+    inside: str = ""
+
+    def strikes(self, verb: str, path: str) -> bool:
+        # To wait for the end of cancelled work is no operation of the mount.
+        return verb != "cancel" and (not self.verbs or verb in self.verbs) and self.inside in path
+
+
 #: Called after an operation that was carried out: it raises the error by which that one seems to have failed.
 After = Callable[[], None]
 #: (verb, path) -> what to call after the operation. It may also raise, or block.
@@ -85,8 +103,10 @@ class MountClient:
         self.disk, self.host, self.habits = disk, host, habits
         # decides the outcome of each operation
         self.trouble: Trouble = lambda verb, path: nothing
-        # the errno of all operations in an outage; None: no outage
-        self.outage: int | None = None
+        # what fails; None: nothing
+        self.outage: Outage | None = None
+        # The longest time that an operation takes which changes something, in seconds.
+        self.slow_s = 0.0
         # the directory whose files this host cannot read; "": none
         self.cannot_read = ""
         # when a record that could not be read held a node up

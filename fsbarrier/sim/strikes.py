@@ -12,6 +12,7 @@ from fsbarrier.sim.damage import DAMAGES, WRONG_SETTINGS
 from fsbarrier.sim.disk import SimPath
 from fsbarrier.sim.schedule import Mishap, Start
 from fsbarrier.sim.setup import PATHS
+from fsbarrier.sim.store import MAKING, WRITING, Outage
 from fsbarrier.sim.world import OnEntry, World
 
 #: The longest pause between two looks, in heartbeats, and some more between the first in vain and the last
@@ -25,6 +26,8 @@ STRIKES = (
     "slow",
     "power",
     "outage",
+    "room",
+    "busy",
     "leave",
     "twin",
     "stop",
@@ -71,6 +74,12 @@ class StruckWorld(World):
             if "unreadable" in self.setup.mix and self.rng.random() < 0.2:
                 # The request is the last record.
                 spoil_a_record(self, self.history.writes[-1].path)
+        elif kind == "room":
+            # For one node, as by a quota, or for all.
+            for one in range(self.setup.nodes) if whole or rank is None else (rank,):
+                fail_disk(self, one, seconds, self.rng.choice(WITHOUT_ROOM))
+        elif kind == "busy":
+            keep_busy(self, None if whole else rank, seconds)
         elif kind == "unreadable" and whole:
             spoil_a_record(self)
             for process in self.of(rank):
@@ -101,7 +110,7 @@ class StruckWorld(World):
             case "twin":
                 start_elsewhere(self, process.rank, claims=self.rng.random() < 0.5)
             case "outage":
-                fail_disk(self, process.rank, seconds, full=whole)
+                fail_disk(self, process.rank, seconds, Outage(errno.EIO))
             case "unreadable":
                 hide(self, process.rank)
                 self._restart_sometimes(process)
@@ -163,21 +172,46 @@ def spoil_a_record(world: World, name: str = "") -> None:
     world.say(damage.format(write.path))
 
 
-def fail_disk(world: World, rank: int, seconds: float, *, full: bool) -> None:
-    """Make a node's operations fail for a while: all of them, or if the disk is `full` only those that need space."""
-    world.history.faults.add("outage")
-    code = errno.ENOSPC if full else errno.EIO
+#: a full disk, no quota left, or folders that became read-only: of the rows, or of all
+WITHOUT_ROOM = (
+    Outage(errno.ENOSPC, MAKING),
+    Outage(errno.ENOSPC, MAKING),
+    Outage(errno.EDQUOT, MAKING),
+    Outage(errno.EROFS, WRITING, "/gen-"),
+    Outage(errno.EROFS, WRITING),
+)
+#: the longest operation that changes something while the disk is busy, so that a node's heartbeat is not late by itself
+BUSY_S = 2.5
+
+
+def fail_disk(world: World, rank: int, seconds: float, outage: Outage) -> None:
+    """Make operations of a node fail for a while."""
+    world.history.faults.add("room" if outage.verbs else "outage")
+    where = f" in {outage.inside}" if outage.inside else ""
     for process in world.of(rank):
-        world.say(f"node {rank}: the filesystem fails for {seconds:g} s ({errno.errorcode[code]})")
-        process.client.outage = code
+        world.say(
+            f"node {rank}: the filesystem fails for {seconds:g} s ({errno.errorcode[outage.code]}{where})"
+        )
+        process.client.outage = outage
         world.history.outages.append((rank, world.now, world.now + seconds))
+        if "rename" in outage.verbs or not outage.verbs:
+            world.history.silenced.append((process.number, world.now, world.now + seconds))
         world.after(seconds, partial(_end_outage, world, process, seconds))
+
+
+def keep_busy(world: World, rank: int | None, seconds: float) -> None:
+    """Let each operation of a node (None: of all) that changes something take up to `BUSY_S` for a while."""
+    world.history.faults.add("busy")
+    for process in world.of(rank):
+        world.say(f"node {process.rank}: the disk is busy for {seconds:g} s")
+        process.client.slow_s = BUSY_S
+        world.after(seconds, partial(setattr, process.client, "slow_s", 0.0))
 
 
 def _end_outage(world: World, process: Start, seconds: float) -> None:
     """The filesystem is well again; whoever looked in vain for longer than `outage_s` has ended (I6). A member of a group has the
     deadlines of its caller's calls instead."""
-    since, code = world.now - seconds, process.client.outage
+    since, outage = world.now - seconds, process.client.outage
     looked = (
         process.up
         and process.joined
@@ -187,7 +221,7 @@ def _end_outage(world: World, process: Start, seconds: float) -> None:
     )
     began_before = process.woke_at < since and process.started < since
     longest_s = world.draw.intervals.outage_s + HIDDEN_LOOKS * world.draw.beat_s
-    if looked and began_before and code == errno.EIO and seconds > longest_s:
+    if looked and began_before and outage == Outage(errno.EIO) and seconds > longest_s:
         world.history.stuck.append(f"node {process.rank} goes on after an outage of {seconds:g} s")
     process.client.outage = None
 

@@ -42,6 +42,24 @@ def i7_no_false_death(history: History) -> Iterator[str]:
             silent = event.began - max(seen, default=history.starts[event.process][0])
             if silent < least:
                 yield f"node {event.node.rank} took node {lost['node_rank']} for dead after {silent:.1f} s of silence"
+            elif ended is None or ended.time > event.time:
+                yield from _silent_without_a_reason(history, lost["node_rank"], incarnation, event.time)
+
+
+def _silent_without_a_reason(history: History, rank: int, incarnation: int, time: float) -> Iterator[str]:
+    """A heartbeat says that a process lives and has looked lately: so one that was neither stopped, nor hung in one operation, nor kept
+    from looking is not silent, whether there is room on the disk or not, and however busy it is."""
+    process = _process_of(rank, incarnation, history)
+    kept = [(begin, end) for number, begin, end in history.silenced if number == process]
+    # What an operation alone does to a node, or errors in one look after the other, shows in the faults.
+    by_itself = history.faults & {"error", "lost", "garbled", "handles", "unreadable", "twin", "version"}
+    since = time - 3 * history.dead_s
+    if (
+        process in history.starts
+        and not by_itself
+        and not any(begin < time and end > since for begin, end in kept)
+    ):
+        yield f"node {rank} was silent for so long that it was taken for dead, and nothing kept it from its heartbeats"
 
 
 def _process_of(rank: int, incarnation: int, history: History) -> int:

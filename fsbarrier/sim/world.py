@@ -185,6 +185,7 @@ class World(Schedule):
         self.awaited.clear()
         for process in self.processes:
             process.mishap = process.client.outage = None
+            process.client.slow_s = 0.0
             process.resume()
 
     def mend(self) -> None:

@@ -57,6 +57,11 @@ def fails_or_hides(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in FAILING | {errno.ENOENT}
 
 
+#: errors of a filesystem that can be read but not written: no room, or no permission
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+UNWRITABLE = NO_ROOM | {errno.EROFS, errno.EACCES, errno.EPERM}
+
+
 def is_of_the_mount(error: BaseException | None) -> bool:
     """Whether a filesystem failed or is full, which may pass. Sockets have some of these error codes too, but no file name."""
     if not isinstance(error, OSError):

@@ -16,7 +16,7 @@ from fsbarrier.processes.processes import Stat
 from fsbarrier.protocol.facts import Beat, Generation, Join
 from fsbarrier.protocol.membership import GONE, Ledger
 from fsbarrier.rundir import names, runrecord
-from fsbarrier.rundir.heartbeats import HeartbeatReader
+from fsbarrier.rundir.heartbeats import HeartbeatReader, names_of_beats, with_name
 from fsbarrier.rundir.journal import FREQUENT, Event, JournalReader
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import LenientStore
@@ -262,7 +262,10 @@ class RunReader:
                 self._rows = None
 
     def _read_beats(self, now: float) -> None:
-        beats = {start.rank: beat for start, beat in self._heartbeats.read() if beat is not None}
+        told = {start.rank: beat for start, beat in self._heartbeats.read() if beat is not None}
+        # On a full disk a node can only change the name.
+        pulses = names_of_beats(self._store, self.paths)
+        beats = {rank: with_name(beat, pulses) for rank, beat in told.items()}
         for beat in beats.values():
             with contextlib.suppress(OSError):
                 self.beat_times[beat.rank] = self.paths.beat(beat.rank, beat.incarnation).stat().st_mtime

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
-import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fsbarrier.errors import EXIT_SIGINT, EXIT_SIGTERM
-from fsbarrier.protocol.membership import GONE
+from fsbarrier.protocol.membership import GONE, UNWRITABLE
 from fsbarrier.rundir.log_tail import log_folders
 from fsbarrier.rundir.names import MERGED
 from fsbarrier.view.amounts import duration, one_line, ranks
@@ -314,7 +314,7 @@ def _newest_merged(folder: Path) -> Path | None:
 
 def problems(reader: RunReader, nodes: Sequence[NodeStatus], state: str) -> list[str]:
     """Problems, one line each, the worst first. A line that begins with a blank is a program's output."""
-    found = _full(reader) if any(node.state in ("suspected", "lost") for node in nodes) else []
+    found = _unwritable(reader, nodes)
     verdict = reader.newest.verdict if reader.newest is not None else None
     if verdict is not None and state == "broken":
         found += verdict.reason.splitlines()
@@ -339,14 +339,27 @@ def problems(reader: RunReader, nodes: Sequence[NodeStatus], state: str) -> list
     return list(dict.fromkeys(found))
 
 
-def _full(reader: RunReader) -> list[str]:
-    """Whether nodes are silent because nobody can write."""
+def _unwritable(reader: RunReader, nodes: Sequence[NodeStatus]) -> list[str]:
+    """Whether nodes cannot write, or are silent because nobody can: the disk is full, or they say so in their heartbeats' names."""
+    root = reader.log_path
     with contextlib.suppress(OSError):
-        if shutil.disk_usage(reader.log_path).free < FULL_BYTES:
+        room = os.statvfs(root)
+        lacks = "bytes" if room.f_bavail * room.f_frsize < FULL_BYTES else ""
+        lacks = "inodes" if room.f_files and not room.f_favail else lacks
+        if lacks and any(node.activity or node.state in ("suspected", "lost") for node in nodes):
             return [
-                f"the filesystem of {reader.log_path} is full, so no node can write; make room, and start again those that have ended"
+                f"the filesystem of {root} is full (no {lacks} left), "
+                "so no node can write; make room, and start again those that have ended"
             ]
-    return []
+    told = [rank for rank in sorted(reader.joins) if (beat := reader.beat(rank)) and beat.state == UNWRITABLE]
+    each = "node " if len(told) == 1 else "nodes "
+    return (
+        [
+            f"{each}{ranks(told)} cannot write in {root} (room, quota, permission); their output says what fails"
+        ]
+        if told
+        else []
+    )
 
 
 def _why_lost(reader: RunReader, node: NodeStatus) -> str:

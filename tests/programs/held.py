@@ -1,7 +1,7 @@
 """The toy program with one row that takes long in the first generation: there is time to strike a node in it.
 
 `custom.hold` is that row's number. Its work is slowed down where the toy has some, else there is a wait before it. `custom.hold_s` says how
-long that takes.
+long that takes; with `custom.others_s`, that is how long it takes on all nodes but node 0.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def slow(builder: Builder | None, index: int) -> Builder:
         if (ctx.generation, ctx.settings.custom["hold"]) != (1, index):
             return work
         seconds = float(ctx.settings.custom.get("hold_s", LONG_S))
+        if ctx.node_rank:
+            seconds = float(ctx.settings.custom.get("others_s", seconds))
         slowed, found = slowed_down(work, seconds)
         return slowed if found else Steps((Command(("sleep", str(seconds)), "hold.log", result=False), work))
 

@@ -26,6 +26,7 @@ from typing import Any, Self, TypeVar
 
 from fsbarrier.coordination.group.collective import BARRIER, Collective, to_json
 from fsbarrier.coordination.group.member import Awaited, GroupMember, make_member
+from fsbarrier.coordination.loop import LookAgain
 from fsbarrier.coordination.polling import LookWaits, Pace
 from fsbarrier.errors import BarrierTimeout, Fenced, NodeError, StoreError
 from fsbarrier.protocol.facts import Generation, Join, Position
@@ -129,7 +130,7 @@ class Group:
         """The live node ranks that wait for a `regroup()` to join, of whom this node has seen two heartbeats."""
         if not self._left:
             with suppress(NodeError, OSError):
-                self._member.look(self._clock())
+                self._look_until_idle(self._clock())
         return self._member.joiners
 
     def barrier(self) -> None:
@@ -226,7 +227,7 @@ class Group:
         try:
             while True:
                 now = self._clock()
-                busy = self._look(now)
+                again = self._look(now)
                 if self._found is not None:
                     return self._found  # type: ignore[no-any-return]
                 failing_since = (failing_since or now) if self._trouble is not None else None
@@ -234,7 +235,7 @@ class Group:
                     raise self._store_error(call, now - failing_since)
                 if now >= until:
                     raise self._timeout(call, now)
-                pause_s = min(self._pace.next_pause(now, self._pauses, busy=busy), until - now)
+                pause_s = min(self._pace.next_pause(now, self._pauses, again), until - now)
                 self._waits.wait(pause_s, hints=self._hinted and pause_s >= self._pauses.most_s)
         except NodeError:
             raise
@@ -242,16 +243,22 @@ class Group:
             self._leave(f"{type(error).__name__} in {call}")
             raise
 
-    def _look(self, now: float) -> bool:
-        """One look, and what it shows. The next look tries again what failed."""
+    def _look(self, now: float) -> LookAgain:
+        """Look until there is nothing left to do, and see what that shows. The next look tries again what failed."""
         self._found = self._trouble = None
         try:
-            busy = self._member.look(now)
+            again = self._look_until_idle(now)
             self._found = self._find()
         except OSError as error:
             self._trouble = error
-            return False
-        return busy
+            return LookAgain.AT_USUAL_PACE
+        return again
+
+    def _look_until_idle(self, now: float) -> LookAgain:
+        """In a group that is soon: only this caller's next call begins another row."""
+        while (again := self._member.look(now)) is LookAgain.NOW:
+            now = self._clock()
+        return again
 
     def _store_error(self, call: str, failing_s: float) -> StoreError:
         why = f"{self._root} has failed for {failing_s:.3g} s: {self._trouble}"

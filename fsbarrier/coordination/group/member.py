@@ -13,13 +13,13 @@ from random import Random
 from typing import Any
 
 from fsbarrier.coordination.group.collective import BARRIER, TABLE, Collective, CollectiveWork
-from fsbarrier.coordination.loop import NodeLoop
+from fsbarrier.coordination.loop import LookAgain, NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.own_facts import refresh_listing
 from fsbarrier.coordination.poll_intervals import DICE, PollIntervals, join_factor, next_beat_s
 from fsbarrier.errors import Fenced, FsbarrierError, NodeError, OutOfStep, PeerLost, StoreError
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Pulse
-from fsbarrier.protocol.membership import Limits, Loss, live_joiners, losses
+from fsbarrier.protocol.membership import UNWRITABLE, Limits, Loss, live_joiners, losses
 from fsbarrier.protocol.state import Exit, Rules, Stage
 from fsbarrier.rundir.names import START, fact_name
 from fsbarrier.rundir.paths import RunPaths
@@ -69,14 +69,14 @@ class GroupMember:
         self._earlier_beats = beats
         self.loop.start(now)
 
-    def look(self, now: float) -> bool:
-        """Run one tick. True if anything happened, so more may follow at once. Raises OSError, and the error that ended the membership."""
+    def look(self, now: float) -> LookAgain:
+        """Run one tick; returns when to run the next. Raises OSError, and the error that ended the membership."""
         # A tick may fail after the node has left its generation.
         self._entered = self._entered or self.generation is not None
         if self.failure is None:
             self.looking_since = now
             try:
-                busy = self.loop.tick(now)
+                again = self.loop.tick(now)
                 self.failure = self._end()
             except FsbarrierError as error:
                 self.failure = self._fenced(str(error))
@@ -84,7 +84,7 @@ class GroupMember:
                 self.looking_since = None
         if self.failure is not None:
             raise self.failure
-        return busy
+        return again
 
     def beat(self, now: float, beat_s: float, *, last: bool = False, dice: Random = DICE) -> float:
         """Write a heartbeat, also while the caller computes; returns the pause before the next. `last`: the member leaves. A member whose
@@ -242,7 +242,7 @@ class GroupMember:
             return Awaited(rank, join.host if join is not None else "", None, "never seen")
         silent_s = now - seen.since
         known = f"{join.host}, last heartbeat {silent_s:.1f} s ago"
-        if silent_s < dead_s and seen.beat.state == "running":
+        if silent_s < dead_s and seen.beat.state in (Stage.RUNNING, UNWRITABLE):
             known = f"{join.host}, a member of a group that must call regroup() to let this one in"
         return Awaited(rank, join.host, silent_s, known)
 
