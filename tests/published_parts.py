@@ -1,11 +1,13 @@
 """Models whose weights are not all parameters, loaded by several processes in every sharding and published without being trained.
 
 `python published_parts.py FOLDER FAMILY CASE...`: families.py says what a family is, parallel_updates.py what a case is. It fails where a
-file of weights differs in one bit from what one process alone publishes, or where the processes compute other log-probabilities.
+weight differs in one bit from what one process alone publishes, where what lies beside the weights is not what lay beside the first
+model's, or where the processes compute other log-probabilities.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -19,6 +21,21 @@ from safetensors.torch import load_file
 
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.trainer import Trainer
+
+#: beside the weights: transformers would not write the first, and knows nothing of the others
+BESIDE = {
+    "generation_config.json": '{"temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 3]}',
+    "chat_template.jinja": "{{ messages }}",
+    "additional_chat_templates/tool_use.jinja": "{{ tools }}",
+    "preprocessor_config.json": '{"size": 64}',
+    "notes/licence": "nobody's",
+}
+
+
+def beside(folder: Path) -> dict[str, bytes]:
+    """What lies beside the weights of a model, by its path."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and "safetensors" not in path.name]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def published(case: Case, folder: Path) -> tuple[dict[str, Any], Any]:
@@ -60,6 +77,10 @@ def main(folder: Path, family: str, cases: list[str]) -> None:
     for one in model.parameters():
         one.data = one.data.bfloat16()
     model.save_pretrained(folder / "model")
+    for name, text in BESIDE.items():
+        (folder / "model" / name).parent.mkdir(exist_ok=True)
+        (folder / "model" / name).write_text(text)
+    lay = beside(folder / "model")
     for dtype in sorted({Case(one).dtype for one in cases}):
         more = ":bf16" if dtype == "bfloat16" else ""
         weights, found = published(Case(f"1x1:none:24{more}"), folder)
@@ -70,6 +91,12 @@ def main(folder: Path, family: str, cases: list[str]) -> None:
         for text in (one for one in cases if Case(one).dtype == dtype):
             others, computed = published(Case(text), folder)
             assert weights.keys() == others.keys(), text
+            lies = beside(folder / text / "model")
+            if dtype == "float32":
+                config, stored = (json.loads(one.pop("config.json")) for one in (lies, {**lay}))
+                assert config == {**stored, "dtype": "float32"}
+            assert {name: one for name, one in lay.items() if name in lies} == lies, text
+            assert lay.keys() - lies.keys() == ({"config.json"} if dtype == "float32" else set()), text
             apart = [
                 name
                 for name, one in weights.items()

@@ -32,9 +32,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from fsbarrier.engine.model import INDEX
 from fsbarrier.errors import ProgramFailed, first_line
 from fsbarrier.rundir import checkpoints
-from fsbarrier.rundir.hashed_file import FileDigest, HashedFile, digest_of
+from fsbarrier.rundir.hashed_file import FileDigest, HashedFile, copy_hashed, digest_of
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.store import files, owned
+from fsbarrier.store import files, owned, reading
 from fsbarrier.training import safetensors_file
 from fsbarrier.training.lora import Adapters
 from fsbarrier.training.processes import gather_json
@@ -47,9 +47,22 @@ T = TypeVar("T")
 
 # Maximum size of a weight file, and the size below which files are not split just to give every process one.
 LARGEST_FILE, SMALLEST_FILE = 5 << 30, 256 << 20
-# Files not copied from the previous model folder: weights, and files that are always rewritten.
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-WRITTEN = frozenset({"config.json", "generation_config.json"})
+# Files not copied from the previous model folder: weights in any format, because they are not the new version's.
+WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".index.json",
+    ".onnx",
+    ".onnx_data",
+    ".h5",
+    ".msgpack",
+)
+CONFIG = "config.json"
+# How a configuration calls the precision of the weights; the second is the older name.
+PRECISION = ("dtype", "torch_dtype")
 FOLDERS = ("model", "trainer", CRITIC)
 # Subfolder of a model folder with the adapters merged into its weights.
 ADAPTER = "adapter"
@@ -267,19 +280,44 @@ def _layer(name: str) -> str:
 
 
 def _write_beside(out: Path, version: NewVersion, written: Written) -> None:
-    """Write the configuration, and copy the other small files of the previous policy."""
-    model = out / "model"
-    # Copy the configuration, because the model in memory keeps its own dtype.
-    config = deepcopy(version.model.config)
-    config.dtype = version.dtype
-    config.save_pretrained(model)
-    if (generation := getattr(version.model, "generation_config", None)) is not None:
-        generation.save_pretrained(model)
-    for path in sorted(model.glob("*.json")):
-        written.digests[f"model/{path.name}"] = digest_of(path)
-    if version.beside is not None:
-        copied = copy_beside(version.beside, model, _made_below(version.beside, out))
+    """Copy what lies beside the weights of the previous policy byte for byte; its configuration says the new weights' precision."""
+    model, beside = out / "model", version.beside
+    if beside is not None:
+        root = _made_below(beside, out)
+        copied = copy_beside(beside, model, root)
         written.digests |= {f"model/{name}": digest for name, digest in copied.items()}
+    if beside is not None and (beside / CONFIG).is_file():
+        written.digests[f"model/{CONFIG}"] = _copy_config(
+            beside / CONFIG, model / CONFIG, version.dtype, root
+        )
+    else:
+        config = deepcopy(version.model.config)
+        config.dtype = version.dtype
+        config.save_pretrained(model)
+        written.digests[f"model/{CONFIG}"] = digest_of(model / CONFIG)
+
+
+def _copy_config(source: Path, target: Path, dtype: torch.dtype, root: Path | None) -> FileDigest:
+    """transformers would write another file: in newer words, with every default, and without what it does not know."""
+    held = reading.json_object(source, ProgramFailed)
+    wanted = _in_precision(held, str(dtype).removeprefix("torch."))
+    if not any(name in wanted for name in PRECISION):
+        wanted[PRECISION[0]] = str(dtype).removeprefix("torch.")
+    if wanted == held:
+        return copy_hashed(source, target, root)
+    return _write_bytes(target, json.dumps(wanted, indent=2).encode())
+
+
+def _in_precision(config: Mapping[str, object], dtype: str) -> dict[str, object]:
+    """A configuration, and those of its parts, for weights in this precision."""
+    return {
+        name: dtype
+        if name in PRECISION
+        else _in_precision(value, dtype)
+        if isinstance(value, Mapping) and name != "quantization_config"
+        else value
+        for name, value in config.items()
+    }
 
 
 def _made_below(beside: Path, out: Path) -> Path | None:
@@ -292,26 +330,32 @@ def _made_below(beside: Path, out: Path) -> Path | None:
 
 
 def copy_beside(source: Path, out: Path, root: Path | None) -> dict[str, FileDigest]:
-    """Copy the files of a model folder other than weights and rewritten files; returns the copied ones.
+    """Copy the files of a model folder and of the folders in it, other than weights and its configuration; returns the copied ones by
+    their path in it. Hidden folders are not copied (`.git`, `.cache`).
 
     `root`: the folder of the run that contains `source`; for a policy version there, only files in its manifest are copied. None: a user's
-    own folder, which may contain links, as the Hugging Face cache does. Raises OSError, ProgramFailed.
+    own folder, which may contain links to files, as the Hugging Face cache does. Raises OSError, ProgramFailed.
     """
     listed: Mapping[str, FileDigest] | None = None
     if root is not None and (source.parent / checkpoints.MANIFEST).exists():
         listed = checkpoints.read_manifest(source.parent).files
     copied = dict[str, FileDigest]()
-    for path in sorted(source.iterdir()):
-        name = path.name
-        if name in WRITTEN or name.endswith(WEIGHTS) or not path.is_file():
+    for path in sorted(source.rglob("*")):
+        name = path.relative_to(source)
+        hidden = any(folder.startswith(".") for folder in name.parts[:-1])
+        if hidden or name.parts[0] == ADAPTER or str(name) == CONFIG or path.name.endswith(WEIGHTS):
             continue
-        if root is not None and path.is_symlink():
+        if not path.is_file() or (root is not None and path.is_symlink()):
             continue
         key = f"{source.name}/{name}"
         if listed is not None and key not in listed:
             continue
         digest = None if listed is None else listed[key]
-        copied[name] = checkpoints.copy_listed(path, out / name, digest, root)
+        target = out / name
+        files.make_dirs(target.parent)
+        copied[str(name)] = checkpoints.copy_listed(path, target, digest, root)
+    for folder in {(out / name).parent for name in copied}:
+        files.fsync_dir(folder)
     return copied
 
 

@@ -59,8 +59,10 @@ class WeightsCopy:
         version = model.parent.name
         copy = self.unchecked(version)
         manifest = checkpoints.check_sizes(model.parent)
-        # An engine needs the files in the folder itself, not the adapters below it.
-        wanted = {name: one for name, one in manifest.files.items() if Path(name).parent == Path(model.name)}
+        # An engine does not need the adapters, which are merged into the weights.
+        here, adapter = f"{model.name}/", f"{model.name}/adapter/"
+        named = manifest.files.items()
+        wanted = {name: one for name, one in named if name.startswith(here) and not name.startswith(adapter)}
         weights = [name for name in wanted if name.endswith(".safetensors")]
         if not weights or not all((copy.parent / name).is_file() for name in weights):
             size = sum(wanted[name].size for name in weights)
@@ -71,8 +73,9 @@ class WeightsCopy:
             )
         try:
             for name in wanted.keys() - weights:
+                files.make_dirs((copy.parent / name).parent)
                 copy_hashed(model.parent / name, copy.parent / name, model.parent.parent)
-            if len(list(copy.iterdir())) > len(wanted):
+            if sum(not path.is_dir() for path in copy.rglob("*")) > len(wanted):
                 raise ProgramFailed(f"{copy} has files that are not in the {checkpoints.MANIFEST}")
             checkpoints.compare(copy.parent, wanted, between_reads)
             os.rename(copy.parent, self.checked(version).parent)
