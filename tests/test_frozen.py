@@ -224,6 +224,7 @@ def test_a_lost_node_takes_its_engines_along() -> None:
     [
         (["placement.rolout=all"], "placement.rolout=all: there is no engine rolout; give engines.rolout.model, or name a role"),
         (["engines.x.model=M", "program=ping"], "engines.x: program ping has no model; drop it"),
+        (["placement.inference=all"], "placement.inference=all: there is no such stage: the trainer computes the log-probabilities"),
         (["engines.x.replicas=1"], "engines.x: there is no engine x; give engines.x.model"),
         (["engines.x.model=/nowhere"], "engines.x.model=/nowhere: no such folder"),
         (["judge.model=engines.wise"], "judge.model=engines.wise: there is no engine wise; give engines.wise.model"),

@@ -78,6 +78,14 @@ def test_what_is_no_range_is_refused(text: str) -> None:
             ["rollout.ahead=1", "placement.rollout=node:0-1", "placement.update=node:1-2"],
             "must be different ones",
         ),
+        (
+            ["placement.rollout=node:0", "placement.update=node:2"],
+            "placement.rollout=node:0 and placement.update=node:2: node 1 would have nothing to do; give a role or --allow-idle",
+        ),
+        (
+            ["--expect-gpus", "24", "placement.rollout=0-15", "placement.update=16-19"],
+            "accelerators 20, 21, 22, 23 would have nothing to do",
+        ),
         (["rollout.ahead=2", *APART], "rollout.ahead: must be a whole number ≥ 0 and ≤ 1, got 2"),
     ],
 )
@@ -88,10 +96,10 @@ def test_a_mistake_ends_the_start(tmp_path: Path, words: list[str], said: str) -
     assert not (tmp_path / "run").exists()
 
 
-def placed(rollout: str, update: str, counts: Sequence[int], ahead: int = 0) -> list[str]:
+def placed(rollout: str, update: str, counts: Sequence[int], ahead: int = 0, idle: bool = False) -> list[str]:
     """What a start says of nodes with so many accelerators."""
     settings = Settings(num_nodes=len(counts), rank_weights=(1.0,) * len(counts)).with_values(
-        {"placement.rollout": rollout, "placement.update": update, "rollout.ahead": ahead}
+        {"placement.rollout": rollout, "placement.update": update, "rollout.ahead": ahead, "allow_idle": idle}
     )
     nodes = {
         rank: replace(Fingerprint(), accelerators=[("nvidia X", 80 * 2**30, 0)] * count)
@@ -107,8 +115,9 @@ def placed(rollout: str, update: str, counts: Sequence[int], ahead: int = 0) -> 
 
 def test_the_nodes_are_compared_with_the_ranges() -> None:
     assert placed("0-19", "24-31", [8] * 4, ahead=1) == [
-        "warning nothing to do 4 of node 2, 5 of node 2, 6 of node 2, 7 of node 2"
+        "refused nothing to do 4 of node 2, 5 of node 2, 6 of node 2, 7 of node 2; give them a role or start with --allow-idle"
     ]
+    assert placed("0-2", "2", [4], idle=True) == ["warning nothing to do 3 of node 0"]
     assert placed("0-7", "8-16", [8, 8]) == [
         "refused placement.update=8-16 there is no accelerator 16; 2 nodes with 8 each have 0 to 15"
     ]

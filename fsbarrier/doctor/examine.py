@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -76,7 +77,14 @@ def _tried(raced: Check, scratch: Path) -> list[Check]:
 
 
 def together(
-    path: Path, num_nodes: int, rank: int, *, wait_s: float, shared_group: bool, say: Callable[[str], None]
+    path: Path,
+    num_nodes: int,
+    rank: int,
+    *,
+    wait_s: float,
+    shared_group: bool,
+    trust_mount: bool,
+    say: Callable[[str], None],
 ) -> Report:
     """All checks of `num_nodes` nodes on a shared directory. Every node returns the same report.
 
@@ -87,7 +95,7 @@ def together(
     if _refused(mount_options.judge(mount)):
         # Already unsuitable, whatever the other nodes find.
         return alone(path)
-    with _meeting_place(path, shared_group) as place, _in_its_words(path, mount):
+    with _meeting_place(path, shared_group, trust_mount) as place, _in_its_words(path, mount):
         own = _own_checks(path, mount)
         say(f"this is node {rank}; waiting up to {wait_s:g} s for the other nodes, of {num_nodes}")
         with join(
@@ -113,14 +121,21 @@ def _scratch(base: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _meeting_place(path: Path, shared_group: bool) -> Iterator[Path]:
+def _meeting_place(path: Path, shared_group: bool, trust_mount: bool) -> Iterator[Path]:
     """The folder where the doctors meet; whoever leaves last removes it. Raises UsageError, OSError."""
     folder = path / FOLDER
     files.set_shared_group(shared_group)
-    trusted_folder.check(folder, shared_group=shared_group, named="doctor --num-nodes")
+    check = partial(
+        trusted_folder.check,
+        folder,
+        shared_group=shared_group,
+        trust_mount=trust_mount,
+        named="doctor --num-nodes",
+    )
+    check()
     files.make_dirs(folder)
     # Somebody else may have been faster.
-    trusted_folder.check(folder, shared_group=shared_group, named="doctor --num-nodes")
+    check()
     yield folder
     with suppress(OSError):
         folder.rmdir()

@@ -136,7 +136,8 @@ def _misplaced(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
         if not count and not any(rank in held for held in holders)
     ]
     if idle:
-        yield Problem(False, "nothing to do", ", ".join(idle))
+        advice = "" if settings.allow_idle else "; give them a role or start with --allow-idle"
+        yield Problem(not settings.allow_idle, "nothing to do", ", ".join(idle) + advice)
     groups = consecutive(rollout, settings.engine.nodes)
     if left := sorted({*rollout}.difference(*groups)):
         what = ", ".join(f"node {rank}" for rank in left)

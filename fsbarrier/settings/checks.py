@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,9 @@ from fsbarrier.settings.without_effect import AsChosen, without_effect
 
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings
+
+#: a third stage that other frameworks place
+INFERENCE = "inference"
 
 
 def shown(value: object) -> str:
@@ -86,6 +89,8 @@ def _placement(s: Settings, named: AsChosen) -> Iterator[str]:
         beyond = ranges[name].beyond(s.num_nodes) if ranges[name].nodes else None
         if beyond is not None:
             yield f"{named(stored_as(name))}: there is no node {beyond}; nodes are 0 to {s.num_nodes - 1} ({named('num_nodes')})"
+    if (idle := _idle(s, [*ranges.values()])) and not s.allow_idle:
+        yield f"{named('placement.rollout')} and {named('placement.update')}: {idle} would have nothing to do; give a role or --allow-idle"
     roles = [ranges[f"placement.{role}"] for role in ROLES]
     named_nodes = [{n for n in range(s.num_nodes) if n in one} for one in roles if one.nodes]
     both = set.intersection(*named_nodes) if len(named_nodes) == len(ROLES) else set()
@@ -102,12 +107,32 @@ def _placement(s: Settings, named: AsChosen) -> Iterator[str]:
         yield f"{named('rollout.in_flight')}: the server is not this run's; drop {'--debug-mode' if s.debug_mode else named('engine.url')}"
 
 
+def _idle(s: Settings, ranges: Sequence[Ranges]) -> str:
+    """What has no role, in words: whole nodes, or accelerators where --expect-gpus tells their number before the nodes have joined."""
+    if any(one.everything for one in ranges):
+        return ""
+    if all(one.nodes for one in ranges):
+        what, most = "node", s.num_nodes
+    elif s.expect_gpus and not any(one.nodes for one in ranges):
+        what, most = "accelerator", s.expect_gpus
+    else:
+        return ""
+    idle = [str(number) for number in range(most) if not any(number in one for one in ranges)]
+    return f"{what}{'s' * (len(idle) > 1)} {', '.join(idle[:8])}{', ...' * (len(idle) > 8)}" if idle else ""
+
+
 def _engines(s: Settings, named: AsChosen) -> Iterator[str]:
     """An engine over several nodes; frozen engines: that those exist which something asks for, and have a model."""
     yield from _spanning(s, named)
     for name, one in s.engines.items():
         if one.model is None:
             placed = f"engines.{name}.placement"
+            if name == INFERENCE and one.placement is not None:
+                yield (
+                    f"{named(placed)}: there is no such stage: the trainer computes the log-probabilities of the policy and of "
+                    "its reference in the update (placement.update); drop it, give these accelerators another role"
+                )
+                continue
             where = f"{named(placed)}: there" if one.placement is not None else f"engines.{name}: there"
             yield f"{where} is no engine {name}; give engines.{name}.model, or name a role ({', '.join(ROLES)})"
     scores = scoring_engines(s.reward.kind)

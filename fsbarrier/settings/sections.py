@@ -588,6 +588,8 @@ class Settings(Section):
     min_nodes: EachSession[Count] = 1
     #: Refuse to start if all nodes together have fewer accelerators than this; the error names the nodes that lack them.
     expect_gpus: EachStart[Count | None] = None
+    #: Start although `placement` leaves accelerators or nodes without a role.
+    allow_idle: EachSession[bool] = False
     #: When a node is lost: `shrink`: continue with the others; `wait`: hold the phase until it is back; `abort`: end the run.
     on_node_failure: EachSession[Literal["shrink", "wait", "abort"]] = "shrink"
     #: Do not start or stop vLLM; use the server that is already running (`engine.url`).
@@ -596,6 +598,8 @@ class Settings(Section):
     iterations: EachStart[Count | None] = None
     #: Give the owner's group read and write access to the run directory (modes 0770 and 0660).
     shared_group: bool = False
+    #: Trust a mount that sets all modes itself (such as Azure Files: 0777), because nobody else can write to its export.
+    trust_mount: EachStart[bool] = False
     rollout: RolloutSettings = RolloutSettings()
     train: TrainSettings = TrainSettings()
     environment: EnvironmentSettings = EnvironmentSettings()

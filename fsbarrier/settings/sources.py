@@ -29,10 +29,12 @@ RUN_FLAGS = {
     "--rank-weights w0,w1,...": "one positive weight per node: its share of the tasks (default: equal)",
     "--min-nodes M": "end the run with exit code 5 when fewer nodes are left (default 1)",
     "--expect-gpus N": "refuse to start if all nodes together have fewer accelerators; names the nodes that lack them",
+    "--allow-idle": "start although the placement leaves accelerators without a role",
     "--on-node-failure shrink|wait|abort": "continue with the other nodes (default), wait for the node, or end the run",
     "--iterations N": "stop after iteration N (default: run until stopped)",
     "--debug-mode": "do not start or stop vLLM; use the server that is already running (engine.url)",
     "--shared-group": "give the owner's group read and write access to the run directory",
+    "--trust-mount": "trust a mount that sets all modes itself, as Azure Files does: nobody else can write to its export",
 }
 #: their names
 FLAGS = tuple(flag.split()[0] for flag in RUN_FLAGS)

@@ -6,6 +6,7 @@ there. A sticky folder such as /tmp may be on the way, because only its owner ca
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import os
 import pwd
@@ -24,11 +25,14 @@ _ALL = "4294967295"
 MAX_LINKS = 40
 
 
-def check(folder: Path, *, shared_group: bool, named: str, inside: Iterable[str] = ()) -> None:
+def check(
+    folder: Path, *, shared_group: bool, trust_mount: bool = False, named: str, inside: Iterable[str] = ()
+) -> None:
     """Raises UsageError if somebody else could decide what is in `folder`, which need not exist yet.
 
     `shared_group`: this command line lets the folder's group write, if this user is in it; whose the folder is counts all the same, because
-    a stranger can make a folder of a stranger's group. `named`: the flag or command to show.
+    a stranger can make a folder of a stranger's group. `trust_mount`: this command line says that nobody else reaches a mount whose modes
+    say nothing, because the mount itself sets them. `named`: the flag or command to show.
     `inside`: what must be trusted too, if it is there.
     """
     real = Path(os.path.realpath(folder))
@@ -39,9 +43,11 @@ def check(folder: Path, *, shared_group: bool, named: str, inside: Iterable[str]
         trusted.add(owner_at(there))
     way = [path for path in (real, *(real / name for name in inside)) if os.path.lexists(path)]
     for path in way:
-        _check(path, trusted, shared_group, f"{named} {folder}")
+        if not (trust_mount and modes_are_forced(path)):
+            _check(path, trusted, shared_group, f"{named} {folder}")
     for path in _on_the_way(folder):
-        _check(path, trusted | _not_mapped(), shared_group, f"{named} {folder}", sticky=True)
+        if not (trust_mount and modes_are_forced(path)):
+            _check(path, trusted | _not_mapped(), shared_group, f"{named} {folder}", sticky=True)
 
 
 def _on_the_way(path: Path) -> Iterator[Path]:
@@ -61,6 +67,11 @@ def _check(path: Path, trusted: set[int], shared_group: bool, named: str, *, sti
     status = os.lstat(path)
     # What a link's mode says means nothing.
     mode = 0 if stat.S_ISLNK(status.st_mode) or (sticky and status.st_mode & stat.S_ISVTX) else status.st_mode
+    if mode & (stat.S_IWOTH | stat.S_IWGRP) and modes_are_forced(path):
+        raise UsageError(
+            f"{named}: {path} has mode {stat.S_IMODE(mode):04o}, by which others could run code as you, and chmod cannot change it: "
+            f"{mount_of(path)} sets all modes itself; {_options_for(path)}, or give --trust-mount if nobody else can write to this export"
+        )
     if mode & stat.S_IWOTH:
         raise UsageError(
             f"{named}: everybody may write to {path} and could run code as you; run chmod o-w {path}"
@@ -77,6 +88,29 @@ def _check(path: Path, trusted: set[int], shared_group: bool, named: str, *, sti
             )
         if status.st_gid not in {os.getegid(), *os.getgroups()}:
             raise UsageError(f"{said} (--shared-group trusts only a group that you are in)")
+
+
+def modes_are_forced(path: Path) -> bool:
+    """Whether the mount of `path` shows modes of its own for everything: a folder that is made for its owner alone comes out otherwise."""
+    folder = path if path.is_dir() else path.parent
+    if not stat.S_IMODE(os.stat(folder).st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
+        return False
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            # Without an error either: some clients ignore a change of the mode, others refuse it.
+            with contextlib.suppress(OSError):
+                os.chmod(made, stat.S_IRWXU)
+            return bool(os.stat(made).st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    except OSError:
+        return False
+
+
+def _options_for(path: Path) -> str:
+    """The mount options with which only this user can write."""
+    owner = f"uid={os.geteuid()},gid={os.getegid()}"
+    if mount_of(path).kind.lower().startswith(("cifs", "smb")):
+        return f"mount it with {owner},dir_mode=0700,file_mode=0600 (Kubernetes: mountOptions of the volume)"
+    return f"mount it with {owner},umask=077 or what this client calls them (SMB and Azure Files: {owner},dir_mode=0700,file_mode=0600)"
 
 
 def _is_only_ours(group: int) -> bool:

@@ -69,6 +69,8 @@ class Client:
     data_late_s: float = 0.0
     #: every name has an inode number of its own, so that two hard links to one file look like two files (libfuse's default)
     path_inodes: bool = False
+    #: the mode that everything shows, whatever is asked for; 0: its own
+    forced_mode: int = 0
     #: while this file exists, every request fails with EIO
     dead_while: Path | None = None
     faults: dict[str, Fault] = field(default_factory=dict)
@@ -207,7 +209,7 @@ class Client:
             wire.SETATTR.unpack_from(body)
         )
         path = self._proc(node)
-        if valid & wire.MODE:
+        if valid & wire.MODE and not self.forced_mode:
             os.chmod(path, stat.S_IMODE(mode))
         if valid & (wire.UID | wire.GID):
             os.chown(path, uid if valid & wire.UID else -1, gid if valid & wire.GID else -1)
@@ -311,7 +313,7 @@ class Client:
         fd = self._fd(number)
         st = os.fstat(fd)
         hidden = stat.S_ISREG(st.st_mode) and self._is_late(fd)
-        return wire.attributes(st, number if self.path_inodes else 0, hidden)
+        return wire.attributes(st, number if self.path_inodes else 0, hidden, self.forced_mode)
 
     def _made(self, parent: int, name: str) -> None:
         """This client made something: it sees that at once, and lists the directory anew."""
@@ -442,6 +444,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--path-inodes", action="store_true", help="each name has an inode number of its own")
     parser.add_argument("--dead-while", type=Path, help="all requests fail with EIO while this file is there")
     parser.add_argument("--kind", default=mounting.KIND, help="the type that the mount shows: fuse.KIND")
+    parser.add_argument(
+        "--forced-mode", default="0", help="everything shows this mode (octal), and a chmod does nothing"
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
@@ -464,6 +469,7 @@ def main(argv: list[str]) -> None:
         dirs_late_s=args.dirs_late_s,
         data_late_s=args.data_late_s,
         path_inodes=args.path_inodes,
+        forced_mode=int(args.forced_mode, 8),
         dead_while=args.dead_while,
         faults=faults,
         generator=random.Random(args.seed),

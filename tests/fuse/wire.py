@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import struct
 
 IN_HEADER = struct.Struct("<IIQQIIIHH")  # length, opcode, unique, node, uid, gid, pid, extensions, padding
@@ -43,11 +44,14 @@ def seconds(value: float) -> tuple[int, int]:
     return int(value), int((value % 1) * 1e9)
 
 
-def attributes(st: os.stat_result, inode: int = 0, empty: bool = False) -> bytes:
-    """`inode`: shown instead of its own number; `empty`: its data is not to be seen yet."""
+def attributes(st: os.stat_result, inode: int = 0, empty: bool = False, forced_mode: int = 0) -> bytes:
+    """`inode`, `forced_mode`: shown instead of its own; `empty`: its data is not to be seen yet."""
+    mode = (
+        stat.S_IFMT(st.st_mode) | forced_mode if forced_mode and not stat.S_ISLNK(st.st_mode) else st.st_mode
+    )
     times = [divmod(ns, 10**9) for ns in (st.st_atime_ns, st.st_mtime_ns, st.st_ctime_ns)]
     wide = (inode or st.st_ino, 0 if empty else st.st_size, st.st_blocks, *(s for s, _ in times))
-    rest = (st.st_mode, st.st_nlink, st.st_uid, st.st_gid, st.st_rdev, 4096, 0)
+    rest = (mode, st.st_nlink, st.st_uid, st.st_gid, st.st_rdev, 4096, 0)
     return ATTR.pack(*wide, *(ns for _, ns in times), *rest)
 
 

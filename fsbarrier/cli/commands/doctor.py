@@ -32,6 +32,7 @@ FLAGS = {
     "--worker R": "this is node R (default: the rank that a launcher gives, such as Slurm)",
     "--wait S": "seconds to wait for the other nodes (default 60)",
     "--shared-group": "trust the group of the directory, as for a run with this flag",
+    "--trust-mount": "trust a mount that sets all modes itself, as for a run with this flag",
     "--json": "print JSON",
 }
 
@@ -70,6 +71,7 @@ def main(args: argparse.Namespace) -> int:
                     rank.value,
                     wait_s=args.wait,
                     shared_group=args.shared_group,
+                    trust_mount=args.trust_mount,
                     say=flags.say,
                 )
     except OSError as error:

@@ -122,7 +122,8 @@ def find_log_path(args: argparse.Namespace) -> Path:
 def find_own_run(args: argparse.Namespace) -> RunRecord:
     """`find_run` for a command that loads the run's program: only of a run that nobody else could have written."""
     log_path = find_log_path(args)
-    trusted_folder.check(log_path, shared_group=args.shared_group, named="--log-path", inside=STEERING)
+    trusts = {"shared_group": args.shared_group, "trust_mount": args.trust_mount}
+    trusted_folder.check(log_path, **trusts, named="--log-path", inside=STEERING)
     return find_run(args)
 
 

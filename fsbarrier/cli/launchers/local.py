@@ -77,7 +77,8 @@ def _start(start: Start, environ: Mapping[str, str], children: Children, secret:
 
     record, settings = start.record, start.settings
     logs = record.paths.logs / f"launch_{datetime.now(UTC):%Y%m%dT%H%M%S}Z_{os.getpid()}"
-    choices = {"iterations": start.until, "shared_group": settings.shared_group or None, **settings.choices}
+    trusts = {name: getattr(settings, name) or None for name in ("shared_group", "trust_mount")}
+    choices = {"iterations": start.until, **trusts, **settings.choices}
     same = [f"{name}={json.dumps(value)}" for name, value in choices.items() if value is not None]
     # Only node 0 gets the changed settings; the others take them from the run.
     changes = [

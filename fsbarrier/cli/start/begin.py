@@ -131,8 +131,13 @@ class _Asked:
     def check_trusted(self) -> None:
         """Raises UsageError if somebody else could decide what is in the run directory."""
         trusts_group = "shared_group" in self.chosen and self.typed.shared_group
-        inside = runrecord.STEERING
-        trusted_folder.check(self.log_path, shared_group=trusts_group, named="--log-path", inside=inside)
+        trusted_folder.check(
+            self.log_path,
+            shared_group=trusts_group,
+            trust_mount="trust_mount" in self.chosen and self.typed.trust_mount,
+            named="--log-path",
+            inside=runrecord.STEERING,
+        )
 
     def check_rank(self, rank: ranks.Choice | None, num_nodes: int) -> None:
         """Raises UsageError if the run has several nodes and this node's rank is unknown."""
