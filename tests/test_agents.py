@@ -576,12 +576,12 @@ def nested(depth: int) -> object:
 
 
 NOT_OPENAIS: list[tuple[dict[str, object], str]] = [
-    ({"messages": nested(900)}, "messages: must be a list of objects"),
+    ({"messages": nested(90)}, "messages: must be a list of objects"),
     ({"messages": "abc"}, "messages: must be a list of objects"),
-    ({"messages": [{"role": "user", "content": nested(900)}]}, "the request is nested too deeply"),
-    ({"messages": [user("\ud800")]}, "half of a surrogate pair"),
+    ({"messages": [{"role": "user", "content": nested(900)}]}, "the request is nested more than 100 deep"),
+    ({"messages": [user("\ud800")]}, "the request is not JSON: half of a surrogate pair"),
     ({"tools": "x"}, "tools: must be a list of objects"),
-    ({"tools": [{"function": nested(900)}]}, "the request is nested too deeply"),
+    ({"tools": [{"function": nested(900)}]}, "the request is nested more than 100 deep"),
     ({"stop": [5]}, "stop: must be a string or a list of strings"),
     ({"max_tokens": "x"}, "max_tokens: must be a positive whole number"),
 ]
@@ -598,8 +598,12 @@ def test_what_is_asked_wrongly_is_answered_as_json(fake: Fake) -> None:
                 (await http.post(f"{other_episode}chat/completions", json=turn), 404, "no such episode"),
                 (await http.post("/embeddings", json=turn), 404, "POST .*/embeddings is not served"),
                 (await http.put("/models"), 404, "PUT .*/models is not served"),
-                (await http.post("/chat/completions", content=b"{"), 400, "the request is not valid JSON"),
-                (await http.post("/chat/completions", content=b"[]"), 400, "not a JSON object"),
+                (await http.post("/chat/completions", content=b"{"), 400, "the request is not JSON"),
+                (
+                    await http.post("/chat/completions", content=b"[]"),
+                    400,
+                    "the request is not a JSON object",
+                ),
                 *[
                     (
                         await http.post("/chat/completions", content=json.dumps({**turn, **field})),

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from fsbarrier.engine.openai_http import UNIX, base_and_socket, bearer, refusal_text
 from fsbarrier.errors import FsbarrierError, UsageError
+from fsbarrier.store.foreign_json import NotJson, parse
 
 # How quickly a call notices cancellation, or the end of the server's process.
 SLICE_S = 0.1
@@ -103,9 +104,9 @@ class EngineClient:
         if status >= 400:
             raise Refused(f"{self.url}{path}: HTTP {status}: {refusal_text(text)}", status)
         try:
-            answer: object = json.loads(text) if text.strip() else None
+            answer: object = parse(text) if text.strip() else None
             return answer
-        except ValueError:
+        except NotJson:
             raise Unreachable(f"{self.url}{path}: the response is not JSON; is this a vLLM server?") from None
 
     def healthy(self, timeout_s: float = 5.0, cancel: threading.Event | None = None) -> bool:

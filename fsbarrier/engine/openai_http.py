@@ -5,15 +5,18 @@ HTTP retries for coroutines are here; filesystem retries for threads are in retr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
+
+from fsbarrier.store.foreign_json import NotJson, parse
 
 T = TypeVar("T")
 
 #: upper limit of the growing pauses between retries
 LONGEST_PAUSE_S = 10.0
+#: more of an error response is not shown
+MOST_REFUSAL = 1 << 16
 
 
 async def asked_again(
@@ -94,11 +97,13 @@ def described(error: Exception) -> str:
 
 def refusal_text(body: bytes) -> str:
     """The message in an error response, as one line."""
-    text = body.decode("utf-8", errors="replace")
+    text = body[:MOST_REFUSAL].decode("utf-8", errors="replace")
     try:
-        value = json.loads(text)
+        value = parse(body)
         error = value.get("error", value.get("detail", value)) if isinstance(value, dict) else value
-        text = str(error["message"] if isinstance(error, dict) and "message" in error else error)
-    except ValueError:
+        text = str(error["message"] if isinstance(error, dict) and "message" in error else error)[
+            :MOST_REFUSAL
+        ]
+    except NotJson:
         pass
     return " ".join(text.split())[:500] or "no message"

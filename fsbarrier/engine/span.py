@@ -24,6 +24,7 @@ from fsbarrier.processes import rendezvous
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.program import Span
 from fsbarrier.protocol.facts import JsonObject
+from fsbarrier.store.foreign_json import NotJson, parse_object
 
 # How quickly a wait notices its end, and a node the end of another's server.
 SLICE_S = 0.1
@@ -72,10 +73,9 @@ class Link:
             return None
         self._received = rest
         try:
-            heard = json.loads(line)
-        except ValueError:
-            heard = None
-        self.ended = self.ended or not isinstance(heard, dict)
+            heard = parse_object(line)
+        except NotJson:
+            self.ended = True
         return None if self.ended else heard
 
     def close(self) -> None:

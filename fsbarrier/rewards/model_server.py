@@ -7,7 +7,6 @@ died is back within its own `start_timeout_s`.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from fsbarrier.engine.openai_http import (
     refusal_text,
 )
 from fsbarrier.rewards.score import Answer, Reward, Score
+from fsbarrier.store.foreign_json import NotJson, parse
 from fsbarrier.store.printable import without_passwords
 from fsbarrier.store.reading import ANSWER_BYTES
 
@@ -89,8 +89,8 @@ class ModelServer:
             refusal = without_passwords(f"{self.said} refuses: HTTP {status}: {refusal_text(answer)}")
             raise (_Again if may_pass(status) else ModelServerError)(refusal)
         try:
-            return json.loads(answer)
-        except (ValueError, RecursionError):
+            return parse(answer)
+        except NotJson:
             raise ModelServerError(f"the answer of {self.said} is not JSON") from None
 
     async def _answer(self, path: str, body: Mapping[str, object]) -> tuple[int, bytes]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from fsbarrier.data.images import sources
@@ -21,10 +21,11 @@ from fsbarrier.rollouts.engine_pool import Place
 from fsbarrier.rollouts.episode import Episode, Reply, Segment, Trajectory, TurnFailed
 from fsbarrier.rollouts.samples import EngineGone, Message, Refusal, Sample
 from fsbarrier.rollouts.sampling import NEUTRAL
+from fsbarrier.store.foreign_json import NotJson, parse_object
 
 #: stand-ins for the last answer: one token each in every vocabulary, and not part of any template's text
 STAND_INS = ("A", "B")
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|\Z)", re.DOTALL)
+_OPEN, _CLOSE = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\}\s*(?:</tool_call>|\Z)")
 
 
 class Recorder:
@@ -214,7 +215,7 @@ class Recorder:
             self._tool_calls += 1
             function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
             listed.append({"id": f"call_{self._tool_calls}", "type": "function", "function": function})
-        return {"role": "assistant", "content": _CALL.sub("", text).strip(), "tool_calls": listed}
+        return {"role": "assistant", "content": _without_calls(text), "tool_calls": listed}
 
     def _reply(self, segment: Segment, sample: Sample, message: Message) -> Reply:
         before = len(segment.token_ids) - len(sample.token_ids)
@@ -249,17 +250,36 @@ def finished(
 def tool_calls(text: str) -> list[JsonObject]:
     """The tool calls in a text; ignores anything but a JSON object with a name."""
     calls = []
-    for match in _CALL.finditer(text):
+    for _, _, body in _calls(text):
         try:
-            call = json.loads(match[1])
-        except ValueError:
+            call = parse_object(body)
+        except NotJson:
             continue
-        if isinstance(call, dict) and isinstance(call.get("name"), str):
+        if isinstance(call.get("name"), str):
             arguments = call.get("arguments", {})
             calls.append(
                 {"name": call["name"], "arguments": arguments if isinstance(arguments, dict) else {}}
             )
     return calls
+
+
+def _calls(text: str) -> Iterator[tuple[int, int, str]]:
+    """Where each call begins and ends, and what is in it; the last one may lack its end.
+
+    Two searches that only go forward: one expression for both would take quadratic time for calls without an end.
+    """
+    end = 0
+    while (opening := _OPEN.search(text, end)) and (closing := _CLOSE.search(text, opening.end())):
+        end = closing.end()
+        yield opening.start(), end, text[opening.end() : closing.start() + 1]
+
+
+def _without_calls(text: str) -> str:
+    kept, last = [], 0
+    for begin, end, _ in _calls(text):
+        kept.append(text[last:begin])
+        last = end
+    return "".join([*kept, text[last:]]).strip()
 
 
 def _plain_message(message: Mapping[str, object]) -> Message:

@@ -28,6 +28,7 @@ from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.agent_client import Recorder
 from fsbarrier.rollouts.episode import Reply, TurnFailed
 from fsbarrier.rollouts.samples import EngineGone, Refusal
+from fsbarrier.store.foreign_json import NotJson, parse_object
 from fsbarrier.store.trusted_folder import user_name
 
 HOST = "127.0.0.1"
@@ -137,7 +138,9 @@ class Endpoint:
         key = request.headers.get("authorization", "")
         if not hmac.compare_digest(key.encode(), f"Bearer {self._key}".encode()):
             raise _Error(401, "wrong API key; use the client's api_key")
-        parts = request.url.path.strip("/").split("/")
+        # Not `request.url`, which raises for some values of the header Host.
+        path = str(request.scope["path"])
+        parts = path.strip("/").split("/")
         client = self._clients.get(parts[1]) if len(parts) > 2 and parts[0] == "episode" else None
         if client is None:
             raise _Error(404, "no such episode, or it has ended")
@@ -149,7 +152,7 @@ class Endpoint:
                 return await _turn(client, asked, chat=True)
             case ("POST", "v1/completions"):
                 return await _turn(client, asked, chat=False)
-        raise _Error(404, f"{request.method} {request.url.path} is not served to agents")
+        raise _Error(404, f"{request.method} {path} is not served to agents")
 
 
 def _error_response(status: int, message: str) -> JSONResponse:
@@ -166,12 +169,9 @@ async def _asked(request: Request) -> JsonObject:
         if len(body) > MAX_BODY:
             raise _Error(413, f"the request is longer than {MAX_BODY >> 20} MiB")
     try:
-        asked = json.loads(body or b"{}")
-    except (ValueError, RecursionError):
-        raise _Error(400, "the request is not valid JSON, or nested too deeply") from None
-    if not isinstance(asked, dict):
-        raise _Error(400, "the request is not a JSON object")
-    return asked
+        return parse_object(body or b"{}")
+    except NotJson as error:
+        raise _Error(400, f"the request {error}") from None
 
 
 async def _turn(client: Recorder, asked: JsonObject, *, chat: bool) -> Response:

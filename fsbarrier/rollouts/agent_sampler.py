@@ -198,4 +198,8 @@ async def _turn(recorder: Recorder, job: Job, number: int, what: str, arguments:
         answer = {
             "failed": str(error) if isinstance(error, TurnFailed | Refusal | EngineGone) else repr(error)
         }
-    await job.send([number, answer])
+    try:
+        await job.send([number, answer])
+    except (ValueError, RecursionError) as error:
+        # The agent must hear something, or it waits until its time is over.
+        await job.send([number, {"failed": f"the answer cannot be sent: {type(error).__name__}"}])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from fsbarrier.data.tasks import Task
 from fsbarrier.engine.openai_http import may_pass, refusal_text
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.samples import UNKNOWN, Again, Emit, EngineGone, Refusal, Sample, SampledGroup
+from fsbarrier.store.foreign_json import NotJson, parse_object
 
 
 def failure(url: str, status: int, body: bytes) -> Exception:
@@ -55,23 +55,22 @@ class AnswerStream:
         if data == "[DONE]" or not data:
             return
         try:
-            event = json.loads(data)
-            error, choices = event.get("error"), event.get("choices", ())
-        except (ValueError, AttributeError):
+            event = parse_object(data)
+        except NotJson:
             raise Again(f"an answer that is no JSON: {data[:100]!r}", answered=False) from None
-        if error:
+        if error := event.get("error"):
             code = error.get("code") if isinstance(error, dict) else None
             raise failure(self._url, code if isinstance(code, int) else 500, data.encode())
         # The route that takes images says it once, beside the choices.
         shared = {"prompt_token_ids": ids} if (ids := event.get("prompt_token_ids")) is not None else {}
-        for choice in choices:
-            try:
+        try:
+            for choice in event.get("choices", ()):
                 self._add({**choice, **shared})
-            except (KeyError, TypeError, ValueError, IndexError):
-                raise EngineGone(
-                    f"the engine at {self._url} does not return token ids and log-probabilities "
-                    "(return_token_ids, logprobs); use a vLLM version that supports them"
-                ) from None
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+            raise EngineGone(
+                f"the engine at {self._url} does not return token ids and log-probabilities "
+                "(return_token_ids, logprobs); use a vLLM version that supports them"
+            ) from None
 
     def _add(self, choice: JsonObject) -> None:
         """Take one stream event of one sample. `index` counts the samples of all prompts in the request.
@@ -99,9 +98,9 @@ class AnswerStream:
             raise Again(f"the server ended a generation ({reason})", answered=False)
         # In the last piece, of the whole sample.
         spans = choice.get("weight_versions") or ()
-        versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
-        if versions and len(versions) != len(growing.token_ids):
+        if sum(span["end"] - span["start"] for span in spans) not in (0, len(growing.token_ids)):
             raise ValueError("not one policy version a token")
+        versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
         growing.sample = Sample(
             text="".join(growing.text),
             token_ids=growing.token_ids,

@@ -37,6 +37,7 @@ from fsbarrier.rollouts.samples import (
     SampledGroup,
     Sampling,
 )
+from fsbarrier.store.foreign_json import NotJson, parse
 
 #: tokens of a sample per chunk of the streamed response
 TOKENS_PER_PIECE = 64
@@ -394,11 +395,11 @@ class Sampler:
     async def _json(self, method: str, path: str, body: object = None) -> Any:
         try:
             response = await self._client.request(method, path, json=body)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise Again(described(error), answered=False) from None
         if response.status_code != 200:
             raise failure(self.url, response.status_code, response.content)
         try:
-            return response.json()
-        except ValueError:
+            return parse(response.content)
+        except NotJson:
             raise EngineGone(f"the engine at {self.url}{path} does not return JSON; is it vLLM?") from None
