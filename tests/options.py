@@ -38,7 +38,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         " rollout.in_flight=false",
         "num_nodes=2 rank_weights=1,1 placement.rollout=node:0 placement.update=all rollout.ahead=0",
     ),
-    "group access": ("shared_group=false", "shared_group=true"),
+    "group access": (
+        "shared_group=false trust_mount=false allow_idle=false",
+        "shared_group=true trust_mount=true allow_idle=true",
+    ),
     "evaluation": (
         "eval_interval=1 eval.tasks=0 eval.samples=2 eval.temperature=0.5 eval.top_p=0.9 eval.top_k=-1 eval.max_tokens=8"
         "",

@@ -189,6 +189,10 @@ def test_a_file_of_the_users_own_is_never_overwritten(
     typed(*words)
     (written,) = tmp_path.iterdir()
     typed(*words)  # its own file is written again
+    whole = written.read_text()
+    written.write_text(whole.replace("values: [2, 4, 5]", "values: [2]"))
+    assert "was changed by hand since fsbarrier wrote it" in typed(*words, code=2).err
+    assert "values: [2]" in written.read_text()
     written.write_text("mine\n")
     assert "was not written by fsbarrier" in typed(*words, code=2).err
     assert written.read_text() == "mine\n"
@@ -293,6 +297,22 @@ def test_the_volume_of_containers_is_where_the_user_mounts_it() -> None:
         (["slurm", "--nodes", "2", "--hosts", "a"], "--hosts: only valid with launch ssh"),
         (["slurm", "--nodes", "2", "--sbatch=--x\n#SBATCH y"], "--sbatch"),
         (["slurm", "--nodes", "2", "--name", "My Job"], "--name My Job: use at most 50 lower-case"),
+        (
+            ["dstack", *IN_CONTAINERS, "--log-path", "/shared/r", "--name", "a" * 42],
+            "dstack takes names of 2 to 41",
+        ),
+        (
+            ["dstack", *IN_CONTAINERS, "--log-path", "/shared/r", "--name", "a"],
+            "dstack takes names of 2 to 41",
+        ),
+        (
+            ["slurm", "--nodes", "2", "--env", "KEY=hunter2"],
+            "--env KEY=...: name a variable, without its value",
+        ),
+        (
+            ["kubernetes", *IN_CONTAINERS, "--log-path", "/shared/run", "--fs-group", "5"],
+            "--fs-group 5: lets this group write to the volume; give --shared-group too",
+        ),
         (["slurm", "--nodes", "2", "rollout.temprature=1"], "rollout.temperature"),
         (["ssh"], "give --hosts a,b,c"),
         (["ssh", "--hosts", "a,-oProxyCommand=x"], "is not a valid host"),
@@ -322,6 +342,44 @@ def test_mistakes_are_one_line(words: list[str], says: str) -> None:
     captured = typed("launch", *words, "--dry-run", code=2)
     assert captured.out == "" and captured.err.count("\n") == 1 and says in captured.err
     assert "hunter2" not in captured.err
+
+
+def test_keys_reach_the_nodes_and_no_file(
+    tmp_path: Path, connection: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each scheduler takes them its own way; through ssh they go where no process list shows them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2 'x' $y")
+    monkeypatch.delenv("OTHER_KEY", raising=False)
+    keys = ("--env", "WANDB_API_KEY", "--env", "OTHER_KEY", "tracker.names=wandb")
+    words = (*IN_CONTAINERS, "--log-path", "/shared/run", *keys)
+    task = yaml.safe_load(text_of("dstack", *words))
+    assert task["env"] == ["WANDB_API_KEY", "OTHER_KEY"] and task["resources"] == {"shm_size": "16GB"}
+    text = text_of("skypilot", *words)
+    assert "sky launch --secret WANDB_API_KEY --secret OTHER_KEY FILE" in text
+    assert yaml.safe_load(text)["secrets"] == {"WANDB_API_KEY": None, "OTHER_KEY": None}
+    text = text_of("kubernetes", *words, "--fs-group", "1234", "--shared-group", "--name", "math")
+    assert "kubectl create secret generic math-env --from-env-file=KEYS" in text
+    pod = yaml.safe_load(text)["spec"]["template"]["spec"]
+    assert pod["securityContext"]["fsGroup"] == 1234
+    assert pod["containers"][0]["env"][0] == {
+        "name": "WANDB_API_KEY",
+        "valueFrom": {"secretKeyRef": {"name": "math-env", "key": "WANDB_API_KEY"}},
+    }
+    slurm = text_of("slurm", "--nodes", "2", *keys)
+    assert "#SBATCH --export=ALL,WANDB_API_KEY,OTHER_KEY\n" in slurm
+    (tmp_path / "node").write_text('#!/bin/sh\nprintf "%s" "$WANDB_API_KEY" > "got$NODE_RANK"\n')
+    (tmp_path / "node").chmod(0o700)
+    ssh = ("launch", "ssh", "--hosts", "a,b", "--ssh", connection, "--fsbarrier", str(tmp_path / "node"))
+    typed(*ssh, "--env", "WANDB_API_KEY")
+    assert [(tmp_path / f"got{rank}").read_text() for rank in (0, 1)] == ["hunter2 'x' $y"] * 2
+    assert "--env OTHER_KEY: is not set here" in typed(*ssh, "--env", "OTHER_KEY", code=2).err
+    said = typed("launch", "dstack", *IN_CONTAINERS, "--log-path", "/shared/run", "tracker.names=wandb").err
+    assert "the nodes get it from here with --env WANDB_API_KEY" in said
+    monkeypatch.setenv("OTHER_KEY", "two\nlines")
+    assert "has several lines" in typed(*ssh, "--env", "OTHER_KEY", code=2).err
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.name.startswith("got")]
+    assert files and not [path for path in files if b"hunter2" in path.read_bytes()]
 
 
 def test_each_host_gets_its_rank() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Callable
@@ -29,10 +30,12 @@ from fsbarrier.cli.launchers.job import (
     commands_here,
     fill,
     is_foreign,
+    sealed,
     split,
     submit,
 )
 from fsbarrier.errors import UsageError
+from fsbarrier.processes.secret_variables import TRACKERS_KEYS
 from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.sources import setting_of
 
@@ -51,7 +54,10 @@ FLAGS = {
         "--ssh COMMAND": "ssh command (default: ssh), for example 'ssh -p 2222'",
         "--logs DIR": "folder for the nodes' output (default: ./launch-logs/TIME)",
     },
-    ("ssh", *JOBS): {"--fsbarrier COMMAND": COMMAND},
+    ("ssh", *JOBS): {
+        "--fsbarrier COMMAND": COMMAND,
+        "--env NAME*": "a variable that the nodes need, such as WANDB_API_KEY; its value appears in no file. May be repeated",
+    },
     JOBS: {
         "--name NAME": "job name (default: fsbarrier)",
         "--gpus-per-node N": "accelerators to request on each node",
@@ -66,6 +72,9 @@ FLAGS = {
         "--image IMAGE": "container image with fsbarrier installed (see scripts/Dockerfile)",
         "--volume NAME": VOLUME,
         "--mount PATH": "mount path of the volume on the nodes (default: /shared)",
+    },
+    ("kubernetes",): {
+        "--fs-group N": "the group that the volume is given, for an image that does not run as root"
     },
     ("skypilot",): {"--accelerator NAME": "accelerator type, for example H100"},
 }
@@ -112,7 +121,7 @@ def _job(args: argparse.Namespace, nodes: int, log_path: str) -> ClusterJob:
     words = flags.words_for_others(args, f"launch {args.place}")
     run, stop = commands_here(args.fsbarrier or ("fsbarrier" if args.place in CONTAINERS else None))
     return ClusterJob(
-        name=check_name(args.name or "fsbarrier"),
+        name=check_name(args.name or "fsbarrier", args.place),
         nodes=nodes,
         gpus_per_node=args.gpus_per_node or 0,
         folder=Path.cwd(),
@@ -120,7 +129,28 @@ def _job(args: argparse.Namespace, nodes: int, log_path: str) -> ClusterJob:
         run=run,
         stop=stop,
         words=words,
+        env=_variables(args),
     )
+
+
+def _variables(args: argparse.Namespace) -> tuple[str, ...]:
+    """The names after --env. Raises UsageError; says if the nodes would lack a tracker's key."""
+    names = tuple(dict.fromkeys(args.env or ()))
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UsageError(f"--env {name.partition('=')[0]}=...: name a variable, without its value")
+        if args.place in ("ssh", "slurm") and not args.dry_run and name not in os.environ:
+            raise UsageError(f"--env {name}: is not set here; export it first")
+    chosen = {item.key: item.value for item in flags.gather(args)}
+    trackers = chosen.get("tracker.names", ())
+    for tracker in trackers if isinstance(trackers, list | tuple) else str(trackers).split(","):
+        # Slurm hands on the whole environment anyway.
+        key = next(iter(TRACKERS_KEYS.get(str(tracker).strip(), ())), None) if args.place != "slurm" else None
+        if key is not None and key not in names:
+            flags.say(
+                f"tracker.names={tracker}: if it needs a key, the nodes get it from here with --env {key}"
+            )
+    return names
 
 
 def _nodes(args: argparse.Namespace) -> int:
@@ -169,6 +199,10 @@ def _slurm(args: argparse.Namespace) -> int:
 
 
 def _in_containers(args: argparse.Namespace) -> int:
+    if args.fs_group is not None and not args.shared_group:
+        raise UsageError(
+            f"--fs-group {args.fs_group}: lets this group write to the volume; give --shared-group too"
+        )
     if args.place == "skypilot" and args.gpus_per_node and not args.accelerator:
         raise UsageError("launch skypilot: --gpus-per-node needs --accelerator NAME, for example H100")
     needed = {
@@ -195,9 +229,9 @@ def _written(args: argparse.Namespace, text: str, name: str) -> Path | None:
         print(text, end="")
         return None
     path = Path(args.output or name)
-    if is_foreign(path):
-        raise UsageError(f"--output {path}: exists and was not written by fsbarrier; choose another name")
-    flags.write_file("--output", path, os.fsencode(text))
+    if foreign := is_foreign(path):
+        raise UsageError(f"--output {path}: exists and {foreign}; choose another name, or remove it")
+    flags.write_file("--output", path, sealed(text))
     return path
 
 

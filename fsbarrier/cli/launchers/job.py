@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -18,6 +19,9 @@ from fsbarrier.store import reading
 
 #: The first line of each generated file. A file without it is not ours and is never overwritten.
 MARK = "# Written by `fsbarrier launch`."
+#: The last line of each generated file has a digest of the lines above it, so that a change made by hand is noticed.
+_SEAL = b"# digest "
+DSTACKS_NAME = 41
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class ClusterJob:
     run: tuple[str, ...]
     stop: tuple[str, ...]
     words: tuple[str, ...]
+    #: names of variables whose values the nodes need
+    env: tuple[str, ...] = ()
 
 
 def commands_here(chosen: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -65,8 +71,10 @@ def split(flag: str, text: str) -> list[str]:
     return words
 
 
-def check_name(name: str) -> str:
-    """Check that all schedulers accept the name, i.e. that it is a DNS label. Raises UsageError."""
+def check_name(name: str, place: str) -> str:
+    """Check that the scheduler accepts the name, i.e. that it is a DNS label. Raises UsageError."""
+    if place == "dstack" and not 2 <= len(name) <= DSTACKS_NAME:
+        raise UsageError(f"--name {name}: dstack takes names of 2 to {DSTACKS_NAME} characters")
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?", name):
         raise UsageError(
             f"--name {name}: use at most 50 lower-case letters, digits and hyphens, starting with a letter and not ending with a hyphen"
@@ -104,14 +112,24 @@ def _shell_words(words: str | Sequence[str]) -> str:
     return shlex.join([words] if isinstance(words, str) else words)
 
 
-def is_foreign(path: Path) -> bool:
-    """Whether there is a plain file that `fsbarrier launch` did not write."""
+def sealed(text: str) -> bytes:
+    """The file with its last line."""
+    data = os.fsencode(text)
+    return data + _SEAL + hashlib.sha256(data).hexdigest()[:16].encode() + b"\n"
+
+
+def is_foreign(path: Path) -> str:
+    """Why a plain file there is not to be replaced, in words; "" if `fsbarrier launch` wrote it as it is, or there is none."""
     if path.is_symlink() or not path.is_file():
-        return False
+        return ""
     try:
-        return MARK.encode() not in reading.read_bytes(path, reading.JSON_BYTES)[:500]
+        data = reading.read_bytes(path, reading.JSON_BYTES)
     except OSError:
-        return True
+        data = b""
+    if MARK.encode() not in data[:500]:
+        return "was not written by fsbarrier"
+    text, _, _ = data.rpartition(_SEAL)
+    return "" if sealed(os.fsdecode(text)) == data else "was changed by hand since fsbarrier wrote it"
 
 
 # --- Slurm: one task per node, which can be requeued ---------------------------------------------------------------------------

@@ -23,6 +23,8 @@ from fsbarrier.rundir.log_tail import last_lines
 Say = Callable[[str], None]
 #: ssh's exit code for a failed connection
 NO_CONNECTION = 255
+#: what a pipe takes without a reader
+PIPE_BYTES = 32 * 1024
 #: The first line of a node's output. It distinguishes a lost connection from one that was never established.
 CONNECTED = "fsbarrier: connected"
 #: Disable prompts, which nobody could answer; give up on a machine after a minute without an answer.
@@ -32,6 +34,14 @@ _ON_EACH_MACHINE = f"""
 echo "{CONNECTED}"
 cd -- "$1" || exit 2
 shift
+# Each line of the launcher's is a variable NAME=VALUE.
+variables=$1
+shift
+while [ "$variables" -gt 0 ]; do
+  IFS= read -r line || exit 2
+  export "$line"
+  variables=$((variables - 1))
+done
 exec 3<&0
 setsid "$@" </dev/null 3<&- &
 node=$!
@@ -66,7 +76,9 @@ def commands(job: ClusterJob, hosts: Sequence[str], ssh: Sequence[str]) -> list[
     for rank, host in enumerate(hosts):
         node = ["env", f"NODE_RANK={rank}", f"NNODES={len(hosts)}", *job.run, *job.words]
         # ssh passes a single string to the remote shell, so every word is quoted.
-        script = shlex.join(["sh", "-c", _ON_EACH_MACHINE, "fsbarrier-node", str(job.folder), *node])
+        script = shlex.join(
+            ["sh", "-c", _ON_EACH_MACHINE, "fsbarrier-node", str(job.folder), str(len(job.env)), *node]
+        )
         found.append([*ssh, *options, host, script])
     return found
 
@@ -75,11 +87,17 @@ def run_all(job: ClusterJob, hosts: Sequence[str], ssh: Sequence[str], logs: Pat
     """Start all nodes and wait for them; returns one exit code for all. Raises UsageError, StoreError."""
     from fsbarrier.processes.supervisor import Child
 
-    # Its other end stays open as long as this process lives.
-    stdin, _ = os.pipe()
+    values = "".join(f"{name}={os.environ[name]}\n" for name in job.env).encode()
+    if values.count(b"\n") > len(job.env) or len(values) > PIPE_BYTES:
+        raise UsageError(
+            f"--env: a value of {', '.join(job.env)} has several lines, or is too long for ssh's standard input"
+        )
 
     def start(children: Children) -> None:
         for rank, command in enumerate(commands(job, hosts, ssh)):
+            # Its other end stays open as long as this process lives. Values go this way because everybody can read command lines.
+            stdin, kept = os.pipe()
+            os.write(kept, values)
             argv = ["sh", "-c", f'exec "$@" </dev/fd/{stdin}', "sh", *command]
             log, name = logs / f"node_{rank}.log", f"node {rank} on {hosts[rank]}"
             children[rank] = Child.start(argv, log_file=log, name=name, pass_fds=(stdin,))
