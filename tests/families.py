@@ -30,6 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Glm4Moe": {**EXPERTS, **GROUPS},
     "DeepseekV3": {**EXPERTS, **GROUPS, **LATENT},
     "MiniMaxM2": {**EXPERTS, "rotary_dim": 16},
+    "GptOss": EXPERTS,
 }
 
 

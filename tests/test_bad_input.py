@@ -701,6 +701,24 @@ def test_a_model_in_a_cache_is_its_main_revision(place: Path, quick: Call) -> No
         )
 
 
+def test_a_model_in_a_cache_that_was_pinned_by_commit(place: Path, quick: Call) -> None:
+    commits = place / "hub" / "models--me--pinned" / "snapshots"
+    shutil.copytree(place / "model", commits / "abc")
+    words = ["run", "--data-path", "data", "--model", "me/pinned", "--dry-run", "--json"]
+    shown = quick(words, HF_HUB_CACHE=str(place / "hub"))
+    assert json.loads(shown.stdout)["settings"]["model"] == str(commits / "abc"), shown.stderr
+    shutil.copytree(place / "model", commits / "def")
+    told = quick(words, HF_HUB_CACHE=str(place / "hub"))
+    assert told.returncode == 2 and "no refs/main and several commits (abc, def)" in told.stderr
+
+
+def test_a_model_that_transformers_cannot_make_is_refused_before_the_start(place: Path, quick: Call) -> None:
+    config = place / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "mystery"}))
+    told = quick([*RL.split(), "--dry-run"])
+    assert told.returncode == 2 and "has no language model of the kind mystery" in told.stderr, told.stderr
+
+
 def test_a_filesystem_that_is_almost_full(place: Path, quick: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     there = os.statvfs(place)
     almost = [*there[:2], 10**7, 9_000_000 // there.f_frsize, 9_000_000 // there.f_frsize, *there[5:10]]

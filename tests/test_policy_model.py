@@ -198,6 +198,17 @@ def test_a_policy_computes_the_same_bits_wherever_in_its_file_the_weights_lie(
     assert all(torch.equal(found[0][name], one[name]) for one in found for name in one)
 
 
+def test_a_family_without_pytorchs_attention_is_loaded_with_its_own(tmp_path: Path) -> None:
+    from families import write_family
+
+    from fsbarrier.settings.sections import TrainerSettings
+    from fsbarrier.training import policy
+
+    write_family("GptOss", tmp_path)
+    models = policy.load(tmp_path, TrainerSettings()), policy.without_weights(tmp_path, TrainerSettings())
+    assert [one.config._attn_implementation for one in models] == ["eager", "eager"]
+
+
 def test_checkpointed_activations_give_the_same_gradients(tmp_path: Path) -> None:
     import torch
 

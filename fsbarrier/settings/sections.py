@@ -354,7 +354,8 @@ class TrainerSettings(Section):
     max_tokens_per_micro_batch: EachSession[Count] = 8192
     #: Recompute each block's activations in the backward pass instead of storing them; about a third slower. none: only on accelerators.
     gradient_checkpointing: EachSession[bool | None] = None
-    #: `sdpa`: PyTorch's attention; `flash_attention_2`: needs the package flash-attn, and micro-batches then have no padding.
+    #: `sdpa`: PyTorch's attention, or transformers' own where that does not fit the model; `flash_attention_2`: needs the package
+    #: flash-attn, and micro-batches then have no padding.
     attention: Literal["sdpa", "flash_attention_2"] = "sdpa"
     #: Precision; auto: bfloat16 on accelerators that support it, otherwise float32.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -44,9 +44,10 @@ def load(
     transformers.utils.logging.disable_progress_bar()
     with _naming(folder):
         config, kind = _kind(folder, value=value)
-        attention = attention_for(config, settings)
+        made = _class_of(config, kind)
+        attention = attention_for(config, settings, made)
         if dtype == "auto":
-            kind = _with_exact_buffers(kind._model_mapping[type(config)])
+            kind = _with_exact_buffers(made)
         model, found = kind.from_pretrained(
             folder,
             config=config,
@@ -111,7 +112,7 @@ def from_config(folder: Path, settings: TrainerSettings, *, value: bool = False)
     """The model of `load` as its configuration makes it, before it has the weights of the folder. Raises UsageError."""
     with _naming(folder):
         config, kind = _kind(folder, value=value)
-        attention = attention_for(config, settings)
+        attention = attention_for(config, settings, _class_of(config, kind))
         model = kind.from_config(config, attn_implementation=attention, dtype=torch.float32)
     return _for_training(model, settings)
 
@@ -149,6 +150,15 @@ def _kind(folder: Path, *, value: bool) -> tuple[transformers.PretrainedConfig, 
     if sees(config.to_dict()):
         return config, transformers.AutoModelForImageTextToText
     return config, transformers.AutoModelForCausalLM
+
+
+def _class_of(config: transformers.PretrainedConfig, kind: Any) -> type[PreTrainedModel]:
+    """The class of the model that transformers' class for a kind of model makes of a configuration. Raises ValueError."""
+    found = kind._model_mapping.get(type(config), None)
+    if found is None:
+        raise ValueError(f"{kind.__name__} of transformers knows no {config.model_type} model")
+    made: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
+    return made
 
 
 def _with_exact_buffers(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -204,16 +214,25 @@ def _for_training(model: PreTrainedModel, settings: TrainerSettings) -> PreTrain
     return model
 
 
-def attention_for(config: transformers.PretrainedConfig, settings: TrainerSettings) -> str:
+def attention_for(
+    config: transformers.PretrainedConfig, settings: TrainerSettings, made: type[PreTrainedModel]
+) -> str:
     """Which of transformers' attentions computes what the model's does. Raises UsageError for flash-attention where it is not there."""
-    if settings.attention == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
-        raise UsageError(
-            "trainer.attention=flash_attention_2: needs the package flash-attn and a supported GPU on this node; "
-            "install it, or use trainer.attention=sdpa"
-        )
-    # PyTorch's scaled_dot_product_attention knows no cap on attention's scores, and transformers would leave it out.
+    if settings.attention == "flash_attention_2":
+        if not transformers.utils.is_flash_attn_2_available():
+            raise UsageError(
+                "trainer.attention=flash_attention_2: needs the package flash-attn and a supported GPU on this node; "
+                "install it, or use trainer.attention=sdpa"
+            )
+        if not made._supports_flash_attn:
+            raise UsageError(
+                f"trainer.attention=flash_attention_2: transformers has none for {made.__name__}; use trainer.attention=sdpa"
+            )
+        return settings.attention
+    # PyTorch's scaled_dot_product_attention knows no cap on attention's scores, and transformers would leave it out. Nor does it know the
+    # sinks of gpt-oss; transformers refuses to load such a family with it.
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    return "eager" if capped and settings.attention == "sdpa" else settings.attention
+    return "eager" if capped or not made._supports_sdpa else settings.attention
 
 
 def disable_dropout(model: PreTrainedModel) -> None:

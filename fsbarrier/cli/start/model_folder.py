@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -44,7 +45,7 @@ def find_model(
         if candidate.is_file():
             raise UsageError(f"{said}: {candidate} is a file; give the folder with config.json")
     for cache in _caches(data_path, environ):
-        snapshot = _cached(cache, name)
+        snapshot = _cached(cache, name, said)
         if snapshot is not None:
             _check_model(said, snapshot, tokenizer)
             return snapshot
@@ -61,14 +62,22 @@ def _caches(data_path: Path | None, environ: Environ) -> list[Path]:
     return [absolute(hub) if hub else home / "hub", *([data_path, data_path / "hub"] if data_path else [])]
 
 
-def _cached(cache: Path, name: str) -> Path | None:
+def _cached(cache: Path, name: str, said: str) -> Path | None:
+    """The folder of a model in a cache: its main revision; if the cache has none, its only one. Raises UsageError if it has several."""
     folder = cache / f"models--{name.replace('/', '--')}"
     try:
         revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
-        return None
-    snapshot = folder / "snapshots" / revision
-    return snapshot if revision and snapshot.is_dir() else None
+        revision = ""
+    if revision and (folder / "snapshots" / revision).is_dir():
+        return folder / "snapshots" / revision
+    commits = sorted(path for path in folder.glob("snapshots/*") if path.is_dir())
+    if len(commits) > 1:
+        raise UsageError(
+            f"{said}: {folder} has no refs/main and several commits ({', '.join(path.name for path in commits)}); "
+            f"give the folder of one, such as {commits[0]}"
+        )
+    return commits[0] if commits else None
 
 
 def _check_model(said: str, folder: Path, tokenizer: Collection[str]) -> None:
@@ -170,7 +179,8 @@ def check_trainable(folder: Path, settings: Settings) -> None:
         raise UsageError(
             f"algorithm.advantage=gae: {folder} is a {config.get('model_type')} model, which takes images; transformers has no critic of it"
         )
-    if settings.algorithm.has_critic and importlib.util.find_spec("transformers") is not None:
+    _check_kind(folder, config)
+    if settings.algorithm.has_critic:
         _check_critic(Path(settings.critic.model or folder))
     if sees(config) and settings.trainer.backend == "deepspeed":
         raise UsageError(
@@ -179,16 +189,39 @@ def check_trainable(folder: Path, settings: Settings) -> None:
         )
 
 
+def _check_kind(folder: Path, config: Mapping[str, object]) -> None:
+    """Check that transformers makes a model of this folder. Raises UsageError."""
+    names = (
+        "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES" if sees(config) else "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+    )
+    kind = config.get("model_type")
+    if (known := _kinds(names)) and kind not in known:
+        raise UsageError(
+            f"the model in {folder} cannot be loaded: the installed transformers has no language model of the kind {kind} (model_type in "
+            "its config.json); use another model, a newer transformers, your own trainer (trainer.command), or --rl-phase rollout"
+        )
+
+
 def _check_critic(folder: Path) -> None:
     """Check that transformers makes a critic of the model in `folder`. Raises UsageError."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
-
     kind = reading.json_object(folder / "config.json", UsageError).get("model_type")
-    if kind not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES:
+    if (known := _kinds("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES")) and kind not in known:
         raise UsageError(
             f"algorithm.advantage=gae: {folder} is a {kind} model, of which transformers has no critic (a token classifier); "
             "name a model of another kind with the policy's tokens (critic.model)"
         )
+
+
+def _kinds(names: str) -> frozenset[str]:
+    """The keys of this table of transformers, which is read and not imported, because an import loads PyTorch; none if it is not there."""
+    spec = importlib.util.find_spec("transformers")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        file = Path(folder) / "models" / "auto" / "modeling_auto.py"
+        for node in ast.parse(file.read_bytes()).body if file.is_file() else ():
+            if isinstance(node, ast.Assign) and [ast.unparse(one) for one in node.targets] == [names]:
+                pairs = ast.literal_eval(node.value.args[0]) if isinstance(node.value, ast.Call) else ()
+                return frozenset(kind for kind, _ in pairs)
+    return frozenset()
 
 
 def check_lengths(folder: Path, settings: Settings) -> None:
