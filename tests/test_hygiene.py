@@ -144,6 +144,20 @@ def test_files_are_unlinked_by_their_path_only_where_that_is_argued() -> None:
     assert used - {"store/owned.py"} == set(UNLINKED_BY_PATH)
 
 
+def test_only_one_module_opens_sockets_that_listen() -> None:
+    """listening.py says whom they let in. The servers of an example environment are programs of their own interpreter."""
+    used = {
+        relative(path).removeprefix("fsbarrier/")
+        for path in sources("fsbarrier", "phases")
+        if re.search(r"\.listen\(\)|\bcreate_server\(|HTTPServer\(|start_unix_server\(", path.read_text())
+    }
+    assert used == {
+        "processes/rendezvous.py",
+        "processes/listening.py",
+        "phases/environments/browser_server.py",
+    }
+
+
 def test_no_unsafe_shortcuts() -> None:
     paths = [*sources("fsbarrier", "phases"), ROOT / "run.sh", *sorted((ROOT / "scripts").glob("*.sh"))]
     found = [

@@ -5,7 +5,7 @@
     frozen.address                                   # for the rollout program
 
 Its servers listen on private sockets like the policy's. A gateway in this process connects a TCP port with the least loaded of them, so
-that any OpenAI client can reach it; the servers check the key. A request that finds none waits until one is back: the first one that
+that any OpenAI client can reach it; both check the key. A request that finds none waits until one is back: the first one that
 meets a dead server has it started again.
 """
 
@@ -16,6 +16,7 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from fsbarrier.engine.engine import EngineInfo, Release
@@ -23,6 +24,7 @@ from fsbarrier.engine.openai_http import UNIX, EngineAddress
 from fsbarrier.engine.replicas import Replicas
 from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.processes import rendezvous
+from fsbarrier.processes.listening import AT_ONCE, HttpGate, counted
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.store.retry import Backoff
 
@@ -114,20 +116,28 @@ class FrozenEngine:
     # --- the gateway, in its own thread ---
 
     async def _serve(self) -> None:
-        servers = [await asyncio.start_server(self._connect, sock=one) for one in self._listening]
+        gate = HttpGate(self.replicas.api_key)
+        connect = partial(self._connect, gate)
+        servers = [await asyncio.start_server(connect, sock=one, backlog=AT_ONCE) for one in self._listening]
         await asyncio.to_thread(self._closing.wait)
         for server in servers:
             server.close()
 
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _connect(
+        self, gate: HttpGate, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Connect a client with a server, until either ends the connection."""
-        with contextlib.closing(writer):
+        with contextlib.closing(writer), counted() as admitted:
+            head = await gate.admit(reader, writer) if admitted else None
+            if head is None:
+                return
             for pause_s in PAUSES:
                 for path in sorted(self._sockets, key=lambda one: self._open[one]):
                     with contextlib.suppress(OSError):
                         server = await asyncio.open_unix_connection(path)
                         self._open[path] += 1
                         try:
+                            server[1].write(head)
                             await _between((reader, writer), server)
                         finally:
                             self._open[path] -= 1

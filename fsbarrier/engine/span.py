@@ -9,7 +9,6 @@ vLLM does not do that: its head is healthy, it says, when another part has died,
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import secrets
 import select
@@ -19,8 +18,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+import msgspec
+
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes import rendezvous
+from fsbarrier.processes.listening import MOST_WITHOUT_KEY, same_key, stranger
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.program import Span
 from fsbarrier.protocol.facts import JsonObject
@@ -98,16 +100,27 @@ class Door:
     ) -> tuple[list[Link], Meeting]:
         """Wait for all the others, and tell them where vLLM's processes meet. Raises ProgramFailed."""
         came: dict[int, tuple[Link, list[str]]] = {}
+        guests: list[tuple[Link, float]] = []
         for _ in _until(deadline, called_off):
             if len(came) == len(span.nodes) - 1:
                 break
-            for one in select.select(self._listening, [], [], SLICE_S)[0]:
-                if (guest := self._let_in(one.accept()[0], span)) is not None:
-                    came[guest[0]] = guest[1:]
+            waiting = [*self._listening, *(link.connection for link, _ in guests)]
+            for one in set(select.select(waiting, [], [], SLICE_S)[0]) & {*self._listening}:
+                guests += self._accept(one)
+            # The oldest of too many have to come again.
+            guests, crowded = guests[-MOST_WITHOUT_KEY:], guests[:-MOST_WITHOUT_KEY]
+            for link, _ in crowded:
+                link.close()
+            for guest in [*guests]:
+                if (proven := self._hello(*guest, span)) is not None:
+                    guests.remove(guest)
+                    came |= proven
             for link, _ in came.values():
                 link.hear(0)
             # One that has failed in the meantime comes again.
             came = {place: known for place, known in came.items() if not known[0].ended}
+        for link, _ in guests:
+            link.close()
         if len(came) < len(span.nodes) - 1:
             missing = [str(rank) for place, (rank, _) in enumerate(span.nodes) if place and place not in came]
             raise ProgramFailed(
@@ -129,17 +142,29 @@ class Door:
             link.say(asdict(meeting))
         return [link for link, _ in came.values()], meeting
 
-    def _let_in(self, connection: socket.socket, span: Span) -> tuple[int, Link, list[str]] | None:
-        """The place of a node of this engine, and which addresses it has reached; None for whoever else connects."""
-        link = Link(connection)
-        match link.hear(HELLO_S):
+    def _accept(self, listening: socket.socket) -> list[tuple[Link, float]]:
+        """A new connection, and until when it may say who it is; none of another user of this machine."""
+        # Whoever connected may have gone, or this process may lack descriptors for now.
+        with contextlib.suppress(OSError):
+            connection = listening.accept()[0]
+            if not stranger(connection.getpeername(), connection.getsockname()):
+                return [(Link(connection), time.monotonic() + HELLO_S)]
+            connection.close()
+        return []
+
+    def _hello(self, link: Link, until: float, span: Span) -> dict[int, tuple[Link, list[str]]] | None:
+        """The place of a node of this engine, and which addresses it has reached; {} for whoever else connected; None: nothing yet."""
+        match link.hear(0):
             case {"key": str(key), "nodes": nodes, "place": int(place), "reached": [*reached]} if (
-                hmac.compare_digest(key.encode(), self._key.encode())
+                same_key(key, self._key)
                 and nodes == [list(n) for n in span.nodes]
+                and 0 < place < len(span.nodes)
             ):
-                return place, link, [str(one) for one in reached]
+                return {place: (link, [str(one) for one in reached])}
+            case None if not link.ended and time.monotonic() < until:
+                return None
         link.close()
-        return None
+        return {}
 
 
 def meet(span: Span, deadline: float, called_off: Callable[[], bool]) -> tuple[Link, Meeting]:
@@ -155,7 +180,11 @@ def meet(span: Span, deadline: float, called_off: Callable[[], bool]) -> tuple[L
                 link.say({"key": span.key, "nodes": nodes, "place": span.place, "reached": reached})
         elif (told := link.hear(SLICE_S)) is not None:
             own = str(link.connection.getsockname()[0])
-            return link, Meeting(**{**told, "place": span.place, "own_address": own})
+            with contextlib.suppress(msgspec.ValidationError):
+                return link, msgspec.convert({**told, "place": span.place, "own_address": own}, Meeting)
+            # Somebody else listens there.
+            link.close()
+            link = None
     raise ProgramFailed(f"{head}, did not answer at {', '.join(span.addresses)} port {span.port}")
 
 

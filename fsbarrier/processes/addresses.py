@@ -9,7 +9,7 @@ import re
 import socket
 import struct
 import sys
-from collections.abc import MutableMapping, Set
+from collections.abc import Iterator, MutableMapping, Set
 from pathlib import Path
 
 #: interfaces of containers and virtual machines, which other hosts cannot reach
@@ -74,24 +74,54 @@ def ipv4_addresses() -> list[tuple[str, str]]:
     return addresses
 
 
+#: the kernel's tables of TCP sockets, of this network namespace, and the state of a socket that listens
+TCP_TABLES, LISTENS = ("/proc/net/tcp", "/proc/net/tcp6"), "0A"
+
+
 def owner_of_peer(peer: tuple[str, int], here: tuple[str, int]) -> int | None:
-    """The user id of the process of this machine that connected from the IPv4 address `peer` to `here`; None if there is none.
+    """The user id of the process of this machine that connected from the address `peer` to `here`; None if there is none.
 
     `peer` alone says nothing, because sockets of several users may have the same local address.
     """
-    ends = [
-        f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
-        for host, port in (peer, here)
-    ]
-    mapped = f"{0:016X}{int.from_bytes(bytes.fromhex('0000ffff'), sys.byteorder):08X}"
-    # An IPv6 socket that is connected to an IPv4 address is in the other table.
-    for table, prefix in (("/proc/net/tcp", ""), ("/proc/net/tcp6", mapped)):
+    ends = [{f"{host}:{end[1]:04X}" for host in _in_tables(end[0])} for end in (peer, here)]
+    return next((uid for _, uid, *found in _tcp_rows() if found[0] in ends[0] and found[1] in ends[1]), None)
+
+
+def owners_of_port(port: int) -> set[int]:
+    """The user ids of those who listen on this port where a connection to 127.0.0.1 arrives; empty if this host's tables show nobody."""
+    ends = {
+        f"{host}:{port:04X}"
+        for local in ("127.0.0.1", str(ipaddress.IPv4Address(0)), "::")
+        for host in _in_tables(local)
+    }
+    return {uid for state, uid, local, _ in _tcp_rows() if state == LISTENS and local in ends}
+
+
+def _tcp_rows() -> Iterator[tuple[str, int, str, str]]:
+    """(state, user id, local end, remote end) of each TCP socket."""
+    for table in TCP_TABLES:
         with contextlib.suppress(OSError, ValueError), Path(table).open() as rows:
+            next(rows, None)
             for row in rows:
                 words = row.split()
-                if len(words) > 7 and words[1:3] == [prefix + end for end in ends]:
-                    return int(words[7])
-    return None
+                if len(words) > 7:
+                    yield words[3], int(words[7]), words[1], words[2]
+
+
+def _in_tables(host: str) -> set[str]:
+    """An address as the tables have it: an IPv6 socket that is connected to an IPv4 address is in the other one."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else address
+    both = [address, mapped] if mapped is not None else [address]
+    whole = {one.packed for one in both} | {
+        b"\0" * 10 + b"\xff\xff" + one.packed for one in both if one.version == 4
+    }
+    return {
+        "".join(
+            f"{int.from_bytes(packed[at : at + 4], sys.byteorder):08X}" for at in range(0, len(packed), 4)
+        )
+        for packed in whole
+    }
 
 
 def ipv6_addresses(table: Path = IPV6_TABLE) -> list[tuple[str, str]]:

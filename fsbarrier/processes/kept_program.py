@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from fsbarrier.processes.listening import on_path
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.rundir.log_tail import SHOWN_LINES
 
@@ -35,10 +36,8 @@ class KeptProgram:
         """`path`: path of the socket, in a private folder. Raises OSError."""
         self.name, self.processes, self._path = name, processes, path
         path.unlink(missing_ok=True)
-        self._listener = socket.socket(socket.AF_UNIX)
         with _short(path) as short:
-            self._listener.bind(short)
-        self._listener.listen()
+            self._listener = on_path(Path(short))
         self._listener.setblocking(False)
         self._connections: list[socket.socket] = []
         self._heard = b""

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
-import os
 import secrets
-import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,13 +20,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fsbarrier.processes.addresses import owner_of_peer
+from fsbarrier.processes.listening import AT_ONCE, on_loopback, same_key, stranger
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.agent_client import Recorder
 from fsbarrier.rollouts.episode import Reply, TurnFailed
 from fsbarrier.rollouts.samples import EngineGone, Refusal
 from fsbarrier.store.foreign_json import NotJson, parse_object
-from fsbarrier.store.trusted_folder import user_name
 
 HOST = "127.0.0.1"
 MAX_BODY = 64 << 20
@@ -60,14 +56,16 @@ class _OwnUserOnly(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         peer = transport.get_extra_info("peername")
-        owner = owner_of_peer(peer, transport.get_extra_info("sockname"))
-        if owner == os.geteuid():
+        whose = stranger(peer, transport.get_extra_info("sockname"))
+        if not whose:
             return
         transport.abort()
-        whose = "an unknown user" if owner is None else user_name(owner)
         if whose not in self.told:
             self.told.add(whose)
-            print(f"agents' address: closed a connection of {whose} (from {peer[0]}:{peer[1]})", flush=True)
+            print(
+                f"agents' address: closed a connection of {whose} (from {peer[0]}:{peer[1]})" if peer else "",
+                flush=True,
+            )
 
 
 class _Server(uvicorn.Server):
@@ -93,6 +91,7 @@ class Endpoint:
             log_config=None,
             log_level="error",
             access_log=False,
+            backlog=AT_ONCE,
             server_header=False,
             timeout_keep_alive=KEEPALIVE_S,
             timeout_graceful_shutdown=CLOSE_S,
@@ -100,7 +99,7 @@ class Endpoint:
         self._server = _Server(config)
 
     async def open(self) -> None:
-        self._socket = socket.create_server((HOST, 0))
+        self._socket = on_loopback()
         self._port = self._socket.getsockname()[1]
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
 
@@ -136,7 +135,7 @@ class Endpoint:
 
     async def _answer(self, request: Request) -> Response:
         key = request.headers.get("authorization", "")
-        if not hmac.compare_digest(key.encode(), f"Bearer {self._key}".encode()):
+        if not same_key(key, f"Bearer {self._key}"):
             raise _Error(401, "wrong API key; use the client's api_key")
         # Not `request.url`, which raises for some values of the header Host.
         path = str(request.scope["path"])

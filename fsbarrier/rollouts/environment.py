@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -22,13 +21,17 @@ import httpx
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes import last_words
+from fsbarrier.processes.addresses import owners_of_port
 from fsbarrier.processes.fork_server import Job
+from fsbarrier.processes.listening import on_loopback
+from fsbarrier.processes.rendezvous import port_of
 from fsbarrier.processes.secret_variables import without_variables
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.rollout_spec import Assignment
 from fsbarrier.rollouts.session_quota import SessionQuota
 from fsbarrier.settings.sections import EnvironmentSettings, Settings
+from fsbarrier.store.trusted_folder import user_name
 
 # Pause between two looks at a server, and how long an answer to a look may take.
 LOOK_S, ANSWER_S = 0.1, 5.0
@@ -213,9 +216,14 @@ class Environment:
         """Say when it is ready; returns how it ended."""
         begin, limit_s = time.monotonic(), self.settings.start_timeout_s
         while (code := child.poll()) is None:
-            if not server.url and await self._answers(port):
-                server.url = f"http://127.0.0.1:{port}"
-                self._has_changed()
+            if not server.url:
+                answers = await self._answers(port)
+                # Its command line tells everybody the port, so that another user may be the one who answers.
+                if others := owners_of_port(port) - {0, os.geteuid()}:
+                    return f"did not get its port: {user_name(min(others))} listens on it"
+                if answers:
+                    server.url = f"http://127.0.0.1:{port}"
+                    self._has_changed()
             if not server.url and time.monotonic() - begin > limit_s:
                 return f"did not answer within {limit_s:g} s ({self.table}.start_timeout_s)"
             await asyncio.sleep(LOOK_S)
@@ -255,6 +263,5 @@ def environments_of(
 
 def free_port() -> int:
     """A port of loopback that nobody uses now. If somebody is faster, the server ends, and is started again."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+    with on_loopback() as listener:
+        return port_of(listener)

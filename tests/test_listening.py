@@ -1,0 +1,240 @@
+"""What listens, attacked by another user of the machine, and by whoever has no key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from other_user import needs_root, start_as_other
+
+from fsbarrier.engine import span as spans
+from fsbarrier.engine.frozen import FrozenEngine
+from fsbarrier.engine.span import Door
+from fsbarrier.processes import listening
+from fsbarrier.processes.rendezvous import LOOPBACK, listen
+from fsbarrier.program import Span
+from fsbarrier.rollouts.environment import Environment
+from fsbarrier.settings.sections import EnvironmentSettings
+
+KEY = "of this start"
+
+# --- the gateway of frozen engines ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[FrozenEngine]:
+    """A gateway whose only server answers each request with "served"."""
+    path = tmp_path / "s"
+    server = listening.on_path(path)
+
+    def serve() -> None:
+        with server:
+            while True:
+                connection, _ = server.accept()
+                with connection:
+                    if not connection.recv(1 << 16).startswith(b"GET"):
+                        return
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nserved")
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    replicas = SimpleNamespace(frozen="rm", api_key=KEY, engines=[], stop=lambda: None)
+    engine = FrozenEngine(replicas, LOOPBACK)  # type: ignore[arg-type]
+    engine._sockets = (str(path),)
+    yield engine
+    engine.stop()
+    with socket.socket(socket.AF_UNIX) as last:
+        last.connect(str(path))
+        last.sendall(b"end")
+    thread.join()
+
+
+def asked(engine: FrozenEngine, key: str) -> httpx.Response:
+    return httpx.get(
+        f"http://127.0.0.1:{engine.port}/v1/models",
+        headers={"Authorization": f"Bearer {key}"},
+        timeout=60.0,
+        trust_env=False,
+    )
+
+
+# Opens a thousand connections that say nothing, and says how many of them were closed by the other end.
+IDLE = """
+import resource, select, socket, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+lines, closed = [], 0
+for _ in range(1000):
+    one = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+    lines.append(one)
+for one in lines:
+    one.settimeout(20)
+    try:
+        closed += one.recv(1) == b""
+    except ConnectionError:
+        closed += 1
+    except TimeoutError:
+        break
+print(closed, flush=True)
+input()
+"""
+
+
+@needs_root
+def test_idle_connections_of_another_user_take_no_descriptors(gateway: FrozenEngine) -> None:
+    """A daemon without descriptors writes no heartbeat."""
+    other = start_as_other(IDLE, str(gateway.port))
+    assert other.stdout is not None
+    assert other.stdout.readline() == "1000\n"
+    assert asked(gateway, KEY).text == "served"
+    other.communicate("\n")
+
+
+def test_connections_without_the_key_are_few_and_end(
+    gateway: FrozenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "KEY_S", 3600.0)
+    monkeypatch.setattr(listening, "MOST_WITHOUT_KEY", 4)
+    silent = [socket.create_connection(("127.0.0.1", gateway.port)) for _ in range(5)]
+    # The oldest goes, and nobody else waits for those that stay.
+    assert silent[0].recv(1) == b""
+    assert asked(gateway, KEY).text == "served"
+    assert asked(gateway, "wrong").status_code == 401
+    for one in silent:
+        one.close()
+    monkeypatch.setattr(listening, "KEY_S", 0.05)
+    with socket.create_connection(("127.0.0.1", gateway.port)) as late:
+        late.sendall(b"GET / HTTP/1.1\r\n")
+        assert late.recv(1) == b""
+
+
+def test_connections_leave_descriptors_to_the_daemon(
+    gateway: FrozenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has the key may have many connections, but not all that this process can open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(listening, "RESERVED", soft - 4)
+    lines = [socket.create_connection(("127.0.0.1", gateway.port)) for _ in range(3)]
+    assert lines[2].recv(1) == b""
+    for one in lines:
+        one.close()
+
+
+# --- where the nodes of an engine find each other -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"[" * 4000 + b"\n", b'{"key":"\\ud800","nodes":[],"place":1,"reached":[]}\n', b"x" * 100_000],
+    ids=["nothing", "brackets", "half a pair", "no end"],
+)
+def test_whoever_comes_without_the_key_holds_up_nobody(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "HELLO_S", 3600.0)
+    nodes = ((0, 1), (1, 1))
+    held = listen(LOOPBACK)
+    door = Door(held)
+    port, key = door.offer["port"], str(door.offer["key"])
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
+    for one in silent:
+        try:
+            one.sendall(said)
+        except ConnectionError:
+            pass
+    over = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        head = pool.submit(
+            door.gather, Span(nodes, 0, LOOPBACK, port, key, (1, 1, 1)), time.monotonic() + 60, over.is_set
+        )
+        link, meeting = spans.meet(
+            Span(nodes, 1, LOOPBACK, port, key, (1, 1, 1)), time.monotonic() + 60, over.is_set
+        )
+        came, told = head.result()
+    assert told.port == meeting.port and meeting.place == 1
+    for end in (link, *came, *silent, *held):
+        end.close()
+
+
+# --- the port of an environment's server ----------------------------------------------------------------------------------------
+
+# Waits until the other user has the port, at its first start.
+SERVER = """
+import http.server, os, pathlib, sys
+port, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+while not (folder / "taken").exists():
+    pass
+class Ours(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"ours")
+try:
+    server = http.server.HTTPServer(("127.0.0.1", port), Ours)
+except OSError:
+    # As a server that tries again, so that nothing but its port tells.
+    import signal
+    signal.pause()
+server.serve_forever()
+"""
+# Reads the port from the command line that everybody can see, and answers there.
+THIEF = """
+import http.server, pathlib, sys
+script, taken = sys.argv[1], pathlib.Path(sys.argv[2])
+port = 0
+while not port:
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode().split("\\0")
+        except OSError:
+            continue
+        # The guard's command line has it first.
+        if script in words and words[words.index(script) + 1].isdigit():
+            port = int(words[words.index(script) + 1])
+class Theirs(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"theirs")
+server = http.server.HTTPServer(("127.0.0.1", port), Theirs)
+taken.write_text("")
+server.serve_forever()
+"""
+
+
+@needs_root
+@pytest.mark.parametrize("health", [None, "/health"])
+def test_whoever_takes_the_port_of_an_environment_gets_no_episode(health: str | None, tmp_path: Path) -> None:
+    folder = Path("/tmp") / f"fsbarrier-test-{time.monotonic_ns()}"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    script = tmp_path / "server.py"
+    script.write_text(SERVER)
+    thief = start_as_other(THIEF, script, folder / "taken")
+    settings = EnvironmentSettings(
+        command=f"{sys.executable} {script} {{port}} {folder}", health=health, restarts=2
+    )
+
+    async def use() -> tuple[str, list[str]]:
+        async with Environment(settings, tmp_path) as environment, environment.session() as session:
+            async with httpx.AsyncClient(trust_env=False) as http:
+                answer = (await http.get(session.url)).text
+            return answer, [str(event["why"]) for event in environment.events]
+
+    try:
+        answer, why = asyncio.run(use())
+    finally:
+        thief.kill()
+        thief.communicate()
+        (folder / "taken").unlink(missing_ok=True)
+        folder.rmdir()
+    assert answer == "ours"
+    assert why == ["did not get its port: user id 64123 listens on it"], json.dumps(why)
