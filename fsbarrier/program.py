@@ -252,7 +252,7 @@ class PartOnDisk:
     policy: str
     valid_bytes: int
     tasks: tuple[int, ...]
-    #: the tasks among these in whose groups the reward or the agent failed
+    #: the tasks among these in whose groups the reward or the agent failed, or every sample
     unjudged: frozenset[int] = frozenset()
     #: the tasks among these in whose groups the rewards differ
     with_signal: frozenset[int] = frozenset()

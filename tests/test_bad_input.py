@@ -17,6 +17,8 @@ from commands import typed
 from fake_run import FakeRun
 from waiting import DEADLINE_S
 
+from fsbarrier.data import demo_tasks
+
 REPO = Path(__file__).resolve().parent.parent
 TASK = {"prompt": "2+2=", "answer": "4"}
 
@@ -180,6 +182,25 @@ CASES = {
         PING + "--rollout-temperature 0.5",
         ["unknown flag --rollout-temperature; settings are written rollout.temperature=VALUE"],
     ),
+    "a setting by its last word": (
+        PING + "--seed 3",
+        ["unknown flag --seed; settings are written rollout.seed=VALUE"],
+    ),
+    "a setting by its initials": (
+        PING + "--dzs=true",
+        ["unknown flag --dzs; settings are written algorithm.drop_zero_signal=VALUE"],
+    ),
+    "like no flag": (PING + "--zz 3", ["unknown flag --zz"]),
+    "a flag without its hyphens": ("run demo", ["'demo'; did you mean --demo?"]),
+    "a number that JSON does not hold": (
+        RL + "rollout.tasks=999999999999999999999999",
+        ["rollout.tasks: must be at most 9,007,199,254,740,991"],
+    ),
+    "a run named twice": (
+        "status mine --log-path its",
+        ["mine and --log-path its: name the run directory once"],
+    ),
+    "a run as an argument": ("logs not-there", ["not-there: no run there"]),
     "a value for a flag without one": (PING + "--dry-run=yes", ["--dry-run: takes no value, got 'yes'"]),
     "no pool": ("submit", ["are required: POOL_DIR"]),
     "unknown flag, shortened": (PING + "--num 3", ["unknown flag --num"]),
@@ -567,6 +588,37 @@ def test_a_malformed_task_is_named_by_file_and_line(place: Path, quick: Call, li
         (place / "data" / f"{split}.jsonl").write_text(bad, encoding="utf-8", errors="surrogateescape")
         refused(quick, RL, place=place, says=[f"{split}.jsonl, line 2", says])
         (place / "data" / f"{split}.jsonl").write_text(good)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [("ab" * 40, 80), ([{"role": "user", "content": "ab" * 31}, {"role": "user", "content": "a="}], 64)],
+)
+def test_a_prompt_that_leaves_no_room_for_an_answer(
+    place: Path, quick: Call, prompt: object, tokens: int
+) -> None:
+    """Text, and messages as the template renders them."""
+    model = place / "small"
+    shutil.copytree(demo_tasks.FOLDER / "model", model)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    good = {"prompt": "a" * 63, "answer": "a"}
+    lines = (json.dumps(good), json.dumps({"prompt": prompt, "answer": "b"}))
+    (place / "data" / "test.jsonl").write_text("\n".join(lines) + "\n")
+    words = [
+        "run",
+        "--data-path",
+        "data",
+        "--model",
+        str(model),
+        "engine.max_model_len=64",
+        "rollout.max_tokens=8",
+    ]
+    refused(
+        quick,
+        words,
+        place=place,
+        says=[f"test.jsonl, line 2: the prompt has {tokens} tokens", "engine.max_model_len=64"],
+    )
 
 
 TEMPLATE = "{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content }}{% endif %}{% endfor %}"

@@ -22,6 +22,7 @@ from waiting import DEADLINE_S
 
 from fsbarrier import errors
 from fsbarrier.cli import COMMANDS, load_command
+from fsbarrier.data import demo_tasks
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -205,6 +206,42 @@ def test_a_dry_run_shows_settings_and_commands_and_leaves_nothing(
     assert {row["node_rank"] for row in value["commands"]} == {0, 1}
     assert {row["phase"] for row in value["commands"]} <= set(range(14))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_prints_what_config_reads(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    words = ["run", "--dry-run", "--log-path", str(tmp_path / "run")]
+    own = [
+        f"--data-path={tmp_path}",
+        f"--model={demo_tasks.FOLDER}/model",
+        "--num-nodes=2",
+        "rank_weights=1,3",
+    ]
+    odd = [
+        'custom.name=a "b" é',
+        "custom.deep={a=[1,2],b=false}",
+        'custom."my key"=x',
+        'rollout.stop=["\\n"]',
+    ]
+    shown = typed(
+        *words, *own, *odd, "engine.extra_args=--seed 3", "engine.max_model_len=64", "rollout.max_tokens=8"
+    ).out
+    (tmp_path / "again.toml").write_text(shown)
+    again = typed(*words, "--config", tmp_path / "again.toml").out
+    assert again == shown and 'custom.name = "a \\"b\\" é"' in shown and "= null" not in shown
+
+
+def test_an_interrupt_while_modules_are_imported_says_nothing(tmp_path: Path) -> None:
+    """The first module of Python's library that the command imports late sends it."""
+    (tmp_path / "difflib.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "fsbarrier", "status"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[1]}"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_a_dry_run_in_an_environment_that_only_shows_runs(

@@ -249,8 +249,12 @@ def test_what_is_no_plain_file_holds_no_trajectories_and_stops_nobody(kind: str,
             "node_rank": 0,
         }
         writer.append_group(3, [known])
+        # Nothing could be sampled, so that another attempt has to try again.
+        failed = {**known, "task_index": 4, "valid": False, "finish_reason": "error"}
+        writer.append_group(4, [failed, {**failed, "sample": 1}])
     KINDS[kind](theirs)
-    assert [part.tasks for part in Surroundings().parts_on_disk(paths, "train", 1)] == [(3,)]
+    (part,) = Surroundings().parts_on_disk(paths, "train", 1)
+    assert (part.tasks, part.unjudged) == ((3, 4), {4})
 
 
 def test_logs_behind_a_link_are_not_this_runs(tmp_path: Path) -> None:

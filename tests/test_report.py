@@ -74,7 +74,7 @@ def test_a_report_has_all_its_parts(tmp_path: Path) -> None:
     assert page.attributes.count(("class", "p2")) == 1 + 6
     assert page.tags.count("svg") == 9
     titles = {text.strip() for text in page.texts}
-    assert {"reward", "update_entropy", "update_grad_norm", "rollout_answer_tokens_mean"} <= titles
+    assert {"reward", "update entropy", "update grad norm", "rollout answer tokens mean"} <= titles
     assert "update_kl" not in titles
     assert re.search(r"[\d.]+ % of (node \d's time|the time of nodes [\d, ]+): \w+", page.text)
 
@@ -132,8 +132,8 @@ def test_what_was_measured_has_a_curve_and_what_was_not_has_none(tmp_path: Path)
     page = Page(report(run))
     titles = {text.strip() for text in page.texts}
     assert {
-        *("update_entropy", "update_policy_kl", "update_mismatch_kl", "update_lr"),
-        *("rollout_answer_tokens_mean", "rollout_truncated_share", "rollout_reward_parts_style"),
+        *("update entropy", "update policy kl", "update mismatch kl", "update lr"),
+        *("rollout answer tokens mean", "rollout truncated share", "rollout reward parts style"),
     } <= titles
     # Nobody computes a KL to a reference policy that there is not: neither a curve of zeros nor a column.
     assert "update_kl" not in page.text
@@ -237,7 +237,7 @@ def test_the_last_policy_and_each_set_have_figures_of_their_own(tmp_path: Path) 
     assert "fsbarrier_eval_aime_pass_at_8{" in metrics
     typed("report", "--log-path", run.log_path, "--out", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert "0.25 ± 0.12" in page and "rollout_reward_parts_right" in page
+    assert "0.25 ± 0.12" in page and "rollout reward parts right" in page
     before = list(csv.DictReader(table.splitlines()))[-2]
     assert (before["rollout_reward_parts_right"], before["rollout_answer_tokens_mean"]) == ("0.75", "12.5")
     assert "rollout_agent_errors" not in before and before["rollout_reward_errors"] == "3.0"

@@ -208,6 +208,10 @@ def test_a_process_that_is_late_is_killed_and_replaced(file: Path) -> None:
         ("numeric", 3, "it is 3.0000001", 1),
         ("numeric", 3, "it is 3.001", 0),
         ("numeric", "1,000", "1000 apples", 1),
+        # Any answer of a list is right.
+        ("exact", ["Rome", "Roma"], "Roma ", 1),
+        ("exact", ["Rome", "Roma"], "['Rome', 'Roma']", 0),
+        ("numeric", ["3", 4], "it is 4.0", 1),
     ],
 )
 def test_each_kind_of_reward_compares_as_it_says(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import fsbarrier
-from fsbarrier.cli import run_command
+from fsbarrier.cli import early_interrupts, run_command
 from fsbarrier.cli.run_command import CommandModule
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.sources import nearest
@@ -48,6 +48,7 @@ COMMANDS = {**USERS, **POOL, **DEVELOPERS}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. Never raises, except for a second Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    early_interrupts.imported()
     if not arguments:
         print(overview(), end="", file=sys.stderr)
         return UsageError.exit_code

@@ -140,10 +140,15 @@ class Parser(argparse.ArgumentParser):
         """How to write a setting that was typed as a flag; "" if it is none, or this command takes no settings."""
         from fsbarrier.settings.sections import known_names
 
-        takes_settings = any(action.dest == "settings" for action in self._actions)
-        as_flags = {re.sub("[._]", "-", name): name for name in known_names()} if takes_settings else {}
-        name = as_flags.get(re.sub("[._]", "-", flag.lstrip("-")))
-        return f"; settings are written {name}=VALUE" if name else ""
+        if not any(action.dest == "settings" for action in self._actions):
+            return ""
+        typed, names = re.sub("[._]", "-", flag.lstrip("-")).lower(), list(known_names())
+        as_flags = {re.sub("[._]", "-", name): name for name in names}
+        # Without its section, or by its initials, as in --lr.
+        leaves = {name: name.rpartition(".")[2].replace("_", "-") for name in names if ".NAME." not in name}
+        called = [name for name, leaf in leaves.items() if typed in (leaf, _initials(leaf))]
+        fits = [as_flags[typed]] if typed in as_flags else called[:3]
+        return f"; settings are written {' or '.join(f'{name}=VALUE' for name in fits)}" if fits else ""
 
     def error(self, message: str) -> NoReturn:
         # argparse's words for a flag with a value that takes none, and for words that need not be there.
@@ -154,6 +159,12 @@ class Parser(argparse.ArgumentParser):
         for kind, meaning in (("int", "a whole number"), ("float", "a number")):
             message = message.replace(f"invalid {kind} value: ", f"must be {meaning}, got ")
         raise UsageError(message)
+
+
+def _initials(name: str) -> str:
+    """Of a name of several words; "" for one word."""
+    words = name.split("-")
+    return "".join(word[0] for word in words) if len(words) > 1 else ""
 
 
 def save_traceback() -> str:

@@ -108,6 +108,12 @@ class GroupStats:
         return cls(**{name: sum(getattr(one, name) for one in there) for name in ADDED})
 
     @property
+    def is_finished(self) -> bool:
+        """Whether another attempt may take over the group. One in which the reward or the agent failed, or in which nothing could be
+        sampled, is rolled out again."""
+        return not self.unjudged and self.invalid < self.trajectories
+
+    @property
     def reward_mean(self) -> float | None:
         """The mean over the scored trajectories, or None without any."""
         judged = self.trajectories - self.unjudged

@@ -136,6 +136,9 @@ def answer_calls(make: Callable[[Any], AnswerTo], connection: socket.socket, *, 
     loop = asyncio.new_event_loop()
     messages = loop.run_until_complete(Messages.over(connection))
     hello = loop.run_until_complete(messages.receive())
+    if hello is None:
+        # It is not needed any more.
+        return
     if together:
         asyncio.set_event_loop(loop)
         loop.run_until_complete(_answer_together(make(hello), messages))

@@ -41,21 +41,34 @@ class MatchReward(Reward):
 
 def unusable(kind: str, answer: object) -> str | None:
     """Why a reward of this kind cannot compare with a task's answer."""
-    if answer is None or not str(answer).strip():
+    if isinstance(answer, list) and answer and kind != "math":
+        return next((problem for one in answer if (problem := unusable(kind, one))), None)
+    if answer is None or answer == [] or not str(answer).strip():
         return f"reward.kind={kind} needs an answer, and the task has none"
+    if isinstance(answer, list | dict):
+        return f"reward.kind={kind} cannot compare with {_kind_of(answer)}: give text or a number"
     if kind == "numeric" and last_number(str(answer)) is None:
         return f"reward.kind={kind} needs an answer with a number, not {answer!r}"
     return None
 
 
+def _kind_of(answer: list[object] | dict[str, object]) -> str:
+    return "a list" if isinstance(answer, list) else "a JSON object"
+
+
 def exact(response: str, answer: object) -> float:
-    """1.0 if the response equals the answer, ignoring surrounding whitespace."""
-    return float(response.strip() == str(answer).strip())
+    """1.0 if the response equals the answer, ignoring surrounding whitespace. Of a list of answers, it may be any."""
+    right = answer if isinstance(answer, list) else [answer]
+    return float(response.strip() in {str(one).strip() for one in right})
 
 
 def numeric(response: str, answer: object) -> float:
     """1.0 if the last numbers of response and answer are equal within TOLERANCE; see `last_number`."""
-    found, wanted = last_number(response), last_number(str(answer))
+    right = answer if isinstance(answer, list) else [answer]
+    return max((_equal(last_number(response), last_number(str(one))) for one in right), default=0.0)
+
+
+def _equal(found: float | None, wanted: float | None) -> float:
     if found is None or wanted is None:
         return 0.0
     return float(math.isclose(found, wanted, rel_tol=TOLERANCE, abs_tol=1e-12))

@@ -85,7 +85,7 @@ def share_out(ctx: Context, split: str, sampled_how: str, rounds: Sequence[Seque
 def adopt_parts(parts: Sequence[PartOnDisk], wanted: Sequence[int]) -> list[PartGroups]:
     """The wanted groups that are on disk. The first part that has a task counts.
 
-    A group in which the reward or the agent failed is not finished: its task is rolled out again.
+    A group in which the reward or the agent failed, or every sample, is not finished: its task is rolled out again.
     """
     left, taken = set(wanted), []
     for part in parts:

@@ -122,7 +122,9 @@ class Surroundings:
             if scanned.groups:
                 policy = str(scanned.header.get("policy", ""))
                 tasks = tuple(group.task_index for group in scanned.groups)
-                unjudged = frozenset(group.task_index for group in scanned.groups if group.stats.unjudged)
+                unjudged = frozenset(
+                    group.task_index for group in scanned.groups if not group.stats.is_finished
+                )
                 signal = frozenset(group.task_index for group in scanned.groups if group.stats.signal)
                 how = str(scanned.header.get("sampled_how", ""))
                 parts.append(PartOnDisk(path.name, policy, scanned.valid_bytes, tasks, unjudged, signal, how))

@@ -38,6 +38,8 @@ RUN_FLAGS = {
 }
 #: their names
 FLAGS = tuple(flag.split()[0] for flag in RUN_FLAGS)
+#: flags of `run` that are no settings
+NODE_FLAGS = ("--master", "--worker", "--demo", "--dry-run", "--resume", "--config")
 
 
 def setting_of(flag: str) -> str:
@@ -120,7 +122,7 @@ def from_words(words: Iterable[str], known: Mapping[str, Kind]) -> list[ChosenVa
         key, equals, text = word.partition("=")
         written, key = key.strip(), stored_as(key.strip())
         if not equals or not key:
-            near = "" if known_as(key) in known else nearest(f"--{word.lstrip('-')}", FLAGS)
+            near = "" if known_as(key) in known else nearest(f"--{word.lstrip('-')}", (*FLAGS, *NODE_FLAGS))
             hint = near or "; settings are written key=value"
             raise UsageError(f"unexpected argument {word!r}{hint}")
         value = parse_text(text, known.get(known_as(key)))
@@ -190,7 +192,12 @@ def with_range_of_nodes(chosen: Iterable[ChosenValue]) -> tuple[ChosenValue, ...
 def nearest(name: str, names: Iterable[str]) -> str:
     """ "; did you mean X?" with the known name most similar to `name`, or an empty string."""
     candidates = list(names)
-    lowered = name.lower() if name.startswith("-") else name.lower().replace("-", "_")
+    if name.startswith("-"):
+        # Of flags, only the letters count: all begin with the same hyphens.
+        bare = {each.lstrip("-"): each for each in candidates if each.startswith("-")}
+        close = difflib.get_close_matches(name.lower().lstrip("-"), list(bare), n=1, cutoff=0.6)
+        return f"; did you mean {bare[close[0]]}?" if close else ""
+    lowered = name.lower().replace("-", "_")
     leaf = lowered.rpartition(".")[2]
     # The right name, perhaps in the wrong section.
     alike = [each for each in candidates if each.rpartition(".")[2] == leaf and ".NAME." not in each][:3]

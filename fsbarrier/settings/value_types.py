@@ -94,6 +94,10 @@ Trackers = Annotated[
 RlPhase = Literal["rollout", "update", "both"]
 
 
+#: the largest whole number that every reader of JSON holds exactly
+LARGEST = 2**53 - 1
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A setting: what a value must be (`hint`), its text format ("text", "words", "list", "bool" or "value"), whether `none` is allowed
@@ -132,6 +136,8 @@ class Kind:
         items = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(item, float) and not math.isfinite(item) for item in items):
             raise ValueError("must be a finite number")
+        if any(isinstance(item, int) and abs(item) > LARGEST for item in items):
+            raise ValueError(f"must be at most {LARGEST:,}")
         try:
             # Dates and times of TOML become text.
             plain = msgspec.to_builtins(value)

@@ -20,7 +20,7 @@ from fsbarrier.protocol.session import shown as plain
 from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.section import leaves
-from fsbarrier.view.amounts import amount, duration, one_line, percent
+from fsbarrier.view.amounts import amount, duration, one_line, percent, short
 from fsbarrier.view.event_wording import event_text
 from fsbarrier.view.report_formats import Row, iteration_rows
 from fsbarrier.view.report_samples import samples
@@ -173,13 +173,18 @@ def _curves(reader: RunReader, status: RunStatus) -> list[tuple[str, str, str]]:
         ]
         if any(value for one in series for _, value in one.points):
             newest = ", ".join(
-                f"{one.name} " * (len(series) > 1) + f"{one.points[-1][1]:.3g}" for one in series
+                f"{one.name} " * (len(series) > 1) + f"{_newest(one.points[-1][1])}" for one in series
             )
             error = "eval_reward_se" if named is rewards else f"{title}_se"
             if deviations := _points(rows, error):
                 newest += f" ± {amount(deviations[-1][1])}"
-            curves.append((title, newest, line_chart(series)))
+            curves.append((title.replace("_", " "), newest, line_chart(series)))
     return curves
+
+
+def _newest(value: float) -> str:
+    """With three digits, and large numbers in full: 0.123, 15,500."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _points(rows: Mapping[int, Row], column: str) -> list[tuple[float, float]]:
@@ -288,7 +293,7 @@ def line_chart(series: Sequence[Series]) -> str:
         body.append(
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y_of(y):.1f}" y2="{y_of(y):.1f}"/>'
         )
-        write(LEFT - 6, y_of(y) + 4, f"{y:g}", "end")
+        write(LEFT - 6, y_of(y) + 4, short(y) if abs(y) >= 1000 else f"{y:g}", "end")
     for x in ticks(x_low, x_high, 4):
         if x == int(x) and x_low <= x <= x_high:
             write(x_of(x), HEIGHT - BOTTOM + 16, f"{x:g}")
@@ -298,7 +303,7 @@ def line_chart(series: Sequence[Series]) -> str:
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in [*one.points[:-1:stride], one.points[-1]])
         body.append(f'<polyline class="curve {one.style}" points="{path}"/>')
         for x, y in one.points if len(one.points) <= FEW else ():
-            title = f"<title>{escape(one.name)} {y:.4g} ({x:g})</title>"
+            title = f"<title>{escape(one.name)} {_newest(y)} ({x:g})</title>"
             at = f'cx="{x_of(x):.1f}" cy="{y_of(y):.1f}"'
             body.append(f'<circle class="dot {one.style}" {at} r="3">{title}</circle>')
     label = escape(f"{' and '.join(one.name for one in series)} by iteration", quote=True)

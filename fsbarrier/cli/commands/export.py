@@ -41,13 +41,13 @@ TABLE_FLAGS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_log_path(parser)
     what = "the folder (for a policy) or the .jsonl or .parquet file (for trajectories) to create"
     parser.add_argument("to", metavar="DIR|FILE", type=Path, help=what)
     flags.add(parser, POLICY_FLAGS)
     rows = parser.add_argument_group("trajectories, to a .jsonl or .parquet file")
     rows.add_argument("--split", choices=SPLITS, default="train", help="train (default) or test")
     flags.add(rows, TABLE_FLAGS)
-    flags.add_log_path(parser)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -110,12 +110,19 @@ def words_for_others(args: argparse.Namespace, command: str) -> tuple[str, ...]:
 
 
 def add_log_path(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that selects the run."""
+    """Add the flag that selects the run, and its folder as an argument."""
+    folder = "the run directory, as --log-path"
+    parser.add_argument("run_folder", nargs="?", metavar="RUN", help=folder)
     add(parser, {"--log-path P": RUN_FLAGS["--log-path P"].replace(", the same on all nodes", "")})
 
 
 def find_log_path(args: argparse.Namespace) -> Path:
-    """The run directory selected by the flags; it need not exist."""
+    """The run directory selected by the flags or the argument; it need not exist. Raises UsageError."""
+    folder = getattr(args, "run_folder", None)
+    if folder and args.log_path:
+        raise UsageError(f"{folder} and --log-path {args.log_path}: name the run directory once")
+    if folder:
+        return preflight.absolute(folder)
     return preflight.absolute(args.log_path) if args.log_path else preflight.default_log_path(os.environ)
 
 

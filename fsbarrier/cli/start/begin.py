@@ -338,11 +338,10 @@ def _changed(
         check(changed, asked.chosen)
         check_change(changed, differing)
     for name, value in differing.items():
-        asked.say(
-            printable(
-                f"{name} changes from {shown(before[name])} to {shown(value)} if this start begins a session"
-            )
+        was, becomes = (
+            shown(each) if each not in ("", [], ()) else "nothing" for each in (before[name], value)
         )
+        asked.say(printable(f"{name} changes from {was} to {becomes} if this start begins a session"))
     return changed, stated
 
 

@@ -46,7 +46,7 @@ def check(folder: Path, tasks: Iterable[Task], path: Path, arguments: Mapping[st
         if isinstance(task.prompt, str):
             continue
         where = f"{path}, task {task.index}"
-        render = render or _renderer(folder, f"{where}: the prompt")
+        render = render or renderer(folder, f"{where}: the prompt")
         if render is None:
             return
         roles = (_kinds(task.prompt), bool(task.tools), *sorted(task.chat_template_kwargs))
@@ -106,7 +106,7 @@ def check_examples(
     for number, example in enumerate(conversations):
         where = place(path, example.index)
         if not number:
-            render = _renderer(folder, f"{where}: the example")
+            render = renderer(folder, f"{where}: the example")
         if render is None:
             return
         kinds = (_kinds(example.messages), bool(example.tools), *sorted(example.chat_template_kwargs))
@@ -180,7 +180,7 @@ def _place_of_image(folder: Path) -> str:
     return next((str(one["content"]) for one in added if one["id"] in tokens[:1]), "")
 
 
-def _renderer(folder: Path, what: str) -> Callable[..., str] | None:
+def renderer(folder: Path, what: str) -> Callable[..., str] | None:
     """The function that renders the folder's template; None if it has several. Raises UsageError."""
     source = _source(folder)
     if source is None:

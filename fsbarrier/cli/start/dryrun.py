@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -48,15 +49,32 @@ def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
         )
     print(f"# settings (digest {record.settings_digest[:12]})")
     for key, value in leaves(shown(settings.as_json())):
-        print(f"{key} = {json.dumps(value)}")
+        # As `--config` reads it: TOML has no null, so what is not set is a comment.
+        print(f"# {key} is not set" if value is None else f"{_toml_key(key)} = {as_toml(value)}")
     for split, source in record.tasks.items():
         print(printable(f"# {split}: {len(numbers_in(source))} tasks in {source['path']}"))
     for node_rank in range(settings.num_nodes):
         print(f"\n# node {node_rank}")
         for rank, index, name, command in commands:
             if rank == node_rank:
-                print(f"{index:2d} {name:<18} {command}")
+                print(f"# {index:2d} {name:<18} {command}")
     return 0
+
+
+def _toml_key(name: str) -> str:
+    parts = name.split(".")
+    return ".".join(part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else json.dumps(part) for part in parts)
+
+
+def as_toml(value: object) -> str:
+    """A setting's value in TOML."""
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{json.dumps(str(key))} = {as_toml(one)}" for key, one in value.items())
+        return f"{{{inner}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(as_toml, value))}]"
+    # JSON writes DEL as it is, which TOML does not allow.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def describe(record: RunRecord, settings: Settings) -> Iterator[tuple[int, int, str, str]]:

@@ -39,6 +39,8 @@ PLACEHOLDERS = (
 )
 #: trackers whose Python package has another name; one of these packages is needed
 TRACKER_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}
+#: how the packages are named that a wheel brings only with its extras
+RL = "a run's "
 #: settings that a program uses only if it needs a model or data (`Program.needs`)
 USED_WITH = {
     "model": ("has no model", ("init_from", "trainer.command", "engine.url")),
@@ -181,6 +183,12 @@ def _check_packages(settings: Settings, needs: Collection[str]) -> None:
     """Packages are checked on every node: any may become leader and run the trackers, which accelerate would silently skip."""
     for setting, alternatives in _packages(settings, needs):
         if not any(importlib.util.find_spec(package) for package in alternatives):
+            if setting.startswith(RL):
+                kind = "cuda" if accelerators.detect() else "cpu"
+                raise UsageError(
+                    f"{setting} needs the Python package {alternatives[0]}, which is not installed in {sys.prefix}: in a clone ./run.sh "
+                    f"creates the environment, elsewhere type {sys.executable} -m pip install 'fsbarrier[rl,{kind}]', on every node"
+                )
             raise UsageError(
                 f"{setting}: needs the Python package {' or '.join(alternatives)}, which is not installed in {sys.prefix}; install it on "
                 "every node"
@@ -194,8 +202,12 @@ def _packages(settings: Settings, needs: Collection[str]) -> Iterator[tuple[str,
         yield f"tracker.names={tracker}", TRACKER_PACKAGES.get(tracker, (tracker,))
     if "data" in needs and "math" in reward_kinds(settings.reward.kind):
         yield "reward.kind=math", ("math_verify",)
+    if settings.manages_engine and "model" in needs and settings.rl_phase != "update":
+        yield f"{RL}engines", ("vllm",)
     trainer = settings.trainer
     trains = "model" in needs and trainer.command is None and settings.rl_phase != "rollout"
+    for package in ("torch", "transformers") if trains else ():
+        yield f"{RL}training", (package,)
     if trains and trainer.backend == "deepspeed":
         yield "trainer.backend=deepspeed", ("deepspeed",)
     if trains and trainer.attention == "flash_attention_2":

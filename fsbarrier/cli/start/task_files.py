@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsbarrier.cli.start import chat_template
+from fsbarrier.cli.start import chat_template, prompt_lengths
 from fsbarrier.data import images
 from fsbarrier.engine.model import sees
 from fsbarrier.errors import UsageError
@@ -71,7 +71,12 @@ def read_tasks(
         _check_environments(read.tasks.values(), path, settings)
         if model is not None:
             _check_images(read.tasks.values(), path, model, settings, blind)
-            chat_template.check(model, read.tasks.values(), path, settings.rollout.template_arguments)
+            arguments = settings.rollout.template_arguments
+            chat_template.check(model, read.tasks.values(), path, arguments)
+            # An agent makes its own prompts, and a server of the user's has its own limit.
+            if settings.rollout.agent is None and settings.engine.url is None:
+                limit = settings.engine.max_model_len
+                prompt_lengths.check(model, read.tasks.values(), path, arguments, limit)
         where = (
             settings.train.sets[split.removeprefix(TRAIN_SET)].where if split.startswith(TRAIN_SET) else None
         )
