@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,9 @@ def counter(folder: Path, arguments: Mapping[str, object]) -> CountTokens | None
         render = render or chat_template.renderer(folder, "the prompt")
         if render is None:
             return 0
-        text = render(messages=task.messages, add_generation_prompt=True, **arguments)
+        given = {**arguments, **task.chat_template_kwargs}
+        tools = list(task.tools) or None
+        text = render(messages=task.messages, add_generation_prompt=True, tools=tools, **given)
         return len(tokenizer.encode(text, add_special_tokens=False).ids)
 
     return count
@@ -75,4 +78,4 @@ def _most_bytes(task: Task) -> int:
     if isinstance(task.prompt, str):
         return len(task.prompt.encode()) + 8
     said = sum(len(images.text_of(one["content"]).encode()) + MESSAGE_BYTES for one in task.messages)
-    return said + TEMPLATE_BYTES
+    return said + len(json.dumps(task.tools)) + TEMPLATE_BYTES
