@@ -132,6 +132,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.answer(200, None)
             case "/detokenize":
                 self.answer(200, {"prompt": "".join(map(chr, body["tokens"]))})
+            case "/v1/chat/completions/derender":
+                self.derender(body)
             case "/v1/completions" if "prompt_logprobs" in body:
                 self.teach(body)
             case "/v1/completions":
@@ -171,6 +173,19 @@ class Handler(BaseHTTPRequestHandler):
             text = f"{len(body['tools'])} tools\n{text}" if body.get("tools") else text
         begin = [ord(BOS)] if MODE.get("bos") and body.get("add_special_tokens", "prompt" in body) else []
         self.answer(200, {"tokens": begin + [ord(letter) for letter in text]})
+
+    def derender(self, body: dict[str, Any]) -> None:
+        """As vLLM's parser `hermes` reads calls."""
+        (choice,) = body["generate_response"]["choices"]
+        text = "".join(map(chr, choice["token_ids"]))
+        before, *pieces = text.split("<tool_call>")
+        functions = [json.loads(piece.partition("</tool_call>")[0]) for piece in pieces]
+        calls = [
+            {"function": {"name": one["name"], "arguments": json.dumps(one["arguments"])}}
+            for one in functions
+        ]
+        message = {"role": "assistant", "content": before or None, "tool_calls": calls}
+        self.answer(200, {"choices": [{"message": message}]})
 
     def reload(self, body: dict[str, Any]) -> None:
         match MODE.get("reload"):

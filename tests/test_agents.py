@@ -20,6 +20,7 @@ from waiting import until
 
 from fsbarrier.data.images import sources
 from fsbarrier.data.tasks import Task, read_tasks
+from fsbarrier.engine.tool_format import parser_of, recognised
 from fsbarrier.errors import UsageError
 from fsbarrier.processes.processes import Stat, below
 from fsbarrier.rewards.kinds import check_answers
@@ -31,8 +32,7 @@ from fsbarrier.rollouts.engine_pool import EnginePool, Place
 from fsbarrier.rollouts.episode import Episode, Segment, Trajectory
 from fsbarrier.rollouts.group_trajectories import judged_group
 from fsbarrier.rollouts.rollout_spec import Origin
-from fsbarrier.rollouts.samples import Sample, SampledGroup, Sampling
-from fsbarrier.rollouts.sampling import SamplingServer
+from fsbarrier.rollouts.samples import Sample, SampledGroup, Sampling, SamplingServer
 
 END = 1
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
@@ -108,6 +108,92 @@ def test_tool_calls_are_read_and_their_results_follow(fake: Fake) -> None:
     assert text == f"1 tools\nu:!say {CALL}!!\na:{CALL}\x01\nt:5 !say five!!\na:five\x01"
 
 
+def test_a_client_that_writes_the_history_anew_keeps_the_episode_whole(fake: Fake) -> None:
+    """What clients do to it: arguments with other separators, keys sorted, letters escaped, calls renamed and numbered, thoughts dropped,
+    content null, spaces stripped, empty fields added."""
+    args = {"b": "\u00e9", "a": [2, 3]}
+    said = f"<think>hm</think> so <tool_call>{json.dumps({'name': 'add', 'arguments': args}, ensure_ascii=False)}</tool_call>"
+
+    async def rewritten(client: Recorder) -> None:
+        first = await client.chat([user(f"!say {said}!!")], tools=TOOLS)
+        assert (
+            first.message["reasoning_content"] == "hm"
+            and first.message["content"] == "so"
+            and first.text == said
+        )
+        (call,) = first.tool_calls
+        assert json.loads(call["function"]["arguments"]) == args
+        function = {"arguments": json.dumps(args, sort_keys=True, separators=(",", ":")), "name": "add"}
+        again = {
+            **{"role": "assistant", "content": " so ", "refusal": None, "annotations": []},
+            "tool_calls": [{"index": 0, "id": "toolu_9", "type": "function", "function": function}],
+        }
+        tool = {"role": "tool", "tool_call_id": "toolu_9", "content": "5"}
+        turned = [{key: one[key] for key in sorted(one)} for one in TOOLS]
+        messages = [user(f" !say {said}!!\n"), again, tool]
+        second = await client.chat([*messages, user("!say x!!")], tools=turned)
+        other = {
+            **again,
+            "tool_calls": [{**again["tool_calls"][0], "function": {**function, "arguments": "{}"}}],
+        }
+        assert second.text == "x" and len(client.segments) == 1
+        await client.chat([messages[0], other, tool, user("!say x!!")], tools=TOOLS)
+
+    client = talk(fake, rewritten)
+    assert len(client.segments) == 2 and client.segments[0].history[1]["reasoning_content"] == "hm"
+
+
+@pytest.mark.parametrize(
+    ("said", "reasoning", "content"),
+    [
+        (f"<think>if {CALL}</think>no", f"if {CALL}", "no"),
+        (f"<think>on {CALL}", f"on {CALL}", ""),
+        ("a <think>b</think>", None, "a <think>b</think>"),
+    ],
+)
+def test_a_call_that_is_only_thought_of_is_none(
+    fake: Fake, said: str, reasoning: str | None, content: str
+) -> None:
+    async def thinking(client: Recorder) -> None:
+        reply = await client.chat([user(f"!say {said}!!")], tools=TOOLS)
+        assert (reply.tool_calls, reply.message.get("reasoning_content")) == ([], reasoning)
+        assert (reply.message["content"], reply.text) == (content, said)
+
+    talk(fake, thinking)
+
+
+def test_the_tools_reach_the_template_in_the_order_given(fake: Fake) -> None:
+    async def asks(client: Recorder) -> None:
+        await client.chat([user("!say a!!")], tools=TOOLS)
+
+    talk(fake, asks)
+    lines = (json.loads(line) for line in (fake.folder / "requests.jsonl").read_text().splitlines())
+    (shown,) = (one["tools"] for one in lines if one["path"] == "/tokenize" and "tools" in one)
+    assert json.dumps(shown) == json.dumps(TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("template", "added", "parser"),
+    [
+        ("{{ '<tool_call>' }}<function=x>", (), "qwen3_coder"),
+        ("<tool_call>{'name'}", (), "hermes"),
+        ("<tool_call><arg_key>", (), "glm45"),
+        ("<|python_tag|>", ("<|python_tag|>",), "llama3_json"),
+        ("<|python_tag|>", (), None),
+        ("{{ messages }}", (), None),
+    ],
+)
+def test_the_format_of_calls_is_recognised_by_the_template(
+    tmp_path: Path, template: str, added: Sequence[str], parser: str | None
+) -> None:
+    (tmp_path / "chat_template.jinja").write_text(template)
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"added_tokens": [{"content": one} for one in added]})
+    )
+    assert recognised(tmp_path) == parser
+    assert parser_of(tmp_path, None) == (parser or "hermes") and parser_of(tmp_path, "mistral") == "mistral"
+
+
 def test_a_changed_history_and_calls_side_by_side_begin_segments(fake: Fake) -> None:
     async def rewritten(client: Recorder) -> None:
         first = await client.chat([user("!say ab!!")])
@@ -172,6 +258,11 @@ def test_any_client_can_be_used_and_is_recorded(fake: Fake) -> None:
             for wrong, status, said in (
                 ({"temperature": 0.2}, 400, "temperature=0.2: must equal the run's setting"),
                 ({"n": 2}, 400, "n=2: must equal the run's setting"),
+                ({"seed": 3}, 400, "seed: not supported in a recorded turn (3); drop it"),
+                ({"tool_choice": "required"}, 400, '"param":"tool_choice"'),
+                ({"parallel_tool_calls": False}, 400, '"type":"invalid_request_error"'),
+                ({"response_format": {"type": "json_object"}}, 400, "response_format: not supported"),
+                ({"logprobs": True}, 400, "logprobs: not supported"),
             ):
                 refused = await http.post("/chat/completions", json={**body, **wrong})
                 assert refused.status_code == status and said in refused.text

@@ -16,8 +16,8 @@ from test_rollout import SAMPLES, make_spec, rolled_out, run
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.engine import Engine, EngineInfo
 from fsbarrier.rewards.matching import numeric
-from fsbarrier.rollouts.samples import SampledGroup, Sampling
-from fsbarrier.rollouts.sampling import Sampler, SamplingServer
+from fsbarrier.rollouts.samples import SampledGroup, Sampling, SamplingServer
+from fsbarrier.rollouts.sampling import Sampler
 from fsbarrier.settings.resolve import resolve
 
 pytestmark = [pytest.mark.engine, pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(600)]

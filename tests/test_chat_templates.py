@@ -13,6 +13,7 @@ import pytest
 
 from fsbarrier.data import images
 from fsbarrier.rollouts.agent_client import Recorder
+from fsbarrier.rollouts.answers import ThoughtMarks
 from fsbarrier.rollouts.pictures import Pictures
 from fsbarrier.rollouts.samples import Refusal, Sample, Sampling
 
@@ -77,6 +78,15 @@ class Engine:
         except self.error as error:
             raise Refusal(str(error)) from None
 
+    async def thought_marks(self) -> ThoughtMarks:
+        return ThoughtMarks([], [-1])
+
+    async def read_calls(self, token_ids: list[int], _tools: Any) -> dict[str, Any]:
+        text = "".join(chr(one) for one in token_ids if one < 0xE000)
+        content, mark, name = text.partition("@")
+        call = {"function": {"name": name, "arguments": {}}}
+        return {"content": content, "tool_calls": [call] if mark else []}
+
     async def turn(self, prompt: list[int], _images: list[str], **_: Any) -> tuple[list[int], Sample]:
         self.prompts.append(list(prompt))
         ids = tokenized(self.answers.pop(0))
@@ -124,6 +134,29 @@ def test_with_a_template_that_cannot_be_continued_each_turn_is_a_segment(templat
     for segment, prompt in zip(client.segments, engine.prompts, strict=True):
         assert segment.token_ids[: len(prompt)] == prompt
     assert json.dumps(client.segments[2].history).count("assistant") == 3
+
+
+def test_a_result_follows_its_call_under_a_template_that_refuses_it_alone() -> None:
+    """The call of the answer itself stands in, and what follows begins behind the end that the policy has sampled."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}"
+        "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}@{{ c.function.name }}{% endfor %}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    engine = Engine(template, ["hm@add<|im_end|>", "5<|im_end|>"])
+
+    async def go() -> Recorder:
+        client = Recorder(engine)  # type: ignore[arg-type]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "2+3"}]
+        tools = [{"type": "function", "function": {"name": "add"}}]
+        first = await client.chat(messages, tools=tools)
+        result = {"role": "tool", "tool_call_id": first.tool_calls[0]["id"], "content": "5"}
+        await client.chat([*messages, first.message, result], tools=tools)
+        return client
+
+    (segment,) = asyncio.run(go()).segments
+    rendered = asyncio.run(engine.tokens(messages=segment.history, add_generation_prompt=False))
+    assert segment.token_ids == rendered[: len(segment.token_ids)]
 
 
 SEEING = (

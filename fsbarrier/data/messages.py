@@ -13,14 +13,14 @@ from fsbarrier.data.images import Message
 
 #: the fields of a message in this form
 FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
-#: other names for the thoughts before an answer: vLLM's, and that of gpt-oss's template
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+#: the names of the thoughts before an answer: ours, vLLM's, and that of gpt-oss's template
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 def checked(message: Mapping[str, Any]) -> Message:
     """A message in this form, without empty fields. Its content is not looked at. Raises ValueError naming the field."""
     given = {name: value for name, value in message.items() if name in ("role", "content") or _said(value)}
-    thoughts = [given.pop(name) for name in _THOUGHTS if name in given]
+    thoughts = [given.pop(name) for name in THOUGHTS if name in given]
     for text in thoughts:
         if not isinstance(text, str):
             raise ValueError(f"reasoning_content must be text, got {_shown(text)}")

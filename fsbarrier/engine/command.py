@@ -51,6 +51,8 @@ class ServerPlan:
     # Maximum number of compute threads on a CPU.
     threads: int = 1
     served_name: str = SERVED_NAME
+    # Which of vLLM's parsers reads calls of tools; "": none does.
+    tool_parser: str = ""
     # Where it meets its parts on other nodes; None: it has none.
     meeting: Meeting | None = None
 
@@ -107,6 +109,8 @@ def argv(plan: ServerPlan) -> list[str]:
         # Tokens in, tokens out, with images, and with the policy version of each token.
         "--enable-scale-out",
     ]
+    if plan.tool_parser:
+        words += ["--enable-auto-tool-choice", "--tool-call-parser", plan.tool_parser]
     if sees(plan.model.config):
         # No memory for videos.
         words += ["--limit-mm-per-prompt", '{"video": 0}']

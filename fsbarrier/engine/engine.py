@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fsbarrier.engine import accelerators, command, external
+from fsbarrier.engine import accelerators, command, external, tool_format
 from fsbarrier.engine.model import ModelFolder, inspect
 from fsbarrier.engine.own_head import with_own_head
 from fsbarrier.engine.placement import ANYWHERE, Placement, placed
@@ -86,7 +86,10 @@ class Engine:
         served_name: str = command.SERVED_NAME,
         api_key: str = "",
         door: Door | None = None,
+        tool_parser: str | None = None,
     ) -> None:
+        # None: the model's own.
+        self._tool_parser = tool_parser
         self.settings, self.external = settings, external
         self._served_name, self._frozen = served_name, isinstance(settings, FrozenEngineSettings)
         self.log_file, self.work_dir, self.python, self.threads = log_file, work_dir, python, threads
@@ -304,6 +307,7 @@ class Engine:
             # Leave one core for the API server.
             threads=self.threads or max(1, len(os.sched_getaffinity(0)) - 1),
             served_name=self._served_name,
+            tool_parser="" if self._frozen else tool_format.parser_of(model.path, self._tool_parser),
         )
 
     def _short_socket(self) -> Path:

@@ -45,6 +45,7 @@ class Replicas:
         secrets_named: Collection[str | None] = (),
         frozen: str = "",
         door: Door | None = None,
+        tool_parser: str | None = None,
     ) -> None:
         """`devices`: the accelerators that this node may use. `secrets_named`: variables with secrets, which the servers do not get.
         `frozen`: the name of a frozen engine, whose replicas have one key; "": the policy's. `door`: of an engine over several nodes.
@@ -69,6 +70,7 @@ class Replicas:
                 served_name=frozen or SERVED_NAME,
                 api_key=self.api_key,
                 door=door,
+                tool_parser=tool_parser,
             )
 
         self._make = make

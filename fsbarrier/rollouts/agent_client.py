@@ -10,22 +10,19 @@ way, a new *segment* begins: a separate sequence in the same trajectory.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from fsbarrier.data.images import sources
+from fsbarrier.data.messages import FIELDS, THOUGHTS, checked
 from fsbarrier.data.tasks import plain
-from fsbarrier.protocol.facts import JsonObject
+from fsbarrier.rollouts.answers import calls_in, meaning, without_thoughts
 from fsbarrier.rollouts.engine_pool import Place
 from fsbarrier.rollouts.episode import Episode, Reply, Segment, Trajectory, TurnFailed
-from fsbarrier.rollouts.samples import EngineGone, Message, Refusal, Sample
-from fsbarrier.rollouts.sampling import NEUTRAL
-from fsbarrier.store.foreign_json import NotJson, parse_object
+from fsbarrier.rollouts.samples import NEUTRAL, EngineGone, Message, Refusal, Sample
 
 #: stand-ins for the last answer: one token each in every vocabulary, and not part of any template's text
 STAND_INS = ("A", "B")
-_OPEN, _CLOSE = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\}\s*(?:</tool_call>|\Z)")
 
 
 class Recorder:
@@ -65,34 +62,34 @@ class Recorder:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Reply:
-        """The policy's answer to a conversation. Parses tool calls of the form `<tool_call>{"name", "arguments"}</tool_call>`.
+        """The policy's answer to a conversation, with the calls of `tools` in it.
 
         Sampling parameters are the run's, so that training matches the recorded distribution. Raises TurnFailed.
         """
-        named = await self._sampler.pictures.named([_plain_message(message) for message in messages])
-        conversation = [_plain_message(message) for message in named]
-        offered = json.dumps(plain(list(tools))) if tools else ""
+        said = [_normal(message, number) for number, message in enumerate(messages, 1)]
+        conversation = await self._sampler.pictures.named(said)
+        offered: list[Mapping[str, object]] = json.loads(json.dumps(plain(list(tools or ()))))
         template: dict[str, object] = {
             "add_generation_prompt": True,
             **({"chat_template_kwargs": self._template} if self._template else {}),
-            **({"tools": json.loads(offered)} if offered else {}),
+            **({"tools": offered} if offered else {}),
         }
+        means, by_tools = meaning(conversation), json.dumps(offered, sort_keys=True)
         async with self._turn() as hold:
-            segment = self._continued(conversation, offered)
+            segment = self._continued(means, by_tools)
             suffix = None
             if segment is not None:
                 hold(segment)
-                suffix = await self._after_answer(conversation, len(segment.history) - 1, template)
+                conversation = [*segment.history, *conversation[len(segment.history) :]]
+                suffix = await self._after_answer(conversation, segment, template)
             if segment is None or suffix is None:
-                segment = hold(self._new_segment(tools=offered))
+                segment = hold(self._new_segment(tools=by_tools))
                 suffix = await self._sampler.tokens(messages=conversation, **template)
-            elif suffix[0] == segment.token_ids[-1]:
-                # The template ends an answer with the token that the model has already sampled.
-                del suffix[0]
             segment.images = list(sources(conversation))
             sample = await self._sample(segment, suffix, max_tokens, stop)
-            message = self._message(sample.text, bool(offered))
+            message = await self._message(segment, sample, offered)
             segment.history = [*conversation, message]
+            segment.meaning = meaning(segment.history)
         return self._reply(segment, sample, message)
 
     async def complete(
@@ -145,23 +142,36 @@ class Recorder:
         self.segments.append(segment)
         return segment
 
-    def _continued(self, messages: list[Message], tools: str) -> Segment | None:
-        """The segment that these messages continue."""
+    def _continued(self, means: list[object], tools: str) -> Segment | None:
+        """The segment that messages with this meaning continue."""
         for segment in reversed(self.segments):
-            known = segment.history
-            goes_on = known and len(messages) > len(known) and messages[: len(known)] == known
+            known = segment.meaning
+            goes_on = known and len(means) > len(known) and means[: len(known)] == known
             if goes_on and segment.tools == tools and not segment.busy and not segment.text:
                 return segment
         return None
 
     async def _after_answer(
-        self, messages: list[Message], answer: int, template: Mapping[str, object]
+        self, messages: list[Message], segment: Segment, template: Mapping[str, object]
     ) -> list[int] | None:
-        """The tokens that the template inserts after message number `answer`; None if they cannot be determined."""
+        """The tokens that the template inserts after the last answer of a segment; None if they cannot be determined."""
+        answer, end = len(segment.history) - 1, segment.token_ids[-1]
+        suffix = await self._common_end(messages, answer, {"role": "assistant"}, template)
+        if suffix is not None:
+            # The template may end an answer with the token that the model has already sampled.
+            return suffix[1:] if suffix[0] == end else suffix
+        # Some templates refuse the result of a call without the call. What follows a call begins after the end of its turn.
+        own = {name: value for name, value in messages[answer].items() if name in ("role", "tool_calls")}
+        suffix = await self._common_end(messages, answer, own, template) if "tool_calls" in own else None
+        return suffix[suffix.index(end) + 1 :] if suffix is not None and end in suffix else None
+
+    async def _common_end(
+        self, messages: list[Message], answer: int, own: Message, template: Mapping[str, object]
+    ) -> list[int] | None:
+        """What two renderings have in common at their end that differ in the content of message number `answer`."""
         rendered = []
         for word in STAND_INS:
-            stand_in = {"role": "assistant", "content": word}
-            changed = [*messages[:answer], stand_in, *messages[answer + 1 :]]
+            changed = [*messages[:answer], {**own, "content": word}, *messages[answer + 1 :]]
             try:
                 rendered.append(await self._sampler.tokens(messages=changed, **template))
             except Refusal:
@@ -206,16 +216,30 @@ class Recorder:
         whole = await self._sampler.text_of(sample.token_ids)
         return sample.text + sample.stop + whole.rpartition(sample.stop)[2]
 
-    def _message(self, text: str, with_tools: bool) -> Message:
-        calls = tool_calls(text) if with_tools else []
+    async def _message(
+        self, segment: Segment, sample: Sample, tools: Sequence[Mapping[str, object]]
+    ) -> Message:
+        """An answer as a message: its text, the thoughts before it, and the calls that it makes. One that was cut off calls nothing."""
+        ids = sample.token_ids
+        marks = await self._sampler.thought_marks()
+        opened = marks.opened_by(segment.token_ids[: len(segment.token_ids) - len(ids)])
+        said = without_thoughts(sample.text, opened=opened)
+        message: Message = {"role": "assistant", "content": said.text}
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if not tools or not said.closed or sample.finish_reason != "stop":
+            return message
+        if said.reasoning is not None:
+            ids = marks.after(ids)
+        read = await self._sampler.read_calls(ids, tools) if ids else {}
+        calls = calls_in(read)
         if not calls:
-            return {"role": "assistant", "content": text}
+            return message
         listed = []
-        for call in calls:
+        for function in calls:
             self._tool_calls += 1
-            function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
             listed.append({"id": f"call_{self._tool_calls}", "type": "function", "function": function})
-        return {"role": "assistant", "content": _without_calls(text), "tool_calls": listed}
+        return {**message, "content": str(read.get("content") or "").strip(), "tool_calls": listed}
 
     def _reply(self, segment: Segment, sample: Sample, message: Message) -> Reply:
         before = len(segment.token_ids) - len(sample.token_ids)
@@ -247,42 +271,10 @@ def finished(
     )
 
 
-def tool_calls(text: str) -> list[JsonObject]:
-    """The tool calls in a text; ignores anything but a JSON object with a name."""
-    calls = []
-    for _, _, body in _calls(text):
-        try:
-            call = parse_object(body)
-        except NotJson:
-            continue
-        if isinstance(call.get("name"), str):
-            arguments = call.get("arguments", {})
-            calls.append(
-                {"name": call["name"], "arguments": arguments if isinstance(arguments, dict) else {}}
-            )
-    return calls
-
-
-def _calls(text: str) -> Iterator[tuple[int, int, str]]:
-    """Where each call begins and ends, and what is in it; the last one may lack its end.
-
-    Two searches that only go forward: one expression for both would take quadratic time for calls without an end.
-    """
-    end = 0
-    while (opening := _OPEN.search(text, end)) and (closing := _CLOSE.search(text, opening.end())):
-        end = closing.end()
-        yield opening.start(), end, text[opening.end() : closing.start() + 1]
-
-
-def _without_calls(text: str) -> str:
-    kept, last = [], 0
-    for begin, end, _ in _calls(text):
-        kept.append(text[last:begin])
-        last = end
-    return "".join([*kept, text[last:]]).strip()
-
-
-def _plain_message(message: Mapping[str, object]) -> Message:
-    """The JSON form without empty fields, because clients differ in which they omit."""
-    kept = {str(name): plain(value) for name, value in message.items() if value or value == 0}
-    return {"content": "", **kept}
+def _normal(message: Mapping[str, object], number: int) -> Message:
+    """A message in one form, because clients differ in which fields they add. Raises TurnFailed."""
+    kept = {name: plain(value) for name, value in message.items() if name in (*FIELDS, *THOUGHTS)}
+    try:
+        return checked(kept)
+    except ValueError as error:
+        raise TurnFailed(f"messages: message {number}: {error}") from None

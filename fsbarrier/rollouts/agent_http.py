@@ -33,6 +33,23 @@ MAX_BODY = 64 << 20
 UNREAD = (401, 404, 413)
 #: An agent may pause for long between two turns; its next request would fail if the connection had been closed.
 KEEPALIVE_S = 24 * 3600
+#: Fields that would change an answer in a way that is not recorded, or whose result is not returned, and the values that change nothing.
+NEUTRAL_FIELDS: dict[str, tuple[object, ...]] = {
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "seed": (),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "prompt_logprobs": (),
+    "structured_outputs": (),
+    "chat_template_kwargs": ({},),
+}
 #: timeout for connections whose client does not read its last response
 CLOSE_S = 1
 
@@ -40,9 +57,9 @@ CLOSE_S = 1
 class _Error(Exception):
     """An error response."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.param = status, param
 
 
 class _OwnUserOnly(H11Protocol):
@@ -126,7 +143,7 @@ class Endpoint:
         try:
             response = await self._answer(Request(scope, receive))
         except _Error as error:
-            response = _error_response(error.status, str(error))
+            response = _error_response(error.status, str(error), error.param)
         except asyncio.CancelledError:
             response = _error_response(503, "the rollout is ending")
         except ClientDisconnect:
@@ -154,10 +171,12 @@ class Endpoint:
         raise _Error(404, f"{request.method} {path} is not served to agents")
 
 
-def _error_response(status: int, message: str) -> JSONResponse:
+def _error_response(status: int, message: str, param: str | None = None) -> JSONResponse:
     # Close the connection: the unread body must not be parsed as the next request.
     headers = {"Connection": "close"} if status in UNREAD else None
-    return JSONResponse({"error": {"message": message, "code": status}}, status, headers)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    return JSONResponse({"error": error}, status, headers)
 
 
 async def _asked(request: Request) -> JsonObject:
@@ -181,7 +200,18 @@ async def _turn(client: Recorder, asked: JsonObject, *, chat: bool) -> Response:
             raise _Error(
                 400,
                 f"{wanted}: must equal the run's setting ({value!r}), so that training matches sampling; drop it",
+                name,
             )
+    for name, allowed in NEUTRAL_FIELDS.items():
+        if asked.get(name) not in (None, *allowed):
+            raise _Error(
+                400,
+                f"{name}: not supported in a recorded turn ({json.dumps(asked[name])[:80]}); drop it",
+                name,
+            )
+    if asked.get("tool_choice") == "none":
+        # As OpenAI has it: the policy is not offered the tools, and calls none.
+        asked = {**asked, "tools": None}
     stop = asked.get("stop") or ()
     known: JsonObject = {
         "max_tokens": asked.get("max_completion_tokens") or asked.get("max_tokens"),

@@ -80,7 +80,7 @@ class Client:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Reply:
-        """The policy's answer to a conversation. Parses tool calls of the form `<tool_call>{"name", "arguments"}</tool_call>`.
+        """The policy's answer to a conversation, with the calls of `tools` in it.
 
         Sampling parameters are the run's, so that training matches the recorded distribution. Raises TurnFailed.
         """

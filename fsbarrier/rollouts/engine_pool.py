@@ -16,18 +16,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.openai_http import asked_again
 from fsbarrier.protocol.facts import JsonObject
+from fsbarrier.rollouts.answers import CLOSE, OPEN, ThoughtMarks
 from fsbarrier.rollouts.pictures import Pictures, placeholders
-from fsbarrier.rollouts.samples import Emit, EngineDown, Sample, Sampling
-from fsbarrier.rollouts.sampling import Sampler, SamplingServer
+from fsbarrier.rollouts.samples import Emit, EngineDown, EngineGone, Refusal, Sample, Sampling, SamplingServer
+from fsbarrier.rollouts.sampling import Sampler
 from fsbarrier.settings.sections import Settings
 from fsbarrier.store.retry import Backoff
+from fsbarrier.user_code import log_once
 
 #: A request fails after so many seconds without any output from the engine, and is tried so often, with pauses.
 REQUEST_TIMEOUT_S, TRIES = 600.0, 4
@@ -35,6 +37,10 @@ REQUEST_TIMEOUT_S, TRIES = 600.0, 4
 FIRST_PAUSE_S = 0.5
 #: delay after a request before the engine's count of waiting sequences is trusted
 SETTLE_S = 0.2
+#: the route of vLLM's own parsers of calls, and how long one may take
+DERENDER, READ_S = "/v1/chat/completions/derender", 20.0
+#: what a user's own server needs for it
+NEEDS = "a server of your own needs --enable-scale-out --enable-auto-tool-choice --tool-call-parser NAME"
 #: polling interval of that count
 PAUSES = Backoff(0.1, 0.5, factor=2.0)
 
@@ -58,6 +64,8 @@ class EnginePool:
         pictures: Pictures | None = None,
     ) -> None:
         self.pictures = pictures or Pictures(None, None)
+        # Once they are known.
+        self.marks: ThoughtMarks | None = None
         self.engines = [
             Sampler(server, number, connections=connections, on_tokens=on_tokens, pictures=self.pictures)
             for number, server in enumerate(servers)
@@ -211,6 +219,40 @@ class Place:
     async def text_of(self, token_ids: Sequence[int]) -> str:
         """As Sampler.text_of."""
         return await self._somewhere(lambda sampler: sampler.text_of(token_ids))
+
+    async def thought_marks(self) -> ThoughtMarks:
+        """The tokens that begin and end a thought. Raises EngineGone, Refusal."""
+        if self._pool.marks is None:
+            # Both openings, because a tokenizer may join the mark with the end of its line.
+            texts = (OPEN, f"{OPEN}\n", CLOSE)
+            found = [await self.tokens(prompt=text, add_special_tokens=False) for text in texts]
+            self._pool.marks = ThoughtMarks(found[:2], found[2])
+        return self._pool.marks
+
+    async def read_calls(
+        self, token_ids: Sequence[int], tools: Sequence[Mapping[str, object]]
+    ) -> Mapping[str, object]:
+        """The message that the server's parser makes of an answer's tokens; {} if it has none, refuses them, or takes too long. Raises
+        EngineGone."""
+        answer = {"request_id": "turn", "choices": [{"index": 0, "token_ids": [*token_ids]}]}
+        about = {"messages": [{"role": "user", "content": ""}], "tools": [*tools]}
+        body = {"generate_response": answer, "chat_request": about}
+
+        async def ask(sampler: Sampler) -> object:
+            async with asyncio.timeout(READ_S):
+                return await sampler.posted(DERENDER, body)
+
+        try:
+            said: Any = await self._somewhere(ask)
+            message: Mapping[str, object] = said["choices"][0]["message"]
+        except (Refusal, EngineGone) as error:
+            if isinstance(error, EngineDown):
+                raise
+            log_once(DERENDER, f"calls of tools are not read: {error}; {NEEDS}\n")
+            return {}
+        except (TimeoutError, LookupError, TypeError):
+            return {}
+        return message if isinstance(message, Mapping) else {}
 
     async def _somewhere(self, ask: Callable[[Sampler], Awaitable[T]]) -> T:
         """Call `ask` on this place's engine, or on another if it dies. Raises EngineGone if none is left."""

@@ -27,6 +27,8 @@ class Segment:
     prompt_tokens: int = 0
     history: list[Message] = field(default_factory=list)
     tools: str = ""
+    #: what a client may not change of the history (answers.py)
+    meaning: list[object] = field(default_factory=list)
     text: str = ""
     images: list[str] = field(default_factory=list)
     busy: bool = False
@@ -47,7 +49,7 @@ class TurnFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer of the policy. Append `message` unchanged to the messages of the next turn."""
+    """One answer of the policy. Append `message` to the messages of the next turn. `text`: all that was said, with thoughts and calls."""
 
     message: Message
     text: str

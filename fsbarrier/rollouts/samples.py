@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,44 @@ class Sampling:
     top_p: float
     top_k: int
     max_tokens: int
+
+
+#: neutral values for all parameters that would change the distribution beyond the run's settings
+NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingServer:
+    """A server and its timeouts. `timeout_s`: without output from a request; `tries`: attempts per request.
+
+    `template_arguments`: extra arguments for the chat template. `banned`: tokens that are never sampled. `stop`: texts that end an
+    answer. `seed`: what the seeds of answers are made of; "": they have none. `in_flight`: it is asked which policy sampled each token.
+    """
+
+    url: str
+    api_key: str
+    model: str
+    timeout_s: float
+    tries: int
+    template_arguments: Mapping[str, object] = field(default_factory=dict)
+    banned: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    seed: str = ""
+    in_flight: bool = False
+
+    def seed_of(self, task: Task) -> dict[str, object]:
+        """The parameter of a task's request, if it has one. To it vLLM adds the number of a sample."""
+        digest = hashlib.sha256(f"{self.seed}:{task.index}".encode()).digest()
+        return {"seed": int.from_bytes(digest[:6])} if self.seed else {}
+
+    @property
+    def distribution(self) -> dict[str, object]:
+        """The parameters that a request needs for the distribution to be the run's. The bias is what vLLM allows at most."""
+        return {
+            **NEUTRAL,
+            **({"stop": [*self.stop]} if self.stop else {}),
+            **({"logit_bias": dict.fromkeys(map(str, self.banned), -100)} if self.banned else {}),
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,8 @@ batch, unless the engine computes each row by itself.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 import httpx
@@ -36,6 +35,7 @@ from fsbarrier.rollouts.samples import (
     Sample,
     SampledGroup,
     Sampling,
+    SamplingServer,
 )
 from fsbarrier.store.foreign_json import NotJson, parse
 
@@ -51,44 +51,7 @@ MANY = 10**9
 #: timeout of a look at the metrics; a server that computes on the CPU answers slowly
 METRICS_S = 5.0
 
-#: neutral values for all parameters that would change the distribution beyond the run's settings
-NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
-
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingServer:
-    """A server and its timeouts. `timeout_s`: without output from a request; `tries`: attempts per request.
-
-    `template_arguments`: extra arguments for the chat template. `banned`: tokens that are never sampled. `stop`: texts that end an
-    answer. `seed`: what the seeds of answers are made of; "": they have none. `in_flight`: it is asked which policy sampled each token.
-    """
-
-    url: str
-    api_key: str
-    model: str
-    timeout_s: float
-    tries: int
-    template_arguments: Mapping[str, object] = field(default_factory=dict)
-    banned: Sequence[int] = ()
-    stop: Sequence[str] = ()
-    seed: str = ""
-    in_flight: bool = False
-
-    def seed_of(self, task: Task) -> dict[str, object]:
-        """The parameter of a task's request, if it has one. To it vLLM adds the number of a sample."""
-        digest = hashlib.sha256(f"{self.seed}:{task.index}".encode()).digest()
-        return {"seed": int.from_bytes(digest[:6])} if self.seed else {}
-
-    @property
-    def distribution(self) -> dict[str, object]:
-        """The parameters that a request needs for the distribution to be the run's. The bias is what vLLM allows at most."""
-        return {
-            **NEUTRAL,
-            **({"stop": [*self.stop]} if self.stop else {}),
-            **({"logit_bias": dict.fromkeys(map(str, self.banned), -100)} if self.banned else {}),
-        }
 
 
 class Sampler:
@@ -243,6 +206,10 @@ class Sampler:
     async def text_of(self, token_ids: Sequence[int]) -> str:
         """Detokenize. Raises EngineGone, Refusal."""
         return await self._asked(lambda: self._detokenized(token_ids), refuses=False)
+
+    async def posted(self, path: str, body: Mapping[str, object]) -> Any:
+        """The answer to a request that samples nothing. Raises EngineGone, Refusal."""
+        return await self._asked(lambda: self._json("POST", path, {"model": self._model, **body}))
 
     async def count_waiting(self) -> int | None:
         """The number of sequences waiting in the engine; None if the server does not report it, MANY while it does not answer."""

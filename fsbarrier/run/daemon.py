@@ -340,6 +340,7 @@ def make_engines(
         work_dir=work_dir,
         devices=devices,
         secrets_named=(settings.judge.api_key_env,),
+        tool_parser=settings.rollout.tool_parser,
     )
 
 

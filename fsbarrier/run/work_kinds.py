@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier.decisions import PublishDecision
-from fsbarrier.engine import accelerators, command, model
+from fsbarrier.engine import accelerators, command, model, tool_format
 from fsbarrier.engine.placement import replicas
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes.rendezvous import LOOPBACK, port_of
@@ -162,11 +162,25 @@ def _describe_serving(work: ServeWeights, settings: Settings) -> list[str]:
         return [serve, "engine: use your own server (--debug-mode)"]
     if not work.folder.is_dir():
         return [serve, "engine: start vLLM on the model, once the run has created it"]
-    return [serve, *_servers(work.folder, settings.engine, work.threads)]
+    wanted, known = settings.rollout.tool_parser, tool_format.recognised(work.folder)
+    parser = tool_format.parser_of(work.folder, wanted)
+    how = (
+        "rollout.tool_parser"
+        if wanted
+        else "by the chat template"
+        if known
+        else "the chat template names none"
+    )
+    calls = [f"calls of tools: read by vLLM's parser {parser} ({how})"] if settings.rollout.agent else []
+    return [serve, *calls, *_servers(work.folder, settings.engine, work.threads, tool_parser=parser)]
 
 
 def _servers(
-    folder: Path, settings: ServerSettings, threads: int, name: str = command.SERVED_NAME
+    folder: Path,
+    settings: ServerSettings,
+    threads: int,
+    name: str = command.SERVED_NAME,
+    tool_parser: str = "",
 ) -> list[str]:
     """The command line of a server on this machine, and how many there are."""
     devices = accelerators.detect()
@@ -181,6 +195,7 @@ def _servers(
         sleeps=False,
         threads=max(1, threads // count),
         served_name=name,
+        tool_parser=tool_parser,
     )
     words = command.argv(plan)
     words[words.index("--seed") + 1] = "SEED"

@@ -64,6 +64,9 @@ class RolloutSettings(Section):
     stop: Words = ()
     #: Extra arguments for the model's chat template, for example `enable_thinking=false`.
     chat_template_kwargs: Words = ()
+    #: vLLM's parser of the calls of tools in an agent's turns (`vllm serve --tool-call-parser`); none: the one whose format the model's
+    #: chat template writes, else `hermes`.
+    tool_parser: Name | None = None
     #: Maximum number of groups in flight on each engine replica, counted in groups of `rollout.samples` (smaller groups count for less).
     #: Other nodes cannot take over tasks that are in flight.
     concurrency: EachSession[Count] = 64

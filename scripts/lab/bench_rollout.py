@@ -38,7 +38,7 @@ from fsbarrier.engine.engine import Engine
 from fsbarrier.engine.openai_http import base_and_socket, bearer
 from fsbarrier.processes.supervisor import Child, own_program, with_this_package
 from fsbarrier.processes.worker_contract import WorkerFiles, read_result
-from fsbarrier.rollouts.sampling import NEUTRAL
+from fsbarrier.rollouts.samples import NEUTRAL
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sections import RolloutSettings, Settings
 from fsbarrier.store import files

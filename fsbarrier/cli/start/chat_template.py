@@ -15,13 +15,13 @@ from fsbarrier.data.images import Message
 from fsbarrier.data.messages import for_template
 from fsbarrier.data.tasks import place
 from fsbarrier.engine.model import placeholder_ids
+from fsbarrier.engine.tool_format import template_of
 from fsbarrier.errors import UsageError, first_line
 
 if TYPE_CHECKING:
     from fsbarrier.data.examples import Example
     from fsbarrier.data.tasks import Task
 
-_FILES = ("chat_template.jinja", "chat_template.json")
 #: marks what the model has said, for a training that masks the rest; the engine ignores it
 _GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 _USUAL = ("system", "developer", "user", "assistant", "tool")
@@ -83,7 +83,7 @@ def check(folder: Path, tasks: Iterable[Task], path: Path, arguments: Mapping[st
                 raise UsageError(
                     f"{where}: the chat template of {folder} leaves out the message of role {role!r}"
                 )
-            if role not in _USUAL and role not in str(_source(folder)):
+            if role not in _USUAL and role not in str(template_of(folder)):
                 raise UsageError(
                     f"{where}: the chat template of {folder} does not know the role {role!r}; usual are {', '.join(_USUAL)}"
                 )
@@ -169,7 +169,7 @@ def _dropped(
                 return f"the field {name} of message {number + 1}"
     if tools and rendered(messages) == rendered(messages, None):
         return "the field tools"
-    source = str(_source(folder))
+    source = str(template_of(folder))
     return next((f"chat_template_kwargs.{name}" for name in arguments if name not in source), None)
 
 
@@ -182,7 +182,7 @@ def _place_of_image(folder: Path) -> str:
 
 def renderer(folder: Path, what: str) -> Callable[..., str] | None:
     """The function that renders the folder's template; None if it has several. Raises UsageError."""
-    source = _source(folder)
+    source = template_of(folder)
     if source is None:
         if (folder / "additional_chat_templates").is_dir():
             return None
@@ -212,18 +212,6 @@ def renderer(folder: Path, what: str) -> Callable[..., str] | None:
     special = _object(folder / "special_tokens_map.json") | _object(folder / "tokenizer_config.json")
     tokens = {name: _text_of(value) for name, value in special.items() if name.endswith("_token")}
     return lambda **given: template.render(**{**tokens, "tools": None, **given})
-
-
-def _source(folder: Path) -> str | None:
-    """The text of the template; None if there is none, or several."""
-    for name in _FILES:
-        if (folder / name).is_file():
-            text = (folder / name).read_text(encoding="utf-8", errors="replace")
-            return text if name.endswith(".jinja") else _object(folder / name).get("chat_template")
-    found = _object(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(found, list):
-        found = next((one.get("template") for one in found if one.get("name") == "default"), None)
-    return found if isinstance(found, str) and found else None
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -1,0 +1,121 @@
+"""What an answer of the policy says: its thoughts, its text, and its calls of tools.
+
+The calls are read by vLLM's own parser, in the server (`/v1/chat/completions/derender`). The thoughts are cut off before, because vLLM's
+parsers for them let a call that is only thought of end the thoughts, and execute it (docs/decisions/0032).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fsbarrier.protocol.facts import JsonObject
+from fsbarrier.store.foreign_json import NotJson, parse
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """`reasoning`: None without thoughts; `closed`: whether an answer follows; `text`: that answer."""
+
+    reasoning: str | None
+    text: str
+    closed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtMarks:
+    """The tokens of the marks around a thought. `opening`: alone, and at the end of a line."""
+
+    opening: Sequence[list[int]]
+    closing: list[int]
+
+    def opened_by(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends with the begin of a thought, as some templates make it."""
+        return any(one and list(prompt_ids[-len(one) :]) == one for one in self.opening)
+
+    def after(self, token_ids: Sequence[int]) -> list[int]:
+        """The tokens behind the first thought; all of them if its end is not found."""
+        size = len(self.closing)
+        ends = (at + size for at in range(len(token_ids)) if list(token_ids[at : at + size]) == self.closing)
+        return list(token_ids[next(ends, 0) :])
+
+
+def without_thoughts(text: str, *, opened: bool) -> Thoughts:
+    """An answer's thoughts and the rest. They are at its begin only: `opened`: the prompt has begun them. Later marks are text."""
+    begins = text.lstrip().startswith(OPEN)
+    if not (opened or begins):
+        return Thoughts(None, text, True)
+    inner = text.lstrip()[len(OPEN) :] if begins else text
+    thought, mark, answer = inner.partition(CLOSE)
+    return Thoughts(thought.strip(), answer.lstrip(), bool(mark))
+
+
+def calls_in(message: Mapping[str, object]) -> list[JsonObject]:
+    """The calls in the server's message, with arguments as the text of an object. What is no call, or has no name, is left out."""
+    listed = message.get("tool_calls")
+    found: list[JsonObject] = []
+    for call in listed if isinstance(listed, list) else ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            continue
+        arguments = as_object(function.get("arguments"))
+        if arguments is not None:
+            found.append({"name": function["name"], "arguments": json.dumps(arguments)})
+    return found
+
+
+def as_object(arguments: object) -> dict[str, object] | None:
+    """Arguments as an object: also the text of one, and the text of such a text, as some models write it."""
+    for _ in range(2):
+        if isinstance(arguments, str):
+            try:
+                arguments = parse(arguments or "{}")
+            except NotJson:
+                return None
+    return arguments if isinstance(arguments, dict) else None
+
+
+def meaning(messages: Sequence[Mapping[str, object]]) -> list[object]:
+    """What a client may not change of a conversation without making another one.
+
+    It may write arguments anew, rename calls, add empty fields, drop or keep thoughts, and strip spaces around a text.
+    """
+    names: dict[object, str] = {}
+
+    def of_call(call: object) -> object:
+        if not isinstance(call, Mapping):
+            return call
+        names.setdefault(call.get("id"), f"call {len(names)}")
+        function = call.get("function")
+        if not isinstance(function, Mapping):
+            return call
+        arguments = as_object(function.get("arguments"))
+        return [function.get("name"), function.get("arguments") if arguments is None else arguments]
+
+    def of_text(content: object) -> object:
+        if (
+            isinstance(content, list)
+            and len(content) == 1
+            and isinstance(content[0], Mapping)
+            and content[0].get("type") == "text"
+        ):
+            content = content[0].get("text")
+        return content.strip() if isinstance(content, str) else content
+
+    found: list[object] = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        answered = message.get("tool_call_id")
+        found.append(
+            [
+                message.get("role"),
+                of_text(message.get("content")) or "",
+                [*map(of_call, calls)] if isinstance(calls, list) else [],
+                names.get(answered, "" if answered is None else "unknown"),
+                message.get("name") if message.get("role") != "tool" else None,
+            ]
+        )
+    return found
