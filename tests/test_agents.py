@@ -18,6 +18,7 @@ import pytest
 from test_rollout import KEY, SAMPLES, Fake, assert_one_line, finish, make_spec, rolled_out, run, start
 from waiting import until
 
+from fsbarrier.data.group_stats import GroupStats, metrics
 from fsbarrier.data.images import sources
 from fsbarrier.data.tasks import Task, read_tasks
 from fsbarrier.engine.tool_format import parser_of, recognised
@@ -141,6 +142,7 @@ def test_a_client_that_writes_the_history_anew_keeps_the_episode_whole(fake: Fak
 
     client = talk(fake, rewritten)
     assert len(client.segments) == 2 and client.segments[0].history[1]["reasoning_content"] == "hm"
+    assert metrics([GroupStats.of([as_record(client)])])["segments_per_episode"] == 2
 
 
 @pytest.mark.parametrize(

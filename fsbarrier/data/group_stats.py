@@ -19,7 +19,7 @@ MOST_PARTS = 20
 #: the statistics that add up over groups
 ADDED = (
     *("trajectories", "unjudged", "invalid", "reward_sum", "truncated", "reward_errors", "agent_errors"),
-    *("environment_errors", "answers", "tokens"),
+    *("environment_errors", "answers", "tokens", "episodes", "segments", "forked"),
 )
 
 
@@ -57,6 +57,10 @@ class GroupStats:
     #: trajectories with an answer; one that failed before sampling has none
     answers: int = 0
     tokens: int = 0
+    #: episodes of an agent, their segments, and episodes with more than one (docs/decisions/0008)
+    episodes: int = 0
+    segments: int = 0
+    forked: int = 0
     shortest: int = 0
     longest: int = 0
     parts: Mapping[str, RewardPart] = field(default_factory=dict)
@@ -80,6 +84,11 @@ class GroupStats:
                 added[f"{what}_errors"] += f"{what}_error" in notes
             if is_judged(one):
                 rewards.append(float(one["reward"]))
+            if one.get("turns"):
+                segments = len(one.get("segments", (0,)))
+                added["episodes"] += 1
+                added["segments"] += segments
+                added["forked"] += segments > 1
             if isinstance(mask, array) and len(mask):
                 lengths.append(mask.count(1))
             for name, value in its_parts.items() if isinstance(its_parts, Mapping) else ():
@@ -146,6 +155,8 @@ def metrics(groups: Sequence[GroupStats]) -> dict[str, float]:
             "answer_tokens_max": max(one.longest for one in groups),
             "truncated_share": total.truncated / total.answers,
         }
+    if total.episodes:
+        found["segments_per_episode"] = total.segments / total.episodes
     deviations = [one.reward_std for one in groups if one.reward_std is not None]
     if deviations:
         without_signal = deviations.count(0.0)

@@ -54,7 +54,9 @@ class Counts:
         return {"invalid": self.stats.invalid, **self.unusual, **tokens}
 
     def note(self) -> str:
-        return ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in self.unusual.items() if count)
+        # An episode whose history the agent changed is trained on in several segments, which costs its context again.
+        shown = {**self.unusual, "forked episodes": self.stats.forked}
+        return ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in shown.items() if count)
 
 
 class CountsProgress:
