@@ -142,7 +142,7 @@ def test_a_client_that_writes_the_history_anew_keeps_the_episode_whole(fake: Fak
 
     client = talk(fake, rewritten)
     assert len(client.segments) == 2 and client.segments[0].history[1]["reasoning_content"] == "hm"
-    assert metrics([GroupStats.of([as_record(client)])])["segments_per_episode"] == 2
+    assert metrics([GroupStats.of([{**as_record(client), "reward": 1.0}])])["segments_per_episode"] == 2
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import json
 import math
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -26,9 +25,10 @@ from fsbarrier.engine.span import Link
 from fsbarrier.rewards.judge import Judge, JudgeError
 from fsbarrier.rewards.model_server import ClassifierReward, ModelServerError
 from fsbarrier.rewards.score import Answer
-from fsbarrier.rollouts.agent_client import Recorder, tool_calls
+from fsbarrier.rollouts.agent_client import Recorder
 from fsbarrier.rollouts.agent_http import Endpoint
 from fsbarrier.rollouts.answer_stream import AnswerStream
+from fsbarrier.rollouts.answers import calls_in, without_thoughts
 from fsbarrier.rollouts.samples import Again, EngineGone, Refusal
 from fsbarrier.rollouts.sampling import Sampler, SamplingServer
 from fsbarrier.settings.sections import JudgeSettings
@@ -196,13 +196,22 @@ def parse(data: bytes) -> None:
 
 
 def call_tools(data: bytes) -> None:
-    client = Recorder(None)  # type: ignore[arg-type]
-    for text in (
-        f"a<tool_call>{data.decode('utf-8', 'replace')}</tool_call>b",
-        '<tool_call>{"name":"f","arguments":' + data.decode("utf-8", "replace") + "}",
+    """What a server's parser may make of an answer."""
+    text = data.decode("utf-8", "replace")
+    call: object = {"function": {"name": "f", "arguments": text}}
+    try:
+        listed: object = foreign_json.parse(data)
+    except foreign_json.NotJson:
+        listed = text
+    for message in (
+        {"tool_calls": [call, listed]},
+        {"tool_calls": listed},
+        {"tool_calls": [{"function": listed}]},
     ):
-        tool_calls(text)
-        msgspec.json.encode(client._message(text, True))
+        for function in calls_in(message):
+            assert isinstance(json.loads(function["arguments"]), dict)
+        msgspec.json.encode(calls_in(message))
+    without_thoughts(f"<think>{text}", opened=False)
 
 
 READERS: dict[str, tuple[Callable[[bytes], object], tuple[type[Exception], ...]]] = {
@@ -258,19 +267,3 @@ def test_whatever_an_agent_asks_it_is_answered() -> None:
         await endpoint.close()
 
     asyncio.run(go())
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["<tool_call>{", "<tool_call>{}", "<tool_call>", "<tool_call>{}}\n\n", "}", "<tool_call>{} </tool_call"],
-)
-def test_tool_calls_take_time_in_proportion_to_the_text(text: str) -> None:
-    """A policy that says a thousand calls without an end does not stop the event loop of its rollout."""
-
-    def cost(times: int) -> float:
-        begin = time.process_time()
-        tool_calls(text * times)
-        return time.process_time() - begin
-
-    # Twenty times the text took four hundred times as long.
-    assert cost(20_000) < 100 * max(cost(1_000), 1e-3)
