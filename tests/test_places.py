@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,12 @@ from fuse import mounting
 from places.launchers import LAUNCHED
 
 from fsbarrier.cli.start import ranks
+from fsbarrier.data.demo_tasks import FOLDER
+from fsbarrier.doctor import machine
 from fsbarrier.errors import UsageError
+from fsbarrier.processes import limits
+
+DEMO_MODEL = FOLDER / "model"
 
 FAST = ("coordination.beat_s=0.2", "coordination.last_call_s=0.5")
 
@@ -56,3 +62,64 @@ def test_a_mount_with_forced_modes_is_told_from_a_folder_that_somebody_opened(tm
     opened.chmod(0o777)
     for flag in ((), ("--trust-mount",)):
         assert f"run chmod o-w {opened}" in typed(*words, str(opened), *flag, code=2).err
+
+
+# --- what a container or a job may use -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Control groups of one's own; the process is in /job/step."""
+    monkeypatch.setattr(limits, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(limits, "OWN", tmp_path / "own")
+    monkeypatch.delenv("SLURM_MEM_PER_NODE", raising=False)
+    (tmp_path / "own").write_text("4:memory:/job/step\n3:cpu,pids:/job/step\n0::/job/step\n")
+    for folder in ("job/step", "memory/job/step", "pids/job/step"):
+        (tmp_path / "cgroup" / folder).mkdir(parents=True)
+    return tmp_path / "cgroup"
+
+
+@pytest.mark.parametrize(
+    ("files", "memory_mib", "processes"),
+    [
+        ({"job/memory.max": 5 << 20, "job/step/memory.max": "max"}, 5, None),
+        (
+            {"memory/job/step/memory.limit_in_bytes": 7 << 20, "memory/memory.limit_in_bytes": 2**63 - 4096},
+            7,
+            None,
+        ),
+        ({"pids/job/pids.max": 300, "pids/job/pids.current": 20, "job/step/memory.max": 6 << 20}, 6, 280),
+        ({"pids.max": 2048, "pids.current": 3000, "memory.max": 9 << 20}, 9, 0),
+    ],
+)
+def test_the_limit_of_the_job_counts_and_not_the_hosts(
+    cgroups: Path, files: dict[str, int | str], memory_mib: int, processes: int | None
+) -> None:
+    for name, value in files.items():
+        (cgroups / name).write_text(f"{value}\n")
+    assert limits.memory_bytes()[0] == memory_mib << 20
+    assert limits.processes_left()[0] == processes
+
+
+def test_slurms_limit_of_memory_counts(cgroups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "64")
+    assert limits.memory_bytes() == (64 << 20, "SLURM_MEM_PER_NODE")
+    plan = ("plan", "--model", DEMO_MODEL, "--nodes", "1", "--accelerators", "0")
+    assert "of 64.0 MiB" in typed(*plan, code=2).out
+
+
+def test_few_processes_are_told_at_the_start_and_by_the_doctor(
+    cgroups: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cgroups / "pids.max").write_text("300\n")
+    (cgroups / "pids.current").write_text("40\n")
+    said = typed("run", "--program", "toy", "--iterations", "1", *FAST, "--log-path", tmp_path / "run").err
+    assert f"processes: 260 more by {cgroups}/pids.max; raise it" in said
+    monkeypatch.setattr(machine, "IMPORTED", ("json", "no_such_package"))
+    checked = typed("doctor", "--self", tmp_path, code=2).out.splitlines()
+    assert any(line.startswith("warning  processes: 260 more") for line in checked)
+    assert any(line.startswith("ok       import json") for line in checked)
+    assert any("refused  import no_such_package: ModuleNotFoundError" in line for line in checked)
+    listed = json.loads(typed("doctor", "--self", tmp_path, "--json", code=2).out)
+    assert {"open files", "processes", "memory", "clock", "packages"} <= {each["name"] for each in listed}
+    assert "name an existing directory, or give --self" in typed("doctor", code=2).err

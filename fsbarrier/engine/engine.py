@@ -27,6 +27,7 @@ from fsbarrier.engine.placement import ANYWHERE, Placement, placed
 from fsbarrier.engine.server import LOOKS, Server
 from fsbarrier.engine.span import Door, Link, Meeting, meet
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.processes.limits import memory_bytes
 from fsbarrier.processes.secret_variables import without_secrets
 from fsbarrier.program import Span
 from fsbarrier.settings.sections import EngineSettings, FrozenEngineSettings, ServerSettings
@@ -303,7 +304,7 @@ class Engine:
             seed=secrets.randbits(31),
             accelerated=bool(devices),
             sleeps=nvidia and (self._frozen or not model.tied),
-            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            memory_bytes=memory_bytes()[0],
             # Leave one core for the API server.
             threads=self.threads or max(1, len(os.sched_getaffinity(0)) - 1),
             served_name=self._served_name,

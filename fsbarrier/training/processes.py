@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes.addresses import name_interface
+from fsbarrier.processes.limits import memory_bytes
 from fsbarrier.settings.sections import TrainerSettings
 
 # Until a collective operation fails that not all processes join.
@@ -123,8 +124,7 @@ class Processes:
         if self.device.type == "cuda":
             here = int(torch.cuda.get_device_properties(self.device).total_memory)
         else:
-            host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-            here = host // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            here = memory_bytes()[0] // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return int(self.gather(torch.tensor([here], device=self.device)).min())
 
 

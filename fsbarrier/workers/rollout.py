@@ -24,6 +24,7 @@ from fsbarrier.data.tasks import Task
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.engine.openai_http import EngineAddress
 from fsbarrier.errors import FsbarrierError, ProgramFailed
+from fsbarrier.processes.limits import processes_left
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.kinds import open_reward
@@ -54,6 +55,26 @@ BACKLOG = 4
 ALL_REFUSED = 8
 
 
+#: An episode of an agent is a guard and a process. Some are kept for everything else that a node runs.
+PROCESSES_PER_EPISODE, OTHER_PROCESSES = 2, 128
+
+
+def _within_limits(concurrency: int, episodes: int) -> int:
+    """The groups in flight whose episodes this container or job may have; `episodes`: so many at once per group in flight."""
+    left, source = processes_left()
+    fits = (
+        concurrency
+        if left is None
+        else max(1, (left - OTHER_PROCESSES) // (PROCESSES_PER_EPISODE * episodes))
+    )
+    if fits < concurrency:
+        print(
+            f"rollout.concurrency: {fits} instead of {concurrency}, because {source} leaves {left} processes",
+            flush=True,
+        )
+    return min(fits, concurrency)
+
+
 class Rollout:
     """One start of the program."""
 
@@ -72,6 +93,8 @@ class Rollout:
         self.concurrency = settings.rollout.concurrency
         if agent is None:
             self.concurrency *= max(1, settings.rollout.samples // most_samples)
+        else:
+            self.concurrency = _within_limits(self.concurrency, len(servers) * most_samples)
         self.environments = environments_of(
             settings, assignment, Path(spec["log_dir"]), self.concurrency * len(servers) * most_samples
         )

@@ -8,6 +8,7 @@ import argparse
 import errno
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 from fsbarrier.cli.commands import flags
@@ -33,16 +34,21 @@ FLAGS = {
     "--wait S": "seconds to wait for the other nodes (default 60)",
     "--shared-group": "trust the group of the directory, as for a run with this flag",
     "--trust-mount": "trust a mount that sets all modes itself, as for a run with this flag",
+    "--self": "check this machine and its environment instead: packages, imports, limits, shared memory, the clock",
     "--json": "print JSON",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, help="an existing directory on the filesystem to check")
+    parser.add_argument("path", nargs="?", type=Path, help="an existing directory on the filesystem to check")
     flags.add(parser, FLAGS, wait=examine.WAIT_S)
 
 
 def main(args: argparse.Namespace) -> int:
+    if args.self:
+        return _self(args)
+    if args.path is None:
+        raise UsageError("doctor: name an existing directory, or give --self to check this machine")
     if not args.path.is_dir():
         raise UsageError(f"{args.path} is not an existing directory")
     if not 0 < args.wait <= 86400:
@@ -83,6 +89,21 @@ def main(args: argparse.Namespace) -> int:
     else:
         show(report)
     return StoreError.exit_code if report.refused else 0
+
+
+def _self(args: argparse.Namespace) -> int:
+    """`--self`: one line for each finding."""
+    from fsbarrier.doctor import machine
+    from fsbarrier.doctor.findings import REFUSED
+
+    checks = machine.full(args.path or Path.cwd())
+    if args.json:
+        print(json.dumps([asdict(check) for check in checks], indent=2))
+    else:
+        for check in checks:
+            advice = f"; {check.advice}" if check.advice else ""
+            print(f"{check.level:<8} {check.name}: {check.finding}{advice}")
+    return UsageError.exit_code if any(check.level == REFUSED for check in checks) else 0
 
 
 def show(report: Report) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from fsbarrier.cli.commands import flags
 from fsbarrier.errors import UsageError
+from fsbarrier.processes.limits import memory_bytes
 from fsbarrier.settings.sources import ChosenValue
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def planned(num_nodes: int, accelerators: int | None, memory_gb: float | None) -
     if memory_gb is not None:
         memory = int(memory_gb * GB)
     elif not count:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory, _ = memory_bytes()
     else:
         memory = min((device.memory_total_bytes for device in here), default=0)
     if memory <= 0:

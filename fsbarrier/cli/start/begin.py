@@ -22,7 +22,8 @@ from fsbarrier.cli.start import (
 from fsbarrier.cli.start.node_checks import check_node, check_used
 from fsbarrier.cli.start.policy_export import VersionToExport
 from fsbarrier.data import demo_tasks
-from fsbarrier.doctor import examine
+from fsbarrier.doctor import examine, machine
+from fsbarrier.doctor.findings import WARNING
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.program import Program
@@ -90,12 +91,19 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
         chosen["num_nodes"] = ChosenValue("num_nodes", count.value, count.source)
         asked = replace(asked, typed=replace(typed, num_nodes=count.value))
     _admit(log_path, write=not request.dry_run)
+    for noticed in [] if request.dry_run else machine.quick(_there(log_path)):
+        if noticed.level == WARNING:
+            say(f"{noticed.name}: {noticed.finding}; {noticed.advice}")
     known = asked.typed.num_nodes if "num_nodes" in chosen else None
     rank = _rank(request, known)
     if told := ranks.alone_in_a_job(rank, asked.typed.num_nodes, request.environ):
         say(told)
     record = _find_record(asked, rank)
     return _create(asked, rank) if record is None else _join(asked, record, rank)
+
+
+def _there(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def _admit(log_path: Path, *, write: bool) -> None:

