@@ -232,6 +232,23 @@ def test_a_dry_run_prints_what_config_reads(tmp_path: Path) -> None:
     assert again == shown and 'custom.name = "a \\"b\\" é"' in shown and "= null" not in shown
 
 
+@pytest.mark.parametrize(
+    ("package", "needed_for"), [("vllm", "a run's engines"), ("torch", "a run's training")]
+)
+def test_a_wheel_without_extras_is_refused_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, needed_for: str
+) -> None:
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
+    words = ["--log-path", tmp_path / "run", f"--data-path={tmp_path}", f"--model={demo_tasks.FOLDER}/model"]
+    said = typed("run", *words, "engine.max_model_len=64", "rollout.max_tokens=8", code=2).err
+    assert f"{needed_for} needs the Python package {package}" in said and len(said.splitlines()) == 1
+    assert re.search(r"-m pip install 'fsbarrier\[rl,(cpu|cuda)\]'", said)
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_interrupt_while_modules_are_imported_says_nothing(tmp_path: Path) -> None:
     """The first module of Python's library that the command imports late sends it."""
     (tmp_path / "difflib.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
