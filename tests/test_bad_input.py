@@ -898,6 +898,13 @@ def test_control_characters_from_input_do_not_reach_the_terminal(place: Path, qu
     assert "\x1b" not in line
 
 
+@pytest.mark.parametrize(
+    "words", ["--master --program ping --log-path", "--master --data-path", "--worker 1 --log-path"]
+)
+def test_a_path_that_is_not_utf_8(place: Path, quick: Call, words: str) -> None:
+    refused(quick, ["run", *words.split(), "bad\udcff"], place=place, says=["bad\\xff' is not UTF-8"])
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_log_path_that_is_not_writable(place: Path, quick: Call) -> None:
     (place / "empty").chmod(0o500)

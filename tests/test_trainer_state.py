@@ -63,6 +63,10 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(bool((one[name] == other[name]).all()) for name in one)
 
 
+def close(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(bool(one[name].isclose(other[name], atol=1e-5).all()) for name in one)
+
+
 @pytest.fixture
 def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Every second version is saved with its state; the process stays in between."""
@@ -105,27 +109,55 @@ def test_by_default_every_version_has_its_state_and_new_processes_lose_nothing(t
 
 
 @pytest.mark.torch
-def test_without_the_processes_the_policy_goes_back_to_the_newest_saved_state(held: Run) -> None:
+def test_without_the_processes_the_batches_since_the_saved_state_are_trained_again(
+    held: Run, tmp_path: Path
+) -> None:
+    """Nothing is lost: the update goes on from what the processes had made, and saves its state, whoever ends next."""
+    anew = Run(tmp_path / "anew", stays=False, every=1)
+    for version in (1, 2, 3, 4):
+        anew.update(version)
+    for version in (1, 2, 3):
+        held.update(version)
+    assert held.manifest(3).trained_since == ("batch",)
+    held.end_processes()
+    told = held.update(4)
+    assert "policy version 3 was saved without its trainer state" in told["note"]
+    assert "trained again from version 2 on: 1 batch" in told["note"]
+    assert told["optimizer_steps"] > 0 and told["trainer_state"] == "saved"
+    assert close(held.weights(4), anew.weights(4)) and not close(held.weights(4), anew.weights(3))
+
+
+@pytest.mark.torch
+def test_before_the_first_save_all_batches_are_trained_again_from_the_first_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(JOBS, "a socket")
+    run, anew = (Run(tmp_path / name, stays=name == "run", every=9) for name in ("run", "anew"))
+    for version in (1, 2, 3):
+        run.update(version)
+    assert run.manifest(3).trained_since == ("batch",) * 3 and run.manifest(3).state_in is None
+    run.end_processes()
+    assert "trained again from version 0 on: 3 batches" in run.update(4)["note"]
+    for version in (1, 2, 3, 4):
+        anew.update(version)
+    assert close(run.weights(4), anew.weights(4))
+
+
+@pytest.mark.torch
+def test_without_the_batches_the_policy_goes_back_to_the_newest_saved_state(held: Run) -> None:
     for version in (1, 2, 3):
         held.update(version)
     assert not same(held.weights(2), held.weights(3))
     held.end_processes()
-    told = held.update(4)
-    assert told["optimizer_steps"] == 0
+    batch = held.work.folder / "batch"
+    told = held.update(4, batch=str(batch.rename(batch.with_name("another"))))
+    assert told["optimizer_steps"] == 0 and told["trainer_state"] == "saved"
     assert "policy version 3 was saved without its trainer state" in told["note"]
     assert "falling back to version 2" in told["note"]
     assert same(held.weights(4), held.weights(2))
     # From there it goes on as if versions 3 and 4 had not been.
-    held.update(5)
+    held.update(5, batch=str(batch.with_name("another")))
     assert same(held.weights(5), held.weights(3))
-
-
-@pytest.mark.torch
-def test_before_the_first_save_it_begins_with_the_first_model(held: Run) -> None:
-    held.update(1)
-    held.end_processes()
-    assert "falling back to version 0" in held.update(2)["note"]
-    assert same(held.weights(2), held.weights(0)) and held.manifest(2).state_in == ""
 
 
 @pytest.mark.torch

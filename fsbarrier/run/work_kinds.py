@@ -278,7 +278,8 @@ def _publish_weights(work: PublishWeights, context: Context, job: RowJob, workpl
         removed = retention.remove_old(
             log_path,
             work.trained_on,
-            batches=work.keep,
+            # Without the processes that hold the trainer's state, an update trains these again.
+            batches=work.keep and max(work.keep, context.settings.checkpoint.trainer_every),
             trajectories=work.keep_trajectories,
             between=job.live_on,
         )

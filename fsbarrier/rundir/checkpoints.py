@@ -41,19 +41,22 @@ class Manifest:
     """The files of a policy version's folder, by their relative names.
 
     `state_in`: the folder with the trainer state from which the run resumes if the processes that trained this version are gone; "": this
-    one; None: there is none yet, and the run would begin again with its first model.
+    one; None: there is none yet, and the run would begin again with its first model. `trained_since`: the batches in checkpoints/batches/
+    that were trained from that state on up to this version, in order.
     """
 
     policy_version: int
     files: Mapping[str, FileDigest]
     state_in: str | None = ""
+    trained_since: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
         """The content of its file."""
         listed = {name: {"bytes": file.size, "sha256": file.sha256} for name, file in self.files.items()}
         body = {"policy_version": self.policy_version, "files": listed}
         elsewhere = {} if self.state_in == "" else {"state_in": self.state_in}
-        return json.dumps(body | elsewhere, indent=1).encode()
+        since = {"trained_since": list(self.trained_since)} if self.trained_since else {}
+        return json.dumps(body | elsewhere | since, indent=1).encode()
 
     @property
     def digest(self) -> str:
@@ -113,7 +116,8 @@ def read_manifest(folder: Path) -> Manifest:
             _inner_name(name): FileDigest(int(item["bytes"]), str(item["sha256"]))
             for name, item in body["files"].items()
         }
-        return Manifest(int(body["policy_version"]), listed, state_in)
+        since = tuple(map(_inner_name, body.get("trained_since", ())))
+        return Manifest(int(body["policy_version"]), listed, state_in, since)
     except FileNotFoundError:
         raise ProgramFailed(f"{folder} is no complete policy version: it has no {MANIFEST}") from None
     except (
@@ -133,10 +137,13 @@ def _unreadable(error: Exception, said: str) -> ProgramFailed:
     return PolicyUnreadable(said) if failing else ProgramFailed(said)
 
 
-def newest_state(folder: Path) -> str | None:
-    """The newest version up to this one that has its trainer state; None if there is none. Raises ProgramFailed."""
-    state_in = read_manifest(folder).state_in
-    return folder.name if state_in == "" else state_in
+def newest_state(folder: Path) -> tuple[str | None, tuple[str, ...]]:
+    """The newest version up to this one that has its trainer state (None: there is none), and the batches that were trained since.
+
+    Raises ProgramFailed.
+    """
+    manifest = read_manifest(folder)
+    return (folder.name, ()) if manifest.state_in == "" else (manifest.state_in, manifest.trained_since)
 
 
 def _read_below(folder: Path, name: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Annotated, Any, Self, TypeVar
@@ -56,8 +57,14 @@ class Section:
         return plain
 
     def encoded(self) -> bytes:
-        """`as_json` as text."""
-        return msgspec.json.encode(self)
+        """`as_json` as text. Raises UsageError for a text that is not UTF-8, as a path from the command line may be."""
+        try:
+            return msgspec.json.encode(self)
+        except UnicodeEncodeError as error:
+            shown = os.fsencode(error.object).decode(errors="backslashreplace")
+            raise UsageError(
+                f"'{shown}' is not UTF-8, so the other nodes cannot be told of it; rename it"
+            ) from None
 
     def flat(self) -> dict[str, Any]:
         """The values of `as_json` by their dotted names."""

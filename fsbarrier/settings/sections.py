@@ -484,12 +484,12 @@ class FrozenEngineSettings(ServerSettings):
 class CheckpointSettings(Section):
     """Saved policies."""
 
-    #: Number of recent policy versions and training batches to keep on disk.
+    #: Number of recent policy versions and training batches to keep on disk (of batches at least `checkpoint.trainer_every`).
     keep: EachSession[Count] = 3
     #: Keep every N-th policy version permanently; 0: none.
     keep_every: EachSession[CountOrZero] = 0
     #: Save the trainer state with every N-th policy version; processes that end after an update (`trainer.keep`) save it each time. If N
-    #: > 1, a node that leaves or comes back, or a restart, costs up to N - 1 updates.
+    #: > 1, after a node leaves or comes back, or a restart, up to N - 1 updates are trained again from their batches.
     trainer_every: EachSession[Count] = 1
     #: Folder on each node for a local copy of new weights, from which its engines load them; none: engines read the run directory; auto:
     #: /dev/shm if the run directory is on a network mount, otherwise none.

@@ -110,6 +110,7 @@ class NewVersion:
     trainer: TrainerState | None
     adapters: Adapters | None = None
     state_in: str | None = ""
+    trained_since: tuple[str, ...] = ()
     copy: NodeCopy | None = None
     critic: NewVersion | None = None
 
@@ -389,7 +390,7 @@ def _commit(out: Path, version: NewVersion, written: Sequence[Sequence[Written]]
     for (prefix, one), of_all in zip(version.models.items(), zip(*written, strict=True), strict=True):
         completed = _complete(out / prefix, one, of_all)
         digests |= {prefix + name: digest for name, digest in completed.items()}
-    manifest = checkpoints.Manifest(version.policy_version, digests, version.state_in)
+    manifest = checkpoints.Manifest(version.policy_version, digests, version.state_in, version.trained_since)
     return checkpoints.commit(out, manifest).digest
 
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
+import torch
+
+from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training.checkpoint_write import NodeCopy
@@ -44,13 +47,17 @@ class UpdateSpec(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """`model`: the folder of the weights. `state_in`: the newest version with a trainer state, if any. `went_back`: the reason for an
-    earlier policy, or ""."""
+    """`model`: the folder of the weights. `state_in`: the newest version with a trainer state, if any, and `trained_since`: the batches
+    that were trained from there to the policy to train. `again`: those of them that are to be trained again first, as the processes that
+    had done so have ended. `went_back`: the reason for an earlier policy, or "". `note`: for people."""
 
     trainer: Trainer
     model: Path
     state_in: str | None
+    trained_since: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
     went_back: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +83,16 @@ def go_on(held: KeptTrainer | None, spec: UpdateSpec, settings: Settings) -> Beg
     agreed = all(gather_json(held is not None and held.serves(spec["policy"], settings)))
     if not agreed or held is None or spec["trainer_state"] is None:
         return None
-    state_in = checkpoints.newest_state(Path(spec["trainer_state"]).parent)
-    return Beginning(held.trainer, Path(spec["model"]), state_in)
+    state_in, since = checkpoints.newest_state(Path(spec["trainer_state"]).parent)
+    return Beginning(held.trainer, Path(spec["model"]), state_in, since)
 
 
 def begin(processes: Processes, settings: Settings, copy: NodeCopy | None, spec: UpdateSpec) -> Beginning:
     """Load the policy to train with its trainer state from the shared directory.
 
-    If this version was saved without one (`checkpoint.trainer_every`), falls back to the newest version that has one. Raises the errors
-    of Trainer.load.
+    If this version was saved without one (`checkpoint.trainer_every`), begins with the newest version that has one. The batches that were
+    trained since then are trained again, or where one of them is gone, the policy falls back to that version. Raises the errors of
+    Trainer.load.
     """
     model, first, policy_version = Path(spec["model"]), Path(spec["first_model"]), spec["policy_version"]
 
@@ -99,7 +107,7 @@ def begin(processes: Processes, settings: Settings, copy: NodeCopy | None, spec:
         return Beginning(load(model, None, policy_version), model, None)
     version = Path(spec["trainer_state"]).parent
     checkpoints.check_identity(version, spec["policy"])
-    state_in = checkpoints.newest_state(version)
+    state_in, since = checkpoints.newest_state(version)
     if state_in == version.name:
         here = model if copy is None else copy.place.nearest(model)
         return Beginning(load(here, version / "trainer", policy_version), model, state_in)
@@ -108,8 +116,16 @@ def begin(processes: Processes, settings: Settings, copy: NodeCopy | None, spec:
         before = version.parent / state_in
         origin, state = before / "model", before / "trainer"
         number = checkpoints.read_manifest(before).policy_version
-    why = (
+    lost = (
         f"policy version {policy_version} was saved without its trainer state (checkpoint.trainer_every), and the processes that held it "
-        f"have ended; falling back to version {number}, the newest one with a trainer state"
+        "have ended; "
     )
-    return Beginning(load(origin, state, number), origin, state_in, why)
+    # As when the next version was made: a critic that is new has the same first weights.
+    torch.manual_seed(number + 1)
+    trainer, batches = load(origin, state, number), Path(spec["batch"]).parent
+    # The nodes' listings may differ, so all must have found them.
+    if since and all(gather_json(all((batches / name).is_file() for name in since))):
+        note = f"{lost}trained again from version {number} on: {counted(len(since), 'batch', 'batches')}"
+        return Beginning(trainer, origin, state_in, since, again=since, note=note)
+    why = f"{lost}falling back to version {number}, the newest one with a trainer state"
+    return Beginning(trainer, origin, state_in, went_back=why, note=why)

@@ -114,12 +114,13 @@ class Trainer(Trained):
         model_folder: Path,
         policy_version: int,
         state_in: str | None = "",
+        trained_since: tuple[str, ...] = (),
         copy: NodeCopy | None = None,
     ) -> str:
         """Save the new policy version to `out`; returns its identity.
 
         Every process must call this and writes its part; if one fails, all fail. Also copies the model folder's other files.
-        `state_in`: "": the trainer state is saved too; otherwise see checkpoints.Manifest. Raises ProgramFailed.
+        `state_in`: "": the trainer state is saved too; otherwise see checkpoints.Manifest, also for `trained_since`. Raises ProgramFailed.
         """
         model, adapters = self.model.causal, self.adapters
         dtype = self.processes.serving_dtype
@@ -144,6 +145,7 @@ class Trainer(Trained):
             trainer=state,
             adapters=adapters,
             state_in=state_in,
+            trained_since=trained_since,
             copy=copy,
             critic=critic,
         )

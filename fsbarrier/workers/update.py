@@ -98,6 +98,8 @@ class Updates:
             spec["new_policy_version"] % settings.checkpoint.trainer_every == 0
             or spec["iteration"] == settings.iterations
             or not (JOBS in os.environ and self._fit)
+            # So that the next processes that end cost no more than these.
+            or start.note != ""
         )
         new = update.save(start, with_state=with_state)
         peak = update.processes.peak_memory_bytes()
@@ -137,9 +139,7 @@ class Update:
     def of(cls, spec: UpdateSpec, settings: Settings) -> Self:
         """Form the process group, and read the batch."""
         processes = Processes(settings.trainer)
-        # Without sharding, gradients that a process has none of are zeros: then nobody waits for what it has not run.
-        eyes = Eyes.of(Path(spec["model"]), always=settings.trainer.freeze == "none" and processes.world > 1)
-        batch = TrainingBatch.load(Path(spec["batch"])).seen_by(eyes)
+        batch = read_batch(spec, settings, processes)
         started = time.monotonic()
         torch.manual_seed(spec["new_policy_version"])
         place = spec["weights_dir"]
@@ -153,8 +153,25 @@ class Update:
         return with_critic and self.spec["new_policy_version"] <= self.settings.critic.warmup
 
     def train(self, start: Beginning, progress: ProgressWriter) -> Sums:
-        """Do the optimizer steps of the batch. None after a fallback to an older policy, which did not sample these rollouts."""
+        """Do the optimizer steps of the batch, after those of the batches that are to be trained again. None after a fallback to an older
+        policy, which did not sample these rollouts."""
+        first = self.spec["new_policy_version"] - len(start.again)
+        for version, name in enumerate(start.again, first):
+            self._of(version, name)._train(start, progress)
+        totals = self._train(start, progress)
+        if self.processes.is_main:
+            progress.show(1, 1, "steps", last=True, note="saving")
+        return totals
+
+    def _of(self, version: int, batch: str) -> Update:
+        """The update that made this version from this batch: without the processes that had done it, it is done again."""
+        path = Path(self.spec["batch"]).with_name(batch)
+        spec: UpdateSpec = {**self.spec, "batch": str(path), "new_policy_version": version}
+        return replace(self, spec=spec, batch=read_batch(spec, self.settings, self.processes))
+
+    def _train(self, start: Beginning, progress: ProgressWriter) -> Sums:
         processes, totals = self.processes, Sums()
+        torch.manual_seed(self.spec["new_policy_version"])
         steps = len(self.batch.steps) * (1 + (self.settings.algorithm.has_critic and not self.warms_up))
 
         def show(step: int) -> None:
@@ -163,6 +180,9 @@ class Update:
 
         if not start.went_back:
             batch, trainer = self.batch, start.trainer
+            if start.again:
+                # The policy that sampled it is made again as far as the settings, processes and rounding are the same.
+                batch = replace(batch, current=torch.zeros_like(batch.current))
             if self.spec["reference"]:
                 reference = Path(self.spec["reference"])
                 batch = with_reference(reference, trainer.layout, processes, batch, self.settings)
@@ -175,8 +195,6 @@ class Update:
                 totals.more["teacher_kl"] = -float(apart.mean())
             if (held_out := held_out_loss(trainer, batch, self.settings)) is not None:
                 totals.more["held_out_loss"] = held_out
-        if processes.is_main:
-            progress.show(steps, steps, "steps", last=True, note="saving")
         return totals
 
     def _learn(
@@ -215,6 +233,7 @@ class Update:
             model_folder=start.model,
             policy_version=self.spec["new_policy_version"],
             state_in="" if with_state else start.state_in,
+            trained_since=() if with_state else (*start.trained_since, Path(self.spec["batch"]).name),
             copy=self.copy,
         )
 
@@ -232,8 +251,14 @@ class Update:
             "max_tokens_per_micro_batch": self.settings.trainer.max_tokens_per_micro_batch,
             "device": str(self.processes.device),
             "distributed": trainer.layout.described(self.processes),
-            "note": start.went_back or self.note,
+            "note": start.note or self.note,
         }
+
+
+def read_batch(spec: UpdateSpec, settings: Settings, processes: Processes) -> TrainingBatch:
+    # Without sharding, gradients that a process has none of are zeros: then nobody waits for what it has not run.
+    eyes = Eyes.of(Path(spec["model"]), always=settings.trainer.freeze == "none" and processes.world > 1)
+    return TrainingBatch.load(Path(spec["batch"])).seen_by(eyes)
 
 
 @contextmanager

@@ -83,6 +83,8 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
     chosen = {item.key: item for item in preflight.with_absolute_paths(request.chosen)}
     # Reject a mistyped value before waiting for another node or reading any file.
     typed = resolve(chosen.values(), cross_checks=False)
+    # And what no record can hold.
+    typed.encoded()
     log_path = Path(typed.log_path) if typed.log_path else preflight.default_log_path(request.environ)
     preflight.check_log_path(log_path)
     asked = _Asked(request, chosen, typed, log_path, say)
