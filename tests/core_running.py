@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from core_builders import (
@@ -34,7 +35,7 @@ from core_builders import (
 from core_cases import ENDED, Case, ends, is_lost, lost, node_lost, place, proposes
 
 from fsbarrier.protocol import machine
-from fsbarrier.protocol.facts import SEALED, Fact, FailedProgram, Member, Position, Verdict
+from fsbarrier.protocol.facts import SEALED, Fact, FailedProgram, Member, Payload, Position, Verdict
 from fsbarrier.protocol.membership import JOINING
 from fsbarrier.protocol.state import (
     Action,
@@ -46,6 +47,7 @@ from fsbarrier.protocol.state import (
     Node,
     Note,
     Publish,
+    Role,
     RowPart,
     Stage,
     View,
@@ -53,6 +55,21 @@ from fsbarrier.protocol.state import (
 
 SEAL = Fact(2, 1, SEALED)
 SUSPECTED = frozenset({member(2)})
+# Nodes 1 and 2 roll out.
+SAMPLES = Role("rollout", frozenset({1, 2}))
+# Node 1 is back, and node 2 was killed after it.
+ONE_IS_BACK: dict[str, Any] = {
+    "joins": started(1, incarnation=2),
+    "ledger": heard(
+        replace(seen(1, incarnation=2, state=JOINING), before=seen(1, ago=5.0)), seen(2, state="killed")
+    ),
+}
+
+
+def holding(role: Role, settings: Payload) -> list[Role]:
+    return [role]
+
+
 LEFT_BEHIND = Note("left_generation", {"newest": 2, "reason": "start"})
 ALL = frozenset({0, 1, 2})
 # The generation after node 1's program failed: for the first time, and for the second in the same way.
@@ -560,6 +577,69 @@ RUNNING_ROWS = [
         machine.wait_for_the_lost,
         proposes(2, start=(1, ASSIGN), restarted={2: 2}, reason=is_lost(2, "restarted as incarnation 2")),
         rules=rules(on_node_failure="wait"),
+    ),
+    Case(
+        "where nobody is left that holds a role, the others wait, and say so",
+        at_row(0, ROLL_OUT),
+        sees(ledger=heard(seen(1, ago=15.0), seen(2, ago=15.0))),
+        machine.wait_for_the_lost,
+        (
+            node_lost(
+                lost(1, "no heartbeat for 15.0 s", age=15.0),
+                lost(2, "no heartbeat for 15.0 s", age=15.0),
+                waiting=True,
+            ),
+        ),
+        {"trouble_since": NOW},
+        rules=rules(roles_of=partial(holding, SAMPLES)),
+    ),
+    Case(
+        "they go on with one of those that hold it, without the other",
+        at_row(0, ROLL_OUT, trouble_since=NOW - 20.0),
+        sees(**ONE_IS_BACK),
+        machine.wait_for_the_lost,
+        proposes(
+            2,
+            (0, 1),
+            start=(1, ASSIGN),
+            restarted={1: 2},
+            reason=f"{is_lost(1, 'restarted as incarnation 2')}; {is_lost(2, 'its daemon was killed')}",
+        ),
+        rules=rules(roles_of=partial(holding, SAMPLES)),
+    ),
+    Case(
+        "and with one that was no member any more",
+        at_row(0, ROLL_OUT, trouble_since=NOW - 20.0, generation=generation(1, (0, 2))),
+        sees(generation(1, (0, 2)), **ONE_IS_BACK),
+        machine.wait_for_the_lost,
+        proposes(2, (0, 1), start=(1, ASSIGN), restarted={1: 2}, reason=is_lost(2, "its daemon was killed")),
+        rules=rules(roles_of=partial(holding, SAMPLES)),
+    ),
+    *(
+        Case(
+            f"not with one where {what}",
+            at_row(0, ROLL_OUT, trouble_since=NOW - 20.0),
+            sees(**ONE_IS_BACK),
+            None,
+            rules=rules(roles_of=partial(holding, role), min_nodes=least),
+        )
+        for what, role, least in (
+            ("two must hold it together", replace(SAMPLES, least=2), 1),
+            ("--min-nodes asks for more", SAMPLES, 3),
+        )
+    ),
+    Case(
+        "a request to stop ends what waits for a lost node, since the iteration would not end",
+        at_row(0, ROLL_OUT, trouble_since=NOW - 20.0),
+        sees(stop=asked_to_stop(), ledger=heard(seen(1, state="killed"), seen(2, state="killed"))),
+        machine.stop_when_asked,
+        proposes(
+            2,
+            start=(1, ASSIGN),
+            reason="stopped in iteration 1, which waits for node 1, node 2, as ann@host9 asked",
+            verdict=Verdict(0, "stopped in iteration 1, which waits for node 1, node 2, as ann@host9 asked"),
+        ),
+        rules=rules(roles_of=partial(holding, SAMPLES)),
     ),
     # --- this node's own work
     Case(

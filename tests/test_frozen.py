@@ -23,6 +23,7 @@ from fsbarrier.engine.frozen import MOST_DEATHS, FrozenEngine
 from fsbarrier.engine.replicas import Replicas
 from fsbarrier.processes.rendezvous import LOOPBACK
 from fsbarrier.protocol.facts import Join
+from fsbarrier.protocol.state import Role
 from fsbarrier.rewards.kinds import open_reward
 from fsbarrier.rewards.score import Answer, Score
 from fsbarrier.run.admission import check_nodes
@@ -213,10 +214,18 @@ def test_a_lost_node_takes_its_engines_along() -> None:
         "own": FrozenEngineSettings(model="M"),
     }
     placed = {"placement.rollout": "node:0", "placement.update": "all", "num_nodes": 3}
-    assert roles(0, engines, placed) == {
-        "placement.rollout=node:0": frozenset({0}),
-        "placement.wise=node:1": frozenset({1}),
-    }
+    assert roles(0, Settings(engines=engines), placed) == [
+        Role("placement.rollout=node:0", frozenset({0})),
+        Role("placement.wise=node:1", frozenset({1})),
+    ]
+
+
+@pytest.mark.parametrize(("ranges", "holders"), [("node:0-1", {0, 1}), ("all", {0, 1, 2})])
+def test_an_engine_over_nodes_needs_as_many_of_them(ranges: str, holders: set[int]) -> None:
+    began = Settings().with_values({"engine.nodes": 2, "engine.tensor_parallel_size": 2})
+    placed = {"placement.rollout": ranges, "placement.update": "all", "num_nodes": 3}
+    name = f"placement.rollout={ranges} for engine.nodes=2"
+    assert roles(0, began, placed) == [Role(name, frozenset(holders), 2)]
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,34 @@ def test_a_node_with_one_role_is_struck(tmp_path: Path, rank: int, phase: int) -
         assert leftovers(cluster.log_path) == {}
 
 
+@pytest.mark.parametrize(
+    ("back", "apart"),
+    [
+        ((1, 2), False),
+        pytest.param((1,), False, marks=pytest.mark.slow),
+        pytest.param((1,), True, marks=pytest.mark.slow),
+    ],
+    ids=["both are back", "one is back", "the first one is back, without which the others had gone on"],
+)
+def test_a_role_comes_back_whose_holders_are_all_killed(
+    tmp_path: Path, back: tuple[int, ...], apart: bool
+) -> None:
+    """I18. Nodes 1 and 2 roll out, and node 0 trains: it goes on with whoever of them is started again."""
+    flags = ("--iterations", "2", *QUICK, *APART, "rollout.ahead=1", "custom.hold=10")
+    with Cluster(tmp_path, 3, *flags, program=str(HELD)) as cluster:
+        cluster.start()
+        for rank in (1, 2):
+            cluster.beating(rank, lambda beat: (beat.iteration, beat.phase) == (1, 10))
+        cluster.kill(1)
+        if apart:
+            cluster.wait_for(lambda e: (e["event"], e["generation"]) == ("generation_started", 2))
+        cluster.kill(2)
+        cluster.wait_for(lambda e: e["event"] == "node_lost" and e.get("waiting") is True)
+        cluster.start(*back)
+        left = {rank: 0 for rank in (0, *back)}
+        assert cluster.wait(*left) == left, cluster.said_by_all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", [2, 4, 10, 11])
 def test_the_leader_and_then_the_next_one_are_struck(tmp_path: Path, phase: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from core_builders import FIRST, LIMITS, NOW, generation, heard, seen, started
 
@@ -65,6 +67,8 @@ def test_a_counter_that_moves_is_a_sign_of_life(
         ([(0.0, 0.0, {0: beat(5)}), (2.0, 2.0, {}), (22.0, 2.0, {}), (22.5, 22.1, {})], 5.0),
         ([(0.0, 0.0, {0: beat(5)}), (22.0, 22.0, {0: beat(6)})], 0.0),
         ([(8.0, 0.0, {0: beat(5)}), (9.0, 9.0, {})], 0.0),  # never paused into the future
+        ([(1.0, 1.0, {0: beat(5)}), (3.0, 3.0, {0: beat(0, 2)})], 2.0),  # a later start does not hide its end
+        ([(1.0, 1.0, {0: beat(5)}), (3.0, 3.0, {0: beat(0, 2)}), (9.0, 9.0, {0: beat(1, 2)})], 5.0),
     ],
 )
 def test_only_time_in_which_this_node_wrote_heartbeats_is_silence(looks: list[Look], silent_s: float) -> None:
@@ -74,6 +78,8 @@ def test_only_time_in_which_this_node_wrote_heartbeats_is_silence(looks: list[Lo
 
 # --- who is lost -----------------------------------------------------------------------------------------------------------------
 
+# Node 2 is back 7 s after its last heartbeat.
+BACK = replace(seen(2, incarnation=2, state="joining"), before=seen(2, ago=7.0))
 LEFT = "it was stopped by hand or ended in an error"
 
 
@@ -93,19 +99,20 @@ LEFT = "it was stopped by hand or ended in an error"
         (heard(), started(2), None, None),
         (heard(), started(2, incarnation=2), "restarted as incarnation 2", 0.0),
         (heard(seen(2, ago=1.0, state="left")), started(2, incarnation=3), "restarted as incarnation 3", 1.0),
-        (heard(seen(2, incarnation=2)), started(2), "restarted as incarnation 2", 100.0),
-        (heard(seen(2, incarnation=2)), started(2, incarnation=3), "restarted as incarnation 3", 100.0),
+        (heard(seen(2, incarnation=2)), started(2), "restarted as incarnation 2", None),
+        (heard(seen(2, incarnation=2)), started(2, incarnation=3), "restarted as incarnation 3", None),
+        (heard(BACK), started(2, incarnation=2), "restarted as incarnation 2", 7.0),
         (
             heard(seen(2, incarnation=0, state="left")),
             {},
             "no heartbeat for 100.0 s",
-            100.0,
+            None,
         ),  # an older start's word
         (
             heard(ranks=(1,)),
             {},
             "no heartbeat for 100.0 s",
-            100.0,
+            None,
         ),  # never seen: since this node began to watch
         (heard(seen(2, ago=-1.0, state="left")), {}, LEFT, 0.0),  # heard after the time that is asked for
     ],
@@ -116,7 +123,7 @@ def test_who_is_lost_and_why(
     found = losses(FIRST.members[1:], 1, joins, ledger, NOW - 100.0, LIMITS)
     assert [(loss.member.rank, loss.why, loss.age_s) for loss in found] == ([(2, why, age)] if why else [])
     for loss in found:
-        news = ledger.news(loss.member)
+        news = ledger.last_news(loss.member)
         assert loss.beat == (news.beat if news is not None else None)
 
 

@@ -227,10 +227,6 @@ GOOD = ("--num-nodes", "4", "--min-nodes", "2", "engine.nodes=2", "engine.tensor
     ("words", "said"),
     [
         (["--num-nodes", "1", "--min-nodes", "1"], "engine.nodes=2: the run has only 1 node"),
-        (
-            ["--min-nodes", "1"],
-            "engine.nodes=2: fewer nodes than that serve no policy, so give --min-nodes 2",
-        ),
         (["placement.rollout=node:3"], "engine.nodes=2: placement.rollout=node:3 has fewer nodes"),
         (
             ["engine.tensor_parallel_size=3"],

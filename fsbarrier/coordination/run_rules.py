@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 from fsbarrier.coordination.poll_intervals import PollIntervals, join_factor, size_factor
 from fsbarrier.program import Program
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.membership import Limits
-from fsbarrier.protocol.state import Rules
+from fsbarrier.protocol.state import Role, Rules
 from fsbarrier.settings.placement import ROLES, Ranges
 from fsbarrier.settings.section import EACH_SESSION
-from fsbarrier.settings.sections import FrozenEngineSettings, Settings, changes_of
+from fsbarrier.settings.sections import Settings, changes_of
 
 
 def make_rules(settings: Settings, program: Program, accelerators: int) -> Rules:
@@ -23,7 +22,7 @@ def make_rules(settings: Settings, program: Program, accelerators: int) -> Rules
         num_nodes=settings.num_nodes,
         slice=settings.rl_phase,
         min_nodes=settings.min_nodes,
-        roles_of=partial(roles, accelerators, settings.engines),
+        roles_of=partial(roles, accelerators, settings),
         on_node_failure=settings.on_node_failure,
         limits=Limits(
             suspect_s=coordination.suspect_s,
@@ -35,19 +34,21 @@ def make_rules(settings: Settings, program: Program, accelerators: int) -> Rules
     )
 
 
-def roles(
-    accelerators: int, engines: Mapping[str, FrozenEngineSettings], settings: Payload
-) -> dict[str, frozenset[int]]:
-    """The ranks that can hold each role that not all nodes have (`placement.*`)."""
-    placed = {f"placement.{role}": settings[f"placement.{role}"] for role in ROLES}
-    placed |= {f"placement.{name}": engine.placement for name, engine in engines.items() if engine.placement}
-    ranges = {f"{name}={text}": Ranges.parse(text) for name, text in placed.items()}
-    nodes = range(settings["num_nodes"])
-    return {
-        role: frozenset(held.holders(nodes, accelerators))
-        for role, held in ranges.items()
-        if not held.everything
+def roles(accelerators: int, began: Settings, current: Payload) -> list[Role]:
+    """The roles that not all nodes have (`placement.*`), or that several must hold together (`engine.nodes`). `began`: the settings that
+    the run began with, `current`: those that may have changed since."""
+    placed = {f"placement.{role}": current[f"placement.{role}"] for role in ROLES}
+    placed |= {
+        f"placement.{name}": engine.placement for name, engine in began.engines.items() if engine.placement
     }
+    nodes, found = range(current["num_nodes"]), []
+    for name, text in placed.items():
+        ranges, spans = Ranges.parse(text), began.engine.nodes if name == "placement.rollout" else 1
+        if spans > 1 or not ranges.everything:
+            holders = frozenset(ranges.holders(nodes, accelerators))
+            asked = f" for engine.nodes={spans}" if spans > 1 else ""
+            found.append(Role(f"{name}={text}{asked}", holders, spans))
+    return found
 
 
 def poll_intervals(settings: Settings) -> PollIntervals:

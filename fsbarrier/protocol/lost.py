@@ -74,7 +74,7 @@ def found_by_others(situation: Situation, newest: Generation) -> list[Loss]:
 
 def _loss_from_record(situation: Situation, member: Member, newest: Generation) -> Loss:
     ledger = situation.view.ledger
-    seen, why = ledger.news(member), f"found by node {newest.created_by}"
+    seen, why = ledger.last_news(member), f"found by node {newest.created_by}"
     return Loss(member, why, seen.beat if seen is not None else None, ledger.age(member, situation.now))
 
 

@@ -217,12 +217,12 @@ def get_ready(situation: Situation) -> Step | None:
     """The others go on without this node: before it asks them to admit it, it does the work that makes a node ready.
 
     Example: a node is back, and needs a minute to start its engine. Otherwise all would wait for it in the next rollout. If nobody is left
-    at work, or they wait for this node, it stops that and asks at once. A failure counts only when it is a member.
+    at work, or those who are wait for this node, it stops that and asks at once. A failure counts only when it is a member.
     """
     node, newest, index = situation.node, situation.view.newest, situation.rules.table.ready
     if index is None or newest is None or node.part is RowPart.ANNOUNCED:
         return None
-    if not situation.occupied or situation.awaited:
+    if not situation.occupied or situation.halted:
         return (replace(node, part=RowPart.NONE), (CancelWork(),)) if node.part is not RowPart.NONE else None
     if node.part is RowPart.EACH:
         return (replace(node, part=RowPart.ANNOUNCED), NOTHING) if situation.view.work is not None else None
@@ -384,12 +384,20 @@ def stop_when_asked(situation: Situation) -> Step | None:
     """An operator asked the run to stop: the first node that sees the request at a safe point ends the run for all nodes.
 
     The safe point is the first row of an iteration: a stop in the middle of `update` would lose that training. A request with `now`
-    stops in any row.
+    stops in any row, and so does any other while the members wait for lost ones, without which the iteration does not end.
     """
-    stop = situation.view.stop
-    if stop is None or (not stop.now and situation.position.phase != situation.span[0]):
+    stop, iteration = situation.view.stop, situation.position.iteration
+    if stop is None:
         return None
-    when = "at once" if stop.now else f"before iteration {situation.position.iteration}"
+    if stop.now:
+        when = "at once"
+    elif situation.position.phase == situation.span[0]:
+        when = f"before iteration {iteration}"
+    elif situation.gone and situation.halted:
+        lost = ", ".join(f"node {loss.member.rank}" for loss in situation.gone)
+        when = f"in iteration {iteration}, which waits for {lost}"
+    else:
+        return None
     verdict = Verdict(EXIT_DONE, f"stopped {when}, as {stop.who} asked")
     proposal = successor(situation, situation.generation.members, verdict.reason, verdict=verdict)
     return situation.node, (Propose(proposal),)
@@ -501,16 +509,12 @@ def abort_after_a_loss(situation: Situation) -> Step | None:
 
 
 def wait_for_the_lost(situation: Situation) -> Step | None:
-    """A member is lost: with `--on-node-failure wait`, or where nobody else holds its role, the others wait until it is back."""
-    if not situation.gone or not situation.waits_for_the_lost:
+    """A member is lost: with `--on-node-failure wait` the others wait until it is back, and where too few are left that hold a role,
+    until any nodes that wait to join hold it."""
+    if not situation.gone or not situation.halted:
         return None
-    awaited = {loss.member.rank for loss in situation.gone}
-    back = {rank: situation.joiners[rank] for rank in sorted(awaited & situation.joiners.keys())}
-    there = {member.rank: member for member in situation.living} | back
-    waits_for_all = situation.rules.on_node_failure == "wait"
-    if len(back) == len(awaited) or (not waits_for_all and not situation.rules.lacks_role(there.keys())):
-        members = [there[rank] for rank in situation.generation.ranks if rank in there]
-        return _answer_the_loss(situation, members)
+    if situation.comeback:
+        return _answer_the_loss(situation, situation.comeback)
     if situation.node.trouble_since is None:
         fields = {"lost": lost_as_fields(situation, situation.gone), "waiting": True}
         return replace(situation.node, trouble_since=situation.now), (Note("node_lost", fields),)
@@ -524,7 +528,7 @@ def wait_for_the_lost(situation: Situation) -> Step | None:
 
 def shrink_after_a_loss(situation: Situation) -> Step | None:
     """A member is lost, and the run goes on with the others if at least `--min-nodes` are left."""
-    if situation.rules.on_node_failure != "shrink" or not situation.gone or situation.waits_for_the_lost:
+    if situation.rules.on_node_failure != "shrink" or not situation.gone or situation.halted:
         return None
     lacking = situation.rules.lacks([member.rank for member in situation.living])
     why = f"{lost_as_text(situation, situation.gone)}; {lacking}"

@@ -43,6 +43,13 @@ class Seen:
     since: float
     #: this node saw the counter advance, so the name is not a leftover of an earlier session
     moved: bool
+    #: the last news of the incarnation that this node heard before
+    before: Seen | None = None
+
+    def later(self, pause: float, now: float) -> Seen:
+        """The same if `pause` seconds of the silence since then do not count."""
+        before = self.before.later(pause, now) if self.before is not None else None
+        return replace(self, since=min(self.since + pause, now), before=before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +81,13 @@ class Ledger:
             pause = max(0.0, beaten_at - until - poll_gap_s) if until is not None else 0.0
             until = beaten_at
         if pause:
-            seen = {rank: replace(item, since=min(item.since + pause, now)) for rank, item in seen.items()}
+            seen = {rank: item.later(pause, now) for rank, item in seen.items()}
         for rank, beat in beats.items():
             old = seen.get(rank)
             if old is None or beat.incarnation > old.beat.incarnation:
-                seen[rank] = Seen(beat, now, False)
+                seen[rank] = Seen(beat, now, False, replace(old, before=None) if old is not None else None)
             elif beat.incarnation == old.beat.incarnation and beat.counter > old.beat.counter:
-                seen[rank] = Seen(beat, now, True)
+                seen[rank] = Seen(beat, now, True, old.before)
         return Ledger(seen, until, self.missed_s + pause)
 
     def news(self, member: Member) -> Seen | None:
@@ -88,14 +95,21 @@ class Ledger:
         item = self.seen.get(member.rank)
         return item if item is not None and item.beat.incarnation == member.incarnation else None
 
+    def last_news(self, member: Member) -> Seen | None:
+        """The same, also where a later incarnation of its rank was heard since."""
+        item = self.seen.get(member.rank)
+        if item is not None and item.beat.incarnation > member.incarnation:
+            item = item.before
+        return item if item is not None and item.beat.incarnation == member.incarnation else None
+
     def age(self, member: Member, now: float) -> float | None:
         """How long ago `member`'s counter was seen to move, for people; None without news of it."""
-        item = self.news(member)
+        item = self.last_news(member)
         return None if item is None else max(0.0, now - item.since)
 
     def silence(self, member: Member, since: float) -> float:
         """How long there has been no news of `member`, as far as that counts. Of one never heard it counts from `since` on."""
-        item, until = self.news(member), self.heard_until
+        item, until = self.last_news(member), self.heard_until
         return 0.0 if until is None else max(0.0, until - (since if item is None else item.since))
 
     def state(self, member: Member) -> str:
@@ -153,7 +167,7 @@ def losses(
 
 def _loss(member: Member, join: Join | None, ledger: Ledger, since: float, limits: Limits) -> Loss | None:
     """Whether a member is lost, by the newest heartbeat and the newest start (`join`) of its rank."""
-    newest, news = ledger.seen.get(member.rank), ledger.news(member)
+    newest, news = ledger.seen.get(member.rank), ledger.last_news(member)
     beat, state = (news.beat, news.beat.state) if news is not None else (None, "")
     silent_s = ledger.silence(member, since)
     # A newer start may show by its heartbeat first, while this mount's listing of joins/ is stale.
@@ -170,7 +184,7 @@ def _loss(member: Member, join: Join | None, ledger: Ledger, since: float, limit
         why = f"{f'it {state}, and no' if state in GONE else 'no'} heartbeat for {silent_s:.1f} s"
     else:
         return None
-    return Loss(member, why, beat, silent_s)
+    return Loss(member, why, beat, silent_s if news is not None else None)
 
 
 def silent_members(

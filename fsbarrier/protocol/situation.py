@@ -10,7 +10,7 @@ from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Pay
 from fsbarrier.protocol.membership import GONE, Loss, live_joiners, losses, occupied
 from fsbarrier.protocol.rows import Row
 from fsbarrier.protocol.session import MASTER, contradiction
-from fsbarrier.protocol.state import Node, Rules, View
+from fsbarrier.protocol.state import Node, Rules, Stage, View
 from fsbarrier.protocol.wording import counted
 
 
@@ -127,24 +127,24 @@ class Situation:
         return occupied(view.newest, node.rank, view.joins, view.ledger, since, self.rules.limits)
 
     @property
-    def awaited(self) -> bool:
-        """Whether the others wait for this rank, which the newest generation names."""
-        newest, ranks = self.view.newest, [member.rank for member in self.others]
-        waits = self.rules.on_node_failure == "wait" or bool(self.rules.lacks_role(ranks))
-        return waits and newest is not None and newest.incarnation_of(self.node.rank) is not None
+    def members(self) -> Sequence[Member]:
+        """The members of this node's generation; while it joins, of the newest one."""
+        generation = self.node.generation or self.view.newest
+        return generation.members if generation is not None else ()
 
     @cached_property
     def gone(self) -> Sequence[Loss]:
-        """The lost members of this node's generation."""
+        """The lost ones among `members`."""
         node, view = self.node, self.view
-        members, since = self.generation.members, node.watches_since(view.ledger)
-        return losses(members, node.rank, view.joins, view.ledger, since, self.rules.limits)
+        since = node.watches_since(view.ledger)
+        return losses(self.members, node.rank, view.joins, view.ledger, since, self.rules.limits)
 
     @cached_property
     def living(self) -> Sequence[Member]:
-        """The members of this node's generation that are not lost."""
-        lost = {loss.member.rank for loss in self.gone}
-        return [member for member in self.generation.members if member.rank not in lost]
+        """The `members` that are not lost. An older start of this rank, which this process has replaced, is lost."""
+        lost, node = {loss.member.rank for loss in self.gone}, self.node
+        replaced = Stage.JOINING is node.stage
+        return [m for m in self.members if m.rank not in lost and not (replaced and m.rank == node.rank)]
 
     @cached_property
     def waiting(self) -> Mapping[int, Join]:
@@ -187,12 +187,27 @@ class Situation:
         return not self.rules.lacks(self.starting.keys())
 
     @property
-    def waits_for_the_lost(self) -> bool:
-        """Whether the others wait until lost members are back: as they are told to, or because nobody else holds their role."""
+    def halted(self) -> bool:
+        """Whether the members wait until lost ones are back, as they are told to, or until enough nodes hold each role again.
+
+        A node that joins asks this too: they wait for it then.
+        """
         policy = self.rules.on_node_failure
-        return policy == "wait" or (
-            policy == "shrink" and bool(self.rules.lacks_role([m.rank for m in self.living]))
-        )
+        if policy == "wait":
+            return len(self.living) < len(self.members)
+        return policy == "shrink" and bool(self.rules.lacks_role([member.rank for member in self.living]))
+
+    @property
+    def comeback(self) -> Sequence[Member]:
+        """The members of the next generation if these nodes are halted no more: the living ones, and who waits to join; none before."""
+        there = {**self.joiners, **{member.rank: member for member in self.living}}
+        if self.rules.on_node_failure == "wait":
+            return (
+                [there[rank] for rank in self.generation.ranks]
+                if there.keys() >= {*self.generation.ranks}
+                else []
+            )
+        return [] if self.rules.lacks(there.keys()) else [*there.values()]
 
     # --- how long ---
 

@@ -58,6 +58,15 @@ LAST_CALL = "coordination.last_call_s"
 
 
 @dataclass(frozen=True, slots=True)
+class Role:
+    """What only some ranks can do. The run needs `least` of them as members."""
+
+    name: str
+    holders: frozenset[int]
+    least: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Rules:
     """The configuration of the state machine."""
 
@@ -66,8 +75,8 @@ class Rules:
     #: the slice of the rows that a session runs, unless its start chooses another
     slice: str = ""
     min_nodes: int = 1
-    #: By `settings`: role -> the ranks that can hold it; the run needs one of them as a member.
-    roles_of: Callable[[Payload], Mapping[str, frozenset[int]]] = lambda settings: {}
+    #: the roles of a run with these `settings`
+    roles_of: Callable[[Payload], Sequence[Role]] = lambda settings: ()
     #: "shrink", "wait" or "abort"; in groups "hold": the caller learns of a loss, and decides
     on_node_failure: str = "shrink"
     retries: int = 2
@@ -96,12 +105,18 @@ class Rules:
             return f"{len(ranks)} left, --min-nodes is {self.min_nodes}"
         return self.lacks_role(ranks)
 
+    @property
+    def roles(self) -> Sequence[Role]:
+        """The roles that not all nodes have, or that a single one cannot hold."""
+        return self.roles_of(self.settings)
+
     def lacks_role(self, ranks: Collection[int]) -> str:
-        """The role that none of these nodes holds, for people; "" if there is none."""
-        roles = self.roles_of(self.settings)
-        return next(
-            (f"nobody left holds {role}" for role, some in roles.items() if some.isdisjoint(ranks)), ""
-        )
+        """The role that too few of these nodes hold, for people; "" if there is none."""
+        for role in self.roles:
+            if len(role.holders.intersection(ranks)) < role.least:
+                too_few = "nobody left holds" if role.least == 1 else f"fewer than {role.least} left hold"
+                return f"{too_few} {role.name}"
+        return ""
 
     def span(self, choices: Payload) -> tuple[int, int]:
         """The first and the last row of an iteration, by a generation's choices."""

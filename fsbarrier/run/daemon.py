@@ -212,7 +212,8 @@ class Daemon:
         # The line is for people only. The observer finds out who is alive.
         with contextlib.suppress(OSError):
             if iteration := iteration_of_others(self.record.log_path, me):
-                where = f"the others were in iteration {iteration}; it is taken in when the next one begins, at once if they are gone"
+                where = f"the others were in iteration {iteration}; it is taken in when the next one begins"
+                where += ", at once if they wait for it or are gone"
                 self.events.console.say(f"fsbarrier: node {me}: {where}\n")
 
     def _name_missing_nodes(self, now: float) -> None:

@@ -158,8 +158,6 @@ def _spanning(s: Settings, named: AsChosen) -> Iterator[str]:
         yield f"{size}: the server is not this run's; drop {'--debug-mode' if s.debug_mode else named('engine.url')}"
     if engine.nodes > s.num_nodes:
         yield f"{size}: the run has only {counted(s.num_nodes, 'node')} ({named('num_nodes')})"
-    elif s.min_nodes < engine.nodes:
-        yield f"{size}: fewer nodes than that serve no policy, so give --min-nodes {engine.nodes} or more ({named('min_nodes')})"
     placed = Ranges.parse(s.placement.rollout)
     if placed.nodes and sum(rank in placed for rank in range(s.num_nodes)) < engine.nodes:
         yield f"{size}: {named('placement.rollout')} has fewer nodes"

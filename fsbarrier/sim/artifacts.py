@@ -74,6 +74,8 @@ class Artifacts:
         self.served = ""
         # what runs in several nodes at once, by its address and the folder that it writes
         self.meetings: dict[tuple[str, str, str], SimTorchrun] = {}
+        # the places of those that have come to an engine over several nodes, by its nodes and what they are asked for
+        self.spans: dict[tuple[object, ...], set[int]] = {}
         self.stamps = 0
 
     def make(self, given: int) -> None:

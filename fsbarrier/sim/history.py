@@ -122,6 +122,14 @@ class Asked(NamedTuple):
     path: str
 
 
+class Standstill(NamedTuple):
+    """Nothing has happened since `since`, and nothing hindered these nodes, which are all that are alive."""
+
+    time: float
+    since: float
+    nodes: tuple[Node, ...]
+
+
 class ProcessEnd(NamedTuple):
     """The end of a process: an exit code, or None if it was killed."""
 
@@ -176,6 +184,7 @@ class History:
     missing: list[Missing] = field(default_factory=list)
     removed: list[Removed] = field(default_factory=list)
     asked: list[Asked] = field(default_factory=list)
+    standstills: list[Standstill] = field(default_factory=list)
     # process -> (time, rank)
     starts: dict[int, tuple[float, int]] = field(default_factory=dict)
     ended: dict[int, ProcessEnd] = field(default_factory=dict)

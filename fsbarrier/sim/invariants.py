@@ -18,6 +18,7 @@ from fsbarrier.sim.sessions import ended_by_an_old_start, finished, nothing_was_
 from fsbarrier.sim.settings import i16_the_same_settings
 from fsbarrier.sim.setup import LIMITS
 from fsbarrier.sim.verdicts import gave_up_for_a_reason, i7_no_false_death, i15_only_for_a_reason
+from fsbarrier.sim.waiting import i18_whoever_waits_goes_on
 from fsbarrier.sim.world import World
 
 NOTHING: Payload = {}
@@ -39,6 +40,7 @@ def check(world: World) -> list[Violation]:
     found += [Violation("I3", what) for what in start_positions(history, world.rules)]
     found += [Violation("I6", what) for what in outcomes(world)]
     found += [Violation("I15", what) for what in i15_only_for_a_reason(world)]
+    found += [Violation("I18", what) for what in i18_whoever_waits_goes_on(history, world.rules)]
     return found
 
 

@@ -57,7 +57,8 @@ SMALL: Payload = {
 }
 ROOT = SimPath("/run")
 PATHS = RunPaths(cast(Path, ROOT))
-LIMITS = Limits(dead_s=15.0, join_timeout_s=60.0, rejoin_timeout_s=40.0)
+# Nobody is given up before a standstill is noted (`World._note_standstills`).
+LIMITS = Limits(dead_s=15.0, join_timeout_s=60.0, rejoin_timeout_s=700.0)
 # Some outages are longer.
 OUTAGE_S = 25.0
 # the shortest time that starting nodes wait for each other
@@ -134,20 +135,29 @@ def draw_choice(rng: Random, phases: RlPhase, nodes: int) -> dict[str, object]:
 
 
 def draw_placement(rng: Random, nodes: int) -> dict[str, object]:
-    """Most nodes do everything. In other runs some train and some roll out, mostly ahead, or a node does both."""
-    if nodes == 1 or rng.random() < 0.5:
+    """Most nodes do everything. In other runs some train and some roll out, mostly ahead, or some do both; engines may span two nodes."""
+    if nodes == 1 or rng.random() < 0.4:
         return {}
-    first, last = rng.choice(((0, nodes - 2), (1, nodes - 1)))
-    several = f"node:{first}-{last}" if first < last else f"node:{first}"
-    one = f"node:{({*range(nodes)} - {*range(first, last + 1)}).pop()}"
-    rollout, update = rng.choice(((several, one), (one, several), (several, one), (several, "all")))
-    ahead = "" if update == "all" else rng.choice(("", "ahead", "in flight"))
+    ranks = [*range(nodes)]
+    rng.shuffle(ranks)
+    cut = rng.randint(1, nodes - 1)
+    rollout, update = ranks[:cut], ranks[cut:]
+    apart = rng.random() < 0.7
+    if not apart:
+        update = rng.sample(ranks, rng.randint(1, nodes))
+    ahead = rng.choice(("", "ahead", "in flight")) if apart else ""
+    spans = len(rollout) > 1 and ahead != "in flight" and rng.random() < 0.4
     return {
-        "placement.rollout": rollout,
-        "placement.update": update,
+        "placement.rollout": _whole_nodes(rollout),
+        "placement.update": _whole_nodes(update),
         "rollout.ahead": int(ahead != ""),
         "rollout.in_flight": ahead == "in flight",
+        **({"engine.nodes": 2, "engine.tensor_parallel_size": 2} if spans else {}),
     }
+
+
+def _whole_nodes(ranks: Collection[int]) -> str:
+    return "node:" + ",".join(map(str, sorted(ranks)))
 
 
 @cache
@@ -197,7 +207,7 @@ class Draw:
         #: verifying a checkpoint takes as long as a program
         self.slow_checks = faulty and rng.random() < 0.5
         #: each node keeps a copy of the newest weights
-        self.copies_weights = rng.random() < 0.3
+        self.copies_weights = rng.random() < 0.3 and self.settings.engine.nodes == 1
         #: how often all are started again after the run has ended
         self.sessions = int(faulty and self.settings.rollout_split is None and rng.random() < 0.12)
 

@@ -65,6 +65,10 @@ def nothing() -> None:
     """The operation has not failed."""
 
 
+#: for how long a file cannot be read whose handle is stale
+HIDES_S = (0.3, 1.0, 3.0, 8.0, 8.0, 40.0)
+
+
 class ReadFaults:
     """Reads that go wrong. A garbled read races with a replacement, so the host's next read of that file is whole again. A file whose
     handle is stale cannot be read on one host for a while, even if this host has read it before.
@@ -75,6 +79,8 @@ class ReadFaults:
         #: what has struck
         self.struck: set[str] = set()
         self._until: dict[tuple[str, str], float] = {}
+        #: how long a file may stay unreadable
+        self.longest_s = HIDES_S[-1] if handles else 0.0
 
     def of(self, host: str, path: str, now: float) -> str:
         """What happens to this read: garbled, handles or "" (nothing)."""
@@ -86,7 +92,7 @@ class ReadFaults:
         if until is None and dice < self._garbled:
             how, self._until[host, path] = "garbled", 0.0
         elif self._garbled <= dice < self._garbled + self._handles:
-            how, self._until[host, path] = "handles", now + self._rng.choice((0.3, 1.0, 3.0, 8.0, 8.0, 40.0))
+            how, self._until[host, path] = "handles", now + self._rng.choice(HIDES_S)
         if how:
             self.struck.add(how)
         return how

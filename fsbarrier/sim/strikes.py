@@ -67,7 +67,9 @@ class StruckWorld(World):
         if self.healed:
             return
         self.history.faults.add(kind)
-        if kind == "power":
+        if kind == "crash" and self.rng.random() < 0.3:
+            kill_a_role(self)
+        elif kind == "power":
             cut_power(self, self.of(rank), again=True)
         elif kind == "stop":
             ask_to_stop(self, now=whole)
@@ -130,6 +132,25 @@ class StruckWorld(World):
 def start_again_sometimes(world: World, rank: int) -> None:
     if world.rng.random() < 0.7:
         world.start(rank, 0.2 + world.rng.random() * world.rng.choice((1.0, 25.0)))
+
+
+def kill_a_role(world: World) -> None:
+    """Kill all nodes that hold a role, at once or one after the other, and start some again; perhaps also a node without it."""
+    roles, rng = [role.holders for role in world.rules.roles], world.rng
+    holders = sorted(rng.choice(roles)) if roles else [rng.randrange(world.setup.nodes)]
+    rng.shuffle(holders)
+    if rng.random() < 0.2:
+        holders.append(rng.randrange(world.setup.nodes))
+    at, apart_s = 0.0, rng.choice((0.0, 2.0, 25.0))
+    for rank in holders:
+        world.after(at, partial(_kill, world, rank))
+        at += rng.random() * apart_s
+
+
+def _kill(world: World, rank: int) -> None:
+    for process in world.of(rank) if not world.healed else ():
+        process.kill("killed")
+        start_again_sometimes(world, rank)
 
 
 def start_with_other_code(world: World, rank: int, delay: float = 0.0) -> None:

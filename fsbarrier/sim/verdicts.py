@@ -90,7 +90,7 @@ def _too_small(history: History, rules: Rules, record: Generation) -> Iterator[s
     size = {**history.settings, **record.settings}["num_nodes"]
     begins = record.reason in STARTS
     least = rules.min_nodes if shrinks or (begins and elastic) else size if begins else 0
-    if rules.lacks_role(record.ranks) and record.reason not in STARTS:
+    if rules.lacks_role(record.ranks):
         yield f"generation {record.number} goes on, and {rules.lacks_role(record.ranks)}"
     if len(record.members) < least:
         yield f"generation {record.number} has {len(record.members)} members, at least {least} are asked for"
@@ -102,13 +102,27 @@ def _too_small(history: History, rules: Rules, record: Generation) -> Iterator[s
 
 
 def _asked_to_stop(history: History, rules: Rules, record: Generation, time: float) -> bool:
-    """Whether there was a request to stop at once; or at the next safe point, and nobody is beyond the row after it."""
+    """Whether there was a request to stop at once; or at the next safe point, and nobody is beyond the row after it, or all wait for a
+    lost node."""
     asked = [w.record for w in history.writes if isinstance(w.record, StopRequest) and w.time <= time]
     begun = any(
         place[:2] == (record.number - 1, record.start.iteration) and place[2] > history.span(record)[0] + 1
         for place in history.facts
     )
-    return any(request.now for request in asked) or (bool(asked) and not begun)
+    at_once = any(request.now for request in asked) or _may_have_lost(history, record, time)
+    return bool(asked) and (at_once or not begun)
+
+
+def _may_have_lost(history: History, record: Generation, time: float) -> bool:
+    """Whether a member of the generation before had ended, was started again, or was kept from its heartbeats."""
+    for member in history.generations[record.number - 1][1].members:
+        process = _process_of(member.rank, member.incarnation, history)
+        again = history.joins.get((member.rank, member.incarnation + 1))
+        if (process in history.ended and history.ended[process].time <= time) or (
+            again and again.time <= time
+        ):
+            return True
+    return bool(history.faults & {"slow", "pause", "outage"})
 
 
 def _failures(history: History, time: float) -> Iterator[tuple[int, int, Fact]]:

@@ -16,7 +16,7 @@ from fsbarrier.engine.replicas import Replicas
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes.kept_program import KeptProgram
 from fsbarrier.processes.supervisor import Child
-from fsbarrier.program import Context, PartOnDisk
+from fsbarrier.program import Context, PartOnDisk, Span
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.protocol.state import Node, RowPart
 from fsbarrier.run.context_maker import ContextMaker
@@ -38,6 +38,8 @@ GENERATIONS = cast(SimPath, PATHS.generations)
 TASKS: dict[str, TaskSource] = {
     split: {"path": f"/data/{split}", "count": 18, "sha256": ""} for split in SPLITS
 }
+#: how long the nodes of an engine wait for each other
+MEETS_S = 100
 #: how often a job that is cancelled may still wait
 LAST_WAITS = 1000
 
@@ -95,9 +97,11 @@ class SimEngines:
         cancel: threading.Event,
         show: Callable[[int], None] = lambda ready: None,
         in_flight: bool = False,
-        span: None = None,
+        span: Span | None = None,
     ) -> list[EngineInfo]:
         world, rank = self._host.world, self._host.process.rank
+        if span is not None:
+            self._meet(span, cancel)
         # A start takes long.
         if cancel.wait(world.length() / (4 if self._host.serving else 1)):
             raise ProgramFailed("cancelled")
@@ -105,6 +109,17 @@ class SimEngines:
         action = "kept" if wanted == self._host.serving else "reloaded"
         self._host.serving = wanted
         return [EngineInfo("", "", f"on node {rank}", policy_version, 0, 0.0, action)]
+
+    def _meet(self, span: Span, cancel: threading.Event) -> None:
+        """Wait until all nodes of the engine have been asked for the same."""
+        came = self._host.artifacts.spans.setdefault((span.nodes, span.turn), set())
+        came.add(span.place)
+        for _ in range(MEETS_S):
+            if len(came) == len(span.nodes):
+                return
+            if cancel.wait(1.0):
+                raise ProgramFailed("cancelled")
+        raise ProgramFailed(f"only {sorted(came)} of {span.nodes} came in time (engine.start_timeout_s)")
 
     def use(self, devices: Sequence[int] | None) -> None:
         """Simulated nodes have no accelerators."""

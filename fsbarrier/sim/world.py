@@ -13,7 +13,7 @@ from fsbarrier.protocol.facts import Beat, Join, Record
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.names import PULSE
 from fsbarrier.sim.disk import Disk, File, SimPath
-from fsbarrier.sim.history import Asked, History, Removed, Write, row_of
+from fsbarrier.sim.history import Asked, History, Removed, Standstill, Write, row_of
 from fsbarrier.sim.process import Process
 from fsbarrier.sim.schedule import Action, Mishap, Schedule, Start
 from fsbarrier.sim.sessions import OTHERS, Session, another
@@ -24,7 +24,11 @@ from fsbarrier.sim.store import After, Habits, MountClient, nothing
 # the limit for each node and iteration, a hundred times the usual number; more is a livelock
 EVENTS = 100_000
 # After the faults stop, everything must end within this virtual time for each iteration.
-SETTLE_S = 900.0
+SETTLE_S = 2000.0
+# the virtual time between two looks for a standstill
+NOTE_S = 5.0
+# No row takes longer than so many programs.
+WORKS = 12
 
 
 class OnEntry(NamedTuple):
@@ -60,6 +64,8 @@ class World(Schedule):
         self.awaited: list[OnEntry] = []
         # pending starts
         self.starting = 0
+        # when something last happened that the nodes may wait for, and how much had happened by then
+        self.moved_at, self.moves = 0.0, (0, 0, 0)
         # A row may take as long as a stale listing lasts, and a few rows are repeated.
         self.settle_s = (SETTLE_S + 30 * draw.habits.listing_s) * setup.iterations
         # when everything must have ended
@@ -98,6 +104,8 @@ class World(Schedule):
         if self.setup.mix:
             self.plan_faults()
             self.at(20.0 * self.setup.iterations + 10.0, self.heal)
+        if not self.setup.groups:
+            self._note_standstills()
         most = EVENTS * self.setup.nodes * self.setup.iterations
         while self.agenda:
             time, _, action = self.agenda.pop(0)
@@ -216,6 +224,22 @@ class World(Schedule):
                 self.history.misses[path] = max(count, self.history.misses.get(path, 0))
         self.history.faults |= self.draw.reads.struck
 
+    def _note_standstills(self) -> None:
+        """Note that nothing has happened for so long that each node must have done its work, seen the others, and had its turn."""
+        history, draw, limits = self.history, self.draw, self.rules.limits
+        moves = len(history.writes), len(history.starts), len(history.ended)
+        living = [process for process in self.of(None) if isinstance(process, Process)]
+        unreadable = self.disk.spoilt or any(client.cannot_read for client in self.clients.values())
+        if moves != self.moves or unreadable or not living or any(map(_hindered, living)):
+            self.moved_at, self.moves = self.now, moves
+        turns_s = limits.stagger_s * (self.setup.nodes + 2**self.rules.retries)
+        seen_s = limits.dead_s + history.hidden_s + draw.reads.longest_s + turns_s
+        if self.now - self.moved_at > seen_s + WORKS * max(draw.lengths):
+            nodes = tuple(process.loop.node for process in living)
+            history.standstills.append(Standstill(self.now, self.moved_at, nodes))
+            self.moved_at = self.now
+        self.after(NOTE_S, self._note_standstills)
+
     # --- processes ---
 
     def start(self, rank: int, delay: float) -> None:
@@ -291,6 +315,12 @@ class World(Schedule):
             generation = process.loop.node.generation
             if generation is not None and generation.number == row_of(path)[0]:
                 self.history.asked.append(Asked(self.now, process.rank, path))
+
+
+def _hindered(process: Process) -> bool:
+    """Whether something keeps a node from looking."""
+    hangs = process.hung_at > process.schedule.now
+    return process.paused or hangs or process.client.outage is not None or not process.joined
 
 
 def _new_history(draw: Draw) -> History:

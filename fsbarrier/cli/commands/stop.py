@@ -38,6 +38,10 @@ def main(args: argparse.Namespace) -> int:
         )
         return 0
     who = f"node{'s' if len(reached) > 1 else ''} {ranks(beat.rank for beat in reached)}"
-    when = "immediately" if args.now else "at the end of this iteration (--now: immediately)"
+    when = (
+        "immediately"
+        if args.now
+        else "at the end of this iteration, at once if it waits for a lost node (--now: immediately)"
+    )
     print(f"asked {who} of run {printable(record.run_id)} to stop {when}; check with `fsbarrier status`")
     return 0
