@@ -268,7 +268,16 @@ def test_who_has_no_room_to_publish_lives(tmp_path: Path) -> None:
     store, events, said = NoRoom(), list[str](), list[str]()
     loops = started(tmp_path, store, events)
     lives = [living(loop, said) for loop in loops]
-    done = property(lambda work: WorkReport(RowPart.EACH, True, {}, 0.0) if work is loops[1].work else None)
+
+    def journal(event: str, node: object, fields: object) -> None:
+        if store.full:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded", "/shared/run/events")
+        events.append(event)
+
+    for loop in loops:
+        loop.write_event = journal
+    report = WorkReport(RowPart.EACH, True, {}, 0.0, ({"event": "figures"},))
+    done = property(lambda work: report if work is loops[1].work else None)
     with pytest.MonkeyPatch.context() as patched:
         for second in range(100):
             if second == 20:
@@ -279,8 +288,8 @@ def test_who_has_no_room_to_publish_lives(tmp_path: Path) -> None:
                     life.look(float(second))
                 life.beat(float(second))
             if second == 21:
-                assert [text[:44] for text in said] == [
-                    f"node {n} cannot write in /shared/run: No space" for n in (0, 1)
+                assert [text[:40] for text in said] == [
+                    f"node {n} cannot write in /shared/run: {why}" for n, why in ((0, "No s"), (1, "Disk"))
                 ]
             if store.full and second > 22:
                 assert {pulse.state for pulse in PULSE.parse_all(os.listdir(RunPaths(tmp_path).beats))} == {

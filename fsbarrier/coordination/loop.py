@@ -179,11 +179,12 @@ class NodeLoop:
         before = self.node
         # How this node's own work ended, if any was under way.
         work = self.work.report if before.part in (RowPart.EACH, RowPart.LEADER) else None
+        view = self.observer.view(before, now, work)
+        # After the look: a journal that cannot be written must not keep this node from looking.
         if work is not None and work is not self._told:
             for line in work.events:
                 self.write_event(line["event"], before, {k: v for k, v in line.items() if k != "event"})
             self._told = work
-        view = self.observer.view(before, now, work)
         if view is self._idle_view:
             # Most looks of a wait end here: only the row was due, and it showed nothing new.
             return None
