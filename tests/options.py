@@ -232,7 +232,7 @@ ELSEWHERE = {
     "algorithm.distil_reward": "only with a teacher (test_teachers.py)",
     "algorithm.kl_estimator=k1": "is refused with a KL in the loss (test_settings.py), and has no other use",
     **dict.fromkeys(("trainer.profile", "trainer.profile=none", "trainer.profile_rank"), "test_profiling.py"),
-    "rollout.tool_parser": "test_agents.py",
+    "rollout.tool_parser": "test_bad_input.py",
     "rollout.stop": "test_rollout.py: an agent names its own",
     "rollout.in_flight=true": "test_in_flight.py: a server of the user's takes no weights",
     "rollout.reproducible=true": "test_complete_runs.py: an agent has no seeds",

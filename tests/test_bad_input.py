@@ -739,6 +739,31 @@ TELLING = (
 )
 
 
+def test_a_dry_run_says_which_parser_reads_calls_of_tools(place: Path, quick: Call) -> None:
+    agent = Path(__file__).parent.parent / "phases" / "agents" / "calculator.py"
+    words = [*RL.split(), "--dry-run", "--eval-interval", "0", f"rollout.agent={agent}:Calculator"]
+    for template, more, parser, why in (
+        (TEMPLATE, (), "hermes", "the chat template names none"),
+        (TEMPLATE + "{# <tool_call><function= #}", (), "qwen3_coder", "by the chat template"),
+        (TEMPLATE, ("rollout.tool_parser=glm45",), "glm45", "rollout.tool_parser"),
+    ):
+        (place / "model" / "chat_template.jinja").write_text(template)
+        shown = quick([*words, *more]).stdout
+        assert f"calls of tools: read by vLLM's parser {parser} ({why})" in shown
+        assert f"--enable-auto-tool-choice --tool-call-parser {parser} " in shown
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("rollout.tool_parser=glm45", "and there is none"),
+        ("sft.split_turns=true", "has no effect with program=rl"),
+    ],
+)
+def test_what_only_agents_and_fine_tuning_read(place: Path, quick: Call, word: str, says: str) -> None:
+    refused(quick, [*RL.split(), word], place=place, says=[word, says])
+
+
 def test_a_model_in_a_cache_is_its_main_revision(place: Path, quick: Call) -> None:
     cached = place / "hub" / "models--me--tiny"
     for name in ("aaa", "bbb", "ccc"):

@@ -113,6 +113,18 @@ RULES = (
         "rollout.completion_threshold",
     ),
     Idle(
+        ("rollout.tool_parser",),
+        lambda s: s.rollout.agent is not None,
+        "reads the turns of an agent, and there is none; drop it, or give rollout.agent",
+        "rollout.agent",
+    ),
+    Idle(
+        ("sft.split_turns",),
+        lambda s: s.program not in ("rl", "toy", "ping"),
+        "has no effect with {}; drop it, or give --program sft",
+        "program",
+    ),
+    Idle(
         tuple(f"environment.{name}" for name in ENVIRONMENT),
         lambda s: s.environment.command is not None,
         "there is no environment; give environment.command",
