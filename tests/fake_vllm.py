@@ -4,7 +4,7 @@ Run as a script with vLLM's flags (with --headless it waits; others are ignored)
 
     dir       a folder: requests.jsonl (each request as it came), marks of what was done once already, gates
     start     "fail" | "hang"
-    reload    "error" | "warn" | "die"
+    reload    "error" | "warn" | "die" | "garble": from then on it computes something else
     sleep     "error"
     bos       true: each text that is tokenized gets a token before it
     ids       false: no token ids in the answers, as other servers give
@@ -196,6 +196,8 @@ class Handler(BaseHTTPRequestHandler):
                 print("WARNING Following weights were not loaded from checkpoint: {'x'}", flush=True)
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "garble":
+                serving["garbled"] = True
         serving["model"] = body["kwargs"]["weights_path"]
         self.answer(200, {"results": [None]})
 
@@ -210,7 +212,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def teach(self, body: dict[str, Any]) -> None:
         """The log-probability of a token is a hundredth of its id, negative."""
-        found = [[None, *({str(t): {"logprob": -t / 100}} for t in ids[1:])] for ids in body["prompt"]]
+        each = -0.02 if serving.get("garbled") else -0.01
+        found = [[None, *({str(t): {"logprob": t * each}} for t in ids[1:])] for ids in body["prompt"]]
         self.answer(200, {"choices": [{"index": n, "prompt_logprobs": one} for n, one in enumerate(found)]})
 
     # --- completions ---

@@ -31,6 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "DeepseekV3": {**EXPERTS, **GROUPS, **LATENT},
     "MiniMaxM2": {**EXPERTS, "rotary_dim": 16},
     "GptOss": EXPERTS,
+    "Qwen3Moe": EXPERTS,
 }
 
 

@@ -127,6 +127,32 @@ def test_a_tied_model_is_served_with_a_head_of_its_own_and_reloaded(
     assert (Path(served(other)) / "model-head.safetensors").read_bytes().endswith(bytes([3]) * 32)
 
 
+def test_an_architecture_that_nobody_tested_is_reloaded_for_a_test_and_restarted_if_that_garbles_it(
+    tmp_path: Path, make: Make
+) -> None:
+    folders = [write_model(tmp_path / name, model_type="qwen3_moe") for name in ("a", "b", "c")]
+    engine = make(reload="garble")
+    first = engine.ensure(folders[0], 0, cancel=NEVER)
+    why = "this vLLM does not serve a qwen3_moe model as before after a reload in place"
+    assert (first.action, first.note) == ("started", f"started twice: {why}")
+    for version, folder in enumerate(folders[1:], start=1):
+        after = engine.ensure(folder, version, cancel=NEVER)
+        assert (after.action, after.note) == ("started", f"restarted: {why}")
+    # It was tried once.
+    asked = (tmp_path / "fake" / "requests.jsonl").read_text()
+    assert asked.count('"/collective_rpc"') == 1
+
+
+def test_an_architecture_that_nobody_tested_is_reloaded_if_the_test_finds_nothing(
+    tmp_path: Path, make: Make
+) -> None:
+    engine = make()
+    first = engine.ensure(write_model(tmp_path / "a", model_type="qwen3_moe"), 0, cancel=NEVER)
+    after = engine.ensure(write_model(tmp_path / "b", model_type="qwen3_moe"), 1, cancel=NEVER)
+    assert (first.action, first.note, after.action) == ("started", "", "reloaded")
+    assert after.pid == first.pid
+
+
 @pytest.mark.parametrize(
     ("change", "mode", "note"),
     [

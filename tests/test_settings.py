@@ -122,6 +122,13 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
             "optimizer.decay_steps=4: must be greater than optimizer.warmup_steps=4",
         ),
         (
+            [
+                *("algorithm.mismatch=token_tis", "rollout.ahead=1", "num_nodes=2"),
+                *("placement.rollout=node:1", "placement.update=node:0"),
+            ],
+            "algorithm.mismatch=token_tis: has no effect with rollout.ahead=1, because an older policy",
+        ),
+        (
             ["algorithm.mismatch=icepop", "algorithm.old_logprobs=engine"],
             "algorithm.mismatch=icepop: needs the trainer's log-probabilities",
         ),

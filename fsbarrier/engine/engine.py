@@ -105,6 +105,8 @@ class Engine:
         # Where the other nodes of the engine come, and which these are; None: it is this node's alone.
         self._door = door
         self._span: Span | None = None
+        # Whether the models of this run can be reloaded in place, as far as a start has tried it.
+        self._reloads = True
 
     def ensure(
         self,
@@ -226,7 +228,15 @@ class Engine:
                     return server, "reloaded", ""
             note = f"restarted: {reason}"
             self._stop_server()
-        return self._start(model, policy_version, deadline, cancel), "started", note
+        server = self._start(model, policy_version, deadline, cancel)
+        # A frozen engine is never reloaded, and the parts of one that spans nodes would not come along.
+        if self._reloads and not self._frozen and self._span is None:
+            self._reloads = server.reloads_faithfully(policy_version, cancel)
+            if not self._reloads:
+                self._stop_server()
+                server = self._start(model, policy_version, deadline, cancel)
+                note = "started twice: " + server.not_loadable(model)
+        return server, "started", note
 
     def _as_served(self, model: ModelFolder, policy_version: int) -> ModelFolder:
         # The other nodes of an engine could not read what is made here.
@@ -248,7 +258,7 @@ class Engine:
             message = server.failure_text(problem)
             self._stop_server()
             raise ProgramFailed(message)
-        server.serving = (model.path, policy_version)
+        server.serving, server.reloads = (model.path, policy_version), self._reloads
         return server
 
     def _follow(self, model: ModelFolder, span: Span, deadline: float, cancel: threading.Event) -> Server:

@@ -2,7 +2,8 @@
 
 New weights are loaded into the running server if that is known to be correct: same architecture and shapes, and a separate
 output head. With tied embeddings, vLLM would silently keep the *old* head, so such a model is served with a separate head
-(own_head.py), or never reloaded in place if its architecture does not support that.
+(own_head.py), or never reloaded in place if its architecture does not support that. An architecture that nobody has tested is reloaded
+once with the weights that it has, and must then compute what it did before.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from fsbarrier.engine import accelerators, command
 from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachable
 from fsbarrier.engine.model import ModelFolder
 from fsbarrier.engine.openai_http import UNIX
+from fsbarrier.engine.own_head import KNOWN
 from fsbarrier.engine.span import Bond, Link
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes import last_words
@@ -38,6 +40,10 @@ ASLEEP_BYTES = 2 << 30
 NOT_LOADED = "Following weights were not loaded from checkpoint"
 # More than it writes during a reload.
 RELOAD_LINES = 1000
+# What a server is asked for before and after it is reloaded for a test: tokens that every vocabulary has.
+PROBE = tuple(range(2, 18))
+# The mean difference of log-probabilities that computing twice may make, in bfloat16 too.
+PROBE_LIMIT = 0.01
 
 
 @dataclass
@@ -62,6 +68,8 @@ class Server:
     asleep: bool = False
     # With its parts on other nodes, if it spans several.
     bond: Bond | None = None
+    # Whether it computes what it should after a reload in place.
+    reloads: bool = True
 
     @classmethod
     def launch(
@@ -149,11 +157,49 @@ class Server:
 
     def not_loadable(self, model: ModelFolder) -> str:
         """Why the running server cannot load these weights; "" if it can."""
+        if not self.reloads:
+            return "this vLLM does not serve a " + self._kind + " model as before after a reload in place"
         if model.tied or self.first_model.tied:
             return "its output head is tied to the embedding, which vLLM does not reload"
         if model.signature is None or model.signature != self.first_model.signature:
             return "the new weights have another configuration or other shapes"
         return ""
+
+    @property
+    def _kind(self) -> str:
+        return str(self.first_model.config.get("model_type"))
+
+    def reloads_faithfully(self, policy_version: int, cancel: threading.Event) -> bool:
+        """Whether it computes the same before and after a reload of the weights that it was started with. If not, start it again.
+
+        vLLM rearranges the weights of some architectures when it loads them, those of experts for example, and then loads new ones wrongly
+        without a word. Raises ProgramFailed if it is called off.
+        """
+        model = self.first_model
+        if self._kind in KNOWN or self.not_loadable(model):
+            return True
+        try:
+            before = self._probe(cancel)
+            if self.reload(model, policy_version, cancel, in_flight=False):
+                return False
+            after = self._probe(cancel)
+        except (Refused, Unreachable):
+            return False
+        except CalledOff:
+            raise ProgramFailed("the start of vLLM was cancelled") from None
+        apart = [abs(one - other) for one, other in zip(before, after, strict=True)]
+        # The comparison is negated so that NaN counts as bad.
+        return not (not apart or not sum(apart) / len(apart) <= PROBE_LIMIT)
+
+    def _probe(self, cancel: threading.Event) -> list[float]:
+        """The log-probabilities of some tokens. Raises Refused, Unreachable, CalledOff."""
+        body = {"model": command.SERVED_NAME, "prompt": [PROBE], "prompt_logprobs": 0, "max_tokens": 1}
+        match self.client.call(
+            "POST", "/v1/completions", body, timeout_s=self.start_timeout_s, cancel=cancel
+        ):
+            case {"choices": [{"prompt_logprobs": [None, *tokens]}]}:
+                return [float(token[str(of)]["logprob"]) for of, token in zip(PROBE[1:], tokens, strict=True)]
+        raise Unreachable(f"{self.client.url}/v1/completions: gives no log-probabilities of a prompt")
 
     def reload(
         self, model: ModelFolder, policy_version: int, cancel: threading.Event, *, in_flight: bool
