@@ -183,6 +183,11 @@ def ensure(environment: Path, locks: Sequence[Path], clone: Path, progress: Prog
         environment.parent.mkdir(parents=True, exist_ok=True)
         lock_file.touch()
     except OSError as error:
+        if environment.name in os.listdir(environment.parent):
+            raise SetupError(
+                f"{environment} belongs to user id {environment.lstat().st_uid} and cannot be used by you: ask them for "
+                f"chmod -R a+rX {environment}, or set FSBARRIER_VENV=DIR for one of your own"
+            ) from None
         raise SetupError(
             f"cannot make {environment}: {error.strerror}; FSBARRIER_VENV=DIR puts it elsewhere"
         ) from None
@@ -227,6 +232,8 @@ def main() -> int:
     parser.add_argument("--dev-lock", type=Path, help="the tools for development, likewise")
     parser.add_argument("--clone", type=Path, required=True, help="the folder that has fsbarrier/ in it")
     arguments = parser.parse_args()
+    # Other users of the clone use the environment too, whatever the umask of whoever made it.
+    os.umask(0o022)
     # Somebody may end only the shell script that waits for this one: then end too.
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from commands import typed
 from fuse import mounting
 from places.launchers import LAUNCHED
+from places.machines import PLACES
 
 from fsbarrier.cli.start import ranks
 from fsbarrier.data.demo_tasks import FOLDER
@@ -16,6 +21,7 @@ from fsbarrier.doctor import machine
 from fsbarrier.errors import UsageError
 from fsbarrier.processes import limits
 
+REPO = Path(__file__).resolve().parent.parent
 DEMO_MODEL = FOLDER / "model"
 
 FAST = ("coordination.beat_s=0.2", "coordination.last_call_s=0.5")
@@ -123,3 +129,45 @@ def test_few_processes_are_told_at_the_start_and_by_the_doctor(
     listed = json.loads(typed("doctor", "--self", tmp_path, "--json", code=2).out)
     assert {"open files", "processes", "memory", "clock", "packages"} <= {each["name"] for each in listed}
     assert "name an existing directory, or give --self" in typed("doctor", code=2).err
+
+
+# --- machines and accounts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if place.daily else pytest.mark.slow) for name, place in PLACES.items()],
+)
+def test_the_same_run_and_the_light_commands_work_in_each_place(name: str) -> None:
+    place = PLACES[name]
+    if reason := place.needs():
+        pytest.skip(reason)
+    # Not in the folder of pytest, which another user cannot enter.
+    with tempfile.TemporaryDirectory(prefix="place-", dir="/tmp") as outside:
+        here = Path(outside, place.folder)
+        here.mkdir()
+        for folder in (Path(outside), here):
+            os.chown(folder, place.user or os.geteuid(), -1)
+        environ = {**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(here), **place.environ}
+        environ = {key: value for key, value in environ.items() if value is not None}
+        run = str(here / "run")
+        # It may read all folders, because this Python may lie in one that only root can enter.
+        caps = ("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
+        as_user = [f"--reuid={place.user}", f"--regid={place.user}", "--clear-groups", *caps]
+        as_user = ["setpriv", *as_user] if place.user else []
+        for words in (
+            ("run", "--program", "toy", "--iterations", "1", *FAST, "--log-path", run),
+            ("status", "--log-path", run),
+            ("report", "--log-path", run),
+            ("run", "--dry-run", "--program", "ping", "--log-path", str(here / "other")),
+        ):
+            done = subprocess.run(
+                [*as_user, sys.executable, "-m", "fsbarrier", *words],
+                env=environ,
+                cwd=here,
+                preexec_fn=place.before,
+                capture_output=True,
+                check=False,
+            )
+            assert done.returncode == 0, (words[0], done.stderr.decode(errors="replace")[-2000:])
+            assert b"Traceback" not in done.stderr and b"hunter2" not in done.stdout + done.stderr

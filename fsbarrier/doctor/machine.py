@@ -90,9 +90,11 @@ def _packages() -> Check:
         return Check(
             "packages", NOTE, "fsbarrier is installed without its clone, so there is no lock to compare with"
         )
-    pins = dict(
-        re.findall(r"^([A-Za-z0-9._-]+)===?([^\s;\\]+)", lock.read_text(encoding="utf-8"), re.MULTILINE)
+    lines = re.findall(
+        r"^([A-Za-z0-9._-]+)===?([^\s;\\]+)(.*)", lock.read_text(encoding="utf-8"), re.MULTILINE
     )
+    # Some are for other versions of Python only.
+    pins = {name: version for name, version, rest in lines if ";" not in rest or _normal(name) in installed}
     wrong = [
         f"{name} {installed.get(_normal(name), 'missing')} instead of {version}"
         for name, version in pins.items()

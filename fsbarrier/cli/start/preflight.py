@@ -25,9 +25,17 @@ def checkout() -> Path | None:
 
 
 def default_log_path(environ: Environ) -> Path:
-    """$FSBARRIER_LOG_PATH, else runs/default in the clone (or in the current directory if there is no clone)."""
-    named = environ.get("FSBARRIER_LOG_PATH", "").strip()
-    return absolute(named) if named else (checkout() or Path.cwd()) / "runs" / "default"
+    """$FSBARRIER_LOG_PATH, else runs/default in the clone (or in the current directory if there is no clone).
+
+    In a clone whose runs/ is another user's, or that this user cannot write to: fsbarrier-runs/default in the home directory.
+    """
+    if named := environ.get("FSBARRIER_LOG_PATH", "").strip():
+        return absolute(named)
+    base = checkout() or Path.cwd()
+    there = base / "runs" if (base / "runs").is_dir() else base
+    if os.access(there, os.W_OK | os.X_OK) or not (home := Path.home()).is_dir():
+        return base / "runs" / "default"
+    return home / "fsbarrier-runs" / "default"
 
 
 def absolute(path: str | Path) -> Path:
