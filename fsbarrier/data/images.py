@@ -149,7 +149,7 @@ def as_url(source: str) -> str:
     if source.startswith("data:") or "://" in source:
         return source
     data = data_of(source)
-    kind = str(opened(data).format).lower()
+    kind = str(opened(data).format).lower().replace("mpo", "jpeg")
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
@@ -166,21 +166,34 @@ def opened(data: bytes) -> Image.Image:
         image.load()
     except UnidentifiedImageError:
         raise ValueError(f"is no image of a known kind ({', '.join(SUFFIXES)})") from None
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except ValueError as error:
+        raise ValueError(str(error)) from None
+    # A damaged file makes Pillow raise whatever its parsers come upon: KeyError, SyntaxError, struct.error and others.
+    except Exception as error:
         raise ValueError(f"cannot be decoded: {error}") from None
     return image
 
 
 def keep(folder: Path, data: bytes) -> str:
     """Keep an image in `folder`, if it is not there; returns its name. Raises ValueError, OSError."""
-    image = opened(data)
-    suffix = SUFFIXES[str(image.format)]
-    if image.mode != "RGB" or image.getexif().get(ORIENTATION, 1) != 1:
-        data, suffix = _upright(image), ".png"
+    data, suffix = as_kept(data)
     name = hashlib.sha256(data).hexdigest() + suffix
     files.make_dirs(folder)
     files.create_exclusive(folder / name, data)
     return name
+
+
+def as_kept(data: bytes) -> tuple[bytes, str]:
+    """What is kept of an image, and the end of its name. Raises ValueError with what is wrong."""
+    image = opened(data)
+    # A phone's JPEG may have a second image behind the first, which Pillow takes for another kind.
+    suffix = SUFFIXES.get(str(image.format))
+    try:
+        if suffix is None or image.mode != "RGB" or image.getexif().get(ORIENTATION, 1) != 1:
+            return _upright(image), ".png"
+    except Exception as error:
+        raise ValueError(f"cannot be turned as its EXIF data says: {type(error).__name__}: {error}") from None
+    return data, suffix
 
 
 def _upright(image: Image.Image) -> bytes:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 
+from fsbarrier.settings.credentials import SECRET
 from fsbarrier.store.printable import without_passwords
-
-#: A part of a variable's name, between underscores, that marks it as a secret.
-_SECRET = re.compile(
-    r"(^|_)(\w*KEY|KEYS|TOKEN|TOKENS|SECRET|SECRETS|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE
-)
 
 #: Secrets that only a tracker needs, by tracker.
 TRACKERS_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -25,7 +20,7 @@ def without_secrets(environ: Mapping[str, str], named: Collection[str | None] = 
     return {
         name: value
         for name, value in environ.items()
-        if name not in named and not _SECRET.search(name) and without_passwords(value) == value
+        if name not in named and not SECRET.search(name) and without_passwords(value) == value
     }
 
 

@@ -13,6 +13,7 @@ from fsbarrier.errors import UsageError
 from fsbarrier.protocol.assign import split_by_weight
 from fsbarrier.protocol.session import shown as as_typed
 from fsbarrier.protocol.wording import counted
+from fsbarrier.settings.credentials import check_credentials
 from fsbarrier.settings.losses import LOSSES
 from fsbarrier.settings.placement import ROLES, Ranges
 from fsbarrier.settings.sources import ChosenValue, nearest, stored_as
@@ -40,6 +41,8 @@ def shown(value: object) -> str:
 
 def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
     """Checks the rules between settings. Raises UsageError for the first broken one, quoting the settings as the user wrote them."""
+    # First, because the other messages quote the settings.
+    check_credentials(settings)
     for rules in (_run, _engines, _trainer, _rollouts, _rewards_and_evaluations, _algorithm):
         for broken in rules(settings, partial(_as_chosen, settings, chosen)):
             raise UsageError(broken)

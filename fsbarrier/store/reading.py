@@ -110,6 +110,9 @@ def read_all(stream: BinaryIO, most: int, path: Path | str) -> bytes:
     size = os.fstat(stream.fileno()).st_size
     # The file may grow while it is being read.
     data = stream.read(most + 1) if size <= most else b""
+    # What would have to be waited for, as in /proc/kmsg.
+    if data is None:
+        raise NotPlain(errno.EINVAL, "it is no plain file", str(path))
     if size > most or len(data) > most:
         raise NotPlain(errno.EFBIG, f"it has {max(size, len(data))} bytes, and {most} are allowed", str(path))
     return data

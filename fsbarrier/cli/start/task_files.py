@@ -174,7 +174,8 @@ def _check_images(tasks: Iterable[Task], path: Path, model: Path, settings: Sett
                 continue
             seen.add(source)
             try:
-                images.opened(images.data_of(source))
+                # As the rollout will, so that it refuses none that was accepted here.
+                images.as_kept(images.data_of(source))
             except ValueError as error:
                 name = "" if source.startswith("data:") else f" {Path(source).name}"
                 raise UsageError(f"{where}: image{name}: {error}") from None
