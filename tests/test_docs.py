@@ -35,6 +35,7 @@ NO_SETTINGS = {
     "rollout.log",
     "update.log",
     "toy.py",
+    "sft.py",
     "judge.ask",
     "optimizer.type",
     "train.jsonl",

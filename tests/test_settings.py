@@ -420,6 +420,8 @@ WITHOUT_EFFECT = [
     ("environment.restarts=1", "", "there is no environment"),
     ("trainer.profile_rank=1", "", "nothing is profiled"),
     ("tracker.project=mine", "", "there is no tracker"),
+    ("rollout.tool_parser=glm45", "", "reads the turns of an agent, and there is none"),
+    ("sft.split_turns=true", "", "has no effect with program="),
 ]
 
 
