@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from commands import typed
 
+from fsbarrier.data import demo_tasks
 from fsbarrier.data.tasks import Task
 from fsbarrier.rewards.kinds import open_reward
 from fsbarrier.rewards.score import Answer, Score
 
+MODEL = demo_tasks.FOLDER / "model"
 FILES = Path(__file__).parent / "files"
 
 
@@ -68,3 +73,56 @@ def test_a_reward_file_does_what_it_does_elsewhere(kind: str, of_answers: dict[s
             assert (score.reward, score.error) == (0.0, expected)
         else:
             assert (score.reward, score.error) == (expected, None)
+
+
+GOOD = {"prompt": "dcba=", "answer": "abcd"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "says"),
+    [
+        (
+            [GOOD, {"prompt": "ab=" * 20, "answer": "ab"}, GOOD],
+            "reward.kind=exact",
+            [
+                "train: 3 tasks",
+                "5 tokens in the middle, 60 at most (task train-1)",
+                "after 1 prompt, engine.max_model_len=64 leaves fewer than rollout.max_tokens=8",
+                "1 prompt equal to an earlier one",
+                "    | dcba=",
+                "reward.kind=exact: 1 for the reference answer, 0 for nonsense",
+            ],
+        ),
+        (
+            [{"prompt": [{"role": "user", "content": "dc="}], "answer": ["cd", "c d"]}],
+            "reward.kind=exact",
+            ["    | <user>dc=", "exact: 1 for the reference answer, 0 for nonsense"],
+        ),
+        (
+            [GOOD],
+            "reward.kind=FILES/habits.py:alarm",
+            ["1 for nonsense (mean of 1): it does not tell them apart"],
+        ),
+        ([GOOD], "reward.kind=FILES/groups.py:by_answer", ["fails: by_answer: gave {'abcd': 1.0,"]),
+        (
+            [{"prompt": "dc="}],
+            "reward.kind=FILES/models.py:score",
+            ["not tried, as the first tasks have no answer"],
+        ),
+    ],
+)
+def test_check_says_what_a_run_would_meet(
+    tmp_path: Path, rows: list[dict[str, object]], words: str, says: list[str]
+) -> None:
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    kind = words.replace("FILES", f"{FILES}/rewards")
+    limits = ("engine.max_model_len=64", "rollout.max_tokens=8")
+    said = typed("check", tmp_path, "--model", model, kind, *limits).out
+    for one in says:
+        assert one in said, said

@@ -30,6 +30,7 @@ USERS = {
     "recover": "after a disaster: check what each rank left, and repair the run",
     "aggregate": "merge the ranks' trajectory files by hand",
     "doctor": "check whether a filesystem and the nodes can support a run",
+    "check": "check tasks, model and reward together, without an engine",
     "plan": "estimate engines, sharding and memory of a run on given machines, before starting it",
     "debug": "collect the logs of all nodes, with the stacks of this host's programs, in one archive",
 }

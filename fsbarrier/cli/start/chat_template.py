@@ -89,6 +89,12 @@ def check(folder: Path, tasks: Iterable[Task], path: Path, arguments: Mapping[st
                 )
 
 
+def rendered(render: Callable[..., str], task: Task, arguments: Mapping[str, object]) -> str:
+    """The prompt of a task, as the engine will render it."""
+    given = {**arguments, **task.chat_template_kwargs}
+    return render(messages=task.messages, add_generation_prompt=True, tools=list(task.tools) or None, **given)
+
+
 def check_examples(
     folder: Path,
     examples: Iterable[Example],

@@ -65,9 +65,7 @@ def counter(folder: Path, arguments: Mapping[str, object]) -> CountTokens | None
         render = render or chat_template.renderer(folder, "the prompt")
         if render is None:
             return 0
-        given = {**arguments, **task.chat_template_kwargs}
-        tools = list(task.tools) or None
-        text = render(messages=task.messages, add_generation_prompt=True, tools=tools, **given)
+        text = chat_template.rendered(render, task, arguments)
         return len(tokenizer.encode(text, add_special_tokens=False).ids)
 
     return count
