@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 
 from fsbarrier.data.merge import AggregateReport, MergeRequest, Part, collect, merge, publish
 from fsbarrier.data.reader import iter_trajectories, load
 from fsbarrier.processes import worker_contract
-from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.evaluation import figures
 from fsbarrier.settings.sections import Settings
-from fsbarrier.store.typed import from_spec
+from fsbarrier.specs import MergeReport, MergeSpec
 
 __all__ = ["AggregateReport", "Part", "aggregate", "iter_trajectories", "load"]
 
@@ -45,23 +44,31 @@ def aggregate(
 # --- the worker -------------------------------------------------------------------------------------------------------
 
 
-def work(spec: JsonObject, settings: Settings, progress: worker_contract.ProgressWriter) -> dict[str, object]:
+@MergeSpec.program
+def work(spec: MergeSpec, settings: Settings, progress: worker_contract.ProgressWriter) -> MergeReport:
     """Merge according to the spec and return the report."""
-    collected = collect(from_spec(spec, MergeRequest))
-    success = spec.get("success")
-    evaluated = {} if success is None else figures(collected.trajectories, success)
+    collected = collect(spec.request)
+    evaluated = {} if spec.success is None else figures(collected.trajectories, spec.success)
     # Of all that was rolled out, also of groups that are not merged.
     means = {task: mean for task, one in collected.stats.items() if (mean := one.reward_mean) is not None}
-    report = publish(collected)
-    progress.show(report.trajectories, report.trajectories, "trajectories", last=True)
-    result = {**asdict(report), **report.figures, **evaluated}
-    for name, tasks in spec.get("sets", {}).items():
-        if own := [means[task] for task in tasks if task in means]:
-            result[f"train_reward/{name}"] = fmean(own)
-    if (last := spec.get("last_rewards")) is not None:
-        result["last_rewards"] = {**last, **{str(task): round(mean, 4) for task, mean in means.items()}}
-    # The phase already knows the file name.
-    return {name: value for name, value in result.items() if name not in ("figures", "out")}
+    made = publish(collected)
+    progress.show(made.trajectories, made.trajectories, "trajectories", last=True)
+    rewards = {
+        f"train_reward/{name}": fmean(own)
+        for name, tasks in spec.sets.items()
+        if (own := [means[task] for task in tasks if task in means])
+    }
+    last = spec.last_rewards
+    if last is not None:
+        last = {**last, **{str(task): round(mean, 4) for task, mean in means.items()}}
+    all_figures: dict[str, float | int | None] = {**made.figures, **evaluated, **rewards}
+    return replace(
+        MergeReport.from_json(asdict(made)),
+        # An evaluation of several sets counts each set alike.
+        reward_mean=all_figures.pop("reward_mean", made.reward_mean),
+        figures=all_figures,
+        last_rewards=last,
+    )
 
 
 def command_line(words: Sequence[str]) -> int:

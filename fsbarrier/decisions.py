@@ -1,7 +1,7 @@
 """The decisions and reports of an RL iteration as typed records. No other module knows their JSON keys.
 
 The result of a row's work is a JSON object. The leader's result is the row's *decision*, which every node reads (`Context.decision`).
-A member's result is its *report*, which the leader reads (`Context.reports`). Other keys, such as `bytes`, are only for people.
+A member's result is its *report*, which the leader reads (`Context.reports_of`).
 
 Files are named without their folders, which each reader knows: nodes may mount the run at different places, and no record may lead out
 of it (`Context.named_in`).
@@ -26,14 +26,19 @@ class JsonRecord:
 
     @classmethod
     def from_json(cls, value: Payload) -> Self:
-        """Raises ProgramFailed for an object that lacks a required key, or has a value of another type."""
+        """Raises ProgramFailed for an object that lacks a required key, or has a value of another type. Other keys are ignored."""
+        return cls.converted(value)
+
+    @classmethod
+    def converted(cls, value: Payload) -> Self:
+        """As `from_json` without what a subclass does beside it. In JSON a path is text, and so is a number that is a key."""
         try:
-            return msgspec.convert(value, cls, str_keys=True)
+            return msgspec.convert(value, cls, str_keys=True, dec_hook=lambda wanted, text: wanted(text))
         except msgspec.ValidationError as error:
             raise ProgramFailed(f"not a {cls.__name__}: {error}") from None
 
     def as_json(self) -> JsonObject:
-        plain: JsonObject = msgspec.json.decode(msgspec.json.encode(self))
+        plain: JsonObject = msgspec.to_builtins(self, str_keys=True, enc_hook=str)
         return plain
 
 
@@ -82,13 +87,13 @@ class RolloutDecision(JsonRecord):
 
 
 #: the decision of eval_decide in an iteration that does not evaluate
-NO_EVALUATION: Payload = {"evaluate": False}
+NO_EVALUATION = RolloutDecision((), {})
 
 
 @ready
 @dataclass(frozen=True, slots=True)
 class RolloutReport(JsonRecord):
-    """One node's rollouts. Without a `part` the node had nothing to do."""
+    """One node's rollouts."""
 
     part: str = ""
     #: the tasks whose groups are in the part; None: the node's share
@@ -99,15 +104,32 @@ class RolloutReport(JsonRecord):
     taken_over: int = 0
     #: how many rounds it took part in; None: it does not say
     rounds: int | None = None
+    #: of the finished part
+    bytes: int = 0
+    groups: int = 0
+    trajectories: int = 0
+    reward_mean: float | None = None
+    #: how many lots it has claimed, and how many groups an earlier start of the program had done
+    claims: int = 0
+    resumed_groups: int = 0
+    #: trajectories, by what became of them
+    invalid: int = 0
+    truncated: int = 0
+    refused: int = 0
+    timed_out: int = 0
+    reward_errors: int = 0
+    agent_errors: int = 0
+    environment_errors: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+    tokens_per_s: float = 0.0
 
 
 @ready
 @dataclass(frozen=True, slots=True)
 class MergeDecision(JsonRecord):
-    """The merged trajectories of an iteration: the decision of train_aggregate, eval_rollout, and a closing iteration_end.
-
-    Its other keys are the merge's own figures.
-    """
+    """The merged trajectories of an iteration: the decision of train_aggregate, eval_rollout, and a closing iteration_end."""
 
     #: the name of the merged file
     merged: str = ""
@@ -120,6 +142,14 @@ class MergeDecision(JsonRecord):
     sampled_how: str | None = None
     #: how many rounds took place; None: there was one
     rounds: int | None = None
+    #: the policy that was sampled
+    policy_version: int | None = None
+    policy: str = ""
+    #: the size of the merged file
+    bytes: int = 0
+    reward_mean: float | None = None
+    #: the mean reward of each task's last group, by its number; None: no draw depends on it
+    last_rewards: Mapping[str, float] | None = None
 
 
 # --- update: batch_prepare, update_ready, update ------------------------------------------------------------------------------
@@ -164,6 +194,14 @@ class UpdateDecision(JsonRecord):
 
     folder: str
     policy_version: int
+
+
+@ready
+@dataclass(frozen=True, slots=True)
+class EnginesReport(JsonRecord):
+    """How many engines serve the new policy on one node (engine_start)."""
+
+    engines: int
 
 
 # --- publication: weights_publish ---------------------------------------------------------------------------------------------

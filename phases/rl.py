@@ -1,8 +1,9 @@
 """The default program: one iteration of synchronous RL post-training in fourteen rows.
 
-PROGRAM, at the end, is the table. Each row has small pure functions that turn a Context (fsbarrier/program.py) into Work for a node; the
-rows hand each other the records of fsbarrier/decisions.py. To write your own, copy this file and edit it: `./run.sh --program ./mine.py`.
-The file is longer than others, so that one copy is enough.
+PROGRAM, at the end, is the table. Each row is a function that calls its node (fsbarrier/node.py) and returns a record; what it decides is
+left to small pure functions of the facts, a Context (fsbarrier/context.py). The rows hand each other the records of
+fsbarrier/decisions.py. To write your own, copy this file and edit it: `./run.sh --program ./mine.py`. The file is longer than others, so
+that one copy is enough.
 """
 
 from __future__ import annotations
@@ -11,15 +12,19 @@ import hashlib
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
+from fsbarrier.context import Context
+from fsbarrier.data.merge import MergeRequest, Part
 from fsbarrier.decisions import (
     NO_EVALUATION,
     BatchDecision,
+    EnginesReport,
     MergeDecision,
     PartGroups,
+    PublishDecision,
     ReachReport,
     RendezvousDecision,
     RolloutDecision,
@@ -27,34 +32,25 @@ from fsbarrier.decisions import (
     UpdateDecision,
 )
 from fsbarrier.errors import UsageError
-from fsbarrier.program import (
-    HELPER,
-    RL_SLICES,
-    TRAINER,
-    Command,
-    Context,
-    OpenRendezvous,
-    Phase,
-    ProbeAddresses,
-    Program,
-    PublishFile,
-    PublishWeights,
-    ReleaseEngine,
-    Resident,
-    ServeFrozen,
-    ServeWeights,
-    Steps,
-    Value,
-    Work,
-    fill_placeholders,
-)
+from fsbarrier.node import Node, Port, Publication, Weights
+from fsbarrier.program import RL_SLICES, Phase, Program
 from fsbarrier.protocol.assign import draw_rounds, sample_tasks
 from fsbarrier.protocol.facts import JsonObject
+from fsbarrier.rollouts.rollout_spec import RefillRounds, RolloutRound, RolloutSpec
+from fsbarrier.rollouts.samples import Sampling
 from fsbarrier.rollouts.sharing import share_out, sharing_events, training_files, training_sets
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.settings.sections import EvalSettings, RolloutSettings
+from fsbarrier.specs import (
+    TRAINER,
+    Launch,
+    MergeSpec,
+    PrepareSpec,
+    Resident,
+    UpdateSpec,
+    fill_placeholders,
+)
 
-NOTHING = Value({})
 #: the claims on tasks of the next iteration, while this one's update trains (`rollout.ahead`)
 AHEAD = "ahead"
 # How long the processes of an update wait for each other, in seconds.
@@ -63,9 +59,11 @@ COLLECTIVES_TIMEOUT_S = 1800
 # --- rollouts (1-6) ---------------------------------------------------------------------------------------------------
 
 
-def assign_train(ctx: Context) -> Work:
+def assign_train(node: Node) -> RolloutDecision | None:
     """Leader: decide which tasks this iteration rolls out, and which node begins with which."""
-    return NOTHING if ctx.settings.rollout_split == "eval-only" else decide_rollout(assigned(ctx))
+    if node.context.settings.rollout_split == "eval-only":
+        return None
+    return told(node, assigned(node.context))
 
 
 def assigned(ctx: Context) -> RolloutDecision:
@@ -84,13 +82,15 @@ def assigned(ctx: Context) -> RolloutDecision:
 
 def last_rewards(ctx: Context) -> Mapping[str, float] | None:
     """The mean reward of each task's last group, by its number; None: no draw depends on it."""
-    merged = ctx.latest("train_aggregate") or {}
-    return (merged.get("last_rewards") or {}) if ctx.settings.train.reward_weights else None
+    merged = ctx.latest("train_aggregate", MergeDecision)
+    return ((merged and merged.last_rewards) or {}) if ctx.settings.train.reward_weights else None
 
 
-def decide_rollout(decision: RolloutDecision) -> Value:
-    """The decision, with its lines for the journal."""
-    return Value(decision.as_json(), sharing_events(decision))
+def told(node: Node, decision: RolloutDecision) -> RolloutDecision:
+    """The decision, of which the journal tells too."""
+    for line in sharing_events(decision):
+        node.event(line["event"], line)
+    return decision
 
 
 def share_out_train(ctx: Context, rounds: list[list[int]], keep: int | None = None) -> RolloutDecision:
@@ -103,21 +103,22 @@ def share_out_train(ctx: Context, rounds: list[list[int]], keep: int | None = No
     return replace(decision, keep=keep, rounds=sizes)
 
 
-def rollout_train(ctx: Context) -> Work:
+def rollout_train(node: Node) -> RolloutReport | None:
     """Every node that samples: roll out its share of the tasks with the local vLLM, then tasks that slower nodes have not begun."""
-    decision = ctx.find_decision("train_assign", RolloutDecision)
-    return rollout_share(ctx, decision) if decision is not None else NOTHING
+    decision = node.context.find_decision("train_assign", RolloutDecision)
+    return rollout_share(node, decision) if decision is not None else None
 
 
-def rollout_share(ctx: Context, decision: RolloutDecision) -> Work:
-    """One node's share of the training tasks, in rounds."""
+def rollout_share(node: Node, decision: RolloutDecision) -> RolloutReport | None:
+    """One node's share of the training tasks."""
+    return rollout(node, decision, train_rounds(node.context, decision))
+
+
+def train_rounds(ctx: Context, decision: RolloutDecision) -> list[RolloutRound]:
+    """The training tasks of all nodes in rounds."""
     files, sampling = training_files(ctx.tasks), sampling_of(ctx.settings.rollout)
     left = iter(decision.wanted)
-    rounds: list[JsonObject] = [
-        {"tasks": list(islice(left, size)), "files": files, "sampling": sampling}
-        for size in decision.round_sizes
-    ]
-    return rollout(ctx, decision, rounds)
+    return [RolloutRound(list(islice(left, size)), files, sampling) for size in decision.round_sizes]
 
 
 def sampled_how(ctx: Context, split: str) -> str:
@@ -127,7 +128,7 @@ def sampled_how(ctx: Context, split: str) -> str:
     """
     settings = ctx.settings
     if split == "train":
-        return text_digest([sampling_of(settings.rollout)])
+        return text_digest([asdict(sampling_of(settings.rollout))])
     return text_digest([[name, one.as_json()] for name, one in settings.eval_sets.items()])
 
 
@@ -135,43 +136,46 @@ def text_digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def sampling_of(settings: RolloutSettings | EvalSettings) -> dict[str, object]:
+def sampling_of(settings: RolloutSettings | EvalSettings) -> Sampling:
     """Training samples from the full distribution: otherwise the engine's log-probabilities would not be comparable with the trainer's,
     and their ratio would be below 1 before the first step."""
-    common = {name: getattr(settings, name) for name in ("samples", "temperature", "max_tokens")}
-    if isinstance(settings, EvalSettings):
-        return {**common, "top_p": settings.top_p, "top_k": settings.top_k}
-    return {**common, "top_p": 1.0, "top_k": -1}
+    # Of an evaluation `Settings.eval_sets` says how many.
+    assert settings.max_tokens is not None
+    top_p, top_k = (settings.top_p, settings.top_k) if isinstance(settings, EvalSettings) else (1.0, -1)
+    return Sampling(settings.samples, settings.temperature, top_p, top_k, settings.max_tokens)
 
 
-def rollout(ctx: Context, decision: RolloutDecision, rounds: list[JsonObject]) -> Work:
+def rollout(node: Node, decision: RolloutDecision, rounds: Sequence[RolloutRound]) -> RolloutReport | None:
     """One node's rollouts. `rounds`: the tasks of each round and how to sample them (fsbarrier/rollouts/rounds.py)."""
-    frozen = serve_frozen(ctx)
+    ctx = node.context
     if not decision.shares.get(ctx.node_rank):
-        # Its part of an engine that another node asks.
-        asked = ctx.node_rank in ctx.samplers and decision.shares.get(head_of(ctx))
-        return Steps((serve(ctx), *frozen) if asked else frozen)
-    policy = ctx.policy
-    spec, newer = rollout_spec(ctx, decision), in_flight(ctx)
-    command = ctx.worker(
-        "rollout",
-        "rollout.log",
-        **spec,
-        in_flight=newer is not None,
+        if ctx.node_rank in ctx.samplers and decision.shares.get(head_of(ctx)):
+            # Its part of an engine that another node asks.
+            node.serve(served(ctx))
+        serve_frozen(node)
+        return None
+    engine = node.serve(served(ctx))
+    serve_frozen(node)
+    newer = in_flight(ctx)
+    spec = replace(
+        rollout_spec(ctx, decision),
         rounds=rounds,
-        model=str(policy.model),
-        engine="{engine}",
-        log_dir="{log_dir}",
-        engines="{engines}",
+        model=ctx.policy.model,
+        engine=engine,
+        engines=node.frozen_engines(),
+        in_flight=newer is not None,
+        log_dir=node.log_dir,
     )
-    command = replace(command, resident=Resident("rollout"), extra=report_of(spec), in_flight=newer)
-    return Steps((serve(ctx), *frozen, command))
+    done = node.run(spec, in_flight=newer, calls_engines=True)
+    for line in done.events:
+        node.event(line["event"], line)
+    return done.report
 
 
-def serve(ctx: Context) -> ServeWeights:
-    """The node's engines serve the newest published policy."""
+def served(ctx: Context) -> Weights:
+    """What the node's engines serve: the newest published policy."""
     policy, devices = ctx.policy, chosen(ctx, ctx.samplers[ctx.node_rank])
-    return ServeWeights(policy.model, policy.version, ctx.threads, ctx.policy_identity, devices, ctx.span)
+    return Weights(policy.model, policy.version, ctx.threads, ctx.policy_identity, devices, ctx.span)
 
 
 def head_of(ctx: Context) -> int:
@@ -179,18 +183,20 @@ def head_of(ctx: Context) -> int:
     return next(group[0] for group in ctx.engine_groups if ctx.node_rank in group)
 
 
-def in_flight(ctx: Context) -> ServeWeights | None:
+def in_flight(ctx: Context) -> Weights | None:
     """The policy version that the update makes meanwhile, which the engines take while they roll out ahead (`rollout.in_flight`)."""
     if not ctx.settings.rollout.in_flight or ctx.phase.name != "update":
         return None
     made = updated(ctx)
     folder = ctx.named_in(ctx.paths.checkpoints, made.folder) / "model"
-    return replace(serve(ctx), folder=folder, policy_version=made.policy_version, policy="")
+    return replace(served(ctx), folder=folder, policy_version=made.policy_version, policy="")
 
 
-def serve_frozen(ctx: Context) -> tuple[ServeFrozen, ...]:
-    """The node's servers of the models that judge and teach."""
-    return tuple(ServeFrozen(name, ctx.threads, chosen(ctx, devices)) for name, devices in ctx.frozen.items())
+def serve_frozen(node: Node) -> None:
+    """Have the node's servers of the models that judge and teach answer."""
+    ctx = node.context
+    for name, devices in ctx.frozen.items():
+        node.serve_frozen(name, threads=ctx.threads, devices=chosen(ctx, devices))
 
 
 def chosen(ctx: Context, devices: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -198,54 +204,63 @@ def chosen(ctx: Context, devices: tuple[int, ...]) -> tuple[int, ...] | None:
     return None if len(devices) == ctx.accelerators else devices
 
 
-def report_of(spec: Mapping[str, object]) -> dict[str, object]:
-    """What a node's report says of its rollouts beside the program's own result."""
-    return {"part": Path(str(spec["part"])).name}
-
-
-def rollout_spec(ctx: Context, decision: RolloutDecision) -> dict[str, object]:
-    """The spec of a rollout program (fsbarrier/rollouts/rollout_spec.py): its tasks, when it may end, where its results go."""
+def rollout_spec(ctx: Context, decision: RolloutDecision) -> RolloutSpec:
+    """What a rollout program is told of its tasks, when it may end, and where its results go."""
     settings, rank, split = ctx.settings.rollout, ctx.node_rank, decision.split
     ends_early = split == "train" and settings.completion_threshold < 1
-    refills = {"rounds": decision.rounds, "with_signal": decision.with_signal}
     # What is rolled out ahead has claims of its own: what is left of it is shared out anew.
     claims = AHEAD if ctx.phase.name == "update" else split
-    return {
-        "split": split,
-        "tasks": decision.shares[rank],
-        "shares": {str(other): share for other, share in decision.shares.items()},
-        "fixed_shares": decision.fixed_shares,
-        "claims": str(ctx.paths.claims(ctx.generation, ctx.iteration, claims)),
-        "old_claims": [
-            str(ctx.paths.claims(ctx.generation, ctx.iteration - 1, name)) for name in (*SPLITS, AHEAD)
-        ],
-        "completion_threshold": settings.completion_threshold if ends_early else 1.0,
-        "grace_s": settings.grace_s,
-        "there": sum(len(part.tasks) for part in decision.adopted),
-        "expected": decision.wanted,
-        "keep": decision.keep,
-        "refills": None if decision.rounds is None else refills,
-        "part": str(
-            ctx.paths.part(split, ctx.iteration, rank, ctx.generation, ctx.incarnation, ctx.policy_version)
-        ),
-        "checkpoint": str(ctx.paths.rank_checkpoint(split, ctx.iteration, rank)),
-        "policy_version": ctx.policy_version,
-        "policy": ctx.policy_identity,
-        "sampled_how": sampled_how(ctx, split),
-    }
+    return RolloutSpec(
+        ctx.identity,
+        split=split,
+        policy_version=ctx.policy_version,
+        policy=ctx.policy_identity,
+        tasks=decision.shares[rank],
+        shares=decision.shares,
+        fixed_shares=decision.fixed_shares,
+        claims=ctx.paths.claims(ctx.generation, ctx.iteration, claims),
+        old_claims=[ctx.paths.claims(ctx.generation, ctx.iteration - 1, name) for name in (*SPLITS, AHEAD)],
+        completion_threshold=settings.completion_threshold if ends_early else 1.0,
+        grace_s=settings.grace_s,
+        there=sum(len(part.tasks) for part in decision.adopted),
+        expected=decision.wanted,
+        keep=decision.keep,
+        refills=None if decision.rounds is None else RefillRounds(decision.rounds, decision.with_signal),
+        part=ctx.paths.part(split, ctx.iteration, rank, ctx.generation, ctx.incarnation, ctx.policy_version),
+        checkpoint=ctx.paths.rank_checkpoint(split, ctx.iteration, rank),
+        sampled_how=sampled_how(ctx, split),
+    )
 
 
-def aggregate_train(ctx: Context) -> Work:
+def aggregate_train(node: Node) -> MergeDecision | None:
     """Leader: merge the parts into one file."""
-    return aggregate(ctx, ctx.find_decision("train_assign", RolloutDecision), "train_rollout")
+    decision = node.context.find_decision("train_assign", RolloutDecision)
+    return aggregate(node, decision, "train_rollout") if decision is not None else None
 
 
-def aggregate(ctx: Context, decision: RolloutDecision | None, rolled_out_in: str) -> Work:
+def aggregate(node: Node, decision: RolloutDecision, rolled_out_in: str) -> MergeDecision:
     """Merge the groups of one split: those that were adopted, and those of the nodes' reports about the row `rolled_out_in`."""
-    if decision is None:
-        return NOTHING
+    ctx, split = node.context, decision.split
+    reports = ctx.reports_of(rolled_out_in, RolloutReport)
+    made, spec = merge_of(ctx, decision, reports)
+    merged = node.run(spec)
+    made = replace(made, bytes=merged.bytes, reward_mean=merged.reward_mean, last_rewards=merged.last_rewards)
+    told = {"split": split, "groups_cut_off": len(made.cut_off), **({"final": True} if is_final(ctx) else {})}
+    node.event("rolled_out" if split == "train" else "evaluated", made, told, merged, merged.figures)
+    node.publish_file(spec.request.out, ctx.paths.merged(split, ctx.iteration))
+    return made
+
+
+def is_final(ctx: Context) -> bool:
+    """Whether this is the evaluation that ends a session."""
+    return ctx.phase.name == "iteration_end"
+
+
+def merge_of(
+    ctx: Context, decision: RolloutDecision, reports: Mapping[int, RolloutReport]
+) -> tuple[MergeDecision, MergeSpec]:
+    """What is merged, as far as it is known before, and what the program is told."""
     split, parts = decision.split, [*decision.adopted]
-    reports = {rank: RolloutReport.from_json(one) for rank, one in ctx.reports(rolled_out_in).items()}
     for rank, report in reports.items():
         if report.part:
             tasks = decision.shares[rank] if report.tasks is None else report.tasks
@@ -261,55 +276,44 @@ def aggregate(ctx: Context, decision: RolloutDecision | None, rolled_out_in: str
         earlier=earlier_merges(ctx) if split == "train" else (),
         sampled_how=sampled_how(ctx, split) if split == "test" else None,
         rounds=begun if decision.rounds is not None else None,
+        policy_version=ctx.policy_version,
+        policy=ctx.policy_identity,
     )
-    origin: dict[str, object] = {
-        "split": split,
-        "policy_version": ctx.policy_version,
-        "policy": ctx.policy_identity,
-        **({"final": True} if ctx.phase.name == "iteration_end" else {}),
-    }
-    command = Command(
-        (ctx.python, "-P", "-m", "fsbarrier.aggregate", "--spec", "{spec}"),
-        "helper.log",
-        resident=Resident(HELPER),
-        spec={
-            **ctx.identity(),
-            "parts": [{**part.as_json(), "path": str(ctx.named_in(folder, part.name))} for part in parts],
-            "out": str(out),
-            "expected": [task for task in wanted if task not in without],
-            "keep": decision.keep,
-            "success": success_by_set(ctx) if split == "test" else None,
-            **(drawn_from(ctx, frozenset(wanted)) if split == "train" else {}),
-            "metadata": {
-                "run_id": ctx.run_id,
-                "iteration": ctx.iteration,
-                "generation": ctx.generation,
-                "cut_off": cut_off,
-                **origin,
-            },
+    request = MergeRequest(
+        parts=tuple(
+            Part(ctx.named_in(folder, part.name), part.valid_bytes, frozenset(part.tasks)) for part in parts
+        ),
+        out=out,
+        metadata={
+            "run_id": ctx.run_id,
+            "iteration": ctx.iteration,
+            "generation": ctx.generation,
+            "cut_off": cut_off,
+            "split": split,
+            "policy_version": ctx.policy_version,
+            "policy": ctx.policy_identity,
+            **({"final": True} if is_final(ctx) else {}),
         },
-        extra={**made.as_json(), "groups_cut_off": len(cut_off), **origin},
-        event="rolled_out" if split == "train" else "evaluated",
+        expected=tuple(task for task in wanted if task not in without),
+        keep=decision.keep,
     )
-    return Steps((command, PublishFile(out, ctx.paths.merged(split, ctx.iteration))))
+    if split == "test":
+        return made, MergeSpec(ctx.identity, request, success=success_by_set(ctx))
+    return made, MergeSpec(
+        ctx.identity, request, sets=tasks_by_set(ctx, frozenset(wanted)), last_rewards=last_rewards(ctx)
+    )
 
 
-def drawn_from(ctx: Context, wanted: frozenset[int]) -> dict[str, object]:
-    """For the merge: the sets of training tasks, of which it tells the rewards, and the rewards so far if a draw depends on them."""
-    sets = [one for one in training_sets(ctx.settings, ctx.tasks) if one.name]
-    return {
-        "sets": {one.name: [*wanted.intersection(one.tasks)] for one in sets},
-        "last_rewards": last_rewards(ctx),
-    }
+def tasks_by_set(ctx: Context, wanted: frozenset[int]) -> dict[str, Sequence[int]]:
+    """The sets of training tasks, if there are several, and which of the wanted tasks each has."""
+    sets = training_sets(ctx.settings, ctx.tasks)
+    return {one.name: [*wanted.intersection(one.tasks)] for one in sets if one.name}
 
 
 def earlier_merges(ctx: Context) -> list[str]:
     """The merged files of earlier iterations, the last one first, as many as an update may draw from beside the new one."""
-    last, most = ctx.latest("train_aggregate"), ctx.settings.update.recency - 1
-    if last is None:
-        return []
-    before = MergeDecision.from_json(last)
-    return [before.merged, *before.earlier][:most]
+    before, most = ctx.latest("train_aggregate", MergeDecision), ctx.settings.update.recency - 1
+    return [before.merged, *before.earlier][:most] if before is not None else []
 
 
 def rounds_begun(
@@ -343,32 +347,27 @@ def evaluates(ctx: Context) -> bool:
     return due and ctx.settings.rollout_split != "train-only"
 
 
-def decide_eval(ctx: Context) -> Work:
+def decide_eval(node: Node) -> RolloutDecision:
     """Leader: decide whether this iteration evaluates, and which node begins with which held-out task."""
-    return decide_rollout(share_out_eval(ctx)) if evaluates(ctx) else Value(NO_EVALUATION)
+    ctx = node.context
+    return told(node, share_out_eval(ctx)) if evaluates(ctx) else NO_EVALUATION
 
 
 def share_out_eval(ctx: Context) -> RolloutDecision:
     """Share out the held-out tasks, each set by itself."""
-    rounds = [one["tasks"] for one in eval_rounds(ctx)]
+    rounds = [one.tasks for one in eval_rounds(ctx)]
     return share_out(ctx, "test", sampled_how(ctx, "test"), rounds)
 
 
-def eval_rounds(ctx: Context) -> list[JsonObject]:
+def eval_rounds(ctx: Context) -> list[RolloutRound]:
     """One round for each set of held-out tasks. The tasks of all sets are numbered as if they stood in one file."""
-    rounds: list[JsonObject] = []
+    rounds: list[RolloutRound] = []
     first = 0
     for name, one in ctx.settings.eval_sets.items():
         source = ctx.tasks[name]
-        chosen = sample_tasks(source["count"], one.tasks, seed=0, iteration=1)
-        rounds.append(
-            {
-                "tasks": [first + index for index in chosen],
-                "files": {source["path"]: first},
-                "sampling": sampling_of(one),
-                "eval_set": name if ctx.settings.eval.sets else "",
-            }
-        )
+        tasks = [first + index for index in sample_tasks(source["count"], one.tasks, seed=0, iteration=1)]
+        files, eval_set = {source["path"]: first}, name if ctx.settings.eval.sets else ""
+        rounds.append(RolloutRound(tasks, files, sampling_of(one), eval_set))
         first += source["count"]
     return rounds
 
@@ -381,61 +380,63 @@ def success_by_set(ctx: Context) -> dict[str, float]:
 
 def evaluating(ctx: Context) -> RolloutDecision | None:
     """The decision of eval_decide; None if this iteration does not evaluate."""
-    value = ctx.decided("eval_decide")
-    return RolloutDecision.from_json(value) if value and value["evaluate"] else None
+    decision = ctx.find_decision("eval_decide", RolloutDecision)
+    return decision if decision is not None and decision.evaluate else None
 
 
-def rollout_eval(ctx: Context) -> Work:
+def rollout_eval(node: Node) -> RolloutReport | None:
     """Every node, in an iteration that evaluates: roll out its share of the held-out tasks."""
-    decision = evaluating(ctx)
-    return rollout(ctx, decision, eval_rounds(ctx)) if decision is not None else NOTHING
+    decision = evaluating(node.context)
+    return rollout(node, decision, eval_rounds(node.context)) if decision is not None else None
 
 
-def aggregate_eval(ctx: Context) -> Work:
+def aggregate_eval(node: Node) -> MergeDecision | None:
     """Leader, after all nodes: merge the evaluation."""
-    return aggregate(ctx, evaluating(ctx), "eval_rollout")
+    decision = evaluating(node.context)
+    return aggregate(node, decision, "eval_rollout") if decision is not None else None
 
 
 # --- update (7-13) ----------------------------------------------------------------------------------------------------
 
 
-def stop_engine(ctx: Context) -> Work:
+def stop_engine(node: Node) -> JsonObject | None:
     """Every node that samples and trains: free the accelerators' memory for the trainer. A frozen engine on other accelerators stays."""
+    ctx = node.context
     if ctx.node_rank not in ctx.trainers:
-        return NOTHING
+        return None
     trains_on = set(ctx.trainers[ctx.node_rank])
-    frozen = tuple(name for name, devices in ctx.frozen.items() if trains_on.intersection(devices))
-    return ReleaseEngine(frozen) if frozen or ctx.node_rank in ctx.samplers else NOTHING
+    frozen = [name for name, devices in ctx.frozen.items() if trains_on.intersection(devices)]
+    return node.release_engines(frozen) if frozen or ctx.node_rank in ctx.samplers else None
 
 
-def prepare_batch(ctx: Context) -> Work:
+def prepare_batch(node: Node) -> BatchDecision:
     """Leader: prepare the training batch; if it trains first, open a port on which the others test its addresses."""
-    return prepared(ctx, "prepare", merged=learned_from(ctx))
+    ctx = node.context
+    batch, given = ctx.paths.batch(ctx.iteration, ctx.generation), opened_port(ctx)
+    spec = PrepareSpec(ctx.identity, ctx.policy_version, ctx.policy.model, batch, learned_from(ctx))
+    node.event("batch_prepared", {"batch": batch.name}, node.run(spec))
+    return meet(node, given, batch.name)
 
 
-def prepared(ctx: Context, program: str, **fields: object) -> Work:
-    """The batch that a program writes, and where the update's processes meet."""
-    batch, policy = ctx.paths.batch(ctx.iteration, ctx.generation), ctx.policy
-    fields |= {"batch": str(batch), "model": str(policy.model), "policy_version": ctx.policy_version}
-    prepare = ctx.worker(program, "helper.log", **fields)
-    prepare = replace(prepare, event="batch_prepared", resident=Resident(HELPER), extra={"batch": batch.name})
-    return Steps((prepare, meet(ctx)))
+def opened_port(ctx: Context) -> Port | None:
+    """The port of the node where the update's processes meet, if that is not the leader."""
+    meets = meeting_at(ctx)
+    return None if meets == ctx.leader else ctx.reports_of("batch_prepare", BatchDecision)[meets].port
 
 
-def meet(ctx: Context) -> Work:
-    """Leader: the port where the update's processes meet, its own or that of the node that has opened one."""
-    if ctx.node_rank == meeting_at(ctx):
-        return open_rendezvous(ctx)
-    return Value({"port": ctx.reports("batch_prepare")[meeting_at(ctx)]["port"]})
+def meet(node: Node, given: Port | None, batch: str = "") -> BatchDecision:
+    """The port where the update's processes meet: the one that was given, or the leader's own."""
+    return BatchDecision(open_rendezvous(node) if given is None else given, batch)
 
 
-def open_port(ctx: Context) -> Work:
+def open_port(node: Node) -> BatchDecision | None:
     """The node where the update's processes meet, if it is not the leader: open a port on which the others test its addresses."""
+    ctx = node.context
     meets = ctx.node_rank == meeting_at(ctx) and ctx.node_rank != ctx.leader
-    return open_rendezvous(ctx) if meets else NOTHING
+    return BatchDecision(open_rendezvous(node)) if meets else None
 
 
-def learned_from(ctx: Context) -> list[str]:
+def learned_from(ctx: Context) -> list[Path]:
     """The merged files that the batch is drawn from, this iteration's first. Earlier ones may be gone: then there is less to draw from.
 
     They are those that the decision names. In a run that has rolled out nothing, they are the files under the public names.
@@ -443,13 +444,13 @@ def learned_from(ctx: Context) -> list[str]:
     merge = ctx.find_decision("train_aggregate", MergeDecision)
     if merge is not None:
         folder = ctx.paths.trajectories("train")
-        return [str(ctx.named_in(folder, name)) for name in (merge.merged, *merge.earlier)]
+        return [ctx.named_in(folder, name) for name in (merge.merged, *merge.earlier)]
     first = max(1, ctx.iteration - ctx.settings.update.recency + 1)
-    return [str(ctx.paths.merged("train", n)) for n in range(ctx.iteration, first - 1, -1)]
+    return [ctx.paths.merged("train", n) for n in range(ctx.iteration, first - 1, -1)]
 
 
-def open_rendezvous(ctx: Context) -> OpenRendezvous:
-    return OpenRendezvous(meeting_addresses(ctx))
+def open_rendezvous(node: Node) -> Port:
+    return node.listen(meeting_addresses(node.context))
 
 
 def meeting_at(ctx: Context) -> int:
@@ -465,22 +466,23 @@ def meeting_addresses(ctx: Context) -> tuple[str, ...]:
     return ("127.0.0.1",) if on_one_host(ctx) else ctx.joins[meeting_at(ctx)].addresses
 
 
-def probe_addresses(ctx: Context) -> Work:
+def probe_addresses(node: Node) -> ReachReport | None:
     """Every node that trains: report the trainer that it has kept, and which addresses of the node where they meet it can reach."""
+    ctx = node.context
     prepared = ctx.find_decision("batch_prepare", BatchDecision)
     if ctx.node_rank not in ctx.trainers or prepared is None:
-        return NOTHING
-    kept = Value({"trainer": ctx.kept})
-    if ctx.node_rank == meeting_at(ctx):
-        return kept
-    return Steps((kept, ProbeAddresses(meeting_addresses(ctx), prepared.port)))
+        return None
+    meets_here = ctx.node_rank == meeting_at(ctx)
+    reached = () if meets_here else node.reachable(meeting_addresses(ctx), prepared.port)
+    return ReachReport(reached, ctx.kept)
 
 
-def choose_address(ctx: Context, assign: Callable[[Context], RolloutDecision] = assigned) -> Work:
+def choose_address(node: Node, assign: Callable[[Context], RolloutDecision] = assigned) -> RendezvousDecision:
     """Leader: choose the first address that all nodes that train have reached, and the trainer that all have kept, if any; and share out
     what the others roll out meanwhile."""
+    ctx = node.context
     prepared = ctx.decision("batch_prepare", BatchDecision)
-    reports = {rank: ReachReport.from_json(report) for rank, report in ctx.reports("update_ready").items()}
+    reports = ctx.reports_of("update_ready", ReachReport)
     reports[ctx.leader] = ReachReport(trainer=ctx.kept)
     trainers = {reports[rank].trainer for rank in ctx.trainers}
     trainer = trainers.pop() if len(trainers) == 1 else ""
@@ -489,9 +491,8 @@ def choose_address(ctx: Context, assign: Callable[[Context], RolloutDecision] = 
         if all(address in of_one for of_one in reached.values()):
             meeting = RendezvousDecision(address, prepared.port, trainer)
             if not rolls_ahead(ctx):
-                return Value(meeting.as_json())
-            ahead = assign(of_next_iteration(ctx))
-            return Value(replace(meeting, ahead=ahead).as_json(), sharing_events(ahead))
+                return meeting
+            return replace(meeting, ahead=told(node, assign(of_next_iteration(ctx))))
     tried = "; ".join(f"node {rank} reached {of_one or 'none'}" for rank, of_one in reached.items())
     raise UsageError(
         f"no address of node {meeting_at(ctx)} ({', '.join(meeting_addresses(ctx))}) is reached by all: {tried}"
@@ -510,16 +511,16 @@ def of_next_iteration(ctx: Context) -> Context:
     return replace(ctx, iteration=ctx.iteration + 1)
 
 
-def update(ctx: Context) -> Work:
+def update(node: Node) -> UpdateDecision:
     """Every node that trains: run one multi-node torchrun, whose processes stay for the next update, or the user's own trainer command.
     The others roll out ahead."""
+    ctx = node.context
     rendezvous = ctx.decision("update_ready", RendezvousDecision)
     if ctx.node_rank in ctx.trainers:
-        return train(ctx, rendezvous)
-    known = Value(updated(ctx).as_json())
-    if rendezvous.ahead is None:
-        return known
-    return Steps((rollout_share(of_next_iteration(ctx), rendezvous.ahead), known))
+        train(node, rendezvous)
+    elif rendezvous.ahead is not None:
+        rollout_share(node.seeing(of_next_iteration(ctx)), rendezvous.ahead)
+    return updated(ctx)
 
 
 def updated(ctx: Context) -> UpdateDecision:
@@ -528,93 +529,96 @@ def updated(ctx: Context) -> UpdateDecision:
     return UpdateDecision(ctx.paths.checkpoint(version, ctx.generation).name, version)
 
 
-def train(ctx: Context, rendezvous: RendezvousDecision) -> Command:
+def train(node: Node, rendezvous: RendezvousDecision) -> None:
     """This node's part of the update."""
-    prepared = ctx.decision("batch_prepare", BatchDecision)
-    policy, version = ctx.policy, ctx.policy_version + 1
-    out = ctx.paths.checkpoint(version, ctx.generation)
-    spec: dict[str, object] = {
-        "batch": str(ctx.named_in(ctx.paths.batches, prepared.batch)),
-        "model": str(policy.model),
-        "first_model": str(ctx.model),
-        "trainer_state": str(policy.trainer) if policy.trainer else None,
-        "reference": str(ctx.reference) if ctx.reference else None,
-        "out": str(out),
-        "policy_version": policy.version,
-        "policy": ctx.policy_identity,
-        "new_policy_version": version,
-    }
-    address, port = rendezvous.master_addr, rendezvous.master_port
+    ctx = node.context
+    spec = update_spec(ctx, node.weights_dir)
     # The node where they meet is torchrun's first.
     order = sorted(ctx.trainers, key=lambda rank: (rank != meeting_at(ctx), rank))
-    node, nodes = order.index(ctx.node_rank), len(order)
-    devices = ctx.trainers[ctx.node_rank]
-    known = updated(ctx).as_json()
+    number, devices, address = order.index(ctx.node_rank), ctx.trainers[ctx.node_rank], rendezvous.master_addr
     env = {} if devices else {"OMP_NUM_THREADS": str(ctx.threads)}
     if address == "127.0.0.1":
         env["GLOO_SOCKET_IFNAME"] = "lo"
     trainer = ctx.settings.trainer
     if trainer.command:
-        values = {**spec, "node_rank": node, "num_nodes": nodes, "master_addr": address, "master_port": port}
+        values = {
+            **spec.as_json(),
+            "node_rank": number,
+            "num_nodes": len(order),
+            "master_addr": address,
+            "master_port": rendezvous.master_port,
+        }
         argv = tuple(fill_placeholders(word, values) for word in shlex.split(trainer.command))
-        return Command(
-            argv,
-            "update.log",
-            spec={**ctx.identity(), **spec},
-            env=env,
-            result=False,
-            extra=known,
-            devices=devices,
-        )
+        node.command(Launch(argv, spec.launch.log, env, devices=devices), spec)
+        return
     processes = trainer.processes_per_node or max(1, len(devices))
-    argv = (
-        *(ctx.python, "-P", "-m", "fsbarrier.workers.torchrun"),
-        *("--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(processes)),
-        *("--master-addr", address, "--master-port", str(port)),
-        *("--max-restarts", "0", "--rdzv-conf", f"timeout={COLLECTIVES_TIMEOUT_S}"),
-        *("-m", "fsbarrier.workers.update", "--spec", "{spec}"),
-    )
     leads = ctx.node_rank == meeting_at(ctx)
-    event = "updated" if leads else ""
     # On accelerators only on request: sharing one between an engine and a kept trainer is untested.
     shares = bool(devices) and ctx.node_rank in ctx.samplers
     keeps = trainer.keep == "process" or (trainer.keep == "auto" and not shares)
-    resident = Resident(TRAINER, processes, rendezvous.trainer) if keeps else None
-    spec = {**ctx.identity(), **spec, "weights_dir": "{weights_dir}"}
-    return Command(
-        argv,
-        "update.log",
-        spec=spec,
-        env=env,
-        extra=known,
-        event=event,
-        listens=leads,
-        resident=resident,
-        devices=devices,
+    launch = Launch.module(
+        "fsbarrier.workers.torchrun",
+        spec.launch.log,
+        *("--nnodes", str(len(order)), "--node-rank", str(number), "--nproc-per-node", str(processes)),
+        *("--master-addr", address, "--master-port", str(rendezvous.master_port)),
+        *("--max-restarts", "0", "--rdzv-conf", f"timeout={COLLECTIVES_TIMEOUT_S}"),
+        *("-m", "fsbarrier.workers.update"),
+        resident=Resident(TRAINER, processes, rendezvous.trainer) if keeps else None,
+    )
+    report = node.run(spec, replace(launch, env=env, listens=leads, devices=devices))
+    if leads:
+        node.event("updated", updated(ctx), report, report.metrics)
+
+
+def update_spec(ctx: Context, weights_dir: Path | None) -> UpdateSpec:
+    """What the trainer is told."""
+    prepared, policy = ctx.decision("batch_prepare", BatchDecision), ctx.policy
+    made = updated(ctx)
+    return UpdateSpec(
+        ctx.identity,
+        batch=ctx.named_in(ctx.paths.batches, prepared.batch),
+        model=policy.model,
+        trainer_state=policy.trainer,
+        first_model=Path(str(ctx.model)),
+        reference=ctx.reference,
+        out=ctx.named_in(ctx.paths.checkpoints, made.folder),
+        policy_version=policy.version,
+        policy=ctx.policy_identity,
+        new_policy_version=made.policy_version,
+        weights_dir=weights_dir,
     )
 
 
-def publish_weights(ctx: Context) -> Work:
+def publish_weights(node: Node) -> PublishDecision:
     """Leader: verify the new checkpoint and publish it."""
-    updated = ctx.decision("update", UpdateDecision)
-    return publish(ctx, ctx.named_in(ctx.paths.checkpoints, updated.folder), updated.policy_version)
+    return node.publish_weights(publication(node.context))
 
 
-def publish(ctx: Context, folder: Path, version: int) -> PublishWeights:
-    kept, best = ctx.settings.checkpoint, ctx.best_evaluated
+def publication(ctx: Context) -> Publication:
+    """The version that the update has made, and which others are kept."""
+    updated, kept = ctx.decision("update", UpdateDecision), ctx.settings.checkpoint
     trajectories = max(kept.keep_trajectories, ctx.settings.update.recency) if kept.keep_trajectories else 0
-    made = folder, version, kept.keep, ctx.iteration, trajectories, kept.keep_every, best
-    return PublishWeights(*made, previous=ctx.policy_identity)
+    return Publication(
+        folder=ctx.named_in(ctx.paths.checkpoints, updated.folder),
+        policy_version=updated.policy_version,
+        keep=kept.keep,
+        trained_on=ctx.iteration,
+        keep_trajectories=trajectories,
+        keep_every=kept.keep_every,
+        best=ctx.best_evaluated,
+        previous=ctx.policy_identity,
+    )
 
 
-def start_engine(ctx: Context) -> Work:
+def start_engine(node: Node) -> EnginesReport | None:
     """Every node that samples: vLLM serves the new weights, reloaded in place or started."""
+    ctx = node.context
     if ctx.settings.rl_phase == "update" or ctx.node_rank not in ctx.samplers:
-        return NOTHING
+        return None
     # Without decisions: a node that gets ready before it joins, alone. An engine over several nodes starts with the others.
     if ctx.settings.engine.nodes > 1 and not ctx.decisions:
-        return NOTHING
-    return serve(ctx)
+        return None
+    return EnginesReport(len(node.serve(served(ctx))))
 
 
 # --- the last policy (12-13 of a session's last iteration) ----------------------------------------------------------------
@@ -635,21 +639,20 @@ def following(ctx: Context) -> Context:
     )
 
 
-def decide_final(ctx: Context) -> Work:
+def decide_final(node: Node) -> RolloutDecision:
     """Leader: decide which node begins with which held-out task."""
-    wanted = ctx.settings.eval_interval > 0
-    return decide_rollout(share_out_eval(following(ctx))) if wanted else Value(NO_EVALUATION)
+    ctx = node.context
+    return told(node, share_out_eval(following(ctx))) if ctx.settings.eval_interval > 0 else NO_EVALUATION
 
 
-def rollout_final(ctx: Context) -> Work:
+def rollout_final(node: Node) -> RolloutReport | None:
     """Every node: roll out its share of the held-out tasks."""
-    return rollout_eval(following(ctx))
+    return rollout_eval(node.seeing(following(node.context)))
 
 
-def aggregate_final(ctx: Context) -> Work:
+def aggregate_final(node: Node) -> MergeDecision:
     """Leader, after all nodes: merge the evaluation. Without one there is a result too, which shows that the iteration was closed."""
-    evaluated = following(ctx)
-    return aggregate_eval(evaluated) if evaluating(evaluated) else Value(NO_EVALUATION)
+    return aggregate_eval(node.seeing(following(node.context))) or MergeDecision()
 
 
 PROGRAM = Program(

@@ -7,44 +7,62 @@ the new policy is tried on the examples of `test`.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from fsbarrier.decisions import BatchDecision, JsonRecord
 from fsbarrier.loader import load_module
-from fsbarrier.program import Context, Phase, Program, Value, Work
+from fsbarrier.node import Node
+from fsbarrier.program import Phase, Program
 from fsbarrier.protocol.assign import sample_tasks
+from fsbarrier.specs import ExamplesSpec
 
 # What this program does not define, it takes from the default one.
 rl = load_module("rl")
 
 
-def assign_train(ctx: Context) -> Work:
+@dataclass(frozen=True, slots=True)
+class ExamplesDecision(JsonRecord):
+    """Which examples an iteration takes (train_assign, eval_decide)."""
+
+    examples: Sequence[int] = ()
+
+
+def assign_train(node: Node) -> ExamplesDecision:
     """Leader: decide which examples this iteration trains on. Each pass over the file has an order of its own."""
-    settings, there = ctx.settings.rollout, ctx.tasks["train"]["count"]
-    return Value(
-        {"examples": sample_tasks(there, settings.tasks, seed=settings.seed, iteration=ctx.iteration)}
-    )
+    ctx, settings = node.context, node.context.settings.rollout
+    there = ctx.tasks["train"]["count"]
+    return ExamplesDecision(sample_tasks(there, settings.tasks, seed=settings.seed, iteration=ctx.iteration))
 
 
-def decide_eval(ctx: Context) -> Work:
+def decide_eval(node: Node) -> ExamplesDecision:
     """Leader: decide on which held-out examples the update tries its new policy; a session's last policy is always tried."""
-    settings = ctx.settings
+    ctx, settings = node.context, node.context.settings
     last = settings.eval_interval > 0 and ctx.iteration == settings.iterations
     if not (last or rl.evaluates(ctx)):
-        return Value({"examples": []})
+        return ExamplesDecision()
     there = ctx.tasks["test"]["count"]
-    return Value({"examples": sample_tasks(there, settings.eval.tasks, seed=0, iteration=1)})
+    return ExamplesDecision(sample_tasks(there, settings.eval.tasks, seed=0, iteration=1))
 
 
-def prepare_batch(ctx: Context) -> Work:
+def prepare_batch(node: Node) -> BatchDecision:
     """Leader: cut the examples into tokens, and mark what is trained on."""
-    decided = {"train": ctx.decided("train_assign"), "test": ctx.decided("eval_decide")}
-    work: Work = rl.prepared(
-        ctx,
-        "examples",
-        files={split: source["path"] for split, source in ctx.tasks.items()},
-        examples={split: one["examples"] if one else [] for split, one in decided.items()},
+    ctx = node.context
+    batch, given = ctx.paths.batch(ctx.iteration, ctx.generation), rl.opened_port(ctx)
+    rows = {"train": "train_assign", "test": "eval_decide"}
+    decided = {split: ctx.find_decision(row, ExamplesDecision) for split, row in rows.items()}
+    spec = ExamplesSpec(
+        ctx.identity,
+        policy_version=ctx.policy_version,
+        model=ctx.policy.model,
+        batch=batch,
+        files={split: Path(source["path"]) for split, source in ctx.tasks.items()},
+        examples={split: one.examples if one is not None else () for split, one in decided.items()},
     )
-    return work
+    node.event("batch_prepared", {"batch": batch.name}, node.run(spec))
+    decision: BatchDecision = rl.meet(node, given, batch.name)
+    return decision
 
 
 #: what each row does; the others are barriers

@@ -8,10 +8,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fsbarrier.decisions import NO_EVALUATION, RendezvousDecision, RolloutDecision
+from fsbarrier.context import Context
+from fsbarrier.decisions import (
+    NO_EVALUATION,
+    BatchDecision,
+    MergeDecision,
+    PublishDecision,
+    RendezvousDecision,
+    RolloutDecision,
+    RolloutReport,
+    UpdateDecision,
+)
 from fsbarrier.loader import load_module
-from fsbarrier.program import RL_SLICES, Command, Context, Phase, Program, Steps, Value, Work
+from fsbarrier.node import Node
+from fsbarrier.program import RL_SLICES, Phase, Program
 from fsbarrier.rollouts.sharing import share_out
+from fsbarrier.workers.toy import ToyRollout, ToyUpdate, ToyWait
 
 # What this program does not define, it takes from the default one.
 rl = load_module("rl")
@@ -21,11 +33,11 @@ def all_tasks(ctx: Context) -> list[int]:
     return list(range(ctx.settings.toy.tasks))
 
 
-def assign_train(ctx: Context) -> Work:
-    if ctx.settings.rollout_split == "eval-only":
-        return Value({})
-    work: Work = rl.decide_rollout(assigned(ctx))
-    return work
+def assign_train(node: Node) -> RolloutDecision | None:
+    if node.context.settings.rollout_split == "eval-only":
+        return None
+    decision: RolloutDecision = rl.told(node, assigned(node.context))
+    return decision
 
 
 def assigned(ctx: Context) -> RolloutDecision:
@@ -33,75 +45,83 @@ def assigned(ctx: Context) -> RolloutDecision:
     return decision
 
 
-def rollout_train(ctx: Context) -> Work:
-    return rollout(ctx, ctx.find_decision("train_assign", RolloutDecision))
+def rollout_train(node: Node) -> RolloutReport | None:
+    return rollout(node, node.context.find_decision("train_assign", RolloutDecision))
 
 
-def decide_eval(ctx: Context) -> Work:
+def decide_eval(node: Node) -> RolloutDecision:
+    ctx = node.context
     if not rl.evaluates(ctx):
-        return Value(NO_EVALUATION)
-    work: Work = rl.decide_rollout(share_out(ctx, "test", rl.sampled_how(ctx, "test"), [all_tasks(ctx)]))
-    return work
+        return NO_EVALUATION
+    shared: RolloutDecision = share_out(ctx, "test", rl.sampled_how(ctx, "test"), [all_tasks(ctx)])
+    decision: RolloutDecision = rl.told(node, shared)
+    return decision
 
 
-def rollout_eval(ctx: Context) -> Work:
-    return rollout(ctx, rl.evaluating(ctx))
+def rollout_eval(node: Node) -> RolloutReport | None:
+    return rollout(node, rl.evaluating(node.context))
 
 
-def rollout(ctx: Context, decision: RolloutDecision | None) -> Work:
+def rollout(node: Node, decision: RolloutDecision | None) -> RolloutReport | None:
+    ctx = node.context
     if decision is None or not decision.shares.get(ctx.node_rank):
-        return Value({})
+        return None
     speeds = ctx.settings.custom.get("speeds", ())
     speed = speeds[ctx.node_rank] if ctx.node_rank < len(speeds) else 1.0
-    spec = rl.rollout_spec(ctx, decision)
-    command = toy(ctx, "rollout", "rollout.log", **spec, speed=speed)
-    return replace(command, extra=rl.report_of(spec))
+    spec = ToyRollout(ctx.identity, rl.rollout_spec(ctx, decision), ctx.settings.toy.phase_s, speed)
+    return node.run(spec).report
 
 
-def toy(ctx: Context, do: str, log: str, **fields: object) -> Command:
-    return ctx.worker("toy", log, do=do, seconds=ctx.settings.toy.phase_s, **fields)
-
-
-def aggregate_train(ctx: Context) -> Work:
-    return Steps((toy(ctx, "wait", "aggregate.log"), rl.aggregate_train(ctx)))
-
-
-def work_each(ctx: Context) -> Work:
+def work(node: Node) -> None:
     """Every node: a working phase without a result."""
-    return toy(ctx, "wait", "work.log")
+    node.run(ToyWait(node.context.identity, node.context.settings.toy.phase_s))
 
 
-def prepare_batch(ctx: Context) -> Work:
-    return Steps((toy(ctx, "wait", "update.log"), rl.meet(ctx)))
+def aggregate_train(node: Node) -> MergeDecision | None:
+    work(node)
+    merged: MergeDecision | None = rl.aggregate_train(node)
+    return merged
 
 
-def choose_address(ctx: Context) -> Work:
-    work: Work = rl.choose_address(ctx, assigned)
-    return work
+def prepare_batch(node: Node) -> BatchDecision:
+    given = rl.opened_port(node.context)
+    work(node)
+    met: BatchDecision = rl.meet(node, given)
+    return met
 
 
-def update(ctx: Context) -> Work:
+def choose_address(node: Node) -> RendezvousDecision:
+    chosen: RendezvousDecision = rl.choose_address(node, assigned)
+    return chosen
+
+
+def update(node: Node) -> UpdateDecision:
     """Every node that trains works, and the first one writes a new policy version; the others roll out ahead."""
-    made, ahead = rl.updated(ctx), ctx.decision("update_ready", RendezvousDecision).ahead
-    if ctx.node_rank not in ctx.trainers:
-        return Steps((rollout(rl.of_next_iteration(ctx), ahead), Value(made.as_json())))
-    out = ctx.paths.checkpoint(made.policy_version, ctx.generation)
-    written = str(out) if ctx.node_rank == rl.meeting_at(ctx) else None
-    command = toy(ctx, "update", "update.log", out=written, new_policy_version=made.policy_version)
-    return replace(command, extra=made.as_json())
+    ctx = node.context
+    made: UpdateDecision = rl.updated(ctx)
+    if ctx.node_rank in ctx.trainers:
+        out = ctx.paths.checkpoint(made.policy_version, ctx.generation)
+        written = out if ctx.node_rank == rl.meeting_at(ctx) else None
+        node.run(ToyUpdate(ctx.identity, ctx.settings.toy.phase_s, written, made.policy_version))
+    else:
+        ahead = ctx.decision("update_ready", RendezvousDecision).ahead
+        rollout(node.seeing(rl.of_next_iteration(ctx)), ahead)
+    return made
 
 
-def publish_weights(ctx: Context) -> Work:
-    return Steps((toy(ctx, "wait", "publish.log"), rl.publish_weights(ctx)))
+def publish_weights(node: Node) -> PublishDecision:
+    work(node)
+    published: PublishDecision = rl.publish_weights(node)
+    return published
 
 
 #: what this program does otherwise than the default one, by the row's name
 EACH = {
     "train_rollout": rollout_train,
     "eval_rollout": rollout_eval,
-    "engine_stop": work_each,
+    "engine_stop": work,
     "update": update,
-    "engine_start": work_each,
+    "engine_start": work,
 }
 LEADER = {
     "train_assign": assign_train,

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from parallel_updates import Case, import_before_forking, make_batch
 from trainer_bench import Bench
 from zero_checkpoints import in_place
 
-from fsbarrier.processes.worker_contract import ProgressWriter
 from fsbarrier.training.processes import gather_json
 from fsbarrier.workers.update import Updates
 
@@ -24,12 +22,10 @@ def update(updates: Updates, case: Case, folder: Path, out: str, before: str = "
     work = Bench(folder, case.settings(folder).as_json())
     # The batch is always the same, so it is another policy's from the second update on.
     work.nested["algorithm"]["max_logprob_gap"] = 1e9
-    spec: Any = work.update_spec(out, version=int(out[-1]), before=before)
-    result = updates.main(
-        spec | {"reference": str(folder / "reference")}, work.settings, ProgressWriter(None)
-    )
+    reference = str(folder / "reference")
+    result = work.update_by(updates, out, version=int(out[-1]), before=before, reference=reference)
     # Only one process of a node has a result.
-    return any(gather_json(bool(result and result["went_on"])))
+    return any(gather_json(bool(result.get("went_on"))))
 
 
 def stay(case: Case, folder: Path) -> None:

@@ -28,6 +28,7 @@ from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes.worker_contract import ProgressWriter
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.names import POLICY_FOLDER
+from fsbarrier.specs import UpdateSpec
 from fsbarrier.training import checkpoint_write
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.checkpoint_write import NodeCopy
@@ -92,7 +93,7 @@ class Run:
 
         def act(rank: int) -> None:
             die(dies_at, rank)
-            spec: Any = self.spec(rank // self.case.per_node, before, out)
+            spec = UpdateSpec.from_json(self.spec(rank // self.case.per_node, before, out))
             Updates().main(spec, self.work.settings, ProgressWriter(None))
 
         return in_place(self.case, self.work.folder, act, may_fail=bool(dies_at))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+from recording_node import RecordingNode
 
+from fsbarrier.context import Context, PartOnDisk
 from fsbarrier.decisions import PartGroups, RolloutDecision, RolloutReport
 from fsbarrier.loader import load_module
-from fsbarrier.program import Context, PartOnDisk, ServeWeights, Value
+from fsbarrier.node import Node, Weights
 from fsbarrier.protocol.assign import TaskSet, draw_rounds, lots
 from fsbarrier.protocol.facts import Member, Position
 from fsbarrier.rundir.paths import RunPaths
@@ -42,15 +46,18 @@ def context(phase: str = "train_assign", iteration: int = 3, **changes: Any) -> 
         "attempt": 0,
         "phase": next(row for row in rl.PROGRAM.rows if row.name == phase),
         "decisions": {},
-        "python": "python",
     }
     return Context(**{**known, **changes})
 
 
 def assigned(ctx: Context) -> dict[str, Any]:
-    work = rl.assign_train(ctx)
-    assert isinstance(work, Value)
-    return dict(work.value)
+    return decided(rl.assign_train, ctx)
+
+
+def decided(row: Callable[[Node], Any], ctx: Context) -> dict[str, Any]:
+    """What a row returns, as the others read it."""
+    value: dict[str, Any] = json.loads(json.dumps(row(RecordingNode(ctx)).as_json()))
+    return value
 
 
 def cut_off(ctx: Context, done: list[int], **report: Any) -> Any:
@@ -128,11 +135,13 @@ def test_a_draw_knows_the_last_rewards_from_the_merge_before(tmp_path: Path) -> 
     # Numbers of the second file begin after the first; of its four tasks two are solved, and one of them makes up the three.
     wanted = assigned(ctx)["wanted"]
     assert {12, 14} < {*wanted} and len([task for task in wanted if task >= 6]) == 3 == len(wanted) - 1
-    decided = {**before, "train_assign": {"iteration": 3, "value": assigned(ctx)}}
-    rollout = rl.rollout_share(ctx, RolloutDecision.from_json(assigned(ctx))).works[-1]
-    assert rollout.spec["rounds"][0]["files"] == {"/data/a.jsonl": 0, "/data/b.jsonl": 6}
-    merge = rl.aggregate_train(replace(ctx, decisions=decided)).works[0].spec
-    assert merge["last_rewards"] == solved and sorted(chain(*merge["sets"].values())) == sorted(wanted)
+    decisions = {**before, "train_assign": {"iteration": 3, "value": assigned(ctx)}}
+    rounds = rl.train_rounds(ctx, RolloutDecision.from_json(assigned(ctx)))
+    assert rounds[0].files == {"/data/a.jsonl": 0, "/data/b.jsonl": 6}
+    node = RecordingNode(replace(ctx, decisions=decisions))
+    rl.aggregate_train(node)
+    (merge,) = node.specs
+    assert merge.last_rewards == solved and sorted(chain(*merge.sets.values())) == sorted(wanted)
 
 
 def test_groups_with_signal_that_are_there_count_for_their_round() -> None:
@@ -160,9 +169,11 @@ def test_the_merge_wants_the_tasks_of_the_rounds_that_were_begun(
         decisions={"train_assign": {"iteration": 3, "value": decision}},
         reports=lambda _: reports,
     )
-    command = rl.aggregate_train(ctx).works[0]
-    assert command.spec["expected"] == decision["wanted"][: 4 * begun] and command.spec["keep"] == 4
-    assert command.extra["rounds"] == begun
+    node = RecordingNode(ctx)
+    merged = rl.aggregate_train(node)
+    (merge,) = node.specs
+    assert [*merge.request.expected] == decision["wanted"][: 4 * begun] and merge.request.keep == 4
+    assert merged.rounds == begun
 
 
 def test_tasks_are_cut_off_only_where_the_phase_was_ended_with_enough() -> None:
@@ -173,12 +184,12 @@ def test_tasks_are_cut_off_only_where_the_phase_was_ended_with_enough() -> None:
 
 
 def test_shares_are_fixed_where_claims_are_unsafe_and_the_journal_says_so() -> None:
-    work = rl.assign_train(context(claims_unsafe=lambda: "an object store"))
-    assert isinstance(work, Value) and work.value["fixed_shares"] == "an object store"
-    assert work.events == [{"event": "shares_fixed", "why": "an object store"}]
+    node = RecordingNode(context(claims_unsafe=lambda: "an object store"))
+    assert rl.assign_train(node).fixed_shares == "an object store"
+    assert node.events == [{"event": "shares_fixed", "why": "an object store"}]
     assert assigned(context(rollout_take_over=False))["fixed_shares"] == "rollout.take_over is off"
-    work = rl.assign_train(context())
-    assert isinstance(work, Value) and not work.events
+    node = RecordingNode(context())
+    assert rl.assign_train(node).fixed_shares == "" and not node.events
 
 
 FIRST = {"policy_version": 1, "folder": "policy-000001.g0002", "digest": "ab" * 32}
@@ -218,9 +229,10 @@ def test_what_was_sampled_otherwise_is_not_adopted() -> None:
     more = replace(ctx.settings, eval=EvalSettings(samples=8))
     part = PartOnDisk("p", "start", 100, (0, 1, 2), sampled_how=how)
     for settings, taken in ((ctx.settings, 3), (more, 0)):
-        decision = rl.decide_eval(replace(ctx, settings=settings, parts_of=lambda split, iteration: (part,)))
-        assert sum(len(one["tasks"]) for one in decision.value["adopted"]) == taken
-    assert rl.rollout_spec(ctx, RolloutDecision.from_json(decision.value))["sampled_how"] == how
+        known = replace(ctx, settings=settings, parts_of=lambda split, iteration: (part,))
+        decision = rl.decide_eval(RecordingNode(known))
+        assert sum(len(one.tasks) for one in decision.adopted) == taken
+    assert rl.rollout_spec(ctx, decision).sampled_how == how
 
 
 @pytest.mark.parametrize(
@@ -272,17 +284,18 @@ def test_the_last_policy_is_evaluated_where_the_run_ends(
     if (until, rl_phase) != (3, "both"):
         assert (start.leader, end.each, end.leader) == (None, None, None)
         return
-    decision = start.leader(ctx).value
-    assert (decision.get("wanted") is not None) == evaluated
-    ctx = replace(ctx, decisions={"engine_start": {"iteration": 3, "value": decision}})
-    work = end.each(ctx)
-    assert isinstance(work, Value) != evaluated
+    decision = decided(start.leader, ctx)
+    assert bool(decision["wanted"]) == decision["evaluate"] == evaluated
+    node = RecordingNode(replace(ctx, decisions={"engine_start": {"iteration": 3, "value": decision}}))
+    # The node that follows it shares its records.
+    assert (end.each(node) is not None) == evaluated == bool(node.specs)
     if evaluated:
         # As iteration 4 would.
-        assert work.works[1].spec["iteration"] == 4 and "iteration4_rank_0" in work.works[1].spec["part"]
+        (spec,) = node.specs
+        assert spec.identity.iteration == 4 and "iteration4_rank_0" in spec.part.name
     else:
         # Something is on record, so that no later start comes back for it.
-        assert end.leader(ctx).value
+        assert end.leader(node).as_json()
 
 
 @pytest.mark.parametrize(
@@ -303,11 +316,11 @@ def test_engines_are_told_which_policy_was_published(published: dict[str, Any], 
     ctx = context("engine_start", decisions=decisions, tasks=tasks)
     folder = Path("/run/checkpoints/policy-000002.g0001/model") if published else Path("/model")
     version, threads = published.get("policy_version", 0), ctx.threads
-    wanted = ServeWeights(folder, version, threads, policy)
-    assert rl.start_engine(ctx) == wanted
+    wanted, node = Weights(folder, version, threads, policy), RecordingNode(ctx)
+    rl.start_engine(node)
     decision = RolloutDecision.from_json(assigned(replace(ctx, tasks=context().tasks)))
-    rollout = rl.rollout(ctx, decision, [])
-    assert rollout.works[0] == wanted
+    rl.rollout(node, decision, [])
+    assert node.served == [wanted, wanted]
 
 
 def test_lots_are_the_share_in_order_and_few() -> None:

@@ -86,12 +86,12 @@ def place(tmp_path: Path) -> Path:
 from dataclasses import replace
 from fsbarrier.loader import load_module
 toy = load_module("toy").PROGRAM
-def mine(ctx):
+def mine(node):
     BODY
 PROGRAM = replace(toy, rows=tuple(replace(row, each=mine) if row.name == "train_rollout" else row for row in toy.rows))
 """
     (tmp_path / "fails.py").write_text(own.replace("BODY", "raise KeyError('mine')"))
-    (tmp_path / "returns_nothing.py").write_text(own.replace("BODY", "pass"))
+    (tmp_path / "returns_a_number.py").write_text(own.replace("BODY", "return 3"))
     (tmp_path / "bad.toml").write_text("[rollout\n")
     (tmp_path / "typo.toml").write_text("[rollout]\ntemperatur = 1\n")
     return tmp_path
@@ -303,9 +303,9 @@ CASES = {
         "run --program ./fails.py --dry-run",
         ["fails.py: phase train_rollout: KeyError: 'mine'"],
     ),
-    "program whose function returns nothing": (
-        "run --program ./returns_nothing.py --dry-run",
-        ["phase train_rollout: TypeError: mine returned NoneType, which is no work"],
+    "program whose function returns a number": (
+        "run --program ./returns_a_number.py --dry-run",
+        ["phase train_rollout: TypeError: mine returned int; a row returns a record, a mapping or None"],
     ),
     "data without a model": ("run --data-path data", ["--data-path without --model"]),
     "another run's policy without data": (

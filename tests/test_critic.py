@@ -190,14 +190,12 @@ def test_a_critic_learns_what_is_to_come_and_is_saved_like_the_policy(tmp_path: 
 
 
 def test_a_critic_that_is_resumed_or_kept_goes_on_as_one_that_never_stopped(tmp_path: Path) -> None:
-    from fsbarrier.processes.worker_contract import ProgressWriter
     from fsbarrier.workers.update import Updates, leave
 
     work, updates = with_critic(tmp_path), Updates()
     for version, before in ((1, ""), (2, "v1"), (3, "v2")):
-        spec = work.update_spec(f"v{version}", version=version, before=before)
-        told = updates.main(spec, work.settings, ProgressWriter(None))
-        assert told is not None and told["went_on"] is (version > 1)
+        told = work.update_by(updates, f"v{version}", version=version, before=before)
+        assert told["went_on"] is (version > 1)
     work.update("loaded", version=3, before="v2")
     assert largest_difference(critic_of(tmp_path / "v3"), critic_of(tmp_path / "loaded")) == 0
     assert largest_difference(critic_of(tmp_path / "v3"), critic_of(tmp_path / "v2")) > 1e-4

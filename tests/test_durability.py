@@ -288,8 +288,9 @@ def test_while_a_kept_version_does_not_say_which_state_it_needs_none_is_removed(
 
 
 def test_the_best_evaluated_is_handed_on(tmp_path: Path) -> None:
+    from fsbarrier.context import Context
     from fsbarrier.decisions import PublishDecision
-    from fsbarrier.program import Context, Phase
+    from fsbarrier.program import Phase
     from fsbarrier.settings.sections import Settings
 
     rl = load_module("rl")
@@ -297,17 +298,18 @@ def test_the_best_evaluated_is_handed_on(tmp_path: Path) -> None:
     def publication(iteration: int, reward: float | None, last: dict[str, Any] | None) -> dict[str, Any]:
         """What the publication of this iteration says, after an evaluation with this reward and the publication before."""
         evaluated = {} if reward is None else {"reward_mean": reward}
+        made = {"folder": RunPaths(tmp_path).checkpoint(iteration, 2).name, "policy_version": iteration}
         decisions: dict[str, Any] = {"eval_rollout": {"iteration": iteration, "value": evaluated}}
+        decisions["update"] = {"iteration": iteration, "value": made}
         if last is not None:
             decisions["weights_publish"] = {"iteration": iteration - 1, "value": last}
         context = Context(
             *("run", RunPaths(tmp_path), Settings(), {}, None, 0, 1, (), 0, 2, iteration, 0),
             phase=Phase(11, "weights_publish"),
             decisions=decisions,
-            python="python",
         )
         folder = RunPaths(tmp_path).checkpoint(iteration, 2)
-        best = rl.publish(context, folder, iteration).best
+        best = rl.publication(context).best
         return PublishDecision(iteration, folder.name, best=best).as_json()
 
     one = publication(1, 0.5, None)
@@ -321,7 +323,8 @@ def test_the_best_evaluated_is_handed_on(tmp_path: Path) -> None:
 
 
 def test_an_update_draws_from_the_iterations_that_are_set(tmp_path: Path) -> None:
-    from fsbarrier.program import Context, Phase
+    from fsbarrier.context import Context
+    from fsbarrier.program import Phase
     from fsbarrier.settings.sections import Settings, UpdateSettings
 
     rl = load_module("rl")
@@ -331,12 +334,9 @@ def test_an_update_draws_from_the_iterations_that_are_set(tmp_path: Path) -> Non
         *("run", paths, settings, {}, None, 0, 1, (), 0, 2, 2, 0),
         phase=Phase(8, "batch_prepare"),
         decisions={"train_aggregate": {"iteration": 2, "value": {"merged": "2.g02", "earlier": ["1.g01"]}}},
-        python="python",
     )
     # Not what lies under the public name.
-    assert rl.learned_from(context) == [
-        str(paths.trajectories("train") / name) for name in ("2.g02", "1.g01")
-    ]
+    assert rl.learned_from(context) == [paths.trajectories("train") / name for name in ("2.g02", "1.g01")]
     assert rl.earlier_merges(context) == ["2.g02", "1.g01"]
     assert rl.earlier_merges(replace(context, settings=Settings(update=UpdateSettings(recency=2)))) == [
         "2.g02"

@@ -20,7 +20,7 @@ from test_fuzz import EXAMPLES, NASTY, bytes_like, fuzz, plain_json
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachable
-from fsbarrier.engine.openai_http import EngineAddress, refusal_text
+from fsbarrier.engine.openai_http import refusal_text
 from fsbarrier.engine.span import Link
 from fsbarrier.rewards.judge import Judge, JudgeError
 from fsbarrier.rewards.model_server import ClassifierReward, ModelServerError
@@ -32,6 +32,7 @@ from fsbarrier.rollouts.answers import calls_in, without_thoughts
 from fsbarrier.rollouts.samples import Again, EngineGone, Refusal
 from fsbarrier.rollouts.sampling import Sampler, SamplingServer
 from fsbarrier.settings.sections import JudgeSettings
+from fsbarrier.specs import EngineAddress
 from fsbarrier.store import foreign_json
 
 DEEP = (

@@ -18,7 +18,7 @@ from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.own_facts import OwnFacts
 from fsbarrier.coordination.poll_intervals import PollIntervals, next_beat_s
-from fsbarrier.program import Phase, Program, Value
+from fsbarrier.program import Phase, Program
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Member, Position, Pulse, Record, StopRequest
 from fsbarrier.protocol.state import Exit, Node, RowPart, Rules, Stage, WorkReport
@@ -116,7 +116,7 @@ class FullDisk(PosixStore):
         return super().create(path, record)
 
 
-ENDLESS = Phase(0, "work", each=lambda context: Value({}))
+ENDLESS = Phase(0, "work", each=lambda node: {})
 
 
 def started(

@@ -18,22 +18,23 @@ from forks import run_script
 from trainer_bench import Bench, bench
 from waiting import DEADLINE_S, free_port
 
+from fsbarrier.context import Context
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.loader import load_program
 from fsbarrier.processes import processes
-from fsbarrier.program import HELPER, TRAINER, Command, Context, Resident
 from fsbarrier.protocol.facts import Generation, Join, Member, Position
 from fsbarrier.protocol.state import Node
-from fsbarrier.run import work_kinds
 from fsbarrier.run.context_maker import ContextMaker
 from fsbarrier.run.job import RowJob, Workplace
+from fsbarrier.run.worker_program import ProgramRun
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.sections import Settings
 from fsbarrier.sim.work import TASKS
+from fsbarrier.specs import HELPER, TRAINER, Launch, Resident
 
 # An agent and two workers, as torchrun has them on a node: if one of them fails, the agent ends. Both do every job, and the first leaves
 # the result.
@@ -98,10 +99,9 @@ def do(place: Workplace) -> Do:
         **spec: object,
     ) -> dict[str, Any]:
         name = place.resident_name(generation) if formed is None else formed
-        command = Command(
+        launch = Launch(
             (sys.executable, str(place.log_path / "program.py"), "--spec", "{spec}"),
             "update.log",
-            spec={"n": n, **spec},
             resident=Resident(TRAINER, 2, name),
         )
         fields = {
@@ -111,7 +111,8 @@ def do(place: Workplace) -> Do:
             "node_rank": 0,
             "settings": Settings(),
         }
-        return work_kinds.execute(command, cast(Context, SimpleNamespace(**fields)), job or RowJob(), place)
+        seen = cast(Context, SimpleNamespace(**fields))
+        return ProgramRun(launch, {"n": n, **spec}, seen, job or RowJob(), place).run()
 
     return do
 
@@ -198,7 +199,7 @@ def test_helper_programs_share_a_process_until_a_job_fails(
 
     def job(module: str, n: int) -> dict[str, Any]:
         argv = (sys.executable, "-m", module, "--spec", "{spec}")
-        command = Command(argv, "helper.log", spec={"n": n}, resident=Resident(HELPER))
+        launch = Launch(argv, "helper.log", resident=Resident(HELPER))
         fields = {
             "phase": SimpleNamespace(name=module),
             "generation": 1,
@@ -206,7 +207,8 @@ def test_helper_programs_share_a_process_until_a_job_fails(
             "node_rank": 0,
             "settings": Settings(),
         }
-        return work_kinds.execute(command, cast(Context, SimpleNamespace(**fields)), RowJob(), place)
+        seen = cast(Context, SimpleNamespace(**fields))
+        return ProgramRun(launch, {"n": n}, seen, RowJob(), place).run()
 
     first = job("merging", 1)["pid"]
     assert job("preparing", 1)["pid"] == first
@@ -259,7 +261,7 @@ class Trainer:
         argv += ["-m", "fsbarrier.workers.update", "--spec", "{spec}"]
         env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         resident = Resident(TRAINER, processes, self.place.resident_name(generation))
-        command = Command(tuple(argv), "update.log", spec=spec, env=env, resident=resident)
+        launch = Launch(tuple(argv), "update.log", env, resident=resident)
         fields = {
             "phase": SimpleNamespace(name="update"),
             "generation": generation,
@@ -267,7 +269,8 @@ class Trainer:
             "node_rank": 0,
             "settings": self.work.settings,
         }
-        done = work_kinds.execute(command, cast(Context, SimpleNamespace(**fields)), RowJob(), self.place)
+        seen = cast(Context, SimpleNamespace(**fields))
+        done = ProgramRun(launch, spec, seen, RowJob(), self.place).run()
         if before:
             shutil.rmtree(self.work.folder / f"v{before}")
         return done

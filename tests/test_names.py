@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from recording_node import RecordingNode
 from test_assign import context, rl
 
+from fsbarrier.context import Context
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.program import Command, Context, Steps, Work
+from fsbarrier.node import Node
 from fsbarrier.rundir import names
 from fsbarrier.rundir.names import Name
 
@@ -80,22 +82,15 @@ def decided(phase: str, iteration: int = 3, **value: Any) -> Mapping[str, Any]:
     return {phase: {"iteration": iteration, "value": value}}
 
 
-def spec_of(work: Work) -> Mapping[str, Any]:
-    """What the first program of a work is told."""
-    first = work.works[0] if isinstance(work, Steps) else work
-    for one in work.works if isinstance(work, Steps) else (first,):
-        if isinstance(one, Command):
-            return one.spec
-    raise AssertionError(work)
+def spec_of(row: Callable[[Node], object], ctx: Context) -> Any:
+    """What the first program of a row is told."""
+    node = RecordingNode(ctx)
+    row(node)
+    return node.specs[0]
 
 
 def published(path: str) -> Mapping[str, Any]:
     return decided("weights_publish", 2, folder=path, policy_version=3, digest="d")
-
-
-def update(ctx: Context) -> Work:
-    work: Work = rl.update(ctx)
-    return work
 
 
 def readers(said: str) -> dict[str, Callable[[], object]]:
@@ -111,17 +106,17 @@ def readers(said: str) -> dict[str, Callable[[], object]]:
     def parts(adopted: list[dict[str, Any]], report: dict[str, Any]) -> list[str]:
         assigned = decided("train_assign", **decision, adopted=adopted)
         ctx = context("train_aggregate", decisions=assigned, reports=lambda phase: {0: report})
-        return [one["path"] for one in spec_of(rl.aggregate_train(ctx))["parts"]]
+        return [str(one.path) for one in spec_of(rl.aggregate_train, ctx).request.parts]
 
     return {
         "policy": lambda: str(context(decisions=published(named(POLICY))).policy.model),
-        "merged": lambda: rl.learned_from(context("batch_prepare", decisions=merged)),
+        "merged": lambda: [*map(str, rl.learned_from(context("batch_prepare", decisions=merged)))],
         "adopted": lambda: parts(adopted, {"tasks": [2]}),
         "report": lambda: parts([], {"part": named("part"), "tasks": [2]}),
-        "batch": lambda: spec_of(
-            update(context("update", decisions=batch, joins={}, accelerators=0, cpus=2))
-        )["batch"],
-        "update": lambda: str(rl.publish_weights(context("weights_publish", decisions=made)).folder),
+        "batch": lambda: str(
+            spec_of(rl.update, context("update", decisions=batch, joins={}, accelerators=0, cpus=2)).batch
+        ),
+        "update": lambda: str(rl.publication(context("weights_publish", decisions=made)).folder),
     }
 
 

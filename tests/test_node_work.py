@@ -1,4 +1,4 @@
-"""A node's work: each kind is carried out, a program is watched, a job can be cancelled at any moment."""
+"""A node's work: each call of a row is carried out, a program is watched, a job can be cancelled at any moment."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,26 +21,24 @@ import pytest
 from other_user import needs_root, start_as_other
 from waiting import DEADLINE_S, until
 
+from fsbarrier.context import Context
+from fsbarrier.decisions import JsonRecord
 from fsbarrier.errors import ProgramFailed, StoreError
+from fsbarrier.node import Node as RowNode
+from fsbarrier.node import Publication, Weights
 from fsbarrier.processes.addresses import candidate_addresses
 from fsbarrier.processes.rendezvous import LOOPBACK
 from fsbarrier.processes.worker_contract import WorkerFiles
-from fsbarrier.program import (
-    Command,
-    Context,
-    OpenRendezvous,
-    PublishFile,
-    PublishWeights,
-    ServeWeights,
-    Value,
-    Work,
-)
+from fsbarrier.program import Phase
 from fsbarrier.protocol.state import Node, RowPart
-from fsbarrier.run import work_kinds, worker_program
+from fsbarrier.run import worker_program
 from fsbarrier.run.job import NodeUnfit, RowJob, Workplace
 from fsbarrier.run.job_runner import JobRunner, failure
+from fsbarrier.run.working_node import WorkingNode
 from fsbarrier.rundir import checkpoints, retention
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
+from fsbarrier.specs import Launch, Spec
 from fsbarrier.store import reading
 
 
@@ -55,36 +54,41 @@ def place(tmp_path: Path) -> Workplace:
     )
 
 
-def context(*, newest: int = 1) -> Context:
-    phase = SimpleNamespace(name="update", each=None, leader=None)
-    fields = {
-        "phase": phase,
-        "node_rank": 3,
-        "generation": 1,
-        "newest": lambda: newest,
-        "settings": Settings(),
-        "members": (),
-        "joins": {},
-        "model": None,
-        "leader": 3,
-        "published": None,
-        "iteration": 5,
-        "run_id": "run",
-    }
-    return cast(Context, SimpleNamespace(**fields))
+def context(*, newest: Callable[[], int] = lambda: 1, **facts: Any) -> Context:
+    known: dict[str, Any] = {"phase": Phase(10, "update"), "decisions": {}, "newest": newest, **facts}
+    paths = RunPaths(Path("/run"))
+    return Context("run", paths, Settings(), {}, None, 3, 1, (), 3, 1, 5, 0, **known)
 
 
-def python(code: str, **more: Any) -> Command:
-    return Command((sys.executable, "-c", code, "{spec}"), "update.log", **more)
+@dataclass(frozen=True)
+class Got(JsonRecord):
+    got: int = 0
+
+
+@dataclass(frozen=True)
+class OwnSpec(Spec[Got]):
+    """Of a program of the test."""
+
+
+def python(code: str, **more: Any) -> Launch:
+    return Launch((sys.executable, "-c", code, "{spec}"), "update.log", **more)
+
+
+def node_at(place: Workplace, seen: Any = None, job: RowJob | None = None) -> WorkingNode:
+    return WorkingNode(seen or context(), job or RowJob(), place)
+
+
+def run(launch: Launch, place: Workplace, job: RowJob | None = None) -> Got:
+    return node_at(place, job=job).run(OwnSpec(context().identity), launch)
 
 
 def test_a_program_that_fails_is_quoted_with_the_end_of_its_log(place: Workplace) -> None:
     with pytest.raises(
         ProgramFailed, match=r"(?s)ended with exit code 7\n\(from .*update\.log\)\nthe reason"
     ):
-        work_kinds.execute(python("print('the reason'); raise SystemExit(7)"), context(), RowJob(), place)
+        run(python("print('the reason'); raise SystemExit(7)"), place)
     with pytest.raises(ProgramFailed, match="ended well but left no result"):
-        work_kinds.execute(python("pass"), context(), RowJob(), place)
+        run(python("pass"), place)
 
 
 def test_a_program_without_a_sign_of_life_is_ended(place: Workplace) -> None:
@@ -92,13 +96,13 @@ def test_a_program_without_a_sign_of_life_is_ended(place: Workplace) -> None:
     with pytest.raises(
         ProgramFailed, match=r"no progress for 0\.3 s \(coordination\.stall_timeout_s\); update was ended"
     ):
-        work_kinds.execute(python("import threading; threading.Event().wait()"), context(), RowJob(), place)
+        run(python("import threading; threading.Event().wait()"), place)
 
 
 def test_where_no_spec_can_be_written_it_is_the_node_that_fails(place: Workplace) -> None:
     place.work_dir.write_text("no folder")
     with pytest.raises(NodeUnfit, match=r"node 3: its temporary folder .* cannot be written to"):
-        work_kinds.execute(python("pass"), context(), RowJob(), place)
+        run(python("pass"), place)
 
 
 def test_a_directory_that_hangs_makes_the_node_unfit(
@@ -114,7 +118,7 @@ def test_a_directory_that_hangs_makes_the_node_unfit(
 
     monkeypatch.setattr(reading, "open_below", hang)
     place.stall_timeout_s = 0.2
-    runner, woken = jobs(place, lambda context: publish)
+    runner, woken = jobs(place, lambda node: node.publish_weights(publish))
     runner.launch(NODE, RowPart.EACH)
     until(lambda: runner.unfit() is not None, lives=lambda: runner.report is None)
     unfit = runner.unfit()
@@ -124,12 +128,12 @@ def test_a_directory_that_hangs_makes_the_node_unfit(
     assert woken.wait(DEADLINE_S) and runner.report is not None, "what goes on after all is reported as ever"
 
 
-def policy(tmp_path: Path) -> PublishWeights:
+def policy(tmp_path: Path) -> Publication:
     folder = tmp_path / "checkpoints" / "policy-000001.g0001"
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "weights").write_bytes(b"w" * 100)
     checkpoints.write_manifest(folder, 1)
-    return PublishWeights(folder, 1, keep=3)
+    return Publication(folder, 1, keep=3)
 
 
 def made(log_path: Path, version: int, generation: int) -> Path:
@@ -143,11 +147,11 @@ def made(log_path: Path, version: int, generation: int) -> Path:
 def test_the_model_never_goes_back_to_an_older_version(place: Workplace, tmp_path: Path) -> None:
     six, seven, again = made(tmp_path, 6, 2), made(tmp_path, 7, 2), made(tmp_path, 7, 3)
     for folder, version in ((seven, 7), (again, 7)):
-        publish = PublishWeights(folder, version, keep=0)
-        assert work_kinds.execute(publish, context(), RowJob(), place)["folder"] == folder.name
+        publish = Publication(folder, version, keep=0)
+        assert node_at(place).publish_weights(publish).folder == folder.name
     for folder, version in ((seven, 7), (six, 6)):
         with pytest.raises(ProgramFailed, match=r"names policy-000007.g0003 already"):
-            work_kinds.execute(PublishWeights(folder, version, keep=0), context(), RowJob(), place)
+            node_at(place).publish_weights(Publication(folder, version, keep=0))
     assert (tmp_path / "model.pt" / "weights").read_bytes() == b"7"
     # what was not published is not left lying either
     assert sorted(os.listdir(tmp_path)) == ["checkpoints", "model.pt"]
@@ -158,33 +162,36 @@ def test_the_last_look_is_directly_before_each_public_step(
     place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """A node that sleeps before any of these steps finds a newer generation when it wakes up, and leaves them."""
-    woken, folder = context(), made(tmp_path, 1, 1)
+    newest = [1]
+    woken, folder = context(newest=lambda: newest[0]), made(tmp_path, 1, 1)
 
     def goes_on_without_us(module: Any, name: str) -> None:
         before = getattr(module, name)
 
         def act(*args: Any, **more: Any) -> Any:
             result = before(*args, **more)
-            monkeypatch.setattr(woken, "newest", lambda: 2)
+            newest[0] = 2
             return result
 
         monkeypatch.setattr(module, name, act)
 
-    work: Work = PublishWeights(folder, 1, keep=1, trained_on=1, keep_trajectories=1)
+    publication = Publication(folder, 1, keep=1, trained_on=1, keep_trajectories=1)
     if step == "model":
         goes_on_without_us(os, "symlink")
     elif step == "file":
         (tmp_path / "merged").write_text("new")
-        work = PublishFile(tmp_path / "merged", tmp_path / "public")
         goes_on_without_us(os, "link")
     elif step == "retain":
         goes_on_without_us(checkpoints, "publish_link")
         monkeypatch.setattr(retention, "remove_old_versions", lambda *_: pytest.fail("deleted all the same"))
     else:
         goes_on_without_us(retention, "remove_old_versions")
-        monkeypatch.setattr(work_kinds.retention, "remove_old", lambda *_, **__: pytest.fail("deleted"))
+        monkeypatch.setattr(retention, "remove_old", lambda *_, **__: pytest.fail("deleted"))
     with pytest.raises(ProgramFailed, match="generation 1 has ended"):
-        work_kinds.execute(work, woken, RowJob(), place)
+        if step == "file":
+            node_at(place, woken).publish_file(tmp_path / "merged", tmp_path / "public")
+        else:
+            node_at(place, woken).publish_weights(publication)
     assert not (tmp_path / "public").exists()
     assert (tmp_path / "model.pt").exists() == (step in ("retain", "old trajectories"))
 
@@ -207,35 +214,35 @@ def test_a_damaged_policy_version_is_never_served(
     place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     folder, served = policy(tmp_path).folder, engine_that_serves(place)
-    path, serve = folder / "model" / name, ServeWeights(folder / "model", 1)
+    path, weights = folder / "model" / name, Weights(folder / "model", 1)
     path.write_bytes(b"w" * 100)
     checkpoints.write_manifest(folder, 1)
     path.write_bytes(b"w" * 99 + b"v")
     with pytest.raises(ProgramFailed, match=rf"{name} differs from what MANIFEST\.json says"):
-        work_kinds.execute(serve, context(), RowJob(), place)
+        node_at(place).serve(weights)
     assert not served
     path.write_bytes(b"w" * 100)
-    work_kinds.execute(serve, context(), RowJob(), place)
+    node_at(place).serve(weights)
     # Read once, and not before every rollout.
     monkeypatch.setattr(checkpoints, "verify", None)
-    work_kinds.execute(serve, context(), RowJob(), place)
+    engines = node_at(place).serve(weights)
     assert served == [folder / "model"] * 2
     # A server that was started again has another address.
-    assert [one["url"] for one in place.engine_access] == ["u2"]
+    assert [engine.url for engine in engines] == ["u2"]
 
 
 def test_no_engine_loads_another_policy_than_the_one_that_was_published(
     place: Workplace, tmp_path: Path
 ) -> None:
     publish = policy(tmp_path)
-    published = work_kinds.execute(publish, context(), RowJob(), place)["digest"]
+    published = node_at(place).publish_weights(publish).digest
     served, folder = engine_that_serves(place), publish.folder
-    serve = ServeWeights(folder / "model", 1, policy=checkpoints.identity(folder.name, published))
-    work_kinds.execute(serve, context(), RowJob(), place)
+    weights = Weights(folder / "model", 1, policy=checkpoints.identity(folder.name, published))
+    node_at(place).serve(weights)
     (folder / "model" / "weights").write_bytes(b"v" * 100)
     checkpoints.write_manifest(folder, 1)
     with pytest.raises(ProgramFailed, match="holds another policy than was published"):
-        work_kinds.execute(serve, context(), RowJob(), place)
+        node_at(place).serve(weights)
     assert served == [folder / "model"]
 
 
@@ -246,7 +253,7 @@ def test_a_policy_version_of_another_size_is_not_published(
     publish = policy(tmp_path)
     (publish.folder / "model" / "weights").write_bytes(b"w" * size)
     with pytest.raises(ProgramFailed, match=rf"weights has {size} bytes; MANIFEST\.json says 100"):
-        work_kinds.execute(publish, context(), RowJob(), place)
+        node_at(place).publish_weights(publish)
     assert not (tmp_path / "model.pt").is_symlink()
 
 
@@ -281,7 +288,7 @@ def test_nobody_can_take_the_port_of_an_update_before_its_program(
     place: Workplace, addresses: tuple[str, ...]
 ) -> None:
     """Another user tries all the time. Who connected before the program ran is answered by it, on each address."""
-    port = work_kinds.execute(OpenRendezvous(addresses), context(), RowJob(), place)["port"]
+    port = int(node_at(place).listen(addresses))
     with start_as_other(SQUATS, str(port)) as other, ExitStack() as peers:
         assert other.stdout is not None and other.stdout.readline() == "trying\n"
         # Of what this host does not know to be its own the last socket hears.
@@ -289,24 +296,28 @@ def test_nobody_can_take_the_port_of_an_update_before_its_program(
         connected = [
             peers.enter_context(socket.create_connection((host, port))) for host in (*addresses, *others)
         ]
-        answers = python(ANSWERS % other.pid, result=False, listens=True)
-        work_kinds.execute(answers, context(), RowJob(), place)
+        node_at(place).command(python(ANSWERS % other.pid, listens=True))
         assert [peer.recv(99) for peer in connected] == [b"the update"] * len(connected)
         other.wait(DEADLINE_S)
     assert not place.rendezvous
 
 
 def test_a_program_that_does_not_take_the_port_over_finds_it_free(place: Workplace) -> None:
-    port = work_kinds.execute(OpenRendezvous(LOOPBACK), context(), RowJob(), place)["port"]
+    port = node_at(place).listen(LOOPBACK)
     listens = f"import socket; socket.create_server(('127.0.0.1', {port}))"
-    work_kinds.execute(python(listens, result=False), context(), RowJob(), place)
+    node_at(place).command(python(listens))
 
 
-def jobs(place: Workplace, each: Callable[[Context], Work]) -> tuple[JobRunner, threading.Event]:
+def jobs(
+    place: Workplace, each: Callable[[RowNode], object], **facts: Any
+) -> tuple[JobRunner, threading.Event]:
     woken = threading.Event()
-    seen = cast(Any, context())
-    seen.phase.each = each
-    return JobRunner(lambda node: cast(Context, seen), place, woken.set), woken
+    seen = context(phase=Phase(10, "update", each=cast(Any, each)), **facts)
+    return JobRunner(lambda node: seen, place, woken.set), woken
+
+
+def run_on(node: RowNode, launch: Launch) -> object:
+    return node.run(OwnSpec(context().identity), launch)
 
 
 NODE = cast(Node, SimpleNamespace(rank=0, place=(SimpleNamespace(era=0), None)))
@@ -315,9 +326,9 @@ NODE = cast(Node, SimpleNamespace(rank=0, place=(SimpleNamespace(era=0), None)))
 def test_a_cancelled_job_leaves_nothing_and_reports_nothing(place: Workplace) -> None:
     begun = threading.Event()
 
-    def each(context: Context) -> Work:
+    def each(node: RowNode) -> object:
         begun.set()
-        return python("import threading; threading.Event().wait()")
+        return run_on(node, python("import threading; threading.Event().wait()"))
 
     running, woken = jobs(place, each)
     running.launch(NODE, RowPart.EACH)
@@ -330,10 +341,9 @@ def test_a_job_that_cannot_be_ended_ends_the_node(place: Workplace, monkeypatch:
     """Example: it hangs in the shared directory. The next generation's work must not begin beside it."""
     begun, let_go = threading.Event(), threading.Event()
 
-    def each(context: Context) -> Work:
+    def each(node: RowNode) -> None:
         begun.set()
         assert let_go.wait(DEADLINE_S)
-        return Value({})
 
     monkeypatch.setattr("fsbarrier.run.job_runner.CANCEL_S", 0.05)
     running, _ = jobs(place, each)
@@ -364,16 +374,15 @@ def test_a_mount_that_fails_while_something_is_made_public_costs_no_attempt(
 
     monkeypatch.setattr(os, "replace", failing)
     (tmp_path / "merged").write_text("new")
-    of_name: dict[str, Work] = {
-        "model.pt": PublishWeights(made(tmp_path, 6, 1), 6, keep=0),
-        "public": PublishFile(tmp_path / "merged", tmp_path / "public"),
-    }
-    work_kinds.execute(of_name[name], context(), RowJob(), place)
+    if name == "public":
+        node_at(place).publish_file(tmp_path / "merged", tmp_path / "public")
+    else:
+        node_at(place).publish_weights(Publication(made(tmp_path, 6, 1), 6, keep=0))
     assert len(tries) == 4 and (tmp_path / name).exists()
     assert not [left for left in os.listdir(tmp_path) if left.startswith(".")]
 
 
-def of_ours(place: Workplace, monkeypatch: pytest.MonkeyPatch, fails_times: int) -> Command:
+def of_ours(place: Workplace, monkeypatch: pytest.MonkeyPatch, fails_times: int) -> Launch:
     """A program of fsbarrier's own: the shared directory fails at its first starts."""
     monkeypatch.setattr(worker_program, "program_name", lambda argv: "fsbarrier.workers.some")
     code = f"""
@@ -394,8 +403,7 @@ def test_a_program_is_started_again_while_the_shared_directory_fails(
 ) -> None:
     """No program has failed, so no attempt is used up."""
     job = RowJob()
-    done = work_kinds.execute(of_ours(place, monkeypatch, 2), context(), job, place)
-    assert done["got"] == 1
+    assert run(of_ours(place, monkeypatch, 2), place, job).got == 1
     ended = "fsbarrier.workers.some ended with exit code 3: part: No space left on device"
     why = f"{ended}; {place.log_path} fails or is full"
     assert job.events == [{"event": "program_restarted", "times": 2, "why": why}]
@@ -406,7 +414,7 @@ def test_where_the_shared_directory_goes_on_failing_the_node_is_unfit_and_not_th
 ) -> None:
     place.outage_s = 0.2
     with pytest.raises(NodeUnfit, match=r"(?s)node 3: update: .* exit code 3.*No space left on device"):
-        work_kinds.execute(of_ours(place, monkeypatch, 10**6), context(), RowJob(), place)
+        run(of_ours(place, monkeypatch, 10**6), place)
 
 
 def test_a_node_that_may_not_use_a_file_ends_with_the_code_of_a_failed_filesystem(
@@ -418,7 +426,7 @@ def test_a_node_that_may_not_use_a_file_ends_with_the_code_of_a_failed_filesyste
     with pytest.raises(
         StoreError, match="ended with exit code 77: /shared/part: Permission denied"
     ) as caught:
-        work_kinds.execute(denied, context(), RowJob(), place)
+        run(denied, place)
     assert not isinstance(caught.value, NodeUnfit)
     assert failure(str(caught.value), code=caught.value.exit_code)["exit_code"] == 3
 
@@ -481,7 +489,7 @@ def test_a_job_that_ends_while_it_is_cancelled_reports_nothing(place: Workplace)
     """Its failure would count as one of the row that the node is in by then."""
     begun = threading.Event()
 
-    def each(context: Context) -> Work:
+    def each(node: RowNode) -> None:
         begun.set()
         assert running._job is not None and running._job.cancel.wait(DEADLINE_S)
         raise ProgramFailed("too late")
@@ -497,20 +505,26 @@ def test_a_job_that_ends_while_it_is_cancelled_reports_nothing(place: Workplace)
 def test_a_directory_that_goes_on_failing_is_the_nodes_fault_and_no_programs(
     place: Workplace, error: Exception
 ) -> None:
-    place.outage_s = 0.0
+    """A row's read is retried by itself: what the row has done before is not done again."""
+    place.outage_s, begun = 0.1, list[str]()
 
-    def each(context: Context) -> Work:
+    def reports(phase_name: str) -> Any:
         raise error
 
-    running, woken = jobs(place, each)
+    def each(node: RowNode) -> object:
+        begun.append("the row")
+        return node.context.reports("train_rollout")
+
+    running, woken = jobs(place, each, reports=reports)
     running.launch(NODE, RowPart.EACH)
     assert woken.wait(DEADLINE_S)
     assert "cannot begin its work" in str(running.unfit()) and running.report is None
+    assert begun == ["the row"]
 
 
 def test_an_unfit_node_says_so(place: Workplace) -> None:
     place.work_dir.write_text("no folder")
-    running, woken = jobs(place, lambda context: python("pass"))
+    running, woken = jobs(place, lambda node: run_on(node, python("pass")))
     running.launch(NODE, RowPart.EACH)
     assert woken.wait(DEADLINE_S)
     assert isinstance(running.unfit(), StoreError) and running.report is None
@@ -520,17 +534,17 @@ def test_a_job_ends_before_the_next_one_begins_and_its_report_goes(place: Workpl
     order: list[str] = []
     begun = threading.Event()
 
-    def first(context: Context) -> Work:
+    def first(node: RowNode) -> dict[str, str]:
         begun.set()
         assert running._job is not None
         job = running._job
         job.cancel.wait(DEADLINE_S)
         order.append("the first ended")
-        return Value({"of": "the first"})
+        return {"of": "the first"}
 
-    def second(context: Context) -> Work:
+    def second(node: RowNode) -> dict[str, str]:
         order.append("the second began")
-        return Value({"of": "the second"})
+        return {"of": "the second"}
 
     running, woken = jobs(place, first)
     running.launch(NODE, RowPart.EACH)

@@ -131,9 +131,9 @@ def test_a_program_that_fails_once_does_no_harm(tmp_path: Path, rank: int, row: 
 @pytest.mark.parametrize(
     ("does", "says"),
     [
-        ("returns_nothing", "TypeError: build returned NoneType, which is no work"),
+        ("returns_a_number", "TypeError: misbehave returned int; a row returns a record, a mapping or None"),
         ("returns_a_set", "TypeError: Object of type set is not JSON serializable"),
-        ("returns_events", "TypeError: the events of a Value"),
+        ("tells_of_a_decision", "TypeError: the event 'decision' is one that daemons write themselves"),
         ("leaves", "SystemExit: enough"),
     ],
 )

@@ -102,15 +102,24 @@ def test_whether_later_generations_need_what_a_row_decides(row: Row[object], dec
 
 THREE = '''"""Three rows of its own."""
 
-from fsbarrier.program import Context, Phase, Program, Value, Work
+from dataclasses import dataclass
+
+from fsbarrier.decisions import JsonRecord
+from fsbarrier.node import Node
+from fsbarrier.program import Phase, Program
 
 
-def dig(ctx: Context) -> Work:
-    return Value({"node": ctx.node_rank})
+@dataclass(frozen=True)
+class Load(JsonRecord):
+    node: int
 
 
-def weigh(ctx: Context) -> Work:
-    return Value({"loads": len(ctx.reports("dig"))})
+def dig(node: Node) -> Load:
+    return Load(node.context.node_rank)
+
+
+def weigh(node: Node) -> dict[str, int]:
+    return {"loads": len(node.context.reports_of("dig", Load))}
 
 
 PROGRAM = Program("three", (Phase(0, "dig", each=dig), Phase(1, "weigh", leader=weigh), Phase(2, "rest")))

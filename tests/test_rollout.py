@@ -138,7 +138,7 @@ def run(spec: Path) -> Run:
 
 def outcome(code: int, stderr: str, spec: Path) -> Run:
     result = spec.with_name("result.json")
-    return Run(code, stderr, json.loads(result.read_text()) if result.exists() else {})
+    return Run(code, stderr, json.loads(result.read_text())["report"] if result.exists() else {})
 
 
 def groups_in(part: Path) -> int:

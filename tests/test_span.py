@@ -18,18 +18,19 @@ from typing import Any
 import pytest
 from cluster import Cluster, leftovers
 from engine_bench import NEVER, behaviour, largest_gap, refusal, stand_in, write_model
+from recording_node import RecordingNode
 from test_assign import context, rl
 from test_engine_parts import flags, plan
 from test_engines_lost import engine_of
 from waiting import until
 
+from fsbarrier.context import POLICY, Span
 from fsbarrier.engine import command
 from fsbarrier.engine.engine import Engine, EngineInfo
 from fsbarrier.engine.placement import placements
 from fsbarrier.engine.span import Door, Meeting
 from fsbarrier.errors import ProgramFailed, TooFewNodes, UsageError
 from fsbarrier.processes.rendezvous import LOOPBACK, listen
-from fsbarrier.program import POLICY, ServeWeights, Span, Steps
 from fsbarrier.protocol.facts import Join, Member
 from fsbarrier.settings.placement import consecutive
 from fsbarrier.settings.resolve import resolve
@@ -68,26 +69,27 @@ def test_the_first_of_a_group_rolls_out_the_others_hold_their_part_and_those_lef
     assert ctx.engine_groups == [(0, 1), (3, 4)] and set(ctx.samplers) == {0, 1, 3, 4}
     decision = rl.assigned(ctx)
     assert set(decision.shares) == {0, 3} and all(decision.shares.values())
-    part = rl.rollout_share(of_run(ranks, 4), decision)
-    assert isinstance(part, Steps)
-    (serve,) = part.works
-    assert isinstance(serve, ServeWeights) and serve.span is not None
+    part = RecordingNode(of_run(ranks, 4))
+    assert rl.rollout_share(part, decision) is None and not part.specs
+    (serve,) = part.served
+    assert serve.span is not None
     assert serve.span == Span(((3, 4), (4, 5)), 1, LOOPBACK, 7, "k", (2, 3, 1))
     assert serve.span.turn == (2, 3, 1) and "'k'" not in repr(serve.span)
-    head = rl.rollout_share(of_run(ranks, 3), decision)
-    assert isinstance(head, Steps) and len(head.works) == 2
+    head = RecordingNode(of_run(ranks, 3))
+    rl.rollout_share(head, decision)
+    assert len(head.served) == len(head.specs) == 1
     # On several hosts, the head is found at its addresses.
     elsewhere = of_run(ranks, 4, node4="another").span
     assert elsewhere is not None and elsewhere.addresses == ("10.0.0.3",)
     # Where the head has nothing to do, nobody starts an engine.
     idle = replace(decision, shares={0: [1], 3: []})
-    assert rl.rollout_share(of_run(ranks, 4), idle) == Steps(())
+    nobody = RecordingNode(of_run(ranks, 4))
+    assert rl.rollout_share(nobody, idle) is None
     left_over = of_run((0, 1, 3), 3)
     assert left_over.engine_groups == [(0, 1)]
-    assert (
-        rl.rollout_share(left_over, rl.assigned(left_over)) == Steps(())
-        and rl.start_engine(left_over) == rl.NOTHING
-    )
+    alone = RecordingNode(left_over)
+    assert rl.rollout_share(alone, rl.assigned(left_over)) is rl.start_engine(alone) is None
+    assert not nobody.served and not alone.served
     with pytest.raises(TooFewNodes, match=r"engine\.nodes=2: fewer nodes are left"):
         rl.assigned(of_run((3,), 3))
     assert of_run(ranks, 3, nodes=1).span is None

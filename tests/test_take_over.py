@@ -63,8 +63,15 @@ def test_a_toy_rollout_that_is_killed_and_started_again_goes_on(tmp_path: Path) 
     shares = [[0, 1, 2, 3], [4, 5, 6, 7]]
     spec = toy_spec(tmp_path, 0, shares, seconds=0.4, speed=1.0)
     (tmp_path / "spec.json").write_text(json.dumps(spec))
-    command = [sys.executable, "-m", "fsbarrier.workers.toy", "--spec", str(tmp_path / "spec.json")]
-    part = Path(spec["part"])
+    command = [
+        sys.executable,
+        "-m",
+        "fsbarrier.workers.toy",
+        "rollout",
+        "--spec",
+        str(tmp_path / "spec.json"),
+    ]
+    part = Path(spec["rollout"]["part"])
     process = subprocess.Popen(command, cwd=REPO)
     # One of the other's is among them.
     until(
@@ -76,7 +83,7 @@ def test_a_toy_rollout_that_is_killed_and_started_again_goes_on(tmp_path: Path) 
     subprocess.run(command, cwd=REPO, check=True, timeout=DEADLINE_S)
     assert 5 <= kept <= 8
     assert sorted(group.task_index for group in scan_rank_file(part).groups) == list(range(8))
-    result = json.loads((tmp_path / "result-0.json").read_text())
+    result = json.loads((tmp_path / "result-0.json").read_text())["report"]
     assert (result["taken_over"], sorted(result["tasks"])) == (4, list(range(8)))
 
 

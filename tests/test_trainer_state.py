@@ -11,11 +11,11 @@ import pytest
 from trainer_bench import bench
 
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.node import Publication
 from fsbarrier.processes.kept_program import JOBS
-from fsbarrier.program import PublishWeights
-from fsbarrier.run import work_kinds
 from fsbarrier.run.job import RowJob, Workplace
 from fsbarrier.run.weights import checked_weights
+from fsbarrier.run.working_node import WorkingNode
 from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.rundir.names import POLICY_FOLDER
 from fsbarrier.rundir.paths import RunPaths
@@ -36,16 +36,11 @@ class Run:
         self.stays, self.updates = stays, Updates()
 
     def update(self, version: int, generation: int = 1, **fields: Any) -> dict[str, Any]:
-        from fsbarrier.processes.worker_contract import ProgressWriter
-
         before = POLICY_FOLDER.build(version - 1, 1) if version > 1 else ""
         out = POLICY_FOLDER.build(version, generation)
         if not self.stays:
             return self.work.update(out, version=version, before=before, **fields)
-        spec: Any = self.work.update_spec(out, version=version, before=before, **fields)
-        result = self.updates.main(spec, self.work.settings, ProgressWriter(None))
-        assert result is not None
-        return result
+        return self.work.update_by(self.updates, out, version=version, before=before, **fields)
 
     def end_processes(self) -> None:
         from fsbarrier.workers.update import Updates
@@ -354,9 +349,9 @@ def test_a_mount_that_fails_for_a_while_is_waited_for(
     # Each reader tries once.
     monkeypatch.setattr(checkpoints, "patiently", lambda ask: ask())
     if fails == "what is published":
-        work = PublishWeights(model.parent, 6, keep=0, trained_on=1)
         context = cast(Any, SimpleNamespace(newest=lambda: 1, generation=1))
-        assert work_kinds.execute(work, context, RowJob(), place)["policy_version"] == 6
+        node = WorkingNode(context, RowJob(), place)
+        assert node.publish_weights(Publication(model.parent, 6, keep=0, trained_on=1)).policy_version == 6
     else:
         assert checked_weights(model, RowJob(), place, published)[0] == model
     assert next(failures, None) is None

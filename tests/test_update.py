@@ -20,6 +20,7 @@ from trainer_bench import (
     Bench,
     bench,
     first_weights,
+    flat,
     largest_difference,
     policy_of,
     rollouts,
@@ -50,7 +51,7 @@ def test_the_update_is_the_same_however_many_processes_share_it(tmp_path: Path) 
     for name in ("two", "three"):
         assert largest_difference(work.weights("alone"), work.weights(name)) < 1e-5
         assert checkpoints.verify(tmp_path / name).policy_version == 1
-        result = json.loads((tmp_path / f"{name}.result").read_text())
+        result = flat(json.loads((tmp_path / f"{name}.result").read_text()))
         assert result["logprob_gap_max"] < 1e-4 and result["optimizer_steps"] == 4
         assert result["loss"] == pytest.approx(alone["loss"], abs=1e-5)
         assert result["distributed"] == f"replicated on {2 if name == 'two' else 3} processes (float32)"
@@ -143,13 +144,10 @@ def test_an_update_goes_on_with_what_is_in_memory_only_if_that_is_what_the_run_s
     """Equal to the last bit to one that loads, and anything but the very policy by its digest is loaded."""
     from transformers import AutoModelForCausalLM
 
-    from fsbarrier.processes.worker_contract import ProgressWriter
     from fsbarrier.workers.update import Updates, leave
 
     def update(out: str, **fields: Any) -> dict[str, Any]:
-        result = updates.main(work.update_spec(out, **fields), work.settings, ProgressWriter(None))
-        assert result is not None
-        return result
+        return work.update_by(updates, out, **fields)
 
     work, updates = bench(tmp_path), Updates()
     work.nested["trainer"]["timeout_s"] = 60
@@ -178,13 +176,10 @@ def test_an_update_goes_on_with_what_is_in_memory_only_if_that_is_what_the_run_s
 
 def test_what_is_in_memory_was_made_with_the_settings_of_now_or_is_not_gone_on_with(tmp_path: Path) -> None:
     """A weight decay that is changed during a run is in effect from the next update on, also for processes that stay."""
-    from fsbarrier.processes.worker_contract import ProgressWriter
     from fsbarrier.workers.update import Updates, leave
 
     def update(updates: Updates, out: str, **fields: Any) -> bool:
-        result = updates.main(work.update_spec(out, **fields), work.settings, ProgressWriter(None))
-        assert result is not None
-        return bool(result["went_on"])
+        return bool(work.update_by(updates, out, **fields)["went_on"])
 
     work, stayed = bench(tmp_path, optimizer__lr=1e-2), Updates()
     # The batch is always the same, so it is another policy's from the second update on.

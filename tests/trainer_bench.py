@@ -15,6 +15,7 @@ from waiting import free_port
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
+from fsbarrier.specs import UpdateSpec
 from fsbarrier.trajectories import RankFileWriter
 
 REPO = Path(__file__).resolve().parent.parent
@@ -108,6 +109,11 @@ def rollouts(
     write_groups(path, groups)
 
 
+def flat(report: dict[str, Any]) -> dict[str, Any]:
+    """The report of an update with its metrics beside the other values."""
+    return {**report, **report["metrics"]}
+
+
 class Bench:
     """One folder with a model, rollouts and the programs' specs. Policy version N is in the folder `vN`, 0 in `model`."""
 
@@ -121,6 +127,7 @@ class Bench:
     def spec(self, name: str, **fields: Any) -> dict[str, Any]:
         return {
             "run_id": f"test-{self.folder.name}",
+            "log_path": str(self.folder),
             "node_rank": 0,
             "iteration": 1,
             "attempt": 0,
@@ -143,7 +150,8 @@ class Bench:
             (model / "config.json").write_text(json.dumps({"vocab_size": 64}))
         places = {"merged": [str(self.folder / "merged")], "batch": str(self.folder / "batch")}
         places |= {"model": str(model)}
-        return prepare.work(self.spec("prepare", **{**places, **fields}), self.settings, ProgressWriter(None))
+        spec = self.spec("prepare", **{**places, **fields})
+        return dict(prepare.work(spec, self.settings, ProgressWriter(None)) or {})
 
     def update_spec(self, out: str, *, version: int = 1, before: str = "", **fields: Any) -> dict[str, Any]:
         """The spec of the update from the policy in the folder `before` (none: the first model) to version `version`."""
@@ -171,17 +179,19 @@ class Bench:
 
     def update(self, out: str, *, version: int = 1, before: str = "", **fields: Any) -> dict[str, Any]:
         """One update in this process; gives the result. Raises what it raises."""
-        from fsbarrier.processes.worker_contract import ProgressWriter
         from fsbarrier.workers import update
 
-        result = update.Updates().main(
-            self.update_spec(out, version=version, before=before, **fields),
-            self.settings,
-            ProgressWriter(self.folder / "progress"),
-        )
+        result = self.update_by(update.Updates(), out, version=version, before=before, **fields)
         update.leave()
-        assert result is not None
         return result
+
+    def update_by(self, updates: Any, out: str, **fields: Any) -> dict[str, Any]:
+        """One update by processes that stay (workers.update.Updates); gives the result, {} in a process that has none."""
+        from fsbarrier.processes.worker_contract import ProgressWriter
+
+        spec = UpdateSpec.from_json(self.update_spec(out, **fields))
+        report = updates.main(spec, self.settings, ProgressWriter(self.folder / "progress"))
+        return flat(report.as_json()) if report is not None else {}
 
     def trainer(self) -> Any:
         """A trainer of the first model, in this process."""

@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from fsbarrier.context import Span
 from fsbarrier.engine import accelerators, command, external, tool_format
 from fsbarrier.engine.model import ModelFolder, inspect
 from fsbarrier.engine.own_head import with_own_head
@@ -29,7 +30,6 @@ from fsbarrier.engine.span import Door, Link, Meeting, meet
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes.limits import memory_bytes
 from fsbarrier.processes.secret_variables import without_secrets
-from fsbarrier.program import Span
 from fsbarrier.settings.sections import EngineSettings, FrozenEngineSettings, ServerSettings
 from fsbarrier.store import files
 from fsbarrier.store.scratch_dir import SHORT_PLACE, scratch_dir

@@ -20,12 +20,13 @@ from functools import partial
 from pathlib import Path
 
 from fsbarrier.engine.engine import EngineInfo, Release
-from fsbarrier.engine.openai_http import UNIX, EngineAddress
+from fsbarrier.engine.openai_http import UNIX
 from fsbarrier.engine.replicas import Replicas
 from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.processes import rendezvous
 from fsbarrier.processes.listening import AT_ONCE, HttpGate, counted
 from fsbarrier.protocol.facts import Payload
+from fsbarrier.specs import EngineAddress
 from fsbarrier.store.retry import Backoff
 
 # How often a waiting request looks for a server.

@@ -6,7 +6,6 @@ HTTP retries for coroutines are here; filesystem retries for threads are in retr
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 from fsbarrier.store.foreign_json import NotJson, parse
@@ -58,21 +57,6 @@ async def asked_again(
 
 #: URL prefix of a server that listens on a Unix socket; the rest is the socket's path
 UNIX = "unix:"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineAddress:
-    """Where a frozen engine is, as any OpenAI client takes it. `patience_s`: how long it may be gone; None: it is a server elsewhere."""
-
-    base_url: str
-    api_key: str
-    model: str
-    patience_s: float | None
-
-    @property
-    def root(self) -> str:
-        """The base URL of vLLM's own routes."""
-        return self.base_url.removesuffix("/v1")
 
 
 def base_and_socket(url: str) -> tuple[str, str | None]:

@@ -18,13 +18,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from fsbarrier.context import Span
 from fsbarrier.engine.accelerators import Accelerator
 from fsbarrier.engine.command import SERVED_NAME
 from fsbarrier.engine.engine import Engine, EngineInfo, Release
 from fsbarrier.engine.placement import Placement, placements
 from fsbarrier.engine.span import Door
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.program import Span
 from fsbarrier.settings.sections import ServerSettings
 
 T = TypeVar("T")

@@ -20,11 +20,11 @@ from dataclasses import asdict, dataclass
 
 import msgspec
 
+from fsbarrier.context import Span
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes import rendezvous
 from fsbarrier.processes.listening import MOST_WITHOUT_KEY, same_key, stranger
 from fsbarrier.processes.supervisor import Child
-from fsbarrier.program import Span
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.store.foreign_json import NotJson, parse_object
 

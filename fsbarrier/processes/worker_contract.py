@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fsbarrier.errors import FsbarrierError, ProgramFailed, StoreError
 from fsbarrier.processes import last_words, signals
@@ -48,8 +48,6 @@ MAX_RESULT_BYTES = 16 * 1024 * 1024
 MAX_NESTING = 100
 # Minimum interval between progress updates.
 SHOW_S = 0.2
-
-Spec = TypeVar("Spec")
 
 # --- the daemon's side ---
 
@@ -155,15 +153,15 @@ class ProgressWriter:
         files.write_atomic(self._path, json.dumps(shown | fields).encode())
 
 
-Main = Callable[[Spec, Settings, ProgressWriter], Mapping[str, object] | None]
+Main = Callable[[JsonObject, Settings, ProgressWriter], Mapping[str, object] | None]
 
 
-def run_worker(main: Main[Spec], stays: Callable[[], bool] = lambda: False) -> int:
+def run_worker(main: Main, stays: Callable[[], bool] = lambda: False) -> int:
     """Read the spec, run `main(spec, settings, progress)`, write its result; returns the exit code.
 
-    A program may declare the spec as a TypedDict; the file is not validated, because our own phases wrote it. `main` returns None in a
-    process that writes no result: only one of the processes of an update does. `stays`: called after each job; whether this process takes
-    another one if its daemon keeps the program (kept_program.py).
+    The programs of this package have a typed spec and report; `Spec.program` in fsbarrier/specs.py makes their `main`. It returns None
+    in a process that writes no result: only one of the processes of an update does. `stays`: called after each job; whether this process
+    takes another one if its daemon keeps the program (kept_program.py).
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--spec", type=Path, required=True, help="the JSON file that says what to do")
@@ -186,7 +184,7 @@ def _say(message: str) -> None:
         print(f"{last_words.MESSAGE}{message}", file=sys.stderr, flush=True)
 
 
-def _do(main: Main[Spec], spec_file: Path) -> int:
+def _do(main: Main, spec_file: Path) -> int:
     """Do one job; returns the exit code."""
     spec = json.loads(spec_file.read_text())
     started_s = time.monotonic() - spec.get("launched_at", time.monotonic())

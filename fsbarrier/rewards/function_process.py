@@ -23,13 +23,13 @@ from typing import Any
 
 import msgspec
 
-from fsbarrier.engine.openai_http import EngineAddress
 from fsbarrier.errors import UsageError
 from fsbarrier.loader import failure
 from fsbarrier.processes.call_pool import AnswerTo, answer_calls
 from fsbarrier.processes.fork_server import Work
 from fsbarrier.rewards.score import Score, finite
 from fsbarrier.settings.sections import JudgeSettings
+from fsbarrier.specs import EngineAddress
 from fsbarrier.user_code import code_file, load_named
 
 Function = Callable[..., Any]

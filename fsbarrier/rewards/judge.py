@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 
 from fsbarrier.data import images
 from fsbarrier.data.tasks import Task
-from fsbarrier.engine.openai_http import EngineAddress
 from fsbarrier.errors import UsageError
 from fsbarrier.rewards.matching import last_number
 from fsbarrier.rewards.model_server import ModelServer, ModelServerError
 from fsbarrier.rewards.score import Answer, Reward, Score
 from fsbarrier.settings.sections import JudgeSettings
 from fsbarrier.settings.value_types import frozen_engine
+from fsbarrier.specs import EngineAddress
 
 QUESTION = """You judge an answer to a task.
 

@@ -22,8 +22,8 @@ from fsbarrier.settings.sources import nearest
 from fsbarrier.settings.value_types import ENGINE, reward_kinds
 
 if TYPE_CHECKING:
-    from fsbarrier.engine.openai_http import EngineAddress
     from fsbarrier.settings.sections import JudgeSettings
+    from fsbarrier.specs import EngineAddress
 
 #: rewards that compare with the task's answer, and therefore require one
 KINDS = ("exact", "numeric", "math")

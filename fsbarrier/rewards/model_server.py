@@ -17,7 +17,6 @@ import httpx
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.openai_http import (
     LONGEST_PAUSE_S,
-    EngineAddress,
     asked_again,
     bearer,
     described,
@@ -25,6 +24,7 @@ from fsbarrier.engine.openai_http import (
     refusal_text,
 )
 from fsbarrier.rewards.score import Answer, Reward, Score
+from fsbarrier.specs import EngineAddress
 from fsbarrier.store.foreign_json import NotJson, parse
 from fsbarrier.store.printable import without_passwords
 from fsbarrier.store.reading import ANSWER_BYTES

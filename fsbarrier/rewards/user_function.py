@@ -22,8 +22,8 @@ from fsbarrier.rewards.score import Answer, Messages, Reward, Score
 from fsbarrier.user_code import log_once
 
 if TYPE_CHECKING:
-    from fsbarrier.engine.openai_http import EngineAddress
     from fsbarrier.settings.sections import JudgeSettings
+    from fsbarrier.specs import EngineAddress
 
 #: parallel calls of a plain function
 PROCESSES = 8

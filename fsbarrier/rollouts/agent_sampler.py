@@ -15,7 +15,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Self
 
 from fsbarrier.data.tasks import Task
-from fsbarrier.engine.openai_http import EngineAddress
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes.fork_server import ForkServer, Job
 from fsbarrier.processes.supervisor import own_program, with_this_package
@@ -26,6 +25,7 @@ from fsbarrier.rollouts.environment import Environment, Session
 from fsbarrier.rollouts.episode import Episode, Trajectory, TurnFailed
 from fsbarrier.rollouts.samples import Emit, EngineGone, Refusal, SampledGroup
 from fsbarrier.settings.sections import Settings
+from fsbarrier.specs import EngineAddress
 from fsbarrier.user_code import log_once
 
 # Default timeout of an episode: an agent that hangs would otherwise block all nodes.

@@ -20,13 +20,13 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from fsbarrier.data.tasks import Task, plain
-from fsbarrier.engine.openai_http import EngineAddress
 from fsbarrier.errors import UsageError
 from fsbarrier.loader import failure
 from fsbarrier.processes.fork_server import Messages
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.score import finite
 from fsbarrier.rollouts.episode import Reply, Trajectory, TurnFailed
+from fsbarrier.specs import EngineAddress
 from fsbarrier.user_code import code_file, load_named
 
 __all__ = ["Client", "EnvironmentLost", "Reply", "Trajectory", "TurnFailed", "load_agent"]

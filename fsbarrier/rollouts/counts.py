@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fsbarrier.data.group_stats import GroupStats
 from fsbarrier.data.trajectory import Trajectory
+from fsbarrier.decisions import RolloutReport
 from fsbarrier.processes.worker_contract import SHOW_S, ProgressWriter
 from fsbarrier.rollouts.samples import SampledGroup
 
@@ -49,9 +50,21 @@ class Counts:
             "environment_errors": self.stats.environment_errors,
         }
 
-    def for_result(self) -> dict[str, int]:
-        tokens = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
-        return {"invalid": self.stats.invalid, **self.unusual, **tokens}
+    def added_to(self, report: RolloutReport) -> RolloutReport:
+        """The report with these counts."""
+        stats = self.stats
+        return replace(
+            report,
+            invalid=stats.invalid,
+            truncated=stats.truncated,
+            refused=self.refused,
+            timed_out=self.timed_out,
+            reward_errors=stats.reward_errors,
+            agent_errors=stats.agent_errors,
+            environment_errors=stats.environment_errors,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+        )
 
     def note(self) -> str:
         # An episode whose history the agent changed is trained on in several segments, which costs its context again.

@@ -22,9 +22,9 @@ from typing import Any, Self, TypeVar
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.openai_http import asked_again
-from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.answers import CLOSE, OPEN, ThoughtMarks
 from fsbarrier.rollouts.pictures import Pictures, placeholders
+from fsbarrier.rollouts.rollout_spec import RolloutSpec
 from fsbarrier.rollouts.samples import Emit, EngineDown, EngineGone, Refusal, Sample, Sampling, SamplingServer
 from fsbarrier.rollouts.sampling import Sampler
 from fsbarrier.settings.sections import Settings
@@ -273,22 +273,22 @@ class Place:
         self.replica = None
 
 
-def servers_of(spec: JsonObject, settings: Settings) -> list[SamplingServer]:
+def servers_of(spec: RolloutSpec, settings: Settings) -> list[SamplingServer]:
     """The engines to sample from, with timeouts and retries."""
-    banned = placeholders(spec.get("model"))
-    seed = ":".join(str(one) for one in (settings.rollout.seed, spec["iteration"], spec["split"]))
+    banned = placeholders(spec.model)
+    seed = ":".join(str(one) for one in (settings.rollout.seed, spec.identity.iteration, spec.split))
     return [
         SamplingServer(
-            url=engine["url"],
-            api_key=engine.get("api_key") or "",
-            model=engine.get("model") or "",
+            url=engine.url,
+            api_key=engine.api_key or "",
+            model=engine.model or "",
             timeout_s=REQUEST_TIMEOUT_S,
             tries=TRIES,
             template_arguments=settings.rollout.template_arguments,
             banned=banned,
             stop=settings.rollout.stop,
             seed=seed if settings.rollout.reproducible else "",
-            in_flight=spec.get("in_flight", False),
+            in_flight=spec.in_flight,
         )
-        for engine in spec["engine"]
+        for engine in spec.engine
     ]

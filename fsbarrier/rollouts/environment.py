@@ -28,7 +28,7 @@ from fsbarrier.processes.rendezvous import port_of
 from fsbarrier.processes.secret_variables import without_variables
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.protocol.facts import JsonObject
-from fsbarrier.rollouts.rollout_spec import Assignment
+from fsbarrier.rollouts.rollout_spec import RolloutSpec
 from fsbarrier.rollouts.session_quota import SessionQuota
 from fsbarrier.settings.sections import EnvironmentSettings, Settings
 from fsbarrier.store.trusted_folder import user_name
@@ -241,12 +241,10 @@ class Environment:
         return False
 
 
-def environments_of(
-    settings: Settings, assignment: Assignment, log_dir: Path, most: int
-) -> dict[str, Environment]:
+def environments_of(settings: Settings, spec: RolloutSpec, most: int) -> dict[str, Environment]:
     """The environments by name. `most`: how many episodes there may be here at a time. Raises OSError."""
-    sampling, rank = [node for node, share in assignment.shares.items() if share], assignment.origin.node_rank
-    folder = assignment.claims if len(sampling) > 1 else None
+    sampling, rank = [node for node, share in spec.shares.items() if share], spec.identity.node_rank
+    folder = spec.claims if len(sampling) > 1 else None
 
     def quota(number: int, sessions: int | None) -> SessionQuota | None:
         if sessions is None:
@@ -256,7 +254,7 @@ def environments_of(
 
     named = sorted(settings.all_environments.items())
     return {
-        name: Environment(one, log_dir, name, quota(number, one.sessions))
+        name: Environment(one, spec.log_dir, name, quota(number, one.sessions))
         for number, (name, one) in enumerate(named)
     }
 

@@ -74,9 +74,9 @@ class Pictures:
         ]
 
 
-def placeholders(model: str | None) -> list[int]:
+def placeholders(model: Path | None) -> list[int]:
     """The tokens of the model in this folder that stand for images and videos. Raises UsageError."""
-    return placeholder_ids(reading.json_object(Path(model) / "config.json", UsageError)) if model else []
+    return placeholder_ids(reading.json_object(model / "config.json", UsageError)) if model else []
 
 
 def without_images(messages: Sequence[Mapping[str, Any]]) -> list[Message]:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Self
 
 from fsbarrier.data.group_stats import GroupStats
 from fsbarrier.data.rank_file_writer import RankFileWriter
+from fsbarrier.decisions import JsonRecord, RolloutReport
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.protocol.assign import LOTS
-from fsbarrier.protocol.facts import Payload
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.claims import Claims, EarlyEnd, Refills, remove_old
+from fsbarrier.rollouts.samples import Sampling
 from fsbarrier.rundir.names import GENERATION, IMAGES_FOLDER
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.specs import EngineAddress, Launch, PolicyEngine, Resident, Spec
 from fsbarrier.store import files
 from fsbarrier.store.retry import patiently
-from fsbarrier.store.typed import from_spec
+from fsbarrier.store.typed import ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +51,35 @@ class RefillRounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
-    """One node's work in one rollout phase: the fields of the spec."""
+class RolloutRound:
+    """One round: its tasks on all nodes, each task file with the number of its first task, and how the tasks are sampled."""
 
-    origin: Origin
-    incarnation: int
+    tasks: Sequence[int]
+    files: Mapping[str, int]
+    sampling: Sampling
+    #: the name of the evaluation set, if there are several
+    eval_set: str = ""
+
+
+@ready
+@dataclass(frozen=True, slots=True)
+class RolloutOutcome(JsonRecord):
+    """What the program leaves: its report, and lines for the journal about environments."""
+
+    report: RolloutReport = field(default_factory=RolloutReport)
+    events: Sequence[JsonObject] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSpec(Spec[RolloutOutcome]):
+    """One node's work in one rollout phase, for `fsbarrier.workers.rollout`."""
+
+    launch = Launch.module("fsbarrier.workers.rollout", "rollout.log", resident=Resident("rollout"))
+
+    split: str
+    policy_version: int
+    #: the policy's identity, as in `Context.policy_identity`
+    policy: str
     #: this node's share, and all nodes' shares by rank
     tasks: Sequence[int]
     shares: Mapping[int, Sequence[int]]
@@ -74,18 +100,39 @@ class Assignment:
     part: Path
     #: final path of the finished part
     checkpoint: Path
-    log_path: Path
     #: None: all rounds take place
     refills: RefillRounds | None = None
+    #: a digest of everything that determines how tasks are answered
+    sampled_how: str = ""
+    rounds: Sequence[RolloutRound] = ()
+    #: the policy's folder; None: no model has to be known
+    model: Path | None = None
+    #: the servers of the policy, and the frozen engines by name
+    engine: Sequence[PolicyEngine] = ()
+    engines: Mapping[str, EngineAddress] = field(default_factory=dict)
+    #: the engines may get new weights meanwhile
+    in_flight: bool = False
+    #: where environments write their logs
+    log_dir: Path = Path()
 
-    @classmethod
-    def from_spec(cls, spec: Payload) -> Self:
-        return from_spec({**spec, "origin": spec}, cls)
+    @property
+    def origin(self) -> Origin:
+        identity = self.identity
+        return Origin(
+            identity.run_id,
+            self.split,
+            identity.iteration,
+            identity.generation,
+            identity.node_rank,
+            self.policy_version,
+            self.policy,
+            self.sampled_how,
+        )
 
     @property
     def images(self) -> Path:
         """The folder of the images that the policy sees, beside the part file."""
-        return self.part.with_name(IMAGES_FOLDER.build(self.origin.split, self.origin.iteration))
+        return self.part.with_name(IMAGES_FOLDER.build(self.split, self.identity.iteration))
 
     @property
     def within_reach(self) -> list[int]:
@@ -104,23 +151,23 @@ class Assignment:
                 rank: share if tasks is None else [task for task in share if task in tasks]
                 for rank, share in self.shares.items()
             },
-            self.origin.node_rank,
+            self.identity.node_rank,
             folder=None if alone else self.claims,
-            incarnation=self.incarnation,
+            incarnation=self.identity.incarnation,
             first_lot=number * LOTS,
         )
 
     def remove_old_claims(self) -> None:
         """Remove this node's claims of the previous iteration, which all nodes have left."""
         for folder in self.old_claims:
-            remove_old(folder, self.origin.node_rank)
+            remove_old(folder, self.identity.node_rank)
 
     def open_early_end(self) -> EarlyEnd | None:
         """The early-end condition of the phase; None if it always waits for all tasks. Raises OSError."""
         if self.completion_threshold >= 1:
             return None
         need = math.ceil(self.completion_threshold * len(self.expected)) - self.there
-        return EarlyEnd(self.claims, self.origin.node_rank, need, self.grace_s)
+        return EarlyEnd(self.claims, self.identity.node_rank, need, self.grace_s)
 
     def open_refills(self) -> Refills | None:
         """The refill decision; None if all rounds take place unconditionally. Raises StoreError."""
@@ -128,7 +175,7 @@ class Assignment:
             return None
         assert self.keep is not None
         ranks = [rank for rank, share in self.shares.items() if share]
-        return Refills(self.claims, self.origin.node_rank, ranks, self.refills.with_signal, self.keep)
+        return Refills(self.claims, self.identity.node_rank, ranks, self.refills.with_signal, self.keep)
 
     def header(self) -> dict[str, object]:
         """The part file's header. `expected`: lets a merge by hand name the tasks of a node that left no file."""
@@ -144,27 +191,29 @@ class Assignment:
 
         def last_look() -> None:
             newest = max(
-                GENERATION.parse_all(PosixStore().names(RunPaths(self.log_path).generations)), default=0
+                GENERATION.parse_all(PosixStore().names(RunPaths(self.identity.log_path).generations)),
+                default=0,
             )
-            if newest > self.origin.generation:
+            if newest > self.identity.generation:
                 raise ProgramFailed(
-                    f"generation {self.origin.generation} has ended; the run is in generation {newest}"
+                    f"generation {self.identity.generation} has ended; the run is in generation {newest}"
                 )
 
         patiently(lambda: files.link(self.part, self.checkpoint, last_look))
 
-    def result(
+    def report(
         self, written: RankFileWriter, claims: Sequence[Claims], *, ended_early: bool
-    ) -> dict[str, object]:
-        """For the node's report: the contents of the finished part, and the take-over statistics of all rounds."""
+    ) -> RolloutReport:
+        """The node's report: the contents of the finished part, and the take-over statistics of all rounds."""
         stats = GroupStats.total(group.stats for group in written.groups)
-        return {
-            "bytes": written.valid_bytes,
-            "groups": len(written.groups),
-            "trajectories": stats.trajectories,
-            "reward_mean": stats.reward_mean,
-            "tasks": [group.task_index for group in written.groups],
-            "ended_early": ended_early,
-            "taken_over": sum(len(one.taken_over) for one in claims),
-            "claims": sum(one.made for one in claims),
-        }
+        return RolloutReport(
+            part=self.part.name,
+            bytes=written.valid_bytes,
+            groups=len(written.groups),
+            trajectories=stats.trajectories,
+            reward_mean=stats.reward_mean,
+            tasks=[group.task_index for group in written.groups],
+            ended_early=ended_early,
+            taken_over=sum(len(one.taken_over) for one in claims),
+            claims=sum(one.made for one in claims),
+        )

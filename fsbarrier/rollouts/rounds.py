@@ -7,13 +7,13 @@ and sampling parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsbarrier.data.tasks import Task, read_tasks
 from fsbarrier.errors import UsageError
-from fsbarrier.protocol.facts import Payload
+from fsbarrier.rollouts.rollout_spec import RolloutRound
 from fsbarrier.rollouts.samples import Sampling
 from fsbarrier.rollouts.sharing import file_of
 
@@ -31,31 +31,24 @@ class Round:
         return self.sampling.samples
 
 
-def read_rounds(spec: Payload, within_reach: Collection[int]) -> list[Round]:
-    """The rounds in the spec, each with `tasks`, `sampling`, and `files`: each task file with the number of its first task. With several
-    evaluation sets also `eval_set`, the set's name. Raises UsageError."""
+def read_rounds(rounds: Sequence[RolloutRound], within_reach: Collection[int]) -> list[Round]:
+    """The rounds of a spec with their tasks. Raises UsageError."""
     here = frozenset(within_reach)
-    places = {
-        task: file_of(task, one["files"])
-        for one in spec["rounds"]
-        for task in here.intersection(one["tasks"])
-    }
+    places = {task: file_of(task, one.files) for one in rounds for task in here.intersection(one.tasks)}
     indices = defaultdict[str, set[int]](set)
     for task, (path, first) in places.items():
         indices[path].add(task - first)
     # Read each file only once, because ten rounds may share a large one.
     found = {path: read_tasks(Path(path), wanted).tasks for path, wanted in indices.items()}
     known = {task: replace(found[path][task - first], index=task) for task, (path, first) in places.items()}
-    return [_round(one, known) for one in spec["rounds"]]
+    return [_round(one, known) for one in rounds]
 
 
-def _round(spec: Payload, known: Mapping[int, Task]) -> Round:
-    values = spec["sampling"]
-    sampling = Sampling(**{item.name: values[item.name] for item in fields(Sampling)})
+def _round(one: RolloutRound, known: Mapping[int, Task]) -> Round:
+    sampling = one.sampling
     if sampling.samples > 1 and sampling.temperature == 0:
         raise UsageError(
             f"{sampling.samples} samples per task at temperature 0 would be identical; use 1 sample or a temperature above 0"
         )
-    name = spec.get("eval_set", "")
-    own = {task: replace(known[task], eval_set=name) for task in spec["tasks"] if task in known}
-    return Round(frozenset(spec["tasks"]), own, sampling)
+    own = {task: replace(known[task], eval_set=one.eval_set) for task in one.tasks if task in known}
+    return Round(frozenset(one.tasks), own, sampling)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from fsbarrier.context import Context, PartOnDisk
 from fsbarrier.decisions import PartGroups, RolloutDecision
-from fsbarrier.program import Context, PartOnDisk
 from fsbarrier.protocol.assign import TaskSet, split_by_weight
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rundir.runrecord import TaskSource, numbers_in

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsbarrier.data.trajectory import Trajectory
-from fsbarrier.engine.openai_http import EngineAddress
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rewards.model_server import ModelServer, ModelServerError
+from fsbarrier.specs import EngineAddress
 
 #: how long a request may take
 TIMEOUT_S = 600.0

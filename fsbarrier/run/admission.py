@@ -10,11 +10,11 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from fsbarrier.context import Context
 from fsbarrier.engine.model import inspect
 from fsbarrier.engine.placement import replicas
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.planning.cluster_plan import bytes_of_a_number, checkpoint_bytes
-from fsbarrier.program import Context
 from fsbarrier.protocol.wording import counted, gib
 from fsbarrier.run.fingerprint import PACKAGES, Fingerprint
 from fsbarrier.settings.placement import ROLES, Ranges, consecutive

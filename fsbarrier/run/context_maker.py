@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from fsbarrier.context import Context
 from fsbarrier.coordination.observer import Observer
-from fsbarrier.program import Context, Program
+from fsbarrier.program import Program
 from fsbarrier.protocol.state import Node
 from fsbarrier.run.job import Workplace
 from fsbarrier.rundir.runrecord import RunRecord
@@ -44,7 +44,6 @@ class ContextMaker:
             attempt=generation.attempt,
             phase=self.program.row(position, generation.until, settings.rl_phase),
             decisions=node.decisions,
-            python=sys.executable,
             joins=self.observer.registry.joins_of(generation),
             reports=partial(self.observer.row.reports, node),
             newest=self.observer.registry.newest_number,

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import fsbarrier
+from fsbarrier.context import POLICY
 from fsbarrier.coordination.life import NodeLife
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
@@ -39,7 +40,6 @@ from fsbarrier.processes.addresses import candidate_addresses
 from fsbarrier.processes.epitaph import Epitaph
 from fsbarrier.processes.rendezvous import LOOPBACK
 from fsbarrier.processes.signals import ending_signals_handled
-from fsbarrier.program import POLICY
 from fsbarrier.protocol.facts import Beat, Join, Payload
 from fsbarrier.protocol.membership import epitaph
 from fsbarrier.protocol.timing import JOIN_TIMEOUT_S

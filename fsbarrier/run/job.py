@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from fsbarrier import trajectories
+from fsbarrier.context import PartOnDisk
 from fsbarrier.errors import StoreError
 from fsbarrier.processes import rendezvous
 from fsbarrier.processes.kept_program import KeptProgram
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.processes.worker_contract import read_progress
-from fsbarrier.program import TRAINER, PartOnDisk
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.timing import OUTAGE_S
 from fsbarrier.rundir.checkpoints import PolicyUnreadable
+from fsbarrier.rundir.journal import TIMES, number
 from fsbarrier.rundir.names import PART
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.specs import TRAINER
 from fsbarrier.store.mounts import claims_unsafe
 from fsbarrier.store.reading import NotPlain, check_plain
 from fsbarrier.store.retry import patiently
@@ -35,9 +37,6 @@ if TYPE_CHECKING:
     from fsbarrier.engine.replicas import Replicas
 
 T = TypeVar("T")
-
-# The result of a piece of work: JSON values.
-Result = JsonObject
 
 
 class NodeUnfit(StoreError):
@@ -146,6 +145,8 @@ class RowJob:
     alive_at: float = 0.0
     # What happened, as lines for the journal.
     events: list[Payload] = field(default_factory=list)
+    # How long programs and engines needed for what (`journal.TIMES`), in seconds.
+    times: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def using_directory(self, doing: str) -> Iterator[None]:
@@ -165,6 +166,11 @@ class RowJob:
         """Raises Cancelled."""
         if self.cancel.is_set():
             raise Cancelled
+
+    def add_times(self, told: Payload) -> None:
+        """Add the times that a program or an engine tells."""
+        for name in TIMES & told.keys():
+            self.times[name] = self.times.get(name, 0.0) + (number(told, name) or 0.0)
 
     def read_progress(self) -> None:
         """Read the running program's progress file, if there is one."""
@@ -191,16 +197,14 @@ class Workplace:
     outage_s: float = OUTAGE_S
     # How long a program may take to end after SIGTERM, before it is killed.
     grace_s: float = 2.0
-    # From ServeWeights, for the programs that call the engines: addresses and keys.
-    engine_access: list[Payload] = field(default_factory=list)
-    # From OpenRendezvous: held until the program of the update takes them over.
+    # From `Node.listen`: held until the program of the update takes them over.
     rendezvous: list[socket.socket] = field(default_factory=list)
     # The last model folder that was compared with its manifest.
     checked_model: Path | None = None
     # This node's copy of the newest weights, if it has a place for one.
     weights: WeightsCopy | None = None
     programs_started: int = 0
-    # The programs whose processes do one job after the other, by name (`Command.resident`).
+    # The programs whose processes do one job after the other, by name (`Launch.resident`).
     residents: dict[str, KeptProgram] = field(default_factory=dict)
     # The era (`Generation.era`) for which the trainer stays.
     era: int = 0
@@ -219,6 +223,10 @@ class Workplace:
         return self.own_engines.none_left() or next(failures, "")
 
     def patiently(self, job: RowJob, ask: Callable[[], T]) -> T:
+        """As `retried`; a simulated node takes its time before."""
+        return self.retried(job, ask)
+
+    def retried(self, job: RowJob, ask: Callable[[], T]) -> T:
         """The result of `ask`, which reads the shared directory, retried for `outage_s` while that fails.
 
         Raises OSError, StoreError, PolicyUnreadable, Cancelled, and immediately whatever else `ask` raises.
@@ -261,7 +269,6 @@ class Workplace:
             self.rendezvous.pop().close()
 
 
-def journal_line(event: str, value: Payload) -> Result:
-    """A result as a line of the journal, with its plain values only."""
-    plain = {k: v for k, v in value.items() if isinstance(v, (int, float, str)) or v is None}
-    return {**plain, "event": event}
+def plain_values(value: Payload) -> JsonObject:
+    """The numbers and texts of a record, without its lists and objects."""
+    return {k: v for k, v in value.items() if isinstance(v, (int, float, str)) or v is None}

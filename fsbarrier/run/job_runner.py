@@ -1,26 +1,31 @@
 """Runs a node's work beside its loop: one job at a time, in its own thread, cancellable at any moment.
 
-The loop launches and cancels jobs and reads their reports; a job never changes the node's state. run/work_kinds.py does the work.
+The loop launches and cancels jobs and reads their reports; a job never changes the node's state. A job calls the row's function once, with
+a WorkingNode; fsbarrier/node.py describes the whole way of a row.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
+from fsbarrier.context import Context
 from fsbarrier.errors import FsbarrierError, NodesRefused, ProgramFailed, StoreError, TooFewNodes
 from fsbarrier.processes.last_words import only_noticed
 from fsbarrier.processes.worker_contract import MAX_NESTING, MAX_RESULT_BYTES, nesting
-from fsbarrier.program import Context, Work, build_work
+from fsbarrier.program import value_of
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.state import Node, RowPart, WorkReport
 from fsbarrier.protocol.succession import STARTS
 from fsbarrier.run.admission import problems
 from fsbarrier.run.job import Cancelled, InBackground, NodeUnfit, RowJob, Workplace
-from fsbarrier.run.work_kinds import execute
+from fsbarrier.run.working_node import WorkingNode
 from fsbarrier.rundir.log_tail import SHOWN_LINES
+
+T = TypeVar("T")
 
 # How long `cancel` waits: longer than supervisor.KILL_S, the limit for ending a program that hangs in the kernel.
 CANCEL_S = 60.0
@@ -94,8 +99,11 @@ class JobRunner:
     def _run(self, node: Node, part: RowPart, job: RowJob) -> None:
         started, value, ok = job.clock(), dict[str, object](), False
         try:
-            context, work = self._begin(node, part, job)
-            value, ok = _checked(execute(work, context, job, self.workplace)), True
+            context = self._begin(node, job)
+            function = context.phase.each if part is RowPart.EACH else context.phase.leader
+            assert function is not None
+            returned = value_of(function(WorkingNode(context, job, self.workplace)), function)
+            value, ok = {**_checked(returned), **job.times}, True
         except Cancelled:
             return
         except NodeUnfit as error:
@@ -115,20 +123,30 @@ class JobRunner:
             self.report = WorkReport(part, ok, value, job.clock() - started, events)
             self.wake()
 
-    def _begin(self, node: Node, part: RowPart, job: RowJob) -> tuple[Context, Work]:
-        """Build the context, and ask the row's function for the work.
+    def _begin(self, node: Node, job: RowJob) -> Context:
+        """The facts for the row. What reads the shared directory later is patient by itself: the row's function runs only once."""
+        place = self.workplace
+        make = partial(self.make_context, node)
+        context = self._read(node, job, lambda: place.patiently(job, make))
+        job.events += self._admit(context, node)
 
-        They read the shared directory, and are retried while that fails, since no program has failed.
-        """
+        def read(ask: Callable[[], T]) -> T:
+            return self._read(node, job, lambda: place.retried(job, ask))
+
+        reports, parts_of, claims_unsafe = context.reports, context.parts_of, context.claims_unsafe
+        return replace(
+            context,
+            reports=lambda phase_name: read(partial(reports, phase_name)),
+            parts_of=lambda split, iteration: read(partial(parts_of, split, iteration)),
+            claims_unsafe=lambda: read(claims_unsafe),
+        )
+
+    def _read(self, node: Node, job: RowJob, ask: Callable[[], T]) -> T:
+        """Raises NodeUnfit if the directory goes on failing: no program has failed, and another host may be able to read it."""
         try:
             with job.using_directory("reading what the phase needs"):
-                context = self.workplace.patiently(job, partial(self.make_context, node))
-                build = context.phase.each if part is RowPart.EACH else context.phase.leader
-                assert build is not None
-                job.events += self._admit(context, node)
-                return context, self.workplace.patiently(job, partial(build_work, build, context))
+                return ask()
         except (OSError, StoreError) as error:
-            # Another host may be able to read it, and no program has failed.
             raise NodeUnfit(f"node {node.rank}: this node cannot begin its work: {error}") from None
 
     def _admit(self, context: Context, node: Node) -> list[Payload]:
@@ -156,7 +174,7 @@ class JobRunner:
 
 
 def _checked(value: Payload) -> JsonObject:
-    """A result as the others read it: a tuple is a list there. Raises TypeError for one of the user's that no fact can hold."""
+    """A result as the others read it: a tuple is a list there. Raises TypeError for what no fact can hold."""
     written = json.dumps(value)
     if len(written) > MAX_RESULT_BYTES:
         raise TypeError(f"a result of {len(written)} bytes; write it to a file, and return the file's path")

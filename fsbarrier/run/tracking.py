@@ -21,6 +21,7 @@ from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.rundir.session_settings import in_force
 from fsbarrier.settings.sections import Settings
+from fsbarrier.specs import TrackSpec
 
 MODULE = "fsbarrier.workers.track"
 #: a launcher's variables about training processes, which do not apply to the trackers' program
@@ -86,14 +87,11 @@ class TrackerProgram:
     def _start(self, settings: Settings) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
-        record, named = (
-            str(self._record.paths.record),
-            (settings.judge.api_key_env, settings.engine.api_key_env),
-        )
+        named = (settings.judge.api_key_env, settings.engine.api_key_env)
         env = without_variables(os.environ, (*named, *NOT_FOR_IT))
         with theirs:
-            spec = {"settings": settings.as_json(), "run_record": record, "socket": theirs.fileno()}
-            self._files.write_spec(spec)
+            spec = TrackSpec(self._record.paths.record, theirs.fileno())
+            self._files.write_spec({"settings": settings.as_json(), **spec.as_json()})
             self._child = Child.start(
                 own_program(MODULE, "--spec", str(self._files.spec)),
                 env=with_this_package(env | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}),

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from fsbarrier.engine.engine import EngineInfo
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.program import ServeWeights
-from fsbarrier.protocol.facts import Payload
-from fsbarrier.run.job import Result, RowJob, Workplace
+from fsbarrier.node import Weights
+from fsbarrier.protocol.facts import JsonObject, Payload
+from fsbarrier.run.job import RowJob, Workplace
 from fsbarrier.rundir import checkpoints
 
 #: files beside weights that no engine reads
@@ -25,7 +25,7 @@ LOOK_S = 1.0
 
 def checked_weights(
     model: Path, job: RowJob, workplace: Workplace, policy: str = ""
-) -> tuple[Path, list[Result]]:
+) -> tuple[Path, list[JsonObject]]:
     """The folder to load: the node's own copy of the policy in `model`, else `model` itself; and lines for the journal. The files are
     verified once a version.
 
@@ -91,7 +91,7 @@ def ready_lines(infos: Sequence[EngineInfo], **more: object) -> list[Payload]:
 class InFlight:
     """Looks now and then, while a program runs, whether a policy version is complete, and then has this node's engines take it."""
 
-    work: ServeWeights
+    weights: Weights
     job: RowJob
     workplace: Workplace
     # When to look again; never once they have taken it.
@@ -99,21 +99,21 @@ class InFlight:
 
     def look(self) -> None:
         """Raises ProgramFailed, Cancelled, OSError."""
-        work, job, workplace = self.work, self.job, self.workplace
+        weights, job, workplace = self.weights, self.job, self.workplace
         if job.clock() < self.next_look:
             return
         self.next_look = job.clock() + LOOK_S
         with job.using_directory("looking for new weights"):
-            if not workplace.patiently(job, partial(checkpoints.is_complete, work.folder.parent)):
+            if not workplace.patiently(job, partial(checkpoints.is_complete, weights.folder.parent)):
                 return
         self.next_look = math.inf
-        folder, lines = checked_weights(work.folder, job, workplace)
+        folder, lines = checked_weights(weights.folder, job, workplace)
         infos = workplace.own_engines.ensure(
             folder,
-            work.policy_version,
-            threads=work.threads,
+            weights.policy_version,
+            threads=weights.threads,
             cancel=job.cancel,
             in_flight=True,
-            span=work.span,
+            span=weights.span,
         )
-        job.events += [*lines, *ready_lines(infos, serving=work.policy_version, in_flight=True)]
+        job.events += [*lines, *ready_lines(infos, serving=weights.policy_version, in_flight=True)]

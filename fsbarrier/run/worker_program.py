@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 
-from fsbarrier.engine.frozen import address
-from fsbarrier.engine.openai_http import EngineAddress
+from fsbarrier.context import Context
 from fsbarrier.engine.placement import visible
 from fsbarrier.errors import ProgramFailed, StoreError
+from fsbarrier.node import Weights
 from fsbarrier.processes import last_words
 from fsbarrier.processes.kept_program import KeptProgram
 from fsbarrier.processes.rendezvous import LISTENING
@@ -18,12 +18,12 @@ from fsbarrier.processes.secret_variables import without_secrets, without_tracke
 from fsbarrier.processes.stacks import write_stacks
 from fsbarrier.processes.supervisor import Child, own_program, with_this_package
 from fsbarrier.processes.worker_contract import NOT_PERMITTED, WorkerFiles, read_result
-from fsbarrier.program import HELPER, Command, Context, Resident
-from fsbarrier.protocol.facts import JsonObject
-from fsbarrier.run.job import Cancelled, NodeUnfit, Result, RowJob, Workplace, journal_line
+from fsbarrier.protocol.facts import JsonObject, Payload
+from fsbarrier.run.job import Cancelled, NodeUnfit, RowJob, Workplace
 from fsbarrier.run.weights import InFlight
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
+from fsbarrier.specs import HELPER, SPEC, Launch, Resident
 from fsbarrier.store import owned
 from fsbarrier.store.retry import patiently
 
@@ -37,130 +37,153 @@ class DirectoryFailed(ProgramFailed):
     """The program ended, or could not be started, because the shared directory fails."""
 
 
-def run_program(work: Command, context: Context, job: RowJob, workplace: Workplace) -> Result:
-    """Run the program to its end; returns its result. Raises ProgramFailed, StartFailed, NodeUnfit, Cancelled.
+@dataclass(frozen=True)
+class ProgramRun:
+    """One program of a row, from its start to its end. `in_flight`, `calls_engines`: as in `Node.run`."""
 
-    While the shared directory fails, the program is started again, and continues where it was, for `outage_s`. Then this node is unfit,
-    and not the program. The programs of an update belong together: torchrun fails with 1, so their failure is one of the attempt.
-    """
-    failures: list[str] = []
+    launch: Launch
+    #: what the program is told; the run's settings and the paths of its files are added
+    spec: Payload
+    context: Context
+    job: RowJob
+    workplace: Workplace
+    in_flight: Weights | None = None
+    calls_engines: bool = False
+    #: the program writes its result to the path in spec["result"]; False: only its exit code counts
+    reports: bool = True
 
-    def run() -> Result:
-        try:
-            return _run_once(work, context, job, workplace)
-        except DirectoryFailed as error:
-            failures.append(str(error))
-            raise
+    def run(self) -> JsonObject:
+        """Run the program to its end; returns its result. Raises ProgramFailed, StartFailed, NodeUnfit, Cancelled.
 
-    try:
-        result = patiently(
-            run,
-            workplace.outage_s,
-            passes=lambda error: isinstance(error, DirectoryFailed),
-            cancel=job.cancel,
-            clock=job.clock,
-        )
-    except DirectoryFailed as error:
+        While the shared directory fails, the program is started again, and continues where it was, for `outage_s`. Then this node is
+        unfit, and not the program. The programs of an update belong together: torchrun fails with 1, so their failure is one of the
+        attempt.
+        """
+        job, workplace, context = self.job, self.workplace, self.context
         job.stop_if_cancelled()
-        raise NodeUnfit(f"node {context.node_rank}: {context.phase.name}: {error}") from None
-    if failures:
-        line = {"times": len(failures), "why": failures[-1].splitlines()[0]}
-        job.events.append({"event": "program_restarted", **line})
-    return result
+        failures: list[str] = []
 
+        def once() -> JsonObject:
+            try:
+                return self._once()
+            except DirectoryFailed as error:
+                failures.append(str(error))
+                raise
 
-def _run_once(work: Command, context: Context, job: RowJob, workplace: Workplace) -> Result:
-    """Raises DirectoryFailed, and as `run_program`."""
-    if not work.listens:
-        workplace.close_rendezvous()
-    listening = [listener.fileno() for listener in workplace.rendezvous]
-    workplace.programs_started += 1
-    files = WorkerFiles(workplace.work_dir / f"job-{workplace.programs_started:05d}")
-    uses_engines, copy = "{engine}" in work.spec.values(), workplace.weights
-    # Placeholders in the spec that this node fills in.
-    placeholders = {
-        "{engine}": workplace.engine_access,
-        "{engines}": _engines(context, workplace) if "{engines}" in work.spec.values() else {},
-        "{weights_dir}": None if copy is None else str(copy.folder),
-        "{log_dir}": str(workplace.log_dir),
-    }
-    try:
-        spec = {
-            key: placeholders.get(value, value) if isinstance(value, str) else value
-            for key, value in work.spec.items()
-        }
-        record = RunPaths(workplace.log_path).record
-        helps = work.resident is not None and work.resident.name == HELPER
-        module = {"module": program_name(work.argv)} if helps else {}
-        files.write_spec(
-            {"settings": context.settings.as_json(), "run_record": str(record), **module, **spec}
-        )
-    except OSError as error:
-        raise NodeUnfit(
-            f"node {context.node_rank}: its temporary folder {workplace.work_dir} cannot be written to: {error.strerror}"
-        ) from None
-    argv = [word.replace("{spec}", str(files.spec)) for word in work.argv]
-    job.progress_file = files.progress
-    env = with_this_package(_environment(argv, context.settings, workplace.work_dir)) | dict(work.env)
-    if work.devices is not None and len(work.devices) < len(workplace.devices):
-        env |= visible([workplace.devices[number] for number in work.devices])
-    if listening:
-        env[LISTENING] = ",".join(map(str, listening))
-    log_file, name = workplace.log_dir / work.log, context.phase.name
-    program: Child | KeptProgram
-    try:
-        if work.resident is not None:
-            program = _give_to_resident(
-                work.resident, files.spec, argv, env, log_file, listening, context, workplace
+        try:
+            result = patiently(
+                once,
+                workplace.outage_s,
+                passes=lambda error: isinstance(error, DirectoryFailed),
+                cancel=job.cancel,
+                clock=job.clock,
             )
-        else:
-            program = workplace.host.start(argv, env=env, log_file=log_file, name=name, pass_fds=listening)
-    except StoreError as error:
-        raise DirectoryFailed(str(error)) from None
-    workplace.close_rendezvous()
-    in_flight = None if work.in_flight is None else InFlight(work.in_flight, job, workplace)
-    code = _watch(program, context, job, workplace, in_flight, uses_engines=uses_engines)
-    if code != 0:
-        why, log = _why_it_failed(program, argv, code), _end_of_log(program)
-        ours = program_name(argv).startswith("fsbarrier.")
-        if code == NOT_PERMITTED and ours:
-            raise StoreError(f"{why}{log}")
-        if code == StoreError.exit_code and ours:
-            # Perhaps not even its log could be written.
-            raise DirectoryFailed(f"{why}; {workplace.log_path} fails or is full{log}")
-        raise ProgramFailed(f"{why}{log}")
-    result = read_result(files.result, program_name(argv)) if work.result else {}
-    owned.discard(files.folder)
-    if program_name(argv).startswith("fsbarrier."):
-        job.events += result.pop("events", ())
-    value = {**work.extra, **result}
-    if work.event:
-        job.events.append(journal_line(work.event, value))
-    return value
+        except DirectoryFailed as error:
+            job.stop_if_cancelled()
+            raise NodeUnfit(f"node {context.node_rank}: {context.phase.name}: {error}") from None
+        if failures:
+            line = {"times": len(failures), "why": failures[-1].splitlines()[0]}
+            job.events.append({"event": "program_restarted", **line})
+        return result
 
+    def _once(self) -> JsonObject:
+        """Raises DirectoryFailed, and as `run`."""
+        launch, workplace = self.launch, self.workplace
+        if not launch.listens:
+            workplace.close_rendezvous()
+        files = self._written()
+        argv = [word.replace(SPEC, str(files.spec)) for word in launch.argv]
+        self.job.progress_file = files.progress
+        name = program_name(argv)
+        try:
+            program = self._start(argv, files.spec)
+        except StoreError as error:
+            raise DirectoryFailed(str(error)) from None
+        workplace.close_rendezvous()
+        code = self._watch(program)
+        if code != 0:
+            why, log = _why_it_failed(program, argv, code), _end_of_log(program)
+            ours = name.startswith("fsbarrier.")
+            if code == NOT_PERMITTED and ours:
+                raise StoreError(f"{why}{log}")
+            if code == StoreError.exit_code and ours:
+                # Perhaps not even its log could be written.
+                raise DirectoryFailed(f"{why}; {workplace.log_path} fails or is full{log}")
+            raise ProgramFailed(f"{why}{log}")
+        result = read_result(files.result, name) if self.reports else {}
+        owned.discard(files.folder)
+        return result
 
-def _engines(context: Context, workplace: Workplace) -> dict[str, JsonObject]:
-    """Where this node's programs find the frozen engines: here, or else on one of the nodes that offer them."""
-    own = {name: workplace.frozen[name].address for name in context.frozen}
-    elsewhere = [name for name in context.settings.engines if name not in own]
-    engines = own | {name: _offered(name, context, workplace) for name in elsewhere}
-    return {name: asdict(engine) for name, engine in engines.items()}
+    def _written(self) -> WorkerFiles:
+        """The program's files, of which the spec is written. Raises NodeUnfit."""
+        launch, workplace = self.launch, self.workplace
+        workplace.programs_started += 1
+        files = WorkerFiles(workplace.work_dir / f"job-{workplace.programs_started:05d}")
+        helps = launch.resident is not None and launch.resident.name == HELPER
+        module = {"module": program_name(launch.argv)} if helps else {}
+        record = str(RunPaths(workplace.log_path).record)
+        try:
+            files.write_spec(
+                {"settings": self.context.settings.as_json(), "run_record": record, **module, **self.spec}
+            )
+        except OSError as error:
+            raise NodeUnfit(
+                f"node {self.context.node_rank}: its temporary folder {workplace.work_dir} cannot be written to: {error.strerror}"
+            ) from None
+        return files
 
+    def _start(self, argv: Sequence[str], spec: Path) -> Child | KeptProgram:
+        """Raises ProgramFailed, StoreError, NodeUnfit."""
+        launch, workplace = self.launch, self.workplace
+        listening = [listener.fileno() for listener in workplace.rendezvous]
+        env = with_this_package(_environment(argv, self.context.settings, workplace.work_dir))
+        env |= dict(launch.env)
+        if launch.devices is not None and len(launch.devices) < len(workplace.devices):
+            env |= visible([workplace.devices[number] for number in launch.devices])
+        if listening:
+            env[LISTENING] = ",".join(map(str, listening))
+        log_file, name = workplace.log_dir / launch.log, self.context.phase.name
+        if launch.resident is None:
+            return workplace.host.start(argv, env=env, log_file=log_file, name=name, pass_fds=listening)
+        return _give_to_resident(
+            launch.resident, spec, argv, env, log_file, listening, self.context, workplace
+        )
 
-def _offered(name: str, context: Context, workplace: Workplace) -> EngineAddress:
-    """The address of an engine on another node; which one, depends on this node's rank. Raises ProgramFailed if none can be reached."""
-    holders, patience_s = [*context.holders_of(name)], context.settings.engines[name].start_timeout_s
-    tried = []
-    for turn in range(len(holders)):
-        join = context.joins[holders[(context.node_rank + turn) % len(holders)]]
-        offer = join.engines.get(name)
-        if offer is None:
-            continue
-        reached = workplace.host.reachable(join.addresses, int(offer["port"]))
-        if reached:
-            return address(reached[0], offer, name, patience_s)
-        tried.append(f"node {join.rank} ({join.host}) at {', '.join(join.addresses)} port {offer['port']}")
-    raise ProgramFailed(f"engines.{name} is not reached: {'; '.join(tried) or 'no node offers it to others'}")
+    def _watch(self, child: Child | KeptProgram) -> int:
+        """Wait for the program; returns its exit code. Ends it if its progress file and log do not change for `stall_timeout_s`, or if
+        it needs an engine and none is left."""
+        job, workplace = self.job, self.workplace
+        assert job.progress_file is not None
+        in_flight = None if self.in_flight is None else InFlight(self.in_flight, job, workplace)
+        last_stamp, changed_at = 0, job.clock()
+        while (code := child.wait(WATCH_S)) is None:
+            if job.cancel.is_set():
+                child.stop(workplace.grace_s)
+                raise Cancelled
+            if self.calls_engines and (how := workplace.engines_gone()):
+                child.stop(workplace.grace_s)
+                raise ProgramFailed(how)
+            if in_flight is not None:
+                begin = job.clock()
+                try:
+                    in_flight.look()
+                except BaseException:
+                    child.stop(workplace.grace_s)
+                    raise
+                # The program may have waited for it.
+                changed_at += job.clock() - begin
+            stamp = _modified_ns(job.progress_file) + _modified_ns(child.log_file)
+            if stamp != last_stamp:
+                last_stamp, changed_at = stamp, job.clock()
+            elif job.clock() - changed_at > workplace.stall_timeout_s:
+                # Where it hangs is then among the last lines of its log.
+                write_stacks(child.tree())
+                child.stop(workplace.grace_s)
+                raise ProgramFailed(
+                    f"no progress for {workplace.stall_timeout_s:g} s (coordination.stall_timeout_s); "
+                    f"{self.context.phase.name} was ended{_end_of_log(child)}"
+                )
+        return code
 
 
 def _environment(argv: Sequence[str], settings: Settings, work_dir: Path) -> Mapping[str, str]:
@@ -211,49 +234,6 @@ def _give_to_resident(
     kept.start(argv, env=env, log_file=log_file, name=shown_name, pass_fds=pass_fds)
     workplace.residents[name] = kept
     return kept
-
-
-def _watch(
-    child: Child | KeptProgram,
-    context: Context,
-    job: RowJob,
-    workplace: Workplace,
-    in_flight: InFlight | None,
-    *,
-    uses_engines: bool,
-) -> int:
-    """Wait for the program; returns its exit code. Ends it if its progress file and log do not change for `stall_timeout_s`, or if it
-    needs an engine and none is left."""
-    assert job.progress_file is not None
-    last_stamp, changed_at = 0, job.clock()
-    while (code := child.wait(WATCH_S)) is None:
-        if job.cancel.is_set():
-            child.stop(workplace.grace_s)
-            raise Cancelled
-        if uses_engines and (how := workplace.engines_gone()):
-            child.stop(workplace.grace_s)
-            raise ProgramFailed(how)
-        if in_flight is not None:
-            begin = job.clock()
-            try:
-                in_flight.look()
-            except BaseException:
-                child.stop(workplace.grace_s)
-                raise
-            # The program may have waited for it.
-            changed_at += job.clock() - begin
-        stamp = _modified_ns(job.progress_file) + _modified_ns(child.log_file)
-        if stamp != last_stamp:
-            last_stamp, changed_at = stamp, job.clock()
-        elif job.clock() - changed_at > workplace.stall_timeout_s:
-            # Where it hangs is then among the last lines of its log.
-            write_stacks(child.tree())
-            child.stop(workplace.grace_s)
-            raise ProgramFailed(
-                f"no progress for {workplace.stall_timeout_s:g} s (coordination.stall_timeout_s); "
-                f"{context.phase.name} was ended{_end_of_log(child)}"
-            )
-    return code
 
 
 def program_name(argv: Sequence[str]) -> str:

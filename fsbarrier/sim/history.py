@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from fsbarrier.data.merge import Part
 from fsbarrier.protocol.facts import Fact, Generation, Join, Payload, Record
 from fsbarrier.protocol.rows import SLICE_CHOICE
 from fsbarrier.protocol.state import Node
@@ -65,7 +66,7 @@ class Merged:
     iteration: int
     generation: int
     policy: str
-    adopted: tuple[Payload, ...]
+    adopted: tuple[Part, ...]
     entries: tuple[MergedGroup, ...]
     final: bool = False
     # how many rounds of tasks the nodes rolled out

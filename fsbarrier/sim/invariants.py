@@ -145,12 +145,12 @@ def i3_only_forward(history: History) -> Iterator[str]:
 def i4_nothing_old_is_merged(history: History) -> Iterator[str]:
     """A merged file contains groups of its own generation, and of older ones only groups that its generation adopted."""
     for merged in history.merges:
-        adopted = {part["path"]: part for part in merged.adopted}
+        adopted = {str(part.path): part for part in merged.adopted}
         for entry in merged.entries:
             if entry.generation == merged.generation:
                 continue
             part = adopted.get(entry.part)
-            if part is None or entry.task not in part["tasks"]:
+            if part is None or entry.task not in (part.tasks or ()):
                 yield f"{merged.out}: task {entry.task} of generation {entry.generation} was not adopted"
     stamps = {merged.stamp: merged for merged in history.merges}
     for used in history.used:
@@ -185,7 +185,7 @@ def i17_young_enough(history: History) -> Iterator[str]:
 
 
 def _decided_merge(history: History, number: int, iteration: int) -> int | None:
-    """The stamp of an iteration's merged file, by the decision in force in generation `number`."""
+    """The stamp of an iteration's merged file, which stands for its size, by the decision in force in generation `number`."""
     row_name = "train_aggregate"
     # where the next generation started
     until: tuple[int, int] | None = None
@@ -194,11 +194,11 @@ def _decided_merge(history: History, number: int, iteration: int) -> int | None:
         place = iteration, PHASE_NAMES.index(row_name)
         fact = history.facts.get((older, *place), {}).get(record.leader)
         if fact is not None and (until is None or place < until):
-            return int(fact[1].value["stamp"])
+            return int(fact[1].value["bytes"])
         entry = record.decisions.get(row_name)
         while entry is not None:
             if entry["iteration"] == iteration:
-                return int(entry["value"]["stamp"])
+                return int(entry["value"]["bytes"])
             entry = entry.get("before")
         until = record.start.iteration, record.start.phase
     return None

@@ -7,14 +7,19 @@ from collections.abc import Callable, Container, Generator, Iterator, Mapping, S
 from functools import partial
 from pathlib import Path
 
+from fsbarrier.data.merge import Part
+from fsbarrier.decisions import RolloutReport
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.processes.last_words import MESSAGE
+from fsbarrier.processes.worker_contract import WorkerFiles
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.state import Node
+from fsbarrier.rollouts.rollout_spec import RolloutOutcome, RolloutSpec
 from fsbarrier.run.worker_program import program_name
 from fsbarrier.sim.artifacts import WEIGHTS, PartFile, SimTorchrun
 from fsbarrier.sim.history import Merged, MergedGroup, Missing, Used
 from fsbarrier.sim.schedule import Schedule, SimThread, Start
+from fsbarrier.specs import Identity, MergeReport, MergeSpec, PrepareSpec, UpdateSpec
 from fsbarrier.training.weights_copy import WeightsCopy
 
 FOREVER = float("inf")
@@ -101,19 +106,20 @@ class SimProgram:
 
     def give(self, spec: Path) -> None:
         """The next job."""
-        world, job_spec = self.host.world, json.loads(spec.read_text())
-        module = job_spec.get("module") or program_name(self._argv)
-        self._code, self._result, self._job = None, Path(job_spec["result"]), self._job + 1
+        world, told = self.host.world, json.loads(spec.read_text())
+        module = told.get("module") or program_name(self._argv)
+        files = WorkerFiles(spec.parent)
+        self._code, self._result, self._job = None, files.result, self._job + 1
         assert self.host.node is not None
-        self._node, self._in_flight = self.host.node, job_spec.get("in_flight", False)
-        self._fails = failure_of_a_program(world, self.host.process.rank, job_spec["phase_name"])
-        works: dict[str, Callable[[Payload], Waiting]] = {
-            "fsbarrier.workers.rollout": self._rollout,
-            "fsbarrier.aggregate": self._aggregate,
-            "fsbarrier.workers.prepare": self._prepare,
-            "fsbarrier.workers.update": self._update,
+        self._node, self._in_flight = self.host.node, told.get("in_flight", False)
+        self._fails = failure_of_a_program(world, self.host.process.rank, Identity.from_json(told).phase_name)
+        works: dict[str, Callable[[], Waiting]] = {
+            "fsbarrier.workers.rollout": lambda: self._rollout(RolloutSpec.from_json(told)),
+            "fsbarrier.aggregate": lambda: self._aggregate(MergeSpec.from_json(told)),
+            "fsbarrier.workers.prepare": lambda: self._prepare(PrepareSpec.from_json(told)),
+            "fsbarrier.workers.update": lambda: self._update(UpdateSpec.from_json(told)),
         }
-        self._steps = works[module](job_spec)
+        self._steps = works[module]()
         world.after(world.short(), partial(self._advance, self._job))
 
     def wait(self, timeout_s: float) -> int | None:
@@ -197,28 +203,29 @@ class SimProgram:
 
     # --- what they do ---
 
-    def _rollout(self, spec: Payload) -> Waiting:
-        artifacts, world = self.host.artifacts, self.host.world
+    def _rollout(self, spec: RolloutSpec) -> Waiting:
+        artifacts, world, part_name = self.host.artifacts, self.host.world, str(spec.part)
         self._need(spec)
-        fresh = PartFile(spec["generation"], spec["iteration"], spec["split"], spec["policy"])
-        self._only_writer(spec["part"])
-        part = artifacts.parts.setdefault(spec["part"], fresh)
+        fresh = PartFile(spec.identity.generation, spec.identity.iteration, spec.split, spec.policy)
+        self._only_writer(spec.part)
+        part = artifacts.parts.setdefault(part_name, fresh)
         done = {task for task, *_ in part.groups}
         tasks, rounds = _tasks_of_rounds(spec)
         left = [task for task in tasks if task not in done]
         for task, wait in zip(left, self._busy(len(left)), strict=True):
             yield wait
             part.groups.append((task, world.now, self.host.serving))
-        return {"groups": len(part.groups), "tasks": tasks, "rounds": rounds}
+        report = RolloutReport(spec.part.name, tasks, rounds=rounds, groups=len(part.groups))
+        return RolloutOutcome(report).as_json()
 
-    def _aggregate(self, spec: Payload) -> Waiting:
-        artifacts, world = self.host.artifacts, self.host.world
-        entries = self._taken(spec["parts"], spec["expected"])
-        absent = set(spec["expected"]) ^ {entry.task for entry in entries}
+    def _aggregate(self, spec: MergeSpec) -> Waiting:
+        artifacts, world, request = self.host.artifacts, self.host.world, spec.request
+        expected, metadata, out = request.expected or (), request.metadata, str(request.out)
+        entries = self._taken(request.parts, expected)
+        absent = {*expected} ^ {entry.task for entry in entries}
         if absent:
             raise ProgramFailed(f"tasks {sorted(absent)} are in no part, or not expected")
         yield from self._busy()
-        metadata, out = spec["metadata"], spec["out"]
         merged = Merged(
             artifacts.stamp(),
             world.now,
@@ -227,53 +234,53 @@ class SimProgram:
             metadata["iteration"],
             metadata["generation"],
             metadata["policy"],
-            tuple(p for p in spec["parts"] if p["valid_bytes"] is not None),
+            tuple(p for p in request.parts if p.valid_bytes is not None),
             tuple(entries),
             final=metadata.get("final", False),
-            rounds=max(1, len(spec["expected"]) // world.history.tasks[metadata["split"]]),
+            rounds=max(1, len(expected) // world.history.tasks[metadata["split"]]),
         )
-        self._only_writer(out)
-        Path(out).write_text(str(merged.stamp))
+        self._only_writer(request.out)
+        request.out.write_text(str(merged.stamp))
         world.history.merges.append(merged)
-        rank, name = self.host.process.rank, out.rpartition("/")[2]
+        rank, name = self.host.process.rank, request.out.name
         world.say(
             f"node {rank} merged {len(entries)} tasks of generation {merged.generation} into {name}", "="
         )
-        return {"stamp": merged.stamp, "groups": len(entries)}
+        return MergeReport(groups=len(entries), bytes=merged.stamp).as_json()
 
-    def _taken(self, sources: list[JsonObject], expected: Container[int]) -> list[MergedGroup]:
+    def _taken(self, sources: Sequence[Part], expected: Container[int]) -> list[MergedGroup]:
         """For each expected task, its first group in a source that lists the task."""
         first_groups: dict[int, MergedGroup] = {}
         for source in sources:
-            part, valid = self.host.artifacts.parts[source["path"]], source["valid_bytes"]
+            part, valid = self.host.artifacts.parts[str(source.path)], source.valid_bytes
             durable = part.groups[: None if valid is None else valid // GROUP_BYTES]
             for index, (task, _, policy) in enumerate(durable):
-                if task in source["tasks"] and task in expected:
-                    entry = MergedGroup(task, source["path"], index, part.generation, policy)
+                if task in (source.tasks or ()) and task in expected:
+                    entry = MergedGroup(task, str(source.path), index, part.generation, policy)
                     first_groups.setdefault(task, entry)
         return [*first_groups.values()]
 
-    def _prepare(self, spec: Payload) -> Waiting:
+    def _prepare(self, spec: PrepareSpec) -> Waiting:
         history, now = self.host.world.history, self.host.world.now
-        newest, *earlier = map(Path, spec["merged"])
+        newest, *earlier = spec.merged
         if not newest.exists():
             raise ProgramFailed(f"{newest} is not there")
         for path in (newest, *(path for path in earlier if path.exists())):
             if (stamp := int(path.read_text())) != 0:
                 history.used.append(Used(now, self._node, stamp))
         yield from self._busy()
-        self._only_writer(spec["batch"])
-        Path(spec["batch"]).touch()
+        self._only_writer(spec.batch)
+        spec.batch.touch()
         return {}
 
-    def _update(self, spec: Payload) -> Waiting:
-        host, argv = self.host, dict(zip(self._argv[:-1], self._argv[1:], strict=True))
-        if not Path(spec["batch"]).exists():
-            raise ProgramFailed(f"{spec['batch']} is not there")
+    def _update(self, spec: UpdateSpec) -> Waiting:
+        host, argv, out = self.host, dict(zip(self._argv[:-1], self._argv[1:], strict=True)), spec.out
+        if not spec.batch.exists():
+            raise ProgramFailed(f"{spec.batch} is not there")
         self._need(spec)
         for wait in self._busy():
             yield wait / 2
-        key = argv["--master-addr"], argv["--master-port"], spec["out"]
+        key = argv["--master-addr"], argv["--master-port"], str(out)
         meeting = host.artifacts.meetings.setdefault(key, SimTorchrun(int(argv["--nnodes"])))
         meeting.programs[int(argv["--node-rank"])] = self
         self.meeting = meeting
@@ -287,39 +294,39 @@ class SimProgram:
             yield FOREVER
         while meeting.lost:
             yield FOREVER
-        self.meeting, out = None, Path(spec["out"])
-        if spec["weights_dir"]:
-            copies = WeightsCopy(Path(spec["weights_dir"]))
+        self.meeting = None
+        if spec.weights_dir is not None:
+            copies = WeightsCopy(spec.weights_dir)
             copies.begin(out.name, 0)
             (copies.unchecked(out.name) / WEIGHTS).write_text(meeting.weights)
         if argv["--node-rank"] == "0":
             if out.exists():
                 raise AssertionError(f"two writers of {out}")
-            host.artifacts.make_policy(out, spec["new_policy_version"], meeting.weights)
+            host.artifacts.make_policy(out, spec.new_policy_version, meeting.weights)
         return {}
 
-    def _only_writer(self, name: str) -> None:
+    def _only_writer(self, path: Path) -> None:
         """Check that nobody else is writing or has written a file. A program that is started again may go on with it."""
         number = self.host.process.number
-        if self.host.artifacts.writers.setdefault(name, number) != number:
-            raise AssertionError(f"two writers of {name}")
+        if self.host.artifacts.writers.setdefault(str(path), number) != number:
+            raise AssertionError(f"two writers of {path}")
 
-    def _need(self, spec: Payload) -> None:
+    def _need(self, spec: RolloutSpec | UpdateSpec) -> None:
         """Fail if the folder of the policy that the program works with has been removed; the run's first model is always there."""
-        if spec["policy_version"] and not Path(spec["model"]).is_dir():
-            missing = Missing(self.host.world.now, self.host.process.number, self._node, str(spec["model"]))
+        if spec.policy_version and (spec.model is None or not spec.model.is_dir()):
+            missing = Missing(self.host.world.now, self.host.process.number, self._node, str(spec.model))
             self.host.world.history.missing.append(missing)
-            raise ProgramFailed(f"{spec['model']} is not there")
+            raise ProgramFailed(f"{spec.model} is not there")
 
 
-def _tasks_of_rounds(spec: Payload) -> tuple[list[int], int | None]:
+def _tasks_of_rounds(spec: RolloutSpec) -> tuple[Sequence[int], int | None]:
     """This node's tasks of the rounds that take place, and how many those are; None without refills.
 
     The real programs see by the claims whether a round is needed. All of a generation's nodes see the same.
     """
-    if spec["refills"] is None:
-        return spec["tasks"], None
-    sizes = spec["refills"]["rounds"]
-    rounds = 1 + (spec["generation"] + spec["iteration"]) % len(sizes)
-    wanted = spec["expected"][: sum(sizes[:rounds])]
-    return [task for task in spec["tasks"] if task in wanted], rounds
+    if spec.refills is None:
+        return spec.tasks, None
+    sizes = spec.refills.rounds
+    rounds = 1 + (spec.identity.generation + spec.identity.iteration) % len(sizes)
+    wanted = spec.expected[: sum(sizes[:rounds])]
+    return [task for task in spec.tasks if task in wanted], rounds

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
+from fsbarrier.context import Context, PartOnDisk, Span
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.engine.engine import EngineInfo
 from fsbarrier.engine.replicas import Replicas
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes.kept_program import KeptProgram
 from fsbarrier.processes.supervisor import Child
-from fsbarrier.program import Context, PartOnDisk, Span
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.protocol.state import Node, RowPart
 from fsbarrier.run.context_maker import ContextMaker
@@ -242,13 +242,27 @@ class SimWorkplace(Workplace):
 
     host: SimHost
 
-    def patiently(self, job: RowJob, ask: Callable[[], T]) -> T:
+    def pause(self, job: RowJob) -> None:
         world = self.host.world
         if world.rng.random() < 0.3:
             self.host.sleep(world.length() / 2 if world.draw.slow_checks else world.short())
         if job.cancel.is_set():
             raise Cancelled
+
+    def patiently(self, job: RowJob, ask: Callable[[], T]) -> T:
+        self.pause(job)
         return super().patiently(job, ask)
+
+
+class SimRunner(JobRunner):
+    """Between the context and the row's function time passes, and other nodes may do something."""
+
+    workplace: SimWorkplace
+
+    def _begin(self, node: Node, job: RowJob) -> Context:
+        context = super()._begin(node, job)
+        self.workplace.pause(job)
+        return context
 
 
 def make_work(process: Start, observer: Observer, wake: Callable[[], None]) -> JobRunner:
@@ -276,4 +290,4 @@ def make_work(process: Start, observer: Observer, wake: Callable[[], None]) -> J
         host.node = node
         return make(node)
 
-    return JobRunner(make_context, place, wake)
+    return SimRunner(make_context, place, wake)

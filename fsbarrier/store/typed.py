@@ -17,8 +17,3 @@ def ready(kind: type[T]) -> type[T]:
     """
     msgspec.json.Decoder(kind)
     return kind
-
-
-def from_spec(spec: object, kind: type[T]) -> T:
-    """A program's spec as a dataclass. In JSON a path is text, and so is a number that is a key."""
-    return msgspec.convert(spec, kind, str_keys=True, dec_hook=lambda wanted, text: wanted(text))

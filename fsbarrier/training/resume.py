@@ -4,45 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 
 import torch
 
 from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
+from fsbarrier.specs import UpdateSpec
 from fsbarrier.training.checkpoint_write import NodeCopy
 from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.training.trainer import Trainer
-
-
-class UpdateSpec(TypedDict):
-    """The fields of the spec that this program uses."""
-
-    log_path: str
-    node_rank: int
-    incarnation: int
-    iteration: int
-    #: number of earlier failures of this iteration, the same on all nodes
-    attempt: int
-    batch: str
-    #: the folder of the policy to train, and its trainer state; None: start with a fresh optimizer
-    model: str
-    trainer_state: str | None
-    #: the folder of policy version 0: the base of adapters (lora.rank), and a fallback
-    first_model: str
-    policy_version: int
-    #: the folder of the reference policy (algorithm.kl_coef, kl_in_reward); None: no reference policy
-    reference: str | None
-    #: identity of the policy to train
-    policy: str
-    #: output folder of the new policy
-    out: str
-    new_policy_version: int
-    #: local folder for a copy of the new weights; None: no copy
-    weights_dir: str | None
-    #: output path of the node's result
-    result: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +51,11 @@ class KeptTrainer:
 
 def go_on(held: KeptTrainer | None, spec: UpdateSpec, settings: Settings) -> Beginning | None:
     """Reuse the kept trainer, if every process holds exactly the policy to train; every process must call this."""
-    agreed = all(gather_json(held is not None and held.serves(spec["policy"], settings)))
-    if not agreed or held is None or spec["trainer_state"] is None:
+    agreed = all(gather_json(held is not None and held.serves(spec.policy, settings)))
+    if not agreed or held is None or spec.trainer_state is None:
         return None
-    state_in, since = checkpoints.newest_state(Path(spec["trainer_state"]).parent)
-    return Beginning(held.trainer, Path(spec["model"]), state_in, since)
+    state_in, since = checkpoints.newest_state(spec.trainer_state.parent)
+    return Beginning(held.trainer, spec.model, state_in, since)
 
 
 def begin(processes: Processes, settings: Settings, copy: NodeCopy | None, spec: UpdateSpec) -> Beginning:
@@ -94,7 +65,7 @@ def begin(processes: Processes, settings: Settings, copy: NodeCopy | None, spec:
     trained since then are trained again, or where one of them is gone, the policy falls back to that version. Raises the errors of
     Trainer.load.
     """
-    model, first, policy_version = Path(spec["model"]), Path(spec["first_model"]), spec["policy_version"]
+    model, first, policy_version = spec.model, spec.first_model, spec.policy_version
 
     def load(weights: Path, state: Path | None, number: int) -> Trainer:
         # The adapters are added to the initial model; the trainer state contains them.
@@ -103,10 +74,10 @@ def begin(processes: Processes, settings: Settings, copy: NodeCopy | None, spec:
             processes, settings, model_folder=folder, state_folder=state, policy_version=number
         )
 
-    if spec["trainer_state"] is None:
+    if spec.trainer_state is None:
         return Beginning(load(model, None, policy_version), model, None)
-    version = Path(spec["trainer_state"]).parent
-    checkpoints.check_identity(version, spec["policy"])
+    version = spec.trainer_state.parent
+    checkpoints.check_identity(version, spec.policy)
     state_in, since = checkpoints.newest_state(version)
     if state_in == version.name:
         here = model if copy is None else copy.place.nearest(model)
@@ -122,7 +93,7 @@ def begin(processes: Processes, settings: Settings, copy: NodeCopy | None, spec:
     )
     # As when the next version was made: a critic that is new has the same first weights.
     torch.manual_seed(number + 1)
-    trainer, batches = load(origin, state, number), Path(spec["batch"]).parent
+    trainer, batches = load(origin, state, number), spec.batch.parent
     # The nodes' listings may differ, so all must have found them.
     if since and all(gather_json(all((batches / name).is_file() for name in since))):
         note = f"{lost}trained again from version {number} on: {counted(len(since), 'batch', 'batches')}"

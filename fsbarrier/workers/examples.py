@@ -7,9 +7,9 @@ then the answer that follows it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 import transformers
@@ -19,30 +19,16 @@ from fsbarrier.data.tasks import place
 from fsbarrier.errors import UsageError, first_line
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.settings.sections import Settings
+from fsbarrier.specs import ExamplesReport, ExamplesSpec
 from fsbarrier.store import reading
 from fsbarrier.training.batch import TrainingSequence, minibatches, write_batch
 
 
-class ExamplesSpec(TypedDict):
-    """The fields of the spec that this program uses."""
+@ExamplesSpec.program
+def work(spec: ExamplesSpec, settings: Settings, progress: ProgressWriter) -> ExamplesReport:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(spec.model, local_files_only=True)
 
-    run_id: str
-    iteration: int
-    generation: int
-    policy_version: int
-    #: the folder of the policy to train, with its tokenizer
-    model: str
-    #: the files of examples, and which of their examples to take; those of "test" are held out
-    files: Mapping[str, str]
-    examples: Mapping[str, Sequence[int]]
-    #: the file to write
-    batch: str
-
-
-def work(spec: ExamplesSpec, settings: Settings, progress: ProgressWriter) -> dict[str, object]:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(spec["model"], local_files_only=True)
-
-    ends = end_tokens(Path(spec["model"]), tokenizer)
+    ends = end_tokens(spec.model, tokenizer)
 
     def render(messages: list[dict[str, Any]], **given: Any) -> str:
         given = {**settings.rollout.template_arguments, **given}
@@ -50,10 +36,10 @@ def work(spec: ExamplesSpec, settings: Settings, progress: ProgressWriter) -> di
         return text
 
     found: dict[str, list[TrainingSequence]] = {"train": [], "test": []}
-    chosen = {split: indices for split, indices in spec["examples"].items() if indices}
+    chosen = {split: indices for split, indices in spec.examples.items() if indices}
     cut = made = 0
     for split, indices in chosen.items():
-        path = Path(spec["files"][split])
+        path = spec.files[split]
         _, examples = read_examples(path, indices)
         for done, index in enumerate(indices):
             for example in examples[index].split() if settings.sft.split_turns else [examples[index]]:
@@ -70,19 +56,24 @@ def work(spec: ExamplesSpec, settings: Settings, progress: ProgressWriter) -> di
                     found[split].append(sequence(tokens[:longest], trained[:longest]))
             progress.show(done, len(indices), "examples")
     train, held_out = found["train"], found["test"]
-    seed = f"{settings.rollout.seed}:{spec['iteration']}"
+    identity = spec.identity
+    seed = f"{settings.rollout.seed}:{identity.iteration}"
     steps = minibatches(len(train), settings.trainer.minibatch, settings.trainer.epochs, seed=seed)
-    metadata = {name: spec[name] for name in ("run_id", "iteration", "generation", "policy_version")}
-    write_batch(Path(spec["batch"]), [*train, *held_out], steps, metadata)
-    return {
-        "trajectories": len(train),
-        "held_out": len(held_out),
-        # Longer than engine.max_model_len; and of all, those of which nothing to train on was left.
-        "cut_off": cut,
-        "left_out": made - len(train) - len(held_out),
-        "tokens": sum(int(one.loss_mask.sum()) for one in train),
-        "steps": len(steps),
+    metadata = {
+        "run_id": identity.run_id,
+        "iteration": identity.iteration,
+        "generation": identity.generation,
+        "policy_version": spec.policy_version,
     }
+    write_batch(spec.batch, [*train, *held_out], steps, metadata)
+    return ExamplesReport(
+        trajectories=len(train),
+        held_out=len(held_out),
+        cut_off=cut,
+        left_out=made - len(train) - len(held_out),
+        tokens=sum(int(one.loss_mask.sum()) for one in train),
+        steps=len(steps),
+    )
 
 
 def end_tokens(model: Path, tokenizer: Any) -> set[int]:

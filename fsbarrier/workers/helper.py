@@ -1,6 +1,6 @@
 """A node's helper process: it does one helper program's job after the other, and so imports their libraries (torch) once.
 
-`python -m fsbarrier.workers.helper --spec SPEC.json`; in the spec, `module` names the program whose function `work` does the job.
+`python -m fsbarrier.workers.helper --spec SPEC.json`; in the spec's file, `module` names the program whose function `work` does the job.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from fsbarrier.errors import UsageError
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.rundir.names import IMAGES_FOLDER
 from fsbarrier.settings.sections import AlgorithmSettings, Settings
+from fsbarrier.specs import PrepareReport, PrepareSpec
 from fsbarrier.store import reading
 from fsbarrier.training.advantages import batch_advantages, counted_reward, weigh_group
 from fsbarrier.training.batch import TrainingSequence, check, minibatches, sequences_of, write_batch
@@ -43,28 +44,14 @@ class LearnedFrom:
     versions: float = 0.0
 
 
-class PrepareSpec(TypedDict):
-    """The fields of the spec that this program uses."""
-
-    run_id: str
-    iteration: int
-    generation: int
-    policy_version: int
-    #: the folder of the policy to train
-    model: str
-    #: the files to draw the batch from, this iteration's merged file first
-    merged: list[str]
-    #: the file to write
-    batch: str
-
-
-def work(spec: PrepareSpec, settings: Settings, progress: ProgressWriter) -> dict[str, object]:
-    named = [Path(path) for path in spec["merged"]]
-    seed = f"{settings.rollout.seed}:{spec['iteration']}"
+@PrepareSpec.program
+def work(spec: PrepareSpec, settings: Settings, progress: ProgressWriter) -> PrepareReport:
+    identity = spec.identity
+    seed = f"{settings.rollout.seed}:{identity.iteration}"
     recency, seen = settings.update.recency, LearnedFrom()
     by_age = (
         (age, teaching_groups(merged, spec, settings, seen, progress))
-        for age, merged in enumerate(named[:recency])
+        for age, merged in enumerate(spec.merged[:recency])
         # An earlier iteration may not have been rolled out, or its file was removed.
         if not age or merged.exists()
     )
@@ -72,25 +59,24 @@ def work(spec: PrepareSpec, settings: Settings, progress: ProgressWriter) -> dic
     numbered = [replace(one, group=number) for number, group in enumerate(chosen) for one in group]
     sequences = weighed_as_batch(numbered, settings.algorithm)
     steps = minibatches(len(sequences), settings.trainer.minibatch, settings.trainer.epochs, seed=seed)
-    out = Path(spec["batch"])
     metadata = {
-        "run_id": spec["run_id"],
-        "iteration": spec["iteration"],
-        "generation": spec["generation"],
-        "policy_version": spec["policy_version"],
+        "run_id": identity.run_id,
+        "iteration": identity.iteration,
+        "generation": identity.generation,
+        "policy_version": spec.policy_version,
     }
-    write_batch(out, sequences, steps, metadata)
-    return {
-        "trajectories": len(sequences),
-        "groups": seen.groups,
-        "dropped_groups": seen.groups - len(chosen),
+    write_batch(spec.batch, sequences, steps, metadata)
+    return PrepareReport(
+        trajectories=len(sequences),
+        groups=seen.groups,
+        dropped_groups=seen.groups - len(chosen),
         # Of another run's rollouts the difference says nothing, so it is not below 0.
-        "staleness": max(0.0, seen.versions / seen.trajectories) if seen.trajectories else None,
-        "replayed": sum(not sequence.current for sequence in sequences),
-        "tokens": sum(int(sequence.loss_mask.sum()) for sequence in sequences),
-        "steps": len(steps),
-        "reward_mean": seen.reward / seen.trajectories if seen.trajectories else None,
-    }
+        staleness=max(0.0, seen.versions / seen.trajectories) if seen.trajectories else None,
+        replayed=sum(not sequence.current for sequence in sequences),
+        tokens=sum(int(sequence.loss_mask.sum()) for sequence in sequences),
+        steps=len(steps),
+        reward_mean=seen.reward / seen.trajectories if seen.trajectories else None,
+    )
 
 
 def teaching_groups(
@@ -99,22 +85,22 @@ def teaching_groups(
     """The sequences of each group with a training signal in a file."""
     if not merged.exists():
         raise UsageError(
-            f"{merged}: no such file, so iteration {spec['iteration']} has nothing to train on; roll out first "
+            f"{merged}: no such file, so iteration {spec.identity.iteration} has nothing to train on; roll out first "
             "(--rl-phase rollout)"
         )
     run_id, groups = read_merged(merged)
-    vocabulary = vocabulary_of(Path(spec["model"]))
+    vocabulary = vocabulary_of(spec.model)
     for group in groups:
         for trajectory in group:
             with naming(trajectory, merged):
                 check(trajectory)
-                seen.versions += spec["policy_version"] - mean_version(trajectory)
+                seen.versions += spec.policy_version - mean_version(trajectory)
         seen.groups += 1
         seen.trajectories += len(group)
         seen.reward += sum(counted_reward(trajectory) for trajectory in group)
         progress.show(seen.trajectories, 0, "trajectories")
         # Whether it was sampled by the current policy, in this run.
-        current = run_id in (None, spec["run_id"]) and group[0]["policy_version"] == spec["policy_version"]
+        current = run_id in (None, spec.identity.run_id) and group[0]["policy_version"] == spec.policy_version
         weighed = weigh_group(group, settings.algorithm, settings.rollout.max_tokens)
         sequences: list[TrainingSequence] = []
         for trajectory, weight in weighed:

@@ -18,15 +18,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.data.trajectory import Trajectory
-from fsbarrier.engine.openai_http import EngineAddress
 from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.processes.limits import processes_left
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
-from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.kinds import open_reward
 from fsbarrier.rollouts.agent_sampler import AgentSampler
 from fsbarrier.rollouts.claims import PAUSES, EarlyEnd, Refills
@@ -35,7 +32,7 @@ from fsbarrier.rollouts.engine_pool import EnginePool, Place, servers_of
 from fsbarrier.rollouts.environment import environments_of
 from fsbarrier.rollouts.group_trajectories import failed_group, judged_group
 from fsbarrier.rollouts.pictures import Pictures, placeholders
-from fsbarrier.rollouts.rollout_spec import Assignment
+from fsbarrier.rollouts.rollout_spec import RolloutOutcome, RolloutSpec
 from fsbarrier.rollouts.rounds import read_rounds
 from fsbarrier.rollouts.samples import SampledGroup
 from fsbarrier.rollouts.shared_flush import SharedFlush
@@ -78,14 +75,12 @@ def _within_limits(concurrency: int, episodes: int) -> int:
 class Rollout:
     """One start of the program."""
 
-    def __init__(self, spec: JsonObject, settings: Settings, progress: ProgressWriter) -> None:
-        self.settings, self.assignment = settings, Assignment.from_spec(spec)
-        assignment = self.assignment
-        self.rounds = read_rounds(spec, assignment.within_reach)
+    def __init__(self, spec: RolloutSpec, settings: Settings, progress: ProgressWriter) -> None:
+        self.settings, self.spec = settings, spec
+        self.rounds = read_rounds(spec.rounds, spec.within_reach)
         most_samples = max(one.samples for one in self.rounds)
         servers = servers_of(spec, settings)
         agent = settings.rollout.agent
-        engines = {name: EngineAddress(**one) for name, one in spec.get("engines", {}).items()}
         # With an agent, this timeout applies to each episode.
         self.task_timeout_s = None if agent else settings.rollout.task_timeout_s
         # Groups in flight per engine. Proportionally more if groups are smaller than in training rollouts, so that an evaluation with one
@@ -95,23 +90,21 @@ class Rollout:
             self.concurrency *= max(1, settings.rollout.samples // most_samples)
         else:
             self.concurrency = _within_limits(self.concurrency, len(servers) * most_samples)
-        self.environments = environments_of(
-            settings, assignment, Path(spec["log_dir"]), self.concurrency * len(servers) * most_samples
-        )
-        self.agents = AgentSampler(agent, settings, engines, self.environments) if agent else None
+        self.environments = environments_of(settings, spec, self.concurrency * len(servers) * most_samples)
+        self.agents = AgentSampler(agent, settings, spec.engines, self.environments) if agent else None
         self.reward = open_reward(
             settings.reward.kind,
             weights=settings.reward.weights,
             timeout_s=settings.reward.timeout_s,
             judge=settings.judge,
-            engines=engines,
+            engines=spec.engines,
         )
-        teaches = settings.algorithm.loss == "distil" and assignment.origin.split == "train"
-        self.teachers = [Teacher(engines[TEACHER])] if teaches else []
+        teaches = settings.algorithm.loss == "distil" and spec.split == "train"
+        self.teachers = [Teacher(spec.engines[TEACHER])] if teaches else []
         # The claims of each round that was started; the last one belongs to the current round.
-        self.claims = [assignment.open_claims(self.rounds[0].tasks)]
-        self.early_end, self.ended_early = assignment.open_early_end(), False
-        self.refills = assignment.open_refills()
+        self.claims = [spec.open_claims(self.rounds[0].tasks)]
+        self.early_end, self.ended_early = spec.open_early_end(), False
+        self.refills = spec.open_refills()
         # The rounds that always take place, i.e. all except refills.
         self.certain = self.rounds if self.refills is None else self.rounds[:1]
         self.pool = EnginePool(
@@ -121,7 +114,7 @@ class Rollout:
             # The daemon ends this program if none of its own engines is left. A user's server may come back.
             patience_s=settings.engine.start_timeout_s,
             step=max(SEQUENCES_PER_REQUEST, most_samples),
-            pictures=Pictures(assignment.images, next(iter(placeholders(spec.get("model"))), None)),
+            pictures=Pictures(spec.images, next(iter(placeholders(spec.model)), None)),
         )
         # Whether any engine has answered.
         self.engine_answered = False
@@ -131,7 +124,7 @@ class Rollout:
         self.unjudged_before = 0
         # `max_error_share` applies to the whole phase; each node uses that share of the average number of trajectories per node.
         total = sum(len(one.tasks) * one.samples for one in self.certain)
-        self.average_share = total / max(1, len(assignment.shares))
+        self.average_share = total / max(1, len(spec.shares))
         self.counts = Counts()
         self.progress = CountsProgress(progress, self._left_from(0), self.counts, self._servers_now)
         for environment in self.environments.values():
@@ -149,13 +142,13 @@ class Rollout:
             **({"environments": environments} if environments else {}),
         }
 
-    async def run(self) -> JsonObject:
+    async def run(self) -> RolloutOutcome:
         """Do the assigned work; returns the result. Raises FsbarrierError."""
-        assignment, part = self.assignment, self.assignment.part
-        files.make_dirs(part.parent)
+        spec = self.spec
+        files.make_dirs(spec.part.parent)
         self.progress.write()
-        removing = asyncio.create_task(asyncio.to_thread(assignment.remove_old_claims))
-        with RankFileWriter(part, header=assignment.header()) as writer:
+        removing = asyncio.create_task(asyncio.to_thread(spec.remove_old_claims))
+        with RankFileWriter(spec.part, header=spec.header()) as writer:
             appending = SharedFlush(writer)
             try:
                 await self._until_the_end(writer, appending)
@@ -166,19 +159,20 @@ class Rollout:
                 self.progress.close()
                 await asyncio.gather(self.reward.close(), *(teacher.close() for teacher in self.teachers))
             writer.finish()
-        assignment.publish_part()
+        spec.publish_part()
         await removing
         self.progress.write()
         seconds, counts = self.progress.seconds, self.counts
-        return {
-            **assignment.result(writer, self.claims, ended_early=self.ended_early),
-            "resumed_groups": len(writer.groups) - counts.groups,
-            **({} if self.refills is None else {"rounds": self.refills.rounds_done()}),
-            "events": [event for one in self.environments.values() for event in one.events],
-            **counts.for_result(),
-            "seconds": round(seconds, 3),
-            "tokens_per_s": round(counts.completion_tokens / seconds, 1),
-        }
+        report = replace(
+            spec.report(writer, self.claims, ended_early=self.ended_early),
+            resumed_groups=len(writer.groups) - counts.groups,
+            rounds=None if self.refills is None else self.refills.rounds_done(),
+            seconds=round(seconds, 3),
+            tokens_per_s=round(counts.completion_tokens / seconds, 1),
+        )
+        return RolloutOutcome(
+            counts.added_to(report), [event for one in self.environments.values() for event in one.events]
+        )
 
     async def _until_the_end(self, writer: RankFileWriter, appending: SharedFlush) -> None:
         """Roll out until nothing is left, or until the phase ends early."""
@@ -235,7 +229,7 @@ class Rollout:
         """Returns once every task of round `number` has been started, here or on another node."""
         one = self.rounds[number]
         if number:
-            self.claims.append(await asyncio.to_thread(self.assignment.open_claims, one.tasks, number))
+            self.claims.append(await asyncio.to_thread(self.spec.open_claims, one.tasks, number))
         if self.refills is not None:
             for environment in self.environments.values():
                 environment.begin_round(number)
@@ -275,7 +269,7 @@ class Rollout:
 
     def _left_from(self, number: int) -> int:
         """Trajectories of this node's own share in the rounds from `number` on."""
-        own = self.assignment.tasks
+        own = self.spec.tasks
         return sum(one.samples * sum(task in one.tasks for task in own) for one in self.certain[number:])
 
     async def _next_batch(self, number: int, queue: deque[Task], on_disk: set[int]) -> list[Task]:
@@ -339,13 +333,13 @@ class Rollout:
         self, group: SampledGroup, appending: SharedFlush, late: bool, samples: int
     ) -> None:
         """`samples`: the required number."""
-        origin = self.assignment.origin
+        origin = self.spec.origin
         if group.error is not None:
             why = "" if late else "the engine rejects it: "
             print(f"task {group.task.index}: {why}{group.error}", file=sys.stderr)
             made = failed_group(origin, group, samples)
         else:
-            made = await judged_group(origin, group, self.reward, self.assignment.images)
+            made = await judged_group(origin, group, self.reward, self.spec.images)
             for teacher in self.teachers:
                 await teacher.mark(made)
         await appending.append(group.task.index, made)
@@ -385,7 +379,7 @@ def _first(group: BaseExceptionGroup) -> BaseException:
     return next((leaf for leaf in leaves if isinstance(leaf, FsbarrierError)), leaves[0])
 
 
-async def until_stopped(rollout: Rollout) -> JsonObject:
+async def until_stopped(rollout: Rollout) -> RolloutOutcome:
     """Run the rollout until it ends or a signal stops it: appended groups are durable, and the part file remains valid."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -403,7 +397,8 @@ async def until_stopped(rollout: Rollout) -> JsonObject:
         raise SystemExit(128 + caught[0] if caught else 1) from None
 
 
-def main(spec: JsonObject, settings: Settings, progress: ProgressWriter) -> JsonObject:
+@RolloutSpec.program
+def main(spec: RolloutSpec, settings: Settings, progress: ProgressWriter) -> RolloutOutcome:
     return asyncio.run(until_stopped(Rollout(spec, settings, progress)))
 
 

@@ -1,6 +1,6 @@
-"""The worker of the toy program: writes deterministic trajectories, or only waits.
+"""The programs of the toy: they write deterministic trajectories, or only wait.
 
-`python -m fsbarrier.workers.toy --spec SPEC.json`; in the spec, `do` is rollout, update or wait, and `seconds` the duration.
+`python -m fsbarrier.workers.toy rollout|update|wait --spec SPEC.json`; each has its own spec.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import sys
 import threading
 import time
 from array import array
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsbarrier.data.trajectory import Trajectory
+from fsbarrier.decisions import JsonRecord
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
-from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.claims import EarlyEnd
-from fsbarrier.rollouts.rollout_spec import Assignment, Origin
+from fsbarrier.rollouts.rollout_spec import Origin, RolloutOutcome, RolloutSpec
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
+from fsbarrier.specs import Launch, Spec
 from fsbarrier.store import files
 from fsbarrier.trajectories import RankFileWriter
 
@@ -27,17 +29,48 @@ from fsbarrier.trajectories import RankFileWriter
 STEPS = 20
 
 
-def main(spec: JsonObject, settings: Settings, progress: ProgressWriter) -> JsonObject:
-    return {"rollout": rollout, "update": update, "wait": wait}[spec["do"]](spec, progress)
+class Nothing(JsonRecord):
+    """The report of a program that has nothing to tell."""
+
+    __slots__ = ()
 
 
-def rollout(spec: JsonObject, progress: ProgressWriter) -> JsonObject:
+@dataclass(frozen=True, slots=True)
+class ToyRollout(Spec[RolloutOutcome]):
+    """`seconds`: how long the node's share takes at a speed of 1."""
+
+    launch = Launch.module("fsbarrier.workers.toy", "rollout.log", "rollout")
+
+    rollout: RolloutSpec
+    seconds: float
+    speed: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ToyUpdate(Spec[Nothing]):
+    """`out`: where the new policy version is written; None: another node does that."""
+
+    launch = Launch.module("fsbarrier.workers.toy", "update.log", "update")
+
+    seconds: float
+    out: Path | None
+    new_policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ToyWait(Spec[Nothing]):
+    launch = Launch.module("fsbarrier.workers.toy", "work.log", "wait")
+
+    seconds: float
+
+
+def rollout(spec: ToyRollout, settings: Settings, progress: ProgressWriter) -> RolloutOutcome:
     """Write one group with one trajectory per task, each durable immediately."""
-    assignment = Assignment.from_spec(spec)
+    assignment = spec.rollout
     assignment.remove_old_claims()
     begin = time.monotonic()
     claims, early_end = assignment.open_claims(), assignment.open_early_end()
-    pause_s = spec["seconds"] / len(assignment.tasks) / spec["speed"]
+    pause_s = spec.seconds / len(assignment.tasks) / spec.speed
     reward_sum, ended_early = 0.0, False
     files.make_dirs(assignment.part.parent)
     with RankFileWriter(assignment.part, header=assignment.header()) as writer:
@@ -60,10 +93,8 @@ def rollout(spec: JsonObject, progress: ProgressWriter) -> JsonObject:
                 progress.show(done, done + left, "trajectories", last=not left, reward_mean=mean)
         writer.finish()
     assignment.publish_part()
-    return {
-        **assignment.result(writer, [claims], ended_early=ended_early),
-        "seconds": round(time.monotonic() - begin, 6),
-    }
+    report = assignment.report(writer, [claims], ended_early=ended_early)
+    return RolloutOutcome(replace(report, seconds=round(time.monotonic() - begin, 6)))
 
 
 def pause(seconds: float, early_end: EarlyEnd | None) -> bool:
@@ -108,28 +139,37 @@ def trajectory(origin: Origin, task: int) -> Trajectory:
     }
 
 
-def update(spec: JsonObject, progress: ProgressWriter) -> JsonObject:
+def update(spec: ToyUpdate, settings: Settings, progress: ProgressWriter) -> Nothing:
     """Wait for the duration of an update; the node with `out` writes a policy version there."""
-    wait(spec, progress)
-    version = spec["new_policy_version"]
-    if spec["out"] is None:
-        return {"policy_version": version}
-    out = Path(spec["out"])
+    pass_time(spec.seconds, progress)
+    version, out = spec.new_policy_version, spec.out
+    if out is None:
+        return Nothing()
     files.make_dirs(out / "model")
     files.make_dirs(out / "trainer")
     for name in ("model/config.json", "trainer/state.json"):
         files.write_atomic(out / name, json.dumps({"toy": True, "policy_version": version}).encode())
     checkpoints.write_manifest(out, version)
-    return {"policy_version": version}
+    return Nothing()
 
 
-def wait(spec: JsonObject, progress: ProgressWriter) -> JsonObject:
+def wait(spec: ToyWait, settings: Settings, progress: ProgressWriter) -> Nothing:
+    pass_time(spec.seconds, progress)
+    return Nothing()
+
+
+def pass_time(seconds: float, progress: ProgressWriter) -> None:
     idle = threading.Event()
     for done in range(STEPS):
         progress.show(done, STEPS, "steps")
-        idle.wait(spec["seconds"] / STEPS)
-    return {}
+        idle.wait(seconds / STEPS)
 
+
+PROGRAMS = {
+    "rollout": ToyRollout.program(rollout),
+    "update": ToyUpdate.program(update),
+    "wait": ToyWait.program(wait),
+}
 
 if __name__ == "__main__":
-    sys.exit(run_worker(main))
+    sys.exit(run_worker(PROGRAMS[sys.argv.pop(1)]))

@@ -17,13 +17,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.section import leaves
 from fsbarrier.settings.sections import Settings, TrackerSettings
+from fsbarrier.specs import TrackSpec
 from fsbarrier.store import files, reading
 from fsbarrier.view.report_formats import csv_table, iteration_rows
 from fsbarrier.view.run_reader import RunReader
@@ -176,17 +178,11 @@ def _numbers(row: Mapping[str, object]) -> dict[str, float]:
     return {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
 
 
-class Spec(TypedDict):
-    """`socket`: the descriptor of the daemon's line. Each message to us is the number of a finished iteration, each answer a failure."""
-
-    run_record: str
-    socket: int
-
-
-def work(spec: Spec, settings: Settings, progress: ProgressWriter) -> None:
+def work(given: JsonObject, settings: Settings, progress: ProgressWriter) -> None:
     """Log what the daemon tells of, until it closes its end."""
+    spec = TrackSpec.from_json(given)
     os.nice(NICENESS)
-    daemon = socket.socket(fileno=spec["socket"])
+    daemon = socket.socket(fileno=spec.socket)
 
     def say(name: str, why: str) -> None:
         daemon.send(json.dumps({"tracker": name, "why": why[:1000]}).encode())
@@ -195,7 +191,7 @@ def work(spec: Spec, settings: Settings, progress: ProgressWriter) -> None:
     while told := daemon.recv(MESSAGE_BYTES):
         # On a filesystem error, the next iteration tells this one too.
         try:
-            trackers = trackers or Trackers(Path(spec["run_record"]).parent, settings.tracker, say)
+            trackers = trackers or Trackers(spec.run_record.parent, settings.tracker, say)
             if iteration := int(told):
                 trackers.bring(iteration)
         except OSError as error:

@@ -9,12 +9,12 @@ import asyncio
 import json
 import sys
 
-from fsbarrier.engine.openai_http import EngineAddress
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.rewards.kinds import open_reward
 from fsbarrier.rewards.score import Reward
 from fsbarrier.rollouts.agents import load_agent
 from fsbarrier.settings.sections import Settings
+from fsbarrier.specs import EngineAddress
 
 
 async def _try_reward(reward: Reward) -> None:

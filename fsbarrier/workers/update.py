@@ -24,6 +24,7 @@ from fsbarrier.processes.kept_program import JOBS
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
+from fsbarrier.specs import UpdateReport, UpdateSpec
 from fsbarrier.store import files
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.checkpoint_write import NodeCopy
@@ -32,7 +33,7 @@ from fsbarrier.training.eyes import Eyes
 from fsbarrier.training.log_prob_pass import held_out_loss, with_old, with_reference
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes, gather_json
-from fsbarrier.training.resume import Beginning, KeptTrainer, UpdateSpec, begin, go_on
+from fsbarrier.training.resume import Beginning, KeptTrainer, begin, go_on
 from fsbarrier.training.token_advantages import (
     adapted,
     behind_teacher,
@@ -58,9 +59,7 @@ class Updates:
         self._held: KeptTrainer | None = None
         self._fit = True
 
-    def main(
-        self, spec: UpdateSpec, settings: Settings, progress: ProgressWriter
-    ) -> dict[str, object] | None:
+    def main(self, spec: UpdateSpec, settings: Settings, progress: ProgressWriter) -> UpdateReport | None:
         """One update."""
         # A Python handler would not run until the current collective returns. Partial output has no manifest, so it is ignored.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -78,11 +77,9 @@ class Updates:
         """Whether all processes can take another update."""
         return self._fit
 
-    def _update(
-        self, spec: UpdateSpec, settings: Settings, progress: ProgressWriter
-    ) -> dict[str, object] | None:
+    def _update(self, spec: UpdateSpec, settings: Settings, progress: ProgressWriter) -> UpdateReport | None:
         """Do this process's part of the update; one process per node returns the result."""
-        update = Update.of(spec, shrink_micro_batch(settings, spec["attempt"]))
+        update = Update.of(spec, shrink_micro_batch(settings, spec.identity.attempt))
         start = go_on(self._held, spec, update.settings)
         went_on = start is not None
         # The held policy is about to change. If it is not the one to train, its memory can be reused.
@@ -95,8 +92,8 @@ class Updates:
         self._fit = all(gather_json(start.trainer.leaves_room(update.settings)))
         # Without a saved state nobody has it once these processes have ended.
         with_state = (
-            spec["new_policy_version"] % settings.checkpoint.trainer_every == 0
-            or spec["iteration"] == settings.iterations
+            spec.new_policy_version % settings.checkpoint.trainer_every == 0
+            or spec.identity.iteration == settings.iterations
             or not (JOBS in os.environ and self._fit)
             # So that the next processes that end cost no more than these.
             or start.note != ""
@@ -104,23 +101,18 @@ class Updates:
         new = update.save(start, with_state=with_state)
         peak = update.processes.peak_memory_bytes()
         self._held = KeptTrainer(start.trainer, new, update.settings)
-        times = {
-            "load_s": loaded - update.started,
-            "work_s": trained - loaded,
-            "save_s": time.monotonic() - trained,
-        }
         if not update.processes.speaks_for_its_node:
             return None
-        return {
-            **update.result(start, totals),
-            "trainer_state": "saved" if with_state else "in memory",
-            "seconds": round(time.monotonic() - update.started, 3),
-            # Whether it continued with the state kept in memory since the previous update.
-            "went_on": went_on,
-            **{name: round(seconds, 3) for name, seconds in times.items()},
-            # Of one process; the host's memory on a CPU.
-            "memory_peak_gb": round(peak / 1e9, 3),
-        }
+        return replace(
+            update.report(start, totals),
+            trainer_state="saved" if with_state else "in memory",
+            seconds=round(time.monotonic() - update.started, 3),
+            went_on=went_on,
+            load_s=round(loaded - update.started, 3),
+            work_s=round(trained - loaded, 3),
+            save_s=round(time.monotonic() - trained, 3),
+            memory_peak_gb=round(peak / 1e9, 3),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,21 +133,21 @@ class Update:
         processes = Processes(settings.trainer)
         batch = read_batch(spec, settings, processes)
         started = time.monotonic()
-        torch.manual_seed(spec["new_policy_version"])
-        place = spec["weights_dir"]
-        copy = None if place is None else NodeCopy(WeightsCopy(Path(place)), processes.on_this_node)
+        torch.manual_seed(spec.new_policy_version)
+        place = spec.weights_dir
+        copy = None if place is None else NodeCopy(WeightsCopy(place), processes.on_this_node)
         return cls(spec, settings, processes, batch, copy, started)
 
     @property
     def warms_up(self) -> bool:
         """Whether only the critic is trained."""
         with_critic = self.settings.algorithm.has_critic
-        return with_critic and self.spec["new_policy_version"] <= self.settings.critic.warmup
+        return with_critic and self.spec.new_policy_version <= self.settings.critic.warmup
 
     def train(self, start: Beginning, progress: ProgressWriter) -> Sums:
         """Do the optimizer steps of the batch, after those of the batches that are to be trained again. None after a fallback to an older
         policy, which did not sample these rollouts."""
-        first = self.spec["new_policy_version"] - len(start.again)
+        first = self.spec.new_policy_version - len(start.again)
         for version, name in enumerate(start.again, first):
             self._of(version, name)._train(start, progress)
         totals = self._train(start, progress)
@@ -165,13 +157,12 @@ class Update:
 
     def _of(self, version: int, batch: str) -> Update:
         """The update that made this version from this batch: without the processes that had done it, it is done again."""
-        path = Path(self.spec["batch"]).with_name(batch)
-        spec: UpdateSpec = {**self.spec, "batch": str(path), "new_policy_version": version}
+        spec = replace(self.spec, batch=self.spec.batch.with_name(batch), new_policy_version=version)
         return replace(self, spec=spec, batch=read_batch(spec, self.settings, self.processes))
 
     def _train(self, start: Beginning, progress: ProgressWriter) -> Sums:
         processes, totals = self.processes, Sums()
-        torch.manual_seed(self.spec["new_policy_version"])
+        torch.manual_seed(self.spec.new_policy_version)
         steps = len(self.batch.steps) * (1 + (self.settings.algorithm.has_critic and not self.warms_up))
 
         def show(step: int) -> None:
@@ -183,9 +174,8 @@ class Update:
             if start.again:
                 # The policy that sampled it is made again as far as the settings, processes and rounding are the same.
                 batch = replace(batch, current=torch.zeros_like(batch.current))
-            if self.spec["reference"]:
-                reference = Path(self.spec["reference"])
-                batch = with_reference(reference, trainer.layout, processes, batch, self.settings)
+            if self.spec.reference is not None:
+                batch = with_reference(self.spec.reference, trainer.layout, processes, batch, self.settings)
             batch = with_self_certainty(with_old(trainer, batch, self.settings), self.settings.algorithm)
             totals = self._learn(trainer, batch, start.model, show)
             if batch.certainty is not None:
@@ -219,21 +209,21 @@ class Update:
 
     def profiled(self) -> AbstractContextManager[None]:
         """The profiler, if this process of this update is to be profiled."""
-        trainer, iteration, rank = self.settings.trainer, self.spec["iteration"], self.processes.rank
+        trainer, iteration, rank = self.settings.trainer, self.spec.identity.iteration, self.processes.rank
         if (trainer.profile, trainer.profile_rank) != (iteration, rank):
             return nullcontext()
-        logs = RunPaths(Path(self.spec["log_path"]))
-        folder = logs.node_logs(self.spec["incarnation"], self.spec["node_rank"])
+        identity = self.spec.identity
+        folder = RunPaths(identity.log_path).node_logs(identity.incarnation, identity.node_rank)
         return profiled(folder, f"profile.iteration{iteration}.rank{rank}")
 
     def save(self, start: Beginning, *, with_state: bool) -> str:
         """Save this process's part of the new version; returns the new policy's identity."""
         return start.trainer.save(
-            Path(self.spec["out"]),
+            self.spec.out,
             model_folder=start.model,
-            policy_version=self.spec["new_policy_version"],
+            policy_version=self.spec.new_policy_version,
             state_in="" if with_state else start.state_in,
-            trained_since=() if with_state else (*start.trained_since, Path(self.spec["batch"]).name),
+            trained_since=() if with_state else (*start.trained_since, self.spec.batch.name),
             copy=self.copy,
         )
 
@@ -242,23 +232,23 @@ class Update:
         """Why the weights are unchanged."""
         return NO_SIGNAL if not self.batch.steps else WARM_UP if self.warms_up else ""
 
-    def result(self, start: Beginning, totals: Sums) -> dict[str, object]:
+    def report(self, start: Beginning, totals: Sums) -> UpdateReport:
         """The node's metrics of the update, except timings."""
         trainer = start.trainer
-        return {
-            "policy_version": self.spec["new_policy_version"],
-            **metrics(totals, self.batch),
-            "max_tokens_per_micro_batch": self.settings.trainer.max_tokens_per_micro_batch,
-            "device": str(self.processes.device),
-            "distributed": trainer.layout.described(self.processes),
-            "note": start.note or self.note,
-        }
+        return UpdateReport(
+            policy_version=self.spec.new_policy_version,
+            metrics=metrics(totals, self.batch),
+            max_tokens_per_micro_batch=self.settings.trainer.max_tokens_per_micro_batch,
+            device=str(self.processes.device),
+            distributed=trainer.layout.described(self.processes),
+            note=start.note or self.note,
+        )
 
 
 def read_batch(spec: UpdateSpec, settings: Settings, processes: Processes) -> TrainingBatch:
     # Without sharding, gradients that a process has none of are zeros: then nobody waits for what it has not run.
-    eyes = Eyes.of(Path(spec["model"]), always=settings.trainer.freeze == "none" and processes.world > 1)
-    return TrainingBatch.load(Path(spec["batch"])).seen_by(eyes)
+    eyes = Eyes.of(spec.model, always=settings.trainer.freeze == "none" and processes.world > 1)
+    return TrainingBatch.load(spec.batch).seen_by(eyes)
 
 
 @contextmanager
@@ -315,7 +305,7 @@ def shrink_micro_batch(settings: Settings, attempt: int) -> Settings:
     return replace(settings, trainer=replace(settings.trainer, max_tokens_per_micro_batch=less))
 
 
-def metrics(totals: Sums, batch: TrainingBatch) -> dict[str, object]:
+def metrics(totals: Sums, batch: TrainingBatch) -> dict[str, float | int | None]:
     """The displayed metrics of the update: means over tokens and over steps."""
     tokens, steps = max(1, totals.tokens), max(1, totals.steps)
     return {
@@ -336,7 +326,7 @@ def metrics(totals: Sums, batch: TrainingBatch) -> dict[str, object]:
 
 if __name__ == "__main__":
     updates = Updates()
-    code = run_worker(updates.main, updates.stay)
+    code = run_worker(UpdateSpec.program(updates.main), updates.stay)
     leave()
     # A thread of PyTorch may still release a tensor now, and needs the interpreter's lock for it. If it asks for the lock while Python
     # finalizes, the process is aborted (SIGABRT), and an update that had done all its work would count as failed.

@@ -38,6 +38,7 @@ from fsbarrier.engine.engine import Engine
 from fsbarrier.engine.openai_http import base_and_socket, bearer
 from fsbarrier.processes.supervisor import Child, own_program, with_this_package
 from fsbarrier.processes.worker_contract import WorkerFiles, read_result
+from fsbarrier.rollouts.rollout_spec import RolloutOutcome
 from fsbarrier.rollouts.samples import NEUTRAL
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sections import RolloutSettings, Settings
@@ -230,8 +231,8 @@ def rollout(job: WorkerFiles, folder: Path, profile: Path | None) -> tuple[float
         seconds = time.monotonic() - began
     if code != 0:
         raise SystemExit(read_bytes(log, 1 << 20).decode())
-    result = read_result(job.result, PROGRAM)
-    return result["completion_tokens"] / seconds, result["tokens_per_s"]
+    report = RolloutOutcome.from_json(read_result(job.result, PROGRAM)).report
+    return report.completion_tokens / seconds, report.tokens_per_s
 
 
 if __name__ == "__main__":

@@ -19,8 +19,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fsbarrier.protocol.assign import split_by_weight
+from fsbarrier.rollouts.rollout_spec import RolloutSpec
 from fsbarrier.settings.sections import Settings
+from fsbarrier.specs import Identity
 from fsbarrier.trajectories import scan_rank_file
+from fsbarrier.workers.toy import ToyRollout
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,49 +90,49 @@ def roll_out(
     children = []
     for rank, speed in enumerate(speeds):
         spec = toy_spec(folder, rank, shares, seconds=seconds, speed=speed)
-        spec |= {"fixed_shares": "" if take_over else "as asked for", **changes}
+        spec["rollout"] |= {"fixed_shares": "" if take_over else "as asked for", **changes}
         file = folder / f"spec-{rank}.json"
         file.write_text(json.dumps(spec))
-        command = [sys.executable, "-m", "fsbarrier.workers.toy", "--spec", str(file)]
+        command = [sys.executable, "-m", "fsbarrier.workers.toy", "rollout", "--spec", str(file)]
         children.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL))
     if any([child.wait() for child in children]):
         raise SystemExit("a toy rollout failed; what it says is above")
-    results = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(len(speeds))]
+    files = [folder / f"result-{rank}.json" for rank in range(len(speeds))]
+    results = [json.loads(file.read_text())["report"] for file in files]
     rank_files = sorted((folder / "train_trajectories").glob("*.checkpoint"))
     groups = [group for file in rank_files for group in scan_rank_file(file).groups]
     return Outcome(results, [group.task_index for group in groups])
 
 
-def toy_spec(folder: Path, rank: int, shares: Sequence[Sequence[int]], **changes: Any) -> dict[str, Any]:
+def toy_spec(
+    folder: Path, rank: int, shares: Sequence[Sequence[int]], *, seconds: float, speed: float
+) -> dict[str, Any]:
     """What the toy program's rollout is told on node `rank`."""
     name = f"train_trajectories.pt.iteration1_rank_{rank}.checkpoint"
+    identity = Identity("bench", folder, rank, generation=1, iteration=1)
+    rollout = RolloutSpec(
+        identity,
+        split="train",
+        policy_version=0,
+        policy="start",
+        tasks=list(shares[rank]),
+        shares=dict(enumerate(shares)),
+        fixed_shares="",
+        claims=folder / "claims",
+        old_claims=[],
+        completion_threshold=1.0,
+        grace_s=0.0,
+        there=0,
+        expected=[task for share in shares for task in share],
+        keep=None,
+        part=folder / "train_trajectories" / f"{name}.g0001i0001.part",
+        checkpoint=folder / "train_trajectories" / name,
+    )
     return {
-        "do": "rollout",
-        "run_id": "bench",
-        "log_path": str(folder),
-        "split": "train",
-        "node_rank": rank,
-        "incarnation": 1,
-        "generation": 1,
-        "iteration": 1,
-        "policy_version": 0,
-        "policy": "start",
-        "grace_s": 0.0,
+        **ToyRollout(identity, rollout, seconds, speed).as_json(),
         "settings": Settings().as_json(),
-        "tasks": list(shares[rank]),
-        "shares": {str(number): list(share) for number, share in enumerate(shares)},
-        "fixed_shares": "",
-        "claims": str(folder / "claims"),
-        "old_claims": [],
-        "completion_threshold": 1.0,
-        "there": 0,
-        "expected": [task for share in shares for task in share],
-        "keep": None,
-        "part": str(folder / "train_trajectories" / f"{name}.g0001i0001.part"),
-        "checkpoint": str(folder / "train_trajectories" / name),
         "result": str(folder / f"result-{rank}.json"),
         "progress": str(folder / f"progress-{rank}.json"),
-        **changes,
     }
 
 

@@ -40,6 +40,9 @@ SIMULATED = (
     "sharing.py",
     "decisions.py",
     "program.py",
+    "node.py",
+    "context.py",
+    "specs.py",
 )
 #: the tests of a fault that names none: those of the protocol and of a node
 USUAL_TESTS = (

@@ -6,41 +6,56 @@ An iteration of eight daemons of the toy program on two cores takes four seconds
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
+from typing import Any, TypeVar
 
-from fsbarrier.data.merge import MergeRequest, merge
+from fsbarrier import aggregate
+from fsbarrier.decisions import JsonRecord
 from fsbarrier.loader import load_module
-from fsbarrier.processes.worker_contract import ProgressWriter
-from fsbarrier.program import Command, Context, Program, Steps, Value, Work
-from fsbarrier.store.typed import from_spec
+from fsbarrier.node import Node, Weights
+from fsbarrier.processes.worker_contract import Main, ProgressWriter
+from fsbarrier.program import Program, Result, RowFunction
+from fsbarrier.run.working_node import WorkingNode
+from fsbarrier.specs import Launch, MergeSpec, Spec
 from fsbarrier.workers import toy
 
 PROCESSES_EVERY = 50
+R = TypeVar("R", bound=JsonRecord)
+PROGRAMS: dict[type[Spec[Any]], Main] = {
+    toy.ToyRollout: toy.PROGRAMS["rollout"],
+    toy.ToyUpdate: toy.PROGRAMS["update"],
+    toy.ToyWait: toy.PROGRAMS["wait"],
+    MergeSpec: aggregate.work,
+}
 
 
-def without_processes(work: Work) -> Work:
-    """The result of what a command would do, which is done now; other work as it is."""
-    if isinstance(work, Steps):
-        return Steps(tuple(without_processes(one) for one in work.works))
-    if not isinstance(work, Command):
-        return work
-    if "do" in work.spec:
-        do = {"rollout": toy.rollout, "update": toy.update, "wait": toy.wait}[work.spec["do"]]
-        result = do({**work.spec, "seconds": 0.0}, ProgressWriter(None))
-    else:
-        result = asdict(merge(from_spec(work.spec, MergeRequest)))
-    return Value({**work.extra, **result})
+class QuickNode(WorkingNode):
+    """A node that does a program's work itself, and at once."""
+
+    def run(
+        self,
+        spec: Spec[R],
+        launch: Launch | None = None,
+        *,
+        in_flight: Weights | None = None,
+        calls_engines: bool = False,
+    ) -> R:
+        told = spec.as_json()
+        if "seconds" in told:
+            told["seconds"] = 0.0
+        result = PROGRAMS[type(spec)](told, self.context.settings, ProgressWriter(None))
+        return spec.report_type().from_json(result or {})
 
 
-def quickly(build: Callable[[Context], Work] | None) -> Callable[[Context], Work] | None:
+def quickly(function: RowFunction | None) -> RowFunction | None:
     """The same row, mostly without its processes."""
-    if build is None:
+    if function is None:
         return None
 
-    def quick(ctx: Context) -> Work:
-        work = build(ctx)
-        return work if ctx.iteration % PROCESSES_EVERY == 1 else without_processes(work)
+    def quick(node: Node) -> Result:
+        if node.context.iteration % PROCESSES_EVERY != 1 and isinstance(node, WorkingNode):
+            node = QuickNode(node.context, node.job, node.workplace)
+        return function(node)
 
     return quick
 

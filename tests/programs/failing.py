@@ -6,22 +6,24 @@ import sys
 from dataclasses import replace
 
 from fsbarrier.loader import load_module
-from fsbarrier.program import Builder, Command, Context, Phase, Work
+from fsbarrier.node import Node
+from fsbarrier.program import Phase, Result, RowFunction
+from fsbarrier.specs import Launch
 
 toy = load_module("toy")
 BAD = "import sys; print('row', sys.argv[1], 'comes to its bad end'); sys.exit(3)"
 
 
-def perhaps_bad(row: Phase, builder: Builder | None) -> Builder | None:
-    def build(ctx: Context) -> Work:
-        assert builder is not None
-        custom = ctx.settings.custom
+def perhaps_bad(row: Phase, function: RowFunction | None) -> RowFunction | None:
+    def call(node: Node) -> Result:
+        assert function is not None
+        ctx, custom = node.context, node.context.settings.custom
         here = custom["fails"] in ("all", ctx.node_rank)
         if here and row.index == custom["row"] and ctx.attempt < custom["times"]:
-            return Command((sys.executable, "-c", BAD, str(row.index)), "bad.log")
-        return builder(ctx)
+            node.command(Launch((sys.executable, "-c", BAD, str(row.index)), "bad.log"))
+        return function(node)
 
-    return build if builder is not None else None
+    return call if function is not None else None
 
 
 def row(old: Phase) -> Phase:

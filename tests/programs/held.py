@@ -9,44 +9,52 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsbarrier.loader import load_module
-from fsbarrier.program import Builder, Command, Context, Phase, Steps, Value, Work
+from fsbarrier.node import Node
+from fsbarrier.program import Phase, Result, RowFunction
+from fsbarrier.specs import Launch
 
 LONG_S = 8.0
 toy = load_module("toy")
 
 
 def held(row: Phase) -> Phase:
-    builder = row.each or row.leader
-    if row.each is None and row.leader is not None and row.name in ("train_assign", "eval_decide"):
-        return replace(row, each=slow(None, row.index))
     if row.each is None and row.leader is not None:
-        return replace(row, leader=slow(builder, row.index))
-    return replace(row, each=slow(row.each, row.index))
+        if row.name in ("train_assign", "eval_decide"):
+            return replace(row, each=slow(None, row))
+        return replace(row, leader=slow(row.leader, row))
+    return replace(row, each=slow(row.each, row))
 
 
-def slow(builder: Builder | None, index: int) -> Builder:
-    def build(ctx: Context) -> Work:
-        work = builder(ctx) if builder is not None else Value({})
-        if (ctx.generation, ctx.settings.custom["hold"]) != (1, index):
-            return work
-        seconds = float(ctx.settings.custom.get("hold_s", LONG_S))
-        if ctx.node_rank:
-            seconds = float(ctx.settings.custom.get("others_s", seconds))
-        slowed, found = slowed_down(work, seconds)
-        return slowed if found else Steps((Command(("sleep", str(seconds)), "hold.log", result=False), work))
+def works(node: Node, row: Phase) -> bool:
+    """Whether the toy has a program in this row, which takes as long as the settings say."""
+    if row.name in ("train_rollout", "eval_rollout"):
+        name = {"train_rollout": "train_assign", "eval_rollout": "eval_decide"}[row.name]
+        return bool((node.context.decided(name) or {}).get("shares", {}).get(str(node.context.node_rank)))
+    return row.name in (
+        "train_aggregate",
+        "engine_stop",
+        "batch_prepare",
+        "update",
+        "weights_publish",
+        "engine_start",
+    )
 
-    return build
 
+def slow(function: RowFunction | None, row: Phase) -> RowFunction:
+    def call(node: Node) -> Result:
+        ctx, settings = node.context, node.context.settings
+        if (ctx.generation, settings.custom["hold"]) == (1, row.index):
+            seconds = float(settings.custom.get("hold_s", LONG_S))
+            if ctx.node_rank:
+                seconds = float(settings.custom.get("others_s", seconds))
+            if works(node, row):
+                longer = replace(settings, toy=replace(settings.toy, phase_s=seconds))
+                node = node.seeing(replace(ctx, settings=longer))
+            else:
+                node.command(Launch(("sleep", str(seconds)), "hold.log"))
+        return function(node) if function is not None else None
 
-def slowed_down(work: Work, seconds: float) -> tuple[Work, bool]:
-    """The work with each of its toy programs taking long, and whether there was any."""
-    match work:
-        case Command(spec=spec) if "seconds" in spec:
-            return replace(work, spec={**spec, "seconds": seconds}), True
-        case Steps(works):
-            inner = [slowed_down(one, seconds) for one in works]
-            return Steps(tuple(one for one, _ in inner)), any(found for _, found in inner)
-    return work, False
+    return call
 
 
 PROGRAM = replace(toy.PROGRAM, name="held", rows=tuple(held(row) for row in toy.PROGRAM.rows))

@@ -8,20 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 from fsbarrier.loader import load_module
-from fsbarrier.program import Context, Value
+from fsbarrier.node import Node
 
 toy = load_module("toy")
-DOES: dict[str, Callable[[], Any]] = {
-    "returns_nothing": lambda: None,
-    "returns_a_set": lambda: Value({"tasks": {1, 2}}),
-    "returns_events": lambda: Value({}, 3),
-    "leaves": lambda: sys.exit("enough"),
+DOES: dict[str, Callable[[Node], Any]] = {
+    "returns_a_number": lambda node: 3,
+    "returns_a_set": lambda node: {"tasks": {1, 2}},
+    "tells_of_a_decision": lambda node: node.event("decision", {"value": 3}),
+    "leaves": lambda node: sys.exit("enough"),
 }
 
 
-def build(ctx: Context) -> Any:
-    return DOES[str(ctx.settings.custom["does"])]()
+def misbehave(node: Node) -> Any:
+    return DOES[str(node.context.settings.custom["does"])](node)
 
 
-rows = (replace(row, each=build) if row.name == "train_rollout" else row for row in toy.PROGRAM.rows)
+rows = (replace(row, each=misbehave) if row.name == "train_rollout" else row for row in toy.PROGRAM.rows)
 PROGRAM = replace(toy.PROGRAM, name="no_work", rows=tuple(rows))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from fsbarrier.program import Command, Context, Phase, Program, Value, Work
+from fsbarrier.node import Node
+from fsbarrier.program import Phase, Program
+from fsbarrier.specs import Launch
 
 
-def work(ctx: Context) -> Work:
-    return Command(("sleep", "0.2"), "work.log", result=False)
+def work(node: Node) -> None:
+    node.command(Launch(("sleep", "0.2"), "work.log"))
 
 
-def get_ready(ctx: Context) -> Work:
-    if ctx.incarnation == 1:
-        return Value({})
-    ready = ctx.paths.root.parent / "ready"
-    return Command(("sh", "-c", f"until [ -e '{ready}' ]; do sleep 0.05; done"), "work.log", result=False)
+def get_ready(node: Node) -> None:
+    if node.context.incarnation > 1:
+        ready = node.context.paths.root.parent / "ready"
+        node.command(Launch(("sh", "-c", f"until [ -e '{ready}' ]; do sleep 0.05; done"), "work.log"))
 
 
 PROGRAM = Program(

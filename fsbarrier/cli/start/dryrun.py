@@ -1,28 +1,158 @@
-"""`--dry-run`: lists each command of each phase on each node, using the same functions as a run."""
+"""`--dry-run`: lists each command of each phase on each node, by calling the same rows as a run, with a node that only describes."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Self, TypeVar
 
 from fsbarrier.cli.start.node_checks import only_shows_runs
-from fsbarrier.engine import accelerators
+from fsbarrier.context import Context
+from fsbarrier.decisions import JsonRecord, PublishDecision
+from fsbarrier.engine import accelerators, command, model, tool_format
+from fsbarrier.engine.placement import replicas
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.loader import load_program
-from fsbarrier.program import Builder, Context, Work, build_work
-from fsbarrier.protocol.facts import Join, Member, Payload
-from fsbarrier.run import work_kinds
+from fsbarrier.node import NOTHING, Node, Port, Publication, Weights
+from fsbarrier.processes.rendezvous import LOOPBACK
+from fsbarrier.program import RowFunction, value_of
+from fsbarrier.protocol.facts import Join, JsonObject, Member, Payload
 from fsbarrier.rundir.runrecord import RunRecord, numbers_in
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.placement import ALL, Ranges
 from fsbarrier.settings.section import leaves
-from fsbarrier.settings.sections import Settings
+from fsbarrier.settings.sections import ServerSettings, Settings
+from fsbarrier.specs import SPEC, EngineAddress, Launch, PolicyEngine, Spec
 from fsbarrier.store.printable import printable, without_passwords
+
+R = TypeVar("R", bound=JsonRecord)
+
+# What a dry run shows in place of values that are only known in a run, and how much of a value.
+PORT, SOCKET, SHOWN_CHARACTERS = "PORT", "SOCKET", 160
+
+
+@dataclass(frozen=True)
+class DescribingNode(Node):
+    """A node that does nothing. Each call adds what would be done to `lines`, and returns its result as far as that is known."""
+
+    context: Context
+    lines: list[str] = field(default_factory=list)
+    log_dir: Path = Path("LOGS")
+    weights_dir: Path | None = None
+
+    def seeing(self, context: Context) -> Self:
+        return replace(self, context=context)
+
+    def event(self, name: str, *fields: JsonRecord | Mapping[str, object]) -> None:
+        """A dry run has no journal."""
+
+    def run(
+        self,
+        spec: Spec[R],
+        launch: Launch | None = None,
+        *,
+        in_flight: Weights | None = None,
+        calls_engines: bool = False,
+    ) -> R:
+        self._describe(launch or spec.launch)
+        return spec.report_type()()
+
+    def command(self, launch: Launch, spec: JsonRecord | Mapping[str, object] = NOTHING) -> None:
+        self._describe(launch)
+
+    def _describe(self, launch: Launch) -> None:
+        words = [f"{name}={value}" for name, value in launch.env.items()]
+        self.lines.append(shlex.join([*words, *(word.replace(SPEC, "SPEC.json") for word in launch.argv)]))
+
+    def serve(self, weights: Weights) -> tuple[PolicyEngine, ...]:
+        """With the vLLM command line on this machine. Later policy versions are loaded into the running server."""
+        settings, folder = self.context.settings, weights.folder
+        self.lines.append(f"engine: serve {folder} as policy version {weights.policy_version}")
+        if weights.policy_version:
+            pass
+        elif settings.debug_mode:
+            self.lines.append("engine: use your own server (--debug-mode)")
+        elif not folder.is_dir():
+            self.lines.append("engine: start vLLM on the model, once the run has created it")
+        else:
+            wanted, known = settings.rollout.tool_parser, tool_format.recognised(folder)
+            parser = tool_format.parser_of(folder, wanted)
+            how = (
+                "rollout.tool_parser"
+                if wanted
+                else "by the chat template"
+                if known
+                else "the chat template names none"
+            )
+            if settings.rollout.agent:
+                self.lines.append(f"calls of tools: read by vLLM's parser {parser} ({how})")
+            self.lines.extend(_servers(folder, settings.engine, weights.threads, tool_parser=parser))
+        return ()
+
+    def serve_frozen(self, name: str, *, threads: int, devices: tuple[int, ...] | None) -> None:
+        own = self.context.settings.engines[name]
+        servers = _servers(Path(str(own.model)), own, threads, name)
+        self.lines.extend([f"engines.{name}: serve {own.model}", *servers])
+
+    def frozen_engines(self) -> Mapping[str, EngineAddress]:
+        return {}
+
+    def release_engines(self, frozen: Sequence[str] = ()) -> JsonObject:
+        self.lines.append("engine: free the accelerator's memory")
+        return {}
+
+    def listen(self, addresses: tuple[str, ...]) -> Port:
+        where = "loopback only" if addresses == LOOPBACK else "all interfaces"
+        self.lines.append(f"listen on a free port ({where}) for the update")
+        return PORT
+
+    def reachable(self, addresses: tuple[str, ...], port: Port) -> Sequence[str]:
+        self.lines.append(f"connect to {', '.join(addresses)} port {port}")
+        return addresses
+
+    def publish_weights(self, publication: Publication) -> PublishDecision:
+        folder, version = publication.folder, publication.policy_version
+        every = f", every {publication.keep_every}th" if publication.keep_every else ""
+        kept = f"keep the newest {publication.keep}{every}, and the best evaluated"
+        self.lines.append(f"verify {folder}, publish it as policy version {version}, {kept}")
+        return PublishDecision(version, folder.name)
+
+    def publish_file(self, source: Path, name: Path) -> None:
+        self.lines.append(f"publish {source} as {name}")
+
+
+def _servers(
+    folder: Path,
+    settings: ServerSettings,
+    threads: int,
+    name: str = command.SERVED_NAME,
+    tool_parser: str = "",
+) -> list[str]:
+    """The command line of a server on this machine, and how many there are."""
+    devices = accelerators.detect()
+    count = replicas(settings, len(devices))
+    plan = command.ServerPlan(
+        python=sys.executable,
+        model=model.inspect(folder),
+        settings=settings,
+        socket=SOCKET,
+        seed=0,
+        accelerated=bool(devices),
+        sleeps=False,
+        threads=max(1, threads // count),
+        served_name=name,
+        tool_parser=tool_parser,
+    )
+    words = command.argv(plan)
+    words[words.index("--seed") + 1] = "SEED"
+    own = [f"engine: {count} servers like this, each on its own accelerators or cores"] if count > 1 else []
+    return [*own, shlex.join(words)]
 
 
 def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
@@ -55,9 +185,9 @@ def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
         print(printable(f"# {split}: {len(numbers_in(source))} tasks in {source['path']}"))
     for node_rank in range(settings.num_nodes):
         print(f"\n# node {node_rank}")
-        for rank, index, name, command in commands:
+        for rank, index, name, text in commands:
             if rank == node_rank:
-                print(f"# {index:2d} {name:<18} {command}")
+                print(f"# {index:2d} {name:<18} {text}")
     return 0
 
 
@@ -105,38 +235,46 @@ def describe(record: RunRecord, settings: Settings) -> Iterator[tuple[int, int, 
         attempt=0,
         phase=program.rows[first],
         decisions={},
-        python=sys.executable,
         accelerators=each if {*settings.placed.values()} != {ALL} else 0,
         joins={r: Join(r, 1, f"node-{r}", 0, f"host-{r}", (f"ADDRESS-OF-NODE-{r}",)) for r in ranks},
     )
     for row in program.rows[first : last + 1]:
         context = replace(context, phase=row)
-        works = {
-            rank: [_work(row.each, replace(context, node_rank=rank))] if row.each else [] for rank in ranks
-        }
-        reports = {rank: dict(work_kinds.expected(work)) for rank, own in works.items() for work in own}
+        told: list[tuple[int, list[str]]] = []
+        reports: dict[int, Payload] = {}
+        if row.each:
+            for rank in ranks:
+                lines, reports[rank] = _called(row.each, replace(context, node_rank=rank))
+                told.append((rank, lines))
         if row.leader:
             # As in a run, the leader works after the others and sees their results.
-            work = _work(row.leader, replace(context, reports=partial(_the_same, reports)))
-            works[0].append(work)
-            reports[0] = {**reports.get(0, {}), **work_kinds.expected(work)}
-        for rank, own in works.items():
-            for text in (text for work in own for text in work_kinds.describe(work, settings)):
+            lines, decision = _called(row.leader, replace(context, reports=partial(_the_same, {**reports})))
+            told.append((0, lines))
+            reports[0] = {**reports.get(0, {}), **decision}
+        for rank, lines in told:
+            for text in lines:
                 yield rank, row.index, row.name, text
         if reports.get(0):
             decided = {row.name: {"iteration": 1, "value": reports[0]}}
             context = replace(context, decisions={**context.decisions, **decided})
 
 
-def _work(build: Builder, context: Context) -> Work:
-    """The work that a row's function describes. Raises UsageError if the function, which may be the user's, fails."""
+def _called(function: RowFunction, context: Context) -> tuple[list[str], Payload]:
+    """What a row's function would do, and what it returns. Raises UsageError if the function, which may be the user's, fails."""
+    node = DescribingNode(context)
     try:
-        return build_work(build, context)
+        value = value_of(function(node), function)
     except FsbarrierError:
         raise
     except (Exception, SystemExit) as error:
         where = f"--program {context.settings.program}: phase {context.phase.name}"
         raise UsageError(f"{where}: {type(error).__name__}: {error}") from None
+    if value and not node.lines:
+        text = json.dumps(value, default=str)
+        node.lines.append(
+            f"decide {text if len(text) <= SHOWN_CHARACTERS else f'{text[:SHOWN_CHARACTERS]}...'}"
+        )
+    return node.lines, value
 
 
 def _the_same(reports: Mapping[int, Payload], phase_name: str) -> Mapping[int, Payload]:
