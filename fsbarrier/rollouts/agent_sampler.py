@@ -17,6 +17,7 @@ from typing import Self
 from fsbarrier.data.tasks import Task
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes.fork_server import ForkServer, Job
+from fsbarrier.processes.limits import processes_left
 from fsbarrier.processes.supervisor import own_program, with_this_package
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.agent_client import Recorder, finished
@@ -38,6 +39,26 @@ CLOSE_S = 10.0
 NOTICE_S = 0.5
 # How often an episode is begun whose environment is lost.
 TRIES = 3
+
+
+#: An episode of an agent is a guard and a process. Some are kept for everything else that a node runs.
+PROCESSES_PER_EPISODE, OTHER_PROCESSES = 2, 128
+
+
+def within_limits(concurrency: int, episodes: int) -> int:
+    """The groups in flight whose episodes this container or job may have; `episodes`: so many at once per group in flight."""
+    left, source = processes_left()
+    fits = (
+        concurrency
+        if left is None
+        else max(1, (left - OTHER_PROCESSES) // (PROCESSES_PER_EPISODE * episodes))
+    )
+    if fits < concurrency:
+        print(
+            f"rollout.concurrency: {fits} instead of {concurrency}, because {source} leaves {left} processes",
+            flush=True,
+        )
+    return min(fits, concurrency)
 
 
 class AgentSampler:

@@ -22,10 +22,9 @@ from itertools import islice
 from fsbarrier.data.tasks import Task
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import FsbarrierError, ProgramFailed
-from fsbarrier.processes.limits import processes_left
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.rewards.kinds import open_reward
-from fsbarrier.rollouts.agent_sampler import AgentSampler
+from fsbarrier.rollouts.agent_sampler import AgentSampler, within_limits
 from fsbarrier.rollouts.claims import PAUSES, EarlyEnd, Refills
 from fsbarrier.rollouts.counts import Counts, CountsProgress
 from fsbarrier.rollouts.engine_pool import EnginePool, Place, servers_of
@@ -52,26 +51,6 @@ BACKLOG = 4
 ALL_REFUSED = 8
 
 
-#: An episode of an agent is a guard and a process. Some are kept for everything else that a node runs.
-PROCESSES_PER_EPISODE, OTHER_PROCESSES = 2, 128
-
-
-def _within_limits(concurrency: int, episodes: int) -> int:
-    """The groups in flight whose episodes this container or job may have; `episodes`: so many at once per group in flight."""
-    left, source = processes_left()
-    fits = (
-        concurrency
-        if left is None
-        else max(1, (left - OTHER_PROCESSES) // (PROCESSES_PER_EPISODE * episodes))
-    )
-    if fits < concurrency:
-        print(
-            f"rollout.concurrency: {fits} instead of {concurrency}, because {source} leaves {left} processes",
-            flush=True,
-        )
-    return min(fits, concurrency)
-
-
 class Rollout:
     """One start of the program."""
 
@@ -89,7 +68,7 @@ class Rollout:
         if agent is None:
             self.concurrency *= max(1, settings.rollout.samples // most_samples)
         else:
-            self.concurrency = _within_limits(self.concurrency, len(servers) * most_samples)
+            self.concurrency = within_limits(self.concurrency, len(servers) * most_samples)
         self.environments = environments_of(settings, spec, self.concurrency * len(servers) * most_samples)
         self.agents = AgentSampler(agent, settings, spec.engines, self.environments) if agent else None
         self.reward = open_reward(
