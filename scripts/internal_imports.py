@@ -18,7 +18,7 @@ PUBLIC = {"trajectories", "program", "decisions", "errors", "loader", "user_code
     *("data.tasks", "rewards.kinds", "rollouts.agents")
 }
 # Rules, tables and the laboratory; how things are called on disk.
-CORE = {"protocol", "settings", "sim", "rundir.names", "rundir.paths"}
+CORE = {"protocol", "settings", "rundir.names", "rundir.paths"}
 
 
 def imported(path: Path) -> Iterator[str]:

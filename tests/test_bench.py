@@ -1,19 +1,27 @@
-"""`fsbarrier bench`: real daemons; that it measures, not how fast this machine is."""
+"""`scripts/lab/bench_latency.py`: real daemons; that it measures, not how fast this machine is."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from commands import typed
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "lab" / "bench_latency.py"
 
 
-def test_the_barriers_of_real_daemons_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    repo = str(Path(__file__).resolve().parent.parent)
-    monkeypatch.setenv("PYTHONPATH", repo)
-    told = json.loads(typed("bench", "--nodes", "2", "--iterations", "2", "--path", tmp_path).out)
+def measure(*words: object) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent.parent)}
+    return subprocess.run(
+        [sys.executable, SCRIPT, *map(str, words)], capture_output=True, text=True, env=environ
+    )
+
+
+def test_the_barriers_of_real_daemons_are_measured(tmp_path: Path) -> None:
+    told = json.loads(measure("--nodes", 2, "--iterations", 2, "--path", tmp_path).stdout)
     assert told["nodes"] == 2
     assert told["barriers"] >= 13 and 0 < told["median_s"] <= told["p99_s"] <= told["max_s"]
     assert os.listdir(tmp_path) == []
@@ -24,4 +32,5 @@ def test_the_barriers_of_real_daemons_are_measured(tmp_path: Path, monkeypatch: 
     [(["--nodes", "0"], "--num-nodes: must be"), (["--path", "/nowhere"], "--path /nowhere: No such file")],
 )
 def test_bad_input_is_refused_in_words(words: list[str], said: str) -> None:
-    assert said in typed("bench", *words, code=2).err
+    done = measure(*words)
+    assert done.returncode == 2 and said in done.stderr

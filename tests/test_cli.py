@@ -343,8 +343,7 @@ def test_each_flag_of_each_command_is_typed_in_a_test(checkout: Path) -> None:
             for flag in sorted(flags)
             if not any(f'"{flag}' in t or f" {flag}" in t for t in typed)
         ]
-    # For those who develop fsbarrier: test_simulator.py calls what is below the command.
-    assert [one for one in missing if not one.startswith("simulate ")] == []
+    assert missing == []
 
 
 def flags_of(name: str) -> set[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from core_builders import ASSIGN, CLOSE, MERGE, OPEN, PROBE, PUBLISH, RULES, decided, generation
 from node_loops import NO_PAUSES, PING, node_loop, observer, settle
+from sim.scenario import play
 
 from fsbarrier.coordination.group.collective import Collective
 from fsbarrier.coordination.group.member import make_member
@@ -22,7 +23,6 @@ from fsbarrier.protocol.state import Entered, ResumePoint, Rules
 from fsbarrier.rundir.names import FACT
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
-from fsbarrier.sim.scenario import play
 
 PING_RULES = Rules(PING, 2)
 

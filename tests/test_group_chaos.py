@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from cluster import REPO
 from group_members import Failed, Member, Members
+from sim.campaign import campaign
+from sim.setup import USUAL, Setup
 from waiting import DEADLINE_S
-
-from fsbarrier.sim.campaign import campaign
-from fsbarrier.sim.setup import USUAL, Setup
 
 sys.path.insert(0, str(REPO / "scripts" / "lab"))
 import group_fuzz

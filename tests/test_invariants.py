@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sim import sessions
+from sim.history import History, JournalLine, MergedGroup, Missing, ProcessEnd, Published, Used
+from sim.invariants import check
+from sim.scenario import prepare
+from sim.setup import Setup
+from sim.verdicts import i7_no_false_death
+from sim.world import World
 
 from fsbarrier.protocol.facts import Fact, Generation, Position, StopRequest
 from fsbarrier.settings.value_types import RlPhase
-from fsbarrier.sim import sessions
-from fsbarrier.sim.history import History, JournalLine, MergedGroup, Missing, ProcessEnd, Published, Used
-from fsbarrier.sim.invariants import check
-from fsbarrier.sim.scenario import prepare
-from fsbarrier.sim.setup import Setup
-from fsbarrier.sim.verdicts import i7_no_false_death
-from fsbarrier.sim.world import World
 
 STORY = Path(__file__).parent / "scenarios" / "leader_dies_in_phase_4.txt"
 

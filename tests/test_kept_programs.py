@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 from cluster import all_gone
 from forks import run_script
+from sim.work import TASKS
 from trainer_bench import Bench, bench
 from waiting import DEADLINE_S, free_port
 
@@ -33,7 +34,6 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.sections import Settings
-from fsbarrier.sim.work import TASKS
 from fsbarrier.specs import HELPER, TRAINER, Launch, Resident
 
 # An agent and two workers, as torchrun has them on a node: if one of them fails, the agent ends. Both do every job, and the first leaves

@@ -9,6 +9,9 @@ from typing import cast
 import pytest
 from core_builders import generation
 from node_loops import PING
+from sim.disk import Disk, SimPath
+from sim.setup import PATHS
+from sim.store import Habits, MountClient
 
 from fsbarrier.coordination import polling
 from fsbarrier.coordination.group.collective import CollectiveWork
@@ -24,9 +27,6 @@ from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.record_store import Store
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sources import ChosenValue
-from fsbarrier.sim.disk import Disk, SimPath
-from fsbarrier.sim.setup import PATHS
-from fsbarrier.sim.store import Habits, MountClient
 from fsbarrier.store.retry import Backoff
 
 #: how many files each verb opens or names

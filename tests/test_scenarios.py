@@ -1,6 +1,6 @@
 """Stories of the protocol, told by the nodes' own code in the simulator and compared with what reviewers have read.
 
-A file of tests/scenarios is what happens (fsbarrier/sim/scenario.py), `----`, and the transcript. After a change that is meant:
+A file of tests/scenarios is what happens (scripts/lab/sim/scenario.py), `----`, and the transcript. After a change that is meant:
 `pytest tests/test_scenarios.py --rewrite`, then read the difference.
 """
 
@@ -9,9 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from fsbarrier.sim.scenario import play
-from fsbarrier.sim.transcript import transcript, violations
+from sim.scenario import play
+from sim.transcript import transcript, violations
 
 FILES = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 

@@ -12,20 +12,20 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from sim.campaign import campaign, make_world
+from sim.damage import DAMAGES, WRONG_SETTINGS
+from sim.history import Said
+from sim.invariants import check
+from sim.scenario import prepare
+from sim.settings import CommandLines, can_hold
+from sim.setup import USUAL, Setup, parse_mix
+from sim.store import Habits
+from sim.transcript import transcript
 
 import fsbarrier
 from fsbarrier.protocol.codec import CorruptRecord, decode, encode
 from fsbarrier.protocol.facts import Generation, Join, Payload, Position
 from fsbarrier.settings.value_types import RlPhase
-from fsbarrier.sim.campaign import campaign, make_world
-from fsbarrier.sim.damage import DAMAGES, WRONG_SETTINGS
-from fsbarrier.sim.history import Said
-from fsbarrier.sim.invariants import check
-from fsbarrier.sim.scenario import prepare
-from fsbarrier.sim.settings import CommandLines, can_hold
-from fsbarrier.sim.setup import USUAL, Setup, parse_mix
-from fsbarrier.sim.store import Habits
-from fsbarrier.sim.transcript import transcript
 
 ALL = Setup(mix=USUAL)
 KINDS_OF_RUN: tuple[RlPhase, ...] = ("both", "rollout", "update")
@@ -48,7 +48,7 @@ KINDS_OF_RUN: tuple[RlPhase, ...] = ("both", "rollout", "update")
 def test_every_invariant_holds(setup: Setup, seeds: range) -> None:
     broken = [verdict for verdict in campaign(seeds, setup) if verdict.violations]
     assert broken == [], (
-        f"replay: fsbarrier simulate --nodes {setup.nodes} --iterations {setup.iterations} --trace SEED"
+        f"replay: python scripts/lab/simulate.py --nodes {setup.nodes} --iterations {setup.iterations} --trace SEED"
     )
 
 
@@ -84,13 +84,13 @@ def test_a_seed_replays_identically_also_in_another_process() -> None:
     told = [transcript(make_world(seed, setup).run()) for seed in seeds]
     assert told == [transcript(make_world(seed, setup).run()) for seed in seeds]
     code = (
-        "import sys, json; from fsbarrier.sim.campaign import make_world; from fsbarrier.sim.setup import Setup;"
-        "from fsbarrier.sim.setup import USUAL; from fsbarrier.sim.transcript import transcript;"
+        "import sys, json; from sim.campaign import make_world; from sim.setup import Setup;"
+        "from sim.setup import USUAL; from sim.transcript import transcript;"
         "setup = Setup(mix=USUAL, iterations=2);"
         f"print(json.dumps([transcript(make_world(seed, setup).run()) for seed in {seeds}]))"
     )
     root = str(Path(fsbarrier.__file__).parents[1])
-    environ = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": root}
+    environ = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": f"{root}:{root}/scripts/lab"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
     )

@@ -39,11 +39,7 @@ POOL = {
     "submit": "add a run to a pool's queue",
     "jobs": "list a pool's jobs, show their logs, stop one",
 }
-DEVELOPERS = {
-    "bench": "measure barrier latency on this machine",
-    "simulate": "test the protocol under injected faults, in virtual time",
-}
-COMMANDS = {**USERS, **POOL, **DEVELOPERS}
+COMMANDS = {**USERS, **POOL}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,8 +77,6 @@ def overview() -> str:
         "",
         "for a pool of nodes:",
         *(f"  {name:<10} {summary}" for name, summary in POOL.items()),
-        "",
-        f"for developers: {', '.join(DEVELOPERS)}",
         "",
         "example: fsbarrier run --demo",
         "`fsbarrier COMMAND --help` explains a command; docs/settings.md lists every setting.",

@@ -1,6 +1,6 @@
 """The protocol's interface to the shared directory, and its implementation on a mounted filesystem.
 
-The simulator implements the same interface (sim/store.py). Nobody looks up a name that does not exist yet (invariant I11), since clients
+The simulator implements the same interface. Nobody looks up a name that does not exist yet (invariant I11), since clients
 cache absences: `names` lists directories that this node has made itself, and `read` opens listed names.
 """
 

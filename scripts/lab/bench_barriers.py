@@ -36,10 +36,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import barrier_latency as benchmark
+from barrier_latency import START_S, Latency
+
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes.rendezvous import LOOPBACK, listen, port_of
-from fsbarrier.run import benchmark
-from fsbarrier.run.benchmark import START_S, Latency
 from fsbarrier.store import files
 from fsbarrier.store.retry import Backoff
 

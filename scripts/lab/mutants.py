@@ -156,9 +156,9 @@ def schedules(seeds: int) -> str:
     """The first violation in any schedule or story, "" where there is none. Runs in a process of the copy."""
     resource.setrlimit(resource.RLIMIT_CPU, (SCHEDULES_CPU_S, SCHEDULES_CPU_S + 5))
     sys.path.insert(0, str(ROOT))
-    from fsbarrier.sim.campaign import judge
-    from fsbarrier.sim.scenario import play
-    from fsbarrier.sim.setup import Setup
+    from sim.campaign import judge
+    from sim.scenario import play
+    from sim.setup import Setup
 
     usual = Setup()
     kinds = {

@@ -16,11 +16,11 @@ from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.state import Node
 from fsbarrier.rollouts.rollout_spec import RolloutOutcome, RolloutSpec
 from fsbarrier.run.worker_program import program_name
-from fsbarrier.sim.artifacts import WEIGHTS, PartFile, SimTorchrun
-from fsbarrier.sim.history import Merged, MergedGroup, Missing, Used
-from fsbarrier.sim.schedule import Schedule, SimThread, Start
 from fsbarrier.specs import Identity, MergeReport, MergeSpec, PrepareSpec, UpdateSpec
 from fsbarrier.training.weights_copy import WeightsCopy
+from sim.artifacts import WEIGHTS, PartFile, SimTorchrun
+from sim.history import Merged, MergedGroup, Missing, Used
+from sim.schedule import Schedule, SimThread, Start
 
 FOREVER = float("inf")
 Waiting = Generator[float, None, JsonObject]

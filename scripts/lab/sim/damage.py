@@ -9,7 +9,7 @@ from random import Random
 
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import JsonObject, StopRequest
-from fsbarrier.sim.setup import CHANGED
+from sim.setup import CHANGED
 
 
 def changed(data: bytes, change: Callable[[JsonObject], JsonObject]) -> bytes:

@@ -15,7 +15,7 @@ from fsbarrier.protocol.facts import Position
 from fsbarrier.protocol.state import Rules
 from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.value_types import RlPhase
-from fsbarrier.sim.history import History
+from sim.history import History
 
 # the first row of the slice that updates, and the first closing row
 UPDATE, CLOSING = PHASE_NAMES.index("engine_stop"), PHASE_NAMES.index("engine_start")

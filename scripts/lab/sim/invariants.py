@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.facts import Generation, Join, Payload, Record
-from fsbarrier.sim.history import Done, History, Merged, Place
-from fsbarrier.sim.published import no_fact_is_needed_after_its_removal, published_too_late
-from fsbarrier.sim.sessions import ended_by_an_old_start, finished, nothing_was_left, start_positions
-from fsbarrier.sim.settings import i16_the_same_settings
-from fsbarrier.sim.setup import LIMITS
-from fsbarrier.sim.verdicts import gave_up_for_a_reason, i7_no_false_death, i15_only_for_a_reason
-from fsbarrier.sim.waiting import i18_whoever_waits_goes_on
-from fsbarrier.sim.world import World
+from sim.history import Done, History, Merged, Place
+from sim.published import no_fact_is_needed_after_its_removal, published_too_late
+from sim.sessions import ended_by_an_old_start, finished, nothing_was_left, start_positions
+from sim.settings import i16_the_same_settings
+from sim.setup import LIMITS
+from sim.verdicts import gave_up_for_a_reason, i7_no_false_death, i15_only_for_a_reason
+from sim.waiting import i18_whoever_waits_goes_on
+from sim.world import World
 
 NOTHING: Payload = {}
 NOBODY: Done = {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from fsbarrier.rundir.names import FACT
-from fsbarrier.sim.history import History, Merged, row_of
-from fsbarrier.sim.setup import program
+from sim.history import History, Merged, row_of
+from sim.setup import program
 
 
 def published_too_late(history: History, stamps: Mapping[int, Merged]) -> Iterator[str]:

@@ -8,12 +8,12 @@ from typing import cast
 
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Generation, Join, Member, StopRequest
-from fsbarrier.sim.damage import DAMAGES, WRONG_SETTINGS
-from fsbarrier.sim.disk import SimPath
-from fsbarrier.sim.schedule import Mishap, Start
-from fsbarrier.sim.setup import PATHS
-from fsbarrier.sim.store import MAKING, WRITING, Outage
-from fsbarrier.sim.world import OnEntry, World
+from sim.damage import DAMAGES, WRONG_SETTINGS
+from sim.disk import SimPath
+from sim.schedule import Mishap, Start
+from sim.setup import PATHS
+from sim.store import MAKING, WRITING, Outage
+from sim.world import OnEntry, World
 
 #: The longest pause between two looks, in heartbeats, and some more between the first in vain and the last
 HIDDEN_LOOKS = 4

@@ -1,7 +1,7 @@
 """A simulated run: N nodes with the daemon's own loop, heartbeats and work, one disk, virtual time, one seed.
 
-Faults strike for a while (fsbarrier/sim/strikes.py plans them); after that, everything must end within a bounded time.
-fsbarrier/sim/invariants.py checks the history.
+Faults strike for a while (scripts/lab/sim/strikes.py plans them); after that, everything must end within a bounded time.
+scripts/lab/sim/invariants.py checks the history.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Beat, Join, Record
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.names import PULSE
-from fsbarrier.sim.disk import Disk, File, SimPath
-from fsbarrier.sim.history import Asked, History, Removed, Standstill, Write, row_of
-from fsbarrier.sim.process import Process
-from fsbarrier.sim.schedule import Action, Mishap, Schedule, Start
-from fsbarrier.sim.sessions import OTHERS, Session, another
-from fsbarrier.sim.settings import CommandLines
-from fsbarrier.sim.setup import LIMITS, ROOT, START_SETTINGS, Draw, Setup, program
-from fsbarrier.sim.store import After, Habits, MountClient, nothing
+from sim.disk import Disk, File, SimPath
+from sim.history import Asked, History, Removed, Standstill, Write, row_of
+from sim.process import Process
+from sim.schedule import Action, Mishap, Schedule, Start
+from sim.sessions import OTHERS, Session, another
+from sim.settings import CommandLines
+from sim.setup import LIMITS, ROOT, START_SETTINGS, Draw, Setup, program
+from sim.store import After, Habits, MountClient, nothing
 
 # the limit for each node and iteration, a hundred times the usual number; more is a livelock
 EVENTS = 100_000

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.facts import Generation
-from fsbarrier.sim.history import History, JournalLine, Place, Said, place_of
-from fsbarrier.sim.invariants import Violation
+from sim.history import History, JournalLine, Place, Said, place_of
+from sim.invariants import Violation
 
 WIDTH = 150
 

@@ -21,10 +21,10 @@ from fsbarrier.protocol.timing import BEAT_S
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.value_types import RlPhase
-from fsbarrier.sim.disk import SimPath
-from fsbarrier.sim.store import Habits, ReadFaults
+from sim.disk import SimPath
+from sim.store import Habits, ReadFaults
 
-#: the kinds of faults: name -> description, for `fsbarrier simulate --help`
+#: the kinds of faults: name -> description, for `python scripts/lab/simulate.py --help`
 KINDS = {
     "stale": "listings, contents and absences are remembered by each host for seconds; equal modification times hide changes",
     "lost": "an operation is done, and an error returned",

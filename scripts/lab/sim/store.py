@@ -14,7 +14,7 @@ from random import Random
 from fsbarrier.protocol.codec import CorruptRecord, decode
 from fsbarrier.protocol.facts import R, Record
 from fsbarrier.rundir.record_store import OF_ONE_RECORD, UnreadableRecord
-from fsbarrier.sim.disk import Content, Directory, Disk, File, SimPath, as_record
+from sim.disk import Content, Directory, Disk, File, SimPath, as_record
 
 # the result of a garbled read, which races with a replacement
 MIXED = b"half of a record, and another one"

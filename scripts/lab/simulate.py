@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections import Counter
 
-from fsbarrier.cli.commands import flags
-from fsbarrier.errors import EXIT_INTERNAL, UsageError
-from fsbarrier.protocol.wording import counted
-from fsbarrier.sim.campaign import SeedVerdict, campaign, make_world, violations_in
-from fsbarrier.sim.setup import KINDS, Setup, parse_mix
-from fsbarrier.sim.transcript import transcript, violations
+from sim.campaign import SeedVerdict, campaign, make_world, violations_in
+from sim.setup import KINDS, Setup, parse_mix
+from sim.transcript import transcript, violations
 
-EXAMPLE = "fsbarrier simulate --nodes 8 --seeds 10000"
+from fsbarrier.cli.commands import flags
+from fsbarrier.errors import EXIT_INTERNAL, FsbarrierError, UsageError
+from fsbarrier.protocol.wording import counted
+
 #: maximum number of failing seeds to print
 SHOWN = 10
 
@@ -87,4 +88,14 @@ def _trace(seed: int, setup: Setup) -> int:
 def _replay(args: argparse.Namespace, seed: int) -> str:
     """The command that replays one seed."""
     schedule = f"--nodes {args.nodes} --iterations {args.iterations} --faults {args.faults}"
-    return f"fsbarrier simulate {schedule}{' --groups' if args.groups else ''} --trace {seed}"
+    return f"python scripts/lab/simulate.py {schedule}{' --groups' if args.groups else ''} --trace {seed}"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser)
+    try:
+        sys.exit(main(parser.parse_args()))
+    except FsbarrierError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

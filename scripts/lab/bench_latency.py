@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from fsbarrier.cli.commands import flags
-from fsbarrier.errors import UsageError
-from fsbarrier.run import benchmark
+import barrier_latency as benchmark
 
-EXAMPLE = "fsbarrier bench --nodes 3 --path /shared/scratch"
+from fsbarrier.cli.commands import flags
+from fsbarrier.errors import FsbarrierError, UsageError
+
 FLAGS = {
     "--nodes N": "daemons (default 3)",
     "--iterations K": "iterations of 14 barriers each, of which the first is not counted (default 20)",
@@ -32,3 +33,13 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"--path {args.path}: {error.strerror}") from None
     print(json.dumps({"nodes": args.nodes, **asdict(passed)}))
     return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser)
+    try:
+        sys.exit(main(parser.parse_args()))
+    except FsbarrierError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -25,12 +25,12 @@ from fsbarrier.run.job_runner import JobRunner
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord, TaskSource
-from fsbarrier.sim.disk import SimPath
-from fsbarrier.sim.history import Published, Served
-from fsbarrier.sim.programs import GROUP_BYTES, Place, SimProgram
-from fsbarrier.sim.schedule import Crash, Start
-from fsbarrier.sim.setup import PATHS, program
 from fsbarrier.training.weights_copy import WeightsCopy
+from sim.disk import SimPath
+from sim.history import Published, Served
+from sim.programs import GROUP_BYTES, Place, SimProgram
+from sim.schedule import Crash, Start
+from sim.setup import PATHS, program
 
 T = TypeVar("T")
 

@@ -19,14 +19,14 @@ from fsbarrier.coordination.polling import LookWaits
 from fsbarrier.errors import EXIT_SIGTERM, BarrierTimeout, Fenced, NodeError, OutOfStep, PeerLost, StoreError
 from fsbarrier.protocol.facts import Join
 from fsbarrier.rundir.record_store import Store
-from fsbarrier.sim.history import JournalLine
-from fsbarrier.sim.invariants import Violation, i1_nobody_passes_early, i3_only_forward, i8_only_whole_records
-from fsbarrier.sim.schedule import Crash, SimThread, Start
-from fsbarrier.sim.setup import PATHS, Setup
-from fsbarrier.sim.store import MountClient
-from fsbarrier.sim.strikes import StruckWorld
-from fsbarrier.sim.work import SimFlag
 from fsbarrier.store.retry import fails_or_hides, patiently
+from sim.history import JournalLine
+from sim.invariants import Violation, i1_nobody_passes_early, i3_only_forward, i8_only_whole_records
+from sim.schedule import Crash, SimThread, Start
+from sim.setup import PATHS, Setup
+from sim.store import MountClient
+from sim.strikes import StruckWorld
+from sim.work import SimFlag
 
 #: how long a caller waits for one call
 TIMEOUT_S = 60.0

@@ -1,5 +1,5 @@
 """What the parts of one schedule share: virtual time, what was drawn from its seed, the disk, the history; one start of a node, and its
-threads. `World` (fsbarrier/sim/world.py) starts the nodes.
+threads. `World` (scripts/lab/sim/world.py) starts the nodes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from threading import Lock
 
 from fsbarrier.protocol.facts import Pulse
 from fsbarrier.protocol.state import Node
-from fsbarrier.sim.artifacts import Artifacts, Program
-from fsbarrier.sim.history import History, ProcessEnd, Said
-from fsbarrier.sim.setup import Draw
-from fsbarrier.sim.store import WRITING, After, MountClient, nothing
+from sim.artifacts import Artifacts, Program
+from sim.history import History, ProcessEnd, Said
+from sim.setup import Draw
+from sim.store import WRITING, After, MountClient, nothing
 
 # the limit of operations between two waits of a thread; more are a livelock
 LIVELOCK = 5000

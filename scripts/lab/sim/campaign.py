@@ -8,11 +8,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from fsbarrier.sim.groups import GroupWorld, check_groups
-from fsbarrier.sim.invariants import Violation, check
-from fsbarrier.sim.setup import Setup
-from fsbarrier.sim.strikes import StruckWorld
-from fsbarrier.sim.world import World
+from sim.groups import GroupWorld, check_groups
+from sim.invariants import Violation, check
+from sim.setup import Setup
+from sim.strikes import StruckWorld
+from sim.world import World
 
 # schedules that a process takes at a time
 CHUNK = 20

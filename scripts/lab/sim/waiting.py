@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from fsbarrier.protocol.facts import Join
 from fsbarrier.protocol.state import Node, Rules, Stage
-from fsbarrier.sim.history import History
+from sim.history import History
 
 
 def i18_whoever_waits_goes_on(history: History, rules: Rules) -> Iterator[str]:

@@ -23,14 +23,14 @@ from fsbarrier.errors import UsageError
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.timing import BEAT_S
 from fsbarrier.settings.value_types import RlPhase
-from fsbarrier.sim import strikes
-from fsbarrier.sim.history import History
-from fsbarrier.sim.invariants import Violation, check
-from fsbarrier.sim.schedule import Mishap
-from fsbarrier.sim.setup import FailurePolicy, Setup
-from fsbarrier.sim.store import Habits
-from fsbarrier.sim.strikes import StruckWorld
-from fsbarrier.sim.world import OnEntry, World
+from sim import strikes
+from sim.history import History
+from sim.invariants import Violation, check
+from sim.schedule import Mishap
+from sim.setup import FailurePolicy, Setup
+from sim.store import Habits
+from sim.strikes import StruckWorld
+from sim.world import OnEntry, World
 
 _WHEN = re.compile(
     r"when (?:node (\d+)|any) enters (\w+)(?: of iteration (\d+))?(?:, ([\d.]+) s later)?: (.+)"

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from fsbarrier.protocol.facts import Fact, Generation, StopRequest
 from fsbarrier.protocol.state import Rules
 from fsbarrier.protocol.succession import STARTS
-from fsbarrier.sim.history import History, row_of
-from fsbarrier.sim.world import World
+from sim.history import History, row_of
+from sim.world import World
 
 
 def i7_no_false_death(history: History) -> Iterator[str]:

@@ -16,15 +16,15 @@ from fsbarrier.protocol.membership import epitaph
 from fsbarrier.protocol.rows import SLICE_CHOICE
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.record_store import Store
-from fsbarrier.sim.disk import SimPath
-from fsbarrier.sim.history import JournalLine, Missing
-from fsbarrier.sim.schedule import Mishap, Schedule, SimThread, Start
-from fsbarrier.sim.sessions import Session
-from fsbarrier.sim.settings import can_hold
-from fsbarrier.sim.setup import PATHS, program
-from fsbarrier.sim.store import MountClient
-from fsbarrier.sim.work import SimFlag, make_work
 from fsbarrier.store.retry import HIDDEN_S, Backoff, fails_or_hides, patiently
+from sim.disk import SimPath
+from sim.history import JournalLine, Missing
+from sim.schedule import Mishap, Schedule, SimThread, Start
+from sim.sessions import Session
+from sim.settings import can_hold
+from sim.setup import PATHS, program
+from sim.store import MountClient
+from sim.work import SimFlag, make_work
 
 T = TypeVar("T")
 

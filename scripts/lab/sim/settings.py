@@ -10,8 +10,8 @@ from fsbarrier.protocol.session import MASTER
 from fsbarrier.protocol.succession import STARTS
 from fsbarrier.rundir import session_settings
 from fsbarrier.settings.sections import PlacementSettings, Settings
-from fsbarrier.sim.history import History
-from fsbarrier.sim.setup import CHANGED, FIRST_LR
+from sim.history import History
+from sim.setup import CHANGED, FIRST_LR
 
 #: what no start of node 0 asks for
 OTHERS: tuple[Payload, ...] = ({"tracker.names": ["tensorboard"]}, {"rollout.take_over": False})
