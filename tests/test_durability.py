@@ -343,7 +343,7 @@ def test_an_update_draws_from_the_iterations_that_are_set(tmp_path: Path) -> Non
     ]
     assert rl.earlier_merges(replace(context, decisions={})) == []
     alone = replace(context, iteration=9)
-    assert rl.learned_from(alone) == [str(paths.merged("train", n)) for n in (9, 8, 7)]
+    assert rl.learned_from(alone) == [paths.merged("train", n) for n in (9, 8, 7)]
 
 
 def test_whoever_must_stop_removes_no_further_version(tmp_path: Path) -> None:
