@@ -42,7 +42,7 @@ PICTURES = {
     "optimizer.schedule": "cosine",
     "optimizer.decay_steps": 128,
     "trainer.minibatch": 256,
-    # Features of eyes that nobody has trained tell colours, but hardly how many squares there are.
+    # The features of an untrained vision encoder tell colours, but hardly how many squares there are.
     "trainer.freeze": "none",
     "eval_interval": 5,
     "iterations": 16,

@@ -1,10 +1,10 @@
-"""Makes tasks that can only be solved by looking, and a tiny model with eyes: `python scripts/picture_model.py --out DIR [--seed 0]`.
+"""Makes tasks that can only be solved by looking, and a tiny vision model: `python scripts/picture_model.py --out DIR [--seed 0]`.
 
 A picture of 64 x 64 pixels shows squares of one colour. The questions are which colour, and how many. With `--blind` the same tasks have
 no pictures, for comparison: nothing in the text tells the answer.
 
 The model: Qwen3-VL architecture, about a million parameters, one token a byte. Its *warm start* is supervised fine-tuning on answers that
-are right by chance alone, so it knows what an answer looks like and has never used its eyes; reinforcement learning does the rest.
+are right by chance alone, so it knows what an answer looks like and has never used an image; reinforcement learning does the rest.
 """
 
 from __future__ import annotations

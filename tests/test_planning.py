@@ -150,7 +150,7 @@ def test_an_update_takes_what_training_in_mixed_precision_takes() -> None:
     assert parts["activations"] * 10 < whole
 
 
-def test_eyes_that_are_not_trained_have_neither_gradients_nor_moments() -> None:
+def test_a_vision_encoder_that_is_not_trained_has_neither_gradients_nor_moments() -> None:
     """The language model of Qwen3-VL 4B is Qwen3 4B."""
     language = 4_022_468_096
     shape = shape_of(QWEN3_VL_4B)

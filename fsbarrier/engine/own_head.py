@@ -19,8 +19,8 @@ from fsbarrier.store import files, owned, reading
 
 EMBEDDINGS, HEAD = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight"), "lm_head.weight"
 HEAD_FILE = "model-head.safetensors"
-# The architectures whose reload is tested with the real vLLM (tests/test_architectures.py, tests/test_eyes.py). vLLM's Gemma 2, for
-# example, does not support a separate head and would not start. Other tied models are restarted instead of reloaded.
+# The architectures whose reload is tested with the real vLLM (tests/test_architectures.py, tests/test_vision_inputs.py). vLLM's Gemma 2,
+# for example, does not support a separate head and would not start. Other tied models are restarted instead of reloaded.
 KNOWN = frozenset({"gemma", "llama", "qwen2", "qwen3", "qwen3_vl"})
 COPY_BYTES = 16 << 20
 

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 from fsbarrier.errors import UsageError
 from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.settings.sections import LoraSettings
-from fsbarrier.training.eyes import blindness
 from fsbarrier.training.lora import Adapters
-from fsbarrier.training.policy import architecture, decoder_of, eyes_of
+from fsbarrier.training.policy import architecture, decoder_of, vision_parameters
+from fsbarrier.training.vision_inputs import blindness
 
 
 def measure(model: PreTrainedModel) -> ModelShape:
@@ -54,7 +54,7 @@ def measure(model: PreTrainedModel) -> ModelShape:
         block=max(_parameters(layer) for layer in layers),
         parameters=_parameters(model),
         trained=_parameters(model),
-        vision=sum(one.numel() for one in eyes_of(model)),
+        vision=sum(one.numel() for one in vision_parameters(model)),
         head=_parameters(head) if head is not None and head.weight is not embedding.weight else 0,
     )
 

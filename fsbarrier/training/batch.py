@@ -31,7 +31,7 @@ from torch import Tensor
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import ProgramFailed, first_line
 from fsbarrier.store import files
-from fsbarrier.training.eyes import Eyes
+from fsbarrier.training.vision_inputs import VisionInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +165,8 @@ class TrainingBatch:
 
     `old`, `reference`: like `logprobs`, but the trainer's own before the first step, and the reference policy's; `certainty`: the
     self-certainty of each token; `token_weights`: a weight for each token in place of its sequence's (token_advantages.py); `values`,
-    `returns`: what the critic foresaw before the first step, and is to foresee. None: not computed. `eyes`: the model's; None if
-    it has none.
+    `returns`: what the critic foresaw before the first step, and is to foresee. None: not computed. `vision`: makes the
+    model's image inputs; None if it takes no images.
     """
 
     token_ids: Tensor
@@ -187,7 +187,7 @@ class TrainingBatch:
     values: Tensor | None = None
     returns: Tensor | None = None
     images: Sequence[Sequence[str]] = ()
-    eyes: Eyes | None = None
+    vision: VisionInputs | None = None
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -209,11 +209,11 @@ class TrainingBatch:
             images=content.get("images", ()),
         )
 
-    def seen_by(self, eyes: Eyes | None) -> Self:
-        """The batch for a model with these eyes. Raises ProgramFailed for one without, if there are images."""
-        if eyes is None and any(self.images):
+    def with_vision(self, vision: VisionInputs | None) -> Self:
+        """Adds what makes the image inputs of the model. Raises ProgramFailed if the batch has images and the model takes none."""
+        if vision is None and any(self.images):
             raise ProgramFailed("the batch has images, and the model takes none")
-        return replace(self, eyes=eyes)
+        return replace(self, vision=vision)
 
     def lengths(self) -> list[int]:
         """The number of tokens of each sequence."""

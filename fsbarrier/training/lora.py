@@ -100,7 +100,7 @@ class Adapters:
 
 
 def _beside_the_decoder(causal: PreTrainedModel) -> list[str]:
-    """The linear layers of a model's eyes, which get no adapters."""
+    """The linear layers of a model's vision encoder, which get no adapters."""
     inside = {*decoder_of(causal).modules(), causal.get_output_embeddings()}
     linear = ((name, one) for name, one in causal.named_modules() if isinstance(one, torch.nn.Linear))
     return [name for name, one in linear if one not in inside]

@@ -56,9 +56,9 @@ class MicroBatch:
             attention = pad_sequence([torch.ones_like(one) for one in tokens], batch_first=True)
             inputs = {"input_ids": pad_sequence(tokens, batch_first=True), "attention_mask": attention}
             wanted = mask
-        if batch.eyes is not None:
+        if batch.vision is not None:
             files = [batch.images[index] if batch.images else () for index in indices]
-            inputs, wanted = batch.eyes.added(inputs, wanted, files)
+            inputs, wanted = batch.vision.added(inputs, wanted, files)
         chosen = torch.tensor(indices)
         engine, old = padded(batch.logprobs), padded(batch.logprobs if batch.old is None else batch.old)
         by_token = batch.token_weights

@@ -174,12 +174,12 @@ def _with_exact_buffers(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def decoder_of(model: PreTrainedModel) -> Module:
-    """The part of a model that reads and writes text, without its output head if it has eyes."""
+    """The part of a model that reads and writes text, and for a vision model without its output head."""
     found: Module = model.get_decoder() if sees(model.config.to_dict()) else model
     return found
 
 
-def eyes_of(model: PreTrainedModel) -> list[Parameter]:
+def vision_parameters(model: PreTrainedModel) -> list[Parameter]:
     """The parameters of a model beside its decoder and its output head."""
     if not sees(model.config.to_dict()):
         return []
@@ -206,7 +206,7 @@ def _move_out_of_files(model: PreTrainedModel) -> None:
 
 def _for_training(model: PreTrainedModel, settings: TrainerSettings) -> PreTrainedModel:
     disable_dropout(model)
-    for one in eyes_of(model) if settings.freeze == "vision" else ():
+    for one in vision_parameters(model) if settings.freeze == "vision" else ():
         one.requires_grad_(False)
     checkpointing = settings.gradient_checkpointing
     if torch.cuda.is_available() if checkpointing is None else checkpointing:

@@ -96,7 +96,7 @@ class ValueModel(TokenModel):
 
 def packs(causal: PreTrainedModel) -> bool:
     """Whether several sequences can be packed into one row. Other attention implementations would compute the masked part too,
-    recurrent architectures would carry their state into the next sequence, and models with eyes have positions of their own."""
+    recurrent architectures would carry their state into the next sequence, and vision models compute positions of their own."""
     flash = causal.config._attn_implementation == "flash_attention_2"
     return flash and not causal._is_stateful and not sees(causal.config.to_dict())
 

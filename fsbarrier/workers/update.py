@@ -29,7 +29,6 @@ from fsbarrier.store import files
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.checkpoint_write import NodeCopy
 from fsbarrier.training.critic import train_critic, with_values
-from fsbarrier.training.eyes import Eyes
 from fsbarrier.training.log_prob_pass import held_out_loss, with_old, with_reference
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes, gather_json
@@ -42,6 +41,7 @@ from fsbarrier.training.token_advantages import (
     with_token_weights,
 )
 from fsbarrier.training.trainer import Trainer
+from fsbarrier.training.vision_inputs import VisionInputs
 from fsbarrier.training.weights_copy import WeightsCopy
 
 NO_SIGNAL = "no group had a training signal, so the weights are unchanged"
@@ -247,8 +247,8 @@ class Update:
 
 def read_batch(spec: UpdateSpec, settings: Settings, processes: Processes) -> TrainingBatch:
     # Without sharding, gradients that a process has none of are zeros: then nobody waits for what it has not run.
-    eyes = Eyes.of(spec.model, always=settings.trainer.freeze == "none" and processes.world > 1)
-    return TrainingBatch.load(spec.batch).seen_by(eyes)
+    vision = VisionInputs.of(spec.model, always=settings.trainer.freeze == "none" and processes.world > 1)
+    return TrainingBatch.load(spec.batch).with_vision(vision)
 
 
 @contextmanager

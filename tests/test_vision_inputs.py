@@ -1,4 +1,4 @@
-"""Images: seen by the engine as they are trained on, in families of models that have eyes."""
+"""Images: seen by the engine as they are trained on, in families of vision models."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from fsbarrier.settings.sections import FrozenEngineSettings, JudgeSettings
 sys.path.insert(0, str(REPO / "scripts"))
 
 
-def eyes(folder: Path, *, tied: bool = False) -> Any:
+def vision_model(folder: Path, *, tied: bool = False) -> Any:
     """A tiny model that takes images, in `folder`; gives it in memory."""
     import torch
     from picture_model import build_model, write_model
@@ -77,7 +77,7 @@ def looked(tmp_path: Path) -> Path:
 
     from fsbarrier.data import images
 
-    model = eyes(tmp_path / "model")
+    model = vision_model(tmp_path / "model")
     ask, processor = masked(model), AutoImageProcessor.from_pretrained(tmp_path / "model")
     generator = torch.Generator().manual_seed(1)
     folder, pad = tmp_path / "train_images.iteration1", model.config.image_token_id
@@ -151,9 +151,9 @@ def test_a_model_whose_images_have_other_tokens_around_them_is_refused_before_th
     """InternVL's processor puts them there itself, so what the engine expands once cannot be sent to it again."""
     from transformers import InternVLConfig
 
-    from fsbarrier.training.eyes import blindness
+    from fsbarrier.training.vision_inputs import blindness
 
-    known = eyes(tmp_path / "model").config.to_dict()
+    known = vision_model(tmp_path / "model").config.to_dict()
     assert blindness(tmp_path / "model", known) == ""
     folder = tmp_path / "intern"
     shutil.copytree(tmp_path / "model", folder)
@@ -241,7 +241,9 @@ def test_adapters_are_put_into_the_language_model_alone(tmp_path: Path) -> None:
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_a_family_whose_class_for_text_would_lose_its_eyes_is_published_whole(tmp_path: Path) -> None:
+def test_a_family_whose_class_for_text_would_lose_its_vision_encoder_is_published_whole(
+    tmp_path: Path,
+) -> None:
     """Qwen3.5: as a causal model it has neither the vision tower nor the configuration that the engine wants."""
     model = seeing_model("qwen3_5").eval()
     write_seeing_model(model, tmp_path / "model")
@@ -276,7 +278,9 @@ def test_what_is_recorded_is_what_the_model_saw(tmp_path: Path, family: str) -> 
     from picture_model import draw
 
     # With a head that is the embedding, as the small models of the family have it.
-    model = eyes(tmp_path / "model", tied=True) if family == "qwen3_vl" else seeing_model(family).eval()
+    model = (
+        vision_model(tmp_path / "model", tied=True) if family == "qwen3_vl" else seeing_model(family).eval()
+    )
     for number in range(3):
         draw(random.Random(number), "r", number + 1).save(tmp_path / f"{number}.png")
     prompts = [
@@ -352,7 +356,7 @@ def test_a_judge_beside_the_policy_sees_the_images(tmp_path: Path) -> None:
     from PIL import Image
     from transformers import AutoProcessor
 
-    model = eyes(tmp_path / "model")
+    model = vision_model(tmp_path / "model")
     paths = [str(tmp_path / f"{number}.png") for number in range(2)]
     for number, path in enumerate(paths):
         draw(random.Random(number), "rg"[number], 3 * number + 1).save(path)

@@ -1,4 +1,4 @@
-"""What a model needs beside tokens to see images: their pixels, made by its own image processor from the files that the engine saw."""
+"""Makes the inputs of a vision model: its own image processor turns the files that the engine saw into pixels."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from fsbarrier.engine.model import placeholder_ids, sees
 from fsbarrier.errors import ProgramFailed, UsageError, first_line
 from fsbarrier.training.policy import config_of
 
-# Of which argument of a model says which tokens are images.
+# Model arguments that mark image tokens. The first one that a model's forward takes is used.
 KINDS = ("mm_token_type_ids", "token_type_ids")
-# What a processor makes of the text that stands beside an image.
+# Outputs of a processor that belong to the text. All others are image inputs.
 OF_TEXT = (*KINDS, "input_ids", "attention_mask")
 
 
-class Eyes:
-    """Of the model in `folder`. `always`: a micro-batch without images gets a blank one, so that all processes run the same modules."""
+class VisionInputs:
+    """The image inputs of the model in `folder`.
+
+    `always`: a micro-batch without images gets a blank one, so that all processes run the same modules.
+    """
 
     def __init__(self, folder: Path, config: transformers.PretrainedConfig, *, always: bool) -> None:
         try:
@@ -44,34 +47,34 @@ class Eyes:
         self._seen = lru_cache(maxsize=256)(self._look)
 
     @classmethod
-    def of(cls, folder: Path, *, always: bool) -> Eyes | None:
-        """None for a model that takes no images. Raises UsageError."""
+    def of(cls, folder: Path, *, always: bool) -> VisionInputs | None:
+        """Returns None for a model that takes no images. Raises UsageError."""
         config = config_of(folder)
         return cls(folder, config, always=always) if placeholder_ids(config.to_dict()) else None
 
     def added(
         self, inputs: dict[str, Tensor], wanted: Tensor, files: Sequence[Sequence[str]]
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """The padded inputs with the images of each sequence, and `wanted` with as many rows. Raises ProgramFailed."""
-        seen = [self._seen(path) for of_one in files for path in of_one]
-        for row, of_one in zip(inputs["input_ids"].tolist(), files, strict=True):
-            self._check(row, of_one)
+        """Add the images in `files`, by sequence, to the padded inputs; `wanted` gets as many rows. Raises ProgramFailed."""
+        seen = [self._seen(path) for paths in files for path in paths]
+        for tokens, paths in zip(inputs["input_ids"].tolist(), files, strict=True):
+            self._check(tokens, paths)
         if not seen and self._always:
             blank = self._processed(Image.new("RGB", (64, 64)))
             row = torch.full((self._pieces(blank),), self._placeholder)
-            seen, one = [blank], torch.ones_like(row)
+            seen, ones = [blank], torch.ones_like(row)
             ids = pad_sequence([*inputs["input_ids"], row], batch_first=True)
-            attention = pad_sequence([*inputs["attention_mask"], one], batch_first=True)
+            attention = pad_sequence([*inputs["attention_mask"], ones], batch_first=True)
             inputs = {"input_ids": ids, "attention_mask": attention}
             wanted = torch.nn.functional.pad(wanted, (0, ids.shape[1] - wanted.shape[1], 0, 1))
         if not seen:
             return inputs, wanted
-        pixels = {name: torch.cat([one[name] for one in seen]) for name in seen[0] if name not in OF_TEXT}
+        pixels = {name: torch.cat([image[name] for image in seen]) for name in seen[0] if name not in OF_TEXT}
         kinds = (inputs["input_ids"] == self._placeholder).long()
         return {**inputs, **pixels, **({self._kind: kinds} if self._kind else {})}, wanted
 
     def _check(self, tokens: Sequence[int], files: Sequence[str]) -> None:
-        """The images fit into the places that the engine made for them, which would go unnoticed otherwise."""
+        """Raise ProgramFailed if the images do not fill the engine's placeholders exactly, which nothing else would notice."""
         runs = [len([*run]) for token, run in groupby(tokens) if token == self._placeholder]
         pieces = [self._pieces(self._seen(path)) for path in files]
         if runs != pieces:
@@ -88,12 +91,12 @@ class Eyes:
         return self._processed(Image.open(io.BytesIO(images.kept(Path(path)))))
 
     def _processed(self, image: Image.Image) -> dict[str, Tensor]:
-        found: Any = self._processor(text=[self._text], images=[image], return_tensors="pt")
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        outputs: Any = self._processor(text=[self._text], images=[image], return_tensors="pt")
+        return {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
 
 
 def blindness(folder: Path, config: dict[str, Any]) -> str:
-    """Why a model that takes images cannot be given any: its processor must put one token, repeated, in the place of each image."""
+    """Why a model that takes images cannot be given any, or "": its processor must replace each image by one repeated token."""
     tokens = placeholder_ids(config)
     if not sees(config):
         return ""
@@ -106,6 +109,6 @@ def blindness(folder: Path, config: dict[str, Any]) -> str:
         plain = processor.tokenizer(text)["input_ids"]
     except Exception as error:
         return f"its processor does not put one in the place of token {tokens[0]}: {first_line(error)}"
-    if [one for one, _ in groupby(made)] != [one for one, _ in groupby(plain)]:
+    if [token for token, _ in groupby(made)] != [token for token, _ in groupby(plain)]:
         return f"its processor puts other tokens than {text} in the place of an image"
     return ""
