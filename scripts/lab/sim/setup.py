@@ -144,7 +144,8 @@ def draw_placement(rng: Random, nodes: int) -> dict[str, object]:
     rollout, update = ranks[:cut], ranks[cut:]
     apart = rng.random() < 0.7
     if not apart:
-        update = rng.sample(ranks, rng.randint(1, nodes))
+        # Each node has a role, or the run would be refused.
+        update = [*{*update, *rng.sample(ranks, rng.randint(1, nodes))}]
     ahead = rng.choice(("", "ahead", "in flight")) if apart else ""
     spans = len(rollout) > 1 and ahead != "in flight" and rng.random() < 0.4
     return {
