@@ -196,7 +196,7 @@ def test_a_full_shared_disk_makes_nobody_lost(tmp_path: Path, policy: str) -> No
             until(lambda: "No space left on device; make room there" in cluster.said(1), cluster.said_by_all)
             full_since = time.monotonic()
             until(lambda: time.monotonic() - full_since > 25, cluster.said_by_all)
-            shown = typed("status", "--log-path", cluster.log_path, code=None).out
+            shown = " ".join(typed("status", "--log-path", cluster.log_path, code=None).out.split())
             assert "is full" in shown and "suspected" not in shown and "lost" not in shown, shown
             shutil.rmtree(disk / "much")
             assert cluster.wait() == {0: 0, 1: 0, 2: 0}, cluster.said_by_all()

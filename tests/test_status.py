@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import threading
 from pathlib import Path
@@ -15,6 +14,8 @@ import pytest
 from cluster import FAST, Cluster
 from commands import typed
 from fake_run import FakeRun, long_run
+
+from fsbarrier.protocol.facts import Pulse
 
 # `status` watches for one beat and a half. In that time the thread of a test beats too, however busy the machine is.
 QUICK = {"coordination.beat_s": 0.2, "coordination.dead_s": 1.0}
@@ -168,8 +169,23 @@ def test_all_silent_is_stalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert {one["state"] for one in status["nodes"]} == {"suspected"} and "is full" not in status["problems"][
         0
     ]
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    assert f"the filesystem of {run.log_path} is full, so no node can write" in status_of(run)["problems"][0]
+    room = SimpleNamespace(f_bavail=1, f_frsize=1000, f_files=9, f_favail=9)
+    for room.f_bavail, room.f_favail, lacks in ((1, 9, "bytes"), (1 << 20, 0, "inodes")):
+        monkeypatch.setattr(os, "statvfs", lambda path: room)
+        full = f"the filesystem of {run.log_path} is full (no {lacks} left), so no node can write"
+        assert full in status_of(run)["problems"][0]
+
+
+def test_who_cannot_write_is_alive_and_says_so_in_its_heartbeat_s_name(tmp_path: Path) -> None:
+    """By a quota of its own, which the filesystem's figures do not show: what it says beside its heartbeat is old."""
+    run = FakeRun(tmp_path / "run", nodes=2, extra=QUICK)
+    run.start()
+    for rank in (0, 1):
+        run.beat(rank, 7, "running", (1, 0))
+    run.paths.beats.mkdir(parents=True, exist_ok=True)
+    run.paths.pulse(Pulse(1, 1, 9, "unwritable", 1, 1, 0)).touch()
+    status = status_of(run)
+    assert f"node 1 cannot write in {run.log_path} (room, quota, permission)" in status["problems"][0]
 
 
 def test_a_process_that_is_gone_from_this_host_needs_no_watching(tmp_path: Path) -> None:
