@@ -48,7 +48,7 @@ def weigh_group(
     by_reward_alone = not (algorithm.self_certainty or algorithm.has_critic or algorithm.loss == "distil")
     if algorithm.drop_zero_signal and by_reward_alone and bool((rewards == rewards[0]).all()):
         return []
-    # With self-certainty they are made by the update.
+    # With self-certainty the update computes the advantages (token_advantages.py).
     weights = rewards if algorithm.self_certainty else group_advantages(rewards, algorithm)
     weighed = zip(judged, weights.tolist(), strict=True)
     return [(t, weight) for t, weight in weighed if id(t) not in masked]

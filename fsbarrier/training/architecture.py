@@ -1,8 +1,8 @@
-"""What a model consists of, measured on the one that transformers makes of its configuration without memory for weights.
+"""Measures the dimensions of the model that transformers builds from a configuration, without memory for weights.
 
 `python -m fsbarrier.training.architecture FOLDER [RANK [TARGET]...]`
 Prints a ModelShape as JSON; with RANK, that of the model with adapters on the targets. Exit code 2 and one line on stderr
-where the model cannot be made, or not with these adapters; libraries may print something before that.
+if the model cannot be made, or cannot have these adapters; libraries may print something before that line.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def measure(model: PreTrainedModel) -> ModelShape:
     heads, hidden = config.num_attention_heads, config.hidden_size
     key_value_heads = _number(config, "num_key_value_heads") or heads
     if latent := _number(config, "kv_lora_rank"):
-        # DeepSeek's: keys and values are made of one latent vector, which is what an engine keeps, the same for all heads.
+        # DeepSeek computes keys and values from one latent vector, the same for all heads, and an engine caches only that.
         query = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
         value = heads * config.v_head_dim
         width, key_value = max(query, value), (query + value) // 2
         cached, key_value_heads = latent + config.qk_rope_head_dim, 1
     else:
-        one = _number(config, "head_dim") or hidden // heads
-        width, key_value = heads * one, key_value_heads * one
+        head_size = _number(config, "head_dim") or hidden // heads
+        width, key_value = heads * head_size, key_value_heads * head_size
         cached = 2 * key_value
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return ModelShape(
@@ -54,7 +54,7 @@ def measure(model: PreTrainedModel) -> ModelShape:
         block=max(_parameters(layer) for layer in layers),
         parameters=_parameters(model),
         trained=_parameters(model),
-        vision=sum(one.numel() for one in vision_parameters(model)),
+        vision=sum(parameter.numel() for parameter in vision_parameters(model)),
         head=_parameters(head) if head is not None and head.weight is not embedding.weight else 0,
     )
 
@@ -70,13 +70,13 @@ def shape_of(folder: Path, lora: LoraSettings) -> ModelShape:
 
 
 def _number(config: Any, name: str) -> int:
-    """A configuration's number, 0 where it has none: families call and leave out different ones."""
+    """A number of a configuration, or 0 if it is missing: families name and omit different ones."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) else 0
 
 
 def _feed_forward(config: Any) -> int:
-    """The width that one token passes through: of all its experts together, or of a layer without experts, if that is more."""
+    """The feed-forward width for one token: all its experts together, or a layer without experts if that is wider."""
     dense = _number(config, "intermediate_size")
     each = _number(config, "moe_intermediate_size") or dense
     chosen = _number(config, "num_experts_per_tok") if _experts(config) else 0
@@ -85,7 +85,7 @@ def _feed_forward(config: Any) -> int:
 
 
 def _experts(config: Any) -> int:
-    """How many experts a layer chooses from; their number has three names."""
+    """How many experts a layer chooses from; families have three names for it."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return max(_number(config, name) for name in names)
 
@@ -99,8 +99,8 @@ def _layers(model: torch.nn.Module, count: int) -> torch.nn.ModuleList:
 
 
 def _parameters(module: torch.nn.Module) -> int:
-    """A tied head counts once."""
-    return sum(one.numel() for one in module.parameters())
+    """The number of parameters; a tied head counts once."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -3,7 +3,7 @@
 The tokens of all sequences are concatenated; sequence i is [offsets[i], offsets[i + 1]).
 
     token_ids  int32, of all sequences          weights  float32, one a sequence: advantages (grpo), rewards (rft)
-    loss_mask  uint8: sampled by the policy     rewards  float32, one a sequence; for trainers of one's own
+    loss_mask  uint8: sampled by the policy     rewards  float32, one a sequence; for users' own trainers
     logprobs   float32, when it was sampled     current  uint8, one a sequence: sampled by the policy to be trained
     offsets    int64                            steps    for each optimizer step the indices of its sequences, int64
     engines    int32, two a sequence: the node and its replica that sampled it; -1 where that is not known
@@ -70,7 +70,7 @@ def check(trajectory: Trajectory) -> None:
 def sequences_of(
     trajectory: Trajectory, weight: float, current: bool, vocabulary: int, folder: Path = Path()
 ) -> list[TrainingSequence]:
-    """A trajectory's sequences that contain sampled tokens. `folder`: has its images.
+    """Return a trajectory's sequences that contain sampled tokens. `folder` holds its images.
 
     Raises ValueError for one that cannot be trained on.
     """
@@ -80,11 +80,11 @@ def sequences_of(
         tokens = torch.as_tensor(trajectory["token_ids"], dtype=torch.int32)
         mask = torch.as_tensor(trajectory["loss_mask"], dtype=torch.uint8)
         logprobs = torch.as_tensor(trajectory["logprobs"], dtype=torch.float32)
-        taught = trajectory.get("teacher_logprobs", ())
-        teacher = torch.as_tensor(taught, dtype=torch.float32) if len(taught) else None
+        of_teacher = trajectory.get("teacher_logprobs", ())
+        teacher = torch.as_tensor(of_teacher, dtype=torch.float32) if len(of_teacher) else None
         starts = [int(start) for start in trajectory.get("segments", (0,))]
         images = [
-            [str(folder / name) for name in of_one] for of_one in trajectory.get("images", [[]] * len(starts))
+            [str(folder / name) for name in paths] for paths in trajectory.get("images", [[]] * len(starts))
         ]
     except (TypeError, RuntimeError, ValueError) as error:
         raise ValueError(
@@ -93,15 +93,15 @@ def sequences_of(
     given = [logprobs] if teacher is None else [logprobs, teacher]
     if {len(tokens)} != {len(mask), *map(len, given)}:
         raise ValueError("token_ids, loss_mask and logprobs have different lengths")
-    if not all(bool(torch.isfinite(one[mask.bool()]).all()) for one in given):
+    if not all(bool(torch.isfinite(values[mask.bool()]).all()) for values in given):
         raise ValueError("a log-probability is not a finite number")
     if beyond := tokens[(tokens < 0) | (tokens >= vocabulary)].tolist():
         raise ValueError(f"token {beyond[0]} is not one of the model's {vocabulary}")
     reward = float(trajectory["reward"])
-    found: list[TrainingSequence] = []
+    sequences: list[TrainingSequence] = []
     if len(images) != len(starts):
         raise ValueError(f"it has {len(starts)} segments, and images of {len(images)}")
-    for begin, end, of_one in zip(starts, [*starts[1:], len(tokens)], images, strict=True):
+    for begin, end, paths in zip(starts, [*starts[1:], len(tokens)], images, strict=True):
         if not 0 <= begin <= end:
             raise ValueError(f"its segments do not begin one after the other ({starts})")
         sampled = mask[begin:end].clone()
@@ -110,13 +110,15 @@ def sequences_of(
         if int(sampled.sum()):
             parts = (tokens[begin:end], sampled, logprobs[begin:end])
             from_engine = engine_of(trajectory)
-            one = TrainingSequence(*parts, weight, reward, current, from_engine, bool(found), images=of_one)
-            found.append(one if teacher is None else replace(one, teacher=teacher[begin:end]))
-    return found
+            sequence = TrainingSequence(
+                *parts, weight, reward, current, from_engine, bool(sequences), images=paths
+            )
+            sequences.append(sequence if teacher is None else replace(sequence, teacher=teacher[begin:end]))
+    return sequences
 
 
 def minibatches(count: int, size: int, epochs: int, *, seed: str) -> list[Tensor]:
-    """The indices of each optimizer step: each epoch is a shuffled pass, cut into pieces of about `size`, whose sizes differ by
+    """Return the indices of each optimizer step: each epoch is a shuffled pass, cut into pieces of about `size`, whose sizes differ by
     at most one."""
     steps: list[Tensor] = []
     for epoch in range(epochs if count else 0):
@@ -129,7 +131,7 @@ def minibatches(count: int, size: int, epochs: int, *, seed: str) -> list[Tensor
 def write_batch(
     path: Path, sequences: Sequence[TrainingSequence], steps: list[Tensor], metadata: Mapping[str, object]
 ) -> None:
-    """Raises OSError."""
+    """Write a batch file. Raises OSError."""
     lengths = torch.tensor([0, *(len(one.token_ids) for one in sequences)], dtype=torch.int64)
 
     def flat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -165,7 +167,7 @@ class TrainingBatch:
 
     `old`, `reference`: like `logprobs`, but the trainer's own before the first step, and the reference policy's; `certainty`: the
     self-certainty of each token; `token_weights`: a weight for each token in place of its sequence's (token_advantages.py); `values`,
-    `returns`: what the critic foresaw before the first step, and is to foresee. None: not computed. `vision`: makes the
+    `returns`: the critic's values before the first step, and its targets. None: not computed. `vision`: makes the
     model's image inputs; None if it takes no images.
     """
 
@@ -191,7 +193,7 @@ class TrainingBatch:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Raises ProgramFailed if the file is not a batch."""
+        """Read a batch file. Raises ProgramFailed if the file is not a batch."""
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
@@ -210,7 +212,7 @@ class TrainingBatch:
         )
 
     def with_vision(self, vision: VisionInputs | None) -> Self:
-        """Adds what makes the image inputs of the model. Raises ProgramFailed if the batch has images and the model takes none."""
+        """Add the maker of the model's image inputs. Raises ProgramFailed if the batch has images and the model takes none."""
         if vision is None and any(self.images):
             raise ProgramFailed("the batch has images, and the model takes none")
         return replace(self, vision=vision)

@@ -1,6 +1,6 @@
-"""The critic of `algorithm.advantage=gae`: its values of a batch, and the steps that train it.
+"""Computes the values of a batch with the critic of `algorithm.advantage=gae`, and trains it.
 
-It is a model with an optimizer like the policy (trainer.Trained), trained on the same minibatches over another loss.
+It is a model with an optimizer like the policy (trainer.Trained), trained on the same minibatches with another loss.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsbarrier.training.trainer import Trained, critics_optimizer
 
 @dataclass
 class ValueObjective:
-    """The critic's: value_loss."""
+    """Trains the critic with losses.value_loss."""
 
     settings: Settings
     sums: Sequence[str] = ValueSums._fields
@@ -59,13 +59,13 @@ def train_critic(
         return {}
     sampled = batch.loss_mask.bool()
     returns, values = batch.returns[sampled].double(), batch.values[sampled].double()
-    spread, unforeseen = (float(one.var(correction=0)) for one in (returns, returns - values))
+    spread, unexplained = (float(one.var(correction=0)) for one in (returns, returns - values))
     totals = take_steps(critic, batch, settings, ValueObjective(settings), show)
-    found = {
+    figures = {
         "value_loss": totals.loss / totals.steps,
         "value_clip_fraction": totals.of_tokens["value_clipped"] / totals.tokens,
         "critic_grad_norm": totals.grad_norm / totals.steps,
         "critic_lr": totals.learning_rate or 0.0,
     }
-    # Of the returns, before these steps: 1 for a critic that foresees all. Equal returns have none to explain.
-    return {**found, "explained_variance": 1 - unforeseen / spread} if spread else found
+    # Measured before these steps: 1 for a critic that predicts every return. Equal returns have no variance to explain.
+    return {**figures, "explained_variance": 1 - unexplained / spread} if spread else figures

@@ -38,17 +38,17 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def configuration(settings: Settings, processes: Processes) -> dict[str, Any]:
-    """The configuration for DeepSpeed; what it leaves out has DeepSpeed's default."""
+    """The configuration for DeepSpeed; settings that it omits have DeepSpeed's defaults."""
     trainer = settings.trainer
 
     def device(*offloads: str) -> dict[str, str]:
         return {"device": "cpu" if trainer.offload in offloads else "none"}
 
     config: dict[str, Any] = {
-        # DeepSpeed is told which micro-batch of a step is the last; their number changes from step to step.
+        # The number of micro-batches changes from step to step, so `backward` tells DeepSpeed which one is a step's last.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        # PyTorch's optimizer: DeepSpeed's own are compiled when they are first used.
+        # Use PyTorch's optimizer, because DeepSpeed compiles its own ones when they are first used.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
@@ -73,21 +73,21 @@ def layout_of(settings: Settings, processes: Processes) -> Layout:
 def partitioned_model(
     folder: Path, settings: Settings, config: dict[str, Any], processes: Processes
 ) -> PreTrainedModel:
-    """The policy in `folder` for ZeRO-3: each module's parameters are split over the processes as soon as it is made, so that only the
-    first, which reads them, ever holds all. Raises UsageError."""
+    """Load the policy in `folder` for ZeRO-3. Each module's parameters are split over the processes as soon as the module is made, so only
+    the first process, which reads the folder, ever holds all weights. Raises UsageError."""
     deepspeed = _deepspeed()
-    # The weights come from the folder, and an initial value cannot be given to what is split already.
+    # The weights come from the folder, and parameters that are already split cannot be initialised.
     with no_init_weights(), deepspeed.zero.Init(config_dict_or_path=config):
         model = policy.from_config(folder, settings.trainer)
     model.tie_weights()
     _make_buffers(model, policy.without_weights(folder, settings.trainer))
     whole = policy.stored_weights(folder, settings.trainer) if processes.is_main else {}
-    for name, one in distinct(model.state_dict(keep_vars=True)).items():
-        with _entire(one), torch.no_grad():
+    for name, parameter in distinct(model.state_dict(keep_vars=True)).items():
+        with _entire(parameter), torch.no_grad():
             if processes.is_main:
-                one.copy_(whole[name])
-            if not hasattr(one, "ds_shape"):
-                processes.from_main(one)
+                parameter.copy_(whole[name])
+            if not hasattr(parameter, "ds_shape"):
+                processes.from_main(parameter)
     return model
 
 
@@ -103,16 +103,16 @@ def _make_buffers(model: PreTrainedModel, like: PreTrainedModel) -> None:
 
 def _entire(one: Tensor) -> AbstractContextManager[None]:
     """While this lasts, each process holds the whole of a parameter that ZeRO-3 has split, and the first may change it."""
-    found: AbstractContextManager[None] = (
+    gathered: AbstractContextManager[None] = (
         _deepspeed().zero.GatheredParameters([one], modifier_rank=0)
         if hasattr(one, "ds_shape")
         else nullcontext()
     )
-    return found
+    return gathered
 
 
 class DeepSpeedBackend:
-    """See TorchBackend. `model`: DeepSpeed's engine around the policy, whose float32 weights begin as those that it computes with."""
+    """See TorchBackend. `model`: DeepSpeed's engine around the policy, whose float32 weights start equal to its compute weights."""
 
     def __init__(
         self, model: PolicyModel, settings: Settings, config: dict[str, Any], processes: Processes
@@ -125,7 +125,7 @@ class DeepSpeedBackend:
         self._groups = [list(group["params"]) for group in self._adamw.param_groups]
         self.trained = {name: one for name, one in model.causal.named_parameters() if one.requires_grad}
         accelerator = _accelerator()
-        # A process that stays may load another policy: the engine before it is let go.
+        # A kept process may load another policy, so the previous engine is freed.
         accelerator.free_memory()
         accelerator.deepspeed_plugin.deepspeed_config.clear()
         accelerator.deepspeed_plugin.deepspeed_config.update(config)
@@ -185,8 +185,8 @@ class DeepSpeedBackend:
         return layout
 
     def _make_moments(self) -> None:
-        """DeepSpeed has no moments before its first step. A step without gradients, at a learning rate of 0, makes them and leaves the
-        weights as they are."""
+        """DeepSpeed has no moments before its first step. A step with zero gradients and a learning rate of 0 makes them and leaves
+        the weights as they are."""
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=self._processes.device)
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         log_probs, *_ = self.model(inputs, torch.tensor([[False, True]], device=tokens.device), 1.0)
@@ -194,7 +194,7 @@ class DeepSpeedBackend:
         self.step(0.0, 1.0)
 
     def _link_moments(self) -> None:
-        """ZeRO-1 and 2 tell their parameters where the moments are after the first group's first step, when other groups have none yet."""
+        """Link all parameters to their moments: ZeRO-1 and 2 do it after the first group's first step, when other groups have none yet."""
         from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
         if self._stage < 3 and self._adamw.state:
@@ -211,7 +211,7 @@ class DeepSpeedBackend:
             elif self._stage < 3:
                 utils.safe_set_full_fp32_param(parameter, value)
             else:
-                # The accessors of whole tensors need sizes that the number of processes divides.
+                # The accessors of whole tensors need sizes that are multiples of the number of processes.
                 size = utils.safe_get_local_fp32_param(parameter).numel()
                 padded = value.new_zeros(size * self._processes.world)
                 padded[: value.numel()] = value.flatten()
@@ -241,7 +241,7 @@ def _shape(parameter: Parameter) -> tuple[int, ...]:
 
 
 def _gathered(parameter: Parameter) -> Tensor:
-    """The whole of a parameter that ZeRO-3 computes with. Every process must call this."""
+    """Gather the whole of a parameter that ZeRO-3 computes with. Every process must call this."""
     with _deepspeed().zero.GatheredParameters([parameter]):
         return parameter.detach().clone()
 
@@ -255,7 +255,7 @@ def _accelerator() -> Any:
     # accelerate reads torchrun's environment variables, which a single process does not have.
     for name in ("LOCAL_RANK", "RANK"):
         os.environ.setdefault(name, "0")
-    # Otherwise it would leave DeepSpeed out on a CPU, without a word.
+    # Without this, accelerate would silently not use DeepSpeed on a CPU.
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     # Stage 3 here would make transformers split every model that it loads, the reference policy too.
     plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}}, zero3_init_flag=False)
@@ -263,12 +263,12 @@ def _accelerator() -> Any:
 
 
 def _deepspeed() -> Any:
-    """The package, which says what it does only where something is wrong."""
+    """Import DeepSpeed and silence its messages, except warnings and errors."""
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.WARNING)
     # DeepSpeed calls functions for which torch has newer names, and torch would warn at each step.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    # On CPUs it would compile this when it is first used, which takes minutes and a C++ compiler, to talk within a machine.
+    # On CPUs DeepSpeed would compile its shared-memory communication at its first use, which takes minutes and a C++ compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

@@ -15,40 +15,40 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# What a logit takes while its slice is worked on: itself in float32, and two more like it (what the product was or the cap's slope, and
-# its probability, for the entropy).
+# Memory per logit of the current slice: the logit in float32, and two more float32 values (the product before the conversion or the
+# cap's slope, and the probability, which the entropy needs).
 BYTES_PER_LOGIT = 12
-# The logit of a token that is never sampled. Minus infinity times its probability would be no number.
+# The logit of a banned token. With minus infinity, its product with the probability would be NaN.
 NEVER = -1e9
-# What is below this at any temperature is one of those.
+# A logit below this belongs to a banned token, at any temperature.
 LEAST = -1e6
 
 
 @dataclass(frozen=True, slots=True)
 class LogitScaling:
-    """What an architecture does to its logits: times `scale`, then bent to stay within ±`cap`."""
+    """How an architecture scales its logits: multiplied by `scale`, then soft-capped to stay within ±`cap`."""
 
     scale: float = 1.0
     cap: float | None = None
 
     def apply_(self, logits: Tensor) -> Tensor:
-        """In place."""
+        """Scale the logits in place."""
         if self.scale != 1:
             logits.mul_(self.scale)
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     def slope(self, scaled: Tensor) -> Tensor | float:
-        """The derivative at what `apply_` gave."""
+        """The derivative of `apply_`, computed from its result."""
         if self.cap is None:
             return self.scale
         return scaled.div(self.cap).square_().neg_().add_(1).mul_(self.scale)
 
 
 class LogProbHead(nn.Module):
-    """A model's output head. A module of its own, so that its weights can be sharded as one unit.
+    """A model's output head, as a module of its own, so that its weights can be sharded as one unit.
 
-    `linear`: the model's own head, which stays the model's too. `max_bytes`: what the logits may take at once. `banned`: the
-    tokens that are never sampled.
+    `linear`: the model's own head, which also stays in the model. `max_bytes`: the memory that the logits may take at once. `banned`:
+    the tokens that are never sampled.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class LogProbHead(nn.Module):
         self.max_bytes = max_bytes
 
     def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """float32 [n], three times: the log-probability of each target after its hidden state; and of the distribution that it was drawn
-        from the entropy, and the self-certainty (without gradient). hidden: [n, width]; targets: int64 [n]."""
+        """Return three float32 [n]: each target's log-probability after its hidden state, and the entropy and the self-certainty (without
+        gradient) of the distribution that it was drawn from. hidden: [n, width]; targets: int64 [n]."""
         weight = self.linear.weight
-        # A slice's gradient is there twice until it has its place.
+        # A slice's gradient exists twice until it is copied into the whole.
         entry = BYTES_PER_LOGIT * len(hidden) + weight.shape[1] * weight.element_size()
         plan = _Plan(self.scaling, temperature, max(1, self.max_bytes // entry), self.banned)
         hidden = hidden.to(weight.dtype)
-        found: tuple[Tensor, Tensor, Tensor] = _HeadLogProbs.apply(  # type: ignore[no-untyped-call]
+        outputs: tuple[Tensor, Tensor, Tensor] = _HeadLogProbs.apply(  # type: ignore[no-untyped-call]
             hidden, weight, self.linear.bias, targets, plan
         )
-        return found
+        return outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +89,18 @@ class _Plan:
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, entries: slice) -> Tensor:
         """The logits of a slice of the vocabulary, before the temperature: float32 [n, slice]. The caller may change them in place."""
-        found = torch.mm(hidden, weight[entries].T)
+        products = torch.mm(hidden, weight[entries].T)
         if bias is not None:
-            found += bias[entries]
-        scaled = self.scaling.apply_(found.float())
-        if banned := [one - entries.start for one in self.banned if entries.start <= one < entries.stop]:
+            products += bias[entries]
+        scaled = self.scaling.apply_(products.float())
+        if banned := [
+            token - entries.start for token in self.banned if entries.start <= token < entries.stop
+        ]:
             scaled[:, banned] = NEVER
         return scaled
 
     def inside(self, targets: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
-        """Which targets lie in a slice, and at which index of it; the indices of the others are valid and mean nothing."""
+        """Return which targets lie in a slice, and their indices in it; other targets get a valid index without meaning."""
         at = targets - entries.start
         here = (at >= 0) & (targets < entries.stop)
         return here, at.clamp(0, entries.stop - entries.start - 1)[:, None]
@@ -120,18 +122,18 @@ class _HeadLogProbs(torch.autograd.Function):
             here, at = plan.inside(targets, entries)
             chosen = torch.where(here, logits.gather(1, at).squeeze(1), chosen)
             before, largest = largest, torch.maximum(largest, logits.amax(1))
-            # Before the first slice the sums are 0 and `largest` is minus infinity, and their product is no number.
+            # Before the first slice the sums are 0 and `largest` is minus infinity, and their product would be NaN.
             rise = torch.where(total > 0, before - largest, 0.0)
             weighted = rise.exp() * (weighted + rise * total)
             total *= rise.exp()
             exponentials = logits.sub_(largest[:, None]).exp()
             total += exponentials.sum(1)
             weighted += torch.linalg.vecdot(exponentials, logits)
-            # Their memory must be free before the next slice is computed.
+            # Free their memory before the next slice is computed.
             del logits, exponentials
         entropy = total.log() - weighted / total
         # The KL divergence of the uniform distribution from this one, over the entries that can be sampled.
-        count = len(weight) - sum(one < len(weight) for one in plan.banned)
+        count = len(weight) - sum(token < len(weight) for token in plan.banned)
         certainty = largest + total.log() - summed / count - math.log(count)
         ctx.mark_non_differentiable(certainty)
         ctx.save_for_backward(hidden, weight, bias, targets, largest, total, entropy)

@@ -1,4 +1,4 @@
-"""Forward passes without gradients: the trainer's own log-probabilities of a batch, and those of a reference policy."""
+"""Runs forward passes without gradients, for the trainer's own log-probabilities of a batch, and those of a reference policy."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def with_old(trainer: Trainer, batch: TrainingBatch, settings: Settings) -> Trai
     wanted, certainty = recomputes(settings, trainer.processes), settings.algorithm.self_certainty > 0
     if not batch.steps or not (wanted or certainty):
         return batch
-    found = numbers_of_tokens(trainer.backend.model, batch, settings, trainer.processes)
+    numbers = numbers_of_tokens(trainer.backend.model, batch, settings, trainer.processes)
     if certainty:
-        batch = replace(batch, certainty=found[2])
+        batch = replace(batch, certainty=numbers[2])
     if not wanted:
         return batch
     current = batch.current.bool().repeat_interleave(batch.offsets.diff())
-    return replace(batch, old=torch.where(current, found[0], batch.logprobs))
+    return replace(batch, old=torch.where(current, numbers[0], batch.logprobs))
 
 
 def recomputes(settings: Settings, processes: Processes) -> bool:
@@ -71,13 +71,13 @@ def loaded_for_reading(folder: Path, layout: Layout, processes: Processes, setti
 
 
 def held_out_loss(trainer: Trainer, batch: TrainingBatch, settings: Settings) -> float | None:
-    """The cross-entropy of the sequences that are held out, a mean over tokens; None: there are none. Every process must call this."""
+    """The mean cross-entropy per token of the held-out sequences; None if there are none. Every process must call this."""
     indices = batch.held_out()
     if not indices:
         return None
     tokens = int(batch.sampled_tokens(torch.tensor(indices)).sum())
-    found = numbers_of_tokens(trainer.backend.model, batch, settings, trainer.processes, indices)[0]
-    return -float(found.double().sum()) / tokens
+    logprobs = numbers_of_tokens(trainer.backend.model, batch, settings, trainer.processes, indices)[0]
+    return -float(logprobs.double().sum()) / tokens
 
 
 @torch.no_grad()
@@ -88,8 +88,8 @@ def numbers_of_tokens(
     processes: Processes,
     indices: list[int] | None = None,
 ) -> Tensor:
-    """What the model finds for all sampled tokens of these sequences (None: of all): a row like `batch.logprobs` for each of its numbers,
-    float32, the same on every process."""
+    """Compute the model's outputs for the sampled tokens of these sequences (None: of all): float32 [outputs, tokens of the batch], each
+    row like `batch.logprobs`, the same on every process."""
     packed = packs(model.causal)
     indices = list(range(len(batch.weights))) if indices is None else indices
     mine = plan(
@@ -99,15 +99,15 @@ def numbers_of_tokens(
         most_tokens=settings.trainer.max_tokens_per_micro_batch,
         packed=packed,
     )[processes.rank]
-    found = torch.zeros(0)
+    result = torch.zeros(0)
     for chosen in mine:
         # A process without sequences must still take part in the all-gathers of a sharded policy.
         micro = MicroBatch.of(batch, chosen or indices[:1], processes.device, packed=packed)
-        numbers = model(micro.inputs, micro.wanted, settings.rollout.temperature)
-        placed = torch.stack([micro.placed(one) for one in numbers])
-        if not len(found):
-            found = torch.zeros(len(placed), len(batch.token_ids), device=processes.device)
+        outputs = model(micro.inputs, micro.wanted, settings.rollout.temperature)
+        placed = torch.stack([micro.placed(values) for values in outputs])
+        if not len(result):
+            result = torch.zeros(len(placed), len(batch.token_ids), device=processes.device)
         for row, index in enumerate(chosen):
             begin, end = batch.offsets[index : index + 2].tolist()
-            found[:, begin:end] = placed[:, row, : end - begin]
-    return processes.sum(found).cpu()
+            result[:, begin:end] = placed[:, row, : end - begin]
+    return processes.sum(result).cpu()

@@ -21,16 +21,16 @@ from fsbarrier.settings.sections import LoraSettings
 from fsbarrier.training.policy import decoder_of
 from fsbarrier.training.slices import distinct, whole_tensor
 
-# peft's name of the only adapter, which is part of its parameters' names in the model and not in files.
+# peft's name of the only adapter. Names of parameters contain it in the model, but not in files.
 ADAPTER = "default"
-# What peft wraps a model into, as its files name the parameters.
+# How the names of parameters begin in peft's files, which name them in a wrapped model.
 PREFIX = "base_model.model."
 NAMEABLE = "name linear layers in lora.targets, such as q_proj,k_proj,v_proj,o_proj"
 
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """The adapters in a model. `layers`: peft's layers by the name of the weight that they add to, as it is without them."""
+    """The adapters in a model. `layers`: peft's layers by the weight that each adds to, under the weight's name without adapters."""
 
     config: Any
     layers: Mapping[str, Any]
@@ -102,12 +102,12 @@ class Adapters:
 def _beside_the_decoder(causal: PreTrainedModel) -> list[str]:
     """The linear layers of a model's vision encoder, which get no adapters."""
     inside = {*decoder_of(causal).modules(), causal.get_output_embeddings()}
-    linear = ((name, one) for name, one in causal.named_modules() if isinstance(one, torch.nn.Linear))
-    return [name for name, one in linear if one not in inside]
+    linear = ((name, layer) for name, layer in causal.named_modules() if isinstance(layer, torch.nn.Linear))
+    return [name for name, layer in linear if layer not in inside]
 
 
 def _refuse_tied_head(causal: PreTrainedModel, settings: LoraSettings) -> None:
-    """What is served has one weight for both, so nothing can be added to the head alone. Raises UsageError."""
+    """Refuse adapters in a tied head: head and embedding are served as one weight, so the head alone cannot change. Raises UsageError."""
     head = causal.get_output_embeddings()
     if head is None or head.weight is not causal.get_input_embeddings().weight:
         return
@@ -120,8 +120,8 @@ def _refuse_tied_head(causal: PreTrainedModel, settings: LoraSettings) -> None:
 
 
 def _refuse_other_layers(chosen: Mapping[str, Any], settings: LoraSettings) -> None:
-    """peft puts adapters into more than linear layers; what those would add is not merged here. Raises UsageError."""
-    for name, one in chosen.items():
-        if not isinstance(one.get_base_layer(), torch.nn.Linear):
+    """Refuse adapters in other than linear layers: peft allows them, but `merged` cannot merge them. Raises UsageError."""
+    for name, layer in chosen.items():
+        if not isinstance(layer.get_base_layer(), torch.nn.Linear):
             said = f"lora.targets: {name} is" if settings.targets else f"lora.rank={settings.rank}: {name} is"
             raise UsageError(f"{said} no linear layer (a mixture of experts has such); {NAMEABLE}")

@@ -58,7 +58,7 @@ class PolicySums(NamedTuple):
 
 
 class ValueSums(NamedTuple):
-    """The same for a critic."""
+    """The sums of a critic's update, which are shown in the same way."""
 
     value_clipped: Tensor
 
@@ -145,7 +145,7 @@ def value_loss(
     mask: Tensor,
     divisor: Divisor,
 ) -> LossSums:
-    """A critic's loss: half the squared error, or if that is larger, that of a value which is at most `clip` from the old one."""
+    """A critic's loss: half the squared error, or that of the value clipped to within `clip` of the old one if that is larger."""
     error = (new - returns).square()
     bounded = error if clip is None else (torch.clamp(new, old - clip, old + clip) - returns).square()
     sums = ValueSums(value_clipped=(mask & (bounded > error)).sum().double())
@@ -169,7 +169,7 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 # Computes the loss of each token from `new`, the ratio, and the weight: the advantage, or with rft the reward.
 TokenObjective = Callable[[AlgorithmSettings, Tensor, Tensor, Tensor], Tensor]
-# Says from the ratio and the weight which tokens' ratio is at the lower and at the upper bound.
+# Tells from the ratio and the weight which tokens are clipped at the lower bound and which at the upper bound.
 Bounded = Callable[[AlgorithmSettings, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -187,7 +187,7 @@ def token_loss_of(loss: LossName) -> tuple[TokenObjective, Bounded]:
 
 
 def clipped_surrogate(algorithm: AlgorithmSettings, new: Tensor, ratio: Tensor, weight: Tensor) -> Tensor:
-    """PPO's. Without the dual clip a negative advantage with a large ratio would be unbounded."""
+    """PPO's objective. Without the dual clip a negative advantage with a large ratio would be unbounded."""
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
     bounded = ratio if algorithm.dual_clip is None else ratio.clamp(max=algorithm.dual_clip)
     return (-torch.minimum(bounded * weight, ratio.clamp(low, high) * weight)).expand_as(new)
@@ -245,14 +245,14 @@ def mismatch_weight(algorithm: AlgorithmSettings, log_ratio: Tensor, mask: Tenso
 
 def kl_estimate(estimator: KlEstimator, new: Tensor, other: Tensor) -> Tensor:
     """The KL divergence of `new` from `other`, estimated from tokens sampled by `new`."""
-    apart = (other - new).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+    log_ratio = (other - new).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
     match estimator:
         case "k1":
-            return -apart
+            return -log_ratio
         case "k2":
-            return apart.square() / 2
+            return log_ratio.square() / 2
         case "k3":
-            return apart.exp() - apart - 1
+            return log_ratio.exp() - log_ratio - 1
 
 
 # --- aggregation --------------------------------------------------------------------------------------------------------
@@ -276,17 +276,17 @@ def aggregated(aggregation: Aggregation, token_loss: Tensor, mask: Tensor, divis
 
 
 def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each token given those before it, at the sampling temperature: its log-probability, and the entropy and the self-certainty (the
-    KL divergence of the uniform distribution) of what it was drawn from.
+    """Compute each token's log-probability given those before it, at the sampling temperature, and the entropy and the self-certainty (the
+    KL divergence of the uniform distribution) of the distribution that it was drawn from.
 
     logits [batch, length, vocabulary], tokens [batch, length] -> three times [batch, length]; position 0, which nothing predicts, is 0.
     """
     all_log_probs = (logits[:, :-1].float() / (temperature if temperature > 0 else 1.0)).log_softmax(2)
     chosen = all_log_probs.gather(2, tokens[:, 1:, None]).squeeze(2)
     entropy = -(all_log_probs.exp() * all_log_probs).sum(2)
-    there = all_log_probs > LEAST
-    counts = there.sum(2)
-    certainty = -all_log_probs.detach().where(there, 0.0).sum(2) / counts - counts.log()
+    sampleable = all_log_probs > LEAST
+    counts = sampleable.sum(2)
+    certainty = -all_log_probs.detach().where(sampleable, 0.0).sum(2) / counts - counts.log()
     chosen, entropy, certainty = (
         torch.nn.functional.pad(one, (1, 0)) for one in (chosen, entropy, certainty)
     )

@@ -1,4 +1,4 @@
-"""Micro-batches: which sequences of a minibatch run through the model at once, on which process, and padded or packed."""
+"""Splits a minibatch into micro-batches: which sequences run through the model at once, on which process, padded or packed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MicroBatch:
     """The inputs of a forward pass, and the values that the loss needs.
 
     `inputs` are the model's arguments. Their input_ids hold the sequences below each other, padded on the right, or *packed*: one after
-    the other in a single row, which only an attention that keeps them apart may get. `wanted` (bool, like input_ids) are the tokens that
+    the other in a single row, which only suits an attention that keeps them apart. `wanted` (bool, like input_ids) are the tokens that
     the policy sampled. For the loss: mask (bool), engine, old, reference (or None) [sequences, longest], padded in either case; weights
     [sequences], or [sequences, longest] where each token has its own; current (bool) [sequences]; for a critic values and returns.
     """
@@ -36,7 +36,7 @@ class MicroBatch:
 
     @classmethod
     def of(cls, batch: TrainingBatch, indices: list[int], device: torch.device, *, packed: bool) -> Self:
-        """These sequences of a batch."""
+        """Make a micro-batch of these sequences of a batch."""
         spans = [slice(int(batch.offsets[i]), int(batch.offsets[i + 1])) for i in indices]
         tokens = [batch.token_ids[span].long() for span in spans]
         sampled = [batch.loss_mask[span].bool() for span in spans]
@@ -65,26 +65,26 @@ class MicroBatch:
         weights = batch.weights[chosen] if by_token is None else padded(by_token)
         parts = [wanted, mask, engine, old, weights, batch.current[chosen].bool()]
         further = (batch.reference, batch.values, batch.returns)
-        there = {name: value.to(device) for name, value in inputs.items()}
+        on_device = {name: value.to(device) for name, value in inputs.items()}
         return cls(
-            there,
+            on_device,
             *(part.to(device) for part in parts),
             *(None if one is None else padded(one).to(device) for one in further),
         )
 
     def placed(self, found: Tensor) -> Tensor:
-        """[sequences, longest]: what the model found for the wanted tokens, in their places for the loss; elsewhere 0."""
+        """Place the model's outputs for the wanted tokens in a [sequences, longest] tensor for the loss; 0 elsewhere."""
         return torch.zeros_like(self.engine).masked_scatter(self.mask, found)
 
 
 def plan(
     indices: list[int], lengths: list[int], world: int, *, most_tokens: int, packed: bool
 ) -> list[list[list[int]]]:
-    """One minibatch's micro-batches: [rank][round] -> indices of sequences, in the same number of rounds for every rank.
+    """Return a minibatch's micro-batches: [rank][round] -> indices of sequences, in the same number of rounds for every rank.
 
-    Dealt out by length, so that ranks get equal work and a micro-batch little padding. A micro-batch has at most
-    `most_tokens` tokens, with the padding that it has unless it is packed, but always at least one sequence.
-    A rank with nothing left has an empty one. Every process computes the whole plan, so that nothing needs to be agreed on.
+    Sequences are dealt out by length, so that ranks get equal work and micro-batches little padding. A micro-batch has at most
+    `most_tokens` tokens, padding included unless it is packed, but always at least one sequence. A rank with nothing left
+    gets empty ones. Every process computes the whole plan, so nothing needs to be agreed on.
     """
     dealt = sorted(indices, key=lambda index: (-lengths[index], index))
     ranks = [_micro_batches(dealt[rank::world], lengths, most_tokens, packed) for rank in range(world)]
@@ -95,16 +95,16 @@ def plan(
 def _micro_batches(
     longest_first: list[int], lengths: list[int], most_tokens: int, packed: bool
 ) -> list[list[int]]:
-    found: list[list[int]] = []
+    batches: list[list[int]] = []
     tokens = 0
     for index in longest_first:
-        last = found[-1] if found else []
-        # The first of a micro-batch is its longest, to which the others are padded.
+        last = batches[-1] if batches else []
+        # The first sequence of a micro-batch is its longest; the others are padded to its length.
         more = lengths[index] if packed or not last else lengths[last[0]]
         if last and tokens + more <= most_tokens:
             last.append(index)
             tokens += more
         else:
-            found.append([index])
+            batches.append([index])
             tokens = lengths[index]
-    return found
+    return batches

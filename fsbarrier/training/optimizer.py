@@ -1,4 +1,4 @@
-"""The optimizer and its learning rate: AdamW without weight decay on norms and biases."""
+"""Makes the optimizer and computes its learning rate: AdamW without weight decay on norms and biases."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_optimizer(parameters: Iterable[Parameter], settings: OptimizerSettings)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """The learning rate of the next step."""
+    """Set the learning rate of the next step."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -38,7 +38,7 @@ def _dimensions(parameter: Parameter) -> int:
 
 
 def learning_rate_of(settings: OptimizerSettings, step: int) -> float:
-    """The learning rate of the run's `step`-th optimizer step: evenly more in the first `warmup_steps`, then by the schedule."""
+    """The learning rate of the run's `step`-th optimizer step: it rises linearly for `warmup_steps`, then follows the schedule."""
     if step < settings.warmup_steps:
         return settings.lr * step / settings.warmup_steps
     if settings.schedule == "constant" or settings.decay_steps is None:

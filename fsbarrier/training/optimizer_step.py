@@ -1,4 +1,4 @@
-"""The optimizer steps of one update: gradients of each minibatch's loss, clipped and applied."""
+"""Does the optimizer steps of one update: gradients of each minibatch's loss, clipped and applied."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Sums:
 
 
 class Objective(Protocol):
-    """What a model is trained for: the policy's, below, and the critic's (critic.py)."""
+    """What a model is trained for; the policy has PolicyObjective, and the critic has critic.ValueObjective."""
 
     #: the names of the sums over tokens
     sums: Sequence[str]
@@ -53,16 +53,16 @@ class Objective(Protocol):
     def loss(
         self, found: tuple[Tensor, ...], micro: MicroBatch, mask: Tensor, chosen: list[int], divisor: Divisor
     ) -> LossSums:
-        """The part of a micro-batch in the minibatch's loss. `found`: what the model found, [sequences, longest]; `chosen`: the
-        sequences, none where nothing counts."""
+        """A micro-batch's contribution to the minibatch's loss. `found`: the model's outputs, each [sequences, longest]; `chosen`: the
+        micro-batch's sequences, empty if it has weight zero."""
 
     def computed(self, totals: Sums) -> None:
-        """The gradient of a minibatch is there, and its step not yet done; every process calls this. Raises ProgramFailed."""
+        """Every process calls this between a minibatch's gradient and its step. Raises ProgramFailed."""
 
 
 @dataclass
 class PolicyObjective:
-    """The policy's: minibatch_loss. In the first step its log-probabilities are compared with the engine's."""
+    """Trains the policy with losses.minibatch_loss. In the first step its log-probabilities are compared with the engine's."""
 
     settings: Settings
     trainer: Trainer
@@ -83,7 +83,7 @@ class PolicyObjective:
         new, entropy, _ = found
         if self._gap is not None:
             self._gap.add(new, micro, mask, chosen)
-        # What nobody has sampled has the ratio 1.
+        # Tokens of examples (SFT) were not sampled, and are NaN; they get the ratio 1.
         old, engine = (torch.where(one.isnan(), new.detach(), one) for one in (micro.old, micro.engine))
         values = TokenValues(new, old, engine, entropy, micro.reference)
         return minibatch_loss(self.settings.algorithm, values, micro.weights, mask, divisor)
@@ -161,8 +161,8 @@ def accumulate(
     for number, chosen in enumerate(mine, start=1):
         micro = MicroBatch.of(batch, chosen or indices[:1].tolist(), processes.device, packed=trained.packs)
         mask = micro.mask if chosen else torch.zeros_like(micro.mask)
-        found = trained.backend.model(micro.inputs, micro.wanted, settings.rollout.temperature)
-        part = objective.loss(tuple(micro.placed(one) for one in found), micro, mask, chosen, divisor)
+        outputs = trained.backend.model(micro.inputs, micro.wanted, settings.rollout.temperature)
+        part = objective.loss(tuple(micro.placed(one) for one in outputs), micro, mask, chosen, divisor)
         # Gradients are summed over micro-batches and processes, which gives the gradient of the whole minibatch's loss.
         trained.backend.backward(part.loss, last=number == len(mine))
         sums += torch.stack([part.loss.detach().double(), *part.sums])

@@ -11,7 +11,7 @@ It is called for each micro-batch with those of these tensors that it has as par
     mask        bool: the tokens to train on; the other tensors are 0 elsewhere
 
 and returns the loss of each token, [sequences, length]. As with the built-in losses, `algorithm.mismatch` then weights it, the KL and the
-entropy are added, and `algorithm.aggregation` reduces it over the minibatch; what stands outside the mask does not count. A minibatch is
+entropy are added, and `algorithm.aggregation` reduces it over the minibatch; tokens outside the mask do not count. A minibatch is
 split into micro-batches, so the loss of a sequence must not depend on the other sequences: try_loss.py checks it before a run starts.
 """
 
@@ -34,33 +34,33 @@ TokenLoss = Callable[..., Tensor]
 
 @cache
 def load_loss(value: str) -> TokenLoss:
-    """The user's function ("path/file.py:function"), to be called with all PARAMETERS. Raises UsageError; so does a call that fails."""
-    function, said = load_named("algorithm.loss", value), f"algorithm.loss={value}"
+    """Load the user's function ("path/file.py:function"); the result takes all PARAMETERS. It and its calls raise UsageError."""
+    function, setting = load_named("algorithm.loss", value), f"algorithm.loss={value}"
     if not callable(function):
-        raise UsageError(f"{said}: {value.rpartition(':')[2]} is not a function")
+        raise UsageError(f"{setting}: {value.rpartition(':')[2]} is not a function")
     parameters = inspect.signature(function).parameters
     anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     wanted = [name for name in PARAMETERS if anything or name in parameters]
     try:
         inspect.signature(function).bind(**dict.fromkeys(wanted))
     except TypeError as error:
-        raise UsageError(f"{said}: its parameters may be {', '.join(PARAMETERS)}: {error}") from None
+        raise UsageError(f"{setting}: its parameters may be {', '.join(PARAMETERS)}: {error}") from None
 
     def call(**given: Tensor | None) -> Tensor:
         try:
-            found = function(**{name: given[name] for name in wanted})
+            losses = function(**{name: given[name] for name in wanted})
         except torch.OutOfMemoryError:
             raise
         # The user's code may raise anything.
         except (Exception, SystemExit) as error:
-            raise UsageError(f"{said}: {described_failure(error, code_file(function))}") from None
+            raise UsageError(f"{setting}: {described_failure(error, code_file(function))}") from None
         wanted_like = given["new"]
         assert wanted_like is not None
-        if not isinstance(found, Tensor) or found.shape != wanted_like.shape:
-            gave = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else repr(found)[:80]
+        if not isinstance(losses, Tensor) or losses.shape != wanted_like.shape:
+            gave = f"a tensor {list(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)[:80]
             raise UsageError(
-                f"{said}: must return the loss of each token, a tensor {list(wanted_like.shape)}, but gave {gave}"
+                f"{setting}: must return the loss of each token, a tensor {list(wanted_like.shape)}, but gave {gave}"
             )
-        return found
+        return losses
 
     return call

@@ -25,7 +25,7 @@ from fsbarrier.settings.sections import TrainerSettings
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.slices import distinct, local_part
 
-# What transformers raises where a folder is no model, or its configuration has a wrong value.
+# transformers raises these if a folder is no model, or its configuration has a wrong value.
 _UNLOADABLE = (
     *(OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError),
     *(SafetensorError, StrictDataclassError),
@@ -48,7 +48,7 @@ def load(
         attention = attention_for(config, settings, made)
         if dtype == "auto":
             kind = _with_exact_buffers(made)
-        model, found = kind.from_pretrained(
+        model, loading = kind.from_pretrained(
             folder,
             config=config,
             attn_implementation=attention,
@@ -58,14 +58,16 @@ def load(
             # A reward model may have a head with more outputs.
             ignore_mismatched_sizes=value,
         )
-    lacking = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
-    for name in [one for one in lacking if value and not one.startswith(f"{model.base_model_prefix}.")]:
+    missing_weights = {*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])}
+    for name in [
+        one for one in missing_weights if value and not one.startswith(f"{model.base_model_prefix}.")
+    ]:
         # A new critic values everything at 0.
         model.get_parameter(name).data.zero_()
-        lacking.remove(name)
+        missing_weights.remove(name)
     # transformers would initialise missing weights randomly and only warn.
-    if lacking:
-        missing = ", ".join(sorted(lacking)[:3])
+    if missing_weights:
+        missing = ", ".join(sorted(missing_weights)[:3])
         raise UsageError(f"the model in {folder} cannot be loaded: it lacks {missing}")
     if not torch.cuda.is_available():
         _move_out_of_files(model)
@@ -73,8 +75,8 @@ def load(
 
 
 def without_weights(folder: Path, settings: TrainerSettings, *, value: bool = False) -> PreTrainedModel:
-    """The model of `load` with parameters that take no memory yet (device "meta"), for those that will hold a part of each."""
-    # Buffers, which no folder has, stay.
+    """Make the model of `load` with parameters that take no memory yet (device "meta"), for a process that will hold a part of each."""
+    # Buffers are made here, because a folder need not contain them.
     with init_empty_weights(include_buffers=False):
         model = from_config(folder, settings, value=value)
     model.tie_weights()
@@ -90,26 +92,26 @@ def fill(
     *,
     value: bool = False,
 ) -> None:
-    """Give each process its part of the weights in `folder`, all of which only the first reads. Every process must call this."""
+    """Give each process its part of the weights in `folder`, which only the first process reads. Every process must call this."""
     whole = stored_weights(folder, settings, value=value) if processes.is_main else {}
-    # A buffer is no parameter, but it can be a weight too: the bias of a router, for example.
-    for name, one in distinct(model.state_dict(keep_vars=True)).items():
-        weight = torch.zeros(one.shape, dtype=one.dtype, device=processes.device)
+    # Buffers are included, because they can be weights too: the bias of a router, for example.
+    for name, tensor in distinct(model.state_dict(keep_vars=True)).items():
+        weight = torch.zeros(tensor.shape, dtype=tensor.dtype, device=processes.device)
         if processes.is_main:
             weight.copy_(whole[name])
-        part = local_part(one, rank=0, world=1)
+        part = local_part(tensor, rank=0, world=1)
         part.data.copy_(part.box.of(processes.from_main(weight), (0,) * weight.dim()))
 
 
 def stored_weights(folder: Path, settings: TrainerSettings, *, value: bool = False) -> dict[str, Tensor]:
-    """All weights of a model by name, for a process that hands them out: parameters in the folder's own precision, which saves memory, and
-    buffers in float32, because they are not trained in another one. Raises UsageError."""
+    """Load all weights of a model by name, for the process that distributes them. Parameters keep the folder's precision, which saves
+    memory; buffers are in float32, which training uses for them. Raises UsageError."""
     weights: dict[str, Tensor] = load(folder, settings, "auto", value=value).state_dict()
     return weights
 
 
 def from_config(folder: Path, settings: TrainerSettings, *, value: bool = False) -> PreTrainedModel:
-    """The model of `load` as its configuration makes it, before it has the weights of the folder. Raises UsageError."""
+    """Make the model of `load` from its configuration, without the weights of the folder. Raises UsageError."""
     with _naming(folder):
         config, kind = _kind(folder, value=value)
         attention = attention_for(config, settings, _class_of(config, kind))
@@ -118,11 +120,11 @@ def from_config(folder: Path, settings: TrainerSettings, *, value: bool = False)
 
 
 def architecture(folder: Path) -> PreTrainedModel:
-    """The model in `folder` without any weights or buffers: what it is made of, and what transformers calls that. Raises UsageError."""
+    """Make the model in `folder` without memory for weights or buffers, to examine its modules and their names. Raises UsageError."""
     with _naming(folder), torch.device("meta"):
         config, kind = _kind(folder, value=False)
-        found: PreTrainedModel = kind.from_config(config)
-    return found
+        model: PreTrainedModel = kind.from_config(config)
+    return model
 
 
 def config_of(folder: Path) -> transformers.PretrainedConfig:
@@ -133,7 +135,7 @@ def config_of(folder: Path) -> transformers.PretrainedConfig:
 
 @contextmanager
 def _naming(folder: Path) -> Iterator[None]:
-    """Raises UsageError for what transformers raises."""
+    """Turn an error of transformers into a UsageError that names the folder."""
     try:
         yield
     except _UNLOADABLE as error:
@@ -141,8 +143,8 @@ def _naming(folder: Path) -> Iterator[None]:
 
 
 def _kind(folder: Path, *, value: bool) -> tuple[transformers.PretrainedConfig, Any]:
-    """A folder's configuration, and the transformers class that makes all of its model. For some families the one for text makes the
-    decoder alone. Raises UsageError."""
+    """Return a folder's configuration, and transformers' auto class that makes the whole model: for some families the one for text makes
+    the decoder alone. Raises UsageError."""
     config = config_of(folder)
     if value:
         config.num_labels = 1
@@ -153,17 +155,17 @@ def _kind(folder: Path, *, value: bool) -> tuple[transformers.PretrainedConfig, 
 
 
 def _class_of(config: transformers.PretrainedConfig, kind: Any) -> type[PreTrainedModel]:
-    """The class of the model that transformers' class for a kind of model makes of a configuration. Raises ValueError."""
-    found = kind._model_mapping.get(type(config), None)
-    if found is None:
+    """The model class that transformers' auto class `kind` chooses for a configuration. Raises ValueError."""
+    listed = kind._model_mapping.get(type(config), None)
+    if listed is None:
         raise ValueError(f"{kind.__name__} of transformers knows no {config.model_type} model")
-    made: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
+    made: type[PreTrainedModel] = listed[0] if isinstance(listed, tuple) else listed
     return made
 
 
 def _with_exact_buffers(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A class whose models load their buffers in float32, whatever the precision of their parameters. transformers' own ones round some
-    families' buffers to that precision."""
+    """A class whose models load their buffers in float32, whatever the precision of their parameters. The original
+    classes round some families' buffers to that precision."""
 
     def post_init(self: PreTrainedModel) -> None:
         kind.post_init(self)
@@ -174,13 +176,13 @@ def _with_exact_buffers(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def decoder_of(model: PreTrainedModel) -> Module:
-    """The part of a model that reads and writes text, and for a vision model without its output head."""
-    found: Module = model.get_decoder() if sees(model.config.to_dict()) else model
-    return found
+    """The part of a model that reads and writes text; for a vision model, without its output head."""
+    decoder: Module = model.get_decoder() if sees(model.config.to_dict()) else model
+    return decoder
 
 
 def vision_parameters(model: PreTrainedModel) -> list[Parameter]:
-    """The parameters of a model beside its decoder and its output head."""
+    """The parameters of a vision model outside its decoder and its output head; [] for other models."""
     if not sees(model.config.to_dict()):
         return []
     head = model.get_output_embeddings()
@@ -189,25 +191,26 @@ def vision_parameters(model: PreTrainedModel) -> list[Parameter]:
 
 
 def _first_sentence(error: Exception) -> str:
-    """Its first line, and the next one too if the first only announces it."""
+    """The first line of an error, and the next one too if the first only announces it."""
     first, *more = str(error).splitlines() or [type(error).__name__]
     return f"{first} {more[0].strip()}" if first.endswith(":") and more else first
 
 
 def _move_out_of_files(model: PreTrainedModel) -> None:
-    """Copy each weight into memory that PyTorch allocates. What is computed on an accelerator is copied there in any case.
+    """Copy each weight into memory that PyTorch allocates. (With an accelerator, weights are copied to it in any case.)
 
-    safetensors maps files, so a weight's address depends on the length of its file's header. How MKL adds up the product of a matrix and
-    a single token's vector depends on the matrix's alignment, so one and the same policy would train to other last bits from other files.
+    safetensors maps files, so a weight's address depends on the length of its file's header. MKL's order of additions in the product of a
+    matrix and a single token's vector depends on the matrix's alignment, so the same policy would train to different last bits if its
+    weights came from different files.
     """
-    for one in (*model.parameters(), *model.buffers()):
-        one.data = one.data.clone()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def _for_training(model: PreTrainedModel, settings: TrainerSettings) -> PreTrainedModel:
     disable_dropout(model)
-    for one in vision_parameters(model) if settings.freeze == "vision" else ():
-        one.requires_grad_(False)
+    for parameter in vision_parameters(model) if settings.freeze == "vision" else ():
+        parameter.requires_grad_(False)
     checkpointing = settings.gradient_checkpointing
     if torch.cuda.is_available() if checkpointing is None else checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -217,7 +220,7 @@ def _for_training(model: PreTrainedModel, settings: TrainerSettings) -> PreTrain
 def attention_for(
     config: transformers.PretrainedConfig, settings: TrainerSettings, made: type[PreTrainedModel]
 ) -> str:
-    """Which of transformers' attentions computes what the model's does. Raises UsageError for flash-attention where it is not there."""
+    """Choose an attention of transformers that computes what the model defines. Raises UsageError if flash-attention is not available."""
     if settings.attention == "flash_attention_2":
         if not transformers.utils.is_flash_attn_2_available():
             raise UsageError(
@@ -229,14 +232,14 @@ def attention_for(
                 f"trainer.attention=flash_attention_2: transformers has none for {made.__name__}; use trainer.attention=sdpa"
             )
         return settings.attention
-    # PyTorch's scaled_dot_product_attention knows no cap on attention's scores, and transformers would leave it out. Nor does it know the
-    # sinks of gpt-oss; transformers refuses to load such a family with it.
+    # PyTorch's scaled_dot_product_attention cannot cap attention scores, and transformers would leave the cap out. It has no attention
+    # sinks (gpt-oss) either; transformers refuses to load such a family with it.
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     return "eager" if capped or not made._supports_sdpa else settings.attention
 
 
 def disable_dropout(model: PreTrainedModel) -> None:
-    """The engine samples without dropout, so the trainer's log-probabilities must be without it too."""
+    """Turn dropout off: the engine samples without it, so the trainer's log-probabilities must be computed without it too."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

@@ -1,4 +1,4 @@
-"""What an update computes of the requested tokens: the policy log-probabilities, entropies and self-certainties, the critic values."""
+"""Models that compute numbers for requested tokens: a policy log-probabilities, entropies and self-certainties, a critic values."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fsbarrier.training.losses import token_log_probs
 
 
 class TokenModel(nn.Module):
-    """A model of transformers that finds numbers for tokens. `causal`: the unchanged model, for loading, naming and saving; `head`: the
-    part of it that is a unit of its own when it is sharded."""
+    """A model of transformers that computes numbers for tokens. `causal`: the unchanged model, for loading, naming and saving; `head`: the
+    part of it that is sharded as a unit of its own."""
 
     causal: PreTrainedModel
     head: nn.Module | None
 
     def forward(self, inputs: Mapping[str, Tensor], wanted: Tensor, temperature: float) -> tuple[Tensor, ...]:
-        """float32 [wanted tokens], in order, for each number. `inputs`: what the model takes, among it input_ids [rows, length].
+        """Return one float32 [wanted tokens] for each number. `inputs`: the model's arguments, with input_ids [rows, length].
         `wanted`: bool [rows, length], never a row's first token."""
         raise NotImplementedError
 
@@ -33,8 +33,8 @@ class TokenModel(nn.Module):
 class PolicyModel(TokenModel):
     """A language model of transformers, which may take images too, that does not materialize all logits.
 
-    `head`: computes with its output head, or None if this architecture processes its logits in an unknown way: then the model's own
-    forward computes all logits at once.
+    `head`: computes log-probabilities with the model's output head. It is None if the architecture processes its logits in an unknown
+    way; then the model's own forward computes all logits at once.
     """
 
     def __init__(self, causal: PreTrainedModel, max_logits_bytes: int = LOGITS_BYTES) -> None:
@@ -73,10 +73,10 @@ class PolicyModel(TokenModel):
             return log_probs[wanted], entropies[wanted], certainties[wanted]
         hidden = self.causal.base_model(**inputs, use_cache=False)[0]
         at = wanted.flatten().nonzero().squeeze(1)
-        found: tuple[Tensor, Tensor, Tensor] = self.head(
+        outputs: tuple[Tensor, Tensor, Tensor] = self.head(
             hidden.flatten(0, 1)[at - 1], tokens.flatten()[at], temperature
         )
-        return found
+        return outputs
 
 
 class ValueModel(TokenModel):
@@ -88,7 +88,7 @@ class ValueModel(TokenModel):
         self.head = None
 
     def forward(self, inputs: Mapping[str, Tensor], wanted: Tensor, temperature: float) -> tuple[Tensor]:
-        """The value of each token: what is still to come, as far as the tokens before it tell."""
+        """The value of each token: the expected return from it on, given the tokens before it."""
         values = self.causal(**inputs, use_cache=False).logits.flatten()
         at = wanted.flatten().nonzero().squeeze(1)
         return (values[at - 1].float(),)

@@ -20,7 +20,7 @@ from fsbarrier.processes.addresses import name_interface
 from fsbarrier.processes.limits import memory_bytes
 from fsbarrier.settings.sections import TrainerSettings
 
-# Until a collective operation fails that not all processes join.
+# A collective operation fails if not all processes join it within this time.
 TIMEOUT = timedelta(minutes=30)
 
 T = TypeVar("T")
@@ -139,14 +139,14 @@ GATHER_BYTES = 64 << 20
 
 
 def gather_json(value: T) -> list[T]:
-    """What each process gave, by rank: JSON data, in which a tuple arrives as a list. Every process must call this.
+    """Gather the `value` of each process, by rank, as JSON data; a tuple arrives as a list. Every process must call this.
 
-    Nothing is unpickled: `torch.distributed.all_gather_object` runs whatever code a peer sends, and whoever reaches the ports of an
+    Nothing is unpickled: `torch.distributed.all_gather_object` runs any code that a peer sends, and anyone who reaches the ports of an
     update can be a peer. Raises ProgramFailed if a process sends more than 64 MiB, or something that is not JSON.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
-    # In host memory, where gloo carries it whatever the accelerators use.
+    # Tensors in host memory go through gloo, whatever the accelerators use.
     own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([own.numel()]))
@@ -157,10 +157,10 @@ def gather_json(value: T) -> list[T]:
     padded[: own.numel()] = own
     everyone = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(everyone, padded)
-    found = []
+    values = []
     for rank, (sent, size) in enumerate(zip(everyone, sizes, strict=True)):
         try:
-            found.append(json.loads(sent[: int(size)].numpy().tobytes()))
+            values.append(json.loads(sent[: int(size)].numpy().tobytes()))
         except (ValueError, RecursionError):
             raise ProgramFailed(f"process {rank} of this update sent something that is not JSON") from None
-    return found
+    return values

@@ -1,4 +1,4 @@
-"""The starting point of an update: the policy that sampled the rollouts, or an earlier one if its trainer state was not saved."""
+"""Finds the starting point of an update: the policy that sampled the rollouts, or an earlier one if its trainer state was not saved."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fsbarrier.training.trainer import Trainer
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """`model`: the folder of the weights. `state_in`: the newest version with a trainer state, if any, and `trained_since`: the batches
-    that were trained from there to the policy to train. `again`: those of them that are to be trained again first, as the processes that
-    had done so have ended. `went_back`: the reason for an earlier policy, or "". `note`: for people."""
+    """`model`: the folder of the weights. `state_in`: the newest version with a trainer state, if any; `trained_since`: the batches that
+    led from it to the policy to train. `again`: those of them to train again first, because the processes that had trained them have ended.
+    `went_back`: why an earlier policy is trained, or "". `note`: a message for people."""
 
     trainer: Trainer
     model: Path
@@ -62,7 +62,7 @@ def begin(processes: Processes, settings: Settings, copy: NodeCopy | None, spec:
     """Load the policy to train with its trainer state from the shared directory.
 
     If this version was saved without one (`checkpoint.trainer_every`), begins with the newest version that has one. The batches that were
-    trained since then are trained again, or where one of them is gone, the policy falls back to that version. Raises the errors of
+    trained since then are trained again, or where one of them is gone, training falls back to that version. Raises the errors of
     Trainer.load.
     """
     model, first, policy_version = spec.model, spec.first_model, spec.policy_version
@@ -91,10 +91,10 @@ def begin(processes: Processes, settings: Settings, copy: NodeCopy | None, spec:
         f"policy version {policy_version} was saved without its trainer state (checkpoint.trainer_every), and the processes that held it "
         "have ended; "
     )
-    # As when the next version was made: a critic that is new has the same first weights.
+    # This is the seed that the next version was made with, so a new critic gets the same first weights.
     torch.manual_seed(number + 1)
     trainer, batches = load(origin, state, number), spec.batch.parent
-    # The nodes' listings may differ, so all must have found them.
+    # Nodes may see different directory listings, so all of them must have found the batches.
     if since and all(gather_json(all((batches / name).is_file() for name in since))):
         note = f"{lost}trained again from version {number} on: {counted(len(since), 'batch', 'batches')}"
         return Beginning(trainer, origin, state_in, since, again=since, note=note)

@@ -62,7 +62,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 
 @cache
 def _name_of(dtype: torch.dtype) -> str:
-    """As the format calls it."""
+    """The name of a dtype in the format."""
     data = save({"none": torch.empty(0, dtype=dtype)})
     name: str = json.loads(data[8:])["none"]["dtype"]
     return name

@@ -38,7 +38,7 @@ class Layout:
         return self.shards == 1 or self.zero_stage in (1, 2)
 
     def described(self, processes: Processes) -> str:
-        """A description of the layout."""
+        """Describe the layout for people."""
         copies, dtype = processes.world // self.shards, str(processes.dtype).removeprefix("torch.")
         how = f"replicated on {copies}" if self.shards == 1 else f"sharded over {self.shards}"
         if self.shards > 1 and copies > 1:
@@ -88,7 +88,7 @@ def shard(model: TokenModel, layout: Layout, processes: Processes) -> None:
     # The output head belongs to two modules, of which one is a unit.
     fully_shard(model, ignored_params=sharded, **options)
     for unit in (*inner, model):
-        # `fully_shard` makes every module that it is given one of these.
+        # `fully_shard` has made each of these modules an FSDPModule.
         assert isinstance(unit, FSDPModule)
         # Sum gradients instead of averaging: each loss is already normalised over all processes' tokens.
         unit.set_gradient_divide_factor(1.0)
@@ -107,7 +107,7 @@ def _materialise(model: TokenModel, device: torch.device) -> None:
     tied = head is not None and head.weight is embedding.weight
     buffers = [(module, name, one) for module in model.modules() for name, one in module._buffers.items()]
     model.to_empty(device=device)
-    # `to_empty` has replaced the buffers too, which had their content and were on the right device.
+    # Put the buffers back, which `to_empty` replaced too: they had their content, on the right device.
     for module, name, one in buffers:
         module._buffers[name] = one
     if tied:
@@ -123,8 +123,8 @@ def mesh_of(layout: Layout, processes: Processes) -> DeviceMesh:
 
 
 def inner_units(model: TokenModel) -> list[Module]:
-    """The inner units, innermost first. A tied head and its embedding stay together in the outermost unit, and so does what is frozen
-    beside the decoder: a micro-batch without images does not run it, and other processes must not wait for that."""
+    """The inner units, innermost first. A tied head and its embedding stay together in the outermost unit, and so do frozen
+    blocks outside the decoder: a micro-batch without images does not run them, and other processes must not wait for their gathering."""
     causal = model.causal
     names, decoder = set(causal._no_split_modules or ()), set(decoder_of(causal).modules())
     blocks = [
@@ -140,7 +140,7 @@ def inner_units(model: TokenModel) -> list[Module]:
         )
     embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
     if head is None:
-        # A critic's, which is small.
+        # A critic's head is small and stays in the outermost unit.
         return [*reversed(blocks), embedding]
     ends = [] if head.weight is embedding.weight else [embedding, model.head or head]
     return [*reversed(blocks), *ends]

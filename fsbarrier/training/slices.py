@@ -36,7 +36,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partitioned:
-    """A tensor of which only its library knows where the parts are: DeepSpeed's. `gather` gives the whole; every process must call it."""
+    """A tensor whose parts only its library can find (DeepSpeed). `gather` returns the whole; every process must call it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -79,20 +79,20 @@ def local_part(tensor: Tensor | Partitioned, rank: int, world: int) -> LocalPart
 
 def whole_tensor(tensor: Tensor | Partitioned, dtype: torch.dtype) -> Tensor:
     """Gather a whole tensor; floating-point tensors are converted to `dtype`. Every process must call this in the same order."""
-    found = tensor.gather() if isinstance(tensor, Partitioned) else tensor.detach()
-    if found.is_floating_point():
-        found = found.to(dtype)
-    return found.full_tensor() if isinstance(found, DTensor) else found
+    whole = tensor.gather() if isinstance(tensor, Partitioned) else tensor.detach()
+    if whole.is_floating_point():
+        whole = whole.to(dtype)
+    return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
 
 def distinct(tensors: Mapping[str, T]) -> dict[str, T]:
     """Each tensor once, under the first of its names, because a tied head and its embedding are one parameter.
 
-    The result is the same on all processes. It does not compare memory addresses, because a process may hold nothing of a tensor.
+    The result is the same on all processes. It does not compare memory addresses, because a process may hold no part of a tensor.
     """
     names: dict[int, str] = {}
-    for name, one in tensors.items():
-        names.setdefault(id(one), name)
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), name)
     return {name: tensors[name] for name in names.values()}
 
 
@@ -118,7 +118,7 @@ def parts_to_write(
         part = local_part(tensor, rank, world)
         writer = shares.next(part.replicas, tensor.numel() * tensor.element_size())
         if part.replica == writer and part.data.numel():
-            # What was gathered to be written waits in host memory.
+            # A gathered tensor waits in host memory until it is written.
             gathered = isinstance(tensor, Partitioned)
             mine[name] = replace(part, data=part.data.cpu()) if gathered else part
     return mine

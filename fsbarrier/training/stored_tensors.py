@@ -81,7 +81,7 @@ class StoredTensors:
             raise ProgramFailed(f"{self.folder}: {missing} values of {name} are missing")
 
     def _blocks(self, part: StoredPart, name: str, common: Box) -> Iterator[tuple[Box, Tensor]]:
-        """The blocks of a part that have something of `common`, each with its place in the whole tensor."""
+        """The blocks of a part that overlap `common`, each with its place in the whole tensor."""
         path = self.folder / part.file
         with naming_the_file(path):
             file = self._file(part.file)

@@ -1,18 +1,18 @@
-"""Advantages that need a model's numbers, so that the update makes them: token by token with a critic or a KL divergence in the reward, of
-self-certainty, and of a teacher.
+"""Computes, in the update, the advantages that need a model's numbers: token by token with a critic or a KL divergence in the reward, from
+self-certainty, and from a teacher.
 
-Each token has a reward: minus the coefficient times its log-ratio policy / reference (`algorithm.kl_in_reward`); the last one of a
-trajectory has the trajectory's own in addition. With a critic its advantage is generalised advantage estimation's (Schulman et al. 2016,
-arXiv 1506.02438). Without one it is the sum of the rewards from it on, which is what it can still change (Ouyang et al. 2022, 2203.02155;
-Hu et al. 2025, 2501.03262), and the same formula with values of 0. The sampled tokens of a trajectory follow each other here: what lies
+Each token has a reward: minus the coefficient times its log-ratio policy / reference (`algorithm.kl_in_reward`); the last token of a
+trajectory also gets the trajectory's reward. With a critic its advantage is generalised advantage estimation's (Schulman et al. 2016,
+arXiv 1506.02438). Without one it is the sum of the rewards from the token on, which it can still change (Ouyang et al. 2022, 2203.02155;
+Hu et al. 2025, 2501.03262); that is the same formula with values of 0. The sampled tokens of a trajectory count as consecutive: anything
 between two of them, like an answer of a tool or the border of two segments, has no reward and no value.
 
 An answer's self-certainty (`algorithm.self_certainty`: Zhao et al. 2025, Intuitor, arXiv 2505.19590, computed as its verl variant) is the
 mean over its tokens of the KL divergence of the uniform distribution over the vocabulary from the one that the token was drawn from, at the
-sampling temperature. Phase 8 leaves the rewards in the place of the weights.
+sampling temperature. For this, phase 8 stores rewards in place of weights.
 
-On-policy distillation (`algorithm.loss=distil`): the advantage of a sampled token is by how much the teacher finds it likelier than the
-policy did before the first step, log(teacher / policy). Its policy gradient is that of the reverse KL divergence KL(policy || teacher)
+On-policy distillation (`algorithm.loss=distil`): the advantage of a sampled token is log(teacher / policy): how much likelier it is for
+the teacher than for the policy before the first step. Its policy gradient is that of the reverse KL divergence KL(policy || teacher)
 token by token, without later tokens (Agarwal et al. 2024, arXiv 2306.13649; thinkingmachines.ai/blog/on-policy-distillation). The
 clipped loss of `grpo` applies. `algorithm.distil_reward` adds the advantages of the run's reward.
 """
@@ -28,7 +28,7 @@ from fsbarrier.settings.sections import AlgorithmSettings
 from fsbarrier.training.advantages import batch_advantages, group_advantages
 from fsbarrier.training.batch import TrainingBatch
 
-# The most by which one update changes the adaptive coefficient for an error in the KL divergence, before the horizon.
+# One update adapts the coefficient to at most this relative error of the KL divergence, scaled down by the horizon.
 MOST_ERROR = 0.2
 #: how slowly the coefficient adapts, in trajectories; verl's default
 HORIZON = 10_000
@@ -37,8 +37,8 @@ HORIZON = 10_000
 def with_token_weights(
     batch: TrainingBatch, algorithm: AlgorithmSettings, kl_coef: float
 ) -> tuple[TrainingBatch, float | None]:
-    """The batch with a weight for each token, if the settings ask for it, and the KL divergence in its rewards, a mean over trajectories
-    of their means over tokens. Log-probabilities and values must be there: every process has all. `kl_coef`: the coefficient of now."""
+    """Add a weight for each token, if the settings ask for it. Also returns the KL divergence in the rewards, a mean over trajectories of
+    their means over tokens. Every process needs all log-probabilities and values. `kl_coef`: the current coefficient."""
     reference = batch.reference if algorithm.kl_in_reward else None
     if (reference is None and batch.values is None) or not len(batch.weights):
         return batch, None
@@ -60,13 +60,13 @@ def with_token_weights(
         values = batch.values[sampled].double()
         own = gae(rewards, values, counts, algorithm.gamma, algorithm.lam)
         batch = replace(batch, returns=placed(own + values))
-    # What is normalised over the batch's tokens includes the KL and the values, so phase 8 has left it to be done here.
+    # The normalisation over the batch's tokens is done here and not in phase 8, because it includes the KL and the values.
     weights = placed(batch_advantages(own, torch.ones_like(own), algorithm))
     return replace(batch, token_weights=weights), mean_kl
 
 
 def adapted(kl_coef: float, kl: float, trajectories: int, algorithm: AlgorithmSettings) -> float:
-    """The coefficient after an update: it grows while the KL divergence is above `algorithm.kl_target` (Ziegler et al. 2019, arXiv
+    """The coefficient after an update. It grows while the KL divergence is above `algorithm.kl_target` (Ziegler et al. 2019, arXiv
     1909.08593); fixed without a target."""
     if algorithm.kl_target is None:
         return kl_coef
@@ -75,23 +75,23 @@ def adapted(kl_coef: float, kl: float, trajectories: int, algorithm: AlgorithmSe
 
 
 def gae(rewards: Tensor, values: Tensor, counts: Tensor, gamma: float, lam: float) -> Tensor:
-    """[tokens]: generalised advantage estimation. `counts`: the tokens of each trajectory; after its last one nothing is to come."""
-    found = torch.zeros_like(rewards)
-    # The longest first, so that those that still have a token are the first ones.
+    """[tokens]: generalised advantage estimation. `counts`: the tokens of each trajectory; the value after its last one is 0."""
+    advantages = torch.zeros_like(rewards)
+    # Sort the longest first, so that the trajectories with tokens left are the first ones.
     lengths, order = counts.sort(descending=True)
     ends = counts.cumsum(0)[order]
     advantage = next_value = rewards.new_zeros(len(counts))
     for back in range(1, int(lengths[0]) + 1):
-        there = int((lengths >= back).sum())
-        at = ends[:there] - back
-        error = rewards[at] + gamma * next_value[:there] - values[at]
-        advantage, next_value = error + gamma * lam * advantage[:there], values[at]
-        found[at] = advantage
-    return found
+        running = int((lengths >= back).sum())
+        at = ends[:running] - back
+        error = rewards[at] + gamma * next_value[:running] - values[at]
+        advantage, next_value = error + gamma * lam * advantage[:running], values[at]
+        advantages[at] = advantage
+    return advantages
 
 
 def with_self_certainty(batch: TrainingBatch, algorithm: AlgorithmSettings) -> TrainingBatch:
-    """The batch with advantages of rewards and self-certainties, if the settings ask for it; every process has all of both."""
+    """Compute advantages from rewards and self-certainties, if the settings ask for it. Every process needs all of both."""
     if not algorithm.self_certainty or batch.certainty is None:
         return batch
     begins = batch.continues == 0
@@ -114,7 +114,7 @@ def with_self_certainty(batch: TrainingBatch, algorithm: AlgorithmSettings) -> T
 
 
 def with_distillation(batch: TrainingBatch, algorithm: AlgorithmSettings) -> TrainingBatch:
-    """The batch with the teacher's advantages, if the settings ask for them; what it has by then are those of the reward."""
+    """Add the teacher's advantages to those of the reward, which the batch already has, if the settings ask for them."""
     if algorithm.loss != "distil" or batch.teacher is None:
         return batch
     by_token = batch.token_weights

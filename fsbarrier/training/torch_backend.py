@@ -23,7 +23,7 @@ from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout
 from fsbarrier.training.slices import distinct
 
-# How many gradients one all-reduce of our own takes.
+# Number of gradients that `_sum_gradients` puts into one all-reduce.
 TOGETHER = 16
 
 

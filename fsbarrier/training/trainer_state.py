@@ -1,4 +1,4 @@
-"""The trainer state: fp32 weights, the optimizer's moments, and the step count.
+"""Saves and restores the trainer state: fp32 weights, the optimizer's moments, and the step count.
 
 On disk it is the folder "trainer" of a policy version: safetensors files, and layout.json with the position of each part in its tensor. It
 does not depend on the number of processes that wrote it.
@@ -31,7 +31,7 @@ WEIGHT = "weight"
 @dataclass(frozen=True, slots=True)
 class TrainerState:
     """One process's part. `tensors`: names like "exp_avg/model.norm.weight"; `scalars`: the optimizer's counters; `kl_in_reward`: the
-    coefficient of now, which may adapt."""
+    current coefficient, which may adapt."""
 
     optimizer_steps: int
     tensors: Mapping[str, Tensor | Partitioned]
@@ -85,9 +85,9 @@ class StateLayout:
 
 
 def read_checked(folder: Path, trained: Set[str], policy_version: int) -> StateLayout:
-    """The layout of a state that these parameters can go on from.
+    """Read a state's layout and check that it fits the parameters `trained`.
 
-    Raises ProgramFailed naming what it lacks, or has too much, or that it belongs to another version.
+    Raises ProgramFailed naming what is missing, what is not a parameter, or the version that it belongs to.
     """
     layout = StateLayout.read(folder)
     if layout.policy_version != policy_version:
@@ -109,9 +109,9 @@ def read_checked(folder: Path, trained: Set[str], policy_version: int) -> StateL
 def restore(
     folder: Path, parameters: Mapping[str, Tensor], optimizer: Optimizer, policy_version: int
 ) -> StateLayout:
-    """Go on from a trainer state, whichever processes wrote it: this one reads its own parts.
+    """Restore a trainer state, whichever processes wrote it; each process reads its own parts.
 
-    Raises ProgramFailed naming the file that is damaged, lacks something, or belongs to another version.
+    Raises ProgramFailed naming the file that is damaged, incomplete, or of another version.
     """
     layout = read_checked(folder, parameters.keys(), policy_version)
     for full, value in layout.scalars.items():
@@ -127,7 +127,7 @@ def restore(
                 stored.fill(full, parameter)
                 continue
             state = optimizer.state[parameter]
-            # Where the optimizer has a place for it already, maybe on another device, that is filled.
+            # If the optimizer already holds this tensor, perhaps on another device, fill that.
             if key not in state:
                 state[key] = torch.empty_like(parameter, requires_grad=False)
             stored.fill(full, state[key])

@@ -9,7 +9,7 @@ from fsbarrier.errors import UsageError
 from fsbarrier.settings.sections import AlgorithmSettings
 from fsbarrier.training.own_loss import load_loss
 
-#: of two sequences, with three and two tokens
+#: the numbers of tokens of the two sequences
 LENGTHS = [3, 2]
 GIVEN = {
     "new": [[-0.5, -1.2, -2.0], [-0.9, -0.4, 0.0]],
@@ -23,16 +23,16 @@ GIVEN = {
 
 def try_loss(algorithm: AlgorithmSettings) -> None:
     """Raises UsageError if the function in `algorithm.loss` cannot be trained with."""
-    said = f"algorithm.loss={algorithm.loss}"
+    setting = f"algorithm.loss={algorithm.loss}"
     value, gradient = measured(algorithm, [0, 1])
     if not torch.isfinite(torch.cat([value, gradient.flatten()])).all():
-        raise UsageError(f"{said}: its loss, or its gradient, is not finite")
+        raise UsageError(f"{setting}: its loss, or its gradient, is not finite")
     if not gradient.any():
-        raise UsageError(f"{said}: its loss has no gradient; compute it from `new`, which is the policy's")
+        raise UsageError(f"{setting}: its loss has no gradient; compute it from `new`, which is the policy's")
     values, gradients = zip(*(measured(algorithm, [row]) for row in (0, 1)), strict=True)
     if not near(value, torch.stack(values).sum(0)) or not near(gradient, torch.cat(gradients)):
         raise UsageError(
-            f"{said}: the loss of a sequence depends on what is beside it, but a minibatch is split into parts whose losses are added; "
+            f"{setting}: the loss of a sequence depends on what is beside it, but a minibatch is split into parts whose losses are added; "
             "make the loss of each token of its own sequence"
         )
 
@@ -45,9 +45,9 @@ def measured(algorithm: AlgorithmSettings, rows: list[int]) -> tuple[Tensor, Ten
     """The sum of these sequences' losses, [1], and its gradients to `new` and `entropy`, [sequences, 2, 3]."""
     longest = max(LENGTHS[row] for row in rows)
     mask = torch.arange(longest) < torch.tensor([LENGTHS[row] for row in rows])[:, None]
-    given = {name: torch.tensor(one)[rows, :longest] for name, one in GIVEN.items()}
+    given = {name: torch.tensor(values)[rows, :longest] for name, values in GIVEN.items()}
     learned = [given[name].requires_grad_() for name in ("new", "entropy")]
-    # As an update gives them.
+    # An update passes zeros outside the mask.
     given = {name: torch.where(mask, values, 0.0) for name, values in given.items()}
     refers = algorithm.kl_coef or algorithm.kl_in_reward
     loss = load_loss(algorithm.loss)(**given | ({} if refers else {"reference": None}), mask=mask)[mask].sum()

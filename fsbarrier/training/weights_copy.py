@@ -3,7 +3,7 @@
     FOLDER/policy-000006.g0004.unchecked/model/   what the node's processes of the update write: the files of weights
     FOLDER/policy-000006.g0004/model/             the same with the small files beside, compared with the committed version's manifest
 
-The node's daemon makes the folder, and it goes with that daemon. Nobody reads a copy that still has its first name.
+The folder exists as long as the node's daemon, which makes it. Engines never read a copy whose name ends in `.unchecked`.
 """
 
 from __future__ import annotations
@@ -60,9 +60,13 @@ class WeightsCopy:
         copy = self.unchecked(version)
         manifest = checkpoints.check_sizes(model.parent)
         # An engine does not need the adapters, which are merged into the weights.
-        here, adapter = f"{model.name}/", f"{model.name}/adapter/"
-        named = manifest.files.items()
-        wanted = {name: one for name, one in named if name.startswith(here) and not name.startswith(adapter)}
+        prefix, adapter_prefix = f"{model.name}/", f"{model.name}/adapter/"
+        listed = manifest.files.items()
+        wanted = {
+            name: one
+            for name, one in listed
+            if name.startswith(prefix) and not name.startswith(adapter_prefix)
+        }
         weights = [name for name in wanted if name.endswith(".safetensors")]
         if not weights or not all((copy.parent / name).is_file() for name in weights):
             size = sum(wanted[name].size for name in weights)
