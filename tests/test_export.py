@@ -178,7 +178,7 @@ def test_no_file_outside_is_copied_through_a_link(tmp_path: Path, name: str, ver
 @pytest.mark.torch
 def test_a_new_policy_version_takes_over_what_the_one_before_lists(tmp_path: Path) -> None:
     """Else a link that somebody plants there would have a private file listed, and exported, as part of the next version."""
-    from fsbarrier.training.checkpoint_write import copy_beside
+    from fsbarrier.training.beside_weights import copy_beside
 
     log_path, outside = tmp_path / "run", tmp_path / "private"
     outside.write_text("a canary")

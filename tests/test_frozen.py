@@ -117,13 +117,13 @@ def test_a_restart_is_told_with_the_last_lines_and_shown(engine: FrozenEngine, t
 
 
 def test_an_engine_that_always_dies_is_given_up(engine: FrozenEngine) -> None:
-    url = f"{engine.address.root}/health"
+    url, key = f"{engine.address.root}/health", {"Authorization": f"Bearer {engine.address.api_key}"}
     for death in range(MOST_DEATHS + 1):
         kill_all(engine)
         if death < MOST_DEATHS:
-            assert httpx.get(url, trust_env=False, timeout=240.0).status_code == 200
+            assert httpx.get(url, headers=key, trust_env=False, timeout=240.0).status_code == 200
     with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
-        httpx.get(url, trust_env=False, timeout=240.0)
+        httpx.get(url, headers=key, trust_env=False, timeout=240.0)
     assert engine.failure.startswith("engines.rm died 4 times: vLLM was ended by signal 9")
 
 
@@ -263,7 +263,7 @@ def test_engines_on_one_accelerator_must_fit_together() -> None:
     def refused(**changes: object) -> list[str]:
         values = {f"engines.judge.{name}": value for name, value in {"model": "M", **changes}.items()}
         settings = Settings(num_nodes=4, rank_weights=(1.0,) * 4).with_values(
-            {"placement.rollout": "0-19", "placement.update": "24-31", **values}
+            {"placement.rollout": "0-19", "placement.update": "24-31", "allow_idle": True, **values}
         )
         node = replace(Fingerprint(), accelerators=[("nvidia X", 80 * 2**30, 0)] * 8)
         found = check_nodes(dict.fromkeys(range(4), node), {}, settings, 0)

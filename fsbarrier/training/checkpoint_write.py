@@ -15,7 +15,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -32,10 +31,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from fsbarrier.engine.model import INDEX
 from fsbarrier.errors import ProgramFailed, first_line
 from fsbarrier.rundir import checkpoints
-from fsbarrier.rundir.hashed_file import FileDigest, HashedFile, copy_hashed, digest_of
-from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.store import files, owned, reading
+from fsbarrier.rundir.hashed_file import FileDigest, digest_of
+from fsbarrier.store import files, owned
 from fsbarrier.training import safetensors_file
+from fsbarrier.training.beside_weights import ADAPTER, write_beside, write_bytes
 from fsbarrier.training.lora import Adapters
 from fsbarrier.training.processes import gather_json
 from fsbarrier.training.slices import Partitioned, Shares, parts_to_write, whole_tensor
@@ -47,25 +46,7 @@ T = TypeVar("T")
 
 # Maximum size of a weight file, and the size below which files are not split just to give every process one.
 LARGEST_FILE, SMALLEST_FILE = 5 << 30, 256 << 20
-# Files not copied from the previous model folder: weights in any format, because they are not the new version's.
-WEIGHTS = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".index.json",
-    ".onnx",
-    ".onnx_data",
-    ".h5",
-    ".msgpack",
-)
-CONFIG = "config.json"
-# How a configuration calls the precision of the weights; the second is the older name.
-PRECISION = ("dtype", "torch_dtype")
 FOLDERS = ("model", "trainer", CRITIC)
-# Subfolder of a model folder with the adapters merged into its weights.
-ADAPTER = "adapter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +176,8 @@ def _write(out: Path, version: NewVersion, rank: int, world: int) -> Written:
     if version.adapters is not None:
         _write_adapters(out / "model" / ADAPTER, version.model, version.adapters, rank, written)
     if rank == 0:
-        _write_beside(out, version, written)
+        beside = write_beside(out, version.beside, version.model.config, version.dtype)
+        written.digests |= {f"model/{name}": digest for name, digest in beside.items()}
     files.fsync_dir(out / "model")
     if version.trainer is not None:
         files.make_dirs(out / "trainer")
@@ -280,86 +262,6 @@ def _layer(name: str) -> str:
     return block.group() if block else name
 
 
-def _write_beside(out: Path, version: NewVersion, written: Written) -> None:
-    """Copy what lies beside the weights of the previous policy byte for byte; its configuration says the new weights' precision."""
-    model, beside = out / "model", version.beside
-    if beside is not None:
-        root = _made_below(beside, out)
-        copied = copy_beside(beside, model, root)
-        written.digests |= {f"model/{name}": digest for name, digest in copied.items()}
-    if beside is not None and (beside / CONFIG).is_file():
-        written.digests[f"model/{CONFIG}"] = _copy_config(
-            beside / CONFIG, model / CONFIG, version.dtype, root
-        )
-    else:
-        config = deepcopy(version.model.config)
-        config.dtype = version.dtype
-        config.save_pretrained(model)
-        written.digests[f"model/{CONFIG}"] = digest_of(model / CONFIG)
-
-
-def _copy_config(source: Path, target: Path, dtype: torch.dtype, root: Path | None) -> FileDigest:
-    """transformers would write another file: in newer words, with every default, and without what it does not know."""
-    held = reading.json_object(source, ProgramFailed)
-    wanted = _in_precision(held, str(dtype).removeprefix("torch."))
-    if not any(name in wanted for name in PRECISION):
-        wanted[PRECISION[0]] = str(dtype).removeprefix("torch.")
-    if wanted == held:
-        return copy_hashed(source, target, root)
-    return _write_bytes(target, json.dumps(wanted, indent=2).encode())
-
-
-def _in_precision(config: Mapping[str, object], dtype: str) -> dict[str, object]:
-    """A configuration, and those of its parts, for weights in this precision."""
-    return {
-        name: dtype
-        if name in PRECISION
-        else _in_precision(value, dtype)
-        if isinstance(value, Mapping) and name != "quantization_config"
-        else value
-        for name, value in config.items()
-    }
-
-
-def _made_below(beside: Path, out: Path) -> Path | None:
-    """The run's folder that contains the model folder `beside`; None if `beside` is the user's own folder."""
-    if beside.parent.parent == out.parent:
-        # The checkpoints folder, which may be a symbolic link to a larger disk.
-        return out.parent
-    log_path = out.parent.parent
-    return log_path if beside.is_relative_to(RunPaths(log_path).first_policy) else None
-
-
-def copy_beside(source: Path, out: Path, root: Path | None) -> dict[str, FileDigest]:
-    """Copy the files of a model folder and of the folders in it, other than weights and its configuration; returns the copied ones by
-    their path in it. Hidden folders are not copied (`.git`, `.cache`).
-
-    `root`: the folder of the run that contains `source`; for a policy version there, only files in its manifest are copied. None: a user's
-    own folder, which may contain links to files, as the Hugging Face cache does. Raises OSError, ProgramFailed.
-    """
-    listed: Mapping[str, FileDigest] | None = None
-    if root is not None and (source.parent / checkpoints.MANIFEST).exists():
-        listed = checkpoints.read_manifest(source.parent).files
-    copied = dict[str, FileDigest]()
-    for path in sorted(source.rglob("*")):
-        name = path.relative_to(source)
-        hidden = any(folder.startswith(".") for folder in name.parts[:-1])
-        if hidden or name.parts[0] == ADAPTER or str(name) == CONFIG or path.name.endswith(WEIGHTS):
-            continue
-        if not path.is_file() or (root is not None and path.is_symlink()):
-            continue
-        key = f"{source.name}/{name}"
-        if listed is not None and key not in listed:
-            continue
-        digest = None if listed is None else listed[key]
-        target = out / name
-        files.make_dirs(target.parent)
-        copied[str(name)] = checkpoints.copy_listed(path, target, digest, root)
-    for folder in {(out / name).parent for name in copied}:
-        files.fsync_dir(folder)
-    return copied
-
-
 def _write_part(folder: Path, state: TrainerState, rank: int, world: int, written: Written) -> None:
     mine = parts_to_write(state.tensors, rank, world)
     if not mine:
@@ -381,7 +283,7 @@ def _write_layout(
         for name, part in one.parts.items():
             tensors[name].parts.append(part)
     layout = StateLayout(policy_version, state.optimizer_steps, state.scalars, tensors, state.kl_in_reward)
-    return _write_bytes(path, msgspec.json.encode(layout))
+    return write_bytes(path, msgspec.json.encode(layout))
 
 
 def _commit(out: Path, version: NewVersion, written: Sequence[Sequence[Written]]) -> str:
@@ -413,10 +315,4 @@ def write_index(model: Path, weights: Mapping[str, str], total: int) -> dict[str
     if len(set(weights.values())) < 2:
         return {}
     index = {"metadata": {"total_size": total}, "weight_map": dict(weights)}
-    return {f"model/{INDEX}": _write_bytes(model / INDEX, json.dumps(index, indent=1).encode())}
-
-
-def _write_bytes(path: Path, data: bytes) -> FileDigest:
-    with HashedFile(path) as file:
-        file.write(data)
-    return file.digest
+    return {f"model/{INDEX}": write_bytes(model / INDEX, json.dumps(index, indent=1).encode())}
