@@ -106,13 +106,10 @@ def test_a_node_with_one_role_is_struck(tmp_path: Path, rank: int, phase: int) -
         assert leftovers(cluster.log_path) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("back", "apart"),
-    [
-        ((1, 2), False),
-        pytest.param((1,), False, marks=pytest.mark.slow),
-        pytest.param((1,), True, marks=pytest.mark.slow),
-    ],
+    [((1, 2), False), ((1,), False), ((1,), True)],
     ids=["both are back", "one is back", "the first one is back, without which the others had gone on"],
 )
 def test_a_role_comes_back_whose_holders_are_all_killed(
