@@ -1,1 +1,1 @@
-"""Arithmetic that needs no accelerator: what a model takes of its memory, and what a run of given settings comes to."""
+"""Estimates that need no accelerator: the memory that a model takes, and the resources that a run of given settings needs."""

@@ -1,4 +1,4 @@
-"""The computations of `fsbarrier plan`: the resources a run needs on given machines, and whether it fits. Pure.
+"""Computes `fsbarrier plan`: the resources that a run needs on given machines, and whether it fits. Pure.
 
 If it does not fit, each problem is one line with the required and available amounts, and the nearest settings that work.
 """
@@ -34,8 +34,8 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """The engines of one model: the nodes, how many each has, and how many nodes share one; bytes per accelerator by part, and tokens in
-    the cache of each."""
+    """The engines of one model on `nodes`: `replicas` per node, or per `over` nodes that share one. `parts`: bytes per accelerator;
+    `cache_tokens`: the tokens that fit into the cache of each."""
 
     nodes: int
     accelerators: int
@@ -48,7 +48,7 @@ class EnginePlan:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointBytes:
-    """One checkpoint's model, critic and trainer state, and all that are on disk while one is being written."""
+    """Sizes of one checkpoint's model, critic and trainer state; `kept`: of all checkpoints on disk while one is being written."""
 
     model: int
     trainer_state: int
@@ -63,7 +63,7 @@ class ClusterPlan:
     cluster: Cluster
     # --- rollouts ---
     rollout: EnginePlan
-    # Of the frozen engines, by name.
+    # The plan of each frozen engine, by name.
     engines: Mapping[str, EnginePlan]
     # --- the update ---
     world: int
@@ -71,9 +71,9 @@ class ClusterPlan:
     load: UpdateLoad
     optimizer_steps: int
     available: int
-    # --- what stays ---
+    # --- checkpoints and host memory ---
     checkpoint: CheckpointBytes
-    # What is offloaded to each node's own memory.
+    # Bytes that are offloaded to each node's own memory.
     host: int
     problems: tuple[str, ...]
 
@@ -128,7 +128,7 @@ def make_plan(
 def checkpoint_bytes(
     parameters: int, trained: int, element: int, settings: Settings, critic: int
 ) -> CheckpointBytes:
-    """`trained`: the parameters that have gradients; `element`: the bytes of a number in the type that updates compute in; `critic`: the
+    """Estimate the sizes. `trained`: the parameters that have gradients; `element`: bytes per element of the compute dtype; `critic`: the
     parameters of a critic."""
     serving = EXACT if element == EXACT else 2
     # The served weights do not contain the adapters separately.
@@ -141,7 +141,7 @@ def checkpoint_bytes(
 
 
 def bytes_of_a_number(trainer: TrainerSettings, *, on_cpu: bool) -> int:
-    """Of the type that an update computes in."""
+    """Bytes per element of the compute dtype."""
     dtype = trainer.dtype if trainer.dtype != "auto" else "float32" if on_cpu else "bfloat16"
     return EXACT if dtype == "float32" else 2
 
@@ -187,7 +187,7 @@ def _available(cluster: Cluster, per_node: int) -> int:
 
 
 def _held(machines: Cluster, placed: str) -> Cluster:
-    """The part of the machines that holds a role, with the fewest accelerators that a node has of it. Raises UsageError."""
+    """The part of the machines that holds a role; `accelerators` is the smallest number that a node gives to it. Raises UsageError."""
     ranges = Ranges.parse(placed.partition("=")[2])
     held = ranges.holders(range(machines.nodes), machines.accelerators)
     beyond = None if ranges.nodes else ranges.beyond(machines.nodes * machines.accelerators)
@@ -206,7 +206,7 @@ def _held(machines: Cluster, placed: str) -> Cluster:
 def _engine(
     shape: ModelShape, engine: ServerSettings, group: str, cluster: Cluster
 ) -> tuple[EnginePlan, list[str]]:
-    """The engines of one model, and problems. `group`: how the names of their settings begin."""
+    """Plan the engines of one model; also returns the problems. `group`: how the names of their settings begin."""
     size, over = engine.tensor_parallel_size, engine.over
     plan = EnginePlan(cluster.nodes, cluster.accelerators, tensor_parallel_size=size, over=over)
     try:
@@ -222,16 +222,16 @@ def _engine(
     if tokens >= longest:
         return plan, []
     # Prefer sizes that leave no accelerator idle.
-    sizes = sorted(range(over, most + 1, over), key=lambda one: most % one > 0)
-    fits = [one for one in sizes if _engine_parts(shape, engine, cluster, one)[1] >= longest]
+    sizes = sorted(range(over, most + 1, over), key=lambda size: most % size > 0)
+    fits = [n for n in sizes if _engine_parts(shape, engine, cluster, n)[1] >= longest]
     nearest = f"{group}.tensor_parallel_size={fits[0]}" if fits else "more memory, or a smaller model"
     why = (
         f"there is room for {tokens:,} tokens beside the weights, but one sequence may have {longest:,} ({group}.max_model_len)"
         if parts
         else f"{shape.heads} attention heads and {shape.key_value_heads} KV heads cannot be split so"
     )
-    said = f"{group}.tensor_parallel_size={size}: {why}; the nearest that works: {nearest}"
-    return plan, [said]
+    problem = f"{group}.tensor_parallel_size={size}: {why}; the nearest that works: {nearest}"
+    return plan, [problem]
 
 
 def _splits(shape: ModelShape, size: int) -> bool:
@@ -275,7 +275,7 @@ def _update_problems(
 
 
 def _nearest(shape: ModelShape, settings: Settings, cluster: Cluster) -> str:
-    """The settings with which the update would fit on these machines, the cheapest first; each is added to those before it."""
+    """Settings with which the update would fit on these machines; changes are added one after the other, the cheapest first."""
     per_node = processes_per_node(settings.trainer, cluster)
     load, said = update_load(shape, settings, cluster)[1], dict[str, str]()
     changes: tuple[tuple[str, Any], ...] = (
@@ -297,11 +297,11 @@ def _nearest(shape: ModelShape, settings: Settings, cluster: Cluster) -> str:
     return "more nodes, or accelerators with more memory"
 
 
-# --- what is shown of it --------------------------------------------------------------------------------------------------------
+# --- the plan as text and JSON --------------------------------------------------------------------------------------------------------
 
 
 def lines(plan: ClusterPlan) -> list[str]:
-    """The figures by topic."""
+    """The plan for people, a line or two per topic."""
     cluster, load, checkpoint = plan.cluster, plan.load, plan.checkpoint
     parts = load.parts
     size = f"{_number(load.shape.parameters)} parameters"
@@ -313,15 +313,15 @@ def lines(plan: ClusterPlan) -> list[str]:
     if cluster.accelerators:
         machines += f" of {counted(cluster.accelerators, 'accelerator')} with {_size(cluster.memory_bytes)}"
     each = "each accelerator" if cluster.accelerators else "each process"
-    said = [machines]
+    text = [machines]
     for what, engine in {"rollouts": plan.rollout, **plan.engines}.items():
         used, there = engine.replicas * engine.tensor_parallel_size // engine.over, engine.accelerators
         idle = f" over {counted(used, 'accelerator')}, {there - used} idle" if 0 < used < there else ""
         some = f" on {counted(engine.nodes, 'node')}" if engine.nodes < cluster.nodes else ""
         share = "a node" if engine.over == 1 else f"for each {engine.over} nodes"
-        said.append(f"{what:<13} {counted(engine.replicas, 'engine')} {share}{some}{idle}")
+        text.append(f"{what:<13} {counted(engine.replicas, 'engine')} {share}{some}{idle}")
         if engine.parts:
-            said.append(
+            text.append(
                 f"  {each}: {_parts(engine.parts)}; the cache holds {engine.cache_tokens:,} tokens an engine"
             )
     if plan.copies == plan.world:
@@ -331,7 +331,7 @@ def lines(plan: ClusterPlan) -> list[str]:
     if load.zero_stage is not None:
         sharded = f"DeepSpeed ZeRO-{load.zero_stage}: {sharded.partition(': ')[2]}"
     critic = f"critic {_size(checkpoint.critic)}, " if checkpoint.critic else ""
-    said += [
+    text += [
         f"update        {counted(plan.world, 'process', 'processes')}, {sharded}; {counted(plan.optimizer_steps, 'step')}, in "
         f"micro-batches of {load.tokens:,} tokens",
         f"  {each}: {_parts(parts)}; {_size(sum(parts.values()))} of {_size(max(0, plan.available))}",
@@ -339,8 +339,8 @@ def lines(plan: ClusterPlan) -> list[str]:
         f"{_size(checkpoint.kept)} on disk with those that are kept",
     ]
     if plan.host:
-        said.append(f"host memory   of each node {_size(plan.host)} for what is offloaded")
-    return said
+        text.append(f"host memory   of each node {_size(plan.host)} for what is offloaded")
+    return text
 
 
 def as_json(plan: ClusterPlan) -> dict[str, object]:

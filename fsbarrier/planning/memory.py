@@ -1,6 +1,6 @@
 """Estimates the memory of one process of an update, and finds a sharding that fits. Pure.
 
-The real memory also depends on kernels and on fragmentation; the journal has that of each update.
+The real memory also depends on kernels and on fragmentation; the journal shows the real peak of each update.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Offload = Literal["none", "optimizer", "all"]
 OVERHEAD_BYTES = 2 * GIB
 # Master weights, gradients and each of the two moments are in float32.
 EXACT = 4
-# Logits are computed in float32, and their gradient with them.
+# Two float32 copies: the logits and their gradient.
 LOGITS_COPIES = 2
-# What the logits of a micro-batch may take at once; beyond that they are computed in slices.
+# Memory limit of a micro-batch's logits; larger ones are computed in slices.
 LOGITS_BYTES = 512 << 20
-# A sharded update holds two units at a time in the type it computes in, one of which it fetches ahead, and the gradient of one
-# in that type and in float32.
+# A sharded update holds two units at a time in the compute dtype, one of them fetched ahead, and the gradient of one unit in the
+# compute dtype and in float32.
 UNITS_AHEAD = 2
 
 
@@ -33,10 +33,9 @@ UNITS_AHEAD = 2
 class UpdateLoad:
     """One process's part of an update. `shards`: over how many processes one copy of the model is split.
 
-    `element`: the bytes of a number in the type it computes in. `tokens`: of one micro-batch, padding included. `logits`: so
-    many positions have logits at once.
-    `reference`: whether it is held against another policy. `critic`: what is trained beside it. `zero_stage`: DeepSpeed's, None without
-    it; `shards` are then all processes.
+    `element`: bytes per element of the compute dtype. `tokens`: tokens of one micro-batch, padding included. `logits`: the number
+    of positions whose logits are in memory at once. `reference`: whether a reference policy is read. `critic`: the model that is trained
+    beside the policy. `zero_stage`: DeepSpeed's stage, None without it; `shards` is then the number of all processes.
     """
 
     shape: ModelShape
@@ -54,7 +53,7 @@ class UpdateLoad:
 
     @classmethod
     def whole(cls, shape: ModelShape, settings: Settings, *, element: int, accelerated: bool) -> Self:
-        """Of an update with these settings where each process has a copy of its own."""
+        """The load of one process without sharding, for these settings."""
         trainer = settings.trainer
         # A trajectory that is longer than a micro-batch is alone in it.
         tokens = max(settings.engine.max_model_len, trainer.max_tokens_per_micro_batch)
@@ -79,7 +78,7 @@ class UpdateLoad:
 
     @property
     def parts(self) -> Mapping[str, int]:
-        """Bytes on the accelerator, by part, at the moment when there are most."""
+        """Bytes on the accelerator at the peak, by part."""
         moments = self._moments() if self.critic is None else self._moments_of_two()
         return max(moments, key=lambda parts: sum(parts.values()))
 
@@ -89,18 +88,18 @@ class UpdateLoad:
 
     @property
     def _idle(self) -> dict[str, int]:
-        """What stays while the other of policy and critic computes."""
+        """The parts that stay in memory while the other model (policy or critic) computes."""
         return {**self._held(), "gathered": 0, "gradients": 0}
 
     @property
     def _critic(self) -> UpdateLoad | None:
-        """The critic's own part. Its head has one output, and no other model is held against it."""
+        """The critic's own load. Its head has one output, and it has no reference model."""
         if self.critic is None:
             return None
         return replace(self, shape=self.critic, critic=None, logits=0, reference=False, frozen=0)
 
     def _moments_of_two(self) -> Iterator[Mapping[str, int]]:
-        """The policy computes, or the critic."""
+        """The parts while the policy computes, and while the critic computes."""
         critic = self._critic
         assert critic is not None
         for parts in self._moments():
@@ -122,19 +121,19 @@ class UpdateLoad:
             **computing,
         }
         if self.offload == "optimizer" and self.zero_stage is None:
-            # PyTorch's optimizer steps on the accelerator: all moments are there then, and what the backward pass needed no longer is.
+            # PyTorch's optimizer steps on the accelerator, which then holds all moments, and nothing of the backward pass any more.
             moments = 2 * self.trained * EXACT // self.shards
             yield {**held, "gathered": 0, "moments": moments, "overhead": OVERHEAD_BYTES}
         if self.reference:
-            # Before the first step the other policy is read, without gradients, and let go again.
+            # Before the first step the reference policy is loaded, read without gradients, and freed.
             activations = layer_bytes(self.shape, self.tokens, self.element)
             yield {**held, "gradients": 0, **self._reference_parts(), "activations": activations, **computing}
 
     def _held(self) -> dict[str, int]:
-        """What one process has of the policy and its optimizer while it computes; a copy that is whole in the type that it computes
-        in is not gathered. DeepSpeed's stage 3 shards as `trainer.shard=all` does; its own buffers are not counted."""
+        """The parts that one process holds of the policy and its optimizer while it computes. Nothing is gathered if each process has a
+        whole copy in the compute dtype. DeepSpeed's stage 3 shards like `trainer.shard=all`; its own buffers are not counted."""
         shape, shards, everything = self.shape, self.shards, self.shape.trained == self.shape.parameters
-        # With adapters the base has no master weights of its own.
+        # With adapters the base model has no float32 master weights.
         base = EXACT if everything else self.element
         sharded = (shape.parameters * base + (not everything) * self.trained * EXACT) // shards
         moments = 2 * self.trained * EXACT // shards if self.offload == "none" else 0
@@ -147,7 +146,7 @@ class UpdateLoad:
         gathered = 0
         if shards > 1 or self.element < base or away:
             gathered = shape.largest_unit * (UNITS_AHEAD * self.element + everything * (self.element + EXACT))
-            # It belongs to the outermost unit, which stays while the others come and go.
+            # The vision encoder is in the outermost unit, which stays gathered while the others come and go.
             gathered += shape.vision * self.element
         return {
             "weights": 0 if away else sharded,
@@ -157,7 +156,7 @@ class UpdateLoad:
         }
 
     def _reference_parts(self) -> dict[str, int]:
-        """A copy of its own on each process in the type that is computed in, or shards in float32 (log_prob_pass.py)."""
+        """The reference policy: a whole copy on each process in the compute dtype, or shards in float32 (log_prob_pass.py)."""
         if self.shards == 1:
             return {"reference": self.shape.parameters * self.element}
         gathered = UNITS_AHEAD * self.shape.largest_unit * self.element
@@ -172,7 +171,7 @@ class UpdateLoad:
         critic = self._critic.on_host if self._critic is not None else 0
         moments = 2 * self.trained * EXACT // self.shards + critic
         if self.offload == "optimizer":
-            # DeepSpeed's optimizer steps there, so its float32 weights and their gradients are there too.
+            # DeepSpeed's optimizer steps on the host, so its float32 weights and their gradients are there too.
             return moments if self.zero_stage is None else 2 * moments
         reference = self.shape.parameters * EXACT if self.reference and self.shards > 1 else 0
         weights = (self.shape.parameters + self.trained) * EXACT
@@ -180,7 +179,7 @@ class UpdateLoad:
 
 
 def activation_bytes(shape: ModelShape, tokens: int, element: int, *, checkpointing: bool) -> int:
-    """What the backward pass needs of the forward pass. Attention keeps no matrix of all pairs of tokens."""
+    """Bytes that the forward pass keeps for the backward pass. Attention keeps no matrix of all pairs of tokens."""
     layer = layer_bytes(shape, tokens, element)
     if not checkpointing:
         return shape.layers * layer
@@ -189,16 +188,16 @@ def activation_bytes(shape: ModelShape, tokens: int, element: int, *, checkpoint
 
 
 def layer_bytes(shape: ModelShape, tokens: int, element: int) -> int:
-    """What one layer computes from its input."""
+    """Bytes of the activations of one layer."""
     # The two norms of a layer compute in float32.
     return tokens * (shape.width * element + 2 * shape.hidden * EXACT)
 
 
 def choose_sharding(load: UpdateLoad, *, nodes: int, per_node: int, available: int) -> Sharding:
-    """What `trainer.shard=auto` means: the least sharding with which an update fits into `available` bytes a process.
+    """Choose for `trainer.shard=auto`: the least sharding with which an update fits into `available` bytes a process.
 
-    Whatever shards less sends less over the network. `per_node`: processes a node. Where nothing fits it is the way that needs
-    least, "all". All processes must choose from the same numbers: the least memory of any, not each one's own.
+    Less sharding means less network traffic. `per_node`: processes per node. If nothing fits, choose the sharding that needs the least
+    memory. All processes must choose from the same number: the smallest memory of any process, not each one's own.
     """
     for shard in ways(nodes, per_node):
         if replace(load, shards=shards_of(shard, nodes, per_node)).total <= available:
@@ -207,8 +206,8 @@ def choose_sharding(load: UpdateLoad, *, nodes: int, per_node: int, available: i
 
 
 def ways(nodes: int, per_node: int) -> tuple[Sharding, ...]:
-    """The ways to shard that differ, the least sharded first: within a node only where it has several processes, and over all
-    only where there are several nodes."""
+    """The distinct ways to shard, the least sharding first: "node" only if a node has several processes, and "all" only if there are
+    several nodes."""
     node: tuple[Sharding, ...] = ("node",) if per_node > 1 else ()
     return ("none", *node, *(("all",) if nodes > 1 else ()))
 

@@ -1,4 +1,4 @@
-"""The dimensions of a model that determine its memory use, measured on the model that transformers makes of its configuration.
+"""Finds the dimensions of a model that determine its memory use, measured on the model that transformers makes of its configuration.
 
 The model is made without memory for its weights, in a process of its own (training/architecture.py), so this imports no libraries.
 """
@@ -21,7 +21,7 @@ from fsbarrier.processes.supervisor import own_program, with_this_package
 from fsbarrier.settings.sections import LoraSettings
 from fsbarrier.store import reading
 
-# What a process may take to import PyTorch and transformers on a busy machine, and to make a large model.
+# Time limit for importing PyTorch and transformers on a busy machine, and making a large model.
 MAKING_S = 300.0
 _NEEDED = ("hidden_size", "num_hidden_layers", "vocab_size")
 #: configurations of published models, for plans without a folder
@@ -30,12 +30,12 @@ SIZES = Path(__file__).with_name("sizes.json")
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder's sizes. `attention`: the width of all `heads`; `width`: the numbers that a layer makes of one token in a forward pass.
+    """A decoder's sizes. `attention`: the width of all `heads`; `width`: the activations of one token in one layer's forward pass.
 
-    `cached`: the numbers that the engine keeps of a token and layer, over at most `key_value_heads` of its accelerators.
+    `cached`: the elements of the engine's cache per token and layer, over at most `key_value_heads` of its accelerators.
     `block`: the parameters of the largest layer. `trained`: the parameters that have gradients if none are frozen: all, or those of
-    adapters. `vision`: those of what makes tokens of images. `head`: those of an output head that is not the embedding.
-    `blind`: why a model that takes images cannot be given any here; empty if it can.
+    adapters. `vision`: the parameters of the vision encoder. `head`: those of an output head that is not tied to the embedding.
+    `blind`: why a vision model cannot be given images here; empty if it can.
     """
 
     layers: int
@@ -70,11 +70,11 @@ class ModelShape:
 
     @classmethod
     def of_folder(cls, folder: Path, lora: LoraSettings) -> ModelShape:
-        """Of a model folder, whose weights may be missing. Takes some seconds. Raises UsageError."""
+        """The shape of the model in a folder, whose weights may be missing. Takes some seconds. Raises UsageError."""
         if not (folder / "config.json").is_file():
             raise UsageError(f"{folder} has no config.json; give a Hugging Face model folder")
         text = text_config(reading.json_object(folder / "config.json", UsageError))
-        # transformers would take the sizes of the family's first model instead.
+        # For a missing size, transformers would take that of the family's first model.
         if missing := [name for name in _NEEDED if name not in text]:
             raise UsageError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
         if importlib.util.find_spec("torch") is None:
@@ -85,7 +85,7 @@ class ModelShape:
 
     @classmethod
     def of_name(cls, name: str, lora: LoraSettings) -> ModelShape | None:
-        """Of a published model of this name in sizes.json; None where there is none. Raises UsageError."""
+        """The shape of the published model of this name in sizes.json; None if it is not there. Raises UsageError."""
         config = json.loads(SIZES.read_text(encoding="utf-8")).get(name.lower())
         if config is None:
             return None
@@ -95,11 +95,11 @@ class ModelShape:
 
 
 def examine(folder: Path, lora: LoraSettings) -> ModelShape:
-    """What training/architecture.py prints about a model folder with such adapters. Raises UsageError with its reason."""
-    words = (str(lora.rank), *lora.targets) if lora.rank else ()
+    """Run training/architecture.py for a model folder with such adapters. Raises UsageError with the program's reason."""
+    arguments = (str(lora.rank), *lora.targets) if lora.rank else ()
     try:
         done = subprocess.run(
-            own_program("fsbarrier.training.architecture", str(folder), *words),
+            own_program("fsbarrier.training.architecture", str(folder), *arguments),
             env=with_this_package(os.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -109,7 +109,7 @@ def examine(folder: Path, lora: LoraSettings) -> ModelShape:
     except subprocess.TimeoutExpired:
         raise UsageError(f"making the model of {folder} took more than {MAKING_S:.0f} s") from None
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise UsageError(said[-1])
-    # Libraries may have said something before.
+        messages = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise UsageError(messages[-1])
+    # Libraries may have printed something before.
     return msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=ModelShape)
