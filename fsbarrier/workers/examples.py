@@ -1,7 +1,7 @@
-"""Phase 8 of the program `sft`: turns examples into one training batch, with marks on what the assistant says.
+"""Phase 8 of the program `sft`: turns examples into one training batch, in which the assistant's tokens are marked.
 
-`python -m fsbarrier.workers.examples --spec SPEC.json`. A text is cut into tokens as the engine would cut it: a prompt by itself, and
-then the answer that follows it.
+`python -m fsbarrier.workers.examples --spec SPEC.json`. Texts are tokenized as for the engine: a prompt by itself, and then the
+answer that follows it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def work(spec: ExamplesSpec, settings: Settings, progress: ProgressWriter) -> Ex
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, **given)
         return text
 
-    found: dict[str, list[TrainingSequence]] = {"train": [], "test": []}
+    sequences: dict[str, list[TrainingSequence]] = {"train": [], "test": []}
     chosen = {split: indices for split, indices in spec.examples.items() if indices}
     cut = made = 0
     for split, indices in chosen.items():
@@ -53,9 +53,9 @@ def work(spec: ExamplesSpec, settings: Settings, progress: ProgressWriter) -> Ex
                 longest = settings.engine.max_model_len
                 made, cut = made + 1, cut + (len(tokens) > longest)
                 if any(trained[:longest]):
-                    found[split].append(sequence(tokens[:longest], trained[:longest]))
+                    sequences[split].append(sequence(tokens[:longest], trained[:longest]))
             progress.show(done, len(indices), "examples")
-    train, held_out = found["train"], found["test"]
+    train, held_out = sequences["train"], sequences["test"]
     identity = spec.identity
     seed = f"{settings.rollout.seed}:{identity.iteration}"
     steps = minibatches(len(train), settings.trainer.minibatch, settings.trainer.epochs, seed=seed)
@@ -71,46 +71,46 @@ def work(spec: ExamplesSpec, settings: Settings, progress: ProgressWriter) -> Ex
         held_out=len(held_out),
         cut_off=cut,
         left_out=made - len(train) - len(held_out),
-        tokens=sum(int(one.loss_mask.sum()) for one in train),
+        tokens=sum(int(example.loss_mask.sum()) for example in train),
         steps=len(steps),
     )
 
 
 def end_tokens(model: Path, tokenizer: Any) -> set[int]:
-    """The tokens with which the model ends an answer, as the engine knows them: one or several in each of these."""
-    said = [tokenizer.eos_token_id]
+    """The tokens with which the model ends an answer: one or several in each of the tokenizer and the files that the engine reads."""
+    candidates = [tokenizer.eos_token_id]
     for name in ("config.json", "generation_config.json"):
         if (model / name).is_file():
             eos = reading.json_object(model / name, UsageError).get("eos_token_id")
-            said += eos if isinstance(eos, list) else [eos]
-    return {token for token in said if isinstance(token, int)}
+            candidates += eos if isinstance(eos, list) else [eos]
+    return {token for token in candidates if isinstance(token, int)}
 
 
 def tokens_of(
     tokenizer: Any, pieces: Sequence[tuple[str, bool]], ends: Collection[int], *, plain: bool
 ) -> tuple[list[int], list[bool]]:
-    """The tokens of an example, and of each whether it is trained on.
+    """Return the tokens of an example, and for each whether it is trained on.
 
-    An answer is trained on up to the end of its turn. Where the template writes no end behind it, that is the end token with which the next
-    message begins (GLM's templates), and behind the last answer the tokenizer's.
+    An answer is trained on up to the token that ends its turn. If the template writes none after an answer, this is the end token with
+    which the next message begins (GLM's templates), and after the last answer the tokenizer's own.
     """
     tokens: list[int] = []
     trained: list[bool] = []
-    special = {number for number, one in tokenizer.added_tokens_decoder.items() if one.special}
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     open_end = False
     for text, answer in pieces:
-        # A prompt that is plain text gets the tokens that the tokenizer puts around each text, unless it has them.
+        # A plain-text prompt gets the tokens that the tokenizer puts around each text, unless it has them already.
         around = plain and not answer and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
-        found: list[int] = tokenizer(text, add_special_tokens=around)["input_ids"]
+        ids: list[int] = tokenizer(text, add_special_tokens=around)["input_ids"]
         if plain and answer and tokenizer.eos_token_id is not None:
-            found.append(tokenizer.eos_token_id)
-        end = _end_of_turn(tokenizer, found, ends, special) if answer else None
-        last = len(found) - 1 if end is None else end
-        tokens += found
-        here = [answer and at <= last for at in range(len(found))]
-        if open_end and found and found[0] in ends:
-            here[0] = True
-        trained += here
+            ids.append(tokenizer.eos_token_id)
+        end = _end_of_turn(tokenizer, ids, ends, special) if answer else None
+        last = len(ids) - 1 if end is None else end
+        tokens += ids
+        marks = [answer and at <= last for at in range(len(ids))]
+        if open_end and ids and ids[0] in ends:
+            marks[0] = True
+        trained += marks
         open_end = answer and end is None
     if open_end and tokenizer.eos_token_id is not None:
         tokens.append(tokenizer.eos_token_id)
@@ -122,8 +122,8 @@ def tokens_of(
 def _end_of_turn(
     tokenizer: Any, found: Sequence[int], ends: Collection[int], special: Collection[int]
 ) -> int | None:
-    """Where the end of an answer's turn is in its tokens; what a template puts behind it is not trained on. Without one of the model's end
-    tokens it is a special token behind which there are only spaces."""
+    """The index of the token that ends an answer's turn; the template's tokens after it are not trained on. It is the last of the model's
+    end tokens, or without one a special token that only spaces follow; None if there is neither."""
     at = max((at for at, token in enumerate(found) if token in ends), default=None)
     if at is not None:
         return at
@@ -133,7 +133,7 @@ def _end_of_turn(
 
 def sequence(tokens: Sequence[int], trained: Sequence[bool]) -> TrainingSequence:
     mask = torch.tensor(trained, dtype=torch.uint8)
-    # Nobody has sampled these tokens.
+    # These tokens were not sampled, so they have no log-probabilities.
     unknown = torch.full((len(tokens),), torch.nan)
     return TrainingSequence(torch.tensor(tokens, dtype=torch.int32), mask, unknown, 1.0, 0.0, current=True)
 

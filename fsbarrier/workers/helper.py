@@ -1,4 +1,4 @@
-"""A node's helper process: it does one helper program's job after the other, and so imports their libraries (torch) once.
+"""A node's helper process: it does the jobs of helper programs one after the other, so their libraries (torch) are imported once.
 
 `python -m fsbarrier.workers.helper --spec SPEC.json`; in the spec's file, `module` names the program whose function `work` does the job.
 """
@@ -15,10 +15,10 @@ from fsbarrier.settings.sections import Settings
 
 
 def main(spec: JsonObject, settings: Settings, progress: ProgressWriter) -> Mapping[str, object] | None:
-    found: Mapping[str, object] | None = importlib.import_module(spec["module"]).work(
+    report: Mapping[str, object] | None = importlib.import_module(spec["module"]).work(
         spec, settings, progress
     )
-    return found
+    return report
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class LearnedFrom:
     groups: int = 0
     trajectories: int = 0
     reward: float = 0.0
-    #: by how many policy versions they are older than the policy to train, added up
+    #: the sum over trajectories of how many policy versions older than the policy to train they are
     versions: float = 0.0
 
 
@@ -70,7 +70,7 @@ def work(spec: PrepareSpec, settings: Settings, progress: ProgressWriter) -> Pre
         trajectories=len(sequences),
         groups=seen.groups,
         dropped_groups=seen.groups - len(chosen),
-        # Of another run's rollouts the difference says nothing, so it is not below 0.
+        # The difference is meaningless for another run's rollouts, so it is kept from falling below 0.
         staleness=max(0.0, seen.versions / seen.trajectories) if seen.trajectories else None,
         replayed=sum(not sequence.current for sequence in sequences),
         tokens=sum(int(sequence.loss_mask.sum()) for sequence in sequences),
@@ -82,7 +82,7 @@ def work(spec: PrepareSpec, settings: Settings, progress: ProgressWriter) -> Pre
 def teaching_groups(
     merged: Path, spec: PrepareSpec, settings: Settings, seen: LearnedFrom, progress: ProgressWriter
 ) -> Iterator[list[TrainingSequence]]:
-    """The sequences of each group with a training signal in a file."""
+    """Yield the sequences of each group in a file that has a training signal."""
     if not merged.exists():
         raise UsageError(
             f"{merged}: no such file, so iteration {spec.identity.iteration} has nothing to train on; roll out first "
@@ -106,7 +106,7 @@ def teaching_groups(
         for trajectory, weight in weighed:
             with naming(trajectory, merged):
                 made = sequences_of(trajectory, weight, current, vocabulary, images_of(trajectory, merged))
-                # A task that failed has nothing that a teacher could have marked.
+                # The teacher has marked all but failed tasks, which have no sampled tokens.
                 if settings.algorithm.loss == "distil" and any(one.teacher is None for one in made):
                     raise ValueError(
                         "it has no teacher_logprobs, which rollouts have with algorithm.loss=distil"
@@ -117,7 +117,7 @@ def teaching_groups(
 
 
 def drawn(by_age: Iterable[tuple[int, Iterable[T]]], iterations: int, *, seed: str) -> Sequence[T]:
-    """Of the last `iterations` iterations, the newest one (age 0) first, as many groups as that has; in the order in which they come.
+    """Draw as many groups as the newest iteration (age 0) has from the last `iterations` ones, newest first; they keep their order.
 
     Weighted sampling without replacement in one pass: each group gets the key u ** (1 / weight), u uniform, and the largest keys win
     (Efraimidis and Spirakis 2006). Other groups are discarded immediately, so memory holds only one batch.
@@ -125,7 +125,7 @@ def drawn(by_age: Iterable[tuple[int, Iterable[T]]], iterations: int, *, seed: s
     generator = random.Random(seed)
 
     def keyed(age: int, groups: Iterable[T]) -> Iterable[tuple[float, int, int, T]]:
-        # A group weighs from 1 in the newest to nearly 0. Of its key the logarithm, which may be too small for a float otherwise.
+        # A group's weight falls from 1 in the newest iteration to nearly 0. Keys are logarithms, because they could underflow.
         weight = ((iterations - age) / iterations) ** 2
         return (
             (math.log(1.0 - generator.random()) / weight, age, place, one) for place, one in enumerate(groups)
@@ -138,21 +138,21 @@ def drawn(by_age: Iterable[tuple[int, Iterable[T]]], iterations: int, *, seed: s
 
 
 def read_merged(path: Path) -> tuple[str | None, Iterator[list[Trajectory]]]:
-    """The run that made a merged file (None: unknown), and its groups. The file may also be one that the user made with torch.save.
+    """Return the run that made a merged file (None: unknown), and its groups. Users may also make the file with torch.save.
 
     Raises UsageError for other files, StoreError.
     """
-    found = load(path)
-    run_id, metadata = None, found["metadata"]
+    content = load(path)
+    run_id, metadata = None, content["metadata"]
     if metadata.get("finished") is False:
         # A growing file of a rank contains only a part of the rollouts.
         raise UsageError(f"{path} is a rank's unfinished file; merge it first (fsbarrier aggregate)")
     if metadata.get("run_id") is not None:
         run_id = str(metadata["run_id"])
-    if not all(isinstance(one, dict) for one in found["trajectories"]):
+    if not all(isinstance(trajectory, dict) for trajectory in content["trajectories"]):
         raise UsageError(f"{path}: a trajectory is no dictionary")
     # In a merged file groups are contiguous.
-    return run_id, (list(group) for _, group in groupby(found["trajectories"], key=_origin))
+    return run_id, (list(group) for _, group in groupby(content["trajectories"], key=_origin))
 
 
 def _origin(trajectory: Trajectory) -> tuple[object, object]:
@@ -160,9 +160,9 @@ def _origin(trajectory: Trajectory) -> tuple[object, object]:
 
 
 def mean_version(trajectory: Trajectory) -> float:
-    """The policy version that sampled it, as the mean over its tokens where these have several. Raises ValueError."""
+    """The policy version that sampled a trajectory; the mean over its tokens if several have. Raises ValueError."""
     try:
-        of_tokens = [int(one) for one in trajectory.get("policy_versions", ()) if one >= 0]
+        of_tokens = [int(version) for version in trajectory.get("policy_versions", ()) if version >= 0]
     except TypeError:
         raise ValueError("policy_versions must be numbers") from None
     return sum(of_tokens) / len(of_tokens) if of_tokens else trajectory["policy_version"]
@@ -177,7 +177,7 @@ def images_of(trajectory: Trajectory, merged: Path) -> Path:
 
 @contextmanager
 def naming(trajectory: Trajectory, merged: Path) -> Iterator[None]:
-    """Say of which trajectory a ValueError is. Raises UsageError."""
+    """Turn a ValueError into a UsageError that names the trajectory."""
     try:
         yield
     except ValueError as error:
@@ -186,7 +186,7 @@ def naming(trajectory: Trajectory, merged: Path) -> Iterator[None]:
 
 
 def vocabulary_of(model: Path) -> int:
-    """The number of a model's tokens."""
+    """The size of a model's vocabulary."""
     config = text_config(reading.json_object(model / "config.json", UsageError))
     return number(config, "vocab_size", sys.maxsize)
 
@@ -194,11 +194,11 @@ def vocabulary_of(model: Path) -> int:
 def weighed_as_batch(
     sequences: Sequence[TrainingSequence], algorithm: AlgorithmSettings
 ) -> list[TrainingSequence]:
-    """The sequences with the batch-level part of their weights applied; the update does that where a model's numbers are part of it."""
+    """Apply the batch-level part to the sequences' weights. If this needs a model's numbers, the update does it instead."""
     if algorithm.kl_in_reward or algorithm.self_certainty or algorithm.has_critic:
         return list(sequences)
-    weights = torch.tensor([one.weight for one in sequences], dtype=torch.float64)
-    tokens = torch.tensor([int(one.loss_mask.sum()) for one in sequences])
+    weights = torch.tensor([sequence.weight for sequence in sequences], dtype=torch.float64)
+    tokens = torch.tensor([int(sequence.loss_mask.sum()) for sequence in sequences])
     weights = batch_advantages(weights, tokens, algorithm)
     return [replace(one, weight=weight) for one, weight in zip(sequences, weights.tolist(), strict=True)]
 

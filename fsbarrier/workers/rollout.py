@@ -52,7 +52,7 @@ ALL_REFUSED = 8
 
 
 class Rollout:
-    """One start of the program."""
+    """The rollout of one start of the program."""
 
     def __init__(self, spec: RolloutSpec, settings: Settings, progress: ProgressWriter) -> None:
         self.settings, self.spec = settings, spec
@@ -62,8 +62,8 @@ class Rollout:
         agent = settings.rollout.agent
         # With an agent, this timeout applies to each episode.
         self.task_timeout_s = None if agent else settings.rollout.task_timeout_s
-        # Groups in flight per engine. Proportionally more if groups are smaller than in training rollouts, so that an evaluation with one
-        # sample per task fills the engine too. Not with an agent, whose episodes also do other work than sampling.
+        # Groups in flight per engine. There are proportionally more if groups are smaller than in training rollouts, so that an evaluation
+        # with one sample per task fills the engine too; but not with an agent, whose episodes also do other work than sampling.
         self.concurrency = settings.rollout.concurrency
         if agent is None:
             self.concurrency *= max(1, settings.rollout.samples // most_samples)
@@ -113,7 +113,7 @@ class Rollout:
         self.unwritten = asyncio.Semaphore(BACKLOG * self.concurrency * len(servers))
 
     def _servers_now(self) -> dict[str, object]:
-        """What the progress shows of servers."""
+        """The state of engines and environments, which the progress shows."""
         engines = self.pool.progress()
         environments = {one.table: one.state for one in self.environments.values()}
         return {
@@ -206,9 +206,9 @@ class Rollout:
         self, number: int, appending: SharedFlush, on_disk: set[int], tasks: asyncio.TaskGroup
     ) -> None:
         """Returns once every task of round `number` has been started, here or on another node."""
-        one = self.rounds[number]
+        current = self.rounds[number]
         if number:
-            self.claims.append(await asyncio.to_thread(self.spec.open_claims, one.tasks, number))
+            self.claims.append(await asyncio.to_thread(self.spec.open_claims, current.tasks, number))
         if self.refills is not None:
             for environment in self.environments.values():
                 environment.begin_round(number)
@@ -217,9 +217,9 @@ class Rollout:
             if not self.engine_answered:
                 await self.pool.look()
                 self.engine_answered = True
-            place = Place(self.pool, len(batch) * one.samples, one.sampling)
+            place = Place(self.pool, len(batch) * current.samples, current.sampling)
             if self.agents is not None:
-                self.agents.expect(batch, one.samples)
+                self.agents.expect(batch, current.samples)
             tasks.create_task(self._sample(place, batch, appending, tasks))
         for environment in self.environments.values():
             environment.all_known = self.refills is not None or number + 1 == len(self.rounds)
@@ -243,7 +243,7 @@ class Rollout:
         # An agent's episodes make their own requests.
         if self.agents is not None:
             return 1
-        # Allow at least two concurrent requests per engine.
+        # Leave room for at least two concurrent requests per engine.
         return max(1, min(SEQUENCES_PER_REQUEST // samples, self.concurrency // 2))
 
     def _left_from(self, number: int) -> int:
@@ -254,8 +254,8 @@ class Rollout:
     async def _next_batch(self, number: int, queue: deque[Task], on_disk: set[int]) -> list[Task]:
         """Claim the prompts of the next request of round `number`, after waiting for engine capacity. [] when the round has none
         left."""
-        claims, one = self.claims[-1], self.rounds[number]
-        per_request = self._per_request(one.samples)
+        claims, current = self.claims[-1], self.rounds[number]
+        per_request = self._per_request(current.samples)
         if claims.shared:
             await self.pool.wait_for_capacity()
         for _ in range(per_request):
@@ -264,9 +264,9 @@ class Rollout:
         while (missing := per_request - len(queue)) > 0:
             if not (taken := await asyncio.to_thread(claims.take_lots, missing)):
                 break
-            queue += [one.known[index] for index in taken if index not in on_disk]
-            self.begun += len(taken) * one.samples
-        self.progress.total = self.begun + claims.own_left * one.samples + self._left_from(number + 1)
+            queue += [current.known[index] for index in taken if index not in on_disk]
+            self.begun += len(taken) * current.samples
+        self.progress.total = self.begun + claims.own_left * current.samples + self._left_from(number + 1)
         # Spread the last prompts over all engines.
         most = min(per_request, -(-(len(queue) + claims.own_left) // len(self.pool.engines)))
         # A request contains prompts of one kind: texts, or tokens of chat messages.
@@ -275,7 +275,7 @@ class Rollout:
             for task in islice(queue, most)
             if isinstance(task.prompt, str) is isinstance(queue[0].prompt, str)
         ]
-        # One with images has a request of its own.
+        # A task with images gets a request of its own.
         if any(task.has_images for task in batch):
             batch = batch[:1]
         for task in batch:
@@ -311,7 +311,7 @@ class Rollout:
     async def _judge_and_append(
         self, group: SampledGroup, appending: SharedFlush, late: bool, samples: int
     ) -> None:
-        """`samples`: the required number."""
+        """Score a sampled group and append it to the part file. `samples`: the number of trajectories that it must have."""
         origin = self.spec.origin
         if group.error is not None:
             why = "" if late else "the engine rejects it: "
@@ -351,7 +351,7 @@ class Rollout:
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:
-    """The first error, preferring our own error types."""
+    """The first error in the group, preferring our own error types."""
     leaves: list[BaseException] = []
     for error in group.exceptions:
         leaves.append(_first(error) if isinstance(error, BaseExceptionGroup) else error)

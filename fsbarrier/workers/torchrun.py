@@ -1,6 +1,6 @@
-"""torchrun with a rendezvous store on the socket that the daemon has held; torch's own listens on all addresses of the host.
+"""Runs torchrun with a rendezvous store on a socket that the daemon holds; torch's own store listens on all addresses of the host.
 
-`python -m fsbarrier.workers.torchrun` takes torchrun's flags. Replaces the static rendezvous, which creates the store, to pass it a socket.
+`python -m fsbarrier.workers.torchrun` takes torchrun's flags. It replaces torch's static rendezvous, which creates the store.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class OneAddress(static_tcp_rendezvous.StaticTCPRendezvous):
                 True,
                 self.timeout,
                 multi_tenant=True,
-                # The store closes it.
+                # The store closes the socket.
                 master_listen_fd=chosen.detach(),
             )
         return super().next_rendezvous()

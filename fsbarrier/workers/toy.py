@@ -30,7 +30,7 @@ STEPS = 20
 
 
 class Nothing(JsonRecord):
-    """The report of a program that has nothing to tell."""
+    """An empty report."""
 
     __slots__ = ()
 

@@ -1,8 +1,9 @@
 """Logs each iteration's metrics to trackers (W&B, TensorBoard, MLflow) through accelerate. A separate process beside the leader.
 
-Its daemon tells it of each finished iteration (run/tracking.py). It reads the journals, and logs every iteration that a tracker does not
-have yet. The progress is stored in the run directory, so another node's process can continue without gaps; iterations logged just before a
-kill are logged again under the same step. A failing tracker is reported and retried at the next iteration; it never delays the run.
+Its daemon sends it the number of each finished iteration (run/tracking.py). It then reads the journals, and logs every iteration that a
+tracker does not have yet. The progress is stored in the run directory, so another node's process can continue without gaps; iterations
+logged just before a kill are logged again under the same step. A failing tracker is reported and retried at the next iteration; it never
+delays the run.
 
 Only this module loads accelerate and the trackers' packages.
 """
@@ -38,17 +39,17 @@ MESSAGE_BYTES = 64
 
 @dataclass
 class TrackerState:
-    """By tracker: the last logged iteration, and the run id if the service assigned one."""
+    """`through`: the last logged iteration of each tracker; `ids`: the run ids that services assigned."""
 
     through: dict[str, int] = field(default_factory=dict)
     ids: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> TrackerState:
-        """Raises ValueError for an invalid file, because logging everything again would be worse than logging nothing."""
+        """Read the state. Raises ValueError for an invalid file, because logging everything again would be worse than logging nothing."""
         try:
-            found = json.loads(reading.read_bytes(path, reading.RECORD_BYTES))
-            return cls({str(k): int(v) for k, v in found["through"].items()}, {**found["ids"]})
+            state = json.loads(reading.read_bytes(path, reading.RECORD_BYTES))
+            return cls({str(k): int(v) for k, v in state["through"].items()}, {**state["ids"]})
         except FileNotFoundError:
             return cls()
         except (KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -68,7 +69,7 @@ class OneTracker:
         self.failed = ""
 
     def log(self, values: dict[str, float], iteration: int, progress: TrackerState) -> None:
-        """Raises whatever the tracker's package raises."""
+        """Log one iteration. Raises whatever the tracker's package raises."""
         if self._tracker is None:
             self._start(progress)
         # Without commit, W&B would buffer the values until the next step and lose them if the process dies.
@@ -134,22 +135,22 @@ class Trackers:
         self._reader.poll(time.monotonic())
         status = status_of(self._reader, time.monotonic())
         rows = {number: _numbers(row) for number, row in iteration_rows(self._reader, status).items()}
-        for one in self._trackers:
-            known = self._progress.through.get(one.name, 0)
+        for tracker in self._trackers:
+            known = self._progress.through.get(tracker.name, 0)
             for number in sorted(n for n in rows if known < n <= iteration):
                 values = rows[number]
                 if number == iteration and self._ends_with(number):
                     # If the run continues, the next iteration evaluates the same policy again, under the usual name.
                     values |= {"last_policy/test_reward": rows[number + 1]["test_reward"]}
-                if not self._logged(one, values, number):
+                if not self._logged(tracker, values, number):
                     break
-                self._progress.through[one.name] = number
+                self._progress.through[tracker.name] = number
                 self._progress.write(self._file)
         table = csv_table(self._reader, status)
         files.write_atomic(self._folder / "iterations.csv", table.encode())
 
     def _ends_with(self, iteration: int) -> bool:
-        """Whether a session has ended after this iteration, and evaluated its last policy, which counts for the next one."""
+        """Whether a session ended after this iteration and evaluated its last policy; the result is stored with the next iteration."""
         following = self._reader.history.results().get(iteration + 1, ())
         return any(event.fields.get("final") is True for event in following)
 
@@ -166,20 +167,20 @@ class Trackers:
         return True
 
     def finish(self) -> None:
-        for one in self._trackers:
+        for tracker in self._trackers:
             try:
-                one.finish()
+                tracker.finish()
             except Exception as error:
-                self._say(one.name, f"{type(error).__name__}: {error}")
+                self._say(tracker.name, f"{type(error).__name__}: {error}")
 
 
 def _numbers(row: Mapping[str, object]) -> dict[str, float]:
-    """The known values of a line of the table of iterations."""
+    """The numbers in a row of the table of iterations."""
     return {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
 
 
 def work(given: JsonObject, settings: Settings, progress: ProgressWriter) -> None:
-    """Log what the daemon tells of, until it closes its end."""
+    """Log the iterations that the daemon sends, until it closes its end of the socket."""
     spec = TrackSpec.from_json(given)
     os.nice(NICENESS)
     daemon = socket.socket(fileno=spec.socket)
@@ -188,11 +189,11 @@ def work(given: JsonObject, settings: Settings, progress: ProgressWriter) -> Non
         daemon.send(json.dumps({"tracker": name, "why": why[:1000]}).encode())
 
     trackers: Trackers | None = None
-    while told := daemon.recv(MESSAGE_BYTES):
-        # On a filesystem error, the next iteration tells this one too.
+    while message := daemon.recv(MESSAGE_BYTES):
+        # After a filesystem error, this iteration is logged with the next one.
         try:
             trackers = trackers or Trackers(spec.run_record.parent, settings.tracker, say)
-            if iteration := int(told):
+            if iteration := int(message):
                 trackers.bring(iteration)
         except OSError as error:
             say("", f"{error.filename or 'a file'}: {error.strerror}")

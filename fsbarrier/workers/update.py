@@ -51,8 +51,8 @@ PEER_GONE = ("gloo", "connection closed", "connection reset", "connect()", "brok
 
 
 class Updates:
-    """The updates of one process, one after the other. Between two of them it holds the policy and the optimizer, and the next one goes
-    on with these if all processes hold exactly the policy that it is to train, made with the settings that it is to be trained with.
+    """Does the updates of one process, one after the other. Between two updates it keeps the policy and the optimizer, and the next update
+    reuses them if every process holds exactly the policy to train, made with the same settings.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Updates:
         self._fit = True
 
     def main(self, spec: UpdateSpec, settings: Settings, progress: ProgressWriter) -> UpdateReport | None:
-        """One update."""
+        """Do one update, and tell torchrun why if it fails."""
         # A Python handler would not run until the current collective returns. Partial output has no manifest, so it is ignored.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
@@ -90,12 +90,12 @@ class Updates:
             totals = update.train(start, progress)
         trained = time.monotonic()
         self._fit = all(gather_json(start.trainer.leaves_room(update.settings)))
-        # Without a saved state nobody has it once these processes have ended.
+        # The state must be saved if these processes end after the update, because nothing else holds it.
         with_state = (
             spec.new_policy_version % settings.checkpoint.trainer_every == 0
             or spec.identity.iteration == settings.iterations
             or not (JOBS in os.environ and self._fit)
-            # So that the next processes that end cost no more than these.
+            # Processes were lost before this update: save, so that losing them again repeats no more than this time.
             or start.note != ""
         )
         new = update.save(start, with_state=with_state)
@@ -117,7 +117,7 @@ class Updates:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one update works with on this process: `train`, then `save`."""
+    """One update on this process: `train`, then `save`."""
 
     spec: UpdateSpec
     settings: Settings
@@ -145,8 +145,8 @@ class Update:
         return with_critic and self.spec.new_policy_version <= self.settings.critic.warmup
 
     def train(self, start: Beginning, progress: ProgressWriter) -> Sums:
-        """Do the optimizer steps of the batch, after those of the batches that are to be trained again. None after a fallback to an older
-        policy, which did not sample these rollouts."""
+        """Do the optimizer steps of the batches to train again, then those of this batch. After a fallback to an older policy there are no
+        steps, because it did not sample these rollouts."""
         first = self.spec.new_policy_version - len(start.again)
         for version, name in enumerate(start.again, first):
             self._of(version, name)._train(start, progress)
@@ -156,7 +156,7 @@ class Update:
         return totals
 
     def _of(self, version: int, batch: str) -> Update:
-        """The update that made this version from this batch: without the processes that had done it, it is done again."""
+        """The update that made this version from this batch, to be repeated because the processes that had done it are lost."""
         spec = replace(self.spec, batch=self.spec.batch.with_name(batch), new_policy_version=version)
         return replace(self, spec=spec, batch=read_batch(spec, self.settings, self.processes))
 
@@ -172,7 +172,7 @@ class Update:
         if not start.went_back:
             batch, trainer = self.batch, start.trainer
             if start.again:
-                # The policy that sampled it is made again as far as the settings, processes and rounding are the same.
+                # The policy trained again equals the one that sampled only if settings, processes and rounding are the same.
                 batch = replace(batch, current=torch.zeros_like(batch.current))
             if self.spec.reference is not None:
                 batch = with_reference(self.spec.reference, trainer.layout, processes, batch, self.settings)
@@ -190,7 +190,7 @@ class Update:
     def _learn(
         self, trainer: Trainer, batch: TrainingBatch, model: Path, show: Callable[[int], None]
     ) -> Sums:
-        """Train the policy, and the critic if there is one: first that alone (`critic.warmup`)."""
+        """Train the policy, and the critic if there is one; during `critic.warmup` the critic alone."""
         algorithm, kl_coef, critic = self.settings.algorithm, trainer.kl_in_reward, trainer.critic
         if critic is not None:
             batch = with_values(critic, batch, self.settings)
@@ -229,7 +229,7 @@ class Update:
 
     @property
     def note(self) -> str:
-        """Why the weights are unchanged."""
+        """Why the weights are unchanged; "" if they changed."""
         return NO_SIGNAL if not self.batch.steps else WARM_UP if self.warms_up else ""
 
     def report(self, start: Beginning, totals: Sums) -> UpdateReport:
@@ -246,15 +246,15 @@ class Update:
 
 
 def read_batch(spec: UpdateSpec, settings: Settings, processes: Processes) -> TrainingBatch:
-    # Without sharding, gradients that a process has none of are zeros: then nobody waits for what it has not run.
+    # A vision encoder that is trained and sharded must run on every process, even without images. (Unsharded, missing gradients become
+    # zeros, so that the all-reduce does not hang.)
     vision = VisionInputs.of(spec.model, always=settings.trainer.freeze == "none" and processes.world > 1)
     return TrainingBatch.load(spec.batch).with_vision(vision)
 
 
 @contextmanager
 def profiled(into: Path, name: str) -> Iterator[None]:
-    """Torch's profiler, and on an accelerator the history of its memory: write what happens meanwhile in this process to `name`.json.gz,
-    and `name`.pickle."""
+    """Run torch's profiler, and on an accelerator record the history of its memory; write `name`.json.gz, and `name`.pickle."""
     memory = torch.cuda.is_available()
     if memory:
         torch.cuda.memory._record_memory_history()
@@ -328,7 +328,7 @@ if __name__ == "__main__":
     updates = Updates()
     code = run_worker(UpdateSpec.program(updates.main), updates.stay)
     leave()
-    # A thread of PyTorch may still release a tensor now, and needs the interpreter's lock for it. If it asks for the lock while Python
+    # A PyTorch thread may still release a tensor now, and needs the interpreter's lock for it. If it asks for the lock while Python
     # finalizes, the process is aborted (SIGABRT), and an update that had done all its work would count as failed.
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
