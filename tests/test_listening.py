@@ -18,12 +18,12 @@ import httpx
 import pytest
 from other_user import needs_root, start_as_other
 
+from fsbarrier.context import Span
 from fsbarrier.engine import span as spans
 from fsbarrier.engine.frozen import FrozenEngine
 from fsbarrier.engine.span import Door
 from fsbarrier.processes import listening
 from fsbarrier.processes.rendezvous import LOOPBACK, listen
-from fsbarrier.program import Span
 from fsbarrier.rollouts.environment import Environment
 from fsbarrier.settings.sections import EnvironmentSettings
 
