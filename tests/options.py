@@ -191,7 +191,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "engines": (
         "engine.replicas=0 engine.nodes=1 engine.tensor_parallel_size=1",
         "engine.replicas=2 engine.start_timeout_s=30",
-        "engine.extra_args='--max-num-seqs 8'",
+        "engine.extra_args='--max-num-seqs 8' engine.private_network=false",
         "engine.gpu_memory_utilization=0.5 engine.tensor_parallel_size=2",
         "engine.url={engine} engine.api_key_env=ENGINE_KEY",
         "debug_mode=true engine.url={engine} engine.api_key_env=ENGINE_KEY",

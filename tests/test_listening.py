@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import resource
 import socket
 import sys
@@ -17,14 +18,19 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from other_user import needs_root, start_as_other
+from waiting import until
 
+from fsbarrier.cli.start import node_checks
 from fsbarrier.context import Span
 from fsbarrier.engine import span as spans
 from fsbarrier.engine.frozen import FrozenEngine
 from fsbarrier.engine.span import Door
 from fsbarrier.processes import listening
+from fsbarrier.processes.private_network import why_not
 from fsbarrier.processes.rendezvous import LOOPBACK, listen
+from fsbarrier.processes.supervisor import Child
 from fsbarrier.rollouts.environment import Environment
+from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sections import EnvironmentSettings
 
 KEY = "of this start"
@@ -170,8 +176,8 @@ def test_whoever_comes_without_the_key_holds_up_nobody(said: bytes, monkeypatch:
 SERVER = """
 import http.server, os, pathlib, sys
 port, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
-while not (folder / "taken").exists():
-    pass
+# A pipe whose other end the thief opens.
+open(folder / "taken").close()
 class Ours(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -193,7 +199,7 @@ port = 0
 while not port:
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            words = path.read_bytes().decode().split("\\0")
+            words = path.read_bytes().decode("latin-1").split("\\0")
         except OSError:
             continue
         # The guard's command line has it first.
@@ -205,7 +211,7 @@ class Theirs(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"theirs")
 server = http.server.HTTPServer(("127.0.0.1", port), Theirs)
-taken.write_text("")
+pipe = taken.open("w")
 server.serve_forever()
 """
 
@@ -216,6 +222,8 @@ def test_whoever_takes_the_port_of_an_environment_gets_no_episode(health: str | 
     folder = Path("/tmp") / f"fsbarrier-test-{time.monotonic_ns()}"
     folder.mkdir()
     folder.chmod(0o1777)
+    os.mkfifo(folder / "taken")
+    (folder / "taken").chmod(0o666)
     script = tmp_path / "server.py"
     script.write_text(SERVER)
     thief = start_as_other(THIEF, script, folder / "taken")
@@ -238,3 +246,59 @@ def test_whoever_takes_the_port_of_an_environment_gets_no_episode(health: str | 
         folder.rmdir()
     assert answer == "ours"
     assert why == ["did not get its port: user id 64123 listens on it"], json.dumps(why)
+
+
+# --- programs with a network of their own ---------------------------------------------------------------------------------------
+
+# As gloo: listens on loopback, and takes whoever connects first.
+TRUSTING = """
+import os, pathlib, socket, sys
+with socket.create_server(("127.0.0.1", 0)) as server:
+    path = pathlib.Path(sys.argv[1])
+    path.with_suffix(".new").write_text(f"{server.getsockname()[1]} {os.geteuid()}")
+    path.with_suffix(".new").rename(path)
+    if sys.argv[2:]:
+        # Its own processes reach it.
+        socket.create_connection(server.getsockname()).close()
+    server.accept()
+"""
+CONNECT = """
+import socket, sys
+try:
+    socket.create_connection(("127.0.0.1", int(sys.argv[1]))).close()
+    print("let in")
+except ConnectionRefusedError:
+    print("refused")
+"""
+
+
+@needs_root
+def test_other_users_reach_no_program_with_a_network_of_its_own(tmp_path: Path) -> None:
+    """gloo asks nobody who connects, and vLLM's workers unpickle what it brings."""
+    if why := why_not():
+        pytest.skip(f"this machine gives programs no network of their own: {why}")
+    for private, expected in ((False, "let in\n"), (True, "refused\n")):
+        told = tmp_path / f"port-{private}"
+        argv = [sys.executable, "-c", TRUSTING, str(told)]
+        child = Child.start(argv, log_file=tmp_path / "log", name="gloo", private_network=private)
+        until(told.exists)
+        port, uid = told.read_text().split()
+        assert int(uid) == os.geteuid()
+        assert start_as_other(CONNECT, port).communicate()[0] == expected
+        child.stop(0.0)
+    argv = [sys.executable, "-c", TRUSTING, str(told), "itself"]
+    child = Child.start(argv, log_file=tmp_path / "log", name="gloo", private_network=True)
+    assert child.wait(60.0) == 0
+
+
+def test_a_start_says_once_that_others_can_run_code_where_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = resolve([], {"engine.tensor_parallel_size": 2, "model": "m"}, cross_checks=False)
+    off = {"engine.tensor_parallel_size": 2, "engine.private_network": False, "model": "m"}
+    monkeypatch.setattr(node_checks, "others_may_be_here", lambda: True)
+    monkeypatch.setattr(node_checks, "why_not", lambda: "Operation not permitted")
+    said = node_checks.exposed(settings)
+    assert "other users of this host can run code in this run" in said and "(Operation not permitted)" in said
+    assert node_checks.exposed(resolve([], off, cross_checks=False)) == ""
+    assert node_checks.exposed(resolve([], {"model": "m"}, cross_checks=False)) == ""
+    monkeypatch.setattr(node_checks, "others_may_be_here", lambda: False)
+    assert node_checks.exposed(settings) == ""

@@ -151,7 +151,10 @@ def environment(plan: ServerPlan, environ: Mapping[str, str], api_key: str) -> d
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
     }
-    if plan.meeting is not None:
+    if plan.meeting is None:
+        # Whatever the host's other programs use: there may be no other interface.
+        env |= dict.fromkeys(VARIABLES, "lo")
+    else:
         env["VLLM_HOST_IP"] = plan.meeting.own_address
         # By default gloo uses the address of the host's own name.
         if interface := interface_of(plan.meeting.own_address):

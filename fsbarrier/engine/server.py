@@ -93,6 +93,8 @@ class Server:
             cwd=cwd,
             log_file=log_file,
             name="vllm",
+            # It is reached through its socket. Its parts on other nodes could not reach it.
+            private_network=plan.settings.private_network and plan.meeting is None,
         )
         url = UNIX + plan.socket
         return cls(

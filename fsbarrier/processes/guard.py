@@ -1,6 +1,8 @@
 """The guard between a daemon and a program it started: no process below it outlives the daemon, even after SIGKILL.
 
-    python -I -S fsbarrier/processes/guard.py LIFELINE_FD DAEMON_PID FOLDER FD,FD,... PROGRAM ARGUMENT...    (supervisor.py starts it)
+    python -I -S fsbarrier/processes/guard.py LIFELINE_FD DAEMON_PID FOLDER FD,FD,... private|- PROGRAM ARGUMENT...
+
+supervisor.py starts it.
 
     daemon --socket--> guard --PR_SET_PDEATHSIG--> main program --> ...
 
@@ -46,8 +48,15 @@ else:
     sys.path.append(__file__.rpartition("/")[0])
     from processes import GUARD_VARIABLE, below, freeze_and_kill, open_pidfd, own_name, send, signal
 
+# linux/sched.h, net/if.h, bits/ioctls.h
+CLONE_NEWUSER, CLONE_NEWNET, IFF_UP, SIOCSIFFLAGS = 0x10000000, 0x40000000, 1, 0x8914
 # linux/prctl.h
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+# The argument that gives the program a network of its own.
+PRIVATE = "private"
+# The only argument of a process that tries whether there can be one.
+PROBE = "probe"
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # The program's grace period if the guard receives a signal from outside instead of a stop from the daemon.
@@ -193,13 +202,44 @@ def become_main(guard: int, numbers: Iterable[int]) -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def start_main(cwd: str, argv: list[str], env: dict[bytes, bytes]) -> tuple[int, str]:
+def enter_private_network() -> None:
+    """From now on this process, which must have one thread, and its children have a loopback of their own and no other network.
+
+    Root is not needed, because the user namespace is new as well; whoever this process was, it stays. Raises OSError where the kernel or
+    a container does not allow that.
+    """
+    import ctypes
+    import fcntl
+    import socket
+    import struct
+
+    ids = {"uid_map": os.geteuid(), "gid_map": os.getegid()}
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(ctypes.c_int(CLONE_NEWUSER | CLONE_NEWNET)):
+        raise OSError(ctypes.get_errno(), "unshare failed")
+    for name, text in (("setgroups", "deny"), *((name, f"{own} {own} 1") for name, own in ids.items())):
+        fd = os.open(f"/proc/self/{name}", os.O_WRONLY)
+        try:
+            os.write(fd, text.encode())
+        finally:
+            os.close(fd)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP))
+
+
+def start_main(cwd: str, private: bool, argv: list[str], env: dict[bytes, bytes]) -> tuple[int, str]:
     """Fork the main program; returns its pid (0 on failure) and the line that reports the result to the daemon."""
     reader, writer = os.pipe()
     me, pid = os.getpid(), os.fork()
     if pid == 0:
         stage = "prepare"
         try:
+            if private:
+                # Where it cannot be had, the start of the run has said so (private_network.py).
+                try:
+                    enter_private_network()
+                except OSError as error:
+                    os.write(2, f"no network of its own: {error}\n".encode())
             become_main(me, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
             stage = "folder"
             os.chdir(cwd)
@@ -221,7 +261,14 @@ def start_main(cwd: str, argv: list[str], env: dict[bytes, bytes]) -> tuple[int,
 
 def main() -> int:
     """Guard a program until its process tree is gone; returns the exit code of this process."""
-    lifeline, daemon, cwd, passed, *argv = sys.argv[1:]
+    if sys.argv[1:] == [PROBE]:
+        try:
+            enter_private_network()
+        except OSError as error:
+            os.write(2, (error.strerror or str(error)).encode())
+            return 1
+        return 0
+    lifeline, daemon, cwd, passed, network, *argv = sys.argv[1:]
 
     line = int(lifeline)
 
@@ -235,7 +282,7 @@ def main() -> int:
     os.set_inheritable(line, False)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     guard = Guard(line, int(daemon))
-    pid, first_report = start_main(cwd, argv, program_environment())
+    pid, first_report = start_main(cwd, network == PRIVATE, argv, program_environment())
     # Only the program keeps these.
     for text in filter(None, passed.split(",")):
         os.close(int(text))

@@ -86,9 +86,11 @@ class Child:
         log_file: Path,
         name: str,
         pass_fds: Sequence[int] = (),
+        private_network: bool = False,
     ) -> Self:
         """Start `argv` with `env` (None: ours) and its guard's name in `cwd` (None: ours), appending its output to `log_file`.
 
+        `private_network`: it has a loopback of its own that nobody else reaches, and no other network, where this host allows that.
         The program inherits the descriptors `pass_fds` under their numbers, which must be above 2.
 
         Raises StartFailed (no such program or folder), StoreError (the log cannot be written), ValueError (a NUL
@@ -109,6 +111,7 @@ class Child:
                     str(GUARD),
                     *map(str, (theirs.fileno(), os.getpid(), os.path.abspath(cwd or "."))),
                     ",".join(map(str, pass_fds)),
+                    guard.PRIVATE if private_network else "-",
                     *argv,
                 ],
                 env=env,

@@ -437,6 +437,9 @@ class ServerSettings(Section):
     gpu_memory_utilization: Fraction = 0.85
     #: Additional arguments for the vLLM server.
     extra_args: Words = ()
+    #: Give the processes of a server on one host a network of their own, which other users of the host do not reach. false: for
+    #: `extra_args` that need the network, or if you trust these users.
+    private_network: bool = True
     #: Timeout for a started server to become ready, in seconds.
     start_timeout_s: Seconds = 900.0
 

@@ -19,7 +19,7 @@ from fsbarrier.cli.start import (
     ranks,
     task_files,
 )
-from fsbarrier.cli.start.node_checks import check_node, check_used
+from fsbarrier.cli.start.node_checks import check_node, check_used, exposed
 from fsbarrier.cli.start.policy_export import VersionToExport
 from fsbarrier.data import demo_tasks
 from fsbarrier.doctor import examine, machine
@@ -223,6 +223,8 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     settings = model_folder.with_engines_folders(settings, settings.data_path, request.environ)
     asked.check_rank(rank, settings.num_nodes)
     check_node(settings, program, request.environ, dry_run=request.dry_run)
+    if line := exposed(settings):
+        asked.say(line)
     tasks, model = _inputs(settings, program, asked, demo_tasks.FOLDER if is_demo else None)
     if is_demo:
         # The run gets a copy.
@@ -326,6 +328,8 @@ def _join(asked: _Asked, record: RunRecord, rank: ranks.Choice | None) -> Start:
     settings = _with_choices(asked, settings)
     # Environment variables, packages and the places of files may differ between nodes.
     check_node(settings, program, request.environ, dry_run=request.dry_run)
+    if line := exposed(settings):
+        asked.say(line)
     runrecord.check_tasks(record)
     if program.reads_data:
         task_files.check_recorded(settings, record.tasks)

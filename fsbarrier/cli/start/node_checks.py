@@ -19,6 +19,7 @@ from pathlib import Path
 
 from fsbarrier.engine import accelerators
 from fsbarrier.errors import UsageError
+from fsbarrier.processes.private_network import others_may_be_here, why_not
 from fsbarrier.processes.supervisor import own_program, with_this_package
 from fsbarrier.program import Program
 from fsbarrier.protocol.wording import counted
@@ -104,6 +105,18 @@ def _check_accelerators(settings: Settings) -> None:
     count, needed_here = len(accelerators.detect()), expected if settings.num_nodes == 1 else min(expected, 1)
     if count < needed_here:
         raise UsageError(f"--expect-gpus {expected}: this node has {counted(count, 'accelerator')}")
+
+
+def exposed(settings: Settings) -> str:
+    """One line if other users of this host could run code in the engines of this node; else ""."""
+    engines = [*([settings.engine] if settings.manages_engine else []), *settings.engines.values()]
+    private = any(one.private_network and one.tensor_parallel_size > 1 for one in engines)
+    if not private or not others_may_be_here() or not (why := why_not()):
+        return ""
+    return (
+        f"other users of this host can run code in this run: its engines with tensor_parallel_size > 1 get no network of their own "
+        f"({why}); engine.private_network=false says that you trust these users"
+    )
 
 
 # --- the checks -------------------------------------------------------------------------------------------------------------
