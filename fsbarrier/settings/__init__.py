@@ -1,1 +1,1 @@
-"""Every setting of a run: its type, default and meaning; where values come from, and how they become one checked whole."""
+"""Defines every setting of a run, with its type, default and meaning; merges the values that users give, and checks them together."""

@@ -23,12 +23,12 @@ from fsbarrier.settings.without_effect import AsChosen, without_effect
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings
 
-#: a third stage that other frameworks place
+#: a stage that other frameworks place, and that fsbarrier does not have
 INFERENCE = "inference"
 
 
 def shown(value: object) -> str:
-    """A value in a message: short, and as one would write it."""
+    """A value for a message, shortened, as a user would write it."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     text = (
@@ -111,7 +111,7 @@ def _placement(s: Settings, named: AsChosen) -> Iterator[str]:
 
 
 def _idle(s: Settings, ranges: Sequence[Ranges]) -> str:
-    """What has no role, in words: whole nodes, or accelerators where --expect-gpus tells their number before the nodes have joined."""
+    """Name the nodes or accelerators without a role, or "". Only --expect-gpus tells how many accelerators there are before nodes join."""
     if any(one.everything for one in ranges):
         return ""
     if all(one.nodes for one in ranges):
@@ -125,7 +125,7 @@ def _idle(s: Settings, ranges: Sequence[Ranges]) -> str:
 
 
 def _engines(s: Settings, named: AsChosen) -> Iterator[str]:
-    """An engine over several nodes; frozen engines: that those exist which something asks for, and have a model."""
+    """Engines over several nodes; frozen engines need a model, and those that other settings name must exist."""
     yield from _spanning(s, named)
     for name, one in s.engines.items():
         if one.model is None:
@@ -245,7 +245,7 @@ def _rollouts(s: Settings, named: AsChosen) -> Iterator[str]:
 
 
 def _drawing(s: Settings, named: AsChosen) -> Iterator[str]:
-    """Which training tasks are drawn."""
+    """How training tasks are drawn."""
     shares = split_by_weight(range(s.rollout.tasks), [one.weight for one in s.train.sets.values()] or [1])
     for (name, one), share in zip(s.train.sets.items(), shares, strict=False):
         if not share:
@@ -349,7 +349,7 @@ def _algorithm(s: Settings, named: AsChosen) -> Iterator[str]:
 
 
 def _distillation(s: Settings, named: AsChosen) -> Iterator[str]:
-    """What a teacher needs."""
+    """What distillation from a teacher requires, and what does not work with it."""
     a, loss, teacher = s.algorithm, named("algorithm.loss"), s.engines.get(TEACHER)
     if a.loss != "distil":
         return
@@ -375,7 +375,7 @@ def _distillation(s: Settings, named: AsChosen) -> Iterator[str]:
 
 
 def _critic(s: Settings, named: AsChosen) -> Iterator[str]:
-    """What a critic goes with."""
+    """Settings that do not work with a critic."""
     a = s.algorithm
     if not a.has_critic:
         return

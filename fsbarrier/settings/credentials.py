@@ -1,4 +1,4 @@
-"""What looks like a credential: names of variables, and values in commands, which everybody on a host can read."""
+"""Recognises what looks like a credential, in names of variables and in commands, which everybody on a host can read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECRET = re.compile(
 _GIVEN = re.compile(
     r"""(?<!\S)--?(?P<flag>[\w-]+)(?:=|\s+)["']?(?P<value>[^\s"']+)|(?P<name>[\w-]+)["']?\s*[=:]\s*["']?(?P<assigned>[^\s"',}]+)"""
 )
-#: keys that their makers mark
+#: keys with a well-known prefix
 _KEYS = re.compile(
     r"\b(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA)[\w-]{12,}|[Bb]earer\s+[\w.~+/-]{8,}"
 )
@@ -30,9 +30,9 @@ _NAMES_A_PLACE = re.compile(r"_(file|path|dir|env|name|id)$", re.IGNORECASE)
 
 
 def credential_in(command: str) -> str:
-    """What in a command looks like a credential, without its value; "" if nothing does.
+    """Describe what in a command looks like a credential, without its value; "" if nothing does.
 
-    Everybody on the host can read a command's arguments, and everybody who reads the run its settings.
+    Everybody on the host can read a command's arguments, and everybody who can read the run directory can read its settings.
     """
     for given in _GIVEN.finditer(command):
         name, value = given["flag"] or given["name"], given["value"] or given["assigned"]

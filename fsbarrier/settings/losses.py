@@ -1,4 +1,4 @@
-"""The built-in losses in one table: what each one is, and which settings have an effect with it.
+"""Lists the built-in losses, and which settings have an effect with each.
 
 training/losses.py computes them. mypy reports a loss that is in LossName and that `token_loss` there does not handle; a test reports
 one that is not in LOSSES or not in docs/algorithms.md.

@@ -1,7 +1,7 @@
-"""Which accelerators hold which role: `placement.rollout=0-19 placement.update=24-31`, or whole nodes, `node:0-1`. Pure.
+"""Parses which accelerators have which role: `placement.rollout=0-19 placement.update=24-31`, or whole nodes, `node:0-1`. Pure.
 
-Accelerators are numbered over all nodes in rank order, so each node must have as many as the others; whole nodes need not. A number
-keeps its place when a node is lost.
+Accelerators are numbered over all nodes in rank order, so each node must have equally many, except with whole nodes. The
+numbers do not change when a node is lost.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-#: what nodes or their accelerators can hold
+#: the roles that nodes or accelerators can have
 ROLES = ("rollout", "update")
 ALL, NODE = "all", "node:"
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def consecutive(ranks: Iterable[int], size: int) -> list[tuple[int, ...]]:
-    """Nodes in groups of `size`, in rank order; those left over are in none."""
+    """Group nodes by `size` in rank order; nodes left over are in no group."""
     ordered = sorted(ranks)
     return [tuple(ordered[first : first + size]) for first in range(0, len(ordered) - size + 1, size)]
 
@@ -31,18 +31,18 @@ class Ranges:
 
     @classmethod
     def parse(cls, text: str) -> Ranges:
-        """Raises ValueError, with what it must be."""
+        """Parse a placement. Raises ValueError that says what it must be."""
         if text.strip() == ALL:
             return cls()
         nodes = text.strip().startswith(NODE)
-        found = []
+        parsed = []
         for word in text.strip().removeprefix(NODE).split(","):
             match = _RANGE.fullmatch(word.strip())
             first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
             if first > last:
                 raise ValueError("must be all, accelerators such as 0-19,24, or whole nodes such as node:0-1")
-            found.append((first, last))
-        return cls(tuple(sorted(found)), nodes)
+            parsed.append((first, last))
+        return cls(tuple(sorted(parsed)), nodes)
 
     @property
     def everything(self) -> bool:
@@ -56,14 +56,14 @@ class Ranges:
         return next((max(first, most) for first, last in self.ranges if last >= most), None)
 
     def here(self, rank: int, each: int) -> tuple[int, ...] | None:
-        """The accelerators of node `rank` among these, by their numbers on the node, of which there are `each`; None: the node has no
-        part in them. A whole node without accelerators has a part: its CPU."""
+        """The accelerators of node `rank` in these ranges, by their numbers on the node, which has `each` of them; None if the node has
+        none in the ranges. The result is () for a whole node without accelerators: its CPU has the role."""
         if self.nodes or self.everything:
             return tuple(range(each)) if rank in self else None
         own = tuple(number for number in range(each) if rank * each + number in self)
         return own or None
 
     def holders(self, ranks: Iterable[int], each: int) -> dict[int, tuple[int, ...]]:
-        """The nodes among `ranks` that have a part, with their accelerators."""
-        found = {rank: self.here(rank, each) for rank in ranks}
-        return {rank: own for rank, own in found.items() if own is not None}
+        """The nodes among `ranks` that are in these ranges, with their accelerators."""
+        accelerators = {rank: self.here(rank, each) for rank in ranks}
+        return {rank: own for rank, own in accelerators.items() if own is not None}

@@ -18,7 +18,7 @@ from fsbarrier.settings.sections import Settings, known_names, sections
 from fsbarrier.settings.sources import ChosenValue, known_as, name_in, nearest
 from fsbarrier.settings.value_types import Kind
 
-#: of the settings `custom.*`
+#: the kind of the settings `custom.*`
 ANYTHING = Kind(Any, "free")
 
 

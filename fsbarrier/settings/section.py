@@ -19,7 +19,7 @@ class Changes(Enum):
 
     #: fixed for the life of the run, as recorded in run.json
     NEVER = "never"
-    #: when a session begins, by what its start of node 0 names
+    #: may change when a session begins, if the start of node 0 names it
     EACH_SESSION = "each session"
     #: each start chooses its own value; the run's record keeps the first one
     EACH_START = "each start"
@@ -83,7 +83,7 @@ def leaves(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def nest(values: Mapping[str, object], into: dict[str, Any]) -> dict[str, Any]:
-    """`into` with these values, given by dotted name. Raises ValueError if a part of a name is a single value."""
+    """Put these values, given by dotted name, into `into`, and return it. Raises ValueError if a part of a name is a single value."""
     for key, value in values.items():
         *tables, name = key.split(".")
         inner = into
@@ -92,7 +92,7 @@ def nest(values: Mapping[str, object], into: dict[str, Any]) -> dict[str, Any]:
             if not isinstance(inner, dict):
                 raise ValueError(f"{key}: {table} is a single value, not a group of settings")
         if value == {}:
-            # An empty table takes away nothing.
+            # An empty table removes no values.
             inner.setdefault(name, {})
         else:
             inner[name] = value

@@ -59,21 +59,21 @@ class RolloutSettings(Section):
     temperature: EachSession[NotNegative] = 1.0
     #: Maximum number of tokens the policy may generate in one turn.
     max_tokens: EachSession[Count] = 512
-    #: Texts that end an answer, such as `</answer>`, here and in evaluations. The tokens of such a text are trained on; what is scored
-    #: ends before it.
+    #: Texts that end an answer, such as `</answer>`, here and in evaluations. The tokens of such a text are trained on, but the
+    #: scored answer ends before it.
     stop: Words = ()
     #: Extra arguments for the model's chat template, for example `enable_thinking=false`.
     chat_template_kwargs: Words = ()
-    #: vLLM's parser of the calls of tools in an agent's turns (`vllm serve --tool-call-parser`); none: the one whose format the model's
-    #: chat template writes, else `hermes`.
+    #: vLLM's parser of tool calls in an agent's turns (`vllm serve --tool-call-parser`); none: the parser for the format of the model's
+    #: chat template, else `hermes`.
     tool_parser: Name | None = None
     #: Maximum number of groups in flight on each engine replica, counted in groups of `rollout.samples` (smaller groups count for less).
     #: Other nodes cannot take over tasks that are in flight.
     concurrency: EachSession[Count] = 64
     #: Seed for the order in which tasks are drawn.
     seed: CountOrZero = 0
-    #: Answers get seeds of their own, by `rollout.seed`, so that a second run samples the same where the engine computes the same
-    #: (docs/rollouts.md). Each task is then a request of its own, which is slower.
+    #: Give each answer a seed derived from `rollout.seed`, so that a second run samples the same answers if its engine computes the same
+    #: (docs/rollouts.md). Each task is then a separate request, which is slower.
     reproducible: EachSession[bool] = False
     #: A node that has finished its tasks takes over tasks that the slowest node has not started.
     take_over: EachSession[bool] = True
@@ -91,8 +91,8 @@ class RolloutSettings(Section):
     #: 1: while the update trains, the other nodes already roll out the next iteration's tasks, with the policy that they serve. Needs
     #: `placement.rollout` and `placement.update` without a common node.
     ahead: EachSession[OneOrZero] = 0
-    #: The engines take new weights as soon as the update has made them, while they roll out ahead: running answers keep their tokens and go
-    #: on with the new weights. Needs `rollout.ahead=1`.
+    #: Engines that roll out ahead load new weights as soon as the update has made them: running answers keep their tokens and continue
+    #: with the new weights. Needs `rollout.ahead=1`.
     in_flight: EachSession[bool] = False
     #: Maximum number of extra rounds. Another round of tasks is rolled out while fewer than `rollout.tasks` groups have rewards that are
     #: not all equal.
@@ -129,12 +129,12 @@ class TrainSettings(Section):
 
     #: Named sets of training tasks, each with its own file and weight (below); empty: a single set, `train.jsonl`.
     sets: Mapping[str, TrainSet] = field(default_factory=dict)
-    #: How likely a task is drawn, by the mean reward of its last group: `REWARD:WEIGHT` for at least this reward, the lowest first. A task
-    #: that no step fits, or without a group so far, has the weight 1. Empty: each task once before any is drawn again.
+    #: The weight of a task in the draw, by the mean reward of its last group: `REWARD:WEIGHT` for at least this reward, the lowest first.
+    #: A task below the lowest reward, or without a group so far, has the weight 1. Empty: each task once before any is drawn again.
     reward_weights: EachSession[Names] = ()
 
     def weigher(self) -> Callable[[float | None], float]:
-        """Tells how likely a task is drawn whose last group had a mean reward; None: it has had none."""
+        """A function that returns a task's weight in the draw for the mean reward of its last group; None: no group so far."""
         steps = [tuple(map(float, step.split(":"))) for step in self.reward_weights]
 
         def weight_after(reward: float | None) -> float:
@@ -157,13 +157,13 @@ class EnvironmentSettings(Section):
     health: EachSession[Name | None] = None
     #: A server has failed if it is not ready after this many seconds.
     start_timeout_s: EachSession[Seconds] = 300.0
-    #: Episodes that all nodes together may have at a time; others wait. none: no limit.
+    #: Maximum number of episodes at a time, on all nodes together; others wait. none: no limit.
     sessions: EachSession[Count | None] = None
-    #: Episodes that one server may have at a time; others wait. none: no limit.
+    #: Maximum number of episodes at a time on one server; others wait. none: no limit.
     sessions_per_server: EachSession[Count | None] = None
     #: Servers on each node.
     replicas: EachSession[Count] = 1
-    #: How often servers that end may be started again in one rollout, on each node; after that the phase fails.
+    #: How often each node may restart servers that ended, in one rollout; after that the phase fails.
     restarts: EachSession[CountOrZero] = 3
 
 
@@ -211,7 +211,7 @@ class RewardSettings(Section):
     """How trajectories are scored."""
 
     #: `exact` match, `numeric` match, `math` (math-verify, LaTeX), `judge` (a language model), `engines.NAME` (a reward model with a
-    #: classifier head), or your own `path/file.py:function`. A comma-separated list adds several rewards up.
+    #: classifier head), or your own `path/file.py:function`. A comma-separated list adds up several rewards.
     kind: Name = "exact"
     #: One weight for each reward in `reward.kind`; may be negative. Default: 1 each.
     weights: Numbers = ()
@@ -260,7 +260,7 @@ class AlgorithmSettings(Section):
     advantage: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"] = "grpo"
     #: With `advantage=gae`: the discount of a later token's reward.
     gamma: EachSession[Fraction] = 1.0
-    #: With `advantage=gae`: 1: the advantage is what came, less the value; 0: only what the next value tells.
+    #: With `advantage=gae`: the λ of the advantage estimate: 1: the return minus the value; 0: the one-step TD error.
     lam: EachSession[FractionOrZero] = 1.0
     #: Divide advantages by the standard deviation of the group's rewards, or of the batch's advantages.
     normalize_std: bool = True
@@ -279,8 +279,8 @@ class AlgorithmSettings(Section):
     mismatch: Mismatch = "none"
     #: The upper bound of the correction.
     mismatch_high: EachSession[Positive] = 2.0
-    #: Share of the self-certainty in the reward that advantages are made of (Intuitor): 1: nothing else, 0: none. The trainer computes it
-    #: from all logits; what rollouts and evaluations report is the reward without it.
+    #: Share of the self-certainty in the reward that advantages are computed from (Intuitor): 1: only self-certainty; 0: none. The trainer
+    #: computes it from all logits; rollouts and evaluations report the reward without it.
     self_certainty: FractionOrZero = 0.0
     #: Weight of the KL divergence from the reference policy in the loss; 0: none.
     kl_coef: NotNegative = 0.0
@@ -313,15 +313,15 @@ class AlgorithmSettings(Section):
 
 @dataclass(frozen=True, slots=True)
 class CriticSettings(Section):
-    """The critic of `algorithm.advantage=gae`. Its optimizer has the settings `optimizer.*` but for the learning rate."""
+    """The critic of `algorithm.advantage=gae`. Its optimizer has the settings `optimizer.*`, except for the learning rate."""
 
-    #: The model with which it begins, named like `model`, whose output head need not be a critic's; none: the policy's first model.
+    #: The model that it is initialised from, named like `model`; it need not have a critic's output head. none: the policy's first model.
     model: Name | None = None
     #: Learning rate.
     lr: EachSession[Positive] = 1e-5
     #: Updates at the start of the run that train the critic alone.
     warmup: EachSession[CountOrZero] = 0
-    #: A value further than this from the one before the update gets no credit for being nearer to its target; none: no limit.
+    #: PPO's clipping range for values, around each value before the update; none: no clipping.
     clip: EachSession[Positive | None] = 0.5
 
 
@@ -357,7 +357,7 @@ class TrainerSettings(Section):
     max_tokens_per_micro_batch: EachSession[Count] = 8192
     #: Recompute each block's activations in the backward pass instead of storing them; about a third slower. none: only on accelerators.
     gradient_checkpointing: EachSession[bool | None] = None
-    #: `sdpa`: PyTorch's attention, or transformers' own where that does not fit the model; `flash_attention_2`: needs the package
+    #: `sdpa`: PyTorch's attention, or transformers' own if PyTorch's does not support the model; `flash_attention_2`: needs the package
     #: flash-attn, and micro-batches then have no padding.
     attention: Literal["sdpa", "flash_attention_2"] = "sdpa"
     #: Precision; auto: bfloat16 on accelerators that support it, otherwise float32.
@@ -369,7 +369,7 @@ class TrainerSettings(Section):
     #: Shard the policy, its gradients and the optimizer state: `none`: not at all; `node`: across the processes of each node; `all`:
     #: across all processes; auto: the first of these that fits into memory.
     shard: Literal["auto", "none", "node", "all"] = "auto"
-    #: Of a model that takes images, what is not trained: `vision`: everything but the language model; `none`: all is trained.
+    #: The part of a vision model that is not trained: `vision`: everything except the language model; `none`: everything is trained.
     freeze: Literal["vision", "none"] = "vision"
     #: Keep in host memory instead of accelerator memory: `optimizer`: the optimizer state between steps; `all`: everything that is
     #: sharded. No effect on a CPU.
@@ -412,8 +412,8 @@ class UpdateSettings(Section):
 
 @dataclass(frozen=True, slots=True)
 class PlacementSettings(Section):
-    """Which accelerators do what. `all`; accelerators, numbered over all nodes in rank order, such as `0-19`; or whole nodes, such as
-    `node:0-1`. Ranges are inclusive."""
+    """Which accelerators have which role: `all`; accelerators, numbered over all nodes in rank order, such as `0-19`; or whole nodes, such
+    as `node:0-1`. Ranges are inclusive."""
 
     #: Where the engines sample (phases 2, 6 and 13).
     rollout: EachSession[Name] = "all"
@@ -423,7 +423,7 @@ class PlacementSettings(Section):
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings(Section):
-    """What the servers of the policy and those of other models have in common."""
+    """Settings that the servers of the policy and of other models have in common."""
 
     #: Precision of the served weights; auto: float32 on a CPU, otherwise bfloat16.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -450,7 +450,7 @@ class ServerSettings(Section):
 
     @property
     def accelerators(self) -> int:
-        """What a server has of each of its nodes."""
+        """The number of accelerators that a server uses on each of its nodes."""
         return self.tensor_parallel_size // self.over
 
 
@@ -479,7 +479,7 @@ class FrozenEngineSettings(ServerSettings):
 
     #: Hugging Face model: a folder, a folder inside the data path, or the name of a model in the local cache.
     model: Name | None = None
-    #: Where its servers are, as in `placement`; may be written `placement.NAME`. none: as `placement.rollout`.
+    #: Accelerators or nodes of its servers, as in `placement`; may be written `placement.NAME`. none: as `placement.rollout`.
     placement: Name | None = None
 
 
@@ -523,8 +523,8 @@ class CoordinationSettings(Section):
 
     @property
     def outage_s(self) -> float:
-        """How long a node puts up with errors of the shared directory. By default a restarted server is back by then: GlusterFS fails
-        its clients for 42 s, and an NFS server has a grace period of 90 s."""
+        """How long a node retries while the shared directory fails. The default outlasts the restart of a server: GlusterFS fails its
+        clients for 42 s, and an NFS server has a grace period of 90 s."""
         return 12 * self.dead_s
 
 
@@ -551,7 +551,7 @@ class TrackerSettings(Section):
 class FineTuningSettings(Section):
     """The program `sft`: supervised fine-tuning (docs/fine_tuning.md)."""
 
-    #: Each answer of a conversation is an example of its own, which ends with it; for chat templates that leave out earlier thoughts.
+    #: Make each answer of a conversation a separate example, which ends with it; for chat templates that leave out earlier thoughts.
     split_turns: bool = False
 
 
@@ -681,7 +681,7 @@ class Settings(Section):
         return hashlib.sha256(json.dumps(shared, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-#: the tables of tables, each after the group that it is described with
+#: tables whose keys the user chooses, by the group after which docs/settings.md describes them
 NAMED: Mapping[type[Section], dict[str, type[Section]]] = {
     TrainSettings: {f"{TRAIN_SET_NAME}.": TrainSet},
     EvalSettings: {f"{SET_NAME}.": EvalSet},
@@ -697,15 +697,15 @@ def known_names() -> Mapping[str, Kind]:
     tables: dict[str, type[Section]] = {"": Settings}
     for name, group in groups.items():
         tables |= {f"{name}.": group} | NAMED.get(group, {})
-    found: dict[str, Kind] = {}
+    kinds: dict[str, Kind] = {}
     for prefix, group in tables.items():
         hints = get_type_hints(group, include_extras=True)
         declared = [item for item in fields(group) if prefix or item.name not in groups]  # type: ignore[arg-type]
-        found |= {
+        kinds |= {
             f"{prefix}{item.name}": Kind.of(hints[item.name], {} if item.default is MISSING else item.default)
             for item in declared
         }
-    return found
+    return kinds
 
 
 def changes_of(name: str) -> Changes:

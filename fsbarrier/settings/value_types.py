@@ -43,14 +43,14 @@ def reward_kinds(kind: str) -> list[str]:
     return [one.strip() for one in kind.split(",")]
 
 
-#: how one of this run's frozen engines begins in `reward.kind` and `judge.model`
+#: the prefix of a frozen engine's name in `reward.kind` and `judge.model`
 ENGINE = "engines."
 #: the frozen engine that teaches (`algorithm.loss=distil`)
 TEACHER = "teacher"
 
 
 def frozen_engine(named: str | None) -> str | None:
-    """NAME in `engines.NAME`; None: it is something else."""
+    """The NAME in `engines.NAME`; None for any other text."""
     return named.removeprefix(ENGINE) if named is not None and named.startswith(ENGINE) else None
 
 
@@ -100,8 +100,8 @@ LARGEST = 2**53 - 1
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A setting: what a value must be (`hint`), its text format ("text", "words", "list", "bool" or "value"), whether `none` is allowed
-    too, its default, and whether it may change."""
+    """What a setting accepts: what a value must be (`hint`), its text format ("text", "words", "list", "bool" or "value"), whether `none`
+    is allowed too, its default, and whether it may change."""
 
     hint: Any
     shape: str
@@ -111,7 +111,7 @@ class Kind:
 
     @classmethod
     def of(cls, hint: Any, default: object) -> Kind:
-        """From a setting's annotation and its default."""
+        """Make a Kind from a setting's annotation and its default."""
         whole, *traits = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         changes = next((trait for trait in traits if isinstance(trait, Changes)), Changes.NEVER)
         optional = NoneType in get_args(whole)
@@ -129,7 +129,7 @@ class Kind:
         return cls(hint, shape, optional, default, changes)
 
     def converted(self, value: object) -> object:
-        """The value as its setting holds it. Raises ValueError, with what it must be."""
+        """The value as its setting holds it. Raises ValueError that says what the value must be."""
         inner = get_args(self.hint)[0] if self.optional else self.hint
         for trait in get_args(inner)[1:] if get_origin(inner) is Annotated else ():
             value = trait.convert(value) if isinstance(trait, ShellWords) else value
@@ -148,7 +148,7 @@ class Kind:
 
 
 def described(hint: Any) -> str:
-    """What may be given, in a few words: type and limits."""
+    """Describe in a few words what a setting accepts: type and limits."""
     inner = get_args(hint)
     if NoneType in inner:
         return described(inner[0]) + ", or none"
@@ -167,6 +167,6 @@ def described(hint: Any) -> str:
 
 def _limits(limit: Meta) -> list[str]:
     words = {"gt": "> {:g}", "ge": "≥ {:g}", "lt": "< {:g}", "le": "≤ {:g}"}
-    found = {name: getattr(limit, name) for name in words}
-    phrases = [words[name].format(bound) for name, bound in found.items() if bound is not None]
+    bounds = {name: getattr(limit, name) for name in words}
+    phrases = [words[name].format(bound) for name, bound in bounds.items() if bound is not None]
     return phrases + (["that is not empty"] if limit.min_length else [])

@@ -1,8 +1,9 @@
-"""One rule: a setting that has no effect with the others is refused, with the reason. Pure.
+"""Refuses settings that have no effect with the other settings, and says why. Pure.
 
-It holds for what a start names itself, if the value is not the default: defaults, presets and the settings that a program supplies may lie
-idle. It does not hold for the switches that turn a whole part off for one start (`--debug-mode`, `--eval-interval 0`): a file of settings
-must survive them. Nor for `judge.*`, which a user's own code may ask. Rules that say more than "no effect" are in checks.py.
+Only settings that a start names itself are refused, and only if the value is not the default: defaults, presets and the settings that a
+program supplies may have no effect. There are no rules for switches that turn a whole part off for one start (`--debug-mode`,
+`--eval-interval 0`), because a file of settings must work with them too; nor for `judge.*`, which a user's own code may use. Rules that
+say more than "no effect" are in checks.py.
 """
 
 from __future__ import annotations
