@@ -1,7 +1,7 @@
 """The default program: one iteration of synchronous RL post-training in fourteen rows.
 
-PROGRAM, at the end, is the table. Each row is a function that calls its node (fsbarrier/node.py) and returns a record; what it decides is
-left to small pure functions of the facts, a Context (fsbarrier/context.py). The rows hand each other the records of
+PROGRAM, at the end, is the table. Each row is a function that calls its node (fsbarrier/node.py) and returns a record; small pure
+functions of the facts, a Context (fsbarrier/context.py), make its decisions. The rows hand each other the records of
 fsbarrier/decisions.py. To write your own, copy this file and edit it: `./run.sh --program ./mine.py`. The file is longer than others, so
 that one copy is enough.
 """
@@ -51,7 +51,7 @@ from fsbarrier.specs import (
     fill_placeholders,
 )
 
-#: the claims on tasks of the next iteration, while this one's update trains (`rollout.ahead`)
+#: the name of the claims on the next iteration's tasks, which are rolled out while this one's update trains (`rollout.ahead`)
 AHEAD = "ahead"
 # How long the processes of an update wait for each other, in seconds.
 COLLECTIVES_TIMEOUT_S = 1800
@@ -81,13 +81,13 @@ def assigned(ctx: Context) -> RolloutDecision:
 
 
 def last_rewards(ctx: Context) -> Mapping[str, float] | None:
-    """The mean reward of each task's last group, by its number; None: no draw depends on it."""
+    """The mean reward of each task's last group, by the task's number; None if draws do not depend on it."""
     merged = ctx.latest("train_aggregate", MergeDecision)
     return ((merged and merged.last_rewards) or {}) if ctx.settings.train.reward_weights else None
 
 
 def told(node: Node, decision: RolloutDecision) -> RolloutDecision:
-    """The decision, of which the journal tells too."""
+    """Write the events of a decision into the journal, and return the decision."""
     for line in sharing_events(decision):
         node.event(line["event"], line)
     return decision
@@ -137,9 +137,9 @@ def text_digest(value: object) -> str:
 
 
 def sampling_of(settings: RolloutSettings | EvalSettings) -> Sampling:
-    """Training samples from the full distribution: otherwise the engine's log-probabilities would not be comparable with the trainer's,
-    and their ratio would be below 1 before the first step."""
-    # Of an evaluation `Settings.eval_sets` says how many.
+    """How answers are sampled. Training uses the full distribution: otherwise the engine's log-probabilities would not be comparable with
+    the trainer's, and their ratio would be below 1 before the first step."""
+    # An evaluation's max_tokens is filled in by `Settings.eval_sets`.
     assert settings.max_tokens is not None
     top_p, top_k = (settings.top_p, settings.top_k) if isinstance(settings, EvalSettings) else (1.0, -1)
     return Sampling(settings.samples, settings.temperature, top_p, top_k, settings.max_tokens)
@@ -150,7 +150,7 @@ def rollout(node: Node, decision: RolloutDecision, rounds: Sequence[RolloutRound
     ctx = node.context
     if not decision.shares.get(ctx.node_rank):
         if ctx.node_rank in ctx.samplers and decision.shares.get(head_of(ctx)):
-            # Its part of an engine that another node asks.
+            # This node runs a part of an engine to which another node sends the requests.
             node.serve(served(ctx))
         serve_frozen(node)
         return None
@@ -184,7 +184,7 @@ def head_of(ctx: Context) -> int:
 
 
 def in_flight(ctx: Context) -> Weights | None:
-    """The policy version that the update makes meanwhile, which the engines take while they roll out ahead (`rollout.in_flight`)."""
+    """The policy version that the update is making, which engines load while they roll out ahead (`rollout.in_flight`)."""
     if not ctx.settings.rollout.in_flight or ctx.phase.name != "update":
         return None
     made = updated(ctx)
@@ -193,7 +193,7 @@ def in_flight(ctx: Context) -> Weights | None:
 
 
 def serve_frozen(node: Node) -> None:
-    """Have the node's servers of the models that judge and teach answer."""
+    """Serve the frozen models (judges, teachers) that have accelerators on this node."""
     ctx = node.context
     for name, devices in ctx.frozen.items():
         node.serve_frozen(name, threads=ctx.threads, devices=chosen(ctx, devices))
@@ -205,10 +205,10 @@ def chosen(ctx: Context, devices: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def rollout_spec(ctx: Context, decision: RolloutDecision) -> RolloutSpec:
-    """What a rollout program is told of its tasks, when it may end, and where its results go."""
+    """The spec of a rollout program: its tasks, when it may end, and where its results go."""
     settings, rank, split = ctx.settings.rollout, ctx.node_rank, decision.split
     ends_early = split == "train" and settings.completion_threshold < 1
-    # What is rolled out ahead has claims of its own: what is left of it is shared out anew.
+    # Tasks that are rolled out ahead have their own claims, because those that are left are shared out anew.
     claims = AHEAD if ctx.phase.name == "update" else split
     return RolloutSpec(
         ctx.identity,
@@ -245,21 +245,25 @@ def aggregate(node: Node, decision: RolloutDecision, rolled_out_in: str) -> Merg
     made, spec = merge_of(ctx, decision, reports)
     merged = node.run(spec)
     made = replace(made, bytes=merged.bytes, reward_mean=merged.reward_mean, last_rewards=merged.last_rewards)
-    told = {"split": split, "groups_cut_off": len(made.cut_off), **({"final": True} if is_final(ctx) else {})}
-    node.event("rolled_out" if split == "train" else "evaluated", made, told, merged, merged.figures)
+    fields = {
+        "split": split,
+        "groups_cut_off": len(made.cut_off),
+        **({"final": True} if is_final(ctx) else {}),
+    }
+    node.event("rolled_out" if split == "train" else "evaluated", made, fields, merged, merged.figures)
     node.publish_file(spec.request.out, ctx.paths.merged(split, ctx.iteration))
     return made
 
 
 def is_final(ctx: Context) -> bool:
-    """Whether this is the evaluation that ends a session."""
+    """Whether this evaluation ends a session."""
     return ctx.phase.name == "iteration_end"
 
 
 def merge_of(
     ctx: Context, decision: RolloutDecision, reports: Mapping[int, RolloutReport]
 ) -> tuple[MergeDecision, MergeSpec]:
-    """What is merged, as far as it is known before, and what the program is told."""
+    """The decision about a merge, as far as it is known before it, and the spec of the program that merges."""
     split, parts = decision.split, [*decision.adopted]
     for rank, report in reports.items():
         if report.part:
@@ -320,12 +324,12 @@ def rounds_begun(
     decision: RolloutDecision, reports: Mapping[int, RolloutReport]
 ) -> tuple[int, Sequence[int]]:
     """How many rounds took place, and their tasks."""
-    sizes, told = (
+    sizes, counts = (
         decision.round_sizes,
         [report.rounds for report in reports.values() if report.rounds is not None],
     )
     # If no node had anything to do, an older generation has done all rounds.
-    begun = max(told, default=len(sizes))
+    begun = max(counts, default=len(sizes))
     return begun, decision.wanted[: sum(sizes[:begun])]
 
 
@@ -419,7 +423,7 @@ def prepare_batch(node: Node) -> BatchDecision:
 
 
 def opened_port(ctx: Context) -> Port | None:
-    """The port of the node where the update's processes meet, if that is not the leader."""
+    """The port of the node where the update's processes meet; None if that is the leader."""
     meets = meeting_at(ctx)
     return None if meets == ctx.leader else ctx.reports_of("batch_prepare", BatchDecision)[meets].port
 
@@ -437,9 +441,9 @@ def open_port(node: Node) -> BatchDecision | None:
 
 
 def learned_from(ctx: Context) -> list[Path]:
-    """The merged files that the batch is drawn from, this iteration's first. Earlier ones may be gone: then there is less to draw from.
+    """The merged files that the batch is drawn from, this iteration's first. Earlier ones may be missing; then fewer are drawn from.
 
-    They are those that the decision names. In a run that has rolled out nothing, they are the files under the public names.
+    The decision names them. In a run that has rolled out nothing, they are the files with the public names.
     """
     merge = ctx.find_decision("train_aggregate", MergeDecision)
     if merge is not None:
@@ -467,7 +471,7 @@ def meeting_addresses(ctx: Context) -> tuple[str, ...]:
 
 
 def probe_addresses(node: Node) -> ReachReport | None:
-    """Every node that trains: report the trainer that it has kept, and which addresses of the node where they meet it can reach."""
+    """Every node that trains: report the trainer that it has kept, and which addresses of the meeting node it can reach."""
     ctx = node.context
     prepared = ctx.find_decision("batch_prepare", BatchDecision)
     if ctx.node_rank not in ctx.trainers or prepared is None:
@@ -488,12 +492,12 @@ def choose_address(node: Node, assign: Callable[[Context], RolloutDecision] = as
     trainer = trainers.pop() if len(trainers) == 1 else ""
     reached = {rank: reports[rank].reached for rank in ctx.trainers if rank != meeting_at(ctx)}
     for address in meeting_addresses(ctx):
-        if all(address in of_one for of_one in reached.values()):
+        if all(address in addresses for addresses in reached.values()):
             meeting = RendezvousDecision(address, prepared.port, trainer)
             if not rolls_ahead(ctx):
                 return meeting
             return replace(meeting, ahead=told(node, assign(of_next_iteration(ctx))))
-    tried = "; ".join(f"node {rank} reached {of_one or 'none'}" for rank, of_one in reached.items())
+    tried = "; ".join(f"node {rank} reached {addresses or 'none'}" for rank, addresses in reached.items())
     raise UsageError(
         f"no address of node {meeting_at(ctx)} ({', '.join(meeting_addresses(ctx))}) is reached by all: {tried}"
     )
@@ -530,10 +534,10 @@ def updated(ctx: Context) -> UpdateDecision:
 
 
 def train(node: Node, rendezvous: RendezvousDecision) -> None:
-    """This node's part of the update."""
+    """Run this node's part of the update."""
     ctx = node.context
     spec = update_spec(ctx, node.weights_dir)
-    # The node where they meet is torchrun's first.
+    # torchrun's first node must be the one where the processes meet.
     order = sorted(ctx.trainers, key=lambda rank: (rank != meeting_at(ctx), rank))
     number, devices, address = order.index(ctx.node_rank), ctx.trainers[ctx.node_rank], rendezvous.master_addr
     env = {} if devices else {"OMP_NUM_THREADS": str(ctx.threads)}
@@ -571,7 +575,7 @@ def train(node: Node, rendezvous: RendezvousDecision) -> None:
 
 
 def update_spec(ctx: Context, weights_dir: Path | None) -> UpdateSpec:
-    """What the trainer is told."""
+    """The spec of the trainer."""
     prepared, policy = ctx.decision("batch_prepare", BatchDecision), ctx.policy
     made = updated(ctx)
     return UpdateSpec(
@@ -595,7 +599,7 @@ def publish_weights(node: Node) -> PublishDecision:
 
 
 def publication(ctx: Context) -> Publication:
-    """The version that the update has made, and which others are kept."""
+    """What is published: the version that the update has made, and which others are kept."""
     updated, kept = ctx.decision("update", UpdateDecision), ctx.settings.checkpoint
     trajectories = max(kept.keep_trajectories, ctx.settings.update.recency) if kept.keep_trajectories else 0
     return Publication(
@@ -611,11 +615,11 @@ def publication(ctx: Context) -> Publication:
 
 
 def start_engine(node: Node) -> EnginesReport | None:
-    """Every node that samples: vLLM serves the new weights, reloaded in place or started."""
+    """Every node that samples: have vLLM serve the new weights, by reloading them or by starting it."""
     ctx = node.context
     if ctx.settings.rl_phase == "update" or ctx.node_rank not in ctx.samplers:
         return None
-    # Without decisions: a node that gets ready before it joins, alone. An engine over several nodes starts with the others.
+    # A node that gets ready before it joins has no decisions, and is alone. An engine over several nodes starts once all are there.
     if ctx.settings.engine.nodes > 1 and not ctx.decisions:
         return None
     return EnginesReport(len(node.serve(served(ctx))))
@@ -625,7 +629,7 @@ def start_engine(node: Node) -> EnginesReport | None:
 
 
 def following(ctx: Context) -> Context:
-    """The context of the next iteration, whose evaluation row 12 of this one decides and row 13 carries out.
+    """The context of the next iteration. Row 12 of this iteration decides its evaluation, and row 13 does it.
 
     If the run goes on some day, that iteration adopts the results and does not evaluate the same policy twice.
     """
@@ -651,7 +655,7 @@ def rollout_final(node: Node) -> RolloutReport | None:
 
 
 def aggregate_final(node: Node) -> MergeDecision:
-    """Leader, after all nodes: merge the evaluation. Without one there is a result too, which shows that the iteration was closed."""
+    """Leader, after all nodes: merge the evaluation. Without an evaluation the empty decision still shows that the iteration was closed."""
     return aggregate_eval(node.seeing(following(node.context))) or MergeDecision()
 
 

@@ -47,7 +47,7 @@ def decide_eval(node: Node) -> ExamplesDecision:
 
 
 def prepare_batch(node: Node) -> BatchDecision:
-    """Leader: cut the examples into tokens, and mark what is trained on."""
+    """Leader: have the examples tokenized, and the tokens that are trained on marked."""
     ctx = node.context
     batch, given = ctx.paths.batch(ctx.iteration, ctx.generation), rl.opened_port(ctx)
     rows = {"train": "train_assign", "test": "eval_decide"}
@@ -83,7 +83,7 @@ PROGRAM = Program(
     needs=frozenset({"model", "examples"}),
     defaults={
         "rollout.tasks": 1024,
-        # An answer is as long as it is: it needs no room in engine.max_model_len.
+        # Answers are given, not sampled, so they need no room in engine.max_model_len.
         "rollout.max_tokens": 1,
         "trainer.minibatch": 128,
         "trainer.epochs": 1,
@@ -91,7 +91,7 @@ PROGRAM = Program(
         "optimizer.lr": 1e-5,
     },
     fixed={
-        # The likelihood of an answer, whose weight is 1.
+        # The loss is the likelihood of an answer, with the weight 1.
         "algorithm.loss": "rft",
         "algorithm.kl_coef": 0.0,
         "algorithm.kl_in_reward": 0.0,

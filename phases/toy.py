@@ -115,7 +115,7 @@ def publish_weights(node: Node) -> PublishDecision:
     return published
 
 
-#: what this program does otherwise than the default one, by the row's name
+#: the rows that differ from the default program's, by name
 EACH = {
     "train_rollout": rollout_train,
     "eval_rollout": rollout_eval,

@@ -1,7 +1,7 @@
 """An agent that uses a web browser by looking at it, as WebGym's does: a screenshot, an action, the next screenshot, until it answers.
 
 `rollout.agent=phases/agents/browser.py:Browser` with
-`environment.command='/path/to/its/python phases/environments/browser_server.py {port}'` (the browser; its head says what must be installed)
+`environment.command='/path/to/its/python phases/environments/browser_server.py {port}'` (the browser; see there what it needs)
 and `environment.sessions_per_server=N`. A task's field `url` says where to begin, `difficulty` how many steps there may be. What the policy
 answers is scored as any answer is (`reward.kind`); without an answer it is an empty one.
 """
@@ -37,7 +37,7 @@ class Browser:
     async def run(self, task: Task, client: Client) -> Trajectory:
         url = client.environment_url.replace("http://", "ws://")
         try:
-            # A page may be busy for as long as it likes: the episode's time limit counts.
+            # There is no ping timeout, because a page may be busy: the episode's time limit applies.
             async with websockets.connect(url, max_size=None, ping_timeout=None) as window:
                 return await browse(window, task, client)
         except (OSError, websockets.ConnectionClosed) as error:
@@ -56,7 +56,7 @@ async def browse(window: websockets.ClientConnection, task: Task, client: Client
     for _ in range(next(steps for most, steps in STEPS if difficulty <= most)):
         text = {"type": "text", "text": f"{seen['url']} {seen['error']}".strip()}
         shown = {"role": "user", "content": [{"type": "image", "image": seen["image"]}, text]}
-        # When the oldest round goes, what is left is a segment of its own (docs/agents.md).
+        # Dropping the oldest round begins a new segment of the trajectory (docs/agents.md).
         reply = await client.chat([system, *chain(*rounds[1 - WINDOW :]), shown])
         rounds.append([shown, reply.message])
         action = parsed(reply.text)
@@ -91,7 +91,7 @@ def parsed(reply: str) -> dict[str, Any] | None:
 
 
 async def after(window: websockets.ClientConnection, action: dict[str, Any]) -> dict[str, Any]:
-    """What the window shows after an action: `url`, `image`, and `error`, where it could not be done."""
+    """Do an action and return what the window then shows: `url`, `image`, and `error` if the action failed, else ""."""
     await window.send(json.dumps(action))
     seen: dict[str, Any] = json.loads(await window.recv())
     return seen

@@ -14,9 +14,9 @@ from typing import Any
 from fsbarrier.data.tasks import Task
 from fsbarrier.rollouts.agents import Client, Trajectory
 
-#: at most; `custom.turns` says otherwise
+#: maximum number of turns, unless `custom.turns` is given
 TURNS = 4
-#: what a result may be, and the base of a power
+#: the largest absolute value of a result, and so of the base of a power
 BIGGEST = 10**12
 
 TOOL = {
@@ -60,7 +60,7 @@ class Calculator:
 
 
 def answered(call: dict[str, Any]) -> str:
-    """What the tool says. A policy that calls it wrongly is told so: that is its to learn, and no failure of the agent."""
+    """The tool's answer. A wrong call gets an error message: the policy is to learn from it, and the agent has not failed."""
     function = call["function"]
     if function["name"] != "calculator":
         return f"error: there is no tool {function['name']}"
@@ -71,7 +71,7 @@ def answered(call: dict[str, Any]) -> str:
 
 
 def value(expression: str) -> float:
-    """The value of an expression of numbers; nothing else in it is looked up or run. Raises ValueError and its like."""
+    """The value of an expression of numbers; names and calls are refused. Raises the errors that `answered` catches."""
     if len(expression) > 200:
         raise ValueError("too long")
     return _value(ast.parse(expression, mode="eval").body)
@@ -80,16 +80,16 @@ def value(expression: str) -> float:
 def _value(node: ast.expr) -> float:
     match node:
         case ast.Constant(value=int() | float() as number):
-            found = float(number)
+            result = float(number)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
             one, other = _value(left), _value(right)
             if isinstance(op, ast.Pow) and abs(other) > 64:
                 raise ValueError("too large")
-            found = OPERATORS[type(op)](one, other)
+            result = OPERATORS[type(op)](one, other)
         case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
-            found = OPERATORS[type(op)](_value(operand))
+            result = OPERATORS[type(op)](_value(operand))
         case _:
             raise ValueError("not arithmetic")
-    if isinstance(found, complex) or not abs(found) <= BIGGEST:
+    if isinstance(result, complex) or not abs(result) <= BIGGEST:
         raise ValueError("too large")
-    return found
+    return result

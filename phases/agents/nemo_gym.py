@@ -1,8 +1,8 @@
 """An agent for the resources servers of NeMo-Gym: a task's tools are its paths, and it verifies the episode. Does not import NeMo-Gym.
 
 `rollout.agent=phases/agents/nemo_gym.py:NemoGym` with `environment.command='/path/to/its/python nemo_gym_server.py {port} MODULE:CLASS'`
-(phases/environments). A task is a row of a NeMo-Gym file with `prompt`, a copy of `responses_create_params.input`, and any
-`answer`, which nothing reads, beside its other fields.
+(phases/environments). A task is a row of a NeMo-Gym file with two more fields: `prompt`, a copy of
+`responses_create_params.input`, and an arbitrary `answer`, which is not read.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import httpx
 from fsbarrier.data.tasks import Task
 from fsbarrier.rollouts.agents import Client, EnvironmentLost, Reply, Trajectory
 
-#: at most; `custom.turns` says otherwise
+#: maximum number of turns, unless `custom.turns` is given
 TURNS = 16
 
 
 class NemoGym:
-    """The policy calls tools until it calls none; the reward is what the server says at the end."""
+    """The policy calls tools until it calls none; the server computes the reward at the end."""
 
     async def run(self, task: Task, client: Client) -> Trajectory:
         row = task.metadata
         given = row["responses_create_params"].get("tools") or []
-        # The Responses form of a tool is flat, that of a chat is not.
+        # The Responses API describes a tool in a flat object, the chat API in a nested one.
         tools = [{"type": "function", "function": {k: v for k, v in t.items() if k != "type"}} for t in given]
         messages: list[dict[str, Any]] = [*task.messages]
         done: list[dict[str, Any]] = []
         try:
-            # A cookie is the session. A tool may take as long as the episode may.
+            # A cookie identifies the session. Tools have no timeout of their own: the episode's time limit applies.
             url = client.environment_url
             async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=None) as server:
                 (await server.post("/seed_session", json=row)).raise_for_status()
@@ -57,7 +57,7 @@ class NemoGym:
 
 
 async def called(server: httpx.AsyncClient, function: dict[str, Any], tools: set[str]) -> str:
-    """What a tool says. A policy that calls it wrongly is told so: that is its to learn."""
+    """A tool's answer. A wrong call gets an error message, from which the policy is to learn."""
     if function["name"] not in tools:
         return f"error: there is no tool {function['name']}"
     answer = await server.post(f"/{function['name']}", json=json.loads(function["arguments"]))
@@ -65,7 +65,7 @@ async def called(server: httpx.AsyncClient, function: dict[str, Any], tools: set
 
 
 def said(reply: Reply, number: int) -> list[dict[str, Any]]:
-    """An answer as items of a response."""
+    """The items of a response that stand for a reply."""
     text = {"type": "output_text", "text": reply.text, "annotations": []}
     kind = {"type": "message", "role": "assistant", "status": "completed"}
     calls = [

@@ -16,14 +16,14 @@ import websockets
 from fsbarrier.data.tasks import Task
 from fsbarrier.rollouts.agents import Client, EnvironmentLost, Trajectory
 
-#: at most; `custom.turns` says otherwise
+#: maximum number of turns, unless `custom.turns` is given
 TURNS = 8
 #: errors for which neither the policy nor the agent is to blame
 LOST = ("CAPACITY_REACHED", "FACTORY_ERROR", "SESSION_ERROR")
 
 
 class OpenEnv:
-    """The policy answers each observation; the reward of the episode is the sum of the environment's."""
+    """The policy answers each observation; the episode's reward is the sum of the environment's rewards."""
 
     async def run(self, task: Task, client: Client) -> Trajectory:
         read, write = (str(client.custom.get(name, "message")) for name in ("observation", "action"))
@@ -46,7 +46,7 @@ class OpenEnv:
 
 
 async def answer(connection: websockets.ClientConnection, what: str, data: object) -> dict[str, Any]:
-    """The environment's observation after a reset or a step."""
+    """Send a reset or a step, and return the environment's observation."""
     await connection.send(json.dumps({"type": what, "data": data}))
     said = json.loads(await connection.recv())
     if said["type"] == "error":

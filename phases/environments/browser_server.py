@@ -1,12 +1,12 @@
-"""The browser of browser.py's episodes, and a small shop to browse. It needs nothing of fsbarrier.
+"""Serves a browser for browser.py's episodes, and a small shop to browse. It needs nothing of fsbarrier.
 
     python3 -m venv /shared/envs/mine
     /shared/envs/mine/bin/pip install playwright websockets
     /shared/envs/mine/bin/python browser_server.py PORT     serves until Chromium ends; environment.command does this
     python3 browser_server.py --tasks DIR                       writes train.jsonl and test.jsonl, about the shop
 
-Chromium: the one of the system (`apt install chromium`), or else what `playwright install chromium` has fetched. A WebSocket is one
-episode, and has a private window. It takes one action after the other, as JSON, and says how the window looks then. A path, such as
+It uses the system's Chromium (`apt install chromium`), or else the one that `playwright install chromium` has fetched. A WebSocket is one
+episode, and has a private window. It takes one action after the other, as JSON, and answers what the window then shows. A path, such as
 /item/3, is a page of the shop; `open` takes any other address too.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from websockets.asyncio.server import ServerConnection
 
 SIZE = {"width": 1280, "height": 768}
-#: how long one action may take, and how long a page is left alone after it: nothing says when a page has done what it wants to do
+#: the time limit of an action, and the pause after it in which the page settles: nothing signals when a page has finished
 ACTION_S, SETTLE_S = 120, 0.3
 GOODS = [
     " ".join(words)
@@ -87,7 +87,7 @@ class Shop(BaseHTTPRequestHandler):
 
 
 def write_tasks(folder: Path) -> None:
-    """Prices of what is at the top are easy; what is further down must be searched for; an order is one more step."""
+    """Write tasks of three levels: prices of goods at the top are easy, others must be searched for, and an order takes one more step."""
     order = random.Random(0).sample(range(len(GOODS)), len(GOODS))
     for split, numbers in (("train", order[6:]), ("test", order[:6])):
         lines = []

@@ -1,12 +1,12 @@
-"""Games of Gymnasium and TextArena for openenv.py: `PYTHON games_server.py PORT`, as `environment.command`. It needs nothing of fsbarrier.
+"""Serves games of Gymnasium and TextArena: `PYTHON games_server.py PORT`, as `environment.command`. It needs nothing of fsbarrier.
 
-PYTHON has `pip install websockets`, and `gymnasium` or `textarena` or both. A task's field `reset` says what is played:
+It is for openenv.py. PYTHON has `pip install websockets`, and `gymnasium` or `textarena` or both. A task's field `reset` names the game:
 
     {"gymnasium": "FrozenLake-v1", "seed": 3, "options": {"is_slippery": false}}      the options are for gymnasium.make
     {"textarena": "GuessTheNumber-v0", "seed": 3}                                     games for one player
 
-Of Gymnasium's games those can be played whose actions are numbers (Discrete). The last number of an answer is the action; what is seen is
-the game's own drawing in text, or else the observation. A WebSocket is one episode, and its answers are OpenEnv's.
+Gymnasium's games must have numbers as actions (Discrete). The last number of an answer is the action; the policy sees the game's own
+drawing in text, or else the observation. A WebSocket is one episode, and its answers are OpenEnv's.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 from websockets.sync.server import ServerConnection, serve
 
-#: what is seen, the reward, and whether the game is over
+#: what the policy sees, the reward, and whether the game is over
 Seen = tuple[str, float, bool]
-#: TextArena draws from Python's common random numbers.
+#: held while a game is made, because TextArena draws from Python's global random numbers
 drawing = Lock()
 
 
@@ -41,7 +41,7 @@ class Gymnasium:
         self.first = f"{self.drawn(seen)}\n{self.ask}"
 
     def drawn(self, seen: object) -> str:
-        """Where a game is drawn in colours, brackets say where."""
+        """The game's drawing in text, with brackets around coloured parts; without a drawing, the observation."""
         if self.game.render_mode is None:
             return str(seen)
         return re.sub(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", r"[\1]", self.game.render()).strip()
@@ -65,7 +65,7 @@ class TextArena:
         self.first = self.news()
 
     def news(self) -> str:
-        """What is new in what the player is told, which repeats the game so far."""
+        """The new part of the player's observation, which repeats the game so far."""
         _, told = self.game.get_observation()
         new, self.told = str(told).removeprefix(self.told), str(told)
         return new.strip()

@@ -1,8 +1,8 @@
-"""A resources server of NeMo-Gym alone, without its ray and hydra: `PYTHON nemo_gym_server.py PORT MODULE:CLASS [CONFIG]`.
+"""Runs a resources server of NeMo-Gym alone, without ray and hydra: `PYTHON nemo_gym_server.py PORT MODULE:CLASS [CONFIG]`.
 
 PYTHON (3.12 or newer) has `pip install nemo-gym`. It needs nothing of fsbarrier. MODULE:CLASS is for example
-`resources_servers.example_session_state_mgmt.app:StatefulCounterResourcesServer`; CONFIG is a JSON object of the fields that the server's
-own configuration has beside the common ones. Servers that call models of their own through NeMo-Gym are not served.
+`resources_servers.example_session_state_mgmt.app:StatefulCounterResourcesServer`; CONFIG is a JSON object with the fields that the
+server's configuration has beside the common ones. Servers that call models through NeMo-Gym are not supported.
 """
 
 from __future__ import annotations

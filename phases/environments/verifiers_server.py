@@ -1,13 +1,13 @@
-"""An environment of verifiers (0.4 or newer) for hosted.py: `PYTHON verifiers_server.py PORT CONFIG.json`, as `environment.command`.
+"""Serves an environment of verifiers (0.4 or newer) to hosted.py: `PYTHON verifiers_server.py PORT CONFIG.json`, as `environment.command`.
 
-PYTHON has `pip install verifiers` and the taskset's own package. It needs nothing of fsbarrier. verifiers' chat programs (harness null, for
-example) are installed by uv with a server's first episode, which asks the package index even where it has all in its cache. CONFIG.json is
+PYTHON has `pip install verifiers` and the taskset's own package. It needs nothing of fsbarrier. With a server's first episode, uv installs
+verifiers' chat programs (harness null, for example), and asks the package index even if its cache has everything. CONFIG.json is
 verifiers' configuration of an environment, without the model, for example
 
     {"taskset": {"id": "my_taskset"}, "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
 
-`PYTHON verifiers_server.py --tasks DIR COUNT CONFIG.json` writes the first tasks of the taskset to train.jsonl: their field `index` says
-which task of the taskset is meant, and nothing else of them is used.
+`PYTHON verifiers_server.py --tasks DIR COUNT CONFIG.json` writes the first tasks of the taskset to train.jsonl: their field `index` is
+the number of a task in the taskset, and no other field is used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from verifiers.v1.clients import ModelContext
 from verifiers.v1.configs.client import EvalClientConfig
 from verifiers.v1.utils.loaders import env_config_type, load_environment
 
-#: verifiers takes keys from variables only; all episodes of a node have the same key.
+#: verifiers takes keys only from environment variables; all episodes of a node have the same key.
 KEY = "FSBARRIER_POLICY_KEY"
 
 
@@ -47,7 +47,7 @@ def write_tasks(folder: Path, count: int, config: str) -> None:
 
 
 class Served:
-    """All episodes of this server, in one environment."""
+    """Runs all episodes of this server in one environment."""
 
     def __init__(self, config: str) -> None:
         self.env = environment(config)
