@@ -242,7 +242,7 @@ def test_only_heartbeats_that_a_mount_must_have_shown_count(
 @pytest.mark.parametrize("phases", ["both", "rollout", "update"])
 def test_a_session_with_other_phases_begins_where_work_is_left(phases: RlPhase) -> None:
     """The run has rolled out two iterations, and has learned from none of them. In this schedule the next session asks for more."""
-    world = World(4, Setup(mix=frozenset(), iterations=2, phases="rollout", policy="shrink"))
+    world = World(17, Setup(mix=frozenset(), iterations=2, phases="rollout", policy="shrink"))
     world.sessions_left = 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sessions, "OTHERS", (phases,))

@@ -118,7 +118,7 @@ def _may_have_lost(history: History, record: Generation, time: float) -> bool:
     for member in history.generations[record.number - 1][1].members:
         process = _process_of(member.rank, member.incarnation, history)
         again = history.joins.get((member.rank, member.incarnation + 1))
-        if (process in history.ended and history.ended[process].time <= time) or (
+        if (process in history.ended and history.ended[process].time < time) or (
             again and again.time <= time
         ):
             return True
