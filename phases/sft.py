@@ -18,7 +18,7 @@ from fsbarrier.program import Phase, Program
 from fsbarrier.protocol.assign import sample_tasks
 from fsbarrier.specs import ExamplesSpec
 
-# What this program does not define, it takes from the default one.
+# This program takes everything that it does not define from the default one.
 rl = load_module("rl")
 
 
@@ -32,8 +32,8 @@ class ExamplesDecision(JsonRecord):
 def assign_train(node: Node) -> ExamplesDecision:
     """Leader: decide which examples this iteration trains on. Each pass over the file has an order of its own."""
     ctx, settings = node.context, node.context.settings.rollout
-    there = ctx.tasks["train"]["count"]
-    return ExamplesDecision(sample_tasks(there, settings.tasks, seed=settings.seed, iteration=ctx.iteration))
+    count = ctx.tasks["train"]["count"]
+    return ExamplesDecision(sample_tasks(count, settings.tasks, seed=settings.seed, iteration=ctx.iteration))
 
 
 def decide_eval(node: Node) -> ExamplesDecision:
@@ -42,8 +42,8 @@ def decide_eval(node: Node) -> ExamplesDecision:
     last = settings.eval_interval > 0 and ctx.iteration == settings.iterations
     if not (last or rl.evaluates(ctx)):
         return ExamplesDecision()
-    there = ctx.tasks["test"]["count"]
-    return ExamplesDecision(sample_tasks(there, settings.eval.tasks, seed=0, iteration=1))
+    count = ctx.tasks["test"]["count"]
+    return ExamplesDecision(sample_tasks(count, settings.eval.tasks, seed=0, iteration=1))
 
 
 def prepare_batch(node: Node) -> BatchDecision:

@@ -25,7 +25,7 @@ from fsbarrier.program import RL_SLICES, Phase, Program
 from fsbarrier.rollouts.sharing import share_out
 from fsbarrier.workers.toy import ToyRollout, ToyUpdate, ToyWait
 
-# What this program does not define, it takes from the default one.
+# This program takes everything that it does not define from the default one.
 rl = load_module("rl")
 
 

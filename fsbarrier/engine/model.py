@@ -173,7 +173,7 @@ def placeholder_ids(config: Config) -> list[int]:
 
 
 def untrainable_parts(config: Config) -> list[str]:
-    """What a model has beside its text decoder and its eyes, by its configuration, such as "audio". The trainer would lose these."""
+    """The parts of a model beside text decoder and vision encoder, such as "audio", by its configuration. The trainer would lose them."""
     parts = (name.removesuffix("_config") for name, value in config.items() if isinstance(value, Mapping))
     return [part for part in parts if part in _OTHER_PARTS]
 

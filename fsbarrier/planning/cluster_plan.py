@@ -192,13 +192,13 @@ def _held(machines: Cluster, placed: str) -> Cluster:
     held = ranges.holders(range(machines.nodes), machines.accelerators)
     beyond = None if ranges.nodes else ranges.beyond(machines.nodes * machines.accelerators)
     if not held or beyond is not None:
-        there = (
+        existing = (
             f"there are {machines.nodes * machines.accelerators}"
             if beyond is None
             else f"there is no accelerator {beyond}"
         )
         raise UsageError(
-            f"{placed}: {there} on {machines.nodes} nodes with {machines.accelerators} accelerators each"
+            f"{placed}: {existing} on {machines.nodes} nodes with {machines.accelerators} accelerators each"
         )
     return replace(machines, nodes=len(held), accelerators=min(map(len, held.values())))
 
@@ -277,7 +277,7 @@ def _update_problems(
 def _nearest(shape: ModelShape, settings: Settings, cluster: Cluster) -> str:
     """Settings with which the update would fit on these machines; changes are added one after the other, the cheapest first."""
     per_node = processes_per_node(settings.trainer, cluster)
-    load, said = update_load(shape, settings, cluster)[1], dict[str, str]()
+    load, shown = update_load(shape, settings, cluster)[1], dict[str, str]()
     changes: tuple[tuple[str, Any], ...] = (
         ("shard", "all"),
         ("gradient_checkpointing", True),
@@ -290,10 +290,10 @@ def _nearest(shape: ModelShape, settings: Settings, cluster: Cluster) -> str:
         smaller = update_load(shape, changed, cluster)[1]
         if smaller.total >= load.total:
             continue
-        settings, load, said[name] = changed, smaller, f"trainer.{name}={str(value).lower()}"
+        settings, load, shown[name] = changed, smaller, f"trainer.{name}={str(value).lower()}"
         if load.total <= _available(cluster, per_node):
             host = f" ({gib(load.on_host * per_node)} of each node's memory)" if load.on_host else ""
-            return " ".join(said.values()) + host
+            return " ".join(shown.values()) + host
     return "more nodes, or accelerators with more memory"
 
 
@@ -315,8 +315,10 @@ def lines(plan: ClusterPlan) -> list[str]:
     each = "each accelerator" if cluster.accelerators else "each process"
     text = [machines]
     for what, engine in {"rollouts": plan.rollout, **plan.engines}.items():
-        used, there = engine.replicas * engine.tensor_parallel_size // engine.over, engine.accelerators
-        idle = f" over {counted(used, 'accelerator')}, {there - used} idle" if 0 < used < there else ""
+        used, available = engine.replicas * engine.tensor_parallel_size // engine.over, engine.accelerators
+        idle = (
+            f" over {counted(used, 'accelerator')}, {available - used} idle" if 0 < used < available else ""
+        )
         some = f" on {counted(engine.nodes, 'node')}" if engine.nodes < cluster.nodes else ""
         share = "a node" if engine.over == 1 else f"for each {engine.over} nodes"
         text.append(f"{what:<13} {counted(engine.replicas, 'engine')} {share}{some}{idle}")

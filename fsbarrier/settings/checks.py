@@ -127,16 +127,16 @@ def _idle(s: Settings, ranges: Sequence[Ranges]) -> str:
 def _engines(s: Settings, named: AsChosen) -> Iterator[str]:
     """Engines over several nodes; frozen engines need a model, and those that other settings name must exist."""
     yield from _spanning(s, named)
-    for name, one in s.engines.items():
-        if one.model is None:
+    for name, engine in s.engines.items():
+        if engine.model is None:
             placed = f"engines.{name}.placement"
-            if name == INFERENCE and one.placement is not None:
+            if name == INFERENCE and engine.placement is not None:
                 yield (
                     f"{named(placed)}: there is no such stage: the trainer computes the log-probabilities of the policy and of "
                     "its reference in the update (placement.update); drop it, give these accelerators another role"
                 )
                 continue
-            where = f"{named(placed)}: there" if one.placement is not None else f"engines.{name}: there"
+            where = f"{named(placed)}: there" if engine.placement is not None else f"engines.{name}: there"
             yield f"{where} is no engine {name}; give engines.{name}.model, or name a role ({', '.join(ROLES)})"
     scores = scoring_engines(s.reward.kind)
     judge = frozen_engine(s.judge.model)
@@ -144,8 +144,8 @@ def _engines(s: Settings, named: AsChosen) -> Iterator[str]:
     asked = [*(("reward.kind", name) for name in scores), *(("judge.model", name) for name in judges)]
     for setting, name in asked:
         if name not in s.engines:
-            there = f"; there is {', '.join(s.engines)}" if s.engines else ""
-            yield f"{named(setting)}: there is no engine {name}; give engines.{name}.model{there}"
+            hint = f"; there is {', '.join(s.engines)}" if s.engines else ""
+            yield f"{named(setting)}: there is no engine {name}; give engines.{name}.model{hint}"
     if judge is not None and s.judge.url is not None:
         yield f"{named('judge.model')}: contradicts {named('judge.url')}; drop one of the two"
     if s.judge.images != "none" and "judge" not in reward_kinds(s.reward.kind):
@@ -229,15 +229,15 @@ def _rollouts(s: Settings, named: AsChosen) -> Iterator[str]:
     if s.rollout.stop and s.rollout.agent is not None:
         yield f"{named('rollout.stop')}: {named('rollout.agent')} names its own stop texts in each request; drop one of the two"
     yield from _drawing(s, named)
-    for name, one in s.all_environments.items():
+    for name, environment in s.all_environments.items():
         key = f"environments.{name}.command" if name else "environment.command"
-        if one.command is None:
+        if environment.command is None:
             yield f"environments.{name}: needs a command; give {key}"
         elif s.rollout.agent is None:
             yield f"{named(key)}: is for the episodes of an agent; give rollout.agent too"
-        elif "{port}" not in one.command:
+        elif "{port}" not in environment.command:
             yield f"{named(key)}: needs {{port}}, the port on which the server must listen"
-        if one.health is not None and not one.health.startswith("/"):
+        if environment.health is not None and not environment.health.startswith("/"):
             yield f"{named(key.removesuffix('command') + 'health')}: must begin with /"
     for word in s.rollout.chat_template_kwargs:
         if "=" not in word or not word.partition("=")[0].isidentifier():
@@ -246,11 +246,13 @@ def _rollouts(s: Settings, named: AsChosen) -> Iterator[str]:
 
 def _drawing(s: Settings, named: AsChosen) -> Iterator[str]:
     """How training tasks are drawn."""
-    shares = split_by_weight(range(s.rollout.tasks), [one.weight for one in s.train.sets.values()] or [1])
-    for (name, one), share in zip(s.train.sets.items(), shares, strict=False):
+    shares = split_by_weight(
+        range(s.rollout.tasks), [train_set.weight for train_set in s.train.sets.values()] or [1]
+    )
+    for (name, train_set), share in zip(s.train.sets.items(), shares, strict=False):
         if not share:
             yield f"{named(f'train.sets.{name}.weight')}: the set gets none of the tasks of {named('rollout.tasks')}; give more"
-        if one.where is not None and not all(one.where.partition("=")):
+        if train_set.where is not None and not all(train_set.where.partition("=")):
             yield f"{named(f'train.sets.{name}.where')}: must have the form FIELD=VALUE or FIELD=A:B"
     steps = [re.fullmatch(r"(-?\d+(?:\.\d+)?):\d+(?:\.\d+)?", step) for step in s.train.reward_weights]
     least = [float(step[1]) for step in steps if step]
@@ -267,11 +269,11 @@ def _rewards_and_evaluations(s: Settings, named: AsChosen) -> Iterator[str]:
         )
     if "train" in s.eval.sets:
         yield 'eval.sets.train: the name "train" is reserved for the training tasks; choose another name'
-    for name, one in s.eval_sets.items():
+    for name, eval_set in s.eval_sets.items():
         where = f"eval.sets.{name}" if s.eval.sets else "eval"
-        if one.temperature == 0 and one.samples != 1:
+        if eval_set.temperature == 0 and eval_set.samples != 1:
             yield (
-                f"{where}.samples={one.samples}: all samples of a task are identical at {where}.temperature=0; use 1 sample or a "
+                f"{where}.samples={eval_set.samples}: all samples of a task are identical at {where}.temperature=0; use 1 sample or a "
                 "temperature above 0"
             )
 

@@ -117,7 +117,7 @@ def parse_text(text: str, kind: Kind | None) -> object:
 
 def from_words(words: Iterable[str], known: Mapping[str, Kind]) -> list[ChosenValue]:
     """Parses `key=value` words. Raises UsageError for a word without a name or without `=`."""
-    found: list[ChosenValue] = []
+    chosen: list[ChosenValue] = []
     for word in words:
         key, equals, text = word.partition("=")
         written, key = key.strip(), stored_as(key.strip())
@@ -127,24 +127,24 @@ def from_words(words: Iterable[str], known: Mapping[str, Kind]) -> list[ChosenVa
             raise UsageError(f"unexpected argument {word!r}{hint}")
         value = parse_text(text, known.get(known_as(key)))
         try:
-            found += [
+            chosen += [
                 ChosenValue(name, leaf, written if name == key else name)
                 for name, leaf in leaves({key: value})
             ]
         except ValueError as error:
             raise UsageError(str(error)) from None
-    return found
+    return chosen
 
 
 def from_flags(flags: Mapping[str, str | bool | None], known: Mapping[str, Kind]) -> list[ChosenValue]:
     """Parses flags, a mapping of flag to text (True for a flag without a value). None and False mean "not given"."""
-    found = []
+    chosen = []
     for flag, value in flags.items():
         if value is None or value is False:
             continue
         key = setting_of(flag)
-        found.append(ChosenValue(key, value if value is True else parse_text(value, known[key]), flag))
-    return found
+        chosen.append(ChosenValue(key, value if value is True else parse_text(value, known[key]), flag))
+    return chosen
 
 
 def from_file(path: Path) -> list[ChosenValue]:
@@ -152,7 +152,7 @@ def from_file(path: Path) -> list[ChosenValue]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
         # An empty table says nothing, unless it is of a set.
-        found = [(key, value) for key, value in leaves(content) if value != {} or name_in(key)]
+        values = [(key, value) for key, value in leaves(content) if value != {} or name_in(key)]
     except OSError as error:
         raise UsageError(f"--config {path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -161,7 +161,7 @@ def from_file(path: Path) -> list[ChosenValue]:
         raise UsageError(f"--config {path}: not TOML: nested too deeply") from None
     except ValueError as error:
         raise UsageError(f"--config {path}: not TOML: {error}") from None
-    return [ChosenValue(stored_as(key), value, f"{path}: {key}") for key, value in found]
+    return [ChosenValue(stored_as(key), value, f"{path}: {key}") for key, value in values]
 
 
 #: `coordination.last_call_s` for a run with `--num-nodes A:B`
@@ -193,7 +193,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """ "; did you mean X?" with the known name most similar to `name`, or an empty string."""
     candidates = list(names)
     if name.startswith("-"):
-        # Of flags, only the letters count: all begin with the same hyphens.
+        # Compare flags without their hyphens, with which all of them begin.
         bare = {each.lstrip("-"): each for each in candidates if each.startswith("-")}
         close = difflib.get_close_matches(name.lower().lstrip("-"), list(bare), n=1, cutoff=0.6)
         return f"; did you mean {bare[close[0]]}?" if close else ""

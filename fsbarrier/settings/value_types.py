@@ -40,7 +40,7 @@ def _join_words(value: object) -> object:
 
 def reward_kinds(kind: str) -> list[str]:
     """The rewards listed in `reward.kind`."""
-    return [one.strip() for one in kind.split(",")]
+    return [word.strip() for word in kind.split(",")]
 
 
 #: the prefix of a frozen engine's name in `reward.kind` and `judge.model`
@@ -56,7 +56,7 @@ def frozen_engine(named: str | None) -> str | None:
 
 def scoring_engines(kind: str) -> list[str]:
     """The frozen engines among the rewards listed in `reward.kind`."""
-    return [name for one in reward_kinds(kind) if (name := frozen_engine(one)) is not None]
+    return [name for reward in reward_kinds(kind) if (name := frozen_engine(reward)) is not None]
 
 
 def json_or_text(word: str) -> object:

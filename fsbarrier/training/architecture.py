@@ -66,7 +66,9 @@ def shape_of(folder: Path, lora: LoraSettings) -> ModelShape:
     if not lora.rank:
         return shape
     Adapters.put_into(model, lora, folder)
-    return replace(shape, trained=sum(one.numel() for one in model.parameters() if one.requires_grad))
+    return replace(
+        shape, trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    )
 
 
 def _number(config: Any, name: str) -> int:

@@ -132,27 +132,29 @@ def write_batch(
     path: Path, sequences: Sequence[TrainingSequence], steps: list[Tensor], metadata: Mapping[str, object]
 ) -> None:
     """Write a batch file. Raises OSError."""
-    lengths = torch.tensor([0, *(len(one.token_ids) for one in sequences)], dtype=torch.int64)
+    lengths = torch.tensor([0, *(len(sequence.token_ids) for sequence in sequences)], dtype=torch.int64)
 
     def flat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
         return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)
 
     content = {
-        "token_ids": flat([one.token_ids for one in sequences], torch.int32),
-        "loss_mask": flat([one.loss_mask for one in sequences], torch.uint8),
-        "logprobs": flat([one.logprobs for one in sequences], torch.float32),
+        "token_ids": flat([sequence.token_ids for sequence in sequences], torch.int32),
+        "loss_mask": flat([sequence.loss_mask for sequence in sequences], torch.uint8),
+        "logprobs": flat([sequence.logprobs for sequence in sequences], torch.float32),
         "offsets": lengths.cumsum(0),
-        "weights": torch.tensor([one.weight for one in sequences], dtype=torch.float32),
-        "rewards": torch.tensor([one.reward for one in sequences], dtype=torch.float32),
-        "current": torch.tensor([one.current for one in sequences], dtype=torch.uint8),
-        "engines": torch.tensor([one.engine for one in sequences], dtype=torch.int32).reshape(-1, 2),
-        "continues": torch.tensor([one.continues for one in sequences], dtype=torch.uint8),
-        "groups": torch.tensor([one.group for one in sequences], dtype=torch.int32),
+        "weights": torch.tensor([sequence.weight for sequence in sequences], dtype=torch.float32),
+        "rewards": torch.tensor([sequence.reward for sequence in sequences], dtype=torch.float32),
+        "current": torch.tensor([sequence.current for sequence in sequences], dtype=torch.uint8),
+        "engines": torch.tensor([sequence.engine for sequence in sequences], dtype=torch.int32).reshape(
+            -1, 2
+        ),
+        "continues": torch.tensor([sequence.continues for sequence in sequences], dtype=torch.uint8),
+        "groups": torch.tensor([sequence.group for sequence in sequences], dtype=torch.int32),
         "steps": steps,
-        "images": [list(one.images) for one in sequences],
+        "images": [list(sequence.images) for sequence in sequences],
         "metadata": dict(metadata),
     }
-    teachers = [one.teacher for one in sequences if one.teacher is not None]
+    teachers = [sequence.teacher for sequence in sequences if sequence.teacher is not None]
     if sequences and len(teachers) == len(sequences):
         content["teacher"] = torch.cat(teachers)
     buffer = io.BytesIO()

@@ -1,6 +1,6 @@
-"""What lies beside the weights in a model folder: configuration, tokenizer, templates. A new version gets the files of the previous one.
+"""Writes the files beside the weights in a model folder: configuration, tokenizer, templates. A new version gets those of the previous one.
 
-transformers could write them anew, but then in its own words, without what it does not know, and with values that it refuses to save.
+transformers could write them anew, but it would use its own names, drop fields that it does not know, and refuse to save some values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WEIGHTS = (
     ".msgpack",
 )
 CONFIG = "config.json"
-# How a configuration calls the precision of the weights; the second is the older name.
+# The names of the weights' precision in a configuration; the second is the older name.
 PRECISION = ("dtype", "torch_dtype")
 # Subfolder of a model folder with the adapters merged into its weights.
 ADAPTER = "adapter"
@@ -42,7 +42,7 @@ ADAPTER = "adapter"
 def write_beside(
     out: Path, beside: Path | None, configuration: PreTrainedConfig, dtype: torch.dtype
 ) -> dict[str, FileDigest]:
-    """Give the new version `out` what lies beside the weights in the previous policy's model folder `beside` (None: there was none).
+    """Give the new version `out` the files beside the weights of the previous policy's model folder `beside` (None: there was none).
 
     Everything is copied byte for byte, except that the configuration names the new weights' precision `dtype`. Returns the written files by
     their path in `out/model`. Raises OSError, ProgramFailed.
@@ -60,7 +60,7 @@ def write_beside(
 
 
 def _copy_config(source: Path, target: Path, dtype: torch.dtype, root: Path | None) -> FileDigest:
-    """transformers would write another file: in newer words, with every default, and without what it does not know."""
+    """Copy a configuration, changing only its precision: transformers would use newer names, add all defaults and drop unknown fields."""
     held = reading.json_object(source, ProgramFailed)
     wanted = _in_precision(held, str(dtype).removeprefix("torch."))
     if not any(name in wanted for name in PRECISION):
@@ -71,7 +71,7 @@ def _copy_config(source: Path, target: Path, dtype: torch.dtype, root: Path | No
 
 
 def _in_precision(config: Mapping[str, object], dtype: str) -> dict[str, object]:
-    """A configuration, and those of its parts, for weights in this precision."""
+    """Return a configuration in which it and its parts name this precision."""
     return {
         name: dtype
         if name in PRECISION

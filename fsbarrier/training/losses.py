@@ -174,7 +174,7 @@ Bounded = Callable[[AlgorithmSettings, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def token_loss_of(loss: LossName) -> tuple[TokenObjective, Bounded]:
-    """What a built-in loss computes. settings/losses.py says which settings it uses."""
+    """The functions that compute a built-in loss. settings/losses.py says which settings it uses."""
     match loss:
         case "grpo" | "gspo" | "distil":
             return clipped_surrogate, bounded_against_the_advantage

@@ -13,9 +13,12 @@ from fsbarrier.settings.sections import OptimizerSettings
 
 def make_optimizer(parameters: Iterable[Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
     """An optimizer for the trainable parameters. Vectors, i.e. norms and biases, get no weight decay."""
-    trained = [one for one in parameters if one.requires_grad]
-    matrices = {"params": [one for one in trained if _dimensions(one) > 1]}
-    vectors = {"params": [one for one in trained if _dimensions(one) <= 1], "weight_decay": 0.0}
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    matrices = {"params": [parameter for parameter in trained if _dimensions(parameter) > 1]}
+    vectors = {
+        "params": [parameter for parameter in trained if _dimensions(parameter) <= 1],
+        "weight_decay": 0.0,
+    }
     groups = [group for group in (matrices, vectors) if group["params"]]
     return torch.optim.AdamW(
         groups,

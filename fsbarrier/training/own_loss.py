@@ -39,7 +39,7 @@ def load_loss(value: str) -> TokenLoss:
     if not callable(function):
         raise UsageError(f"{setting}: {value.rpartition(':')[2]} is not a function")
     parameters = inspect.signature(function).parameters
-    anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     wanted = [name for name in PARAMETERS if anything or name in parameters]
     try:
         inspect.signature(function).bind(**dict.fromkeys(wanted))

@@ -40,7 +40,7 @@ def load(
     value: bool = False,
 ) -> PreTrainedModel:
     """Load the model in `folder`, in `dtype` ("auto": its own) and without dropout. Raises UsageError if it is incomplete."""
-    # Its progress bar would fill the log.
+    # The progress bar of transformers would fill the log.
     transformers.utils.logging.disable_progress_bar()
     with _naming(folder):
         config, kind = _kind(folder, value=value)
@@ -60,7 +60,7 @@ def load(
         )
     missing_weights = {*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])}
     for name in [
-        one for one in missing_weights if value and not one.startswith(f"{model.base_model_prefix}.")
+        key for key in missing_weights if value and not key.startswith(f"{model.base_model_prefix}.")
     ]:
         # A new critic values everything at 0.
         model.get_parameter(name).data.zero_()
@@ -187,7 +187,7 @@ def vision_parameters(model: PreTrainedModel) -> list[Parameter]:
         return []
     head = model.get_output_embeddings()
     language = {*decoder_of(model).parameters(), *(head.parameters() if head is not None else ())}
-    return [one for one in model.parameters() if one not in language]
+    return [parameter for parameter in model.parameters() if parameter not in language]
 
 
 def _first_sentence(error: Exception) -> str:

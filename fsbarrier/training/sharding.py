@@ -131,7 +131,7 @@ def inner_units(model: TokenModel) -> list[Module]:
         module
         for module in causal.modules()
         if type(module).__name__ in names
-        and (module in decoder or any(one.requires_grad for one in module.parameters()))
+        and (module in decoder or any(parameter.requires_grad for parameter in module.parameters()))
     ]
     if not blocks:
         raise ProgramFailed(

@@ -48,7 +48,7 @@ def with_token_weights(
         policy = batch.logprobs if batch.old is None else batch.old
         kl = policy[sampled].double() - reference[sampled].double()
         rewards -= kl_coef * kl
-        mean_kl = float(torch.stack([one.mean() for one in kl.split(counts.tolist())]).mean())
+        mean_kl = float(torch.stack([trajectory.mean() for trajectory in kl.split(counts.tolist())]).mean())
     rewards[counts.cumsum(0) - 1] += batch.weights[~batch.continues.bool()].double()
 
     def placed(values: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def with_self_certainty(batch: TrainingBatch, algorithm: AlgorithmSettings) -> T
     share = algorithm.self_certainty
     rewards = (1 - share) * batch.weights[begins].double() + share * sums / counts
     _, sizes = batch.groups[begins].unique_consecutive(return_counts=True)
-    advantages = torch.cat([group_advantages(one, algorithm) for one in rewards.split(sizes.tolist())])
+    advantages = torch.cat([group_advantages(group, algorithm) for group in rewards.split(sizes.tolist())])
     weights = advantages[trajectory]
     if not algorithm.kl_in_reward and not algorithm.has_critic:
         tokens = batch.sampled_tokens(torch.arange(len(weights)))

@@ -78,9 +78,11 @@ class TorchBackend:
         gradients = list(_gradients(self.model.parameters()))
         for first in range(0, len(gradients), TOGETHER):
             bucket = gradients[first : first + TOGETHER]
-            flat = self._processes.sum(torch.cat([one.flatten() for one in bucket]))
-            parts = flat.split([one.numel() for one in bucket])
-            torch._foreach_copy_(bucket, [part.view_as(one) for part, one in zip(parts, bucket, strict=True)])
+            flat = self._processes.sum(torch.cat([gradient.flatten() for gradient in bucket]))
+            parts = flat.split([gradient.numel() for gradient in bucket])
+            torch._foreach_copy_(
+                bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)]
+            )
 
     def step(self, lr: float, largest_norm: float) -> float:
         """Apply and reset the gradients; returns their norm before clipping. A non-finite norm changes nothing."""
@@ -108,11 +110,11 @@ class TorchBackend:
 
 def _gradients(parameters: Iterable[Parameter]) -> Iterator[Tensor]:
     """The gradient of every trained parameter; zeros if this process's tokens did not use it, because others' may have."""
-    for one in parameters:
-        if one.requires_grad:
-            if one.grad is None:
-                one.grad = torch.zeros_like(one)
-            yield one.grad
+    for parameter in parameters:
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            yield parameter.grad
 
 
 def whole(tensor: Tensor) -> Tensor:

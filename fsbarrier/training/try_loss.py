@@ -53,6 +53,6 @@ def measured(algorithm: AlgorithmSettings, rows: list[int]) -> tuple[Tensor, Ten
     loss = load_loss(algorithm.loss)(**given | ({} if refers else {"reference": None}), mask=mask)[mask].sum()
     if loss.requires_grad:
         loss.backward()
-    gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in learned]
-    padded = [torch.nn.functional.pad(one, (0, max(LENGTHS) - longest)) for one in gradients]
+    gradients = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in learned]
+    padded = [torch.nn.functional.pad(tensor, (0, max(LENGTHS) - longest)) for tensor in gradients]
     return loss.detach()[None], torch.stack(padded, 1)

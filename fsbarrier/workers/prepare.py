@@ -56,7 +56,7 @@ def work(spec: PrepareSpec, settings: Settings, progress: ProgressWriter) -> Pre
         if not age or merged.exists()
     )
     chosen = drawn(by_age, recency, seed=f"{seed}:recency")
-    numbered = [replace(one, group=number) for number, group in enumerate(chosen) for one in group]
+    numbered = [replace(sequence, group=number) for number, group in enumerate(chosen) for sequence in group]
     sequences = weighed_as_batch(numbered, settings.algorithm)
     steps = minibatches(len(sequences), settings.trainer.minibatch, settings.trainer.epochs, seed=seed)
     metadata = {
@@ -107,7 +107,7 @@ def teaching_groups(
             with naming(trajectory, merged):
                 made = sequences_of(trajectory, weight, current, vocabulary, images_of(trajectory, merged))
                 # The teacher has marked all but failed tasks, which have no sampled tokens.
-                if settings.algorithm.loss == "distil" and any(one.teacher is None for one in made):
+                if settings.algorithm.loss == "distil" and any(sequence.teacher is None for sequence in made):
                     raise ValueError(
                         "it has no teacher_logprobs, which rollouts have with algorithm.loss=distil"
                     )

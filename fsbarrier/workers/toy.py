@@ -75,9 +75,9 @@ def rollout(spec: ToyRollout, settings: Settings, progress: ProgressWriter) -> R
     files.make_dirs(assignment.part.parent)
     with RankFileWriter(assignment.part, header=assignment.header()) as writer:
         # Groups from an earlier start of this program.
-        there = {group.task_index for group in writer.groups}
+        written = {group.task_index for group in writer.groups}
         while not ended_early and (lot := claims.take()):
-            todo = [task for task in lot if task not in there]
+            todo = [task for task in lot if task not in written]
             for number, task in enumerate(todo):
                 ended_early = pause(pause_s, early_end)
                 if ended_early:

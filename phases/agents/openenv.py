@@ -48,9 +48,9 @@ class OpenEnv:
 async def answer(connection: websockets.ClientConnection, what: str, data: object) -> dict[str, Any]:
     """Send a reset or a step, and return the environment's observation."""
     await connection.send(json.dumps({"type": what, "data": data}))
-    said = json.loads(await connection.recv())
-    if said["type"] == "error":
-        kind = EnvironmentLost if said["data"].get("code") in LOST else ValueError
-        raise kind(f"{what}: {said['data'].get('message')}")
-    found: dict[str, Any] = said["data"]
-    return found
+    message = json.loads(await connection.recv())
+    if message["type"] == "error":
+        kind = EnvironmentLost if message["data"].get("code") in LOST else ValueError
+        raise kind(f"{what}: {message['data'].get('message')}")
+    observation: dict[str, Any] = message["data"]
+    return observation

@@ -63,8 +63,8 @@ def page(address: str) -> str | None:
     match url.path.strip("/").split("/"):
         case ["" | "search"]:
             words = parse_qs(url.query).get("q", [""])[0].lower().split()
-            found = [n for n, name in enumerate(GOODS) if all(word in name for word in words)]
-            links = "".join(f'<a href="/item/{n}">{GOODS[n]}</a>' for n in found)
+            matches = [n for n, name in enumerate(GOODS) if all(word in name for word in words)]
+            links = "".join(f'<a href="/item/{n}">{GOODS[n]}</a>' for n in matches)
             return f"{HEAD}<h2>{html.escape(' '.join(words)) or 'All goods'}</h2>{links or 'Nothing found.'}"
         case ["item" | "order" as what, number] if number.isdecimal() and int(number) < len(GOODS):
             price, order = facts(int(number))
@@ -76,11 +76,11 @@ def page(address: str) -> str | None:
 
 class Shop(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        found = page(self.path)
-        self.send_response(200 if found else 404)
+        content = page(self.path)
+        self.send_response(200 if content else 404)
         self.send_header("Content-Type", "text/html; charset=utf-8")
         self.end_headers()
-        self.wfile.write((found or "not found").encode())
+        self.wfile.write((content or "not found").encode())
 
     def log_message(self, *_: object) -> None:
         pass

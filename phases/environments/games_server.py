@@ -85,17 +85,19 @@ def begin(gymnasium: str = "", textarena: str = "", seed: int | None = None, opt
 def episode(connection: ServerConnection) -> None:
     game: Any = None
     for message in connection:
-        asked = json.loads(message)
+        request = json.loads(message)
         try:
-            if asked["type"] == "reset":
-                game = begin(**asked["data"])
+            if request["type"] == "reset":
+                game = begin(**request["data"])
             seen = (
-                (game.first, 0.0, False) if asked["type"] == "reset" else game.step(asked["data"]["message"])
+                (game.first, 0.0, False)
+                if request["type"] == "reset"
+                else game.step(request["data"]["message"])
             )
         # A game that does not exist, or that fails, ends its own episode only.
         except Exception as error:
-            said = {"message": f"{type(error).__name__}: {error}", "code": "GAME_FAILED"}
-            connection.send(json.dumps({"type": "error", "data": said}))
+            failure = {"message": f"{type(error).__name__}: {error}", "code": "GAME_FAILED"}
+            connection.send(json.dumps({"type": "error", "data": failure}))
             return
         text, reward, over = seen
         answer = {"observation": {"message": text}, "reward": reward, "done": over}

@@ -35,8 +35,8 @@ KEY = "FSBARRIER_POLICY_KEY"
 
 
 def environment(config: str) -> Any:
-    said = json.loads(Path(config).read_text())
-    return load_environment(env_config_type(said["taskset"]["id"]).model_validate(said))
+    settings = json.loads(Path(config).read_text())
+    return load_environment(env_config_type(settings["taskset"]["id"]).model_validate(settings))
 
 
 def write_tasks(folder: Path, count: int, config: str) -> None:
@@ -60,17 +60,17 @@ class Served:
             yield
 
     async def episode(self, request: Request) -> JSONResponse:
-        asked = await request.json()
-        os.environ[KEY] = asked["api_key"]
-        index = int(asked["metadata"]["index"])
+        body = await request.json()
+        os.environ[KEY] = body["api_key"]
+        index = int(body["metadata"]["index"])
         self.tasks += islice(self.more, max(0, index + 1 - len(self.tasks)))
-        client = EvalClientConfig(base_url=asked["base_url"], api_key_var=KEY)
+        client = EvalClientConfig(base_url=body["base_url"], api_key_var=KEY)
         (slot,) = self.env.slots(self.tasks[index])
-        done = await self.env.run_slot(slot, ModelContext(model=asked["model"], client=client))
+        done = await self.env.run_slot(slot, ModelContext(model=body["model"], client=client))
         errors = [*done.errors, *(error for trace in done.traces for error in trace.errors)]
         if not done.ok or not done.traces:
-            said = f"{errors[-1].type}: {errors[-1].message}" if errors else "no trace"
-            return JSONResponse({"error": f"verifiers: {said}"})
+            reason = f"{errors[-1].type}: {errors[-1].message}" if errors else "no trace"
+            return JSONResponse({"error": f"verifiers: {reason}"})
         trace = done.traces[0]
         return JSONResponse({"reward": float(trace.reward), "rewards": plain(trace.rewards)})
 

@@ -236,7 +236,7 @@ def check_lengths(folder: Path, settings: Settings) -> None:
 
 
 def try_model(folder: Path, settings: Settings, say: Callable[[str], None]) -> str:
-    """Check that the adapters that are asked for can be put into the model, and that the trainer knows a model with eyes. Raises
+    """Check that the adapters that are asked for can be put into the model, and that the trainer knows a vision model. Raises
     UsageError. Returns why the model cannot be given images, as far as that was tried."""
     lora = settings.lora
     looks = sees(json.loads((folder / "config.json").read_bytes())) and settings.rl_phase != "rollout"
