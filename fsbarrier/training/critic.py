@@ -38,7 +38,7 @@ class ValueObjective:
         clip, aggregation = self.settings.critic.clip, self.settings.algorithm.aggregation
         return value_loss(clip, aggregation, found[0], micro.values, micro.returns, mask, divisor)
 
-    def computed(self, totals: Sums) -> None:
+    def before_step(self, totals: Sums) -> None:
         """See Objective."""
 
 

@@ -56,7 +56,7 @@ class Objective(Protocol):
         """A micro-batch's contribution to the minibatch's loss. `found`: the model's outputs, each [sequences, longest]; `chosen`: the
         micro-batch's sequences, empty if it has weight zero."""
 
-    def computed(self, totals: Sums) -> None:
+    def before_step(self, totals: Sums) -> None:
         """Every process calls this between a minibatch's gradient and its step. Raises ProgramFailed."""
 
 
@@ -88,7 +88,7 @@ class PolicyObjective:
         values = TokenValues(new, old, engine, entropy, micro.reference)
         return minibatch_loss(self.settings.algorithm, values, micro.weights, mask, divisor)
 
-    def computed(self, totals: Sums) -> None:
+    def before_step(self, totals: Sums) -> None:
         """See Objective."""
         if self._gap is not None:
             totals.gap = self._gap.over_all(self.trainer.processes)
@@ -121,7 +121,7 @@ def take_steps(
     totals = Sums(of_tokens=dict.fromkeys(objective.sums, 0.0))
     for indices in batch.steps:
         step = accumulate(trained, batch, indices, settings, objective)
-        objective.computed(totals)
+        objective.before_step(totals)
         totals.learning_rate = learning_rate_of(objective.optimizer, trained.optimizer_steps + 1)
         grad_norm = trained.backend.step(totals.learning_rate, objective.optimizer.grad_clip)
         totals.steps += 1

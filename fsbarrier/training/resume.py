@@ -49,7 +49,7 @@ class KeptTrainer:
         return self.policy == policy and before == now
 
 
-def go_on(held: KeptTrainer | None, spec: UpdateSpec, settings: Settings) -> Beginning | None:
+def reuse_kept(held: KeptTrainer | None, spec: UpdateSpec, settings: Settings) -> Beginning | None:
     """Reuse the kept trainer, if every process holds exactly the policy to train; every process must call this."""
     agreed = all(gather_json(held is not None and held.serves(spec.policy, settings)))
     if not agreed or held is None or spec.trainer_state is None:
@@ -58,7 +58,9 @@ def go_on(held: KeptTrainer | None, spec: UpdateSpec, settings: Settings) -> Beg
     return Beginning(held.trainer, spec.model, state_in, since)
 
 
-def begin(processes: Processes, settings: Settings, copy: NodeCopy | None, spec: UpdateSpec) -> Beginning:
+def load_start(
+    processes: Processes, settings: Settings, copy: NodeCopy | None, spec: UpdateSpec
+) -> Beginning:
     """Load the policy to train with its trainer state from the shared directory.
 
     If this version was saved without one (`checkpoint.trainer_every`), begins with the newest version that has one. The batches that were

@@ -119,11 +119,11 @@ def with_distillation(batch: TrainingBatch, algorithm: AlgorithmSettings) -> Tra
         return batch
     by_token = batch.token_weights
     of_reward = batch.weights.repeat_interleave(batch.offsets.diff()) if by_token is None else by_token
-    weights = algorithm.distil_reward * of_reward.double() + behind_teacher(batch, batch.teacher)
+    weights = algorithm.distil_reward * of_reward.double() + teacher_log_ratio(batch, batch.teacher)
     return replace(batch, token_weights=torch.where(batch.loss_mask.bool(), weights, 0.0).float())
 
 
-def behind_teacher(batch: TrainingBatch, teacher: Tensor) -> Tensor:
+def teacher_log_ratio(batch: TrainingBatch, teacher: Tensor) -> Tensor:
     """log(teacher / policy) of each token, float64."""
     policy = batch.logprobs if batch.old is None else batch.old
     return teacher.double() - policy.double()

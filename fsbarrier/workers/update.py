@@ -32,10 +32,10 @@ from fsbarrier.training.critic import train_critic, with_values
 from fsbarrier.training.log_prob_pass import held_out_loss, with_old, with_reference
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes, gather_json
-from fsbarrier.training.resume import Beginning, KeptTrainer, begin, go_on
+from fsbarrier.training.resume import Beginning, KeptTrainer, load_start, reuse_kept
 from fsbarrier.training.token_advantages import (
     adapted,
-    behind_teacher,
+    teacher_log_ratio,
     with_distillation,
     with_self_certainty,
     with_token_weights,
@@ -80,11 +80,11 @@ class Updates:
     def _update(self, spec: UpdateSpec, settings: Settings, progress: ProgressWriter) -> UpdateReport | None:
         """Do this process's part of the update; one process per node returns the result."""
         update = Update.of(spec, shrink_micro_batch(settings, spec.identity.attempt))
-        start = go_on(self._held, spec, update.settings)
+        start = reuse_kept(self._held, spec, update.settings)
         went_on = start is not None
         # The held policy is about to change. If it is not the one to train, its memory can be reused.
         self._held = None
-        start = start or begin(update.processes, update.settings, update.copy, spec)
+        start = start or load_start(update.processes, update.settings, update.copy, spec)
         loaded = time.monotonic()
         with update.profiled():
             totals = update.train(start, progress)
@@ -181,7 +181,7 @@ class Update:
             if batch.certainty is not None:
                 totals.more["self_certainty"] = float(batch.certainty[batch.loss_mask.bool()].mean())
             if batch.teacher is not None:
-                apart = behind_teacher(batch, batch.teacher)[batch.loss_mask.bool()]
+                apart = teacher_log_ratio(batch, batch.teacher)[batch.loss_mask.bool()]
                 totals.more["teacher_kl"] = -float(apart.mean())
             if (held_out := held_out_loss(trainer, batch, self.settings)) is not None:
                 totals.more["held_out_loss"] = held_out
