@@ -29,7 +29,7 @@ from fsbarrier.rewards.score import Answer, Reward, Score
 from fsbarrier.rollouts.agent_client import Recorder, finished
 from fsbarrier.rollouts.agent_http import Endpoint
 from fsbarrier.rollouts.agents import load_agent
-from fsbarrier.rollouts.engine_pool import EnginePool, Place
+from fsbarrier.rollouts.engine_pool import EnginePool, Reservation
 from fsbarrier.rollouts.episode import Episode, Segment, Trajectory
 from fsbarrier.rollouts.group_trajectories import judged_group
 from fsbarrier.rollouts.rollout_spec import Origin
@@ -54,8 +54,8 @@ def talk(fake: Fake, conversation: Any, **options: Any) -> Recorder:
         sampling = Sampling(1, 1.0, 1.0, -1, options.pop("max_tokens", 100))
         async with EnginePool([server], connections=4, on_tokens=lambda _: None, patience_s=1.0) as pool:
             if options.pop("look", False):
-                await pool.look()
-            client, endpoint = Recorder(Place(pool, 1, sampling)), Endpoint()
+                await pool.query_models()
+            client, endpoint = Recorder(Reservation(pool, 1, sampling)), Endpoint()
             await endpoint.open()
             with endpoint.serving(client):
                 await conversation(client)

@@ -149,7 +149,7 @@ async def check_that_each_text_begins_once(info: EngineInfo) -> None:
     texts = ("1+2=", "<bos>1+2=")
     groups: list[SampledGroup] = []
     async with Sampler(server, connections=4, on_tokens=lambda _: None) as sampler:
-        await sampler.look()
+        await sampler.query_model()
         for text in texts:
             task = Task(0, "", text, None, {})
             await sampler.sample(

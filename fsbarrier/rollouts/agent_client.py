@@ -17,7 +17,7 @@ from fsbarrier.data.images import sources
 from fsbarrier.data.messages import FIELDS, THOUGHTS, checked
 from fsbarrier.data.tasks import plain
 from fsbarrier.rollouts.answers import calls_in, meaning, without_thoughts
-from fsbarrier.rollouts.engine_pool import Place
+from fsbarrier.rollouts.engine_pool import Reservation
 from fsbarrier.rollouts.episode import Episode, Reply, Segment, Trajectory, TurnFailed
 from fsbarrier.rollouts.samples import NEUTRAL, EngineGone, Message, Refusal, Sample
 
@@ -31,7 +31,7 @@ class Recorder:
     The turns come from the episode's process (agent_sampler.py), or as requests to `base_url` (agent_http.py).
     """
 
-    def __init__(self, sampler: Place, template: Mapping[str, object] | None = None) -> None:
+    def __init__(self, sampler: Reservation, template: Mapping[str, object] | None = None) -> None:
         # The task's own arguments of the chat template.
         self._template = template or {}
         # Valid while agent_http.py serves this episode.

@@ -21,7 +21,7 @@ from fsbarrier.processes.limits import processes_left
 from fsbarrier.processes.supervisor import own_program, with_this_package
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.agent_client import Recorder, finished
-from fsbarrier.rollouts.engine_pool import Place
+from fsbarrier.rollouts.engine_pool import Reservation
 from fsbarrier.rollouts.environment import Environment, Session
 from fsbarrier.rollouts.episode import Episode, Trajectory, TurnFailed
 from fsbarrier.rollouts.samples import Emit, EngineGone, Refusal, SampledGroup
@@ -108,23 +108,24 @@ class AgentSampler:
             if (environment := self._environment_of(task)) is not None:
                 environment.episodes += samples
 
-    async def sample(self, place: Place, tasks: Sequence[Task], emit: Emit) -> None:
+    async def sample(self, reservation: Reservation, tasks: Sequence[Task], emit: Emit) -> None:
         """Run all episodes concurrently; `emit` receives each finished group."""
         async with asyncio.TaskGroup() as running:
             for task in tasks:
-                running.create_task(self._group(place, task, emit))
+                running.create_task(self._group(reservation, task, emit))
 
-    async def _group(self, place: Place, task: Task, emit: Emit) -> None:
+    async def _group(self, reservation: Reservation, task: Task, emit: Emit) -> None:
         async with asyncio.TaskGroup() as running:
             episodes = [
-                running.create_task(self._episode(place, task)) for _ in range(place.sampling.samples)
+                running.create_task(self._episode(reservation, task))
+                for _ in range(reservation.sampling.samples)
             ]
         emit(SampledGroup(task, [], tuple(episode.result() for episode in episodes)))
 
-    async def _episode(self, place: Place, task: Task) -> Episode:
+    async def _episode(self, reservation: Reservation, task: Task) -> Episode:
         environment = self._environment_of(task)
         for _ in range(TRIES):
-            episode = await self._attempt(place, task, environment)
+            episode = await self._attempt(reservation, task, environment)
             if not episode.lost:
                 break
         if environment is not None:
@@ -135,8 +136,10 @@ class AgentSampler:
         named = task.metadata.get("environment") if self.choose else ""
         return self.environments.get(str(named or ""))
 
-    async def _attempt(self, place: Place, task: Task, environment: Environment | None) -> Episode:
-        recorder = Recorder(place, task.chat_template_kwargs)
+    async def _attempt(
+        self, reservation: Reservation, task: Task, environment: Environment | None
+    ) -> Episode:
+        recorder = Recorder(reservation, task.chat_template_kwargs)
         async with environment.session() if environment is not None else nullcontext() as session:
             begin = time.monotonic()
             with self._endpoint.serving(recorder):

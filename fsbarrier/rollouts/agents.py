@@ -110,7 +110,7 @@ class Client:
             raise TurnFailed(found["failed"])
         return Reply(**found)
 
-    async def hear(self) -> None:
+    async def receive_answers(self) -> None:
         """Take the answers to `_ask` for as long as the episode lasts."""
         while (answer := await self._messages.receive()) is not None:
             number, found = answer
@@ -179,9 +179,9 @@ async def _job(make: MakeAgent, connection: socket.socket) -> None:
 
 async def _run(make: MakeAgent, messages: Messages, job: JsonObject) -> JsonObject:
     client = Client(messages, job)
-    hearing = asyncio.create_task(client.hear())
+    receiving = asyncio.create_task(client.receive_answers())
     returned = checked(await make().run(msgspec.convert(job["task"], Task), client))
-    hearing.cancel()
+    receiving.cancel()
     return {
         "returned": {"reward": returned.reward, "text": returned.text, "metadata": plain(returned.metadata)}
     }

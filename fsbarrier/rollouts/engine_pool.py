@@ -1,8 +1,8 @@
 """Load balancing over a node's engines: each piece of work goes to the least loaded engine, and moves to another if that one dies.
 
     async with EnginePool(servers, ...) as pool:
-        await pool.look()
-        await Place(pool, 128, sampling).sample(tasks, emit)
+        await pool.query_models()
+        await Reservation(pool, 128, sampling).sample(tasks, emit)
 
 A group stays on the engine that began it, whose prefix cache then serves all its samples and turns. An engine that does not answer gets no
 work until it answers again; the daemon restarts it at the same address.
@@ -97,9 +97,11 @@ class EnginePool:
         """The maximum number of tokens in prompt plus answer."""
         return next((e.longest for e in self.engines if e.longest is not None), None)
 
-    async def look(self) -> None:
+    async def query_models(self) -> None:
         """Check that some engine answers, and query its model. Raises EngineGone if none answers or one is not a vLLM server."""
-        found = await asyncio.gather(*(engine.look() for engine in self.engines), return_exceptions=True)
+        found = await asyncio.gather(
+            *(engine.query_model() for engine in self.engines), return_exceptions=True
+        )
         for engine, error in zip(self.engines, found, strict=True):
             if isinstance(error, EngineDown):
                 self._set_down(engine)
@@ -121,7 +123,7 @@ class EnginePool:
                     return
             await asyncio.sleep(next(pauses))
 
-    def send(self, sequences: int) -> Sampler:
+    def reserve(self, sequences: int) -> Sampler:
         """The engine to which so many sequences are sent now."""
         self._granted -= sequences
         self._sent_at = time.monotonic()
@@ -150,12 +152,12 @@ class EnginePool:
     async def _watch(self, engine: Sampler) -> None:
         """Wait until it answers again."""
 
-        async def look() -> None:
+        async def query() -> None:
             # Waiting for the engine counts as progress.
             self._on_tokens(0)
-            await engine.look()
+            await engine.query_model()
 
-        await asked_again(look, after=EngineDown, within_s=self._patience_s, first_pause_s=FIRST_PAUSE_S)
+        await asked_again(query, after=EngineDown, within_s=self._patience_s, first_pause_s=FIRST_PAUSE_S)
         engine.up.set()
 
     async def _until_some_is_up(self, error: EngineDown) -> None:
@@ -169,7 +171,7 @@ class EnginePool:
             raise error
 
 
-class Place:
+class Reservation:
     """Capacity for some sequences on one engine, with common sampling parameters; moves to another engine if that one dies.
 
     `replica`: the engine's number; None after a move.
@@ -178,7 +180,7 @@ class Place:
     def __init__(self, pool: EnginePool, sequences: int, sampling: Sampling) -> None:
         self.sequences, self.sampling = sequences, sampling
         self._pool = pool
-        self._engine = pool.send(sequences)
+        self._engine = pool.reserve(sequences)
         self.replica: int | None = self._engine.number
 
     @property
@@ -193,7 +195,7 @@ class Place:
     async def sample(self, tasks: Sequence[Task], emit: Emit) -> None:
         """Like Sampler.sample. Does not repeat samples that were already emitted before an engine died."""
         left = {task.index: task for task in tasks}
-        await self._somewhere(lambda sampler: sampler.sample(left, emit, self.sampling))
+        await self._on_live_engine(lambda sampler: sampler.sample(left, emit, self.sampling))
 
     async def turn(
         self,
@@ -204,7 +206,7 @@ class Place:
         stop: Sequence[str] = (),
     ) -> tuple[list[int], Sample]:
         """As Sampler.turn."""
-        return await self._somewhere(
+        return await self._on_live_engine(
             lambda sampler: sampler.turn(prompt_ids, images, self.sampling, max_tokens=max_tokens, stop=stop)
         )
 
@@ -214,11 +216,11 @@ class Place:
 
     async def tokens(self, **body: object) -> list[int]:
         """As Sampler.tokens."""
-        return await self._somewhere(lambda sampler: sampler.tokens(**body))
+        return await self._on_live_engine(lambda sampler: sampler.tokens(**body))
 
     async def text_of(self, token_ids: Sequence[int]) -> str:
         """As Sampler.text_of."""
-        return await self._somewhere(lambda sampler: sampler.text_of(token_ids))
+        return await self._on_live_engine(lambda sampler: sampler.text_of(token_ids))
 
     async def thought_marks(self) -> ThoughtMarks:
         """The tokens that begin and end a thought. Raises EngineGone, Refusal."""
@@ -243,7 +245,7 @@ class Place:
                 return await sampler.posted(DERENDER, body)
 
         try:
-            said: Any = await self._somewhere(ask)
+            said: Any = await self._on_live_engine(ask)
             message: Mapping[str, object] = said["choices"][0]["message"]
         except (Refusal, EngineGone) as error:
             if isinstance(error, EngineDown):
@@ -254,15 +256,15 @@ class Place:
             return {}
         return message if isinstance(message, Mapping) else {}
 
-    async def _somewhere(self, ask: Callable[[Sampler], Awaitable[T]]) -> T:
-        """Call `ask` on this place's engine, or on another if it dies. Raises EngineGone if none is left."""
+    async def _on_live_engine(self, ask: Callable[[Sampler], Awaitable[T]]) -> T:
+        """Call `ask` on the reserved engine, or on another if it dies. Raises EngineGone if none is left."""
         while True:
             engine = self._engine
             try:
                 return await ask(engine)
             except EngineDown as error:
                 await self._pool.leave(engine, error)
-                # Several requests of one place may fail at once; only the first one moves it.
+                # Several requests of one reservation may fail at once; only the first one moves it.
                 if self._engine is engine:
                     self._move()
 

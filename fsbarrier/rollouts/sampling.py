@@ -103,7 +103,7 @@ class Sampler:
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
-    async def look(self) -> None:
+    async def query_model(self) -> None:
         """Check that the server answers and accepts the key; query its model name and maximum length. Raises EngineGone."""
         try:
             answer = await self._asked(lambda: self._json("GET", "/v1/models"), refuses=False)

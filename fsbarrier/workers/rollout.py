@@ -27,7 +27,7 @@ from fsbarrier.rewards.kinds import open_reward
 from fsbarrier.rollouts.agent_sampler import AgentSampler, within_limits
 from fsbarrier.rollouts.claims import PAUSES, EarlyEnd, Refills
 from fsbarrier.rollouts.counts import Counts, CountsProgress
-from fsbarrier.rollouts.engine_pool import EnginePool, Place, servers_of
+from fsbarrier.rollouts.engine_pool import EnginePool, Reservation, servers_of
 from fsbarrier.rollouts.environment import environments_of
 from fsbarrier.rollouts.group_trajectories import failed_group, judged_group
 from fsbarrier.rollouts.pictures import Pictures, placeholders
@@ -215,12 +215,12 @@ class Rollout:
         queue: deque[Task] = deque()
         while batch := await self._next_batch(number, queue, on_disk):
             if not self.engine_answered:
-                await self.pool.look()
+                await self.pool.query_models()
                 self.engine_answered = True
-            place = Place(self.pool, len(batch) * current.samples, current.sampling)
+            reservation = Reservation(self.pool, len(batch) * current.samples, current.sampling)
             if self.agents is not None:
                 self.agents.expect(batch, current.samples)
-            tasks.create_task(self._sample(place, batch, appending, tasks))
+            tasks.create_task(self._sample(reservation, batch, appending, tasks))
         for environment in self.environments.values():
             environment.all_known = self.refills is not None or number + 1 == len(self.rounds)
 
@@ -286,23 +286,23 @@ class Rollout:
         return batch
 
     async def _sample(
-        self, place: Place, batch: list[Task], appending: SharedFlush, tasks: asyncio.TaskGroup
+        self, reservation: Reservation, batch: list[Task], appending: SharedFlush, tasks: asyncio.TaskGroup
     ) -> None:
         under_way = {task.index: task for task in batch}
 
         def finished(group: SampledGroup, *, late: bool = False) -> None:
             del under_way[group.task.index]
-            place.finished(place.sampling.samples)
+            reservation.finished(reservation.sampling.samples)
             self.slots.release()
-            group = replace(group, replica=place.replica)
-            tasks.create_task(self._judge_and_append(group, appending, late, place.sampling.samples))
+            group = replace(group, replica=reservation.replica)
+            tasks.create_task(self._judge_and_append(group, appending, late, reservation.sampling.samples))
 
         try:
             async with asyncio.timeout(self.task_timeout_s):
                 if self.agents is not None:
-                    await self.agents.sample(place, batch, finished)
+                    await self.agents.sample(reservation, batch, finished)
                 else:
-                    await place.sample(batch, finished)
+                    await reservation.sample(batch, finished)
         except TimeoutError:
             error = f"not finished within rollout.task_timeout_s={self.task_timeout_s:g}"
             for task in list(under_way.values()):
