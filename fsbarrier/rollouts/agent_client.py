@@ -32,7 +32,7 @@ class Recorder:
     """
 
     def __init__(self, sampler: Reservation, template: Mapping[str, object] | None = None) -> None:
-        # The task's own arguments of the chat template.
+        # The chat template's arguments for this task.
         self._template = template or {}
         # Valid while agent_http.py serves this episode.
         self.base_url, self.api_key, self.model = "", "", "policy"
@@ -62,7 +62,7 @@ class Recorder:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Reply:
-        """The policy's answer to a conversation, with the calls of `tools` in it.
+        """Sample the policy's answer to a conversation, including its calls of `tools`.
 
         Sampling parameters are the run's, so that training matches the recorded distribution. Raises TurnFailed.
         """
@@ -95,7 +95,7 @@ class Recorder:
     async def complete(
         self, prompt: str, *, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Reply:
-        """The policy's continuation of a text, without a chat template. A prompt that starts with an earlier prompt and its answer
+        """Sample the policy's continuation of a text, without a chat template. A prompt that starts with an earlier prompt and its answer
         continues from their tokens. If that answer ended at a stop string, which is not part of its text, the prompt must contain the stop
         string. Raises TurnFailed."""
         async with self._turn() as hold:
@@ -143,7 +143,7 @@ class Recorder:
         return segment
 
     def _continued(self, means: list[object], tools: str) -> Segment | None:
-        """The segment that messages with this meaning continue."""
+        """Find the segment that messages with this meaning continue."""
         for segment in reversed(self.segments):
             known = segment.meaning
             goes_on = known and len(means) > len(known) and means[: len(known)] == known
@@ -160,7 +160,7 @@ class Recorder:
         if suffix is not None:
             # The template may end an answer with the token that the model has already sampled.
             return suffix[1:] if suffix[0] == end else suffix
-        # Some templates refuse the result of a call without the call. What follows a call begins after the end of its turn.
+        # Some templates reject a call's result without the call, so render the call too; the next turn begins after its end.
         own = {name: value for name, value in messages[answer].items() if name in ("role", "tool_calls")}
         suffix = await self._common_end(messages, answer, own, template) if "tool_calls" in own else None
         return suffix[suffix.index(end) + 1 :] if suffix is not None and end in suffix else None
@@ -168,7 +168,7 @@ class Recorder:
     async def _common_end(
         self, messages: list[Message], answer: int, own: Message, template: Mapping[str, object]
     ) -> list[int] | None:
-        """What two renderings have in common at their end that differ in the content of message number `answer`."""
+        """The common suffix of two renderings that differ only in the content of message number `answer`."""
         rendered = []
         for word in STAND_INS:
             changed = [*messages[:answer], {**own, "content": word}, *messages[answer + 1 :]]
@@ -219,7 +219,7 @@ class Recorder:
     async def _message(
         self, segment: Segment, sample: Sample, tools: Sequence[Mapping[str, object]]
     ) -> Message:
-        """An answer as a message: its text, the thoughts before it, and the calls that it makes. One that was cut off calls nothing."""
+        """An answer as a message with its text, thoughts and tool calls. A truncated answer calls nothing."""
         ids = sample.token_ids
         marks = await self._sampler.thought_marks()
         opened = marks.opened_by(segment.token_ids[: len(segment.token_ids) - len(ids)])
@@ -250,7 +250,7 @@ class Recorder:
 def finished(
     client: Recorder, returned: Trajectory, *, error: str | None, seconds: float, lost: bool = False
 ) -> Episode:
-    """The episode that was recorded. A failed one keeps its tokens and the error, and is not trained on; `lost`: its environment failed."""
+    """The recorded episode. A failed one keeps its tokens and its error, but is not trained on. `lost`: its environment failed."""
     segments = tuple(segment for segment in client.segments if any(segment.loss_mask))
     if error is None and not segments:
         error = "the agent ended without requesting an answer from the policy"
@@ -272,7 +272,7 @@ def finished(
 
 
 def _normal(message: Mapping[str, object], number: int) -> Message:
-    """A message in one form, because clients differ in which fields they add. Raises TurnFailed."""
+    """Normalize a message, because clients differ in which fields they add. Raises TurnFailed."""
     kept = {name: plain(value) for name, value in message.items() if name in (*FIELDS, *THOUGHTS)}
     try:
         return checked(kept)

@@ -63,9 +63,9 @@ class _Error(Exception):
 
 
 class _OwnUserOnly(H11Protocol):
-    """HTTP that closes connections of other users of this machine at once; they could use up the open files of this process.
+    """Closes connections from other users of this machine at once; they could use up this process's file descriptors.
 
-    The first of each user is named in the rollout's log.
+    Logs the first connection of each such user.
     """
 
     told: set[str]
@@ -210,7 +210,7 @@ async def _turn(client: Recorder, asked: JsonObject, *, chat: bool) -> Response:
                 name,
             )
     if asked.get("tool_choice") == "none":
-        # As OpenAI has it: the policy is not offered the tools, and calls none.
+        # As in OpenAI's API, tool_choice "none" hides the tools from the policy, so it calls none.
         asked = {**asked, "tools": None}
     stop = asked.get("stop") or ()
     known: JsonObject = {
@@ -274,7 +274,7 @@ def _as_openai(client: Recorder, reply: Reply, *, chat: bool) -> dict[str, objec
 
 
 def _as_events(answer: dict[str, Any], *, chat: bool, with_usage: bool) -> bytes:
-    """An answer in the form of a stream: all of it, why it ended, and the number of tokens if that was asked for."""
+    """The events of a streamed answer: the whole text, the finish reason, and the token counts if requested."""
     choice = answer["choices"][0]
     whole: JsonObject = {"text": choice.get("text")}
     nothing: JsonObject = {"text": ""}

@@ -31,22 +31,22 @@ from fsbarrier.user_code import log_once
 
 # Default timeout of an episode: an agent that hangs would otherwise block all nodes.
 EPISODE_TIMEOUT_S = 3600.0
-# How much longer a process may take to end by itself; it may have to release what it holds of an environment.
+# Extra time for a process to end by itself; it may have to release its resources in an environment.
 GRACE_S = 2.0
 # How long the agent's `close` may take.
 CLOSE_S = 10.0
-# An environment's end is noticed within this time.
+# The end of an environment's server is noticed within this time.
 NOTICE_S = 0.5
-# How often an episode is begun whose environment is lost.
+# Maximum number of attempts of an episode whose environment fails.
 TRIES = 3
 
 
-#: An episode of an agent is a guard and a process. Some are kept for everything else that a node runs.
+#: Each episode needs two processes: the agent and its guard. Some processes are reserved for the rest of the node.
 PROCESSES_PER_EPISODE, OTHER_PROCESSES = 2, 128
 
 
 def within_limits(concurrency: int, episodes: int) -> int:
-    """The groups in flight whose episodes this container or job may have; `episodes`: so many at once per group in flight."""
+    """The number of groups in flight that the process limit of this container or job allows. `episodes`: concurrent episodes per group."""
     left, source = processes_left()
     fits = (
         concurrency
@@ -76,7 +76,7 @@ class AgentSampler:
 
         self.agent, self.custom, self.engines = agent, settings.custom, engines
         self.environments = environments
-        # The field of a task means something only where environments have names.
+        # A task selects an environment only if environments have names.
         self.choose = bool(settings.environments)
         self.task_timeout_s = settings.rollout.task_timeout_s or EPISODE_TIMEOUT_S
         self._endpoint = Endpoint()
@@ -103,7 +103,7 @@ class AgentSampler:
         await self._stack.aclose()
 
     def expect(self, tasks: Sequence[Task], samples: int) -> None:
-        """These will be sampled."""
+        """Announce the tasks that will be sampled."""
         for task in tasks:
             if (environment := self._environment_of(task)) is not None:
                 environment.episodes += samples
@@ -163,7 +163,7 @@ class AgentSampler:
         )
 
     async def _conversation(self, recorder: Recorder, task: Task, session: Session | None) -> JsonObject:
-        """Run an episode in its process, and its turns here; returns what the process says at its end."""
+        """Run an episode in its process, but sample its turns here. Returns the process's last message."""
         turns: set[asyncio.Task[None]] = set()
         too_late = f"not finished within {self.task_timeout_s:g} s (rollout.task_timeout_s)"
         async with self._processes.job() as job:
@@ -200,7 +200,7 @@ class AgentSampler:
 
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[object]:
-        """What the agent's class begins and ends with a rollout, in one more process; gives what its `open` returns."""
+        """Context manager that calls the class's `open` and `close` in another process; yields the return value of `open`."""
         async with self._processes.job() as job:
             await job.send({"custom": self.custom, "limit_s": None})
             said = await job.receive()
@@ -213,11 +213,11 @@ class AgentSampler:
 
 
 async def _turn(recorder: Recorder, job: Job, number: int, what: str, arguments: JsonObject) -> None:
-    """One turn that an episode asked for."""
+    """Sample one turn that an episode has requested."""
     try:
         reply = await (recorder.chat if what == "chat" else recorder.complete)(**arguments)
         answer: object = reply
-    # The arguments are the user's.
+    # The arguments come from the user's code and may be invalid.
     except Exception as error:
         answer = {
             "failed": str(error) if isinstance(error, TurnFailed | Refusal | EngineGone) else repr(error)
@@ -225,5 +225,5 @@ async def _turn(recorder: Recorder, job: Job, number: int, what: str, arguments:
     try:
         await job.send([number, answer])
     except (ValueError, RecursionError) as error:
-        # The agent must hear something, or it waits until its time is over.
+        # Always answer, or the agent waits until its timeout.
         await job.send([number, {"failed": f"the answer cannot be sent: {type(error).__name__}"}])

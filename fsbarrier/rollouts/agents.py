@@ -33,7 +33,7 @@ __all__ = ["Client", "EnvironmentLost", "Reply", "Trajectory", "TurnFailed", "lo
 
 
 class EnvironmentLost(Exception):
-    """An agent raises it when its environment failed, and not the agent: the episode is run again, a few times."""
+    """Raised by an agent when its environment failed rather than the agent itself; the episode is then retried a few times."""
 
 
 class Agent(Protocol):
@@ -80,7 +80,7 @@ class Client:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Reply:
-        """The policy's answer to a conversation, with the calls of `tools` in it.
+        """Sample the policy's answer to a conversation, including its calls of `tools`.
 
         Sampling parameters are the run's, so that training matches the recorded distribution. Raises TurnFailed.
         """
@@ -90,7 +90,7 @@ class Client:
     async def complete(
         self, prompt: str, *, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Reply:
-        """The policy's continuation of a text, without a chat template. A prompt that starts with an earlier prompt and its answer
+        """Sample the policy's continuation of a text, without a chat template. A prompt that starts with an earlier prompt and its answer
         continues from their tokens. If that answer ended at a stop string, which is not part of its text, the prompt must contain the stop
         string. Raises TurnFailed."""
         return await self._ask("complete", prompt=prompt, max_tokens=max_tokens, stop=stop)
@@ -111,7 +111,7 @@ class Client:
         return Reply(**found)
 
     async def receive_answers(self) -> None:
-        """Take the answers to `_ask` for as long as the episode lasts."""
+        """Receive the answers to `_ask` until the episode ends."""
         while (answer := await self._messages.receive()) is not None:
             number, found = answer
             self._asked.pop(number).set_result(found)
@@ -148,9 +148,9 @@ def load_agent(value: str) -> MakeAgent:
 
 
 def run_job(make: MakeAgent, connection: socket.socket) -> None:
-    """One job of the process: an episode, or what the agent begins and ends with a rollout.
+    """Run one job of this process: an episode, or the `open` and `close` of the agent's class.
 
-    What the agent has not awaited, a thread for example, ends with this process.
+    Anything that the agent has not awaited, such as a thread, ends with this process.
     """
     asyncio.new_event_loop().run_until_complete(_job(make, connection))
 
@@ -164,7 +164,7 @@ async def _job(make: MakeAgent, connection: socket.socket) -> None:
     try:
         async with limit:
             answer = await (_run(make, messages, job) if "task" in job else _keep_open(make, messages, job))
-    # The user's code may raise anything.
+    # The user's code may raise any exception.
     except BaseException as error:
         file = code_file(getattr(make, "run", make))
         text, place, trace = failure(error, file)
@@ -200,7 +200,7 @@ async def _keep_open(make: MakeAgent, messages: Messages, job: JsonObject) -> Js
 
 
 def checked(returned: object) -> Trajectory:
-    """What `run` has returned. Raises TypeError, ValueError."""
+    """Check the return value of `run`. Raises TypeError, ValueError."""
     if returned is None:
         return Trajectory()
     if not isinstance(returned, Trajectory):

@@ -39,7 +39,7 @@ class AnswerStream:
     ) -> None:
         self.per_task = per_task
         self._url, self._tasks, self._emit, self._on_tokens = url, tasks, emit, on_tokens
-        # What the prompt must be without the expansion of images, and how that is taken back; None: the prompt has none.
+        # The prompt's tokens before images are expanded, and a function that undoes the expansion; None: no images.
         self.expected: tuple[Sequence[int], Callable[[Sequence[int]], list[int]]] | None = None
         self._growing: dict[int, _Growing] = {}
         self._prompt_ids: dict[int, list[int]] = {}
@@ -61,7 +61,7 @@ class AnswerStream:
         if error := event.get("error"):
             code = error.get("code") if isinstance(error, dict) else None
             raise failure(self._url, code if isinstance(code, int) else 500, data.encode())
-        # The route that takes images says it once, beside the choices.
+        # The route for images sends the prompt's tokens once, beside the choices.
         shared = {"prompt_token_ids": ids} if (ids := event.get("prompt_token_ids")) is not None else {}
         try:
             for choice in event.get("choices", ()):
@@ -79,7 +79,7 @@ class AnswerStream:
         """
         index, token_ids, reason = choice["index"], choice["token_ids"] or [], choice.get("finish_reason")
         growing, task = self._growing.setdefault(index, _Growing()), index // self.per_task
-        # Contained in the first piece of a prompt's samples.
+        # Only the first piece of a prompt's samples contains its tokens.
         if (prompt_ids := choice.get("prompt_token_ids")) is not None:
             if self.expected is not None and self.expected[1](prompt_ids) != list(self.expected[0]):
                 raise Refusal(
@@ -96,7 +96,7 @@ class AnswerStream:
             return
         if reason not in ("stop", "length"):
             raise Again(f"the server ended a generation ({reason})", answered=False)
-        # In the last piece, of the whole sample.
+        # The last piece has the versions of the whole sample.
         spans = choice.get("weight_versions") or ()
         if sum(span["end"] - span["start"] for span in spans) not in (0, len(growing.token_ids)):
             raise ValueError("not one policy version a token")

@@ -1,7 +1,7 @@
-"""What an answer of the policy says: its thoughts, its text, and its calls of tools.
+"""Splits an answer of the policy into its thoughts, its text and its tool calls.
 
 The calls are read by vLLM's own parser, in the server (`/v1/chat/completions/derender`). The thoughts are cut off before, because vLLM's
-parsers for them let a call that is only thought of end the thoughts, and execute it (docs/decisions/0032).
+own reasoning parsers end the thoughts at a call that is only considered there, which would execute it (docs/decisions/0032).
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ class ThoughtMarks:
     closing: list[int]
 
     def opened_by(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether a prompt ends with the begin of a thought, as some templates make it."""
+        """Whether a prompt ends with the mark that opens a thought, which some templates add."""
         return any(one and list(prompt_ids[-len(one) :]) == one for one in self.opening)
 
     def after(self, token_ids: Sequence[int]) -> list[int]:
-        """The tokens behind the first thought; all of them if its end is not found."""
+        """The tokens after the first thought; all tokens if the end of the thought is not found."""
         size = len(self.closing)
         ends = (at + size for at in range(len(token_ids)) if list(token_ids[at : at + size]) == self.closing)
         return list(token_ids[next(ends, 0) :])
 
 
 def without_thoughts(text: str, *, opened: bool) -> Thoughts:
-    """An answer's thoughts and the rest. They are at its begin only: `opened`: the prompt has begun them. Later marks are text."""
+    """Split an answer into thoughts and the rest. Only its beginning counts as thoughts; later marks are text. `opened`: the prompt has
+    already opened the thought."""
     begins = text.lstrip().startswith(OPEN)
     if not (opened or begins):
         return Thoughts(None, text, True)
@@ -54,7 +55,7 @@ def without_thoughts(text: str, *, opened: bool) -> Thoughts:
 
 
 def calls_in(message: Mapping[str, object]) -> list[JsonObject]:
-    """The calls in the server's message, with arguments as the text of an object. What is no call, or has no name, is left out."""
+    """The tool calls in the server's message, with arguments as JSON text. Malformed or unnamed calls are left out."""
     listed = message.get("tool_calls")
     found: list[JsonObject] = []
     for call in listed if isinstance(listed, list) else ():
@@ -68,7 +69,7 @@ def calls_in(message: Mapping[str, object]) -> list[JsonObject]:
 
 
 def as_object(arguments: object) -> dict[str, object] | None:
-    """Arguments as an object: also the text of one, and the text of such a text, as some models write it."""
+    """Parse a call's arguments, which some models encode as JSON once or twice. None: they are no JSON object."""
     for _ in range(2):
         if isinstance(arguments, str):
             try:
@@ -79,9 +80,9 @@ def as_object(arguments: object) -> dict[str, object] | None:
 
 
 def meaning(messages: Sequence[Mapping[str, object]]) -> list[object]:
-    """What a client may not change of a conversation without making another one.
+    """Reduce a conversation to the parts that identify it; a client that changes one of them begins another conversation.
 
-    It may write arguments anew, rename calls, add empty fields, drop or keep thoughts, and strip spaces around a text.
+    A client may reformat arguments, rename calls, add empty fields, drop or keep thoughts, and strip spaces around a text.
     """
     names: dict[object, str] = {}
 

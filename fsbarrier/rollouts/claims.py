@@ -187,7 +187,7 @@ def remove_old(folder: Path, rank: int) -> None:
 
 
 def wait_out(operation: Callable[[], T], path: Path, done: str) -> T:
-    """The result of `operation` on the folder of the claims. Raises StoreError, which no code for HTTP takes for its own."""
+    """Run `operation` on the claims folder, with retries. Raises StoreError, because HTTP code would take an OSError for one of its own."""
     try:
         return patiently(operation, HIDDEN_S, passes=fails_or_hides)
     except OSError as error:

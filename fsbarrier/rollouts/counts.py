@@ -16,7 +16,7 @@ from fsbarrier.rollouts.samples import SampledGroup
 
 @dataclass
 class Counts:
-    """The work done by this start of the program. `stats`: of its groups."""
+    """Counts the work done since the program started. `stats`: the sums over its groups."""
 
     groups: int = 0
     stats: GroupStats = field(default_factory=GroupStats)
@@ -40,7 +40,7 @@ class Counts:
 
     @property
     def unusual(self) -> dict[str, int]:
-        """What the progress shows if it is not 0."""
+        """The counts that the progress shows only if they are not 0."""
         return {
             "truncated": self.stats.truncated,
             "refused": self.refused,
@@ -75,7 +75,7 @@ class Counts:
 class CountsProgress:
     """Writes the counts to the progress file, at most a few times a second; the final counts are always written.
 
-    `servers`: returns what else is shown: the activity of engines and environments.
+    `servers`: returns the activity of engines and environments, which is shown too.
     """
 
     def __init__(

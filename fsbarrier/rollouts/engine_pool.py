@@ -7,7 +7,7 @@
 A group stays on the engine that began it, whose prefix cache then serves all its samples and turns. An engine that does not answer gets no
 work until it answers again; the daemon restarts it at the same address.
 
-Requests are held back until the engine has capacity. In its queue one would only wait, while another node without tasks could take it over.
+Requests are held back until the engine has capacity: one in its queue would only wait, while another node without tasks could take it over.
 vLLM reports the number of waiting sequences at /metrics, updated after each step, so it does not include very recent requests. If the
 server does not report it, the only limit is `rollout.concurrency`.
 """
@@ -31,15 +31,15 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.store.retry import Backoff
 from fsbarrier.user_code import log_once
 
-#: A request fails after so many seconds without any output from the engine, and is tried so often, with pauses.
+#: A request fails after this many seconds without output from the engine; it is tried TRIES times in total, with pauses.
 REQUEST_TIMEOUT_S, TRIES = 600.0, 4
 # Pause before the first check of an engine that does not answer.
 FIRST_PAUSE_S = 0.5
 #: delay after a request before the engine's count of waiting sequences is trusted
 SETTLE_S = 0.2
-#: the route of vLLM's own parsers of calls, and how long one may take
+#: the route to vLLM's own parsers of tool calls, and the timeout of one request to it
 DERENDER, READ_S = "/v1/chat/completions/derender", 20.0
-#: what a user's own server needs for it
+#: the flags that a user's own server needs for that route
 NEEDS = "a server of your own needs --enable-scale-out --enable-auto-tool-choice --tool-call-parser NAME"
 #: polling interval of that count
 PAUSES = Backoff(0.1, 0.5, factor=2.0)
@@ -64,7 +64,7 @@ class EnginePool:
         pictures: Pictures | None = None,
     ) -> None:
         self.pictures = pictures or Pictures(None, None)
-        # Once they are known.
+        # None until an answer has needed them.
         self.marks: ThoughtMarks | None = None
         self.engines = [
             Sampler(server, number, connections=connections, on_tokens=on_tokens, pictures=self.pictures)
@@ -124,7 +124,7 @@ class EnginePool:
             await asyncio.sleep(next(pauses))
 
     def reserve(self, sequences: int) -> Sampler:
-        """The engine to which so many sequences are sent now."""
+        """Choose the engine for this many sequences and count them as its load; sends nothing."""
         self._granted -= sequences
         self._sent_at = time.monotonic()
         engine = self.next
@@ -150,7 +150,7 @@ class EnginePool:
             self._watching[engine] = asyncio.create_task(self._watch(engine))
 
     async def _watch(self, engine: Sampler) -> None:
-        """Wait until it answers again."""
+        """Wait until this engine answers again."""
 
         async def query() -> None:
             # Waiting for the engine counts as progress.
@@ -205,7 +205,7 @@ class Reservation:
         max_tokens: int,
         stop: Sequence[str] = (),
     ) -> tuple[list[int], Sample]:
-        """As Sampler.turn."""
+        """Like Sampler.turn."""
         return await self._on_live_engine(
             lambda sampler: sampler.turn(prompt_ids, images, self.sampling, max_tokens=max_tokens, stop=stop)
         )
@@ -215,17 +215,17 @@ class Reservation:
         return self._pool.pictures
 
     async def tokens(self, **body: object) -> list[int]:
-        """As Sampler.tokens."""
+        """Like Sampler.tokens."""
         return await self._on_live_engine(lambda sampler: sampler.tokens(**body))
 
     async def text_of(self, token_ids: Sequence[int]) -> str:
-        """As Sampler.text_of."""
+        """Like Sampler.text_of."""
         return await self._on_live_engine(lambda sampler: sampler.text_of(token_ids))
 
     async def thought_marks(self) -> ThoughtMarks:
         """The tokens that begin and end a thought. Raises EngineGone, Refusal."""
         if self._pool.marks is None:
-            # Both openings, because a tokenizer may join the mark with the end of its line.
+            # Try it with a line break too, because a tokenizer may join the mark and the line break in one token.
             texts = (OPEN, f"{OPEN}\n", CLOSE)
             found = [await self.tokens(prompt=text, add_special_tokens=False) for text in texts]
             self._pool.marks = ThoughtMarks(found[:2], found[2])
@@ -234,8 +234,8 @@ class Reservation:
     async def read_calls(
         self, token_ids: Sequence[int], tools: Sequence[Mapping[str, object]]
     ) -> Mapping[str, object]:
-        """The message that the server's parser makes of an answer's tokens; {} if it has none, refuses them, or takes too long. Raises
-        EngineGone."""
+        """Parse an answer's tokens into a message with the server's parser. Returns {} if the server has no parser, refuses the tokens, or
+        takes too long. Raises EngineGone."""
         answer = {"request_id": "turn", "choices": [{"index": 0, "token_ids": [*token_ids]}]}
         about = {"messages": [{"role": "user", "content": ""}], "tools": [*tools]}
         body = {"generate_response": answer, "chat_request": about}

@@ -1,7 +1,7 @@
-"""An environment of an agent's episodes: servers of the user's own command, on each node for as long as its rollout lasts.
+"""Runs the servers of an environment for agents' episodes: the user's own command, on each node for the duration of its rollout.
 
-The command has an interpreter and packages of its own; nothing of it is imported here. A server that ends is started again on another
-port: its episodes are begun again, and no others.
+The command has its own interpreter and packages; nothing of it is imported here. If a server ends, it is restarted on another port, and
+only its episodes begin again.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from fsbarrier.rollouts.session_quota import SessionQuota
 from fsbarrier.settings.sections import EnvironmentSettings, Settings
 from fsbarrier.store.trusted_folder import user_name
 
-# Pause between two looks at a server, and how long an answer to a look may take.
+# Polling interval of a server, and the timeout of a health check.
 LOOK_S, ANSWER_S = 0.1, 5.0
-# How long a server may take to end after SIGTERM.
+# Time for a server to end after SIGTERM.
 GRACE_S = 2.0
 
 
-# By identity: two sessions on one server are different ones.
+# Compared by identity: two sessions on one server have equal fields.
 @dataclass(eq=False)
 class Session:
-    """An episode's place on a server. `lost`: that the server ended, if it did so before the episode."""
+    """An episode's session on a server. `lost`: how the server ended, if it ended before the episode."""
 
     url: str
     job: Job | None = None
@@ -73,20 +73,20 @@ class Environment:
         name: str = "",
         quota: SessionQuota | None = None,
     ) -> None:
-        """`quota`: of its sessions, if they are limited."""
+        """`quota`: limits the sessions of all nodes together; None: unlimited."""
         self.settings, self.quota = settings, quota
-        # In messages, and as in settings.
+        # Its name in messages, and its table in the settings.
         self.called = f"environment {name}".strip()
         self.table = f"environments.{name}" if name else "environment"
         first = f"environment_{name}" if name else "environment"
         names = [first, *(f"{first}-{n}" for n in range(1, settings.replicas))]
         self.servers = [Server(log_dir / f"{one}.log") for one in names]
-        # What happened, as lines for the journal.
+        # Events for the journal.
         self.events: list[JsonObject] = []
-        # Episodes that this node is to run and that have not ended; whether there will be no others in this round.
+        # The number of this node's unfinished episodes, and whether this round brings no others.
         self.episodes, self.all_known = 0, False
         self.waiting = 0
-        # Called when what is displayed has changed.
+        # Called when `state` has changed.
         self.on_change: Callable[[], None] = lambda: None
         self._restarts_left, self._why = settings.restarts, ""
         self._changed = asyncio.Event()
@@ -99,7 +99,7 @@ class Environment:
         return self
 
     async def __aexit__(self, kind: object, *_: object) -> None:
-        """Returns when nothing of the servers is left."""
+        """Returns when all servers have ended."""
         for one in self._keeping:
             one.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
@@ -109,12 +109,12 @@ class Environment:
 
     @property
     def used(self) -> int:
-        """Sessions of this node."""
+        """The number of sessions that this node uses now."""
         return sum(len(server.sessions) for server in self.servers)
 
     @property
     def state(self) -> JsonObject:
-        """For display, as that of a frozen engine. `most`: how many sessions this node may use now; None: any number."""
+        """The state for display, in the form of a frozen engine's. `most`: the sessions that this node may use now; None: any number."""
         return {
             "states": ["up" if server.url else "starting" for server in self.servers],
             "sessions": self.used,
@@ -125,14 +125,14 @@ class Environment:
         }
 
     def begin_round(self, number: int) -> None:
-        """Round `number` of a phase begins once everybody is done with the one before."""
+        """Begin round `number` of a phase; all nodes have finished the previous round."""
         self.all_known = False
         if self.quota is not None:
             self.quota.begin_round(number)
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Session]:
-        """A place on the server with the fewest sessions, once there is one. Raises ProgramFailed if there will be none."""
+        """Wait for a session on the server with the fewest sessions. Raises ProgramFailed if the environment has failed."""
         self.waiting += 1
         try:
             while not (free := self._free()):
@@ -153,7 +153,7 @@ class Environment:
             self._has_changed()
 
     def _free(self) -> list[Server]:
-        """The servers that may have another session now."""
+        """The servers that can take another session now."""
         if self.quota is not None and self.used >= self.quota.mine:
             return []
         most = self.settings.sessions_per_server or sys.maxsize
@@ -164,7 +164,7 @@ class Environment:
         self.on_change()
 
     async def _share(self, quota: SessionQuota) -> None:
-        """Agree with the other nodes on the sessions."""
+        """Keep exchanging with the other nodes how many sessions each needs."""
         while True:
             need = max(1, min(quota.most, self.episodes)) if self.all_known else quota.most
             held_back = self.waiting and self.used >= quota.mine
@@ -175,12 +175,12 @@ class Environment:
             await asyncio.sleep(quota.pause_s)
 
     async def _keep(self, server: Server) -> None:
-        """Run a server, again and again."""
+        """Run a server, and restart it when it ends."""
         while not self._failed:
             try:
                 how, lines = await self._serve(server)
             except ProgramFailed as error:
-                # It cannot be started at all.
+                # The command cannot be started, so a restart would not help.
                 self._failed = str(error)
                 break
             self.events.append(
@@ -188,7 +188,7 @@ class Environment:
             )
             print(f"the {self.called} {how} ({server.log_file})", file=sys.stderr)
             if not self._restarts_left:
-                # One line, because the last one of a program's output is its message.
+                # This must be one line, because the last line of a program's output is its error message.
                 self._failed = ": ".join((f"the {self.called} {how} ({server.log_file})", *lines[-1:]))
             self._restarts_left, self._why = self._restarts_left - 1, how
         self._has_changed()
@@ -196,7 +196,7 @@ class Environment:
     async def _serve(self, server: Server) -> tuple[str, list[str]]:
         """Run a server to its end; returns how it ended, and its last lines."""
         port = free_port()
-        # A path to our package must not lead another interpreter there.
+        # Our PYTHONPATH must not make another interpreter import our packages.
         env = without_variables(os.environ, ("PYTHONPATH",))
         words = [word.replace("{port}", str(port)) for word in shlex.split(str(self.settings.command))]
         child = await asyncio.to_thread(
@@ -213,12 +213,12 @@ class Environment:
         return how, child.last_log_lines()
 
     async def _watch(self, child: Child, server: Server, port: int) -> str:
-        """Say when it is ready; returns how it ended."""
+        """Set `server.url` once the server is ready; returns how the server ended."""
         begin, limit_s = time.monotonic(), self.settings.start_timeout_s
         while (code := child.poll()) is None:
             if not server.url:
                 answers = await self._answers(port)
-                # Its command line tells everybody the port, so that another user may be the one who answers.
+                # Other users can read the port from the command line and listen on it first.
                 if others := owners_of_port(port) - {0, os.geteuid()}:
                     return f"did not get its port: {user_name(min(others))} listens on it"
                 if answers:
@@ -242,7 +242,7 @@ class Environment:
 
 
 def environments_of(settings: Settings, spec: RolloutSpec, most: int) -> dict[str, Environment]:
-    """The environments by name. `most`: how many episodes there may be here at a time. Raises OSError."""
+    """The environments by name. `most`: maximum number of concurrent episodes on this node. Raises OSError."""
     sampling, rank = [node for node, share in spec.shares.items() if share], spec.identity.node_rank
     folder = spec.claims if len(sampling) > 1 else None
 
@@ -260,6 +260,6 @@ def environments_of(settings: Settings, spec: RolloutSpec, most: int) -> dict[st
 
 
 def free_port() -> int:
-    """A port of loopback that nobody uses now. If somebody is faster, the server ends, and is started again."""
+    """An unused loopback port. If another process takes it first, the server ends and is restarted."""
     with on_loopback() as listener:
         return port_of(listener)

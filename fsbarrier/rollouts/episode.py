@@ -16,7 +16,7 @@ from fsbarrier.rollouts.samples import UNKNOWN, Message, Sample, SampledGroup, t
 class Segment:
     """One token sequence, to which each turn appends. `history`: its messages including the last answer; `text`: as plain text.
 
-    `images`: the files of those in it, in order. `tools`: the tools offered by the agent, as JSON. `busy`: a turn that continues it is in
+    `images`: its image files, in order. `tools`: the tools offered by the agent, as JSON. `busy`: a turn that continues it is in
     progress.
     """
 
@@ -27,7 +27,7 @@ class Segment:
     prompt_tokens: int = 0
     history: list[Message] = field(default_factory=list)
     tools: str = ""
-    #: what a client may not change of the history (answers.py)
+    #: the parts that identify the history (`answers.meaning`)
     meaning: list[object] = field(default_factory=list)
     text: str = ""
     images: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ class TurnFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer of the policy. Append `message` to the messages of the next turn. `text`: all that was said, with thoughts and calls."""
+    """One answer of the policy. Append `message` to the messages of the next turn. `text`: the whole answer, with thoughts and calls."""
 
     message: Message
     text: str

@@ -39,7 +39,7 @@ async def _scores(reward: Reward, group: SampledGroup, folder: Path) -> list[Sco
 
 
 def _answer(sample: Sample, group: SampledGroup, folder: Path) -> Answer:
-    """What a reward is given, with the images as files that it can read."""
+    """The input of a reward, with paths to the images."""
     record, messages = sample.record(group), sample.messages
     if messages is not None:
         messages = replaced(messages, lambda name: {"type": "image", "image": str(folder / name)})
@@ -55,7 +55,7 @@ def _known_score(sample: Sample) -> Score | None:
 
 
 def _no_older(record: Sampled, origin: Origin) -> Sampled:
-    """The record, in which no token is older than the part says. Raises ProgramFailed."""
+    """Check that no token is from an older policy than the part's, and return the record. Raises ProgramFailed."""
     oldest = min(
         (v for v in record.get("policy_versions", ()) if v != UNKNOWN), default=origin.policy_version
     )

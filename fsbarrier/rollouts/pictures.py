@@ -1,7 +1,7 @@
-"""The images of conversations on their way to the engine: kept once in the run, named by their digests, sent as they were kept.
+"""Stores the images of conversations in the run, once each and named by digest, and sends the stored files to the engine.
 
-A model's placeholder stands once for each image in the tokens that are sent; the engine returns them *expanded*, one for each piece of the
-image, and these are recorded. To render a conversation, its images do not matter, so a small one stands in for each.
+The tokens sent to the engine contain one placeholder per image. The engine returns them *expanded*, with one placeholder per patch of the
+image, and these are recorded. Rendering a conversation does not depend on its images, so a small image replaces each.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ STAND_IN = (
 
 
 class Pictures:
-    """The images of one phase, in `folder`. `placeholder`: the token that stands for an image; None: the model takes none."""
+    """The images of one phase, in `folder`. `placeholder`: the token for an image; None: the model takes no images."""
 
     def __init__(self, folder: Path | None, placeholder: int | None) -> None:
         self.folder, self.placeholder = folder, placeholder
-        # Where an image was, and under which name it is kept.
+        # The source of each image -> the name of its stored file.
         self._names: dict[str, str] = {}
 
     async def named(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """The conversation with its images as they are in trajectories, after they were kept. Raises Refusal, StoreError."""
+        """Store the conversation's images, and return it with their names, as in trajectories. Raises Refusal, StoreError."""
         for source in images.sources(messages):
             if source not in self._names:
                 self._names[source] = await asyncio.to_thread(self._keep, source)
@@ -55,7 +55,7 @@ class Pictures:
             raise StoreError(f"{folder}: cannot keep an image: {error.strerror or error}") from error
 
     def request(self, token_ids: Sequence[int], names: Sequence[str]) -> dict[str, object]:
-        """What the engine is sent of a prompt in whose placeholders these images stand, if any. Raises Refusal, ProgramFailed."""
+        """The request for a prompt whose placeholders stand for these images, if it has any. Raises Refusal, ProgramFailed."""
         kind = {"return_token_ids": True, "output_mode": "text"}
         if not names:
             return {"token_ids": list(token_ids), **kind}
@@ -65,7 +65,7 @@ class Pictures:
         return {"token_ids": list(token_ids), "content_parts": parts, **kind}
 
     def collapsed(self, token_ids: Sequence[int]) -> list[int]:
-        """The tokens with the placeholder once for each image."""
+        """Undo the expansion: the tokens with one placeholder per image."""
         before = [-1, *token_ids]
         return [
             token
@@ -80,7 +80,7 @@ def placeholders(model: Path | None) -> list[int]:
 
 
 def without_images(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The conversation to be rendered."""
+    """The conversation with the small image in place of each image, for rendering."""
     return images.replaced(messages, lambda _: {"type": "image_url", "image_url": {"url": STAND_IN}})
 
 

@@ -42,7 +42,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class RefillRounds:
-    """The rounds of a rollout of which not all need to take place."""
+    """The rounds of a rollout with refills, which may end after any round."""
 
     #: number of tasks of `expected` in each round
     rounds: Sequence[int]
@@ -64,7 +64,7 @@ class RolloutRound:
 @ready
 @dataclass(frozen=True, slots=True)
 class RolloutOutcome(JsonRecord):
-    """What the program leaves: its report, and lines for the journal about environments."""
+    """The program's output: its report, and events about environments for the journal."""
 
     report: RolloutReport = field(default_factory=RolloutReport)
     events: Sequence[JsonObject] = ()
@@ -105,14 +105,14 @@ class RolloutSpec(Spec[RolloutOutcome]):
     #: a digest of everything that determines how tasks are answered
     sampled_how: str = ""
     rounds: Sequence[RolloutRound] = ()
-    #: the policy's folder; None: no model has to be known
+    #: the policy's folder; None: the model is not needed
     model: Path | None = None
     #: the servers of the policy, and the frozen engines by name
     engine: Sequence[PolicyEngine] = ()
     engines: Mapping[str, EngineAddress] = field(default_factory=dict)
-    #: the engines may get new weights meanwhile
+    #: whether the engines may get new weights during the rollout
     in_flight: bool = False
-    #: where environments write their logs
+    #: the folder for the logs of environments
     log_dir: Path = Path()
 
     @property

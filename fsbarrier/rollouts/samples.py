@@ -13,9 +13,9 @@ from fsbarrier.data.trajectory import Sampled
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.protocol.facts import JsonObject
 
-#: the policy version of a token that nobody sampled, or of which the engine was not asked
+#: the policy version of a token that was not sampled, or whose version the engine was not asked for
 UNKNOWN = -1
-#: one chat message, as JSON has it
+#: one chat message as a JSON object
 Message = JsonObject
 
 
@@ -39,7 +39,7 @@ class SamplingServer:
     """A server and its timeouts. `timeout_s`: without output from a request; `tries`: attempts per request.
 
     `template_arguments`: extra arguments for the chat template. `banned`: tokens that are never sampled. `stop`: texts that end an
-    answer. `seed`: what the seeds of answers are made of; "": they have none. `in_flight`: it is asked which policy sampled each token.
+    answer. `seed`: the base of the answers' seeds; "": no seeds. `in_flight`: ask the server which policy version sampled each token.
     """
 
     url: str
@@ -54,13 +54,13 @@ class SamplingServer:
     in_flight: bool = False
 
     def seed_of(self, task: Task) -> dict[str, object]:
-        """The parameter of a task's request, if it has one. To it vLLM adds the number of a sample."""
+        """The seed parameter of a task's request, if seeds are used. vLLM adds the sample's number to it."""
         digest = hashlib.sha256(f"{self.seed}:{task.index}".encode()).digest()
         return {"seed": int.from_bytes(digest[:6])} if self.seed else {}
 
     @property
     def distribution(self) -> dict[str, object]:
-        """The parameters that a request needs for the distribution to be the run's. The bias is what vLLM allows at most."""
+        """The parameters that a request needs for the distribution to be the run's. The bias is the strongest that vLLM allows."""
         return {
             **NEUTRAL,
             **({"stop": [*self.stop]} if self.stop else {}),
@@ -86,9 +86,9 @@ class Sample:
     reward: float | None = None
     metadata: Mapping[str, object] = field(default_factory=dict)
     stop: str | None = None
-    #: an `error` of the episode's environment, and not of its agent
+    #: whether `error` is the environment's fault, not the agent's
     lost: bool = False
-    #: of each token, the policy version that sampled it, or UNKNOWN
+    #: the policy version that sampled each token, or UNKNOWN
     versions: Sequence[int] = ()
 
     @property
@@ -122,7 +122,7 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class SampledGroup:
     """All samples of a task. `error`: why the server rejected the prompt; `samples` is then empty. `replica`: the engine that made them;
-    None: unknown. `messages`: the task's, if they have images, with the names under which these are kept.
+    None: unknown. `messages`: the task's messages with the names of the stored images; None: no images.
     """
 
     task: Task
@@ -143,7 +143,7 @@ class SampledGroup:
 
 
 def told_versions(versions: Sequence[int]) -> Sampled:
-    """The field `policy_versions` of a trajectory, if the engine told them."""
+    """The field `policy_versions` of a trajectory, if the engine reported any."""
     return {"policy_versions": array("i", versions)} if any(one != UNKNOWN for one in versions) else {}
 
 

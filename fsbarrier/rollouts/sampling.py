@@ -48,7 +48,7 @@ KEEPALIVE_S = 2.0
 WAITING = ("vllm:num_requests_waiting{", "vllm:num_requests_waiting ")
 #: assumed number of waiting sequences while the server does not answer
 MANY = 10**9
-#: timeout of a look at the metrics; a server that computes on the CPU answers slowly
+#: timeout of a request for the metrics; a server that computes on the CPU answers slowly
 METRICS_S = 5.0
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ T = TypeVar("T")
 class Sampler:
     """Samples groups from one server, the node's replica `number`. `on_tokens` receives the number of new tokens.
 
-    `up`: set while it answers; `sequences`: number in flight; both are the pool's (engine_pool.py).
+    `up`: set while the server answers; `sequences`: number in flight. The pool (engine_pool.py) maintains both.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Sampler:
         self.longest: int | None = None
         self._model = server.model
         self._token_ids: dict[int, list[int]] = {}
-        # The text of the token that the tokenizer puts before each text; "" if it puts none.
+        # The text of the beginning-of-sequence token that the tokenizer adds to each text; "" if it adds none.
         self._begin = ""
         base, socket = base_and_socket(self.url)
         limits = httpx.Limits(max_connections=connections, keepalive_expiry=KEEPALIVE_S)
@@ -119,7 +119,7 @@ class Sampler:
     async def sample(self, pending: dict[int, Task], emit: Emit, sampling: Sampling) -> None:
         """Sample a group for each task, in one request if the server accepts it; `emit` receives each finished group.
 
-        What is emitted is no longer in `pending`, so a retry requests only the other groups, and no task is emitted twice. A prompt that
+        Emitted tasks are removed from `pending`, so a retry requests only the other groups, and no task is emitted twice. A prompt that
         the server rejects even alone is emitted as a SampledGroup with `error`. Raises EngineGone.
         """
         alone = len(pending) == 1
@@ -157,7 +157,7 @@ class Sampler:
             await self._complete(prompts, self._stream(left, done, sampling.samples), sampling, seed)
 
         if (self.server.seed or self.server.in_flight) and not alone:
-            # vLLM would use the same noise for all prompts of a request; and the route that names policy versions takes one prompt.
+            # vLLM would use a seed's noise for all prompts of a request; the route that reports policy versions takes one prompt.
             each = [self.sample({task.index: task}, done, sampling) for task in pending.values()]
             for error in await asyncio.gather(*each, return_exceptions=True):
                 if isinstance(error, BaseException):
@@ -183,8 +183,8 @@ class Sampler:
         max_tokens: int,
         stop: Sequence[str] = (),
     ) -> tuple[list[int], Sample]:
-        """One answer to exactly these tokens, and the tokens with the images that stand in them expanded. Raises EngineGone; Refusal if the
-        server rejects this prompt."""
+        """Sample one answer to exactly these tokens. Returns the tokens, with image placeholders expanded, and the
+        answer. Raises EngineGone; Refusal if the server rejects this prompt."""
         groups: list[SampledGroup] = []
         task = Task(0, "", "", None, {})
         own = {"max_tokens": max_tokens, "stop": list(stop)}
@@ -208,7 +208,7 @@ class Sampler:
         return await self._asked(lambda: self._detokenized(token_ids), refuses=False)
 
     async def posted(self, path: str, body: Mapping[str, object]) -> Any:
-        """The answer to a request that samples nothing. Raises EngineGone, Refusal."""
+        """Send a request that samples nothing, and return its answer. Raises EngineGone, Refusal."""
         return await self._asked(lambda: self._json("POST", path, {"model": self._model, **body}))
 
     async def count_waiting(self) -> int | None:
@@ -225,7 +225,7 @@ class Sampler:
         except ValueError:
             return None
 
-    # --- patience ---
+    # --- retries ---
 
     async def _asked(self, call: Callable[[], Awaitable[T]], *, refuses: bool = True) -> T:
         """Call with a few retries. Raises EngineDown; with `refuses`, Refusal if the server answers every attempt with an error."""
@@ -277,7 +277,7 @@ class Sampler:
         sampling: Sampling,
         own: Mapping[str, object],
     ) -> None:
-        """Sample after a prompt in whose placeholders these images stand, if any. Raises Refusal where the engine puts them elsewhere."""
+        """Sample after a prompt whose placeholders stand for these images. Raises Refusal if the engine expands them elsewhere."""
         body = await asyncio.to_thread(self.pictures.request, prompt_ids, images)
         parameters = {"max_tokens": sampling.max_tokens, **self._parameters(stream, sampling), **own}
         streamed = sampling.max_tokens > WHOLE_TOKENS
@@ -286,7 +286,7 @@ class Sampler:
         await self._streamed("/inference/v1/generate", body, stream)
 
     def _parameters(self, stream: AnswerStream, sampling: Sampling) -> dict[str, object]:
-        """What both routes call the same."""
+        """The request parameters that have the same name on both routes."""
         return {
             "n": stream.per_task,
             "temperature": sampling.temperature,
@@ -297,7 +297,7 @@ class Sampler:
         }
 
     async def _streamed(self, path: str, body: Mapping[str, Any], stream: AnswerStream) -> None:
-        """One request, whose answer goes into `stream`."""
+        """Send one request, and pass its response to `stream`."""
         streamed = body.get("stream", False)
         try:
             async with self._client.stream("POST", path, json=body) as response:
@@ -332,7 +332,7 @@ class Sampler:
             if arguments := {**self.server.template_arguments, **(own if isinstance(own, dict) else {})}:
                 body["chat_template_kwargs"] = arguments
         if self._begins(str(body.get("prompt", ""))):
-            # Rendered by a chat template, for example: a second one is not what the model was trained on.
+            # A chat template may have added it already. A second one would differ from the model's training data.
             body = {**body, "add_special_tokens": False}
         answer = await self._json("POST", "/tokenize", {"model": self._model, **body})
         try:
@@ -341,7 +341,7 @@ class Sampler:
             raise EngineGone(f"the engine at {self.url}/tokenize returns no tokens; is it vLLM?") from None
 
     def _begins(self, text: str) -> bool:
-        """Whether a text already has the token with which the tokenizer begins each text."""
+        """Whether a text already starts with the beginning-of-sequence token."""
         return self._begin != "" and text.startswith(self._begin)
 
     async def _text_of_begin(self) -> str:

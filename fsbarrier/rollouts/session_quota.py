@@ -1,9 +1,9 @@
-"""How many of an environment's sessions a node may use, where all nodes have a limited number together (`environment.sessions`).
+"""Divides an environment's limited number of sessions (`environment.sessions`) among the nodes.
 
-Each node says in the names of files how many it can still use at a time: a number that only falls while a round lasts. `divided` makes
-the nodes' parts of these, and gives nobody less because somebody else needs less. So a node that hears late has too few sessions, never too
-many; nothing is locked, and nothing has to be given back. The files are in the folder of the nodes' claims (claims.py): with its generation
-they lose their meaning, and those of a dead node with them.
+Each node publishes, in the name of a file, how many sessions it can still use at a time. This number only falls during a round. `divided`
+computes each node's part from all these numbers; a node's part never shrinks because another node needs less. A node that learns late of a
+new number therefore uses too few sessions, never too many, and needs no locks. The files are in the claims folder (claims.py) and are
+valid for its generation only, so those of a dead node expire too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsbarrier.store import files
 
 
 class SessionQuota:
-    """This node's part of `total` sessions of environment `number`. `folder=None`: it has them all. `most`: what it can use at a time."""
+    """This node's part of `total` sessions of environment `number`. `folder=None`: it has all. `most`: how many it can use."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class SessionQuota:
         folder: Path | None = None,
         number: int = 0,
     ) -> None:
-        """`weights`: of all nodes that sample. Raises OSError."""
+        """`weights`: the weight of each node that samples. Raises OSError."""
         self.total, self.weights, self.rank, self.most = total, weights, rank, most
         self.folder, self.number = folder, number
         if folder is not None:
@@ -45,15 +45,15 @@ class SessionQuota:
         return LOOK_S * max(1.0, len(self.weights) / FULL_RATE)
 
     def begin_round(self, number: int) -> None:
-        """Round `number` begins, in which nodes may need more again: no session of the round before is used any more, on any node."""
+        """Begin round `number`, in which nodes may need more sessions again; no node uses a session of the previous round any more."""
         self.round = number
         self._needs: dict[int, float] = dict.fromkeys(self.weights, math.inf)
         self._divide()
 
     def exchange(self, need: int) -> None:
-        """Say that this node will need at most `need` sessions at a time, if the others can use the rest, and hear of theirs.
+        """Publish that this node needs at most `need` sessions at a time, if the others can use the rest, and read their needs.
 
-        May block on the shared directory. If that cannot be read or written, the next look tells.
+        May block on the shared directory. If it cannot be read or written, the next call tries again.
         """
         assert self.folder is not None
         number, needs, own = self.round, self._needs, self.rank
@@ -61,9 +61,9 @@ class SessionQuota:
             for one in SESSIONS.parse_all(os.listdir(self.folder)):
                 if (one.environment, one.round) == (self.number, number) and one.rank in needs:
                     needs[one.rank] = min(needs[one.rank], one.need)
-            # An earlier start of this program may have said that it was done, and lost what it had done.
+            # An earlier start of this program may have published 0 and then lost its work.
             needs[own] = max(1, needs[own])
-            # Others have to be told only if they could use what this node does not need.
+            # Publish only if the others could use the sessions that this node does not need.
             if need < needs[own] and (not need or need < divided(self.total, needs, self.weights)[own]):
                 name = SESSIONS.build(own, self.number, number, need)
                 files.create_exclusive(self.folder / name, b"", durable=False)
@@ -76,7 +76,7 @@ class SessionQuota:
 
 
 def divided(total: int, needs: Mapping[int, float], weights: Mapping[int, float]) -> dict[int, int]:
-    """One session after the other goes to the node with the greatest weight for each that it has, among those that need more."""
+    """Give out the sessions one by one, each to the node with the greatest weight per session among those that need more."""
     parts = dict.fromkeys(sorted(needs), 0)
     for _ in range(total):
         hungry: Collection[int] = [rank for rank, part in parts.items() if part < needs[rank]]

@@ -1,4 +1,4 @@
-"""Shares an iteration's tasks out among the nodes, less those whose groups an earlier attempt left on disk. Pure."""
+"""Distributes an iteration's tasks among the nodes, except those whose groups an earlier attempt left on disk. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsbarrier.rundir.runrecord import TaskSource, numbers_in
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings
 
-#: how the names of sets of training tasks begin among a run's task files; a run without sets has the file "train" alone
+#: prefix of the names of training sets among a run's task files; a run without sets has only the name "train"
 TRAIN_SET = "train."
 
 
@@ -30,7 +30,7 @@ def training_sets(settings: Settings, tasks: Mapping[str, TaskSource]) -> list[T
 
 
 def training_files(tasks: Mapping[str, TaskSource]) -> dict[str, int]:
-    """The files of training tasks, each with the number of its first task: they are numbered as if they all stood in one file."""
+    """The files of training tasks, each with the number of its first task; the numbering continues from file to file."""
     files: dict[str, int] = {}
     first = 0
     for key in _of_training(tasks):
@@ -45,15 +45,15 @@ def _of_training(tasks: Mapping[str, TaskSource]) -> list[str]:
 
 
 def file_of(task: int, files: Mapping[str, int]) -> tuple[str, int]:
-    """The one of these files that has a task, with the number of its first task."""
+    """The file that contains a task, with the number of the file's first task."""
     return max(((path, first) for path, first in files.items() if first <= task), key=lambda file: file[1])
 
 
 def share_out(ctx: Context, split: str, sampled_how: str, rounds: Sequence[Sequence[int]]) -> RolloutDecision:
-    """Give the tasks of `rounds` to the nodes that sample by their weights, each round by itself, so that no node is idle in one.
+    """Distribute the tasks of `rounds` by weight among the nodes that sample, each round separately, so that no node is idle in a round.
 
-    A node takes no part in a round only if all its tasks of it are on disk. Groups are adopted from disk where this very policy
-    made them, or with `rollout.ahead` the one before, sampled as this iteration samples (`sampled_how`).
+    A node skips a round only if all its tasks in it are on disk. Groups on disk are adopted if they were sampled in the same way
+    (`sampled_how`) from the current policy, or with `rollout.ahead` from the previous one.
     """
     wanted = [*chain.from_iterable(rounds)]
     policies = ctx.recent_policies if split == "train" else (ctx.policy_identity,)
@@ -83,9 +83,9 @@ def share_out(ctx: Context, split: str, sampled_how: str, rounds: Sequence[Seque
 
 
 def adopt_parts(parts: Sequence[PartOnDisk], wanted: Sequence[int]) -> list[PartGroups]:
-    """The wanted groups that are on disk. The first part that has a task counts.
+    """The wanted groups that are on disk. If several parts contain a task, the first one counts.
 
-    A group in which the reward or the agent failed, or every sample, is not finished: its task is rolled out again.
+    A group in which the reward, the agent or every sample failed is not adopted: its task is rolled out again.
     """
     left, taken = set(wanted), []
     for part in parts:
@@ -97,7 +97,7 @@ def adopt_parts(parts: Sequence[PartOnDisk], wanted: Sequence[int]) -> list[Part
 
 
 def sharing_events(decision: RolloutDecision) -> list[JsonObject]:
-    """The decision in the journal: a later check of the merged file needs it, when the decision itself has been removed."""
+    """Journal events of the decision, because a later check of the merged file needs it after the decision has been removed."""
     events: list[JsonObject] = []
     if decision.fixed_shares and len(decision.shares) > 1:
         events.append({"event": "shares_fixed", "why": decision.fixed_shares})

@@ -1,6 +1,6 @@
 """The log-probabilities of sampled tokens under the frozen engine `engines.teacher`, for `algorithm.loss=distil`.
 
-They are taken when a group is done and stored with it. vLLM gives them without a temperature, so rollouts must have temperature 1.
+They are requested when a group is finished, and stored with it. vLLM computes them at temperature 1, so rollouts must use it too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fsbarrier.errors import ProgramFailed
 from fsbarrier.rewards.model_server import ModelServer, ModelServerError
 from fsbarrier.specs import EngineAddress
 
-#: how long a request may take
+#: timeout of a request
 TIMEOUT_S = 600.0
 
 
@@ -42,7 +42,7 @@ class Teacher:
         )
 
     async def _ask(self, tokens: list[int]) -> list[float]:
-        """The log-probability of each token given those before it; 0 of the first one."""
+        """The log-probability of each token given the previous ones; 0 for the first token."""
         if len(tokens) < 2:
             return [0.0] * len(tokens)
         body = {"model": self._model, "prompt": [tokens], "max_tokens": 1, "prompt_logprobs": 0}
