@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from commands import Said, typed
 from forks import run_warm
+from trainer_bench import work_identity
 from trajectory_files import group, write_part
 
 from fsbarrier.aggregate import AggregateReport, Part, aggregate, command_line
@@ -217,14 +218,8 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, three: list[Path]) ->
 
 def spec_file(folder: Path, parts: list[Path], out: Path, expected: Any, **more: Any) -> Path:
     records = [{"path": str(path), "valid_bytes": None, "tasks": None} for path in parts]
-    spec = {
-        "parts": records,
-        "out": str(out),
-        "expected": expected,
-        "metadata": {"run_id": "r"},
-        "settings": {},
-        **more,
-    }
+    request = {"parts": records, "out": str(out), "expected": expected, "metadata": {"run_id": "r"}}
+    spec = {**work_identity(folder), "request": request, "settings": {}, **more}
     spec |= {"result": str(folder / "result.json"), "progress": str(folder / "progress.json")}
     (folder / "spec.json").write_text(json.dumps(spec))
     return folder / "spec.json"

@@ -54,7 +54,7 @@ def test_episodes_wait_for_a_session_and_only_those_of_a_dead_server_are_begun_a
             (True, 1.0, words[task])
         ] * SAMPLES
         assert all("".join(map(chr, item["token_ids"])).endswith(f"{words[task]}\x01") for item in group)
-    (event,) = done.result["events"]
+    (event,) = done.events
     assert event["event"] == "environment_ended" and event["why"].startswith("was ended by signal 9")
     assert event["log"][-1] == "the last words of the server"
     started = (tmp_path / "starts").read_text().split()
@@ -84,7 +84,7 @@ def test_a_task_names_its_environment(tmp_path: Path, fake: Fake) -> None:
     assert (done.code, done.result["agent_errors"], done.result["environment_errors"]) == (0, 0, 0), done
     rewards = [[one["reward"] for one in group] for group in rolled_out(tmp_path).values()]
     assert rewards == [[1.0] * SAMPLES] * 3
-    (event,) = done.result["events"]
+    (event,) = done.events
     assert event["environment"] == "environments.one"
     starts = [len((tmp_path / name / "starts").read_text().split()) for name in ("one", "two", "")]
     assert starts == [2, 1, 1]

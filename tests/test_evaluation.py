@@ -11,16 +11,24 @@ from typing import Any
 
 import pytest
 from trainer_bench import trajectory as sampled
+from trainer_bench import work_identity
 
 from fsbarrier.aggregate import work
 from fsbarrier.settings.sections import Settings
+from fsbarrier.specs import MergeReport
 from fsbarrier.trajectories import RankFileWriter
 
 SILENT: Any = SimpleNamespace(show=lambda *_, **__: None)
 
 
-def spec(folder: Path, groups: list[Any], success: dict[str, float] | None = None, **more: Any) -> Any:
-    """The spec of a merge of these groups into a new file."""
+def merged(
+    folder: Path,
+    groups: list[Any],
+    success: dict[str, float] | None = None,
+    keep: int | None = None,
+    **fields: Any,
+) -> MergeReport:
+    """The report of a merge of these groups into a new file."""
     path = folder / f"part-{len([*folder.iterdir()])}"
     by_task = {group[0]["task_index"]: group for group in groups}
     with RankFileWriter(path, header={}) as writer:
@@ -28,8 +36,9 @@ def spec(folder: Path, groups: list[Any], success: dict[str, float] | None = Non
         writer.finish()
     tasks = sorted(by_task)
     parts = [{"path": str(path), "valid_bytes": None, "tasks": tasks}]
-    out = {"out": f"{path}.merged", "expected": tasks, "metadata": {}, "success": success}
-    return {"parts": parts, **out, **more}
+    request = {"parts": parts, "out": f"{path}.merged", "expected": tasks, "metadata": {}, "keep": keep}
+    spec = {**work_identity(folder), "request": request, "success": success, **fields}
+    return MergeReport.from_json(work(spec, Settings(), SILENT) or {})
 
 
 def trajectory(task: int, text: str, reward: float, **metadata: Any) -> Any:
@@ -44,7 +53,8 @@ def trajectory(task: int, text: str, reward: float, **metadata: Any) -> Any:
 def figures(folder: Path, trajectories: list[Any], success: dict[str, float]) -> dict[str, Any]:
     """What the merge of an evaluation says of it."""
     groups = [list(group) for _, group in groupby(trajectories, key=lambda one: one["task_index"])]
-    return work(spec(folder, groups, success), Settings(), SILENT)
+    report = merged(folder, groups, success)
+    return {**report.figures, "reward_mean": report.reward_mean}
 
 
 def test_pass_at_k_is_the_share_of_all_choices_with_a_success(tmp_path: Path) -> None:
@@ -118,16 +128,16 @@ def test_a_merged_evaluation_has_its_figures_in_its_result(tmp_path: Path) -> No
         ]
         for task, rewards in enumerate(([1.0, 0.0], [0.0, 0.0]))
     ]
-    result = work(spec(tmp_path, groups, {"": 1.0}), Settings(), SILENT)
-    assert (result["reward_mean"], result["pass_at_2"], result["reward/s"]) == (0.25, 0.5, 0.25)
+    result = merged(tmp_path, groups, {"": 1.0})
+    found = result.figures
+    assert (result.reward_mean, found["pass_at_2"], found["reward/s"]) == (0.25, 0.5, 0.25)
     # Train rollouts have none of them.
-    assert {"pass_at_2", "last_rewards"}.isdisjoint(work(spec(tmp_path, groups), Settings(), SILENT))
+    result = merged(tmp_path, groups)
+    assert "pass_at_2" not in result.figures and result.last_rewards is None
     # They have those of their sets, and what the next draw depends on: the last reward of each task that was ever drawn.
-    drawn = {"sets": {"a": [0], "b": [1], "c": [7]}, "last_rewards": {"0": 0.0, "7": 1.0}, "keep": 1}
-    result = work(spec(tmp_path, groups, **drawn), Settings(), SILENT)
-    assert (result["train_reward/a"], result["train_reward/b"], result["left_out"]) == (
-        0.5,
-        0.0,
-        1,
-    ) and "train_reward/c" not in result
-    assert result["last_rewards"] == {"0": 0.5, "1": 0.0, "7": 1.0}
+    drawn = {"sets": {"a": [0], "b": [1], "c": [7]}, "last_rewards": {"0": 0.0, "7": 1.0}}
+    result = merged(tmp_path, groups, keep=1, **drawn)
+    found = result.figures
+    assert (found["train_reward/a"], found["train_reward/b"], result.left_out) == (0.5, 0.0, 1)
+    assert "train_reward/c" not in found
+    assert result.last_rewards == {"0": 0.5, "1": 0.0, "7": 1.0}

@@ -46,6 +46,8 @@ class Run:
     code: int
     stderr: str
     result: dict[str, Any] = field(default_factory=dict)
+    #: its lines for the journal
+    events: list[dict[str, Any]] = field(default_factory=list)
 
 
 def start_fake(folder: Path, *, port: int | None = None, **mode: Any) -> Fake:
@@ -137,8 +139,11 @@ def run(spec: Path) -> Run:
 
 
 def outcome(code: int, stderr: str, spec: Path) -> Run:
-    result = spec.with_name("result.json")
-    return Run(code, stderr, json.loads(result.read_text())["report"] if result.exists() else {})
+    path = spec.with_name("result.json")
+    if not path.exists():
+        return Run(code, stderr)
+    result = json.loads(path.read_text())
+    return Run(code, stderr, result["report"], result["events"])
 
 
 def groups_in(part: Path) -> int:

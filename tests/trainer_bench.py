@@ -15,7 +15,7 @@ from waiting import free_port
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
-from fsbarrier.specs import UpdateSpec
+from fsbarrier.specs import Identity, UpdateSpec
 from fsbarrier.trajectories import RankFileWriter
 
 REPO = Path(__file__).resolve().parent.parent
@@ -114,6 +114,11 @@ def flat(report: dict[str, Any]) -> dict[str, Any]:
     return {**report, **report["metrics"]}
 
 
+def work_identity(folder: Path) -> dict[str, Any]:
+    """Which work a spec is for: node 0's in iteration 1 of the run in this folder."""
+    return Identity(f"test-{folder.name}", folder, node_rank=0, generation=1, iteration=1).as_json()
+
+
 class Bench:
     """One folder with a model, rollouts and the programs' specs. Policy version N is in the folder `vN`, 0 in `model`."""
 
@@ -126,12 +131,7 @@ class Bench:
 
     def spec(self, name: str, **fields: Any) -> dict[str, Any]:
         return {
-            "run_id": f"test-{self.folder.name}",
-            "log_path": str(self.folder),
-            "node_rank": 0,
-            "iteration": 1,
-            "attempt": 0,
-            "generation": 1,
+            **work_identity(self.folder),
             "policy_version": 0,
             "settings": self.nested,
             "result": str(self.folder / f"{name}.result"),
