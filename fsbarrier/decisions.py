@@ -31,7 +31,7 @@ class JsonRecord:
 
     @classmethod
     def converted(cls, value: Payload) -> Self:
-        """As `from_json` without what a subclass does beside it. In JSON a path is text, and so is a number that is a key."""
+        """Like `from_json`, but without the additions of subclasses. JSON represents paths and number keys as text."""
         try:
             return msgspec.convert(value, cls, str_keys=True, dec_hook=lambda wanted, text: wanted(text))
         except msgspec.ValidationError as error:
@@ -58,23 +58,23 @@ class PartGroups(JsonRecord):
 @ready
 @dataclass(frozen=True, slots=True)
 class RolloutDecision(JsonRecord):
-    """Which tasks an iteration rolls out, and which node begins with which: the decision of train_assign and of eval_decide."""
+    """The tasks that an iteration rolls out, and each node's initial share: the decision of train_assign and of eval_decide."""
 
     #: all tasks, in the order in which they are begun
     wanted: Sequence[int]
-    #: node rank -> the tasks that it begins with
+    #: node rank -> its initial share of the tasks
     shares: Mapping[int, Sequence[int]]
-    #: groups that are on disk already, and merged as they are
+    #: groups that are already on disk and are merged unchanged
     adopted: Sequence[PartGroups] = ()
-    #: why a node that runs out takes over nothing; "" where it takes over from the slowest
+    #: why an idle node takes over no tasks; "" if it takes over tasks from the slowest nodes
     fixed_shares: str = ""
-    #: how many of `wanted` each round has; None: there is one round
+    #: the number of tasks of `wanted` in each round; None: there is one round
     rounds: Sequence[int] | None = None
-    #: of each round, how many groups on disk have rewards that differ
+    #: the number of groups on disk with differing rewards, by round
     with_signal: Sequence[int] = ()
-    #: the merge keeps at most so many groups; None: all
+    #: maximum number of groups that the merge keeps; None: all
     keep: int | None = None
-    #: of held-out tasks
+    #: whether the tasks are held-out tasks
     evaluate: bool = False
 
     @property
@@ -102,17 +102,17 @@ class RolloutReport(JsonRecord):
     ended_early: bool = False
     #: how many groups it took over from slower nodes
     taken_over: int = 0
-    #: how many rounds it took part in; None: it does not say
+    #: the number of rounds it took part in; None: not reported
     rounds: int | None = None
-    #: of the finished part
+    #: size of the finished part
     bytes: int = 0
     groups: int = 0
     trajectories: int = 0
     reward_mean: float | None = None
-    #: how many lots it has claimed, and how many groups an earlier start of the program had done
+    #: lots claimed, and groups finished by an earlier start of the program
     claims: int = 0
     resumed_groups: int = 0
-    #: trajectories, by what became of them
+    #: numbers of trajectories, by outcome
     invalid: int = 0
     truncated: int = 0
     refused: int = 0
@@ -136,9 +136,9 @@ class MergeDecision(JsonRecord):
     #: the tasks without a group, because the phase ended early
     cut_off: Sequence[int] = ()
     groups_taken_over: int = 0
-    #: of rollouts to train on: the names of the merged files of the iterations before, the last one first
+    #: for training rollouts: the names of the merged files of earlier iterations, newest first
     earlier: Sequence[str] = ()
-    #: of an evaluation: a digest of how it sampled
+    #: for an evaluation: a digest of how it sampled
     sampled_how: str | None = None
     #: how many rounds took place; None: there was one
     rounds: int | None = None
@@ -148,7 +148,7 @@ class MergeDecision(JsonRecord):
     #: the size of the merged file
     bytes: int = 0
     reward_mean: float | None = None
-    #: the mean reward of each task's last group, by its number; None: no draw depends on it
+    #: task number -> the mean reward of its last group; None: task selection does not depend on it
     last_rewards: Mapping[str, float] | None = None
 
 
@@ -168,7 +168,7 @@ class BatchDecision(JsonRecord):
 @ready
 @dataclass(frozen=True, slots=True)
 class ReachReport(JsonRecord):
-    """Which of the leader's addresses one node has reached, and the trainer that it has kept (update_ready)."""
+    """The addresses of the leader that one node can reach, and the trainer that it has kept (update_ready)."""
 
     reached: Sequence[str] = ()
     trainer: str = ""
@@ -183,7 +183,7 @@ class RendezvousDecision(JsonRecord):
     #: text in a dry run
     master_port: int | str
     trainer: str = ""
-    #: which node rolls out which of the next iteration's tasks meanwhile; None: none (`rollout.ahead`)
+    #: the next iteration's rollouts, which run meanwhile (`rollout.ahead`); None: none
     ahead: RolloutDecision | None = None
 
 
@@ -209,11 +209,11 @@ class EnginesReport(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class BestPolicy:
-    """The policy version with the best mean reward in an evaluation so far. Only what was sampled in one way can be compared."""
+    """The policy version with the best mean reward in an evaluation so far. Only evaluations that sampled in the same way are compared."""
 
     reward: float
     version: int
-    #: among the checkpoints; None: the run's first model, which is not among them
+    #: name among the checkpoints; None: the run's first model, which is not a checkpoint
     folder: str | None
     sampled_how: str
 

@@ -1,5 +1,4 @@
-"""Loads a program by name (rl, sft, toy, ping) or by path (./mine.py). They are files, not packages, so that users can copy and edit
-them."""
+"""Loads a program by name (rl, sft, toy, ping) or by path (./mine.py). Programs are single files, so that users can copy and edit them."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ def load_module(name: str) -> ModuleType:
     """The file of program `name` as a module, for programs derived from it. Raises UsageError."""
     path = program_path(name)
     try:
-        # A program of one's own may import what lies beside it; ours must not shadow anything.
+        # A user's program may import the files beside it; a built-in program's module name must not shadow another module.
         return load_file(path) if name.endswith(".py") else load_file(path, f"fsbarrier_program_{path.stem}")
     except UsageError:
         raise
@@ -87,10 +86,10 @@ class _LeavesNothing(SourceFileLoader):
 
 
 def load_file(path: Path, name: str | None = None) -> ModuleType:
-    """The module of a user's Python file, which is executed once, and again only if it has changed. Raises whatever the file raises.
+    """Import a user's Python file; it is executed again only if it has changed. Raises whatever the file raises.
 
     It behaves as if imported: it may import files beside it and in the current directory, and Python finds it in `sys.modules`, which
-    dataclasses, pydantic, pickle and multiprocessing need. `name`: its name, for a file that nothing else has to find.
+    dataclasses, pydantic, pickle and multiprocessing need. `name`: the module's name, for a file that need not be importable.
     """
     path = path.resolve()
     if name is None:
@@ -116,14 +115,14 @@ def load_file(path: Path, name: str | None = None) -> ModuleType:
 
 
 def _version(path: Path) -> tuple[str, int, int]:
-    """Tells whether a file has changed since it was executed."""
+    """A value that differs if the file has changed since it was executed."""
     there = path.stat()
     return str(path), there.st_mtime_ns, there.st_size
 
 
 def _module_name(path: Path) -> str:
-    """The name under which an `import` would find the file, so that a child process that multiprocessing starts afresh finds it too. Where
-    that name belongs to another module, the file gets a name of its own."""
+    """The module name under which `import` finds the file, so that spawned multiprocessing children find it too. If another module has
+    that name, the file gets a unique name."""
     owner = sys.modules.get(path.stem)
     if owner is not None:
         file = getattr(owner, "__file__", None)
@@ -145,7 +144,7 @@ def failure(error: BaseException, file: str | None) -> tuple[str, str, str]:
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == file]
-    # A syntax error names its own place.
+    # The message of a syntax error already contains its location.
     own = own or ([] if isinstance(error, SyntaxError) else frames)
     place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {error}{place}", place, "".join(traceback.format_exception(error))

@@ -50,7 +50,7 @@ def load_named(setting: str, value: str) -> object:
         raise UsageError(f"{said}: no such file: {path}")
     try:
         module = load_file(file)
-    # The user's code may raise anything.
+    # The user's code may raise any exception.
     except (Exception, SystemExit) as error:
         raise UsageError(
             f"{said}: cannot load {file}: {described_failure(error, str(file.resolve()))}"

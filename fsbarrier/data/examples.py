@@ -1,4 +1,4 @@
-"""Reads and validates files of examples for supervised fine-tuning, and marks in each what is trained on.
+"""Reads and validates files of examples for supervised fine-tuning, and marks the text to train on in each.
 
 A row has `messages`, or `prompt` and `completion` (or a text `answer`); the messages are as in task files (tasks.py).
 """
@@ -21,14 +21,14 @@ ASSISTANT = "assistant"
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A conversation to learn from: what the assistant says from message number `first` on. `plain`: a text and its continuation, which
-    no chat template renders."""
+    """A conversation to learn from: what the assistant says from message number `first` on. `plain`: a text and its
+    continuation, without a chat template."""
 
     index: int
     messages: tuple[Message, ...]
     first: int = 0
     plain: bool = False
-    #: what the chat template is given beside the messages
+    #: the tools passed to the chat template
     tools: tuple[dict[str, Any], ...] = ()
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -39,14 +39,14 @@ class Example:
         return [number for number, message in there if message["role"] == ASSISTANT]
 
     def split(self) -> list[Example]:
-        """An example of each answer, which ends with it."""
+        """Make one example per answer, which ends with that answer."""
         if self.plain:
             return [self]
         return [replace(self, messages=self.messages[: n + 1], first=n) for n in self.answers]
 
     def pieces(self, render: Callable[..., str]) -> list[tuple[str, bool]]:
-        """Its text in pieces, each with whether it is trained on. `render`: the chat template. Raises ValueError if that renders an answer
-        otherwise than it begins one, or the conversation up to an answer differently once more follows; and whatever the template raises.
+        """Split its text into pieces, each with whether it is trained on. `render`: the chat template. Raises ValueError if an answer does
+        not start with the generation prompt, or if the text up to it changes once messages follow; and the template's errors.
         """
         if self.plain:
             return [(message["content"], bool(number)) for number, message in enumerate(self.messages)]
@@ -115,7 +115,7 @@ def _example(path: Path, index: int, row: Mapping[str, object]) -> Example:
 
 
 def _begins_otherwise(number: int, before: str, after: str) -> str:
-    """Why an answer cannot be marked that a template renders otherwise than it begins one, such as without the thoughts."""
+    """The error for an answer whose rendering does not start with the generation prompt, for example because thoughts are omitted."""
     same = next(
         (n for n, (one, two) in enumerate(zip(before, after, strict=False)) if one != two), len(after)
     )

@@ -1,6 +1,6 @@
 """Statistics of a group's trajectories (failed, truncated, lengths, rewards and their parts), and an iteration's metrics from them.
 
-This is the only place where failures of a reward or an agent are counted. Whoever reads or writes a group computes them.
+This is the only place where failures of a reward or an agent are counted. Readers and writers of groups both compute them here.
 """
 
 from __future__ import annotations

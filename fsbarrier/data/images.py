@@ -1,8 +1,8 @@
-"""Images in tasks, conversations and trajectories: read from where they are named, kept once each under their SHA-256, and verified.
+"""Reads the images of tasks, conversations and trajectories, stores each once under its SHA-256, and verifies it.
 
-A message's content may be a list of parts, of which `{"type": "image", "image": ...}` is an image: a path, or a `data:` URL. In a run's
-files it is the name of a file in the folder of the iteration's images (`names.IMAGES_FOLDER`), such as `<sha256>.png`. What is kept is RGB
-and upright, so that engine and trainer cannot decode it in different ways.
+A message's content may be a list of parts. The part `{"type": "image", "image": ...}` is an image: a path or a `data:` URL. In a run's
+files it is the name of a file in the folder of the iteration's images (`names.IMAGES_FOLDER`), such as `<sha256>.png`. Stored images are
+RGB and upright, so that engine and trainer cannot decode them in different ways.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fsbarrier.store import files, reading
 if TYPE_CHECKING:
     from PIL import Image
 
-#: an encoded image, and the pixels of a decoded one
+#: maximum bytes of an encoded image, and maximum pixels of a decoded one
 IMAGE_BYTES, IMAGE_PIXELS = 32 << 20, 1 << 26
 SUFFIXES = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp"}
-#: what stands for an image in the texts of verl's files
+#: the mark for an image in the texts of verl's files
 MARK = "<image>"
-#: EXIF's tag that says how an image is turned
+#: EXIF's tag for the orientation of an image
 ORIENTATION = 0x0112
 
 #: one chat message; its content is text, or a list of parts
@@ -47,7 +47,7 @@ def text_of(content: object) -> str:
 
 
 def part(value: object, folder: Path) -> dict[str, Any]:
-    """A part of a message in a task file in `folder`. Raises ValueError."""
+    """Check a message part of a task file in `folder`. Raises ValueError."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     if isinstance(value, Mapping) and kind == "text" and isinstance(value.get("text"), str):
         return {"type": "text", "text": value["text"]}
@@ -58,7 +58,7 @@ def part(value: object, folder: Path) -> dict[str, Any]:
 
 
 def in_places(messages: Sequence[Message], given: object, folder: Path) -> tuple[Message, ...]:
-    """The messages of a task file in `folder` with verl's images in the places of the marks in their texts. Raises ValueError."""
+    """Replace the marks in the texts of a task file in `folder` by verl's images. Raises ValueError."""
     if not isinstance(given, list):
         raise ValueError(f"images must be a list, got {str(given)[:60]}")
     found = [_named(one, folder) for one in given]
@@ -83,7 +83,7 @@ def in_places(messages: Sequence[Message], given: object, folder: Path) -> tuple
 
 
 def _named(value: object, folder: Path) -> str:
-    """Where an image of a task file is: an absolute path, or a data: URL. In Parquet verl's may be bytes. Raises ValueError."""
+    """The source of an image in a task file: an absolute path or data: URL. In verl's Parquet files it may be bytes. Raises ValueError."""
     if isinstance(value, Mapping):
         value = next((one for key in ("image", "bytes", "path") if (one := value.get(key)) is not None), None)
     if isinstance(value, bytes):
@@ -95,7 +95,7 @@ def _named(value: object, folder: Path) -> str:
 
 
 def source_of(part: Mapping[str, Any]) -> str | None:
-    """Where the image of a part is, in the form of transformers or that of OpenAI; None for another part."""
+    """The source of a part's image, in transformers' or OpenAI's form; None if the part is no image."""
     if part.get("type") == "image_url":
         url = part.get("image_url")
         return str(url.get("url")) if isinstance(url, Mapping) else str(url)
@@ -103,7 +103,7 @@ def source_of(part: Mapping[str, Any]) -> str | None:
 
 
 def sources(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Where the images of a conversation are, in order."""
+    """The sources of a conversation's images, in order."""
     for message in messages:
         for part in parts_of(message.get("content")):
             if (source := source_of(part)) is not None:
@@ -113,7 +113,7 @@ def sources(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def replaced(
     messages: Sequence[Mapping[str, Any]], part_for: Callable[[str], dict[str, Any]]
 ) -> list[Message]:
-    """The conversation with another part for each image."""
+    """The conversation with each image part replaced."""
 
     def content(value: object) -> object:
         if not isinstance(value, list):
@@ -124,7 +124,7 @@ def replaced(
 
 
 def data_of(source: str) -> bytes:
-    """The encoded image. Raises ValueError with what is wrong."""
+    """The encoded image. Raises ValueError that describes the problem."""
     if source.startswith("data:"):
         head, _, encoded = source.partition(",")
         if not head.endswith(";base64"):
@@ -145,7 +145,7 @@ def data_of(source: str) -> bytes:
 
 
 def as_url(source: str) -> str:
-    """The address of an image, for a server: a `data:` URL of a file. Raises ValueError with what is wrong."""
+    """The address of an image, for a server: a `data:` URL of a file. Raises ValueError that describes the problem."""
     if source.startswith("data:") or "://" in source:
         return source
     data = data_of(source)
@@ -154,10 +154,10 @@ def as_url(source: str) -> str:
 
 
 def opened(data: bytes) -> Image.Image:
-    """The decoded image. Raises ValueError with what is wrong."""
+    """The decoded image. Raises ValueError that describes the problem."""
     from PIL import Image, UnidentifiedImageError
 
-    # What is too large is said below.
+    # Images that are too large are reported below.
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     try:
         image = Image.open(io.BytesIO(data), formats=tuple(SUFFIXES))
@@ -168,14 +168,14 @@ def opened(data: bytes) -> Image.Image:
         raise ValueError(f"is no image of a known kind ({', '.join(SUFFIXES)})") from None
     except ValueError as error:
         raise ValueError(str(error)) from None
-    # A damaged file makes Pillow raise whatever its parsers come upon: KeyError, SyntaxError, struct.error and others.
+    # Damaged files make Pillow's parsers raise many errors: KeyError, SyntaxError, struct.error and others.
     except Exception as error:
         raise ValueError(f"cannot be decoded: {error}") from None
     return image
 
 
 def keep(folder: Path, data: bytes) -> str:
-    """Keep an image in `folder`, if it is not there; returns its name. Raises ValueError, OSError."""
+    """Store an image in `folder`, if it is not there; returns its name. Raises ValueError, OSError."""
     data, suffix = as_kept(data)
     name = hashlib.sha256(data).hexdigest() + suffix
     files.make_dirs(folder)
@@ -184,9 +184,9 @@ def keep(folder: Path, data: bytes) -> str:
 
 
 def as_kept(data: bytes) -> tuple[bytes, str]:
-    """What is kept of an image, and the end of its name. Raises ValueError with what is wrong."""
+    """The bytes to store for an image, and its file suffix. Raises ValueError that describes the problem."""
     image = opened(data)
-    # A phone's JPEG may have a second image behind the first, which Pillow takes for another kind.
+    # A phone's JPEG may contain a second image after the first; Pillow reports it as another format.
     suffix = SUFFIXES.get(str(image.format))
     try:
         if suffix is None or image.mode != "RGB" or image.getexif().get(ORIENTATION, 1) != 1:
@@ -197,7 +197,7 @@ def as_kept(data: bytes) -> tuple[bytes, str]:
 
 
 def _upright(image: Image.Image) -> bytes:
-    """In RGB, on white where it is transparent, and turned as EXIF says."""
+    """Convert to RGB on a white background, and rotate as EXIF specifies."""
     from PIL import Image, ImageOps
 
     turned = ImageOps.exif_transpose(image).convert("RGBA")
@@ -208,7 +208,7 @@ def _upright(image: Image.Image) -> bytes:
 
 
 def thumbnail(path: Path, side: int) -> str:
-    """A copy of an image that was kept, at most `side` pixels wide and high, as a data: URL. Raises ProgramFailed, ValueError."""
+    """A copy of a stored image, at most `side` pixels wide and high, as a data: URL. Raises ProgramFailed, ValueError."""
     image = opened(kept(path)).convert("RGB")
     image.thumbnail((side, side))
     buffer = io.BytesIO()
@@ -217,7 +217,7 @@ def thumbnail(path: Path, side: int) -> str:
 
 
 def kept(path: Path) -> bytes:
-    """An image that was kept. Raises ProgramFailed if it is not the one that its name says."""
+    """Read a stored image. Raises ProgramFailed if its content does not match its name."""
     try:
         data = reading.read_bytes(path, IMAGE_BYTES)
     except OSError as error:

@@ -91,7 +91,7 @@ def merge(request: MergeRequest) -> AggregateReport:
     return publish(collect(request))
 
 
-# --- what is merged -----------------------------------------------------------------------------------------------------
+# --- the groups to merge -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class Collected:
 
     request: MergeRequest
     files: tuple[RankFile, ...]
-    #: what is merged, by task index
+    #: the groups to merge, by task index
     groups: dict[int, list[Trajectory]]
-    #: of all that was rolled out, also of groups that are not merged
+    #: statistics of all groups that were rolled out, including groups that are not merged
     stats: Mapping[int, GroupStats]
     #: groups dropped because an earlier part contains their task, and those whose task is not expected
     duplicates: int
@@ -195,7 +195,7 @@ def publish(found: Collected) -> AggregateReport:
         "unjudged": stats.unjudged,
     }
     metadata = {**request.metadata, **merged, **_metadata(found, all_stats)}
-    # Each group is given away, so that it is not in memory twice.
+    # Remove each group from `found`, so that it is not in memory twice.
     groups = (found.groups.pop(task) for task in sorted(found.groups))
     content = merged_file.encode(groups, metadata)
     try:
@@ -226,7 +226,7 @@ def check_nothing_is_missing(found: Collected) -> None:
 
 
 def _metadata(found: Collected, all_stats: Sequence[GroupStats]) -> dict[str, object]:
-    """What the metadata of the merged file says of how it was made."""
+    """The metadata of the merged file, which describes how it was made."""
     rolled_out = GroupStats.total(all_stats)
     return {
         "tasks": sorted(found.groups),

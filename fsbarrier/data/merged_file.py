@@ -1,6 +1,6 @@
 """The merged file of an iteration: `{"trajectories": [...], "metadata": {...}}`, as torch.save writes it.
 
-Only the functions need torch. Reading executes nothing (`weights_only=True`), and checks the checksums, which torch.load does not.
+Torch is imported only inside the functions. Reading executes nothing (`weights_only=True`) and verifies the checksums, unlike torch.load.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fsbarrier.data.trajectory import Trajectory, TrajectoryFile
 from fsbarrier.errors import first_line
 from fsbarrier.store.retry import patiently
 
-#: how every zip file, and so every file of torch.save, begins
+#: the first bytes of every zip file, and therefore of every file of torch.save
 ZIP = b"PK\3\4"
 
 
@@ -50,7 +50,7 @@ def as_tensors(group: Sequence[Trajectory]) -> list[Any]:
         )
 
     def converted(value: Any) -> Any:
-        # Arrays below the first level are rare, and have a storage each.
+        # Arrays below the first level are rare, so each gets its own storage.
         if isinstance(value, array):
             return torch.frombuffer(value, dtype=types[value.typecode]) if value else value.tolist()
         if isinstance(value, dict):
@@ -64,7 +64,7 @@ def as_tensors(group: Sequence[Trajectory]) -> list[Any]:
 
 
 def encode(groups: Iterable[Sequence[Trajectory]], metadata: dict[str, object]) -> memoryview:
-    """The bytes of a merged file. torch writes to memory, because it ends the process at some errors of a write."""
+    """The bytes of a merged file. torch writes to memory, because some write errors to a file make it end the process."""
     import torch
 
     trajectories = [one for group in groups for one in as_tensors(group)]
@@ -74,7 +74,7 @@ def encode(groups: Iterable[Sequence[Trajectory]], metadata: dict[str, object]) 
 
 
 def load_tensors(path: Path) -> dict[str, Any]:
-    """What torch.load gives for a merged file, whose checksums are right. Raises StoreError, NotOurs, FormatError."""
+    """Verify the checksums of a merged file, and return the result of torch.load. Raises StoreError, NotOurs, FormatError."""
     with opened(path) as fd, open(fd, "rb", closefd=False) as stream:
         return patiently(lambda: _content(stream))
 
@@ -92,7 +92,7 @@ def _content(stream: BinaryIO) -> dict[str, Any]:
         content = torch.load(stream, map_location="cpu", weights_only=True)
     except (FormatError, OSError):
         raise
-    # On damaged data torch and zipfile may raise anything.
+    # On damaged data torch and zipfile may raise any exception.
     except Exception as error:
         raise FormatError(f"it is damaged: {first_line(error)}") from None
     if not isinstance(content, dict) or not isinstance(content.get("trajectories"), list):

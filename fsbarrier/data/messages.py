@@ -1,6 +1,6 @@
-"""Chat messages in one form, that of OpenAI's API, with every field that a chat template or the engine reads.
+"""Normalizes chat messages to the form of OpenAI's API, with every field that a chat template or the engine reads.
 
-A field that neither of them knows is refused when a file is read: a template would drop it, and nobody would notice.
+Unknown fields are rejected when a file is read, because a template would silently drop them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from fsbarrier.data.images import Message
 
 #: the fields of a message in this form
 FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
-#: the names of the thoughts before an answer: ours, vLLM's, and that of gpt-oss's template
+#: field names for the thoughts before an answer: ours, vLLM's, and the one in gpt-oss's template
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 def checked(message: Mapping[str, Any]) -> Message:
-    """A message in this form, without empty fields. Its content is not looked at. Raises ValueError naming the field."""
+    """Normalize a message and drop its empty fields. The content is not checked. Raises ValueError naming the field."""
     given = {name: value for name, value in message.items() if name in ("role", "content") or _said(value)}
     thoughts = [given.pop(name) for name in THOUGHTS if name in given]
     for text in thoughts:
@@ -35,13 +35,13 @@ def checked(message: Mapping[str, Any]) -> Message:
         if not isinstance(given["tool_calls"], list):
             raise ValueError(f"tool_calls must be a list, got {_shown(given['tool_calls'])}")
         given["tool_calls"] = [_call(call, number) for number, call in enumerate(given["tool_calls"], 1)]
-    # OpenAI's form of a message that only calls tools.
+    # In OpenAI's form, a message that only calls tools has no content.
     content = "" if given.get("content") is None else given["content"]
     return {**given, "content": content, **({"reasoning_content": thoughts[0]} if thoughts else {})}
 
 
 def for_template(messages: Sequence[Message]) -> list[Message]:
-    """The messages as vLLM gives them to a chat template: arguments of calls as objects, thoughts under both names."""
+    """The messages as vLLM passes them to a chat template: call arguments as objects, thoughts under both names."""
     return [
         message
         | ({"reasoning": message["reasoning_content"]} if "reasoning_content" in message else {})
@@ -51,7 +51,7 @@ def for_template(messages: Sequence[Message]) -> list[Message]:
 
 
 def for_engine(messages: Sequence[Message]) -> list[Message]:
-    """The messages as vLLM's API wants them: it reads thoughts under the name `reasoning` only, and drops them under any other."""
+    """The messages as vLLM's API expects them: it reads thoughts only from `reasoning` and ignores them under any other name."""
     return [
         {"reasoning" if name == "reasoning_content" else name: value for name, value in message.items()}
         for message in messages
@@ -63,7 +63,7 @@ def _said(value: object) -> bool:
 
 
 def _call(value: object, number: int) -> dict[str, object]:
-    """A call in OpenAI's form; transformers' form has no `function` around it, and arguments as an object."""
+    """Convert a call to OpenAI's form; in transformers' form `function` may be missing and the arguments are an object."""
     where = f"tool_calls: call {number}"
     if not isinstance(value, Mapping) or not isinstance(inner := value.get("function", value), Mapping):
         raise ValueError(f"{where} must be an object with a function, got {_shown(value)}")

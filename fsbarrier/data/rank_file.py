@@ -6,10 +6,10 @@
 
 HEAD has the size of the content, its CRC-32, and the CRC-32 of these two (three little-endian numbers of 32 bits). The content is a
 msgpack map: `{"header": ...}` says whose file this is; `{"task_index": ..., "trajectories": [...]}` is a group; `{"end": ...}` is there
-once the rank has nothing more to add.
+once the rank has finished the file.
 
-A group is committed by its whole frame. What follows the last whole frame is a torn tail, which nobody ever relied on. A damaged frame
-before it costs only its own group, unless its HEAD is damaged: then what follows cannot be found, and counts as torn.
+A group is committed once its whole frame is written. Bytes after the last whole frame are a torn tail, which was never acknowledged. A
+damaged frame loses only its own group, unless its HEAD is damaged: then the following frames cannot be found, and count as torn.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from fsbarrier.store.retry import patiently
 
 MAGIC = b"fsbgrp1\n"
 HEAD = struct.Struct("<3I")
-#: array types, which are those that torch has too; their codes are also those of the msgpack extensions
+#: array types that torch has too; their codes are also the codes of the msgpack extensions
 TYPECODES = "ifBqd"
 #: msgpack extension of integers beyond 64 bits
 BIG_INT = 1
-#: the largest integer; Python writes none of more than 4300 digits
+#: the largest integer; Python converts none of more than 4300 digits to text
 INT_BITS = 4096
 #: maximum nesting of containers in a value
 MAX_DEPTH = 200
@@ -81,12 +81,12 @@ class RankFile:
     valid_bytes: int
     torn_bytes: int
     finished: bool
-    #: what was found damaged before the last whole frame
+    #: descriptions of the damage before the last whole frame
     damaged: tuple[str, ...] = ()
 
     @property
     def stats(self) -> GroupStats:
-        """What adds up over its groups."""
+        """The sums over its groups."""
         return GroupStats.total(group.stats for group in self.groups)
 
 
@@ -223,7 +223,7 @@ def scan_rank_file(path: Path, limit_bytes: int | None = None, on_group: OnGroup
             raise NotOurs("it was not written by fsbarrier")
         header: JsonObject | None = None
         groups: list[GroupEntry] = []
-        # Damage is only between whole frames; after the last one it is a torn tail.
+        # Count damage only between whole frames; after the last one it is a torn tail.
         damaged, doubtful = list[str](), list[str]()
         finished, valid = False, 0
         for offset, end in _frames(fd, size) if start == MAGIC else ():
@@ -243,7 +243,7 @@ def scan_rank_file(path: Path, limit_bytes: int | None = None, on_group: OnGroup
             damaged += doubtful
             doubtful.clear()
             valid = end
-        # Without a header: killed, or powered off, before it was durable.
+        # No header: the writer was killed, or lost power, before it was durable.
         return RankFile(path, header or {}, tuple(groups), valid, size - valid, finished, tuple(damaged))
 
 
@@ -272,7 +272,7 @@ def _content(fd: int, offset: int, end: int) -> JsonObject:
     """The content of a frame. Raises FormatError, OSError."""
     data = read_at(fd, offset, HEAD.size)
     begin, found = offset + HEAD.size, 0
-    # First the checksum, in pieces: a file that lies about its size must take no memory.
+    # Verify the checksum in pieces first, so that a wrong size in a damaged file allocates no memory.
     for place in range(begin, end, CHUNK):
         found = zlib.crc32(read_at(fd, place, min(CHUNK, end - place)), found)
     if len(data) < HEAD.size or found != HEAD.unpack(data)[1]:

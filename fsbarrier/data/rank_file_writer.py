@@ -43,7 +43,7 @@ class RankFileWriter:
 
     def __init__(self, path: Path, *, header: dict[str, object]) -> None:
         self.path, self.finished = path, False
-        # As it is read again: tuples are lists.
+        # Compare in the form in which it is read back, where tuples are lists.
         self._header = unpack(pack(header, f"{path}: the header"))
         self._lock = threading.Lock()
         self._groups: list[GroupEntry] = []
@@ -78,7 +78,7 @@ class RankFileWriter:
         return self.write([self.framed(task_index, trajectories)])[0]
 
     def framed(self, task_index: int, trajectories: Sequence[Payload]) -> FramedGroup:
-        """A group as it is written. Raises UsageError if a field is missing, or cannot be stored."""
+        """Encode a group as a frame. Raises UsageError if a field is missing or cannot be stored."""
         if not trajectories:
             raise UsageError(f"{self.path}: the group of task {task_index} is empty")
         for trajectory in trajectories:

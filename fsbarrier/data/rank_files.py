@@ -275,9 +275,9 @@ def _common_metadata(found: Sequence[FoundFile]) -> dict[str, object]:
 
 
 def _there_already(out: Path) -> JsonObject:
-    """The metadata of the merged file that is there; {} without one, or for a damaged one, which may be replaced.
+    """The metadata of an existing merged file; {} if there is none, or if it is damaged and may be replaced.
 
-    Raises UsageError for a file of somebody else.
+    Raises UsageError if fsbarrier did not write the file.
     """
     # List the folder first, because NFS may cache the absence of a name for 30 s.
     if out.name not in {path.name for path in out.parent.iterdir()}:

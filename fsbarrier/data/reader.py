@@ -11,7 +11,7 @@ from fsbarrier.data.trajectory import Trajectory, TrajectoryFile
 
 
 def is_merged(path: Path) -> bool:
-    """Whether the file is one of torch. Raises StoreError."""
+    """Whether the file was written by torch.save. Raises StoreError."""
     with opened(path) as fd:
         return read_at(fd, 0, len(merged_file.ZIP)) == merged_file.ZIP
 
@@ -19,7 +19,7 @@ def is_merged(path: Path) -> bool:
 def iter_trajectories(path: Path) -> Iterator[Trajectory]:
     """Iterate over the trajectories of a rank's file or a merged file; arrays are array.array.
 
-    A rank's file that is still growing gives its whole groups, with one group in memory at a time. A merged file is loaded at once.
+    From a rank's growing file, it yields the whole groups, with one group in memory at a time. A merged file is loaded at once.
     Raises StoreError, FormatError (also for damage in a finished file).
     """
     if is_merged(path):

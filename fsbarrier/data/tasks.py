@@ -5,7 +5,7 @@ index throughout a run, so a file must not change while a run uses it. Fields:
 
     prompt    text, or chat messages [{"role": "user", "content": "..."}, ...]. A content may be a list of parts,
               {"type": "text", "text": "..."} and {"type": "image", "image": a path relative to the file, or a data: URL}; or, as in
-              verl, a field `images` has them, in the places of `<image>` in the texts. Messages may have what messages.py lists
+              verl, a field `images` has the images for each `<image>` in the texts. Messages may have the fields in messages.py
     tools     optional; the tools that the chat template shows to the policy, as OpenAI's API has them
     chat_template_kwargs   optional; arguments of the chat template for this task
     answer    the reference for the reward; or `reward_model.ground_truth` as in verl. null or missing: no reference, which
@@ -39,7 +39,7 @@ MAX_NESTING = 100
 #: rows of a Parquet file in memory at a time
 BATCH_ROWS = 1024
 
-#: what a message may have instead of a content
+#: fields that a message may have instead of a content
 _INSTEAD = ("tool_calls", "reasoning_content")
 _KINDS = {list: "a list of tools", dict: "an object"}
 
@@ -56,7 +56,7 @@ class Task:
     metadata: Mapping[str, Any]
     #: the name of its evaluation set; "" if there is only one set
     eval_set: str = ""
-    #: what the chat template is given beside the messages
+    #: passed to the chat template beside the messages
     tools: tuple[dict[str, Any], ...] = ()
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ class Task:
 
     @property
     def template(self) -> dict[str, Any]:
-        """What the chat template is given beside the messages, as vLLM's API calls it."""
+        """The inputs of the chat template beside the messages, as parameters of vLLM's API."""
         return _template(self.tools, self.chat_template_kwargs)
 
     @property
@@ -148,7 +148,7 @@ def _json_rows(
 ) -> Iterator[tuple[int, Mapping[str, object] | None]]:
     empty: int | None = None
     with path.open("rb") as stream:
-        # Not by lines: a file that is only a hole would be one line of any length.
+        # Limit the line length: a sparse file without content would be one line of any length.
         for index, line in enumerate(iter(lambda: stream.readline(TASK_BYTES + 1), b"")):
             if len(line) > TASK_BYTES:
                 raise task_error(path, index, f"is longer than {TASK_BYTES >> 20} MiB")
@@ -179,7 +179,7 @@ def _parsed(path: Path, index: int, line: bytes) -> Mapping[str, object]:
 
 
 def _no_constant(name: str) -> object:
-    """NaN and infinities, which Python's library reads although they are not JSON. As answers they would equal nothing."""
+    """Reject NaN and infinities, which Python's library accepts although they are not JSON. As answers they would never match."""
     raise ValueError(f"{name} is no JSON value")
 
 
@@ -240,7 +240,7 @@ def _task(path: Path, index: int, row: Mapping[str, object]) -> Task:
 def prompt_of(
     path: Path, index: int, value: object, name: str = "prompt", *, may_see: bool = False
 ) -> str | tuple[Message, ...]:
-    """A text, or the messages of a conversation, in the field `name`. `may_see`: with images among them."""
+    """A text, or the messages of a conversation, in the field `name`. `may_see`: images are allowed."""
     if isinstance(value, str):
         if not value.strip():
             raise task_error(path, index, f"{name} is blank" if value else f"{name} is empty")
@@ -277,7 +277,7 @@ def prompt_of(
 def beside_of(
     path: Path, index: int, row: dict[str, object], *, chat: bool
 ) -> tuple[tuple[dict[str, Any], ...], Mapping[str, Any]]:
-    """The fields `tools` and `chat_template_kwargs`, which are taken out of the row. Either may be the text of JSON, as Parquet has it."""
+    """Remove the fields `tools` and `chat_template_kwargs` from the row and return them. In Parquet they may be JSON text."""
     found: list[Any] = []
     for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
         value = row.pop(name, None)
@@ -304,7 +304,7 @@ def beside_of(
 
 
 def _without_nulls(value: Any) -> Any:
-    """Parquet gives each object of a column all fields that any of them has."""
+    """Drop null fields: in Parquet each object of a column has all fields that occur in any of them."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -319,7 +319,7 @@ def _part(path: Path, index: int, where: str, part: object) -> dict[str, object]
 
 
 def in_set(where: str | None) -> Callable[[Task], bool]:
-    """Whether a task belongs to a set of training tasks (`train.sets.NAME.where`)."""
+    """Make a predicate: whether a task belongs to a set of training tasks (`train.sets.NAME.where`)."""
     field, _, wanted = (where or "").partition("=")
     number = r"(-?\d+(?:\.\d+)?)?"
     span = re.fullmatch(f"{number}:{number}", wanted)
@@ -360,7 +360,7 @@ def plain(value: object, depth: int = 0) -> object:
 
 
 def task_error(path: Path, index: int, what: str) -> UsageError:
-    """What is wrong with a task."""
+    """An error about a task, with its position."""
     return UsageError(f"{place(path, index)}: {printable(what)}")
 
 

@@ -1,4 +1,4 @@
-"""What runs in the process of a reward function (user_function.py starts it).
+"""Runs in the process of a reward function (user_function.py starts it).
 
 The function is called for each trajectory as
 
@@ -41,7 +41,7 @@ SHOWN = 200
 
 
 def load(kind: str) -> tuple[Work, object]:
-    """The function's calls, and what our program has to know about it. Raises UsageError."""
+    """Load the function; returns the work of its process, and its properties for the parent. Raises UsageError."""
     function = load_function(kind)
     together = inspect.iscoroutinefunction(function)
 
@@ -86,7 +86,7 @@ def is_verls(function: Function) -> bool:
 
 
 def _answers(kind: str, function: Function, hello: dict[str, Any]) -> AnswerTo:
-    """What answers the questions of our program."""
+    """The handler for the parent's calls."""
     more: dict[str, object] = {}
     engines = msgspec.convert(hello["engines"], dict[str, EngineAddress])
     if hello["judge"] is not None:
@@ -119,7 +119,7 @@ def _call(function: Function, more: Mapping[str, object], question: Mapping[str,
 
 
 def _answer(function: Function, call: Callable[[Any], Any], question: Mapping[str, Any]) -> Any:
-    # The user's code may raise anything.
+    # The user's code may raise any exception.
     try:
         value = call(question)
         # A plain function may return a coroutine.
@@ -154,11 +154,11 @@ def _failed(function: Function, error: BaseException) -> dict[str, object]:
 
 
 def _told(function: Function, value: object, question: Mapping[str, Any]) -> dict[str, object]:
-    """The function's result as Scores, or why it is none."""
+    """The function's result as Scores, or the error if it is not a valid reward."""
     response = question["response"]
     if isinstance(response, str):
         return {"scores": [_read(function, value)]}
-    # A list, an array or a tensor; a text or a dict is none.
+    # Accept a list, an array or a tensor, but no text or dict.
     several = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
     values = list(value) if several and isinstance(value, Iterable) else []
     if not several or len(values) != len(response):

@@ -32,10 +32,10 @@ Task:
 Is it right? End with a line that holds nothing but a number from 0 (wrong) to 1 (right)."""
 
 
-#: what is said of the images, by `judge.images`
+#: the sentence about the images in the prompt, by `judge.images`
 SHOWN = {"last": "The image is what was seen last.", "all": "The images are what was seen, in order."}
 
-#: the judge gave no answer; the message is the reason
+#: raised if the judge gives no answer; the message is the reason
 JudgeError = ModelServerError
 
 
@@ -57,7 +57,7 @@ class Judge:
         return self._server.patience_s
 
     async def ask(self, question: str | Sequence[Mapping[str, object]], **options: object) -> str:
-        """The judge's answer to a text or chat messages, with images as in tasks. `options` of the request (default temperature: 0)."""
+        """Ask the judge with a text or chat messages, with images as in tasks. `options`: of the request (default temperature: 0)."""
         asked = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
         try:
             messages = await asyncio.to_thread(images.replaced, asked, _sent)
@@ -77,7 +77,7 @@ class Judge:
 def open_judge(
     kind: str, settings: JudgeSettings | None, timeout_s: float, engines: Mapping[str, EngineAddress]
 ) -> Judge:
-    """The judge that the reward `kind` asks. Raises UsageError if none is configured."""
+    """The judge for the reward `kind`. Raises UsageError if none is configured."""
     if settings is not None and (name := frozen_engine(settings.model)) is not None:
         return Judge(settings, timeout_s, engines[name])
     if settings is None or not settings.url or not settings.model:
@@ -94,10 +94,10 @@ def open_judge(
 
 
 class JudgeReward(Reward):
-    """The number at the end of the judge's answer as a reward; the whole answer is kept in the Score's `info`."""
+    """Uses the number at the end of the judge's answer as the reward; the Score's `info` keeps the whole answer."""
 
     def __init__(self, judge: Judge, shows: str) -> None:
-        """`shows`: `judge.images`."""
+        """`shows`: the setting `judge.images`."""
         self.judge, self.shows = judge, shows
 
     async def score(self, task: Task, answer: Answer) -> Score:
@@ -124,5 +124,5 @@ class JudgeReward(Reward):
 
 
 def _sent(source: str) -> dict[str, object]:
-    """An image as OpenAI has it. Raises ValueError."""
+    """An image in the format of OpenAI's API. Raises ValueError."""
     return {"type": "image_url", "image_url": {"url": images.as_url(source)}}

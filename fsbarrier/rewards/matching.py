@@ -27,7 +27,7 @@ _THIN = re.compile(r"\{,\}|\\[,!;]|(?<=\d)[\u00a0\u2009\u202f](?=\d)")
 
 
 class MatchReward(Reward):
-    """A fast pure function of response and answer as a Reward."""
+    """Wraps a fast pure function of response and answer as a Reward."""
 
     def __init__(self, kind: str, match: Callable[[str, object], float]) -> None:
         self.kind, self.match = kind, match
@@ -57,7 +57,7 @@ def _kind_of(answer: list[object] | dict[str, object]) -> str:
 
 
 def exact(response: str, answer: object) -> float:
-    """1.0 if the response equals the answer, ignoring surrounding whitespace. Of a list of answers, it may be any."""
+    """1.0 if the response equals the answer, ignoring surrounding whitespace. If the answer is a list, any of its items may match."""
     right = answer if isinstance(answer, list) else [answer]
     return float(response.strip() in {str(one).strip() for one in right})
 

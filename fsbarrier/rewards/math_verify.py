@@ -1,7 +1,7 @@
 """`reward.kind=math`: scores LaTeX answers with math-verify.
 
 math-verify uses a symbolic algebra system that may not terminate on unusual answers, and its own timeout uses signals, which only work in a
-main thread. It therefore runs as a user's function does: in processes of its own, which are killed on timeout.
+main thread. It therefore runs like a user's function, in its own processes, which are killed on timeout.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Requests of rewards to a model: a frozen engine of this run, or a server elsewhere.
+"""Sends the requests of rewards to a model: a frozen engine of this run, or an external server.
 
-At most `CONCURRENCY` requests are in flight, no matter how many trajectories wait. What may pass is tried again: a frozen engine that has
-died is back within its own `start_timeout_s`.
+At most `CONCURRENCY` requests are in flight, no matter how many trajectories wait. Transient failures are retried: a frozen engine
+that has died is back within its own `start_timeout_s`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from fsbarrier.store.foreign_json import NotJson, parse
 from fsbarrier.store.printable import without_passwords
 from fsbarrier.store.reading import ANSWER_BYTES
 
-#: requests of a node to one model at once
+#: maximum number of concurrent requests of a node to one model
 CONCURRENCY = 32
-#: how often a server elsewhere is asked, with pauses
+#: attempts per request to an external server, with pauses
 TRIES = 4
 
 
 class ModelServerError(Exception):
-    """The model gave no answer; the message is the reason."""
+    """Raised if the model gives no answer; the message is the reason."""
 
 
 class _Again(ModelServerError):
@@ -79,7 +79,7 @@ class ModelServer:
             async with asyncio.timeout(self.timeout_s):
                 status, answer = await self._answer(path, body)
         except (httpx.TransportError, TimeoutError) as error:
-            # Stored with the trajectory, so without the password of its address.
+            # The message is stored with the trajectory, so remove the password from the address.
             raise _Again(
                 without_passwords(
                     f"{self.said} at {self._client.base_url} does not answer: {described(error)}"
@@ -94,10 +94,10 @@ class ModelServer:
             raise ModelServerError(f"the answer of {self.said} is not JSON") from None
 
     async def _answer(self, path: str, body: Mapping[str, object]) -> tuple[int, bytes]:
-        """Status and content. Raises ModelServerError for one that is too long or compressed, httpx.TransportError."""
+        """The status and content of a response. Raises ModelServerError if it is too long or compressed, httpx.TransportError."""
         async with self._client.stream("POST", path, json=body) as response:
             if response.headers.get("content-encoding", "identity").lower() != "identity":
-                # A few bytes of gzip may stand for gigabytes, and none was asked for.
+                # Reject compressed responses: none was requested, and a few bytes of gzip may expand to gigabytes.
                 raise ModelServerError(
                     f"the answer of {self.said} is compressed, although that was not asked for"
                 )
@@ -126,7 +126,7 @@ class ClassifierReward(Reward):
             return []
         started, name = time.monotonic(), self.engine.model
         tokens = [list(one.token_ids) for one in answers]
-        # Without the activation, which would be a sigmoid.
+        # Request the raw score, without the activation, which would be a sigmoid.
         body = {"model": name, "input": tokens, "use_activation": False}
         try:
             found = await self.server.post(f"{self.engine.root}/classify", body)

@@ -27,8 +27,8 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer to score. `messages`: the whole conversation of an agent's episode. `token_ids`: the policy's tokens of prompt and
-    answer, of an episode the last segment's. `images`: where those are that it saw, in order, some more than once."""
+    """An answer to score. `messages`: the whole conversation of an agent's episode. `token_ids`: the tokens of prompt and
+    answer, for an episode those of its last segment. `images`: the paths of the images it saw, in order, with repetitions."""
 
     text: str
     messages: Messages | None = None
@@ -50,7 +50,7 @@ class Reward:
     ProgramFailed, and UsageError if it was not opened."""
 
     async def open(self) -> None:
-        """Get ready. Raises UsageError if it cannot be used, ProgramFailed."""
+        """Prepare for scoring. Raises UsageError if the reward cannot be used, ProgramFailed."""
 
     async def score(self, task: Task, answer: Answer) -> Score:
         raise NotImplementedError

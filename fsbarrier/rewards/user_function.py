@@ -1,7 +1,7 @@
 """`reward.kind=path/file.py:function`: a user's function as a Reward; function_process.py says how it is called.
 
-It runs in processes of its own (call_pool.py): up to PROCESSES of them for a plain function, each with one call at a time, and one for an
-`async` function, whose calls wait for things side by side.
+It runs in its own processes (call_pool.py): up to PROCESSES for a plain function, each with one call at a time, and one for an `async`
+function, whose calls run concurrently.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class FunctionReward(Reward):
             patience_s.append(judge.patience_s)
             await judge.close()
             if about["together"]:
-                # As many calls at once as requests to the judge; waiting for a turn does not count towards the timeout.
+                # Allow as many concurrent calls as requests to the judge; waiting for a free slot does not count towards the timeout.
                 self._turn = asyncio.Semaphore(CONCURRENCY)
         self._patience_s = max(patience_s)
         hello = {
@@ -103,8 +103,8 @@ class FunctionReward(Reward):
     async def _scores(
         self, task: Task, response: str | list[str], messages: object, count: int
     ) -> list[Score]:
-        """`count` Scores with their time; with the error if the function fails. `messages`: the conversation, or the conversations of
-        the whole group; None without an agent."""
+        """Compute `count` Scores with their duration; they contain the error if the function fails. `messages`: the conversation, or
+        the conversations of the whole group; None without an agent."""
         metadata: dict[str, object] = {"task_id": task.task_id, **task.metadata}
         if messages is not None:
             metadata["messages"] = messages
@@ -118,11 +118,11 @@ class FunctionReward(Reward):
         return [replace(score, seconds=time.monotonic() - started) for score in found]
 
     async def _asked(self, question: object) -> tuple[str | None, list[Score]]:
-        """The Scores, or why there are none."""
+        """Call the function; returns the Scores, or the reason why there are none."""
         assert self._about is not None
         too_late = f"no reward within {self._limit_s:g} s (reward.timeout_s)"
         try:
-            # Calls side by side end in time by themselves, and one that does not would end all others.
+            # Concurrent calls enforce their own time limit; killing the process for one call would end all others.
             grace_s = GRACE_S if self._about["together"] else 0.0
             said = await self._calls.call(question, self._limit_s + grace_s)
         except TimeoutError:
