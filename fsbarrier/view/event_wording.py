@@ -58,7 +58,7 @@ _GENERATION_LINE = re.compile(r"\bgeneration \d+: nodes \d")
 
 _FIELD = re.compile(r"\{(\w+):?([^}]*)\}")
 _PART = re.compile(rf"\[([^\]]*)\]|{_FIELD.pattern}")
-#: how a template writes a number, beside the formats of Python; "": nothing worth a word
+#: number formats of templates in addition to Python's; "": the number is not worth showing
 FORMATS: Mapping[str, Callable[[float], str]] = {
     "amount": amount,
     "duration": duration,
@@ -70,8 +70,8 @@ FORMATS: Mapping[str, Callable[[float], str]] = {
 
 
 def filled(template: str, event: Event) -> str:
-    """A template with the fields of an event: {name} or {name:format}, "?" if it is missing. A part in [brackets] is left out where a field
-    of it is missing; the alternatives a|b in it are listed with commas."""
+    """Fill a template with the fields of an event: {name} or {name:format}, "?" for a missing field. A part in [brackets] is left out if
+    one of its fields is missing; its alternatives a|b are joined with commas."""
 
     def part(match: re.Match[str]) -> str:
         optional, name, form = match.groups()
@@ -88,7 +88,7 @@ def _optional(part: str, event: Event) -> str:
 
 
 def _value(event: Event, name: str, form: str) -> str:
-    """A field as text; "" if it is missing, or something else than the template expects."""
+    """A field as text; "" if it is missing or has another type than the template expects."""
     if form:
         number = event.number(name)
         if number is None:
@@ -98,7 +98,7 @@ def _value(event: Event, name: str, form: str) -> str:
     return (event.text(name) or ", ".join(event.lines(name))) if whole is None else str(whole)
 
 
-# --- events that a template does not suit ---------------------------------------------------------------------------------
+# --- events that need more than a template ---------------------------------------------------------------------------------
 
 
 def _generation(event: Event) -> str:
@@ -159,7 +159,7 @@ def _ended(event: Event) -> str:
 POLICY = "[ (policy version {policy_version})]"
 UNJUDGED = "[; {unjudged:some} not scored|the reward failed {reward_errors:times}|the agent failed {agent_errors:times}]"
 
-#: event name -> its template, or what words it; other events are meant for scripts
+#: event name -> its template, or the function that words it; other events are meant for scripts
 WORDING: dict[str, str | Callable[[Event], str]] = {
     "node_joined": "node {node_rank} joined ({host}[, process {pid}])",
     "generation_started": _generation,

@@ -14,12 +14,12 @@ from fsbarrier.view.event_wording import event_line, log_lines
 
 #: Show events of all nodes within this many seconds of the failure, and at most this many before and after it.
 AROUND_S, AROUND = 10.0, 8
-#: Lines of the program's log to show: from the traceback above the line that says why, but at most so many, and some after it.
+#: Lines of the program's log to show: at most this many before the line with the reason, starting at its traceback, and some after it.
 BEFORE, AFTER = 40, 5
 #: How much of the end of a log is searched.
 SEARCHED_BYTES = 16 << 20
 _LOG_NAME = re.compile(r"^\(from (.+)\)$")
-#: The header line of each start of a program in its log (processes/supervisor.py).
+#: Header line that each start of a program writes to its log (processes/supervisor.py).
 _START = re.compile(r"^--- \S+ start ")
 
 

@@ -1,7 +1,7 @@
 """The report: one self-contained HTML file without scripts or external resources, with light and dark mode.
 
-Here is what it says; how it looks is in report.html.jinja, which escapes every value that comes from the run. Tables of all figures are
-what `--csv` writes.
+This module computes the contents; report.html.jinja has the layout, and escapes every value that comes from the run. `--csv` writes tables
+of all figures.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ EVENT_ROWS = 500
 INTERRUPTIONS = 5
 #: Phases below this share of the time are not listed in a legend.
 LEAST_SHARE = 0.002
-#: A bar this many times as long as the middle one ends with the page, so that the others can be seen. Its value stands beside it.
+#: A bar longer than this multiple of the median is cut off at the page's edge, so that the others stay visible. Its value is beside it.
 OUTLIER = 3.0
-#: beginnings of the columns of the table that have curves: what rollouts, evaluations, batches and updates measure
+#: prefixes of the table columns that get curves: metrics of rollouts, evaluations, batches and updates
 MEASURED = ("rollout_", "eval_", "batch_", "update_")
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
@@ -183,7 +183,7 @@ def _curves(reader: RunReader, status: RunStatus) -> list[tuple[str, str, str]]:
 
 
 def _newest(value: float) -> str:
-    """With three digits, and large numbers in full: 0.123, 15,500."""
+    """Format with three digits, and large numbers in full: 0.123, 15,500."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
@@ -263,7 +263,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     step = next(scale * factor for factor in (1, 2, 2.5, 5, 10) if scale * factor >= raw * 0.999)
     first = math.floor(low / step + 1e-9)
     last = max(first + 1, math.ceil(high / step - 1e-9))
-    # As many digits as the step needs, also where it is a learning rate's.
+    # Use as many digits as the step needs, which may be as small as a learning rate.
     digits = max(0, 2 - math.floor(math.log10(step)))
     return [round(number * step, digits) for number in range(first, last + 1)]
 

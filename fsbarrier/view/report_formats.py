@@ -17,8 +17,8 @@ from fsbarrier.view.run_status import RunStatus
 from fsbarrier.view.timings import Span
 
 Row = dict[str, object]
-#: event -> the prefix of its columns, the fields that become columns, and those of them that do so even if they were always 0: parts of a
-#: reward, and what evaluations measure (rewards/evaluation.py), with an optional set name
+#: event -> the prefix of its columns, the fields that become columns, and those that do even if they were always 0: parts of a reward,
+#: and the metrics of evaluations (rewards/evaluation.py), with an optional set name
 MEASURES = {
     "rolled_out": (
         "rollout",
@@ -33,7 +33,7 @@ MEASURES = {
         re.compile(r"(?!reward_mean$)([^/]+/)?(reward_mean|reward(/.+)?|pass_at_\d+|majority_at_\d+)(_se)?"),
         re.compile(".+"),
     ),
-    # All numbers but times and places.
+    # All numeric fields except times and positions.
     "updated": (
         "update",
         re.compile(r"(?!(node_rank|incarnation|generation|iteration|phase|policy_version)$).+(?<!_s)"),
@@ -86,7 +86,7 @@ def iteration_rows(reader: RunReader, status: RunStatus) -> dict[int, Row]:
 
 
 def _measured(name: str, events: Collection[Event]) -> list[str]:
-    """The fields of these events that become columns, without those that were always 0: a KL that nobody asks for is not computed."""
+    """The fields of these events that become columns, without those that were always 0, such as a KL that is not computed."""
     fields: dict[str, None] = {}
     for event in events:
         fields |= dict.fromkeys(event.fields)

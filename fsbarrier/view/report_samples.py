@@ -20,7 +20,7 @@ TITLES = {"train": "Answers in training", "test": "Held-out answers"}
 #: Limits per message and on the number of messages, because an episode may contain whole web pages.
 MOST_CHARACTERS = 1500
 MOST_MESSAGES = 12
-#: images of a trajectory that are shown, and the pixels of their longer side
+#: maximum number of images per trajectory, and the length of their longer side in pixels
 MOST_IMAGES, IMAGE_SIDE = 8, 320
 #: Groups are read into memory; larger ones are skipped.
 MOST_BYTES = 16 << 20
@@ -53,7 +53,7 @@ def _split(paths: RunPaths, split: str, newest: int) -> SplitSamples | None:
         chosen = choose(_groups(paths, split, iteration))
         kept_in = paths.images(split, iteration)
         found = [_sample(label, trajectory, kept_in) for label, trajectory in chosen]
-    # A program of the user's may write arbitrary values into a trajectory's fields.
+    # A user's own program may write arbitrary values into a trajectory's fields.
     except (
         StoreError,
         FormatError,
@@ -73,7 +73,7 @@ Place = tuple[Path, GroupEntry]
 
 
 def _groups(paths: RunPaths, split: str, iteration: int) -> list[Place]:
-    """The groups that the ranks saved, which are read one by one, unlike those of a merged file."""
+    """The groups in the ranks' files, which can be read one by one, unlike those of a merged file."""
     found: dict[int, Place] = {}
     for item in rank_files.find(paths.root, split, iteration):
         for group in item.file.groups if item.mergeable and item.file else ():
@@ -108,7 +108,7 @@ def _reward(trajectory: Trajectory) -> float:
 
 
 def _sample(label: str, trajectory: Trajectory, kept_in: Path) -> ShownTrajectory:
-    """`kept_in`: the folder of the images."""
+    """Format one trajectory. `kept_in`: the folder of its images."""
     parts = trajectory.get("reward_parts") or {}
     facts = [
         f"reward {amount(_reward(trajectory))}",
@@ -141,7 +141,7 @@ def _messages(trajectory: Trajectory) -> Sequence[tuple[str, object]]:
 
 
 def _text_and_images(content: object, kept_in: Path, room: int) -> tuple[str, list[str]]:
-    """A message's text, and its images as data: URLs, at most `room`. The text says where there are others."""
+    """A message's text, and its images as data: URLs, at most `room`. The text marks the omitted images."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False), []
     texts, found = [], list[str]()

@@ -25,11 +25,11 @@ from fsbarrier.view.timings import IterationTime, goodput, together
 #: polling interval while watching heartbeats
 LOOK_S = 0.05
 
-#: the number of complete iterations by whose mean the time that is left is estimated
+#: the number of newest complete iterations whose mean duration gives the estimate of the remaining time
 NEWEST_ITERATIONS = 5
-#: A generation that cost less than this is no interruption.
+#: Time in seconds that a new generation must cost to be shown as an interruption.
 LEAST_COST_S = 1.0
-#: a filesystem with less room than this is full
+#: A filesystem with less free space than this counts as full.
 FULL_BYTES = 1 << 20
 #: number of iterations whose timings `status` keeps
 KEPT_ITERATIONS = 50
@@ -79,7 +79,7 @@ class RunStatus:
     files: Mapping[str, str]
     #: the latest figures of the training, by name
     figures: Mapping[str, float]
-    #: productive time over wall time, of the iterations that were read; and what was lost before a generation, the most first
+    #: productive time over wall time, in the iterations that were read; and the time lost before generations, largest first
     goodput: float | None
     interruptions: tuple[Interruption, ...]
     exit_code: int | None = None
@@ -267,7 +267,7 @@ def _interruptions(reader: RunReader, costs_s: Mapping[int, float]) -> Iterator[
 
 
 def _time_left(reader: RunReader, times: Sequence[IterationTime]) -> dict[str, float]:
-    """Seconds up to the last iteration, by the mean of the newest ones; {} if they are endless, or none is complete."""
+    """Estimate the seconds until the last iteration ends from the mean of the newest ones; {} if there is no end, or none is complete."""
     newest, until = (
         [one.seconds for one in times if one.complete][-NEWEST_ITERATIONS:],
         _last_iteration(reader),
@@ -313,7 +313,7 @@ def _newest_merged(folder: Path) -> Path | None:
 
 
 def problems(reader: RunReader, nodes: Sequence[NodeStatus], state: str) -> list[str]:
-    """Problems, one line each, the worst first. A line that begins with a blank is a program's output."""
+    """Problems, one line each, the worst first. A line that begins with a space is a program's output."""
     found = _unwritable(reader, nodes)
     verdict = reader.newest.verdict if reader.newest is not None else None
     if verdict is not None and state == "broken":
@@ -340,7 +340,7 @@ def problems(reader: RunReader, nodes: Sequence[NodeStatus], state: str) -> list
 
 
 def _unwritable(reader: RunReader, nodes: Sequence[NodeStatus]) -> list[str]:
-    """Whether nodes cannot write, or are silent because nobody can: the disk is full, or they say so in their heartbeats' names."""
+    """The problem, if nodes cannot write: the disk is full (which also silences them), or their heartbeats' names report it."""
     root = reader.log_path
     with contextlib.suppress(OSError):
         room = os.statvfs(root)

@@ -1,4 +1,4 @@
-"""What `fsbarrier status` prints, and the same at a run's end: where it is or ended and why, rewards, times, file locations."""
+"""Prints the output of `fsbarrier status`, and of a run's end: position or ending and its reason, rewards, times, file locations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOTABLE = frozenset({"node_lost", "node_recovered", "work_failed", "left_generat
 
 
 def print_status(status: RunStatus) -> None:
-    """A run that may be in progress."""
+    """Print the status of a run that may be in progress."""
     console = Console(highlight=False)
     width = min(console.width, 120)
     nodes = [nodes_table(status, width), *lines.waiting_line(status), *lines.problem_lines(status, width, 20)]
@@ -33,7 +33,7 @@ def print_status(status: RunStatus) -> None:
 
 
 def print_summary(log_path: Path, output: Console | None = None) -> None:
-    """A run that has ended, with what happened in it. Raises UsageError if there is no run."""
+    """Print the summary of a run that has ended, with its notable events. Raises UsageError if there is no run."""
     console = output or Console(highlight=False)
     reader, status = look_once(log_path)
     width = min(console.width, 100)

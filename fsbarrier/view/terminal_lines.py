@@ -140,8 +140,8 @@ def waiting_line(status: RunStatus) -> list[Text]:
 
 
 def problem_lines(status: RunStatus, width: int, most: int) -> list[Text]:
-    """Problems, the worst first, in at most `most` lines: the first and the last of them. Log lines of a failed program are indented; the
-    last of them says most."""
+    """Problems, the worst first, in at most `most` lines: the first and the last ones. Log lines of a failed program are indented; the
+    last one usually has the reason."""
     style = "bold red" if status.state == "broken" else "yellow"
     found: list[Text] = []
     for problem in status.problems:
@@ -175,7 +175,7 @@ def reward_lines(rewards: Sequence[Rewards], width: int) -> list[Text]:
 
 
 def time_line(iterations: Sequence[IterationTime], width: int) -> list[Text]:
-    """The duration, the longest phases and the coordination of an iteration, by the mean of these."""
+    """The mean duration, longest phases and coordination of these iterations."""
     if not iterations:
         return []
     total, count = together(iterations), len(iterations)

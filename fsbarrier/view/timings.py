@@ -215,9 +215,9 @@ def together(iterations: Sequence[IterationTime]) -> IterationTime:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """How much of the time was of use. `share`: phases 1 to 13 of the attempts that counted, of the whole time, 0 to 1.
+    """The share of the time that was productive. `share`: phases 1 to 13 of the attempts that counted over the whole time, 0 to 1.
 
-    `costs_s`: generation -> the seconds that were lost before it began: work of the one before that had to be repeated, and the pause
+    `costs_s`: generation -> the seconds lost before it began: work of the previous generation that had to be repeated, and the pause
     between the two.
     """
 
@@ -265,7 +265,7 @@ LEAST = 0.01
 def wastes(spans: Iterable[Span], most: int = 3) -> list[str]:
     """The largest losses of the nodes' time first, such as "42 % of node 2's time: waiting for node 0's update".
 
-    Waiting in a row has two parts: a node waits for the row's last member until that one is done, and the rest is coordination.
+    Waiting in a row has two parts: until the row's last member is done, a node waits for it; the rest is coordination.
     """
     spans = [*spans]
     rows = {(row.generation, row.iteration, row.phase): row for row in row_times(spans)}
@@ -288,7 +288,7 @@ def wastes(spans: Iterable[Span], most: int = 3) -> list[str]:
 
 
 def _losses(span: Span, row: RowTime) -> Iterable[tuple[str, float]]:
-    """A span's time other than work, by cause."""
+    """The time of a span that was not work, by cause."""
     name = span.phase_name
     if span.outcome == CUT_SHORT and row.cut_short:
         return [(f"{name}, which was aborted and restarted", span.seconds)]
