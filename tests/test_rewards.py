@@ -16,11 +16,11 @@ import pytest
 from PIL import Image
 
 from fsbarrier.data.images import text_of
-from fsbarrier.data.tasks import Task
+from fsbarrier.data.tasks import Task, read_tasks
 from fsbarrier.errors import UsageError
 from fsbarrier.rewards import model_server
 from fsbarrier.rewards.judge import Judge, JudgeError
-from fsbarrier.rewards.kinds import open_reward
+from fsbarrier.rewards.kinds import about_scorers, check_answers, open_reward
 from fsbarrier.rewards.matching import last_number
 from fsbarrier.rewards.score import Answer, Score
 from fsbarrier.settings.sections import JudgeSettings
@@ -49,6 +49,52 @@ async def opened(kind: str, **more: Any) -> None:
         await reward.open()
     finally:
         await reward.close()
+
+
+def test_verl_chooses_by_data_source(tmp_path: Path) -> None:
+    """Two kinds of tasks in one file; what each gets is what verl's own scorer gives."""
+    path = tmp_path / "train.jsonl"
+    rows = [
+        {"data_source": "openai/gsm8k", "reward_model": {"style": "rule", "ground_truth": "1072"}},
+        {
+            "data_source": "lighteval/MATH",
+            "reward_model": {"style": "rule", "ground_truth": "\\frac{1}{2}"},
+        },
+    ]
+
+    def written(*more: dict[str, Any]) -> dict[int, Task]:
+        path.write_text("".join(json.dumps({"prompt": "?", **row}) + "\n" for row in [*rows, *more]))
+        return dict(read_tasks(path).tasks)
+
+    tasks = written()
+    check_answers("verl", tasks.values(), path)
+    said = about_scorers("verl", tasks.values(), path)
+    assert said.endswith("train.jsonl: gsm8k for openai/gsm8k (1), math for lighteval/MATH (1)")
+    assert "reward.kind=verl chooses" in about_scorers("exact", tasks.values(), path)
+    assert about_scorers("numeric", tasks.values(), path) == ""
+
+    async def scores() -> list[list[float]]:
+        reward = open_reward("verl")
+        try:
+            await reward.open()
+            sums = await reward.score_group(
+                tasks[0],
+                [Answer("72 and 1000\n#### 1,072"), Answer("it is 1072"), Answer("#### 1072\n#### 5")],
+            )
+            maths = await reward.score_group(tasks[1], [Answer("\\boxed{0.5}"), Answer("#### 7")])
+            return [[one.reward for one in group] for group in (sums, maths)]
+        finally:
+            await reward.close()
+
+    assert asyncio.run(scores()) == [[1.0, 0.0, 0.0], [1.0, 0.0]]
+    for row, says in (
+        ({"data_source": "codecontests", "answer": "1"}, r"data_source=codecontests has no scorer here; the known ones are openai/gsm8k, "),
+        ({"answer": "2"}, "has no data_source"),
+        ({"data_source": "aime2024", "reward_model": {"style": "model", "ground_truth": "3"}}, "style=model is scored by a model"),
+        ({"data_source": "openai/gsm8k", "answer": "none"}, "needs an answer with a number"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=f"train.jsonl, line 3: .*{says}"):
+            check_answers("verl", written(row).values(), path)
 
 
 @pytest.mark.parametrize(

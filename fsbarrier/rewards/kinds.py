@@ -7,16 +7,18 @@ fails.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsbarrier.data.tasks import Task, task_error
 from fsbarrier.errors import UsageError
+from fsbarrier.rewards import verl
 from fsbarrier.rewards.matching import MatchReward, exact, numeric, unusable
 from fsbarrier.rewards.score import AddedRewards, Reward
 from fsbarrier.rewards.user_function import FunctionReward
+from fsbarrier.rewards.verl import VerlReward
 from fsbarrier.settings.sections import RewardSettings
 from fsbarrier.settings.sources import nearest
 from fsbarrier.settings.value_types import ENGINE, reward_kinds
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from fsbarrier.specs import EngineAddress
 
 #: rewards that compare with the task's answer, and therefore require one
-KINDS = ("exact", "numeric", "math")
+KINDS = ("exact", "numeric", "math", "verl")
 #: maximum number of processes of math-verify
 MATH_PROCESSES = 4
 
@@ -64,6 +66,8 @@ def _open_one(
             # It computes, and waits for nothing.
             processes = max(1, min(MATH_PROCESSES, len(os.sched_getaffinity(0))))
             return FunctionReward(kind, timeout_s, processes=processes)
+        case "verl":
+            return VerlReward(_open_one("math", timeout_s, judge, engines))
         case "judge":
             # Imported late: only a judge needs httpx, which the checks before a run do not load.
             from fsbarrier.rewards.judge import JudgeReward, open_judge
@@ -87,7 +91,19 @@ def check_answers(kinds: str, tasks: Iterable[Task], path: Path, *, agent: bool 
     may be tasks without an answer."""
     compared = [kind for kind in reward_kinds(kinds) if kind in KINDS]
     for kind, task in product(compared, tasks):
-        problem = unusable(kind, task.answer)
+        problem = verl.problem_of(task) if kind == "verl" else unusable(kind, task.answer)
         if problem is not None and not (agent and task.answer is None):
             fields = ", ".join(["prompt", *task.metadata])
             raise task_error(path, task.index, f"{problem} (its fields: {fields})")
+
+
+def about_scorers(kinds: str, tasks: Collection[Task], path: Path) -> str:
+    """What the start says of `reward.kind=verl`: which scorers it chose, or that these tasks are made for it; "" if nothing."""
+    if "verl" in reward_kinds(kinds):
+        return f"reward.kind=verl, {path.name}: {verl.chosen(tasks)}"
+    if kinds == RewardSettings().kind and all(map(verl.scorer_of, tasks)):
+        return (
+            f"{path.name} has verl's data sources, and reward.kind={kinds} gives 1 only to an answer that is nothing but the reference "
+            "answer; reward.kind=verl chooses the scorer that verl would"
+        )
+    return ""

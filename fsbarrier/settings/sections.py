@@ -210,8 +210,9 @@ class EvalSettings(Section):
 class RewardSettings(Section):
     """How trajectories are scored."""
 
-    #: `exact` match, `numeric` match, `math` (math-verify, LaTeX), `judge` (a language model), `engines.NAME` (a reward model with a
-    #: classifier head), or your own `path/file.py:function`. A comma-separated list adds up several rewards.
+    #: `exact` match, `numeric` match, `math` (math-verify, LaTeX), `verl` (chosen by each task's `data_source`), `judge` (a language
+    #: model), `engines.NAME` (a reward model with a classifier head), or your own `path/file.py:function`. A comma-separated list adds
+    #: up several rewards.
     kind: Name = "exact"
     #: One weight for each reward in `reward.kind`; may be negative. Default: 1 each.
     weights: Numbers = ()

@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
     folder = model_folder.find_model(args.model, data, os.environ)
     model_folder.check_lengths(folder, settings)
     named = task_files.needed_files(settings)
-    for split, source in task_files.read_tasks(data, named, settings, model=folder).items():
+    for split, source in task_files.read_tasks(data, named, settings, model=folder, say=print).items():
         read = tasks.read_tasks(Path(source["path"]))
         print(printable(f"{split}: {counted(read.count, 'task')} in {read.path}"), flush=True)
         for line in _described(list(read.tasks.values()), folder, settings):

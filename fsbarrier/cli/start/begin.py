@@ -301,7 +301,7 @@ def _inputs(
     if data_path and named and "examples" in program.needs:
         tasks = task_files.read_examples(data_path, named, settings, model=model)
     elif data_path and named:
-        tasks = task_files.read_tasks(data_path, named, settings, model=model, blind=blind)
+        tasks = task_files.read_tasks(data_path, named, settings, model=model, blind=blind, say=asked.say)
     return tasks, str(model) if model else None
 
 

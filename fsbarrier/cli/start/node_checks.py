@@ -33,7 +33,7 @@ Environ = Mapping[str, str]
 # Timeout for importing the user's code: a large library on a slow filesystem takes minutes.
 TRY_CODE_S = 600.0
 #: rewards that need neither the user's code nor a judge
-PLAIN_REWARDS = frozenset({"exact", "numeric", "math"})
+PLAIN_REWARDS = frozenset({"exact", "numeric", "math", "verl"})
 PLACEHOLDERS = (
     *("node_rank", "num_nodes", "master_addr", "master_port"),
     *("batch", "out", "model", "trainer_state", "spec"),
@@ -213,8 +213,8 @@ def _packages(settings: Settings, needs: Collection[str]) -> Iterator[tuple[str,
     for tracker in settings.tracker.names:
         yield f"tracker.names={tracker}", ("accelerate",)
         yield f"tracker.names={tracker}", TRACKER_PACKAGES.get(tracker, (tracker,))
-    if "data" in needs and "math" in reward_kinds(settings.reward.kind):
-        yield "reward.kind=math", ("math_verify",)
+    for kind in {"math", "verl"} & {*reward_kinds(settings.reward.kind)} if "data" in needs else ():
+        yield f"reward.kind={kind}", ("math_verify",)
     if settings.manages_engine and "model" in needs and settings.rl_phase != "update":
         yield f"{RL}engines", ("vllm",)
     trainer = settings.trainer

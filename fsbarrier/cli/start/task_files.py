@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,15 +50,16 @@ def read_tasks(
     *,
     model: Path | None = None,
     blind: str = "",
+    say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, TaskSource]:
     """Validate the `needed_files` and return {"path", "count", "sha256"} for each, and "picked" for a set of some of a file's tasks.
 
     Checks that the reward can score each answer, and that `model` (None: skip) can be given each prompt; `blind`: why it cannot be given
-    images. Raises UsageError naming file and line number.
+    images. `say` is told which scorers were chosen. Raises UsageError naming file and line number.
     """
     # Imported late because it can load a Parquet library, which other commands do not need.
     from fsbarrier.data import tasks
-    from fsbarrier.rewards.kinds import check_answers
+    from fsbarrier.rewards.kinds import about_scorers, check_answers
 
     found: dict[str, TaskSource] = {}
     for split, file in named.items():
@@ -68,6 +69,8 @@ def read_tasks(
         check_answers(
             settings.reward.kind, read.tasks.values(), path, agent=settings.rollout.agent is not None
         )
+        if told := about_scorers(settings.reward.kind, read.tasks.values(), path):
+            say(told)
         _check_environments(read.tasks.values(), path, settings)
         if model is not None:
             _check_images(read.tasks.values(), path, model, settings, blind)
