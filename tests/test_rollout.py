@@ -17,9 +17,10 @@ import pytest
 from forks import run_warm
 from waiting import DEADLINE_S, free_port, until
 
+from fsbarrier.data.merge import MergeRequest, Part, merge
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.resolve import resolve
-from fsbarrier.trajectories import iter_trajectories, scan_rank_file
+from fsbarrier.trajectories import iter_trajectories, load, scan_rank_file
 
 HERE = Path(__file__).parent
 KEY = "the key"
@@ -315,8 +316,37 @@ def test_a_server_that_refuses_everything_fails_the_phase_early(tmp_path: Path, 
     assert "the engine rejects every prompt: HTTP 400: the prompt is too long" in done.stderr.splitlines()[-1]
     few = tmp_path / "few"
     few.mkdir()
-    done = run(make_spec(few, fake.url, ["a!400="]))
-    assert done.code == 1 and "rejected every prompt" in done.stderr.splitlines()[-1]
+    spec = make_spec(few, fake.url, ["a!400="])
+    # The second start finds the failed group of the first in its file.
+    for _ in range(2):
+        done = run(spec)
+        assert done.code == 1 and "rejected every prompt" in done.stderr.splitlines()[-1]
+
+
+def test_a_second_start_rolls_out_again_what_the_first_could_not_score(tmp_path: Path, fake: Fake) -> None:
+    mended = tmp_path / "mended"
+    (tmp_path / "mine.py").write_text(
+        "import os\n"
+        "def mine(prompt, response, answer, metadata):\n"
+        f"    if 'd' in prompt and not os.path.exists({str(mended)!r}):\n"
+        "        raise ValueError('out of order')\n"
+        "    return 0.5\n"
+    )
+    spec = make_spec(tmp_path, fake.url, ["ba=", "dc="], **{"reward.kind": f"{tmp_path}/mine.py:mine"})
+    assert run(spec).code == 1
+    part = tmp_path / "trajectories" / "part"
+    mended.touch()
+    done = run(spec)
+    resumed = done.result["resumed_groups"]
+    assert done.code == 0 and done.result["tasks"] in ([0, 1], [1, 0]) and resumed <= 1
+    assert (done.result["trajectories"], done.result["reward_mean"]) == (2 * SAMPLES, 0.5)
+    assert sorted(group.task_index for group in scan_rank_file(part).groups) == [0, 1]
+    for read in (load(part)["trajectories"], [*iter_trajectories(part)]):
+        assert [one["valid"] for one in read] == [True] * 2 * SAMPLES
+    merged = merge(
+        MergeRequest(out=tmp_path / "merged.pt", parts=(Part(part),), expected=(0, 1), metadata={})
+    )
+    assert (merged.trajectories, merged.duplicates_dropped, merged.unjudged) == (2 * SAMPLES, 0, 0)
 
 
 def test_an_engine_that_is_not_there_is_one_line(tmp_path: Path, fake: Fake) -> None:

@@ -131,15 +131,18 @@ def collect(request: MergeRequest) -> Collected:
     dropped = Counter[str]()
 
     def take_of(part: Part) -> OnGroup:
+        of_this_part: set[int] = set()
+
         def take(group: GroupEntry, trajectories: list[Trajectory]) -> None:
             task = group.task_index
             if part.tasks is not None and task not in part.tasks:
                 return
             if wanted is not None and task not in wanted:
                 dropped["unexpected"] += 1
-            elif task in groups:
+            elif task in groups and task not in of_this_part:
                 dropped["duplicates"] += 1
             else:
+                of_this_part.add(task)
                 groups[task], stats[task] = trajectories, group.stats
 
         return take

@@ -8,7 +8,8 @@ HEAD has the size of the content, its CRC-32, and the CRC-32 of these two (three
 msgpack map: `{"header": ...}` says whose file this is; `{"task_index": ..., "trajectories": [...]}` is a group; `{"end": ...}` is there
 once the rank has finished the file.
 
-A group is committed once its whole frame is written. Bytes after the last whole frame are a torn tail, which was never acknowledged. A
+A group is committed once its whole frame is written. A later group of a task takes the place of an earlier one: a program that starts
+again rolls out again what had failed. Bytes after the last whole frame are a torn tail, which was never acknowledged. A
 damaged frame loses only its own group, unless its HEAD is damaged: then the following frames cannot be found, and count as torn.
 """
 
@@ -67,7 +68,7 @@ class GroupEntry(NamedTuple):
     end: int
 
 
-#: receives each valid group while a file is read
+#: receives each valid group while a file is read, also those whose place a later one takes
 OnGroup = Callable[[GroupEntry, list[Trajectory]], None]
 
 
@@ -222,7 +223,7 @@ def scan_rank_file(path: Path, limit_bytes: int | None = None, on_group: OnGroup
         if start != MAGIC and any(start) and not MAGIC.startswith(start):
             raise NotOurs("it was not written by fsbarrier")
         header: JsonObject | None = None
-        groups: list[GroupEntry] = []
+        groups: dict[int, GroupEntry] = {}
         # Count damage only between whole frames; after the last one it is a torn tail.
         damaged, doubtful = list[str](), list[str]()
         finished, valid = False, 0
@@ -231,9 +232,10 @@ def scan_rank_file(path: Path, limit_bytes: int | None = None, on_group: OnGroup
                 content = _content(fd, offset, end)
                 if header is not None and END not in content:
                     trajectories = _trajectories(content)
-                    groups.append(_entry(content, trajectories, offset, end))
+                    group = _entry(content, trajectories, offset, end)
+                    groups[group.task_index] = group
                     if on_group is not None:
-                        on_group(groups[-1], trajectories)
+                        on_group(group, trajectories)
             except FormatError as error:
                 doubtful.append(f"the group at byte {offset} {error}")
                 continue
@@ -244,7 +246,9 @@ def scan_rank_file(path: Path, limit_bytes: int | None = None, on_group: OnGroup
             doubtful.clear()
             valid = end
         # No header: the writer was killed, or lost power, before it was durable.
-        return RankFile(path, header or {}, tuple(groups), valid, size - valid, finished, tuple(damaged))
+        return RankFile(
+            path, header or {}, tuple(groups.values()), valid, size - valid, finished, tuple(damaged)
+        )
 
 
 def read_trajectories(path: Path, group: GroupEntry) -> list[Trajectory]:

@@ -46,7 +46,7 @@ class RankFileWriter:
         # Compare in the form in which it is read back, where tuples are lists.
         self._header = unpack(pack(header, f"{path}: the header"))
         self._lock = threading.Lock()
-        self._groups: list[GroupEntry] = []
+        self._groups: dict[int, GroupEntry] = {}
         self._broken = ""
         self._fd = -1
         self._end = 0
@@ -65,8 +65,8 @@ class RankFileWriter:
 
     @property
     def groups(self) -> tuple[GroupEntry, ...]:
-        """The groups in the file, including those of an earlier start."""
-        return tuple(self._groups)
+        """The groups in the file, including those of an earlier start; of several groups of one task the newest."""
+        return tuple(self._groups.values())
 
     @property
     def valid_bytes(self) -> int:
@@ -99,7 +99,7 @@ class RankFileWriter:
                 GroupEntry(one.task_index, one.stats, begin, end)
                 for one, begin, end in zip(groups, ends, ends[1:], strict=False)
             ]
-            self._groups += entries
+            self._groups |= {entry.task_index: entry for entry in entries}
             return entries
 
     def finish(self) -> None:
@@ -145,7 +145,8 @@ class RankFileWriter:
         if there.torn_bytes:
             os.ftruncate(self._fd, there.valid_bytes)
             os.fsync(self._fd)
-        self._end, self._groups, self.finished = there.valid_bytes, list(there.groups), there.finished
+        self._end, self.finished = there.valid_bytes, there.finished
+        self._groups = {group.task_index: group for group in there.groups}
 
     def _check_open(self) -> None:
         if self._broken:

@@ -35,9 +35,10 @@ def load(path: Path) -> TrajectoryFile:
     """`{"trajectories": [...], "metadata": {...}}` of either file, with array.array for tensors. Raises StoreError, FormatError."""
     if is_merged(path):
         return merged_file.load(path)
-    trajectories: list[Trajectory] = []
-    found = scan_rank_file(path, on_group=lambda group, its_own: trajectories.extend(its_own))
+    groups: dict[int, list[Trajectory]] = {}
+    found = scan_rank_file(path, on_group=lambda group, its_own: groups.update({group.task_index: its_own}))
     _check_whole(found)
+    trajectories = [one for its_own in groups.values() for one in its_own]
     return {"trajectories": trajectories, "metadata": {**found.header, "finished": found.finished}}
 
 

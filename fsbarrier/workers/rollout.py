@@ -99,8 +99,8 @@ class Rollout:
         self.engine_answered = False
         # Trajectories of claimed tasks.
         self.begun = 0
-        # Trajectories in the part file that an earlier start of this program could not score.
-        self.unjudged_before = 0
+        # Tasks whose groups an earlier start of this program finished.
+        self.resumed: frozenset[int] = frozenset()
         # `max_error_share` applies to the whole phase; each node uses that share of the average number of trajectories per node.
         total = sum(len(one.tasks) * one.samples for one in self.certain)
         self.average_share = total / max(1, len(spec.shares))
@@ -144,7 +144,7 @@ class Rollout:
         seconds, counts = self.progress.seconds, self.counts
         report = replace(
             spec.report(writer, self.claims, ended_early=self.ended_early),
-            resumed_groups=len(writer.groups) - counts.groups,
+            resumed_groups=len(self.resumed),
             rounds=None if self.refills is None else self.refills.rounds_done(),
             seconds=round(seconds, 3),
             tokens_per_s=round(counts.completion_tokens / seconds, 1),
@@ -155,12 +155,16 @@ class Rollout:
 
     async def _until_the_end(self, writer: RankFileWriter, appending: SharedFlush) -> None:
         """Roll out until nothing is left, or until the phase ends early."""
+        # In a file with its end, an earlier start accepted what had failed. Otherwise that is rolled out again.
+        self.resumed = frozenset(
+            group.task_index for group in writer.groups if writer.finished or group.stats.is_finished
+        )
         filling = asyncio.create_task(self._fill(writer, appending))
-        watching = asyncio.create_task(self._watch(self.early_end, writer)) if self.early_end else filling
+        watching = asyncio.create_task(self._watch(self.early_end)) if self.early_end else filling
         try:
             await asyncio.wait((filling, watching), return_when=asyncio.FIRST_COMPLETED)
             if self.early_end and filling.done():
-                self.early_end.report(len(writer.groups))
+                self.early_end.report(len(self.resumed) + self.counts.groups)
         finally:
             for task in (filling, watching):
                 task.cancel()
@@ -170,10 +174,10 @@ class Rollout:
                 raise error
         self.ended_early = filling.cancelled()
 
-    async def _watch(self, early_end: EarlyEnd, writer: RankFileWriter) -> None:
+    async def _watch(self, early_end: EarlyEnd) -> None:
         """Returns when the phase should end early."""
         while True:
-            await asyncio.to_thread(early_end.report, len(writer.groups))
+            await asyncio.to_thread(early_end.report, len(self.resumed) + self.counts.groups)
             if await asyncio.to_thread(early_end.reached):
                 return
             await asyncio.sleep(early_end.pause_s)
@@ -182,19 +186,17 @@ class Rollout:
         # An earlier start finished its file but ended before it wrote its result.
         if writer.finished:
             return
-        on_disk = {group.task_index for group in writer.groups}
-        self.unjudged_before = sum(group.stats.unjudged for group in writer.groups)
         await self.reward.open()
         async with self.pool, self.agents or nullcontext():
             try:
                 async with asyncio.TaskGroup() as tasks:
                     for number in range(len(self.rounds)):
                         if self.refills is None:
-                            await self._begin_round(number, appending, on_disk, tasks)
+                            await self._begin_round(number, appending, tasks)
                             continue
                         # The next round starts only after this one, and may not be needed.
                         async with asyncio.TaskGroup() as of_this_round:
-                            await self._begin_round(number, appending, on_disk, of_this_round)
+                            await self._begin_round(number, appending, of_this_round)
                         if not await self._another_after(number, self.refills, writer):
                             break
             except BaseExceptionGroup as group:
@@ -202,9 +204,7 @@ class Rollout:
         if self.counts.groups and self.counts.refused == self.counts.groups:
             raise ProgramFailed("the engine rejected every prompt; see its messages above")
 
-    async def _begin_round(
-        self, number: int, appending: SharedFlush, on_disk: set[int], tasks: asyncio.TaskGroup
-    ) -> None:
+    async def _begin_round(self, number: int, appending: SharedFlush, tasks: asyncio.TaskGroup) -> None:
         """Returns once every task of round `number` has been started, here or on another node."""
         current = self.rounds[number]
         if number:
@@ -213,7 +213,7 @@ class Rollout:
             for environment in self.environments.values():
                 environment.begin_round(number)
         queue: deque[Task] = deque()
-        while batch := await self._next_batch(number, queue, on_disk):
+        while batch := await self._next_batch(number, queue):
             if not self.engine_answered:
                 await self.pool.query_models()
                 self.engine_answered = True
@@ -251,7 +251,7 @@ class Rollout:
         own = self.spec.tasks
         return sum(one.samples * sum(task in one.tasks for task in own) for one in self.certain[number:])
 
-    async def _next_batch(self, number: int, queue: deque[Task], on_disk: set[int]) -> list[Task]:
+    async def _next_batch(self, number: int, queue: deque[Task]) -> list[Task]:
         """Claim the prompts of the next request of round `number`, after waiting for engine capacity. [] when the round has none
         left."""
         claims, current = self.claims[-1], self.rounds[number]
@@ -264,7 +264,7 @@ class Rollout:
         while (missing := per_request - len(queue)) > 0:
             if not (taken := await asyncio.to_thread(claims.take_lots, missing)):
                 break
-            queue += [current.known[index] for index in taken if index not in on_disk]
+            queue += [current.known[index] for index in taken if index not in self.resumed]
             self.begun += len(taken) * current.samples
         self.progress.total = self.begun + claims.own_left * current.samples + self._left_from(number + 1)
         # Spread the last prompts over all engines.
@@ -336,7 +336,6 @@ class Rollout:
         most = self.settings.rollout.max_error_share
         for what in ("reward", "agent", "environment"):
             count: int = getattr(counts.stats, f"{what}_errors")
-            count += self.unjudged_before if count else 0
             if count > most * total:
                 reasons = [item["metadata"].get(f"{what}_error", "") for item in made]
                 last = " ".join(max(reasons, key=bool).split())
